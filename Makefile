@@ -1,0 +1,35 @@
+# make demo: set everything up and tune the embedded model.   make test: set everything up and run the tests.
+PYTHON ?= python3
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := .venv/$(VERSION)
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/train
+	$(RUN) launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes
+
+test: $(VENV)/dev
+	$(RUN) -m pytest
+
+lint: $(VENV)/dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: $(VENV)/dev
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:
+	rm -rf .venv .cache .pytest_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/train: requirements.txt | $(VENV)/bin/python
+	$(RUN) -m pip install -q --disable-pip-version-check -r requirements.txt -e .
+	touch $@
+
+$(VENV)/dev: requirements.txt requirements-dev.txt | $(VENV)/bin/python
+	$(RUN) -m pip install -q --disable-pip-version-check -r requirements-dev.txt -e .
+	touch $@ $(VENV)/train

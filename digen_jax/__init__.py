@@ -1,0 +1,1 @@
+"""Reinforcement learning for flow-matching image and video generators, in JAX."""

@@ -1,0 +1,18 @@
+"""Eight virtual CPU devices, a shared compile cache, and shapes checked at run time for every test."""
+
+import os
+import pathlib
+
+CACHE = pathlib.Path(__file__).parents[1] / ".cache" / "xla"
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook("digen_jax", "beartype.beartype")
