@@ -1,0 +1,1 @@
+"""Advantages and losses, one file an algorithm family (pure functions)."""

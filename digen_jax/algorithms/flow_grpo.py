@@ -1,0 +1,118 @@
+"""Flow-GRPO (arXiv 2505.05470): a clipped policy gradient with a KL penalty to the reference.
+
+Losses come as sums over the samples, beside the sum of their weights, so that accumulation over
+micro-batches and timesteps divides once, at the update, and does not depend on the packing.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+# A ratio is resolved to float32's epsilon; the clip bounds must stand well clear of that.
+SMALLEST_CLIP_RANGE = 10 * float(np.finfo(np.float32).eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlowGRPO:
+    """Settings, with the values of Flow-GRPO's public code for Stable Diffusion 3.5 M."""
+
+    clip_range: float = 1e-4  # the ratio is clipped to [1 - clip_range, 1 + clip_range]
+    adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip]
+    kl_coefficient: float = 0.0  # 0: no reference is evaluated
+    advantage_std: Literal["group", "global"] = "global"
+
+    @property
+    def needs(self) -> Literal["group", "step"]:
+        """What must be scored before any of it can train: a group, or for a global std the step."""
+        return "step" if self.advantage_std == "global" else "group"
+
+    def check(self) -> None:
+        """Raises ValueError for a setting that cannot work, and says what to change."""
+        if not SMALLEST_CLIP_RANGE <= self.clip_range < 1:
+            raise ValueError(
+                f"clip_range is {self.clip_range}; it must lie in [{SMALLEST_CLIP_RANGE:.1e}, 1): "
+                "below, float32 cannot resolve the ratio"
+            )
+        if not 0 < self.adv_clip < math.inf:
+            raise ValueError(f"adv_clip is {self.adv_clip}; it must be positive and finite")
+        if not 0 <= self.kl_coefficient < math.inf:
+            raise ValueError(
+                f"kl_coefficient is {self.kl_coefficient}; it must be finite and not negative"
+            )
+        if self.advantage_std not in ("group", "global"):
+            raise ValueError(
+                f"advantage_std is {self.advantage_std!r}; set it to 'group' or 'global'"
+            )
+
+
+def flow_grpo_loss(
+    settings: FlowGRPO,
+    log_prob: Float[Array, "n"],
+    old_log_prob: Float[Array, "n"],
+    advantages: Float[Array, "n"],
+    weight: Float[Array, "n"],
+    kl: Float[Array, "n"] | None = None,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Weighted sum of max(-A r, -A clip(r)) + kl_coefficient KL, with r = exp(log_prob - old).
+
+    Args:
+      settings: clip ranges and the KL's coefficient.
+      log_prob: of the policy being trained, with gradient.
+      old_log_prob: of the behaviour policy.
+      advantages: before clipping.
+      weight: 1, or 0 for padding: such a sample adds nothing to any sum, nor, whatever its values,
+        to the gradient.
+      kl: each sample's KL to the reference (`gaussian_kl`), with gradient.
+
+    Returns:
+      The loss's sum, to be differentiated; and weighted sums to be divided by their "weight": loss,
+      policy_loss, ratio, ratio_deviation |r - 1|, clip_fraction, approx_kl (log_prob - old)^2 / 2
+      and, where given, kl.
+
+    Raises:
+      ValueError: `kl` missing though the settings have a kl_coefficient.
+    """
+    if kl is None and settings.kl_coefficient:
+        raise ValueError(f"kl_coefficient is {settings.kl_coefficient} but no kl was given")
+    trained = weight > 0
+    # before exp: the gradient of an overflow is NaN even where its weight is 0
+    log_ratio = jnp.where(trained, log_prob - old_log_prob, 0.0)
+    ratio = jnp.exp(log_ratio)
+    advantages = jnp.clip(advantages, -settings.adv_clip, settings.adv_clip)
+    clipped = jnp.clip(ratio, 1 - settings.clip_range, 1 + settings.clip_range)
+    policy_loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
+    deviation = jnp.abs(ratio - 1)
+    terms = {
+        "loss": policy_loss,
+        "policy_loss": policy_loss,
+        "ratio": ratio,
+        "ratio_deviation": deviation,
+        "clip_fraction": (deviation > settings.clip_range).astype(jnp.float32),
+        "approx_kl": log_ratio**2 / 2,
+    }
+    if kl is not None:
+        terms |= {"loss": policy_loss + settings.kl_coefficient * kl, "kl": kl}
+    sums = {k: jnp.sum(weight * jnp.where(trained, term, 0.0)) for k, term in terms.items()}
+    return sums["loss"], sums | {"weight": jnp.sum(weight)}
+
+
+def gaussian_kl(
+    mean: Float[Array, "n ..."],
+    reference_mean: Float[Array, "n ..."],
+    std: Float[Array, "n"] | Float[Array, ""],
+) -> Float[Array, "n"]:
+    """KL between two Gaussians of equal std: (mean - reference_mean)^2 / (2 std^2).
+
+    Averaged over all axes but the first, with gradient to `mean`. Implementations differ in `std`.
+    Flow-GRPO's code for images divides by the diffusion without its factor sqrt(-dt)
+    (`step.diffusion(...)`), and its published coefficients belong to that; its paper, and its code
+    for video, by the step's whole std (`replay(...).std`), which is the KL proper. Where std = 0
+    (padding, which has no weight) the value is finite: that of 1.
+    """
+    std = jnp.where(std > 0, std, 1.0)
+    difference = jnp.mean((mean - reference_mean) ** 2, axis=tuple(range(1, mean.ndim)))
+    return difference / (2 * std**2)

@@ -1,0 +1,223 @@
+"""Sampling trajectories with one scan over the steps, and replaying their transitions."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Key
+
+from digen_jax.flow.steps import Ode, Step
+
+# The independent streams of an image's key.
+START, TRANSITION = 0, 1
+
+Velocity = Callable[[Float32[Array, "b ..."], Float32[Array, "b"]], Float[Array, "b ..."]]
+
+
+class Transitions(NamedTuple):
+    """Reverse steps x -> x_next that can be replayed: s steps of b images, as sampled.
+
+    Indexing the first axis of every field gives leading axes `[b]` and a scalar sigma, `flatten`
+    gives `[n]` and sigma `[n]`: these two forms are what `replay` takes.
+    """
+
+    x: Float[Array, "s b ..."]  # in the dtype they were stored in
+    x_next: Float[Array, "s b ..."]
+    log_prob: Float32[Array, "s b"]  # of the policy that sampled them
+    sigma: Float32[Array, "s"]
+    sigma_next: Float32[Array, "s"]
+
+
+class Trajectory(NamedTuple):
+    """What `sample` returns: the images' latents, the window's transitions, the sigmas used."""
+
+    latents: Float[Array, "b ..."]
+    transitions: Transitions
+    sigmas: Float32[Array, "sigmas"]
+
+
+class Replay(NamedTuple):
+    """What a policy makes of given transitions: log_prob, mean and std of x_next."""
+
+    log_prob: Float32[Array, "n"]
+    mean: Float32[Array, "n ..."]
+    std: Float32[Array, "n"]
+
+
+def image_keys(
+    root: Key[Array, ""], serials: Int[ArrayLike, "b"], images: Int[ArrayLike, "b"]
+) -> Key[Array, "b"]:
+    """Each image's key: the root key, folded with its group's serial and its number in the group.
+
+    Raises:
+      ValueError: `root` is not a typed threefry key; with rbg, an image would depend on its batch.
+    """
+    typed = jax.dtypes.issubdtype(root.dtype, jax.dtypes.prng_key)
+    if not typed or str(jax.random.key_impl(root)) != "threefry2x32":
+        raise ValueError("root must be a threefry key; make it by jax.random.key(seed)")
+    return jax.vmap(
+        lambda serial, image: jax.random.fold_in(jax.random.fold_in(root, serial), image)
+    )(jnp.asarray(serials), jnp.asarray(images))
+
+
+def start_noise(keys: Key[Array, "b"], shape: tuple[int, ...]) -> Float32[Array, "b ..."]:
+    """Standard normal noise of `shape` for each image, from its start stream."""
+    return jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, START), shape))(keys)
+
+
+def check_window(step: Step, sigmas: Float[np.ndarray, "sigmas"], start: int, length: int) -> None:
+    """Raises ValueError where the steps [start, start + length) cannot be trained by their density.
+
+    That is an empty window, one outside the schedule, a step without noise (ode), or one whose std
+    is 0 (the last step of cps).
+    """
+    steps = len(sigmas) - 1
+    if length < 1:
+        raise ValueError(f"the window has length {length}; train at least 1 step")
+    _check_inside(start, length, steps)
+    if isinstance(step, Ode):
+        raise ValueError("the trained steps are ode steps; give them noise: flow, dance or cps")
+    nothing, sigma = jnp.zeros(steps), jnp.asarray(sigmas, jnp.float32)
+    _, std = step.mean_std(nothing, nothing, sigma[:-1], sigma[1:], sigma[1])
+    silent = np.flatnonzero(np.asarray(std)[start : start + length] == 0)
+    if silent.size:
+        raise ValueError(
+            f"step {start + silent[0]} of the window [{start}, {start + length}) has no noise "
+            f"({type(step).__name__} from sigma {sigmas[start + silent[0]]:.4g} to "
+            f"{sigmas[start + silent[0] + 1]:.4g}); end the window before it"
+        )
+
+
+def sample(
+    velocity: Velocity,
+    x_start: Float[Array, "b ..."],
+    sigmas: Float[ArrayLike, "sigmas"],
+    step: Step,
+    keys: Key[Array, "b"],
+    window: tuple[int | Int[Array, ""], int],
+    store_dtype: DTypeLike = jnp.float32,
+) -> Trajectory:
+    """Goes from noise at sigmas[0] to data at sigmas[-1], in one `lax.scan`.
+
+    The steps in the window follow `step` and are stored; the others are ODE steps. An image
+    depends on its key and the start noise only, not on its batch.
+
+    Args:
+      velocity: `(x [b ...], sigma [b]) -> [b ...]`; the network with its parameters, conditioning
+        and guidance.
+      x_start: start noise at sigmas[0].
+      sigmas: the schedule of n steps, falling.
+      step: kind of the steps in the window.
+      keys: one typed key an image (`image_keys`); step i draws its noise from their fold with i.
+      window: (first step, may be traced; number of steps, static). Length 0 stores nothing.
+      store_dtype: x is rounded to it after every step, before its log_prob is taken, and goes on
+        from the rounded value, so that replay sees what was sampled.
+
+    Raises:
+      ValueError: a window outside the schedule.
+    """
+    start, length = window
+    sigmas = jnp.asarray(sigmas, jnp.float32)
+    steps = len(sigmas) - 1
+    _check_inside(start, length, steps)
+    noise_keys = jax.vmap(lambda key: jax.random.fold_in(key, TRANSITION))(keys)
+
+    def body(carry, inputs):
+        x, stored = carry
+        i, sigma, sigma_next = inputs
+        v = velocity(x.astype(jnp.float32), jnp.full(x.shape[:1], sigma))
+        mean, _ = Ode().mean_std(x, v, sigma, sigma_next, sigmas[1])
+        x_next = _round(mean, store_dtype)
+        if length:
+            inside = (i >= start) & (i < start + length)
+            new = _noisy_step(step, x, v, sigma, sigma_next, sigmas[1], noise_keys, i)
+            stored = _store(stored, new, jnp.clip(i - start, 0, length - 1), inside)
+            x_next = jnp.where(inside, new.x_next, x_next)
+        return (x_next, stored), None
+
+    x = _round(x_start, store_dtype)
+    inputs = (jnp.arange(steps), sigmas[:-1], sigmas[1:])
+    (x, stored), _ = jax.lax.scan(body, (x, _empty(x, length)), inputs)
+    return Trajectory(x, stored, sigmas)
+
+
+def replay(
+    velocity: Velocity, transitions: Transitions, step: Step, sigma_max: Float[ArrayLike, ""]
+) -> Replay:
+    """Log-probability, mean and std of given transitions under `velocity`, by `sample`'s functions.
+
+    Args:
+      velocity: as in `sample`.
+      transitions: one leading axis `[n]` (see `flatten`), sigma `[n]` or a scalar. Their own sigmas
+        are used, so the samples may stand at different steps.
+      step: the kind that sampled them.
+      sigma_max: `trajectory.sigmas[1]`.
+
+    Raises:
+      ValueError: transitions with two leading axes.
+    """
+    if transitions.log_prob.ndim != 1:
+        raise ValueError(
+            f"transitions have leading axes {transitions.log_prob.shape}; flatten them first"
+        )
+    batch = transitions.log_prob.shape
+    x = transitions.x.astype(jnp.float32)
+    sigma, sigma_next = (
+        jnp.broadcast_to(s, batch) for s in (transitions.sigma, transitions.sigma_next)
+    )
+    mean, std = step.mean_std(x, velocity(x, sigma), sigma, sigma_next, sigma_max)
+    return Replay(step.log_prob(transitions.x_next, mean, std), mean, std)
+
+
+def flatten(transitions: Transitions) -> Transitions:
+    """Merges the leading axes `[s b]` into `[s*b]`, repeating each sigma for its b images."""
+    s, b = transitions.log_prob.shape
+    merged = Transitions(
+        *transitions[:3],
+        *(jnp.broadcast_to(a[:, None], (s, b)) for a in transitions[3:]),
+    )
+    return jax.tree.map(lambda a: a.reshape(s * b, *a.shape[2:]), merged)
+
+
+def _check_inside(start: int | Array, length: int, steps: int) -> None:
+    """A traced start is only known to fit by its length."""
+    known = isinstance(start, int)
+    if not 0 <= length <= steps or (known and not 0 <= start <= steps - length):
+        raise ValueError(
+            f"the window starts at {start} and has length {length}, "
+            f"outside the schedule's {steps} steps"
+        )
+
+
+def _noisy_step(step, x, v, sigma, sigma_next, sigma_max, noise_keys, i) -> Transitions:
+    mean, std = step.mean_std(x, v, sigma, sigma_next, sigma_max)
+    noise = jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, i), x.shape[1:]))(
+        noise_keys
+    )
+    x_next = _round(mean + std * noise, x.dtype)
+    return Transitions(x, x_next, step.log_prob(x_next, mean, std), sigma, sigma_next)
+
+
+def _round(x: Array, dtype: DTypeLike) -> Array:
+    """A cast that the compiler may not undo, as it may where a value is cast down and up again."""
+    kind = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant).astype(dtype)
+
+
+def _empty(x: Array, length: int) -> Transitions:
+    images = jnp.zeros((length, *x.shape), x.dtype)
+    per_step = jnp.zeros(length)
+    return Transitions(images, images, jnp.zeros((length, x.shape[0])), per_step, per_step)
+
+
+def _store(stored: Transitions, new: Transitions, slot: Array, inside: Array) -> Transitions:
+    """Writes `new` into its slot where the step is inside the window, else leaves it as it is."""
+
+    def write(buffer, value):
+        old = jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(buffer, jnp.where(inside, value, old), slot, 0)
+
+    return jax.tree.map(write, stored, new)

@@ -1,0 +1,134 @@
+"""Sigma schedules, equal to those of diffusers' FlowMatchEulerDiscreteScheduler."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float32
+
+# Fields of diffusers' config that would change the schedule or the step, and are not supported.
+UNSUPPORTED = (
+    "invert_sigmas",
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "stochastic_sampling",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """The fields of `scheduler_config.json` that change the sigmas; diffusers' names and defaults.
+
+    `shift` acts in a static schedule, the `base_*`, `max_*` and `time_shift_type` fields in a
+    dynamic one, where the shift follows the number of image tokens.
+    """
+
+    num_train_timesteps: int = 1000
+    shift: float = 1.0
+    use_dynamic_shifting: bool = False
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_image_seq_len: int = 256
+    max_image_seq_len: int = 4096
+    shift_terminal: float | None = None
+    time_shift_type: Literal["exponential", "linear"] = "exponential"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "SchedulerConfig":
+        """From a parsed `scheduler_config.json`; ValueError names a field that is not supported."""
+        kind = config.get("_class_name", "FlowMatchEulerDiscreteScheduler")
+        if kind != "FlowMatchEulerDiscreteScheduler":
+            raise ValueError(
+                f"scheduler _class_name is {kind!r}; "
+                "only 'FlowMatchEulerDiscreteScheduler' is supported"
+            )
+        for name in UNSUPPORTED:
+            if config.get(name):
+                raise ValueError(
+                    f"scheduler field {name} is {config[name]!r}, which is unsupported; set false"
+                )
+        fields = {k: v for k, v in config.items() if not k.startswith("_") and k not in UNSUPPORTED}
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"scheduler field {name} is unknown; remove it from the config")
+        if fields.get("time_shift_type", "exponential") not in ("exponential", "linear"):
+            raise ValueError(
+                f"scheduler field time_shift_type is {fields['time_shift_type']!r}; "
+                "set it to 'exponential' or 'linear'"
+            )
+        return cls(**fields)
+
+
+def make_sigmas(
+    config: SchedulerConfig,
+    num_steps: int,
+    image_seq_len: int | None = None,
+    spacing: Literal["timesteps", "uniform"] = "timesteps",
+) -> Float32[np.ndarray, "sigmas"]:
+    """The sigmas of a sampling run of `num_steps` steps, from 1 down to 0.
+
+    The numbers are computed in the precision that diffusers uses at each place, so they are equal
+    to its `scheduler.sigmas` bit for bit.
+
+    Args:
+      config: the scheduler's settings.
+      num_steps: network evaluations n.
+      image_seq_len: image tokens, needed (only) where `config.use_dynamic_shifting`.
+      spacing: what the family's pipeline asks of the scheduler before the shift. "timesteps":
+        evenly from the scheduler's first to its last training timestep (pipelines that pass
+        `num_inference_steps`: SD3, Wan). "uniform": from 1 to 1/n (pipelines that pass `sigmas`:
+        FLUX, Qwen-Image, HunyuanVideo, Z-Image).
+
+    Raises:
+      ValueError: too few steps, or `image_seq_len` missing where the shift is dynamic.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}; a schedule needs at least 1 step")
+    if num_steps == 1 and config.shift_terminal:
+        raise ValueError("num_steps is 1; a scheduler with shift_terminal needs at least 2 steps")
+    if spacing == "uniform":
+        sigmas = np.linspace(1.0, 1.0 / num_steps, num_steps).astype(np.float32)
+    else:
+        sigmas = _spaced_by_timesteps(config, num_steps)
+    if config.use_dynamic_shifting:
+        sigmas = _dynamic_shift(config, sigmas, image_seq_len)
+    else:
+        sigmas = _static_shift(sigmas, config.shift)
+    if config.shift_terminal:
+        remaining = 1 - sigmas
+        sigmas = 1 - remaining / (remaining[-1] / (1 - config.shift_terminal))
+    return np.append(sigmas, 0.0).astype(np.float32)
+
+
+def _static_shift(sigmas: np.ndarray, shift: float) -> np.ndarray:
+    """Resolution-dependent shift of Stable Diffusion 3 (arXiv 2403.03206)."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def _spaced_by_timesteps(config: SchedulerConfig, num_steps: int) -> np.ndarray:
+    """From the first to the last *shifted* training sigma; the shift then acts a second time."""
+    steps = config.num_train_timesteps
+    ends = np.array([steps, 1], np.float32) / np.float32(steps)
+    if not config.use_dynamic_shifting:
+        ends = _static_shift(ends, config.shift)
+    first, last = (float(end) * steps for end in ends)
+    return np.linspace(first, last, num_steps) / steps
+
+
+def _dynamic_shift(
+    config: SchedulerConfig, sigmas: np.ndarray, image_seq_len: int | None
+) -> np.ndarray:
+    """FLUX's shift: mu is linear in the number of image tokens."""
+    if image_seq_len is None:
+        raise ValueError(
+            "image_seq_len is missing; with use_dynamic_shifting, pass the number of image tokens"
+        )
+    tokens = config.max_image_seq_len - config.base_image_seq_len
+    slope = (config.max_shift - config.base_shift) / tokens
+    mu = image_seq_len * slope + (config.base_shift - slope * config.base_image_seq_len)
+    scale = math.exp(mu) if config.time_shift_type == "exponential" else mu
+    return scale / (scale + (1 / sigmas - 1))

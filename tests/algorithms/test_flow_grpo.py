@@ -1,0 +1,155 @@
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax.algorithms.flow_grpo import FlowGRPO, flow_grpo_loss, gaussian_kl
+
+GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
+SETTINGS = FlowGRPO(clip_range=1e-4, adv_clip=5.0)
+INPUTS = tuple(
+    jnp.asarray(GOLDEN[f"loss_{name}"]) for name in ("log_prob", "old_log_prob", "advantages")
+)
+
+
+def mean_loss(log_prob, *inputs, settings=SETTINGS, weight=None):
+    weight = jnp.ones_like(log_prob) if weight is None else weight
+    total, sums = flow_grpo_loss(settings, log_prob, *inputs, weight)
+    return total / sums["weight"]
+
+
+def transcription(log_prob, old, advantage, clip_range, adv_clip):
+    """One sample, in float64, as the paper and the public code write it."""
+    ratio = math.exp(log_prob - old)
+    advantage = min(max(advantage, -adv_clip), adv_clip)
+    clipped = min(max(ratio, 1 - clip_range), 1 + clip_range)
+    return -min(advantage * ratio, advantage * clipped)
+
+
+def test_golden():
+    assert (SETTINGS.clip_range, SETTINGS.adv_clip) == (GOLDEN["clip_range"], GOLDEN["adv_clip"])
+    loss, gradient = jax.value_and_grad(mean_loss)(*INPUTS)
+    assert float(loss) == pytest.approx(float(GOLDEN["flow_grpo_loss"]), rel=1e-5)
+    reference = GOLDEN["flow_grpo_grad"]
+    assert np.abs(gradient - reference).max() <= 1e-5 * np.abs(reference).max()
+
+
+def test_loss_and_gradient_equal_float64_transcription():
+    rng = np.random.default_rng(0)
+    settings = FlowGRPO(clip_range=0.2, adv_clip=1.5)
+    log_prob, old, advantages = rng.normal(size=(3, 40)) * np.array([[0.3], [0.3], [1.5]])
+    inputs = [jnp.asarray(array, jnp.float32) for array in (log_prob, old, advantages)]
+    loss, gradient = jax.value_and_grad(mean_loss)(*inputs, settings=settings)
+    term = np.vectorize(lambda *sample: transcription(*sample, 0.2, 1.5))
+    assert float(loss) == pytest.approx(term(log_prob, old, advantages).mean(), rel=1e-5)
+    h = 1e-6
+    slope = (term(log_prob + h, old, advantages) - term(log_prob - h, old, advantages)) / (2 * h)
+    np.testing.assert_allclose(gradient, slope / 40, rtol=1e-4, atol=1e-6)
+    assert (slope == 0).any() and (slope != 0).any()
+
+
+def test_packing_does_not_matter():
+    """Sums over any split add up, and padding of zero weight adds nothing, whatever it holds."""
+    total, sums = flow_grpo_loss(SETTINGS, *INPUTS, jnp.ones(8))
+    parts = [
+        flow_grpo_loss(SETTINGS, *(a[i] for a in INPUTS), jnp.ones(4))
+        for i in (slice(0, 4), slice(4, 8))
+    ]
+    added = jax.tree.map(lambda a, b: a + b, *parts)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), added, (total, sums))
+    assert float(sums["weight"]) == 8
+
+    junk = jnp.array([jnp.nan, 1e4, jnp.inf])
+    padded = [jnp.concatenate([a, sign * junk]) for a, sign in zip(INPUTS, (1, -1, 1), strict=True)]
+    weight = jnp.concatenate([jnp.ones(8), jnp.zeros(3)])
+    loss, gradient = jax.value_and_grad(mean_loss)(*padded, weight=weight)
+    expected, expected_gradient = jax.value_and_grad(mean_loss)(*INPUTS)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    np.testing.assert_allclose(gradient[:8], expected_gradient, rtol=1e-6)
+    np.testing.assert_array_equal(gradient[8:], 0)
+
+
+def test_diagnostics():
+    old = jnp.zeros(4)
+    log_prob = jnp.log(jnp.array([1.0, 1.05, 0.7, 1.2]))
+    settings = FlowGRPO(clip_range=0.1)
+    _, sums = flow_grpo_loss(settings, log_prob, old, jnp.ones(4), jnp.array([1.0, 1, 1, 0]))
+    assert float(sums["weight"]) == 3
+    assert float(sums["ratio"]) == pytest.approx(2.75)
+    assert float(sums["ratio_deviation"]) == pytest.approx(0.35, rel=1e-5)
+    assert float(sums["clip_fraction"]) == 1
+    assert float(sums["approx_kl"]) == pytest.approx(
+        (math.log(1.05) ** 2 + math.log(0.7) ** 2) / 2, rel=1e-5
+    )
+
+
+def test_kl_enters_the_loss_with_its_gradient():
+    rng = np.random.default_rng(2)
+    mean, reference = (jnp.asarray(a, jnp.float32) for a in rng.normal(size=(2, 3, 4, 5)))
+    std = jnp.array([0.5, 0.1, 2.0])
+    settings = FlowGRPO(kl_coefficient=0.04)
+
+    def loss(mean):
+        kl = gaussian_kl(mean, reference, std)
+        return flow_grpo_loss(settings, jnp.zeros(3), jnp.zeros(3), jnp.zeros(3), jnp.ones(3), kl)
+
+    (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(mean)
+    expected = sum(
+        np.mean((np.float64(m) - np.float64(r)) ** 2) / (2 * float(s) ** 2)
+        for m, r, s in zip(mean, reference, std, strict=True)
+    )
+    assert float(sums["kl"]) == pytest.approx(expected, rel=1e-5)
+    assert float(value) == pytest.approx(0.04 * expected, rel=1e-5)
+    closed_form = 0.04 * (mean - reference) / (20 * std[:, None, None] ** 2)
+    np.testing.assert_allclose(gradient, closed_form, rtol=1e-5)
+
+
+def test_kl_equals_the_kl_of_two_gaussians():
+    """Monte Carlo of E_p[log p - log q], a sum over elements where ours is their mean."""
+    mean, reference, std = np.array([0.3, -0.2]), np.array([0.0, 0.1]), 0.5
+    x = mean + std * np.random.default_rng(3).normal(size=(400_000, 2))
+    log_ratio = ((x - reference) ** 2 - (x - mean) ** 2) / (2 * std**2)
+    ours = gaussian_kl(jnp.asarray(mean)[None], jnp.asarray(reference)[None], jnp.array([std]))
+    assert float(ours[0]) * 2 == pytest.approx(log_ratio.sum(1).mean(), rel=0.02)
+
+
+def test_kl_of_padding_without_noise_is_finite():
+    value, gradient = jax.value_and_grad(
+        lambda mean: gaussian_kl(mean, jnp.zeros((1, 2)), jnp.zeros(1)).sum()
+    )(jnp.ones((1, 2)))
+    assert np.isfinite(value) and np.isfinite(gradient).all()
+
+
+def test_needs():
+    assert FlowGRPO(advantage_std="group").needs == "group"
+    assert FlowGRPO(advantage_std="global").needs == "step"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"clip_range": 1e-7}, "float32 cannot resolve"),
+        ({"clip_range": -1e-4}, "clip_range is -0.0001"),
+        ({"clip_range": 1.5}, "clip_range is 1.5"),
+        ({"adv_clip": 0.0}, "adv_clip is 0.0"),
+        ({"adv_clip": math.nan}, "adv_clip is nan"),
+        ({"kl_coefficient": -0.1}, "kl_coefficient is -0.1"),
+        ({"kl_coefficient": math.inf}, "kl_coefficient is inf"),
+    ],
+)
+def test_refused_settings(setting, message):
+    with pytest.raises(ValueError, match=message):
+        FlowGRPO(**setting).check()
+
+
+def test_good_settings_pass():
+    FlowGRPO().check()
+    FlowGRPO(clip_range=0.2, kl_coefficient=0.04, advantage_std="group").check()
+
+
+def test_kl_coefficient_without_kl_is_refused():
+    with pytest.raises(ValueError, match="no kl was given"):
+        flow_grpo_loss(FlowGRPO(kl_coefficient=0.1), *INPUTS, jnp.ones(8))
