@@ -1,0 +1,322 @@
+"""AutoencoderKL, the convolutional autoencoder of SD3 and FLUX, channels last.
+
+Latent diffusion (Rombach et al., arXiv 2112.10752). Names follow diffusers' AutoencoderKL.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+LISTS: tuple[str, ...] = (
+    "down_blocks",
+    "up_blocks",
+    "resnets",
+    "attentions",
+    "downsamplers",
+    "upsamplers",
+    "to_out",
+)
+
+EPSILON = 1e-6
+BOOKKEEPING = ("force_upcast", "latents_mean", "latents_std")
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoencoderKLConfig:
+    """The fields of diffusers' config.json, with its defaults."""
+
+    in_channels: int = 3
+    out_channels: int = 3
+    down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",)
+    up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",)
+    block_out_channels: tuple[int, ...] = (64,)
+    layers_per_block: int = 1
+    act_fn: str = "silu"
+    latent_channels: int = 4
+    norm_num_groups: int = 32
+    sample_size: int = 32
+    scaling_factor: float = 0.18215
+    shift_factor: float | None = None
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    mid_block_add_attention: bool = True
+
+    def __post_init__(self):
+        levels = len(self.block_out_channels)
+        for field, kind in (
+            ("down_block_types", "DownEncoderBlock2D"),
+            ("up_block_types", "UpDecoderBlock2D"),
+        ):
+            if getattr(self, field) != (kind,) * levels:
+                raise ValueError(
+                    f"{field} must be {levels} times {kind!r}, one for each of block_out_channels,"
+                    f" but is {getattr(self, field)}"
+                )
+        if self.act_fn not in ("silu", "swish"):
+            raise ValueError(f"act_fn must be 'silu' but is {self.act_fn!r}")
+        for channels in self.block_out_channels:
+            if channels % self.norm_num_groups:
+                raise ValueError(
+                    f"block_out_channels {self.block_out_channels} must be multiples of"
+                    f" norm_num_groups {self.norm_num_groups}"
+                )
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "AutoencoderKLConfig":
+        """The configuration in a diffusers config.json.
+
+        Raises:
+          ValueError: a field is unknown or has a value this network does not support.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {}
+        for name, value in config.items():
+            if name in ("latents_mean", "latents_std") and value is not None:
+                raise ValueError(f"{name} must be null: latents are scaled by scaling_factor only")
+            if name.startswith("_") or name in BOOKKEEPING:
+                continue
+            if name not in known:
+                raise ValueError(f"AutoencoderKL has no field {name!r}: remove it from the config")
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+
+def scale_latents(
+    config: AutoencoderKLConfig, latents: Float[Array, "*b h w c"]
+) -> Float[Array, "*b h w c"]:
+    """Raw latents of the autoencoder to the diffusion model's latents, of about unit variance."""
+    return (latents - (config.shift_factor or 0.0)) * config.scaling_factor
+
+
+def unscale_latents(
+    config: AutoencoderKLConfig, latents: Float[Array, "*b h w c"]
+) -> Float[Array, "*b h w c"]:
+    """The diffusion model's latents to raw latents of the autoencoder; undoes scale_latents."""
+    return latents / config.scaling_factor + (config.shift_factor or 0.0)
+
+
+class GroupNorm(nn.Module):
+    """Group normalisation (Wu and He, arXiv 1803.08494) with float32 statistics.
+
+    Not flax's, which on a CPU costs as much as a convolution, as it reduces over split channels:
+    here the pixels are averaged first, then the few channels of a group. Two passes, since
+    E[x²] - E[x]² loses digits.
+    """
+
+    config: AutoencoderKLConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Activations with mean 0 and variance 1 in each group of channels, then scale and bias."""
+        channels, groups = x.shape[-1], self.config.norm_num_groups
+        scale = self.param("scale", nn.initializers.ones, (channels,))
+        bias = self.param("bias", nn.initializers.zeros, (channels,))
+
+        def group_mean(values):
+            grouped = values.mean((1, 2)).reshape(-1, groups, channels // groups).mean(-1)
+            return jnp.repeat(grouped, channels // groups, axis=-1)[:, None, None]
+
+        x = x.astype(jnp.float32)
+        x = x - group_mean(x)
+        factor = jax.lax.rsqrt(group_mean(jnp.square(x)) + EPSILON) * scale
+        return (x * factor + bias).astype(self.dtype)
+
+
+def _conv(channels: int, dtype: DTypeLike, name: str) -> nn.Conv:
+    return nn.Conv(channels, (3, 3), padding=1, dtype=dtype, name=name)
+
+
+class ResnetBlock2D(nn.Module):
+    """Two group-normed convolutions and a residual connection."""
+
+    config: AutoencoderKLConfig
+    channels: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w d"]:
+        """Activations to activations of `channels` channels."""
+        y = nn.silu(GroupNorm(self.config, self.dtype, name="norm1")(x))
+        y = _conv(self.channels, self.dtype, "conv1")(y)
+        y = nn.silu(GroupNorm(self.config, self.dtype, name="norm2")(y))
+        y = _conv(self.channels, self.dtype, "conv2")(y)
+        if x.shape[-1] != self.channels:
+            x = nn.Conv(self.channels, (1, 1), dtype=self.dtype, name="conv_shortcut")(x)
+        return x + y
+
+
+class Attention(nn.Module):
+    """Self-attention of all pixels, one head, with a residual connection."""
+
+    config: AutoencoderKLConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Activations to activations of the same shape."""
+        batch, height, width, channels = x.shape
+        tokens = GroupNorm(self.config, self.dtype, name="group_norm")(x)
+        tokens = tokens.reshape(batch, height * width, 1, channels)
+        q, k, v = (
+            nn.Dense(channels, dtype=self.dtype, name=name)(tokens)
+            for name in ("to_q", "to_k", "to_v")
+        )
+        y = jax.nn.dot_product_attention(q, k, v)
+        return x + nn.Dense(channels, dtype=self.dtype, name="to_out_0")(y).reshape(x.shape)
+
+
+class Downsample2D(nn.Module):
+    """Halves height and width."""
+
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c"]:
+        """Padded by one at the right and bottom only, as the checkpoints were trained."""
+        conv = nn.Conv(
+            x.shape[-1], (3, 3), 2, padding=((0, 1), (0, 1)), dtype=self.dtype, name="conv"
+        )
+        return conv(x)
+
+
+class Upsample2D(nn.Module):
+    """Doubles height and width."""
+
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b 2*h 2*w c"]:
+        """Nearest neighbour, then a convolution."""
+        b, h, w, c = x.shape
+        x = jnp.broadcast_to(x[:, :, None, :, None], (b, h, 2, w, 2, c)).reshape(b, 2 * h, 2 * w, c)
+        return _conv(c, self.dtype, "conv")(x)
+
+
+class DownEncoderBlock2D(nn.Module):
+    """The residual blocks of one level, then maybe a downsampling."""
+
+    config: AutoencoderKLConfig
+    channels: int
+    downsample: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 d"]:
+        """Activations to activations of `channels` channels."""
+        for i in range(self.config.layers_per_block):
+            x = ResnetBlock2D(self.config, self.channels, self.dtype, name=f"resnets_{i}")(x)
+        return Downsample2D(self.dtype, name="downsamplers_0")(x) if self.downsample else x
+
+
+class UpDecoderBlock2D(nn.Module):
+    """The residual blocks of one level, then maybe an upsampling."""
+
+    config: AutoencoderKLConfig
+    channels: int
+    upsample: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 d"]:
+        """Activations to activations of `channels` channels."""
+        for i in range(self.config.layers_per_block + 1):
+            x = ResnetBlock2D(self.config, self.channels, self.dtype, name=f"resnets_{i}")(x)
+        return Upsample2D(self.dtype, name="upsamplers_0")(x) if self.upsample else x
+
+
+class UNetMidBlock2D(nn.Module):
+    """Residual block, attention, residual block at the lowest resolution."""
+
+    config: AutoencoderKLConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Activations to activations of the same shape."""
+        x = ResnetBlock2D(self.config, x.shape[-1], self.dtype, name="resnets_0")(x)
+        if self.config.mid_block_add_attention:
+            x = Attention(self.config, self.dtype, name="attentions_0")(x)
+        return ResnetBlock2D(self.config, x.shape[-1], self.dtype, name="resnets_1")(x)
+
+
+class Encoder(nn.Module):
+    """Images to the moments of the latents."""
+
+    config: AutoencoderKLConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b H W c"]) -> Float[Array, "b h w d"]:
+        """Images in [-1, 1] to means and log variances, one after the other along the channels."""
+        channels = self.config.block_out_channels
+        x = _conv(channels[0], self.dtype, "conv_in")(x)
+        for i, width in enumerate(channels):
+            x = DownEncoderBlock2D(
+                self.config, width, i < len(channels) - 1, self.dtype, name=f"down_blocks_{i}"
+            )(x)
+        x = UNetMidBlock2D(self.config, self.dtype, name="mid_block")(x)
+        x = nn.silu(GroupNorm(self.config, self.dtype, name="conv_norm_out")(x))
+        return _conv(2 * self.config.latent_channels, self.dtype, "conv_out")(x)
+
+
+class Decoder(nn.Module):
+    """Latents to images."""
+
+    config: AutoencoderKLConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b H W d"]:
+        """Raw latents to images in [-1, 1], not clipped."""
+        channels = self.config.block_out_channels[::-1]
+        x = _conv(channels[0], self.dtype, "conv_in")(x)
+        x = UNetMidBlock2D(self.config, self.dtype, name="mid_block")(x)
+        for i, width in enumerate(channels):
+            x = UpDecoderBlock2D(
+                self.config, width, i < len(channels) - 1, self.dtype, name=f"up_blocks_{i}"
+            )(x)
+        x = nn.silu(GroupNorm(self.config, self.dtype, name="conv_norm_out")(x))
+        return _conv(self.config.out_channels, self.dtype, "conv_out")(x)
+
+
+class AutoencoderKL(nn.Module):
+    """Images to latents and back; computes in `dtype`, returns float32."""
+
+    config: AutoencoderKLConfig
+    dtype: DTypeLike = jnp.float32
+
+    def setup(self):
+        """The two halves, and the 1x1 convolutions beside the latents that older models have."""
+        channels = self.config.latent_channels
+        self.encoder = Encoder(self.config, self.dtype)
+        self.decoder = Decoder(self.config, self.dtype)
+        if self.config.use_quant_conv:
+            self.quant_conv = nn.Conv(2 * channels, (1, 1), dtype=self.dtype)
+        if self.config.use_post_quant_conv:
+            self.post_quant_conv = nn.Conv(channels, (1, 1), dtype=self.dtype)
+
+    def encode(
+        self, images: Float[Array, "b H W rgb"]
+    ) -> tuple[Float[Array, "b h w c"], Float[Array, "b h w c"]]:
+        """Images in [-1, 1] to mean and log variance (clipped to [-30, 20]) of raw latents."""
+        moments = self.encoder(images)
+        if self.config.use_quant_conv:
+            moments = self.quant_conv(moments)
+        mean, logvar = jnp.split(moments.astype(jnp.float32), 2, axis=-1)
+        return mean, jnp.clip(logvar, -30.0, 20.0)
+
+    def decode(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W rgb"]:
+        """Raw latents to images in [-1, 1], not clipped."""
+        if self.config.use_post_quant_conv:
+            latents = self.post_quant_conv(latents)
+        return self.decoder(latents).astype(jnp.float32)
+
+    def reconstruct(self, images: Float[Array, "b H W rgb"]) -> Float[Array, "b H W rgb"]:
+        """Images in [-1, 1] to images, by way of their latents' means: what `init` should run."""
+        return self.decode(self.encode(images)[0])

@@ -1,0 +1,244 @@
+"""CLIP's text encoder with its projection, as SD3 (CLIP-L, OpenCLIP bigG) and FLUX use it.
+
+Radford et al., arXiv 2103.00020. Names follow transformers' CLIPTextModelWithProjection.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+LISTS: tuple[str, ...] = ("layers",)
+
+# A buffer that old versions of transformers saved beside the parameters.
+IGNORED: tuple[str, ...] = ("text_model.embeddings.position_ids",)
+
+# What eos_token_id says, wrongly, in the config of models saved before transformers corrected it.
+LEGACY_EOS = 2
+
+
+def quick_gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """OpenAI's approximation of GELU, which CLIP-L was trained with."""
+    return x * nn.sigmoid(1.702 * x)
+
+
+def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The exact GELU (Hendrycks and Gimpel, arXiv 1606.08415), which bigG was trained with."""
+    return nn.gelu(x, approximate=False)
+
+
+ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
+
+
+@dataclasses.dataclass(frozen=True)
+class CLIPTextConfig:
+    """The fields of transformers' config.json that change the network, with its defaults."""
+
+    vocab_size: int = 49408
+    hidden_size: int = 512
+    intermediate_size: int = 2048
+    projection_dim: int = 512
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 8
+    max_position_embeddings: int = 77
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int = 1
+    bos_token_id: int = 49406
+    eos_token_id: int = 49407
+
+    def __post_init__(self):
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act must be one of {sorted(ACTIVATIONS)} but is {self.hidden_act!r}"
+            )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads"
+                f" {self.num_attention_heads}"
+            )
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "CLIPTextConfig":
+        """The configuration in a transformers config.json, whose other fields are about training.
+
+        Raises:
+          ValueError: a field has a value this network does not support.
+        """
+        if config.get("model_type", "clip_text_model") != "clip_text_model":
+            raise ValueError(
+                f"model_type must be 'clip_text_model' but is {config['model_type']!r}"
+            )
+        if not isinstance(config.get("eos_token_id", LEGACY_EOS), int):
+            raise ValueError(f"eos_token_id must be one number but is {config['eos_token_id']!r}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in config.items() if name in known})
+
+
+def pooling_positions(ids: Int[Array, "b n"], eos_token_id: int) -> Int[Array, "b"]:
+    """Where each prompt ends: at its first end token (position 0 if it has none).
+
+    A prompt of a model with LEGACY_EOS in its config ends where the id is largest, as the end token
+    is the last one of CLIP's own vocabulary.
+    """
+    if eos_token_id == LEGACY_EOS:
+        return jnp.argmax(ids, axis=-1)
+    return jnp.argmax(ids == eos_token_id, axis=-1)
+
+
+class CLIPTextEmbeddings(nn.Module):
+    """Token plus position embeddings."""
+
+    config: CLIPTextConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, ids: Int[Array, "b n"]) -> Float[Array, "b n d"]:
+        """Token ids to embeddings."""
+        config, dtype = self.config, self.dtype
+        width, length = config.hidden_size, config.max_position_embeddings
+        tokens = nn.Embed(config.vocab_size, width, dtype=dtype, name="token_embedding")
+        positions = nn.Embed(length, width, dtype=dtype, name="position_embedding")
+        return tokens(ids) + positions(jnp.arange(ids.shape[1]))
+
+
+class CLIPAttention(nn.Module):
+    """Causal self-attention with several heads."""
+
+    config: CLIPTextConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Tokens to what they gather from themselves and the tokens before them."""
+        heads = (*x.shape[:2], self.config.num_attention_heads, -1)
+        q, k, v = (
+            nn.Dense(x.shape[-1], dtype=self.dtype, name=name)(x).reshape(heads)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        return nn.Dense(x.shape[-1], dtype=self.dtype, name="out_proj")(y)
+
+
+class CLIPMLP(nn.Module):
+    """Two layers with an activation between."""
+
+    config: CLIPTextConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Each token on its own."""
+        y = nn.Dense(self.config.intermediate_size, dtype=self.dtype, name="fc1")(x)
+        y = ACTIVATIONS[self.config.hidden_act](y)
+        return nn.Dense(x.shape[-1], dtype=self.dtype, name="fc2")(y)
+
+
+def _norm(config: CLIPTextConfig, dtype: DTypeLike, name: str) -> nn.LayerNorm:
+    """Layer norm with float32 statistics; the one-pass variance loses digits where mean >> std."""
+    return nn.LayerNorm(
+        epsilon=config.layer_norm_eps, dtype=dtype, use_fast_variance=False, name=name
+    )
+
+
+class CLIPEncoderLayer(nn.Module):
+    """A transformer block, normed before attention and before the MLP."""
+
+    config: CLIPTextConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Tokens to tokens."""
+        config, dtype = self.config, self.dtype
+        y = _norm(config, dtype, "layer_norm1")(x)
+        x = x + CLIPAttention(config, dtype, name="self_attn")(y)
+        y = _norm(config, dtype, "layer_norm2")(x)
+        return x + CLIPMLP(config, dtype, name="mlp")(y)
+
+
+class CLIPEncoder(nn.Module):
+    """The layers, scanned where there are several."""
+
+    config: CLIPTextConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "b n d"], wanted: int
+    ) -> tuple[Float[Array, "b n d"], Float[Array, "b n d"]]:
+        """Embeddings to the last layer's output and the input of layer `wanted`, counted from 0."""
+        count = self.config.num_hidden_layers
+        name = f"layers_0to{count - 1}" if count > 1 else "layers_0"
+        layer = CLIPEncoderLayer(self.config, self.dtype, name=name)
+        if count == 1:
+            last = layer(x)
+            return last, x if wanted == 0 else last
+
+        def step(layer, carry, index):
+            x, kept = carry
+            return (layer(x), jnp.where(index == wanted, x, kept)), None
+
+        scan = nn.scan(step, variable_axes={"params": 0, "lora": 0}, split_rngs={"params": True})
+        (last, kept), _ = scan(layer, (x, x), jnp.arange(count))
+        return last, last if wanted == count else kept
+
+
+class CLIPTextTransformer(nn.Module):
+    """Embeddings, layers and the final norm."""
+
+    config: CLIPTextConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, ids: Int[Array, "b n"], wanted: int
+    ) -> tuple[Float[Array, "b n d"], Float[Array, "b d"]]:
+        """Token ids to the input of layer `wanted` and the normed last state of the end token."""
+        x = CLIPTextEmbeddings(self.config, self.dtype, name="embeddings")(ids)
+        x, kept = CLIPEncoder(self.config, self.dtype, name="encoder")(x, wanted)
+        x = _norm(self.config, self.dtype, "final_layer_norm")(x)
+        ends = pooling_positions(ids, self.config.eos_token_id)
+        return kept, jnp.take_along_axis(x, ends[:, None, None], axis=1)[:, 0]
+
+
+class CLIPTextModelWithProjection(nn.Module):
+    """Token ids to what a diffusion model is conditioned on; computes and returns `dtype`."""
+
+    config: CLIPTextConfig
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self, ids: Int[Array, "b n"], hidden_state: int = -2
+    ) -> tuple[Float[Array, "b n d"], Float[Array, "b p"]]:
+        """One hidden state of every token, and the projected state of the end token.
+
+        Padding is attended to like any token: neither SD3 nor FLUX masks it.
+
+        Args:
+          ids: token ids; a prompt without an end token is pooled at its first position.
+          hidden_state: which of num_hidden_layers + 1 states: the embeddings, then each layer's
+            output before the final norm. SD3 takes the last but one.
+
+        Raises:
+          ValueError: there are more tokens than max_position_embeddings, or no such state.
+        """
+        states = self.config.num_hidden_layers + 1
+        if ids.shape[1] > self.config.max_position_embeddings:
+            raise ValueError(
+                f"ids has {ids.shape[1]} tokens a prompt but max_position_embeddings is"
+                f" {self.config.max_position_embeddings}: truncate the prompts"
+            )
+        if not -states <= hidden_state < states:
+            raise ValueError(f"hidden_state {hidden_state} must lie in [{-states}, {states})")
+        transformer = CLIPTextTransformer(self.config, self.dtype, name="text_model")
+        kept, pooled = transformer(ids, hidden_state % states)
+        project = nn.Dense(
+            self.config.projection_dim, use_bias=False, dtype=self.dtype, name="text_projection"
+        )
+        return kept, project(pooled)

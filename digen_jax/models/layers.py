@@ -1,0 +1,164 @@
+"""Layers that several transformer families share, named as diffusers names them."""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+EPSILON = 1e-6
+
+linear_init = nn.initializers.xavier_uniform()
+embedder_init = nn.initializers.normal(0.02)
+
+
+def sincos_1d(positions: Float[np.ndarray, "n"], dim: int) -> Float[np.ndarray, "n dim"]:
+    """[sin, cos] of positions times dim/2 frequencies from 1 down to 1/10000, in float64."""
+    frequencies = 1.0 / 10000 ** (np.arange(dim // 2, dtype=np.float64) / (dim / 2))
+    angles = np.outer(positions, frequencies)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+
+def sincos_2d_table(size: int, base_size: int, dim: int) -> Float[Array, "1 n dim"]:
+    """Sin-cos table of a size x size grid, row by row, spaced as if it spanned `base_size` patches.
+
+    An entry is [column's embedding, row's embedding] (diffusers' `get_2d_sincos_pos_embed`), so the
+    table is two broadcasts of a one-dimensional one, and an abstract evaluation costs nothing.
+    """
+    positions = np.arange(size, dtype=np.float32) / np.float32(size / base_size)
+    line = jnp.asarray(sincos_1d(positions, dim // 2), jnp.float32)
+    column = jnp.broadcast_to(line[None, :], (size, size, dim // 2))
+    row = jnp.broadcast_to(line[:, None], (size, size, dim // 2))
+    return jnp.concatenate([column, row], axis=-1).reshape(1, size * size, dim)
+
+
+def timestep_features(timestep: Float[Array, "b"], dim: int) -> Float[Array, "b dim"]:
+    """[cos, sin] features of a timestep in [0, 1000], float32 as in diffusers' `Timesteps`."""
+    half = dim // 2
+    exponent = np.arange(half, dtype=np.float32) * np.float32(-np.log(10000.0))
+    # exp in float64: float32 ones differ by library, and a timestep of 1000 multiplies the error
+    frequencies = np.exp((exponent / np.float32(half)).astype(np.float64)).astype(np.float32)
+    angles = timestep.astype(jnp.float32)[:, None] * frequencies
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def layer_norm(x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+    """Layer norm over the last axis without scale or bias; float32 in and out of bfloat16 alike."""
+    x = x.astype(jnp.float32)
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPSILON)
+
+
+def modulate(
+    normed: Float[Array, "b n d"],
+    shift: Float[Array, "b 1 d"],
+    scale: Float[Array, "b 1 d"],
+    dtype: DTypeLike,
+) -> Float[Array, "b n d"]:
+    """Scale and shift in float32, then round to the compute dtype."""
+    return (normed * (1 + scale) + shift).astype(dtype)
+
+
+class Modulation(nn.Module):
+    """The linear layer of diffusers' adaptive layer norms, zero at first (adaLN-Zero of DiT)."""
+
+    chunks: int
+
+    @nn.compact
+    def __call__(self, embedding: Float[Array, "b d"]) -> Sequence[Float[Array, "b 1 d"]]:
+        """`chunks` float32 vectors from the conditioning, ready to broadcast over tokens."""
+        features = self.chunks * embedding.shape[-1]
+        zeros = nn.initializers.zeros
+        linear = nn.Dense(features, dtype=jnp.float32, kernel_init=zeros, name="linear")
+        return jnp.split(linear(nn.silu(embedding))[:, None], self.chunks, axis=-1)
+
+
+class Mlp(nn.Module):
+    """diffusers' TimestepEmbedding and PixArtAlphaTextProjection: linear, silu, linear; float32."""
+
+    dim: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b i"]) -> Float[Array, "b d"]:
+        """Embed each row of x in `dim` channels."""
+
+        def linear(name: str) -> nn.Dense:
+            return nn.Dense(self.dim, dtype=jnp.float32, kernel_init=embedder_init, name=name)
+
+        return linear("linear_2")(nn.silu(linear("linear_1")(x)))
+
+
+class GeluProjection(nn.Module):
+    """A linear layer `proj`, then the tanh approximation of GELU."""
+
+    dim: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n i"]) -> Float[Array, "b n d"]:
+        """Project x to `dim` channels."""
+        proj = nn.Dense(self.dim, dtype=self.dtype, kernel_init=linear_init, name="proj")
+        return nn.gelu(proj(x), approximate=True)
+
+
+class FeedForward(nn.Module):
+    """diffusers' FeedForward with `gelu-approximate`: four times as wide inside."""
+
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Apply to each token."""
+        dim = x.shape[-1]
+        x = GeluProjection(4 * dim, self.dtype, name="net_0")(x)
+        return nn.Dense(dim, dtype=self.dtype, kernel_init=linear_init, name="net_2")(x)
+
+
+class JointAttention(nn.Module):
+    """Attention over [x, context], each with its own projections (MMDiT), or over x alone.
+
+    With `context_pre_only` the context is attended to but not updated: None comes back for it.
+    """
+
+    heads: int
+    qk_norm: str | None
+    dtype: DTypeLike
+    context_pre_only: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "b n d"],
+        context: Float[Array, "b m d"] | None = None,
+        key_bias: Float[Array, "1 1 1 s"] | None = None,
+    ) -> tuple[Float[Array, "b n d"], Float[Array, "b m d"] | None]:
+        """Attended x and context; `key_bias` is added to the scores of the n + m keys."""
+
+        def linear(name: str, tokens: Array) -> Array:
+            features = tokens.shape[-1]
+            return nn.Dense(features, dtype=self.dtype, kernel_init=linear_init, name=name)(tokens)
+
+        def split(name: str, tokens: Array, norm: str | None = None) -> Array:
+            out = linear(name, tokens).reshape(*tokens.shape[:2], self.heads, -1)
+            if norm is None or self.qk_norm is None:
+                return out
+            return nn.RMSNorm(EPSILON, dtype=self.dtype, name=norm)(out)
+
+        q, k, v = split("to_q", x, "norm_q"), split("to_k", x, "norm_k"), split("to_v", x)
+        if context is not None:
+            # made even where the context is not updated: the checkpoint has its parameters
+            q_context = split("add_q_proj", context, "norm_added_q")
+            k = jnp.concatenate([k, split("add_k_proj", context, "norm_added_k")], axis=1)
+            v = jnp.concatenate([v, split("add_v_proj", context)], axis=1)
+            if not self.context_pre_only:
+                q = jnp.concatenate([q, q_context], axis=1)
+        out = jax.nn.dot_product_attention(q, k, v, bias=key_bias)
+        out = out.reshape(*out.shape[:2], -1)
+        n = x.shape[1]
+        x_out = linear("to_out_0", out[:, :n])
+        if context is None or self.context_pre_only:
+            return x_out, None
+        return x_out, linear("to_add_out", out[:, n:])

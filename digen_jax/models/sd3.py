@@ -1,0 +1,282 @@
+"""The Stable Diffusion 3 and 3.5 transformer (MMDiT, Esser et al., arXiv 2403.03206).
+
+Attribute names are those of diffusers' `SD3Transformer2DModel`, so that a parameter's path is its
+tensor's name; runs of equal blocks are scanned (`transformer_blocks_0to12`).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from digen_jax.models import layers
+
+LISTS = ("transformer_blocks", "to_out", "net")
+FROZEN = ("pos_embed/pos_embed",)
+TIME_FEATURES = 256
+NUM_TRAIN_TIMESTEPS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class SD3Config:
+    """The fields of diffusers' config.json, with its defaults; ValueError where they clash."""
+
+    sample_size: int = 128
+    patch_size: int = 2
+    in_channels: int = 16
+    num_layers: int = 18
+    attention_head_dim: int = 64
+    num_attention_heads: int = 18
+    joint_attention_dim: int = 4096
+    caption_projection_dim: int = 1152
+    pooled_projection_dim: int = 2048
+    out_channels: int = 16
+    pos_embed_max_size: int = 96
+    dual_attention_layers: tuple[int, ...] = ()
+    qk_norm: str | None = None
+
+    def __post_init__(self):
+        if self.qk_norm not in (None, "rms_norm"):
+            raise ValueError(f"qk_norm must be null or 'rms_norm', not {self.qk_norm!r}.")
+        if self.caption_projection_dim != self.dim:
+            raise ValueError(
+                f"caption_projection_dim must equal num_attention_heads * attention_head_dim = "
+                f"{self.dim}, not {self.caption_projection_dim}."
+            )
+        if self.dim % 4:
+            raise ValueError(
+                f"num_attention_heads * attention_head_dim must be a multiple of 4 (the position "
+                f"table has four parts), not {self.dim}."
+            )
+        outside = [i for i in self.dual_attention_layers if not 0 <= i < self.num_layers]
+        if outside:
+            raise ValueError(
+                f"dual_attention_layers must lie in 0..{self.num_layers - 1}, but has {outside}."
+            )
+
+    @property
+    def dim(self) -> int:
+        """Width of the transformer."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "SD3Config":
+        """Read diffusers' config.json, ignoring keys that start with an underscore.
+
+        Raises ValueError naming a key that is unknown or whose value is not supported.
+        """
+        fields = {key: value for key, value in config.items() if not key.startswith("_")}
+        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise ValueError(f"{unknown[0]} is not a field of an SD3 transformer's config.")
+        if fields.get("out_channels", 16) is None:
+            fields["out_channels"] = fields.get("in_channels", cls.in_channels)
+        for field in dataclasses.fields(cls):
+            value = fields.get(field.name, field.default)
+            if field.type is int and (type(value) is not int or value < 1):
+                raise ValueError(f"{field.name} must be a positive integer, not {value!r}.")
+        dual = fields.get("dual_attention_layers", ())
+        if not isinstance(dual, list | tuple):
+            raise ValueError(f"dual_attention_layers must be a list of layers, not {dual!r}.")
+        return cls(**fields | {"dual_attention_layers": tuple(dual)})
+
+
+def segments(config: SD3Config) -> list[tuple[int, int, bool]]:
+    """Runs of equal consecutive blocks: (first, last, dual attention); the last block is a run."""
+
+    def kind(i: int) -> tuple[bool, bool]:
+        return i in config.dual_attention_layers, i == config.num_layers - 1
+
+    runs = [list(run) for _, run in itertools.groupby(range(config.num_layers), key=kind)]
+    return [(run[0], run[-1], kind(run[0])[0]) for run in runs]
+
+
+class PatchEmbed(nn.Module):
+    """Patches to tokens, plus the centre crop of a frozen table of positions."""
+
+    config: SD3Config
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
+        """Tokens row by row; ValueError where latents do not fit the patches or the table."""
+        config, patch, size = self.config, self.config.patch_size, self.config.pos_embed_max_size
+        height, width = latents.shape[1:3]
+        if height % patch or width % patch or max(height, width) > size * patch:
+            raise ValueError(
+                f"latents of {height} x {width} do not fit: height and width must be multiples of "
+                f"patch_size {patch} and at most {size * patch} (pos_embed_max_size {size})."
+            )
+        h, w = height // patch, width // patch
+        stride = (patch, patch)
+        proj = nn.Conv(config.dim, stride, stride, "VALID", dtype=self.dtype, name="proj")
+        base_size = config.sample_size // patch
+        table = self.param(
+            "pos_embed", lambda _: layers.sincos_2d_table(size, base_size, config.dim)
+        )
+        top, left = (size - h) // 2, (size - w) // 2
+        table = jax.lax.stop_gradient(table).reshape(size, size, config.dim)
+        x = proj(latents) + table[top : top + h, left : left + w]
+        return x.astype(self.dtype).reshape(x.shape[0], h * w, config.dim)
+
+
+class TimeTextEmbed(nn.Module):
+    """Conditioning of the modulation by time and pooled text, in float32."""
+
+    dim: int
+
+    @nn.compact
+    def __call__(
+        self, timestep: Float[Array, "b"], pooled: Float[Array, "b p"]
+    ) -> Float[Array, "b d"]:
+        """The sum of both embeddings."""
+        time = layers.timestep_features(timestep, TIME_FEATURES)
+        time = layers.Mlp(self.dim, name="timestep_embedder")(time)
+        return time + layers.Mlp(self.dim, name="text_embedder")(pooled)
+
+
+class JointTransformerBlock(nn.Module):
+    """MMDiT block: two streams, image and text, joined in attention.
+
+    `dual` adds SD3.5's second attention over the image alone. With `context_pre_only` (the last
+    block) the text is read but not updated.
+    """
+
+    config: SD3Config
+    dual: bool
+    context_pre_only: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self,
+        streams: tuple[Float[Array, "b n d"], Float[Array, "b m d"]],
+        embedding: Float[Array, "b d"],
+        key_bias: Float[Array, "1 1 1 s"] | None,
+    ) -> tuple[tuple[Float[Array, "b n d"], Float[Array, "b m d"]], None]:
+        """Update (image, text); the second result is for `nn.scan`, which collects nothing."""
+        x, context = streams
+        shift, scale, gate, *rest = layers.Modulation(9 if self.dual else 6, name="norm1")(
+            embedding
+        )
+        normed = layers.layer_norm(x)
+        image = layers.modulate(normed, shift, scale, self.dtype)
+        if self.context_pre_only:
+            scale, shift = layers.Modulation(2, name="norm1_context")(embedding)
+        else:
+            shift, scale, *context_rest = layers.Modulation(6, name="norm1_context")(embedding)
+        text = layers.modulate(layers.layer_norm(context), shift, scale, self.dtype)
+
+        image, text = self._attention("attn", self.context_pre_only)(image, text, key_bias)
+        x = self._residual(x, gate, image)
+        if self.dual:
+            shift, scale, gate = rest[3:]
+            image = layers.modulate(normed, shift, scale, self.dtype)
+            image, _ = self._attention("attn2")(image)
+            x = self._residual(x, gate, image)
+        x = self._feed_forward("ff", x, *rest[:3])
+        if not self.context_pre_only:
+            context = self._residual(context, context_rest[0], text)
+            context = self._feed_forward("ff_context", context, *context_rest[1:])
+        return (x, context), None
+
+    def _attention(self, name: str, context_pre_only: bool = False) -> layers.JointAttention:
+        heads, qk_norm = self.config.num_attention_heads, self.config.qk_norm
+        return layers.JointAttention(heads, qk_norm, self.dtype, context_pre_only, name=name)
+
+    def _residual(self, x: Array, gate: Array, update: Array) -> Array:
+        return (x + gate * update).astype(self.dtype)
+
+    def _feed_forward(self, name: str, x: Array, shift: Array, scale: Array, gate: Array) -> Array:
+        normed = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
+        return self._residual(x, gate, layers.FeedForward(self.dtype, name=name)(normed))
+
+
+class SD3Transformer(nn.Module):
+    """Velocity of a latent image under text conditioning.
+
+    Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms,
+    softmax, modulation and the embedding of time and pooled text are float32 whatever it is.
+    `remat` keeps only the blocks' inputs for the backward pass and computes the rest again.
+    """
+
+    config: SD3Config
+    dtype: DTypeLike = jnp.float32
+    remat: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        latents: Float[Array, "b h w c"],
+        sigma: Float[Array, "b"],
+        context: Float[Array, "b n d"],
+        pooled: Float[Array, "b p"],
+        null_tokens: int = 0,
+    ) -> Float[Array, "b h w o"]:
+        """Predict the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
+
+        `null_tokens` all-zero tokens are appended to the context, as diffusers' pipeline does (256
+        by default) where there is no T5. Context tokens have no position, so n equal ones act as
+        one whose attention score is log n higher: one is appended, with that bias.
+        """
+        config = self.config
+        x = PatchEmbed(config, self.dtype, name="pos_embed")(latents)
+        embed = TimeTextEmbed(config.dim, name="time_text_embed")
+        embedding = embed(sigma * NUM_TRAIN_TIMESTEPS, pooled)
+        key_bias = None
+        if null_tokens:
+            context = jnp.pad(context, ((0, 0), (0, 1), (0, 0)))
+            tokens = x.shape[1] + context.shape[1]
+            key_bias = jnp.zeros((1, 1, 1, tokens)).at[..., -1].set(np.log(null_tokens))
+        context = nn.Dense(
+            config.dim, dtype=self.dtype, kernel_init=layers.linear_init, name="context_embedder"
+        )(context)
+        streams = (x, context)
+        for first, last, dual in segments(config):
+            streams, _ = self._blocks(first, last, dual)(streams, embedding, key_bias)
+        return self._velocity(streams[0], embedding, latents.shape)
+
+    def _blocks(self, first: int, last: int, dual: bool) -> nn.Module:
+        """Blocks first..last, scanned where they are several."""
+        scanned = last > first
+        block = JointTransformerBlock
+        if self.remat:
+            # a scan's body is compiled apart, so nothing can undo its rematerialisation
+            block = nn.remat(block, prevent_cse=not scanned)
+        name = f"transformer_blocks_{first}"
+        if scanned:
+            name += f"to{last}"
+            block = nn.scan(
+                block,
+                variable_axes={"params": 0, "lora": 0},
+                split_rngs={"params": True},
+                in_axes=(nn.broadcast, nn.broadcast),
+                length=last - first + 1,
+            )
+        context_pre_only = last == self.config.num_layers - 1
+        return block(self.config, dual, context_pre_only, self.dtype, name=name)
+
+    def _velocity(
+        self, x: Float[Array, "b n d"], embedding: Float[Array, "b d"], shape: tuple[int, ...]
+    ) -> Float[Array, "b h w o"]:
+        """Tokens to patches to an image of `shape` (channels apart)."""
+        scale, shift = layers.Modulation(2, name="norm_out")(embedding)
+        x = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
+        patch, channels = self.config.patch_size, self.config.out_channels
+        x = nn.Dense(
+            patch * patch * channels,
+            dtype=self.dtype,
+            kernel_init=nn.initializers.zeros,
+            name="proj_out",
+        )(x)
+        batch, height, width = shape[0], shape[1] // patch, shape[2] // patch
+        x = x.reshape(batch, height, width, patch, patch, channels).astype(jnp.float32)
+        x = jnp.einsum("bhwpqc->bhpwqc", x)
+        return x.reshape(batch, height * patch, width * patch, channels)
