@@ -1,0 +1,227 @@
+"""Component and pipeline folders as diffusers and transformers write them.
+
+A component is `config.json` and safetensors, in one file or in several with an index; a pipeline is
+`model_index.json` and a folder for each component. Neither torch nor diffusers is needed.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jax.typing import DTypeLike
+
+from digen_jax.weights.tensors import (
+    StoredTensor,
+    Tree,
+    file_tensors,
+    open_file,
+    read_tree,
+    write_file,
+)
+
+Folder = str | pathlib.Path
+
+# The file name each library looks for.
+STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+# Hub repositories often hold the pipeline again as one file at the root, and half-precision twins.
+HUB_FILES = ["*.json", "*/*.txt", "*/*.model", "LICENSE*", "*/*.safetensors"]
+HUB_FILES += [f"{stem}*.safetensors" for stem in STEMS.values()] + ["*lora_weights.safetensors"]
+HUB_IGNORED = ["*.fp16.*", "*.fp16-*", "*.bf16.*", "*.non_ema.*", "*onnx*"]
+
+
+def resolve_folder(
+    name_or_path: Folder, revision: str | None = None, without: tuple[str, ...] = ()
+) -> pathlib.Path:
+    """A local folder as it is, or the local copy of a hub repository "owner/name" (downloaded).
+
+    `without` names components of the repository that are not needed, such as a large text encoder.
+    """
+    path = pathlib.Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or path.exists():
+        raise ValueError(f"{name!r} is neither an existing folder nor a hub id 'owner/name'")
+    skip = HUB_IGNORED + [f"{component}/*" for component in without]
+    try:
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=skip
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, ConnectionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{name!r} is no existing folder, and the hub repository of that name cannot be had "
+            f"(check the name, the network, and your access to gated models): {reason}"
+        ) from error
+
+
+def read_json(path: Folder) -> dict[str, Any]:
+    """A JSON object from a file; a missing or malformed file is a ValueError that names it."""
+    try:
+        value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(f"{path} is missing") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def read_model_index(folder: Folder) -> dict[str, Any]:
+    """`model_index.json` of a pipeline folder: `_class_name`, and [library, class] by component."""
+    path = pathlib.Path(folder) / "model_index.json"
+    index = read_json(path)
+    if "_class_name" not in index:
+        raise ValueError(f"{path} has no _class_name, so it does not describe a pipeline")
+    return index
+
+
+# -------------------------------------------------------------------------------------- reading
+
+
+def read_params(
+    folder: Folder,
+    template: Tree,
+    lists: tuple[str, ...],
+    shardings: Any = None,
+    dtype: DTypeLike | None = None,
+    ignore: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The parameters of a component folder, each device reading only its own shards.
+
+    `template` is the network's tree of `jax.ShapeDtypeStruct`, `lists` the network's `LISTS`.
+    `shardings` is one Sharding, a tree of them or a prefix of such a tree; None puts everything on
+    the first device. Floating leaves get `dtype`, or the template's. `ignore` are name patterns
+    (`*.position_ids`) of tensors that may be there without a place in the network. A tensor that is
+    missing, surplus or misshapen is a ValueError that names it.
+    """
+    return read_tree(open_tensors(folder), template, lists, shardings, dtype, ignore)
+
+
+def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
+    """The tensors of a component folder by name; nothing but the headers is read."""
+    folder = pathlib.Path(folder)
+    for stem in STEMS.values():
+        index = folder / f"{stem}.safetensors.index.json"
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index} has no weight_map of tensor names to files")
+            files = sorted({folder / file for file in weight_map.values()})
+            return {name: tensor for file in files for name, tensor in open_file(file).items()}
+        if (folder / f"{stem}.safetensors").exists():
+            return open_file(folder / f"{stem}.safetensors")
+    expected = " or ".join(f"{stem}.safetensors[.index.json]" for stem in STEMS.values())
+    raise ValueError(f"{folder} holds no weights: expected {expected}")
+
+
+# -------------------------------------------------------------------------------------- writing
+
+
+def write_params(
+    folder: Folder,
+    params: Tree,
+    lists: tuple[str, ...],
+    config: Mapping[str, Any],
+    kind: str = "diffusers",
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write `config.json` and the weights so that `from_pretrained(folder)` loads them.
+
+    `kind` is the library, "diffusers" or "transformers". Floating leaves are cast to `dtype` where
+    given; above `max_shard_bytes` the weights are cut into several files with an index. Every file
+    appears whole, earlier weights go away, and `config.json` comes last: where it is, all is.
+    """
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = STEMS[kind]
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as scratch:
+        written = _write_weights(
+            pathlib.Path(scratch), stem, file_tensors(params, lists, dtype), max_shard_bytes
+        )
+        written.append(pathlib.Path(scratch, "config.json"))
+        written[-1].write_text(_dump(config), encoding="utf-8")
+        (folder / "config.json").unlink(missing_ok=True)
+        for stale in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
+            (folder / stale).unlink(missing_ok=True)
+        for stale in folder.glob(f"{stem}-?????-of-?????.safetensors"):
+            stale.unlink()
+        for file in written:
+            os.replace(file, folder / file.name)
+
+
+def _write_weights(
+    folder: pathlib.Path, stem: str, tensors: Iterable[tuple[str, np.ndarray]], limit: int
+) -> list[pathlib.Path]:
+    """The files written: one, or numbered ones and their index."""
+    shards: list[list[str]] = []
+    total, size, held = 0, 0, {}
+
+    def flush() -> None:
+        write_file(folder / f"{len(shards)}", held)
+        shards.append(list(held))
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > limit:
+            flush()
+            size, held = 0, {}
+        held[name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        return [(folder / "0").rename(folder / f"{stem}.safetensors")]
+    files = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = folder / f"{stem}.safetensors.index.json"
+    index.write_text(_dump({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    return [(folder / f"{i}").rename(folder / file) for i, file in enumerate(files)] + [index]
+
+
+def _dump(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
+def copy_pipeline(
+    source: Folder, target: Folder, replace: Mapping[str, Callable[[pathlib.Path], None]]
+) -> None:
+    """A new pipeline folder with the source's components, those in `replace` written anew.
+
+    `replace["transformer"](folder)` must fill the folder it is given. A component whose folder the
+    source lacks is entered as null, as diffusers does for one that was not loaded. The target must
+    not exist, and appears only when it is complete.
+    """
+    source, target = pathlib.Path(source), pathlib.Path(target)
+    index = read_model_index(source)
+    parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
+    if unknown := sorted(set(replace) - set(parts)):
+        raise ValueError(f"{source} has no component {unknown[0]}, only {', '.join(sorted(parts))}")
+    if target.exists():
+        raise ValueError(f"{target} exists already; choose another folder or delete it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as scratch:
+        pipeline = pathlib.Path(scratch, target.name)
+        pipeline.mkdir()
+        for part in parts:
+            if part in replace:
+                (pipeline / part).mkdir()
+                replace[part](pipeline / part)
+            elif (source / part).is_dir():
+                shutil.copytree(source / part, pipeline / part)
+            else:
+                index[part] = [None, None]
+        for licence in source.glob("LICENSE*"):
+            shutil.copy(licence, pipeline)
+        (pipeline / "model_index.json").write_text(_dump(index), encoding="utf-8")
+        os.replace(pipeline, target)

@@ -1,0 +1,170 @@
+"""Trees of arrays and safetensors files: a leaf straight onto a mesh, and back.
+
+A device reads only its own part of a tensor. The host holds one leaf at a time while reading, one
+file's tensors while writing.
+"""
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from digen_jax.weights import names
+
+Tree = Mapping[str, Any]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file. Indexing `slice` reads just that part, bfloat16 included."""
+
+    file: pathlib.Path
+    slice: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The stored tensor's whole shape."""
+        return tuple(self.slice.get_shape())
+
+
+def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file by name."""
+    try:
+        handle = safe_open(file, "np")
+    except FileNotFoundError as error:
+        raise ValueError(f"{file} is missing") from error
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+    return {name: StoredTensor(file, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
+
+
+def file_metadata(file: pathlib.Path) -> dict[str, str]:
+    """The free-form strings in a safetensors file's header."""
+    with safe_open(file, "np") as handle:
+        return handle.metadata() or {}
+
+
+def read_tree(
+    tensors: Mapping[str, StoredTensor],
+    template: Tree,
+    lists: tuple[str, ...],
+    shardings: Any = None,
+    dtype: DTypeLike | None = None,
+    ignore: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """`read_params` from tensors already opened."""
+    leaves = flatten_dict(template)
+    _check(tensors, leaves, lists, ignore)
+    if shardings is None:
+        shardings = SingleDeviceSharding(jax.local_devices()[0])
+    shardings = flatten_dict(jax.tree.broadcast(shardings, unflatten_dict(leaves)))
+
+    def read(path: names.Path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        stored = [tensors[name] for name in names.tensor_names(path, lists)]
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        target = jnp.dtype(dtype if dtype is not None and floating else leaf.dtype)
+        scanned = names.is_scanned(path, lists)
+        return _assemble(stored, path[-1], scanned, leaf.shape, target, shardings[path])
+
+    return unflatten_dict({path: read(path, leaf) for path, leaf in leaves.items()})
+
+
+def _assemble(
+    stored: list[StoredTensor],
+    leaf: str,
+    scanned: bool,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: Sharding,
+) -> jax.Array:
+    """One leaf, from one tensor or one a layer, made of the parts that this host's devices need."""
+    shards: dict[str, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        # Devices that hold the same part share it: JAX asks once for each of them.
+        key = str(index)
+        if key not in shards:
+            inner = index[1:] if scanned else index
+            axes = names.file_axes(leaf, len(inner))
+            cut = tuple(inner[axis] for axis in axes)
+            back = names.flax_axes(leaf, len(inner))
+            layers = stored[index[0]] if scanned else stored
+            arrays = [
+                tensor.slice[cut].transpose(back).astype(dtype, copy=False) for tensor in layers
+            ]
+            shards[key] = np.stack(arrays) if scanned else arrays[0]
+        return shards[key]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _check(
+    tensors: Mapping[str, StoredTensor],
+    leaves: Mapping[names.Path, jax.ShapeDtypeStruct],
+    lists: tuple[str, ...],
+    ignore: tuple[str, ...],
+) -> None:
+    """Raise for the first tensor that is missing, misshapen or surplus, and count the others."""
+    expected = {
+        name: names.file_shape(path, leaf.shape, lists)
+        for path, leaf in leaves.items()
+        for name in names.tensor_names(path, lists)
+    }
+    files = sorted({str(tensor.file) for tensor in tensors.values()})
+    where = " to ".join(files[:1] + files[1:][-1:]) or "an empty file"
+    problems = []
+    for name, shape in expected.items():
+        if name not in tensors:
+            problems.append(f"tensor {name} of shape {list(shape)} is missing from {where}")
+        elif tensors[name].shape != shape:
+            found, file = list(tensors[name].shape), tensors[name].file
+            problems.append(f"tensor {name} in {file} has shape {found}, expected {list(shape)}")
+    for name, tensor in tensors.items():
+        if name not in expected and not any(fnmatchcase(name, pattern) for pattern in ignore):
+            problems.append(
+                f"tensor {name} of shape {list(tensor.shape)} in {tensor.file} "
+                "is surplus: the network has no place for it"
+            )
+    if problems:
+        more = f" (and {len(problems) - 1} more like this)" if len(problems) > 1 else ""
+        raise ValueError(problems[0] + more)
+
+
+def file_tensors(
+    params: Tree, lists: tuple[str, ...], dtype: DTypeLike | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) in the file's layout, floating leaves as `dtype` where given.
+
+    One leaf at a time comes to the host; a sharded one is gathered there.
+    """
+    for path, leaf in flatten_dict(params).items():
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ValueError(f"{'/'.join(path)} lies on several hosts; gather it before writing")
+        names.file_shape(path, leaf.shape, lists)
+        scanned = names.is_scanned(path, lists)
+        array = np.asarray(leaf)
+        if dtype is not None and jnp.issubdtype(array.dtype, jnp.floating):
+            array = array.astype(dtype)
+        layers = array if scanned else array[None]
+        for name, layer in zip(names.tensor_names(path, lists), layers, strict=True):
+            # safetensors writes the raw buffer: a transposed view would come out in the wrong order
+            tensor = layer.transpose(names.file_axes(path[-1], layer.ndim))
+            yield name, np.ascontiguousarray(tensor)
+
+
+def write_file(
+    file: pathlib.Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, str] = {}
+) -> None:
+    """One safetensors file with the metadata that torch's readers insist on; it appears whole."""
+    partial = file.with_name(f".{file.name}.partial")
+    save_file(tensors, partial, metadata={"format": "pt", **metadata})
+    os.replace(partial, file)

@@ -1,0 +1,379 @@
+import functools
+import json
+import pathlib
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from flax.traverse_util import flatten_dict
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from peft.utils import get_peft_model_state_dict
+
+from digen_jax.models import sd3
+from digen_jax.weights import folder, tensors
+from digen_jax.weights.lora import LoraConfig, lora_init, lora_layers, merge, read_lora, write_lora
+from tests.models import parity
+from tests.weights import toy
+
+KEY = jax.random.key(3)
+TOY = LoraConfig(rank=3, alpha=5.0, targets=r"linear_1|blocks\.\d+\.to_out\.0")
+
+
+@functools.cache
+def toy_params():
+    state = toy.TorchToy().state_dict()
+    stored = {
+        name: tensors.StoredTensor(pathlib.Path("memory"), Memory(tensor.numpy()))
+        for name, tensor in state.items()
+    }
+    return tensors.read_tree(stored, toy.template(), toy.LISTS)
+
+
+class Memory:
+    """An array that answers like a tensor in a file."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def get_shape(self):
+        return list(self.array.shape)
+
+    def __getitem__(self, index):
+        return self.array[index]
+
+
+def redrawn(lora, seed=1):
+    """Both factors random: B of zero would hide everything."""
+    draw = np.random.default_rng(seed).standard_normal
+    return jax.tree.map(lambda leaf: jnp.asarray(0.3 * draw(leaf.shape), leaf.dtype), lora)
+
+
+@functools.cache
+def toy_lora():
+    return redrawn(lora_init(KEY, toy.template(), TOY, toy.LISTS))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def apply_toy(params, lora, dtype=None):
+    variables = {"params": params, "lora": lora}
+    with jax.default_matmul_precision("highest"), lora_layers(TOY.scale):
+        return toy.Toy(dtype).apply(variables, *toy.inputs())
+
+
+# -------------------------------------------------------------------------------------- training
+
+
+def test_activations_are_those_of_merged_weights():
+    params, lora = toy_params(), toy_lora()
+    expected = toy.output(merge(params, lora, TOY.scale))
+    assert np.abs(expected - toy.output(params)).max() > 0.1
+    np.testing.assert_allclose(apply_toy(params, lora), expected, atol=1e-5)
+
+
+def test_merged_weights_are_torchs():
+    module, lora = toy.TorchToy(), toy_lora()
+    factors = lora["blocks_0to2"]["to_out_0"]
+    with torch.no_grad():
+        for i in range(3):
+            update = torch.tensor(np.asarray(factors["a"][i] @ factors["b"][i])).T
+            module.blocks[i].to_out[0].weight += 5 / 3 * update
+    merged = merge(toy_params(), lora, TOY.scale)["blocks_0to2"]["to_out_0"]["kernel"]
+    for i in range(3):
+        expected = module.blocks[i].to_out[0].weight.detach().T
+        np.testing.assert_allclose(merged[i], expected, atol=1e-6)
+
+
+def test_a_fresh_lora_changes_nothing():
+    params = toy_params()
+    lora = lora_init(KEY, params, TOY, toy.LISTS)
+    np.testing.assert_allclose(apply_toy(params, lora), toy.output(params), atol=1e-6)
+
+
+def test_gradient_through_scan_and_remat_is_that_of_merged_weights():
+    params, lora = toy_params(), toy_lora()
+
+    def through_activations(lora):
+        return jnp.sum(jnp.sin(apply_toy(params, lora)))
+
+    def through_weights(lora):
+        merged = merge(params, lora, TOY.scale)
+        with jax.default_matmul_precision("highest"):
+            return jnp.sum(jnp.sin(toy.Toy().apply({"params": merged}, *toy.inputs())))
+
+    actual = jax.jit(jax.grad(through_activations))(lora)
+    expected = jax.jit(jax.grad(through_weights))(lora)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    for path, leaf in flatten_dict(actual).items():
+        reference = flatten_dict(expected)[path]
+        assert float(jnp.abs(reference).max()) > 0
+        np.testing.assert_allclose(leaf, reference, atol=1e-5 * largest)
+
+
+def products(jaxpr) -> set[tuple[int, ...]]:
+    """Shapes of every matrix product in a jaxpr and those it contains."""
+    shapes = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            shapes.add(equation.outvars[0].aval.shape)
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                shapes |= products(inner)
+    return shapes
+
+
+def test_neither_the_product_of_the_factors_nor_a_gradient_of_weights_is_formed():
+    params, lora = toy_params(), toy_lora()
+
+    def loss(params, lora):
+        return jnp.sum(apply_toy(params, lora))
+
+    tuned_lora = products(jax.make_jaxpr(jax.grad(loss, argnums=1))(params, lora).jaxpr)
+    tuned_fully = products(jax.make_jaxpr(jax.grad(loss))(params, lora).jaxpr)
+    weights = {(8, 8), (12, 8), (8, 12)}
+    assert {(8, 3), (3, 8)} & tuned_lora
+    assert not weights & tuned_lora
+    assert weights & tuned_fully
+
+
+def test_compute_type_stays_what_the_network_says():
+    lora = toy_lora()
+    out = apply_toy(jax.tree.map(jnp.bfloat16, toy_params()), lora, dtype=jnp.bfloat16)
+    assert out.dtype == jnp.bfloat16
+    expected = apply_toy(toy_params(), lora)
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), expected, atol=0.06 * np.abs(expected).max()
+    )
+
+
+def test_initial_factors_are_pefts():
+    template = {"linear_1": {"kernel": jax.ShapeDtypeStruct((400, 8), jnp.bfloat16)}}
+    a, b = lora_init(KEY, template, LoraConfig(50, 1.0, "linear_1"), ())["linear_1"].values()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(400, 8))
+    reference = peft.get_peft_model(model, peft.LoraConfig(r=50, target_modules=["0"]))
+    theirs = reference.base_model.model[0].lora_A["default"].weight.detach()
+    assert (a.shape, b.shape, a.dtype) == ((400, 50), (50, 8), jnp.float32)
+    assert abs(float(a.std()) / float(theirs.std()) - 1) < 0.02
+    assert abs(float(jnp.abs(a).max()) / float(theirs.abs().max()) - 1) < 0.001
+    assert not b.any()
+
+
+def test_initial_factors_do_not_depend_on_how_layers_are_scanned():
+    one, other = (lora_init(KEY, toy.template(cut), TOY, toy.LISTS) for cut in (False, True))
+    stacked = np.concatenate([other[f"blocks_{run}"]["to_out_0"]["a"] for run in ("0to1", "2to3")])
+    np.testing.assert_array_equal(one["blocks_0to2"]["to_out_0"]["a"], stacked[:3])
+    np.testing.assert_array_equal(one["blocks_3"]["to_out_0"]["a"], stacked[3])
+    assert len({row.tobytes() for row in stacked}) == 4
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (r"blocks\.3\.to_in", {("blocks_3", "to_in")}),
+        ("blocks.*to_in", {("blocks_0to2", "to_in"), ("blocks_3", "to_in")}),
+        (r"blocks\.[012]\.to_out\.0", {("blocks_0to2", "to_out_0")}),
+    ],
+)
+def test_targets_choose_layers(targets, expected):
+    lora = lora_init(KEY, toy.template(), LoraConfig(2, 2, targets), toy.LISTS)
+    assert {path[:-1] for path in flatten_dict(lora)} == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((0, 1, "x"), "lora rank must be at least 1, not 0"),
+        ((1, 0.0, "x"), "lora alpha must be positive, not 0.0"),
+        ((1, 1, "(to_q"), r"lora targets '\(to_q' is no regular expression: .*position 0"),
+        ((1, 1, "to_in"), r"lora targets 'to_in' matches none of the 9 linear layers; .*blocks\."),
+        ((1, 1, "proj|embed"), "matches none"),
+        (
+            (1, 1, r"blocks\.[13]\.to_in"),
+            r"matches blocks.1.to_in but not blocks.0.to_in; these layers are scanned together",
+        ),
+    ],
+)
+def test_impossible_configs_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        lora_init(KEY, toy.template(), LoraConfig(*fields), toy.LISTS)
+
+
+# -------------------------------------------------------------------------------------- files
+
+# The same layers as a regular expression of ours and as PEFT's list of name endings.
+TARGETS = r"transformer_blocks\.\d+\.attn2?\..*|context_embedder"
+MODULES = ["to_q", "to_k", "to_v", "to_out.0", "to_add_out", "context_embedder"]
+MODULES += ["add_q_proj", "add_k_proj", "add_v_proj"]
+LORA = LoraConfig(rank=3, alpha=7.0, targets=TARGETS)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """diffusers' SD3 transformer in a folder; ours, its parameters from there, a random LoRA."""
+    path = tmp_path_factory.mktemp("sd3")
+    parity.randomise(diffusers.SD3Transformer2DModel(**toy.SD3)).save_pretrained(path)
+    network = sd3.SD3Transformer(sd3.SD3Config.from_config(folder.read_json(path / "config.json")))
+    template = jax.eval_shape(network.init, KEY, *sd3_inputs())["params"]
+    params = folder.read_params(path, template, sd3.LISTS)
+    return path, network, params, redrawn(lora_init(KEY, params, LORA, sd3.LISTS))
+
+
+def sd3_inputs():
+    draw = np.random.default_rng(0).standard_normal
+    arrays = draw((2, 8, 12, 4)), np.array([0.3, 0.9]), draw((2, 5, 12)), draw((2, 10))
+    return tuple(np.asarray(array, np.float32) for array in arrays)
+
+
+def load(path) -> diffusers.SD3Transformer2DModel:
+    return diffusers.SD3Transformer2DModel.from_pretrained(path).eval()
+
+
+def theirs(module) -> np.ndarray:
+    x, sigma, context, pooled = (torch.tensor(array) for array in sd3_inputs())
+    with torch.no_grad():
+        out = module(x.permute(0, 3, 1, 2), context, pooled, sigma * 1000, return_dict=False)[0]
+    return out.permute(0, 2, 3, 1).numpy()
+
+
+@functools.cache
+def forward(network, scale):
+    def apply(*args):
+        with jax.default_matmul_precision("highest"), lora_layers(scale):
+            return network.apply(*args)
+
+    return jax.jit(apply)
+
+
+def ours(real, lora, scale=LORA.scale) -> np.ndarray:
+    _, network, params, _ = real
+    return np.asarray(forward(network, scale)({"params": params, "lora": lora}, *sd3_inputs()))
+
+
+def relative(actual, expected) -> float:
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+def pipeline(transformer) -> diffusers.StableDiffusion3Pipeline:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    return diffusers.StableDiffusion3Pipeline(transformer, scheduler, vae=None, **toy.ENCODERS)
+
+
+def test_diffusers_loads_our_lora_at_its_scale(real, tmp_path):
+    write_lora(tmp_path, real[3], LORA.alpha, sd3.LISTS)
+    pipe = pipeline(load(real[0]))
+    base = theirs(pipe.transformer)
+    pipe.load_lora_weights(tmp_path)
+    scales = {m.scaling["default_0"] for m in pipe.transformer.modules() if hasattr(m, "scaling")}
+    assert scales == {7 / 3}
+    tuned = theirs(pipe.transformer)
+    assert relative(base, tuned) > 0.1
+    assert relative(ours(real, real[3]), tuned) < 1e-5
+
+
+def test_diffusers_loads_merged_weights(real, tmp_path):
+    path, _, params, lora = real
+    merged = merge(params, lora, LORA.scale)
+    folder.write_params(tmp_path, merged, sd3.LISTS, folder.read_json(path / "config.json"))
+    assert relative(ours(real, lora), theirs(load(tmp_path))) < 1e-5
+
+
+@pytest.mark.parametrize("alpha", [7, None])
+def test_a_lora_that_diffusers_saved_is_read(real, tmp_path, alpha):
+    """With the metadata it may save, and without: then diffusers itself takes alpha for rank."""
+    module = load(real[0])
+    config = peft.LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, target_modules=MODULES)
+    module.add_adapter(config)
+    diffusers.StableDiffusion3Pipeline.save_lora_weights(
+        tmp_path,
+        transformer_lora_layers=get_peft_model_state_dict(module),
+        transformer_lora_adapter_metadata=module.peft_config["default"].to_dict()
+        if alpha
+        else None,
+    )
+    pipe = pipeline(load(real[0]))
+    pipe.load_lora_weights(tmp_path)
+    lora, rank, read_alpha = read_lora(tmp_path, real[2], sd3.LISTS)
+    assert (rank, read_alpha) == (3, alpha or 3)
+    assert jax.tree.map(jnp.shape, lora) == jax.tree.map(jnp.shape, real[3])
+    expected = theirs(pipe.transformer)
+    assert relative(expected, theirs(load(real[0]))) > 1e-2
+    assert relative(ours(real, lora, read_alpha / rank), expected) < 1e-5
+
+
+def test_our_own_file_comes_back_bit_by_bit_onto_a_mesh(real, tmp_path):
+    _, _, params, lora = real
+    write_lora(tmp_path, lora, LORA.alpha, sd3.LISTS)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, PartitionSpec())
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    again, rank, alpha = read_lora(file, params, sd3.LISTS, shardings=sharding)
+    assert (rank, alpha) == (3, 7.0)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again, lora))
+    assert {leaf.sharding for leaf in jax.tree.leaves(again)} == {sharding}
+
+
+def rewritten(path, change, metadata=None):
+    """The file with some tensors changed (None: left out) and metadata added."""
+    file = path / "pytorch_lora_weights.safetensors"
+    with safetensors.safe_open(file, "pt") as handle:
+        state = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        settings = json.loads(handle.metadata()["lora_adapter_metadata"]) | (metadata or {})
+    state = {name: tensor for name, tensor in {**state, **change}.items() if tensor is not None}
+    strings = {"lora_adapter_metadata": json.dumps(settings)}
+    safetensors.torch.save_file(state, file, metadata=strings)
+
+
+LAYER = "transformer.blocks.1.to_out.0"
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata", "message"),
+    [
+        (
+            {f"{LAYER}.lora_B.weight": None},
+            {},
+            rf"tensor {LAYER}.lora_B.weight of shape \[8, 3\] is missing from .*lora_weights",
+        ),
+        (
+            {f"{LAYER}.lora_A.weight": torch.zeros(3, 11)},
+            {},
+            rf"tensor {LAYER}.lora_A.weight in .* has shape \[3, 11\], expected \[3, 12\]",
+        ),
+        (
+            {"transformer.nowhere.lora_B.weight": torch.zeros(8, 3)},
+            {},
+            r"tensor transformer.nowhere.lora_B.weight of shape \[8, 3\] in .* is surplus",
+        ),
+        (
+            {"text_encoder.layers.0.lora_A.weight": torch.zeros(3, 3)},
+            {},
+            "tensor text_encoder.layers.0.lora_A.weight .* is surplus",
+        ),
+        ({f"{LAYER}.lora_A.weight": torch.zeros(4, 12)}, {}, r"mixes the ranks \[3, 4\]"),
+        ({}, {"transformer.r": 8}, "says rank 8, but its tensors have rank 3"),
+        ({}, {"transformer.use_rslora": True}, "has use_rslora=True, supported is only use_rslora"),
+        ({}, {"transformer.alpha_pattern": {"x": 2}}, "has alpha_pattern={'x': 2}"),
+    ],
+)
+def test_a_lora_that_does_not_fit_is_named(tmp_path, change, metadata, message):
+    write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS)
+    rewritten(tmp_path, change, metadata)
+    with pytest.raises(ValueError, match=message):
+        read_lora(tmp_path, toy.template(), toy.LISTS)
+
+
+def test_a_file_without_lora_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"pytorch_lora_weights.safetensors is missing"):
+        read_lora(tmp_path, toy.template(), toy.LISTS)
+    write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS, prefix="unet")
+    with pytest.raises(ValueError, match=r"holds no tensor transformer.\*.lora_A.weight"):
+        read_lora(tmp_path, toy.template(), toy.LISTS)
