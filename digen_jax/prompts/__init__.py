@@ -1,0 +1,1 @@
+"""Prompt files: read and checked (`files`), cached and streamed (`dataset`)."""

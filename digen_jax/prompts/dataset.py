@@ -1,0 +1,204 @@
+"""Prompt files as TFDS datasets (array_record, no TensorFlow), streamed through grain."""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+import tensorflow_datasets as tfds
+from absl import logging
+
+from digen_jax.prompts import files
+
+
+@dataclasses.dataclass(eq=False)
+class PromptFileConfig(tfds.core.BuilderConfig):
+    """A prompt file as it was when it was read; `name` is the hash of its content."""
+
+    path: pathlib.Path = pathlib.Path()
+    content: bytes = dataclasses.field(default=b"", repr=False)
+
+
+class PromptFile(tfds.core.GeneratorBasedBuilder):
+    """TFDS builder over one prompt file; every content has its own folder in the cache."""
+
+    VERSION = tfds.core.Version("1.0.0")  # raise it when the features change
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = {
+            "index": np.int64,
+            "prompt": tfds.features.Text(),
+            "metadata": tfds.features.Text(doc="The record's other fields, as JSON."),
+        }
+        return tfds.core.DatasetInfo(
+            builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
+        )
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+        del dl_manager
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        config = self.builder_config
+        for index, record in enumerate(files.parse_prompts(config.path, config.content)):
+            prompt = record.pop("prompt")
+            yield index, {"index": index, "prompt": prompt, "metadata": json.dumps(record)}
+
+
+class PromptBatches(Iterator[list[dict[str, Any]]]):
+    """An endless iterator over the steps of a run, see `prompt_batches`.
+
+    Its state is a small JSON-able dict, the same on all hosts and for any number of hosts.
+    """
+
+    def __init__(self, batches: grain.IterDataset, stream: dict[str, Any]):
+        """`stream` is what the order of the prompts depends on."""
+        self._iterator = iter(batches)
+        self._stream = stream
+
+    def __next__(self) -> list[dict[str, Any]]:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the step that was returned last, for `set_state`."""
+        return {"stream": dict(self._stream), "position": self._iterator.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue after the step that `state` was taken at.
+
+        Raises:
+            ValueError: the state was taken from another prompt file, groups_per_step, seed or
+                shuffle, so that its position means nothing here.
+        """
+        for name, here in self._stream.items():
+            if state["stream"][name] != here:
+                raise ValueError(
+                    f"The saved position is one in another stream of prompts: its {name} is "
+                    f"{state['stream'][name]!r}, here it is {here!r}; restore what was changed or "
+                    "start in a new workdir."
+                )
+        self._iterator.set_state(state["position"])
+
+
+def prompt_batches(
+    path: str | os.PathLike[str],
+    groups_per_step: int,
+    seed: int,
+    cache_dir: str | os.PathLike[str],
+    shuffle: bool = True,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> PromptBatches:
+    """The prompts of every step of a run: endless, deterministic, restartable, split by host.
+
+    A step is a list of prompt records, one for each group, as `files.read_prompt_file` gives
+    them, with the group's `serial` = step * groups_per_step + position in the step: its number in
+    the whole run, which keys its randomness. A prompt that comes again is another group. Every
+    epoch holds each prompt once, in an order of its own if `shuffle`; epochs follow each other
+    without a gap, so that a step may hold the end of one and the start of the next.
+
+    Args:
+        path: the prompt file.
+        groups_per_step: groups in a step over all hosts together.
+        seed: the order's seed, not negative.
+        cache_dir: where the dataset is built, unless this content has been built there before.
+        shuffle: whether to leave the file's order.
+        process_index: this host's number. Host h gets the h-th of process_count equal runs of
+            neighbouring groups of each step.
+        process_count: the number of hosts.
+
+    Raises:
+        FileNotFoundError: there is no prompt file at `path`.
+        ValueError: the prompt file is malformed, the seed is negative, or the hosts cannot share a
+            step equally.
+    """
+    if seed < 0:
+        raise ValueError(f"seed is {seed}: it must not be negative.")
+    part = _host_part(groups_per_step, process_index, process_count)
+    content = files.read_bytes(path)
+    digest = content_hash(path, content)
+    with _quiet():
+        source = cached_source(path, content, digest, pathlib.Path(cache_dir))
+    prompts = grain.MapDataset.source(source).seed(seed)
+    if shuffle:
+        prompts = prompts.shuffle()
+    steps = (
+        prompts.repeat()
+        .map_with_index(_record)
+        .batch(groups_per_step, drop_remainder=True, batch_fn=lambda records: records[part])
+    )
+    # Reading a step takes microseconds: threads that read ahead would cost more than they save.
+    batches = steps.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    stream = {"prompt_file_hash": digest, "groups_per_step": groups_per_step, "seed": seed}
+    return PromptBatches(batches, stream | {"shuffle": shuffle})
+
+
+def content_hash(path: str | os.PathLike[str], content: bytes) -> str:
+    """A short name for what a prompt file says: its content, read as its suffix tells."""
+    return hashlib.sha256(pathlib.Path(path).suffix.encode() + content).hexdigest()[:16]
+
+
+def cached_source(
+    path: str | os.PathLike[str], content: bytes, digest: str, cache_dir: pathlib.Path
+) -> Sequence[dict[str, Any]]:
+    """The prompt file's dataset as a random-access sequence in the file's order.
+
+    It is built if `cache_dir` lacks this content. Several processes may do so at once: each
+    builds in a folder of its own, and the first to move it into place wins.
+    """
+    config = PromptFileConfig(name=digest, path=pathlib.Path(path), content=content)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    final = cache_dir / PromptFile.name / digest / str(PromptFile.VERSION)
+    if not final.exists():
+        with tempfile.TemporaryDirectory(prefix="building.", dir=cache_dir) as private:
+            builder = PromptFile(data_dir=private, config=config)
+            builder.download_and_prepare(file_format="array_record")
+            final.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                builder.data_path.rename(final)
+            except OSError:
+                if not final.exists():
+                    raise
+    return PromptFile(data_dir=cache_dir, config=config).as_data_source(split="train")
+
+
+def _host_part(groups_per_step: int, process_index: int, process_count: int) -> slice:
+    if groups_per_step < 1 or groups_per_step % process_count:
+        raise ValueError(
+            f"groups_per_step is {groups_per_step}: make it a positive multiple of the "
+            f"{process_count} host(s), so that each gets whole groups and all get the same number."
+        )
+    if not 0 <= process_index < process_count:
+        raise ValueError(
+            f"process_index is {process_index}: it must be at least 0 and less than "
+            f"process_count, which is {process_count}."
+        )
+    share = groups_per_step // process_count
+    return slice(process_index * share, (process_index + 1) * share)
+
+
+def _record(serial: int, example: dict[str, Any]) -> dict[str, Any]:
+    metadata = json.loads(example["metadata"])
+    return {"prompt": example["prompt"].decode(), **metadata, "serial": serial}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep TFDS from printing, logging and drawing bars for work that takes a moment."""
+    verbosity = logging.get_verbosity()
+    tfds.disable_progress_bar()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        tfds.enable_progress_bar()

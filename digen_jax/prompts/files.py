@@ -1,0 +1,157 @@
+"""Prompt files to records: GenEval metadata (.jsonl) or one prompt a line (.txt)."""
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+
+def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All records of a prompt file, in the file's order.
+
+    A .txt file holds one prompt a line; its records are `{"prompt": line}`, without the white
+    space around it. A .jsonl file holds one object a line with a string `prompt`; blank lines are
+    skipped. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv 2310.11513) are checked
+    where they are present: `tag`, a string; `include` and `exclude`, lists of objects with
+    `class`, `count` and optionally `color` and `position` = [relation, index of an earlier
+    `include`]. All other fields are kept as they are.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is neither .jsonl nor .txt, has no prompt, or has a line that cannot
+            be used; the message gives its number and what to change.
+    """
+    return parse_prompts(path, read_bytes(path))
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of the prompt file at `path`; FileNotFoundError says what to do."""
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no prompt file at {path}: give the path of a .jsonl or .txt file."
+        )
+    return path.read_bytes()
+
+
+def parse_prompts(path: str | os.PathLike[str], content: bytes) -> list[dict[str, Any]]:
+    """`read_prompt_file` for the file's content; `path` tells the format and is named in errors."""
+    parsers = {".jsonl": _parse_json, ".txt": _parse_text}
+    suffix = pathlib.Path(path).suffix
+    if suffix not in parsers:
+        raise ValueError(
+            f"{path} ends in {suffix!r}: a prompt file is .jsonl (one JSON object a line) or .txt "
+            "(one prompt a line)."
+        )
+    records = []
+    for number, line in _lines(path, content):
+        try:
+            record = parsers[suffix](line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        if record is not None:
+            records.append(record)
+    if not records:
+        raise ValueError(f"{path} holds no prompt: write at least one line.")
+    return records
+
+
+def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, str]]:
+    """Numbered lines up to the last that is not blank, without a byte order mark.
+
+    Only a line feed ends a line: a prompt may hold any other of Unicode's separators.
+    """
+    lines = content.rstrip().split(b"\n") if content.strip() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number}: byte {error.start + 1} is not UTF-8; save the file in "
+                "that encoding."
+            ) from error
+
+
+def _parse_text(line: str) -> dict[str, Any]:
+    if not line.strip():
+        raise ValueError("the prompt is blank; write one or delete the line.")
+    return {"prompt": line.strip()}
+
+
+def _parse_json(line: str) -> dict[str, Any] | None:
+    """The record of a line, None for a blank line."""
+    if not line.strip():
+        return None
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"this is not JSON ({error.msg} at column {error.colno}); write one object a line, "
+            'such as {"prompt": "a photo of a bench"}.'
+        ) from error
+    if not isinstance(record, dict):
+        raise ValueError('write an object, such as {"prompt": "a photo of a bench"}.')
+    _check_record(record)
+    return record
+
+
+def _check_record(record: dict[str, Any]) -> None:
+    if "prompt" not in record:
+        raise ValueError('"prompt" is missing; give the text to draw.')
+    prompt = record["prompt"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f'"prompt" is {json.dumps(prompt)}; write a text that is not blank.')
+    if re.search("[\ud800-\udfff]", prompt):
+        raise ValueError('"prompt" holds half of a surrogate pair; write the character itself.')
+    if "serial" in record:
+        raise ValueError('"serial" will hold the number of the group; rename this field.')
+    if not isinstance(record.get("tag", ""), str):
+        raise ValueError(f'"tag" must be a text, not {record["tag"]!r}.')
+    included = _objects(record, "include")
+    for index, entry in enumerate(included):
+        _check_object(f"include[{index}]", entry, earlier=index)
+    for index, entry in enumerate(_objects(record, "exclude")):
+        _check_object(f"exclude[{index}]", entry, earlier=len(included))
+
+
+def _objects(record: dict[str, Any], field: str) -> list[Any]:
+    entries = record.get(field, [])
+    if not isinstance(entries, list):
+        raise ValueError(f'"{field}" must be a list of objects, not {entries!r}.')
+    return entries
+
+
+def _check_object(name: str, entry: Any, earlier: int) -> None:
+    """Check one entry of include or exclude; `earlier` includes may be named in its position."""
+    if not isinstance(entry, dict):
+        raise ValueError(f'{name} must be an object with "class" and "count", not {entry!r}.')
+    texts = {"class": entry.get("class"), "color": entry.get("color", "any")}
+    for field, text in texts.items():
+        if not isinstance(text, str) or not text:
+            raise ValueError(f'{name}: "{field}" must be a text, not {text!r}.')
+    count = entry.get("count")
+    if not _is_integer(count) or count < 1:
+        raise ValueError(f'{name}: "count" must be an integer of at least 1, not {count!r}.')
+    if "position" in entry:
+        _check_position(name, entry["position"], earlier)
+
+
+def _check_position(name: str, position: Any, earlier: int) -> None:
+    pair = isinstance(position, list) and len(position) == 2
+    if not pair or not isinstance(position[0], str) or not _is_integer(position[1]):
+        raise ValueError(
+            f'{name}: "position" must be [relation, index of an earlier include], such as '
+            f'["left of", 0], not {position!r}.'
+        )
+    if not 0 <= position[1] < earlier:
+        raise ValueError(
+            f'{name}: "position" names include[{position[1]}], which is not an earlier entry; '
+            "give the index of one that stands before it."
+        )
+
+
+def _is_integer(value: Any) -> bool:
+    """True and false are integers to Python, not to a reader of the file."""
+    return isinstance(value, int) and not isinstance(value, bool)
