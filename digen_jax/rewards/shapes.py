@@ -1,0 +1,28 @@
+"""The verifiable reward of the shapes world: read the picture, then apply GenEval's rules."""
+
+import numpy as np
+from jaxtyping import Float
+
+from digen_jax.rewards.geneval import satisfies
+from digen_jax.shapes.read import find_objects
+
+
+def shapes_geneval(
+    images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
+) -> Float[np.ndarray, "b"]:
+    """1 where a picture shows what its record includes and nothing that it excludes, else 0.
+
+    Raises:
+      ValueError: a record has no `include`, as a line of plain text has none.
+    """
+    for prompt, record in zip(prompts, metadata, strict=True):
+        if "include" not in record:
+            raise ValueError(
+                f"shapes_geneval cannot score {prompt!r}: its record has no `include`; use a JSONL "
+                "prompt file in GenEval's format"
+            )
+    scores = [
+        satisfies(find_objects(image), record)
+        for image, record in zip(images, metadata, strict=True)
+    ]
+    return np.asarray(scores, np.float32)

@@ -1,0 +1,87 @@
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from digen_jax import rewards
+from digen_jax.rewards.shapes import shapes_geneval
+
+IMAGES = np.zeros((3, 8, 8, 3), np.float32)
+PROMPTS = ["one", "two", "three"]
+METADATA = [{"prompt": prompt} for prompt in PROMPTS]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty current directory, with Python's module tables restored afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path
+
+
+def call(scores):
+    return rewards.call(lambda *_: scores, "mine:f", IMAGES, PROMPTS, METADATA)
+
+
+def test_the_built_in_reward_has_a_name():
+    assert rewards.resolve("shapes_geneval") is shapes_geneval
+
+
+def test_a_users_own_function_is_found_in_the_current_directory(folder):
+    (folder / "my_reward.py").write_text("def redness(images, prompts, metadata):\n    return 7\n")
+    assert rewards.resolve("my_reward:redness")(IMAGES, PROMPTS, METADATA) == 7
+
+
+@pytest.mark.parametrize("name", ["shape_geneval", "module:", ":function", ""])
+def test_an_unknown_name_is_refused(name):
+    expected = f"unknown reward '{name}': use one of shapes_geneval, or module:function"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        rewards.resolve(name)
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", "no_such.module:f", "json.nothing:f"])
+def test_a_missing_module_is_named(folder, name):
+    with pytest.raises(ValueError, match=f"there is no module '{name.split(':')[0]}' in"):
+        rewards.resolve(name)
+
+
+def test_a_missing_function_is_named(folder):
+    (folder / "other_reward.py").write_text("number = 3\n")
+    for function in ("redness", "number"):
+        with pytest.raises(ValueError, match=f"module other_reward has no function '{function}'"):
+            rewards.resolve(f"other_reward:{function}")
+
+
+def test_an_import_error_inside_the_users_module_stays_what_it_is(folder):
+    (folder / "broken_reward.py").write_text("import no_such_dependency\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        rewards.resolve("broken_reward:f")
+
+
+@pytest.mark.parametrize("scores", [[0, 1, 1], [True, False, True], np.float64([0.5, -2, 1e9])])
+def test_scores_become_float32(scores):
+    checked = call(scores)
+    assert checked.dtype == np.float32
+    np.testing.assert_array_equal(checked, np.float32(scores))
+
+
+@pytest.mark.parametrize(
+    ("scores", "shape"), [(0.5, "()"), ([1.0, 2.0], "(2,)"), (np.zeros((3, 1)), "(3, 1)")]
+)
+def test_a_wrong_shape_is_refused(scores, shape):
+    expected = f"reward 'mine:f' returned shape {shape} for 3 images"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        call(scores)
+
+
+@pytest.mark.parametrize(("value", "shown"), [(np.nan, "nan"), (-np.inf, "-inf"), (1e60, "inf")])
+def test_a_value_that_is_not_finite_is_refused(value, shown):
+    with pytest.raises(ValueError, match=rf"'mine:f' returned {shown} for image 1 \('two'\)"):
+        call([0.0, value, 1.0])
+
+
+def test_scores_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"'mine:f' returned .* values: return numbers"):
+        call(["a", "b", "c"])

@@ -1,0 +1,51 @@
+import itertools
+
+from digen_jax.shapes import split
+from digen_jax.shapes.vocabulary import BACKGROUNDS, COLORS, MIRRORED, RELATIONS, SHAPES
+
+COLORED = list(itertools.product(COLORS, SHAPES))
+
+
+def test_a_relation_and_its_mirror_image_are_one_combination():
+    for a, b in itertools.permutations(SHAPES, 2):
+        for relation in RELATIONS:
+            mirrored = split.relation_held_out(b, MIRRORED[relation], a)
+            assert split.relation_held_out(a, relation, b) == mirrored
+
+
+def test_pairs_have_no_order():
+    for a, b in itertools.permutations(SHAPES, 2):
+        assert split.pair_held_out(a, b) == split.pair_held_out(b, a)
+    for one, other in itertools.permutations(COLORED, 2):
+        assert split.colored_pair_held_out(*one, *other) == split.colored_pair_held_out(
+            *other, *one
+        )
+
+
+def test_every_class_keeps_most_of_its_combinations():
+    for shape in SHAPES:
+        assert sum(split.color_held_out(color, shape) for color in COLORS) == 2
+        assert 1 <= sum(split.background_held_out(shape, name) for name in BACKGROUNDS) <= 2
+        assert sum(split.pair_held_out(shape, other) for other in SHAPES) == 1
+        assert sum(split.count_held_out(shape, count) for count in (2, 3, 4)) <= 1
+    for a, b in itertools.combinations(SHAPES, 2):
+        assert sum(split.relation_held_out(a, relation, b) for relation in RELATIONS) == 1
+
+
+def test_every_color_background_and_count_keeps_most_of_its_classes():
+    for color in COLORS:
+        assert 1 <= sum(split.color_held_out(color, shape) for shape in SHAPES) <= 2
+    for name in BACKGROUNDS:
+        assert 1 <= sum(split.background_held_out(shape, name) for shape in SHAPES) <= 2
+    for count in (2, 3, 4):
+        assert 1 <= sum(split.count_held_out(shape, count) for shape in SHAPES) <= 2
+
+
+def test_the_hash_of_colored_pairs_never_changes():
+    assert split.colored_pair_held_out("red", "circle", "white", "cross") is False
+    held = sum(
+        split.colored_pair_held_out(*one, *other)
+        for one, other in itertools.combinations(COLORED, 2)
+        if one[0] != other[0] and one[1] != other[1]
+    )
+    assert held == 204
