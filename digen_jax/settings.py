@@ -1,0 +1,214 @@
+"""Checks on a config before anything slow starts: a mistake is one sentence on what to change.
+
+The pieces are small on purpose; the run puts them together. What a user can get wrong raises
+`ConfigError`, which `run_main` prints without a traceback. Other errors are bugs and keep theirs.
+"""
+
+import contextlib
+import difflib
+import re
+import runpy
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app
+from ml_collections import ConfigDict
+
+OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
+KINDS = {
+    bool: ("True or False", (bool,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+    str: ("a text", (str,)),
+    tuple: ("a tuple", (tuple, list)),
+    list: ("a list", (tuple, list)),
+}
+
+
+class ConfigError(ValueError):
+    """A mistake in what the user asked for; its text is one sentence that says what to change."""
+
+
+@contextlib.contextmanager
+def user_input() -> Iterator[None]:
+    """Turns the errors of reading what a user named (files, folders, a reward) into `ConfigError`.
+
+    Wrap only code whose ValueError, ImportError, AttributeError or OSError is about that input.
+    """
+    try:
+        yield
+    except (ValueError, ImportError, AttributeError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def run_main(main: Callable[[], Any]) -> None:
+    """Runs a script's `main()` once absl has read the flags; a `ConfigError` is one line, code 2.
+
+    A file given by `--config` and its overrides `--config.some.field=value` are checked first,
+    because config_flags answers a misspelt field with a traceback.
+    """
+
+    def checked(argv: Sequence[str]) -> Any:
+        if len(argv) > 1:
+            raise ConfigError(f"{argv[1]!r} belongs to no option: write --option='its value'")
+        return main()
+
+    def parse_flags(argv: Sequence[str]) -> list[str]:
+        check_overrides(argv)
+        return app.parse_flags_with_usage(argv)
+
+    try:
+        app.run(checked, flags_parser=parse_flags)
+    except ConfigError as error:
+        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def check_overrides(argv: Sequence[str]) -> None:
+    """Checks that the file behind `--config` exists and has every field that is overridden.
+
+    Args:
+      argv: a command line; where `--config` is not in it nothing is checked.
+
+    Raises:
+      ConfigError: names the missing file, or the unknown field and the closest known one.
+    """
+    path = _config_path(argv)
+    if path is None:
+        return
+    file = Path(path.split(":", 1)[0])
+    if not file.is_file():
+        raise ConfigError(f"there is no config file {file}: give the path of one by --config")
+    read = runpy.run_path(str(file)).get("get_config")
+    if read is None:
+        raise ConfigError(f"{file} has no get_config(): write a function of that name into it")
+    fields = _flat(read(*path.split(":", 1)[1:]))
+    for override in filter(None, map(OVERRIDE.match, argv)):
+        _check_known(override[1], fields)
+
+
+def _config_path(argv: Sequence[str]) -> str | None:
+    """The value of the last `--config=path` or `--config path`, as absl reads it."""
+    given = None
+    for argument, following in zip(argv, [*argv[1:], None], strict=True):
+        if argument in ("-config", "--config"):
+            given = following
+        elif match := re.match(r"--?config=(.*)", argument):
+            given = match[1]
+    return given
+
+
+def _flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
+    """Every dotted name of a config with its value, the groups of fields among them."""
+    fields = {}
+    for name, value in config.items():
+        fields[f"{path}.{name}"] = value
+        if isinstance(value, ConfigDict):
+            fields |= _flat(value, f"{path}.{name}")
+    return fields
+
+
+def _check_known(name: str, fields: dict[str, Any], free: Collection[str] = ()) -> None:
+    """Refuses the first part of a dotted name that is no field, except in the groups in `free`."""
+    parts = name.split(".")
+    for end in range(2, len(parts) + 1):
+        parent, field = ".".join(parts[: end - 1]), ".".join(parts[:end])
+        if parent in free:
+            return
+        if parent != "config" and not isinstance(fields[parent], ConfigDict):
+            raise ConfigError(f"{parent} is one value and has no fields: {name} cannot be set")
+        if field not in fields:
+            raise ConfigError(f"{field} is not a field; {_nearest(field, fields)}")
+
+
+def _nearest(name: str, fields: dict[str, Any]) -> str:
+    """A hint for an unknown field: the like of it beside it, else elsewhere, else all beside it."""
+    parent, field = name.rsplit(".", 1)
+    everywhere = {known.rsplit(".", 1)[1]: known for known in fields}
+    siblings = {last: f"{parent}.{last}" for last in everywhere if f"{parent}.{last}" in fields}
+    for known, cutoff in ((siblings, 0.6), (everywhere, 0.8)):
+        if close := difflib.get_close_matches(field, known, n=1, cutoff=cutoff):
+            return f"did you mean {known[close[0]]}?"
+    if not siblings:
+        return f"{parent} is empty: set its fields in the config file"
+    return f"the fields of {parent} are {', '.join(sorted(siblings))}"
+
+
+def check_fields(config: ConfigDict, reference: ConfigDict) -> None:
+    """Checks that a config has exactly the fields of a reference; an empty group there takes any.
+
+    Raises:
+      ConfigError: names the first unknown field and the closest known one, or the first missing.
+    """
+    known, given = _flat(reference), _flat(config)
+    free = [name for name, value in known.items() if isinstance(value, ConfigDict) and not value]
+    for name in given:
+        _check_known(name, known, free)
+    for name, value in known.items():
+        if name not in given:
+            raise ConfigError(f"{name} is missing: add it to the config, for example as {value!r}")
+
+
+def check_types(config: ConfigDict, reference: ConfigDict, path: str = "config") -> None:
+    """Checks the kind of every value of a config by the reference's; call `check_fields` first.
+
+    A whole number passes for a number and a list for a tuple. Where the reference holds None
+    anything passes; where it is a placeholder, None and its own kind.
+
+    Raises:
+      ConfigError: names the first field whose value is of another kind, and the kind it needs.
+    """
+    for name, value in reference.items():
+        given, kind = config[name], reference.get_type(name)
+        if isinstance(value, ConfigDict):
+            if not isinstance(given, ConfigDict):
+                raise ConfigError(f"{path}.{name} must be a group of fields, not {given!r}")
+            check_types(given, value, f"{path}.{name}")
+        elif kind in KINDS and not (value is None and given is None):
+            words, accepted = KINDS[kind]
+            if not isinstance(given, accepted) or (isinstance(given, bool) and kind is not bool):
+                raise ConfigError(f"{path}.{name} must be {words}, not {given!r}")
+
+
+def check_positive(name: str, value: float | int) -> None:
+    """Refuses a value that is not above 0, NaN included."""
+    if not value > 0:
+        raise ConfigError(f"{name} must be above 0, not {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Refuses a value that is not among the choices, and names the closest of them."""
+    if value in choices:
+        return
+    close = difflib.get_close_matches(str(value), map(str, choices), n=1)
+    hint = f"did you mean {close[0]!r}? It" if close else "it"
+    raise ConfigError(f"{name} is {value!r}; {hint} must be one of {', '.join(map(repr, choices))}")
+
+
+def check_divides(name_a: str, a: int, name_b: str, b: int, why: str) -> None:
+    """Refuses an `a` that does not divide `b`; `why` ends the sentence "... must divide ...,"."""
+    if b % a:
+        nearest = sorted({max(a, b - b % a), b - b % a + a})
+        raise ConfigError(
+            f"{name_a} = {a} must divide {name_b} = {b}, {why}: "
+            f"set {name_b} to {' or '.join(map(str, nearest))}, or change {name_a}"
+        )
+
+
+def check_window(name: str, start: int, length: int, steps: int) -> None:
+    """Refuses a window of `length` denoising steps from `start` that is empty or leaves `steps`."""
+    if start < 0 or length < 1 or start + length > steps:
+        raise ConfigError(
+            f"{name} is {length} steps from step {start}, but the schedule has the {steps} steps "
+            f"0 to {steps - 1}: choose a start of at least 0, a length of at least 1, and "
+            f"start + length at most {steps}"
+        )
+
+
+def check_folder(name: str, path: str | Path) -> None:
+    """Refuses a path that is not an existing folder."""
+    if not Path(path).is_dir():
+        wrong = "a file, not a folder" if Path(path).exists() else "no folder"
+        raise ConfigError(f"{name} = {str(path)!r} is {wrong}: set it to a folder that exists")
