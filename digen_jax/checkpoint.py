@@ -136,6 +136,9 @@ def claim_workdir(
 ) -> IO[str]:
     """Makes a workdir this process's own and its config the run's, in `workdir`/config.json.
 
+    A run that ended before its first line of metrics has computed nothing, so that another config
+    may take its workdir: a mistake that showed late does not need another folder.
+
     Args:
       workdir: the run's folder, created if need be.
       config: the run's config as a nested dict.
@@ -180,8 +183,9 @@ def _lock(workdir: Path) -> IO[str]:
 
 def _check_same_config(workdir: Path, config: dict[str, Any], may_change: Collection[str]) -> None:
     """Compares with the workdir's config.json as JSON sees it: a tuple and a list are the same."""
-    path = workdir / "config.json"
-    if not path.exists():
+    path, metrics = workdir / "config.json", workdir / "metrics.jsonl"
+    begun = metrics.exists() and metrics.stat().st_size > 0
+    if not path.exists() or not begun:
         return
     old, new = _leaves(json.loads(path.read_text())), _leaves(json.loads(json.dumps(config)))
     changes = [

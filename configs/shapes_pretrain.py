@@ -1,0 +1,92 @@
+"""Pretrains the embedded shapes model from scratch: autoencoder, then transformer and text encoders.
+
+python launch/pretrain.py --config configs/shapes_pretrain.py --workdir runs/pretrain --output assets/shapes-sd3
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+    c.seed = 0
+    c.images = 60_000
+    c.image_size = 32
+    c.dtype = "float32"
+    c.cpu_devices = 2  # where there is no accelerator: one for each core
+    c.shift = 1.0  # of the scheduler that the folder ships
+
+    c.text = text = ConfigDict()
+    text.max_length = 16
+    text.encoder = ConfigDict(
+        dict(
+            hidden_size=64,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            projection_dim=64,
+            hidden_act="quick_gelu",
+        )
+    )
+
+    c.autoencoder = ae = ConfigDict()
+    ae.network = ConfigDict(
+        dict(
+            block_out_channels=(16, 32, 32),
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            layers_per_block=1,
+            latent_channels=8,
+            norm_num_groups=8,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            # Placeholders: measured on the latents once the autoencoder is trained.
+            shift_factor=0.0,
+            scaling_factor=1.0,
+        )
+    )
+    ae.batch = 32
+    ae.kl_weight = 1e-4
+    ae.fit = ConfigDict(
+        dict(
+            steps=3000,
+            learning_rate=3e-3,
+            warmup=100,
+            ema=0.995,
+            clip_norm=1.0,
+            checkpoint_every=500,
+            log_every=50,
+        )
+    )
+
+    c.transformer = t = ConfigDict()
+    t.network = ConfigDict(
+        dict(
+            sample_size=8,
+            patch_size=2,
+            in_channels=8,
+            out_channels=8,
+            num_layers=4,
+            num_attention_heads=4,
+            attention_head_dim=32,
+            joint_attention_dim=128,
+            caption_projection_dim=128,
+            pooled_projection_dim=128,
+            pos_embed_max_size=16,
+            dual_attention_layers=(),
+            qk_norm="rms_norm",
+        )
+    )
+    t.batch = 64
+    t.caption_dropout = 0.1
+    t.fit = ConfigDict(
+        dict(
+            steps=12_000,
+            learning_rate=1e-3,
+            warmup=500,
+            ema=0.999,
+            clip_norm=1.0,
+            checkpoint_every=1000,
+            log_every=50,
+        )
+    )
+    return c

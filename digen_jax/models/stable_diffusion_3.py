@@ -1,0 +1,204 @@
+"""Stable Diffusion 3 / 3.5 as a family: prompts -> conditioning, velocity, latents -> images.
+
+The pipeline without its T5, as `StableDiffusion3Pipeline(text_encoder_3=None, tokenizer_3=None)` runs it: the two
+CLIP encoders give the context, and 256 zero tokens stand where the T5 would.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from transformers import CLIPTokenizer
+
+from digen_jax.flow.schedule import SchedulerConfig
+from digen_jax.models import autoencoder_kl, clip_text, sd3
+from digen_jax.weights import folder as weights
+
+Params = dict[str, Any]
+
+PIPELINE_CLASS = "StableDiffusion3Pipeline"
+# What diffusers' pipeline appends to the context in place of a T5: `max_sequence_length` zero tokens.
+T5_TOKENS = 256
+
+
+class Conditioning(NamedTuple):
+    """What the transformer sees of a prompt."""
+
+    context: Float[Array, "b n d"]
+    pooled: Float[Array, "b p"]
+
+
+class TokenIds(NamedTuple):
+    """The two tokenizers' ids of each prompt."""
+
+    first: Int[Array, "b n"] | Int[np.ndarray, "b n"]
+    second: Int[Array, "b n"] | Int[np.ndarray, "b n"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StableDiffusion3:
+    """The networks and tokenizers of one pipeline folder; parameters are passed to each call.
+
+    `params` is a dict with one tree a component: "transformer", "vae", "text_encoder", "text_encoder_2". Only the
+    transformer is tuned.
+    """
+
+    transformer: sd3.SD3Transformer
+    vae: autoencoder_kl.AutoencoderKL
+    text_encoders: tuple[
+        clip_text.CLIPTextModelWithProjection, clip_text.CLIPTextModelWithProjection
+    ]
+    tokenizers: tuple[CLIPTokenizer, CLIPTokenizer]
+    scheduler: SchedulerConfig
+
+    # Where the tensors of each component come from: its module file knows the names.
+    lists: ClassVar = {
+        "transformer": sd3.LISTS,
+        "vae": autoencoder_kl.LISTS,
+        "text_encoder": clip_text.LISTS,
+        "text_encoder_2": clip_text.LISTS,
+    }
+    # Of the transformer: what no optimizer may touch.
+    frozen: ClassVar = sd3.FROZEN
+    ignored: ClassVar = {"text_encoder": clip_text.IGNORED, "text_encoder_2": clip_text.IGNORED}
+
+    @classmethod
+    def from_folder(
+        cls, folder: pathlib.Path, dtype: Any = jnp.float32, remat: bool = False
+    ) -> "StableDiffusion3":
+        """The architecture a diffusers pipeline folder describes; reads its JSON files and tokenizers only.
+
+        `dtype` is the transformer's and text encoders' compute type; the autoencoder always runs in float32,
+        as it overflows in half precision.
+        """
+
+        def config(part, name="config.json"):
+            return weights.read_json(folder / part / name)
+
+        return cls(
+            transformer=sd3.SD3Transformer(
+                sd3.SD3Config.from_config(config("transformer")), dtype=dtype, remat=remat
+            ),
+            vae=autoencoder_kl.AutoencoderKL(
+                autoencoder_kl.AutoencoderKLConfig.from_config(config("vae")), dtype=jnp.float32
+            ),
+            text_encoders=tuple(
+                clip_text.CLIPTextModelWithProjection(
+                    clip_text.CLIPTextConfig.from_config(config(part)), dtype=dtype
+                )
+                for part in ("text_encoder", "text_encoder_2")
+            ),
+            tokenizers=tuple(
+                CLIPTokenizer.from_pretrained(folder / part)
+                for part in ("tokenizer", "tokenizer_2")
+            ),
+            scheduler=SchedulerConfig.from_config(config("scheduler", "scheduler_config.json")),
+        )
+
+    # ---------------------------------------------------------------- prompts -> conditioning
+
+    def tokenize(self, prompts: list[str]) -> TokenIds:
+        """Ids padded and cut to each tokenizer's own length."""
+        return TokenIds(
+            *(
+                np.asarray(
+                    tokenizer(
+                        prompts,
+                        padding="max_length",
+                        truncation=True,
+                        max_length=tokenizer.model_max_length,
+                    )["input_ids"],
+                    dtype=np.int32,
+                )
+                for tokenizer in self.tokenizers
+            )
+        )
+
+    def encode(self, params: Params, ids: TokenIds) -> Conditioning:
+        """Both CLIPs' penultimate states side by side, zero-padded to the joint width; their pooled embeddings."""
+        states, pooled = zip(
+            *(
+                encoder.apply({"params": params[part]}, part_ids)
+                for encoder, part, part_ids in zip(
+                    self.text_encoders, ("text_encoder", "text_encoder_2"), ids, strict=True
+                )
+            ),
+            strict=True,
+        )
+        context = jnp.concatenate(states, axis=-1)
+        missing = self.transformer.config.joint_attention_dim - context.shape[-1]
+        context = jnp.pad(context, ((0, 0), (0, 0), (0, missing)))
+        return Conditioning(context, jnp.concatenate(pooled, axis=-1))
+
+    # ---------------------------------------------------------------- the network
+
+    def velocity(
+        self,
+        variables: Params,
+        x: Float[Array, "b h w c"],
+        sigma: Float[Array, "b"],
+        conditioning: Conditioning,
+    ) -> Float[Array, "b h w c"]:
+        """The transformer's velocity, float32. `variables` are its linen collections ("params", perhaps "lora")."""
+        return self.transformer.apply(variables, x, sigma, *conditioning, null_tokens=T5_TOKENS)
+
+    # ---------------------------------------------------------------- latents <-> images
+
+    def decode(self, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        """Images in [0, 1]."""
+        raw = autoencoder_kl.unscale_latents(self.vae.config, latents)
+        images = self.vae.apply({"params": params["vae"]}, raw, method="decode")
+        return jnp.clip(images / 2 + 0.5, 0, 1)
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """(h, w, c) of the latents of an image; its sides must be multiples of the autoencoder's and the patch's."""
+        factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        multiple = factor * self.transformer.config.patch_size
+        if height % multiple or width % multiple:
+            raise ValueError(
+                f"an image of {height}x{width} does not fit this model: "
+                f"height and width must be multiples of {multiple}"
+            )
+        return height // factor, width // factor, self.transformer.config.in_channels
+
+    # ---------------------------------------------------------------- parameters
+
+    def shapes(self) -> Params:
+        """The parameter trees as `jax.ShapeDtypeStruct`, nothing allocated."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    def init(self, key: Array) -> Params:
+        """Fresh random parameters of every component, for training from scratch."""
+        keys = jax.random.split(key, 4)
+        config = self.transformer.config
+        x = jnp.zeros((1, 2 * config.patch_size, 2 * config.patch_size, config.in_channels))
+        context = jnp.zeros((1, 2, config.joint_attention_dim))
+        pooled = jnp.zeros((1, config.pooled_projection_dim))
+        factor = 2 ** len(self.vae.config.block_out_channels)
+        images = jnp.zeros((1, factor, factor, 3))
+        ids = jnp.zeros((1, 2), jnp.int32)
+        return {
+            "transformer": self.transformer.init(keys[0], x, jnp.ones(1), context, pooled)[
+                "params"
+            ],
+            "vae": self.vae.init(keys[1], images, method="reconstruct")["params"],
+            "text_encoder": self.text_encoders[0].init(keys[2], ids)["params"],
+            "text_encoder_2": self.text_encoders[1].init(keys[3], ids)["params"],
+        }
+
+    def read(
+        self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = jnp.float32
+    ) -> Params:
+        """One component's parameters from the pipeline folder, straight onto the devices of `shardings`."""
+        return weights.read_params(
+            folder / part,
+            self.shapes()[part],
+            self.lists[part],
+            shardings=shardings,
+            dtype=dtype,
+            ignore=self.ignored.get(part, ()),
+        )

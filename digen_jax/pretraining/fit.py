@@ -1,0 +1,89 @@
+"""The loop that both pretraining stages share: a jitted step over a data mesh, EMA, checkpoints, resumption."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from digen_jax.checkpoint import Checkpointer, template_of
+from digen_jax.metrics import MetricsLog
+
+Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FitSettings:
+    """How long and how fast one stage is trained."""
+
+    steps: int
+    learning_rate: float
+    warmup: int
+    ema: float
+    clip_norm: float
+    checkpoint_every: int
+    log_every: int
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Adam under a linear warm-up and a cosine down to a tenth."""
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, self.learning_rate, self.warmup, self.steps, self.learning_rate / 10
+        )
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), optax.adam(rate, b2=0.99))
+
+
+def fit(
+    params: Any,
+    loss: Loss,
+    batch: Callable[[int], Any],
+    settings: FitSettings,
+    workdir: pathlib.Path,
+    key: jax.Array,
+) -> Any:
+    """Train to `settings.steps` and return the EMA of the parameters.
+
+    `loss(params, batch, key) -> (scalar, metrics)`; `batch(step)` is a tree of arrays and a function of the step
+    alone, so that a killed run continues exactly. Batches are split over all devices.
+    """
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    replicated, split = (
+        NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data"))
+    )
+    optimizer = settings.optimizer()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state, inputs, step):
+        grad = jax.grad(loss, has_aux=True)
+        gradient, metrics = grad(state["params"], inputs, jax.random.fold_in(key, step))
+        updates, optimizer_state = optimizer.update(gradient, state["optimizer"])
+        new = optax.apply_updates(state["params"], updates)
+        # A young average would be mostly the random start: let its memory grow with the step.
+        decay = jnp.minimum(settings.ema, (1 + step) / (10 + step))
+        ema = optax.incremental_update(new, state["ema"], 1 - decay)
+        metrics["gradient_norm"] = optax.global_norm(gradient)
+        return {"params": new, "optimizer": optimizer_state, "ema": ema}, metrics
+
+    average = jax.tree.map(jnp.copy, params)
+    state = {"params": params, "optimizer": optimizer.init(params), "ema": average}
+    state = jax.device_put(state, replicated)
+    checkpoints = Checkpointer(workdir / "checkpoints", settings.checkpoint_every, keep=1)
+    log = MetricsLog(workdir)
+    found = checkpoints.restore_latest(template_of(state))
+    start, state = (found.step, found.arrays) if found else (0, state)
+    log.cut_back(found.host["metrics"] if found else 0)
+    for step in tqdm(range(start, settings.steps), workdir.name, settings.steps, initial=start):
+        state, metrics = update(state, jax.device_put(batch(step), split), step)
+        done = step + 1
+        if done % settings.log_every == 0:
+            log.write(done, metrics)
+        if checkpoints.due(done) or done == settings.steps:
+            checkpoints.save(done, state, {"metrics": log.position()})
+    checkpoints.close()
+    log.close()
+    return state["ema"]

@@ -1,0 +1,137 @@
+"""From an empty workdir to a diffusers pipeline folder: tokenizer, autoencoder, transformer, in this order."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from digen_jax.flow.schedule import SchedulerConfig
+from digen_jax.models import autoencoder_kl, clip_text, sd3
+from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
+from digen_jax.pretraining import stages
+from digen_jax.pretraining.pool import cached_pool
+from digen_jax.pretraining.tokenizer import build_tokenizer
+from digen_jax.weights import folder as weights
+
+# (library, class) of each component, as diffusers' model_index.json names them.
+COMPONENTS = {
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
+    "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+    "text_encoder_3": (None, None),
+    "tokenizer": ("transformers", "CLIPTokenizer"),
+    "tokenizer_2": ("transformers", "CLIPTokenizer"),
+    "tokenizer_3": (None, None),
+    "transformer": ("diffusers", "SD3Transformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
+}
+
+
+def pretrain(config: Any, workdir: pathlib.Path, output: pathlib.Path) -> None:
+    """Train every component and write the pipeline folder. Killed and started again, it continues.
+
+    `config` is configs/shapes_pretrain.py's; `workdir` keeps pool, checkpoints and curves; `output` is written last.
+    """
+    pool = cached_pool(workdir / "pool.npz", config.images, config.image_size, config.seed)
+    tokenizer = build_tokenizer(pool.captions, config.text.max_length)
+    networks = network_configs(config, tokenizer)
+    family = build_family(networks, tokenizer, config)
+    params = jax.jit(family.init)(jax.random.key(config.seed))
+
+    logging.info("stage 1 of 2: the autoencoder")
+    params["vae"] = stages.train_autoencoder(family, params, pool, config, workdir / "autoencoder")
+    latents = stages.encode_pool(family, params["vae"], pool)
+    networks["vae"] |= stages.latent_statistics(latents)
+    family = build_family(networks, tokenizer, config)
+
+    logging.info("stage 2 of 2: transformer and text encoders")
+    latents = stages.scaled(family, latents)
+    params |= stages.train_transformer(
+        family, params, latents, pool, config, workdir / "transformer"
+    )
+    write_pipeline(output, family, networks, params)
+    logging.info("the pipeline lies in %s", output)
+
+
+def network_configs(config: Any, tokenizer: Any) -> dict[str, dict]:
+    """config.json of each network, in diffusers' and transformers' fields."""
+    text = {
+        "architectures": ["CLIPTextModelWithProjection"],
+        "model_type": "clip_text_model",
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": config.text.max_length,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **config.text.encoder,
+    }
+    return {
+        "transformer": {"_class_name": "SD3Transformer2DModel", **config.transformer.network},
+        "vae": {
+            "_class_name": "AutoencoderKL",
+            "sample_size": config.image_size,
+            **config.autoencoder.network,
+        },
+        "text_encoder": text,
+        "text_encoder_2": {**text, "hidden_act": "gelu"},
+        "scheduler": {
+            "_class_name": "FlowMatchEulerDiscreteScheduler",
+            "num_train_timesteps": 1000,
+            "shift": config.shift,
+        },
+    }
+
+
+def build_family(networks: dict[str, dict], tokenizer: Any, config: Any) -> StableDiffusion3:
+    """The family object of freshly designed networks (of a folder: `StableDiffusion3.from_folder`)."""
+    dtype = jnp.dtype(config.dtype)
+    return StableDiffusion3(
+        transformer=sd3.SD3Transformer(
+            sd3.SD3Config.from_config(_plain(networks["transformer"])), dtype=dtype
+        ),
+        vae=autoencoder_kl.AutoencoderKL(
+            autoencoder_kl.AutoencoderKLConfig.from_config(_plain(networks["vae"])),
+            dtype=jnp.float32,
+        ),
+        text_encoders=tuple(
+            clip_text.CLIPTextModelWithProjection(
+                clip_text.CLIPTextConfig.from_config(_plain(networks[part])), dtype=dtype
+            )
+            for part in ("text_encoder", "text_encoder_2")
+        ),
+        tokenizers=(tokenizer, tokenizer),
+        scheduler=SchedulerConfig.from_config(_plain(networks["scheduler"])),
+    )
+
+
+def write_pipeline(
+    output: pathlib.Path, family: StableDiffusion3, networks: dict[str, dict], params: Any
+) -> None:
+    """The folder that `StableDiffusion3Pipeline.from_pretrained` reads; model_index.json comes last."""
+    for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
+        weights.write_params(
+            output / part,
+            jax.tree.map(np.asarray, params[part]),
+            family.lists[part],
+            config=_plain(networks[part]),
+            kind="transformers" if part.startswith("text") else "diffusers",
+        )
+    for part, tokenizer in zip(("tokenizer", "tokenizer_2"), family.tokenizers, strict=True):
+        tokenizer.save_pretrained(output / part)
+    (output / "scheduler").mkdir(parents=True, exist_ok=True)
+    _write_json(output / "scheduler" / "scheduler_config.json", networks["scheduler"])
+    index = {name: list(where) for name, where in COMPONENTS.items()}
+    _write_json(output / "model_index.json", {"_class_name": PIPELINE_CLASS, **index})
+
+
+def _plain(config: Any) -> dict:
+    """ml_collections' tuples and views as plain JSON values."""
+    return json.loads(json.dumps(dict(config)))
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,41 @@
+"""A CLIP tokenizer for a small vocabulary: every byte, and merges that make each known word one token."""
+
+import json
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import CLIPTokenizer
+
+END_OF_WORD = "</w>"
+BEGIN_OF_TEXT, END_OF_TEXT = "<|startoftext|>", "<|endoftext|>"
+
+
+def build_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
+    """Byte-pair encoding learned from `texts`; unknown words fall back to bytes, so no text is lost.
+
+    The ids are laid out as in CLIP: bytes, bytes that end a word, merges, then the two special tokens. Padding is
+    the end-of-text token, as for CLIP-L.
+    """
+    learned = Tokenizer(models.BPE(end_of_word_suffix=END_OF_WORD))
+    learned.normalizer = normalizers.Lowercase()
+    learned.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    learned.decoder = decoders.BPEDecoder(suffix=END_OF_WORD)
+    trainer = trainers.BpeTrainer(
+        vocab_size=10_000, min_frequency=1, end_of_word_suffix=END_OF_WORD, show_progress=False
+    )
+    learned.train_from_iterator(sorted(set(texts)), trainer)
+    merges = _merges(learned)
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = alphabet + [byte + END_OF_WORD for byte in alphabet]
+    tokens += [left + right for left, right in merges]
+    tokens += [BEGIN_OF_TEXT, END_OF_TEXT]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)
+
+
+def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """The merges in the order in which they were learned."""
+    return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]

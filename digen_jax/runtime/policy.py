@@ -1,0 +1,92 @@
+"""The transformer as an algorithm sees it: a guided velocity of (what is tuned, what is fixed)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, Float
+
+from digen_jax.flow.sampling import Velocity
+from digen_jax.weights.lora import LoraConfig, lora_init, lora_layers, merge
+
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How a family's velocity depends on the tuned parameters.
+
+    The transformer's tree is split once, by `split`, into `tuned` and `base`. LoRA: `tuned` holds
+    the factors and `base` the whole transformer, so the reference is the same tree with the factors
+    off, at no second copy. Full tuning: `tuned` is the transformer without the leaves that its
+    family never trains; `base` has those, or where a reference is needed the whole start.
+    """
+
+    family: Any
+    guidance: float = 1.0
+    lora: LoraConfig | None = None
+
+    def split(self, key: Array, transformer: Params, reference: bool) -> tuple[Params, Params]:
+        """(tuned, base) before the first update; `reference` says whether the start is kept."""
+        if self.lora is not None:
+            lists = self.family.lists["transformer"]
+            return lora_init(key, transformer, self.lora, lists), transformer
+        frozen, tuned = self._sorted_out(transformer)
+        return tuned, transformer if reference else frozen
+
+    def sampler_base(self, base: Params) -> Params:
+        """The part of `base` that sampling needs: a reference kept for the KL is none of it."""
+        return base if self.lora is not None else self._sorted_out(base)[0]
+
+    def transformer(self, tuned: Params, base: Params) -> Params:
+        """The whole transformer with what was tuned in it, as it is exported."""
+        if self.lora is not None:
+            return merge(base, tuned, self.lora.scale)
+        frozen, _ = self._sorted_out(base)
+        return unflatten_dict(flatten_dict(frozen) | flatten_dict(tuned))
+
+    def velocity(self, tuned: Params, base: Params, conditioning: Any, null: Any) -> Velocity:
+        """The guided velocity of the policy, to be called while tracing."""
+        if self.lora is None:
+            return self._guided({"params": self.transformer(tuned, base)}, conditioning, null)
+        guided = self._guided({"params": base, "lora": tuned}, conditioning, null)
+
+        def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
+            with lora_layers(self.lora.scale):
+                return guided(x, sigma)
+
+        return velocity
+
+    def reference(self, base: Params, conditioning: Any, null: Any) -> Velocity:
+        """The guided velocity of the model before tuning."""
+        return self._guided({"params": base}, conditioning, null)
+
+    def _guided(self, variables: Params, conditioning: Any, null: Any) -> Velocity:
+        """Classifier-free guidance (arXiv 2207.12598); `null` is the empty prompt's, one row."""
+
+        def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
+            if self.guidance == 1:
+                return self.family.velocity(variables, x, sigma, conditioning)
+            pairs = jax.tree.map(
+                lambda n, c: _interleave(jnp.broadcast_to(n, c.shape), c), null, conditioning
+            )
+            v = self.family.velocity(variables, _interleave(x, x), _interleave(sigma, sigma), pairs)
+            v_null, v_prompt = v[0::2], v[1::2]
+            return v_null + self.guidance * (v_prompt - v_null)
+
+        return velocity
+
+    def _sorted_out(self, transformer: Params) -> tuple[Params, Params]:
+        """(leaves that the family never trains, the others)."""
+        frozen, others = {}, {}
+        for path, leaf in flatten_dict(transformer).items():
+            part = frozen if "/".join(path) in self.family.frozen else others
+            part[path] = leaf
+        return unflatten_dict(frozen), unflatten_dict(others)
+
+
+def _interleave(a: Array, b: Array) -> Array:
+    """Rows a0 b0 a1 b1 ...: unlike concatenation this leaves a batch on the devices it lies on."""
+    return jnp.stack([a, b], axis=1).reshape(2 * a.shape[0], *a.shape[1:])

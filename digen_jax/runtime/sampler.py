@@ -1,0 +1,106 @@
+"""The rollout mesh's executor: prompts -> conditioning, then fragments of images and transitions."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from digen_jax.flow.sampling import Trajectory, sample, start_noise
+from digen_jax.flow.schedule import make_sigmas
+from digen_jax.flow.steps import Step
+from digen_jax.runtime.placement import DeviceGroup
+from digen_jax.runtime.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerSettings:
+    """How images are sampled. `window` is (first step, number of steps) that follow `step`."""
+
+    height: int
+    width: int
+    steps: int
+    step: Step
+    window: tuple[int, int]
+
+
+class Weights(NamedTuple):
+    """Everything the sampler holds: the published policy, its base, and the frozen components."""
+
+    tuned: Any
+    base: Any
+    frozen: Any
+
+
+class Prompts(NamedTuple):
+    """Encoded prompts, replicated on the sampler's mesh, and the empty prompt for guidance."""
+
+    conditioning: Any
+    null: Any
+
+
+class Sampler:
+    """Jitted encoding and generation on one mesh.
+
+    A program is compiled once for each number of prompts and of images; what an image looks like
+    depends on its key and prompt only, never on its batch.
+    """
+
+    def __init__(self, policy: Policy, group: DeviceGroup, settings: SamplerSettings):
+        self.policy, self.group, self.settings = policy, group, settings
+        self.shape = policy.family.latent_shape(settings.height, settings.width)
+        self.sigmas = make_sigmas(policy.family.scheduler, settings.steps)
+        self._encode = jax.jit(policy.family.encode, out_shardings=group.replicated)
+        self._null_ids = policy.family.tokenize([""])
+        self._generate = jax.jit(
+            functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
+        )
+
+    def encode(self, weights: Weights, prompts: list[str]) -> Prompts:
+        """The conditioning of each prompt."""
+        ids = self.policy.family.tokenize(prompts)
+        return Prompts(
+            self._encode(weights.frozen, ids), self._encode(weights.frozen, self._null_ids)
+        )
+
+    def generate(
+        self,
+        weights: Weights,
+        prompts: Prompts,
+        rows: Int[np.ndarray, "b"],
+        keys: Key[Array, "b"],
+    ) -> tuple[Float[Array, "b h w 3"], Trajectory]:
+        """One fragment: image i shows prompt `rows[i]` and is drawn by `keys[i]`.
+
+        Returns at once; the arrays are computed behind. The number of images must be a multiple of
+        the mesh's devices.
+        """
+        return self._generate(
+            weights,
+            prompts,
+            jax.device_put(rows, self.group.batch),
+            jax.device_put(keys, self.group.batch),
+        )
+
+
+def _generate(
+    policy: Policy,
+    settings: SamplerSettings,
+    shape: tuple[int, int, int],
+    sigmas: Float[np.ndarray, "sigmas"],
+    group: DeviceGroup,
+    weights: Weights,
+    prompts: Prompts,
+    rows: Int[Array, "b"],
+    keys: Key[Array, "b"],
+) -> tuple[Float[Array, "b h w 3"], Trajectory]:
+    split = functools.partial(jax.lax.with_sharding_constraint, shardings=group.batch)
+    conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
+    velocity = policy.velocity(weights.tuned, weights.base, conditioning, prompts.null)
+    noise = split(start_noise(keys, shape))
+    trajectory = sample(velocity, noise, sigmas, settings.step, keys, settings.window)
+    images = policy.family.decode(weights.frozen, trajectory.latents.astype(jnp.float32))
+    return images, trajectory

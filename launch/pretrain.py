@@ -1,0 +1,34 @@
+"""Train the embedded shapes model from scratch and write it as a diffusers pipeline folder.
+
+python launch/pretrain.py --config configs/shapes_pretrain.py --workdir runs/pretrain --output runs/shapes-sd3
+"""
+
+import pathlib
+
+from absl import flags, logging
+from ml_collections import config_flags
+
+from digen_jax.settings import run_main
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Pool, checkpoints and curves; give it again to continue."
+)
+_OUTPUT = flags.DEFINE_string("output", None, "The pipeline folder to write.")
+flags.mark_flags_as_required(["config", "workdir", "output"])
+
+
+def main() -> None:
+    """Set up the devices and pretrain."""
+    from digen_jax.launching import prepare
+
+    prepare(_CONFIG.value.cpu_devices)
+
+    from digen_jax.pretraining.pipeline import pretrain
+
+    logging.set_verbosity(logging.INFO)
+    pretrain(_CONFIG.value, pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,34 @@
+"""Tune a text-to-image model by reinforcement learning.
+
+python launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes [--config.field=value]
+"""
+
+import pathlib
+
+from absl import flags
+from ml_collections import config_flags
+
+from digen_jax.settings import run_main
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Everything the run writes; give it again to continue."
+)
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main() -> None:
+    """Set up the devices and train."""
+    from digen_jax.launching import prepare
+    from digen_jax.recipe import complete
+
+    config = complete(_CONFIG.value)
+    prepare(config.placement.cpu_devices)
+
+    from digen_jax.runtime.run import train
+
+    train(config, pathlib.Path(_WORKDIR.value))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,66 @@
+"""A tiny pipeline folder with random weights, made by the project's own writer: real files, no training."""
+
+import functools
+import importlib.util
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def load_config(name: str) -> Any:
+    """What configs/NAME.py gives."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config()
+
+
+def tiny_pretrain_config() -> Any:
+    """configs/shapes_pretrain.py, shrunk."""
+    config = load_config("shapes_pretrain")
+    config.text.encoder.update(hidden_size=16, intermediate_size=32, projection_dim=8)
+    config.autoencoder.network.update(
+        block_out_channels=(8, 8, 8), norm_num_groups=4, latent_channels=4
+    )
+    config.transformer.network.update(
+        in_channels=4,
+        out_channels=4,
+        num_layers=3,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        joint_attention_dim=32,
+        caption_projection_dim=16,
+        pooled_projection_dim=16,
+    )
+    return config
+
+
+def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
+    """Every parameter random, so that no zero or one hides a mistake."""
+    from digen_jax.pretraining.pipeline import build_family, network_configs, write_pipeline
+    from digen_jax.pretraining.tokenizer import build_tokenizer
+    from digen_jax.shapes.captions import train_records
+
+    config = tiny_pretrain_config()
+    tokenizer = build_tokenizer([r["prompt"] for r in train_records()], config.text.max_length)
+    networks = network_configs(config, tokenizer)
+    networks["vae"] |= {"scaling_factor": 1.3, "shift_factor": 0.1}
+    family = build_family(networks, tokenizer, config)
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(
+        functools.partial(_random, rng), jax.eval_shape(family.init, jax.random.key(0))
+    )
+    table = jax.jit(family.init)(jax.random.key(0))["transformer"]["pos_embed"]["pos_embed"]
+    params["transformer"]["pos_embed"]["pos_embed"] = np.asarray(table)
+    write_pipeline(folder, family, networks, params)
+    return folder
+
+
+def _random(rng: np.random.Generator, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    fan_in = int(np.prod(leaf.shape[:-1])) if len(leaf.shape) > 1 else 4
+    values = rng.normal(size=leaf.shape) / np.sqrt(max(fan_in, 1))
+    return (values + (len(leaf.shape) == 1)).astype(leaf.dtype)
