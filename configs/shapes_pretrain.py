@@ -12,7 +12,7 @@ def get_config() -> ConfigDict:
     c.images = 60_000
     c.image_size = 32
     c.dtype = "float32"
-    c.cpu_devices = 2  # where there is no accelerator: one for each core
+    c.cpu_devices = 1  # where there is no accelerator: one device uses all cores
     c.shift = 1.0  # of the scheduler that the folder ships
 
     c.text = text = ConfigDict()
@@ -50,6 +50,8 @@ def get_config() -> ConfigDict:
         dict(
             steps=3000,
             learning_rate=3e-3,
+            muon_rate=0.0,
+            final_rate=0.1,
             warmup=100,
             ema=0.995,
             clip_norm=1.0,
@@ -80,12 +82,14 @@ def get_config() -> ConfigDict:
     t.caption_dropout = 0.1
     t.fit = ConfigDict(
         dict(
-            steps=12_000,
+            steps=8000,
             learning_rate=1e-3,
-            warmup=500,
+            muon_rate=0.02,
+            final_rate=0.1,
+            warmup=200,
             ema=0.999,
             clip_norm=1.0,
-            checkpoint_every=1000,
+            checkpoint_every=500,
             log_every=50,
         )
     )

@@ -1,5 +1,6 @@
 """From a config to the parts of a run: the one module that sees models, meshes and executors together."""
 
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,8 +11,10 @@ from ml_collections import ConfigDict
 
 from digen_jax import recipe
 from digen_jax.flow.sampling import check_window
+from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Ode, make_step
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
+from digen_jax.recipe import blame
 from digen_jax.runtime.placement import DeviceGroup, Placement, make_placement
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, SamplerSettings, Weights
@@ -33,14 +36,25 @@ class System(NamedTuple):
     evaluator: Sampler
     trainer: Trainer
     base: Any  # on the trainer mesh, see Policy
-    start: Any  # what is tuned, before the first update
+    start: Any  # what is tuned, before the first update; the trainer's `init` takes it over
     rollout_base: Any
     frozen: Any  # the other components, on the rollout mesh
 
     def publish(self, tuned: Any) -> Weights:
-        """The tuned parameters resharded onto the rollout mesh, with all else the sampler needs."""
+        """The tuned parameters resharded onto the rollout mesh, with all else the sampler needs.
+
+        Colocated they are the trainer's own arrays, which its next update consumes.
+        """
         shardings = self.placement.rollout.params(tuned)
         return Weights(jax.device_put(tuned, shardings), self.rollout_base, self.frozen)
+
+
+def open_pipeline(name: str) -> pathlib.Path:
+    """The folder of a local path or hub id, without the components that no family uses.
+
+    Nor with `text_encoders`, where Stable Diffusion 3.5's repositories hold all encoders once more.
+    """
+    return resolve_folder(name, without=("text_encoder_3", "tokenizer_3", "text_encoders"))
 
 
 def load_family(folder: pathlib.Path, dtype: str = "float32", remat: bool = False) -> Any:
@@ -55,42 +69,93 @@ def load_family(folder: pathlib.Path, dtype: str = "float32", remat: bool = Fals
 
 
 def build(config: ConfigDict, devices: Sequence[jax.Device]) -> System:
-    """All parts, after every check that can be made without compiling; `config` is complete.
+    """All parts of a run, after every check that needs no weights; `config` is complete.
 
     Raises:
       ConfigError: the first mistake found, in one sentence.
     """
     recipe.check(config)
     recipe.check_devices(config, len(devices))
-    with user_input():
-        folder = resolve_folder(config.model.folder, without=("text_encoder_3", "tokenizer_3"))
+    placement = make_placement(config.placement, devices)
+    with blame("config.model.folder: "):
+        folder = open_pipeline(config.model.folder)
         family = load_family(folder, config.model.dtype, config.model.remat)
-        placement = make_placement(config.placement, devices)
-        lora = LoraConfig(**config.lora) if config.lora.rank else None
-        policy = Policy(family, config.sampler.guidance, lora)
-        sampler = _sampler(policy, placement.rollout, config)
-        evaluator = evaluation_sampler(
-            family, placement.rollout, config.evaluation.guidance, config, lora
-        )
+    check_model(config, family, placement)
+    with blame("config.model.folder: "):
         transformer = read_part(family, folder, "transformer", placement.trainer)
-        frozen = {
-            part: read_part(family, folder, part, placement.rollout)
-            for part in ("vae", "text_encoder", "text_encoder_2")
-        }
-        algorithm = recipe.algorithm_settings(config)
-        reference = algorithm.kl_coefficient > 0
-        start, base = policy.split(jax.random.key(config.seed), transformer, reference)
-    trainer = Trainer(
-        policy, placement.trainer, sampler.settings.step, algorithm, recipe.trainer_settings(config)
+        frozen = read_frozen(family, folder, placement.rollout)
+    return connect(config, placement, family, transformer, frozen)
+
+
+def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
+    """Whether config and model fit, by shapes alone.
+
+    Raises:
+      ConfigError: an image size that the model has not, a window with steps that cannot be trained,
+        a LoRA without layers, or a parameter that no sharding rule matches.
+    """
+    sampler, shapes = config.sampler, family.shapes()
+    with blame("config.model.height and config.model.width: "):
+        family.latent_shape(config.model.height, config.model.width)
+    with blame("config.sampler.steps: "):
+        sigmas = make_sigmas(family.scheduler, sampler.steps)
+    with blame("config.sampler.window: "):
+        check_window(make_step(sampler.kind, sampler.noise_level), sigmas, *sampler.window)
+    with blame("config.lora.targets: "):
+        split = functools.partial(make_policy(config, family).split, reference=False)
+        tuned, _ = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
+    for tree in (tuned, *shapes.values()):
+        placement.trainer.params(tree)
+
+
+def make_policy(config: ConfigDict, family: Any) -> Policy:
+    """What is tuned, and the guidance it is sampled and trained with."""
+    lora = LoraConfig(**config.lora) if config.lora.rank else None
+    return Policy(family, config.sampler.guidance, lora)
+
+
+def connect(
+    config: ConfigDict, placement: Placement, family: Any, transformer: Any, frozen: Any
+) -> System:
+    """The parts of a run around a model whose `transformer` lies on the trainer mesh, `frozen` on the rollout's."""
+    policy = make_policy(config, family)
+    algorithm = recipe.algorithm_settings(config)
+    step = make_step(config.sampler.kind, config.sampler.noise_level)
+    start, base = policy.split(
+        jax.random.key(config.seed), transformer, algorithm.kl_coefficient > 0
     )
     rollout_base = policy.sampler_base(base)
-    rollout_base = jax.device_put(rollout_base, placement.rollout.params(rollout_base))
-    return System(placement, policy, sampler, evaluator, trainer, base, start, rollout_base, frozen)
+    settings = SamplerSettings(
+        config.model.height,
+        config.model.width,
+        config.sampler.steps,
+        step,
+        tuple(config.sampler.window),
+    )
+    return System(
+        placement,
+        policy,
+        Sampler(policy, placement.rollout, settings),
+        evaluation_sampler(
+            family, placement.rollout, config.evaluation.guidance, config, policy.lora
+        ),
+        Trainer(policy, placement.trainer, step, algorithm, recipe.trainer_settings(config)),
+        base,
+        start,
+        jax.device_put(rollout_base, placement.rollout.params(rollout_base)),
+        frozen,
+    )
 
 
 def read_part(family: Any, folder: pathlib.Path, part: str, group: DeviceGroup) -> Any:
     """A component's parameters, read straight onto a mesh as its rules say."""
     return family.read(folder, part, group.params(family.shapes()[part]))
+
+
+def read_frozen(family: Any, folder: pathlib.Path, group: DeviceGroup) -> dict[str, Any]:
+    """The parameters of all components that are never tuned."""
+    parts = ("vae", "text_encoder", "text_encoder_2")
+    return {part: read_part(family, folder, part, group) for part in parts}
 
 
 def evaluation_sampler(
@@ -100,21 +165,7 @@ def evaluation_sampler(
     config: ConfigDict,
     lora: LoraConfig | None = None,
 ) -> Sampler:
-    """As the config's sampler, but without noise and with a guidance of its own."""
-    model, steps = config.model, config.sampler.steps
+    """As the config's sampler, but without noise, and with steps and guidance of its own."""
+    model, steps = config.model, config.evaluation.steps or config.sampler.steps
     settings = SamplerSettings(model.height, model.width, steps, Ode(), (0, 0))
     return Sampler(Policy(family, guidance, lora), group, settings)
-
-
-def _sampler(policy: Policy, group: DeviceGroup, config: ConfigDict) -> Sampler:
-    sampler, model = config.sampler, config.model
-    step = make_step(sampler.kind, sampler.noise_level)
-    settings = SamplerSettings(
-        model.height, model.width, sampler.steps, step, tuple(sampler.window)
-    )
-    built = Sampler(policy, group, settings)
-    try:
-        check_window(step, built.sigmas, *settings.window)
-    except ValueError as error:
-        raise ConfigError(f"config.sampler.window: {error}") from error
-    return built

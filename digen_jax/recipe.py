@@ -4,16 +4,20 @@ A recipe in configs/ states the fields that matter to it; `complete` fills in th
 `reference`. All checks run before anything compiles, each a `ConfigError` of one sentence.
 """
 
-import pathlib
+import contextlib
+import functools
+import operator
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
 from digen_jax.algorithms.flow_grpo import FlowGRPO
-from digen_jax.flow.steps import KINDS
+from digen_jax.flow.steps import KINDS, make_step
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.runtime.placement import TACTICS
+from digen_jax.runtime.placement import TACTICS, mesh_sizes
 from digen_jax.runtime.trainer import TrainerSettings
 from digen_jax.settings import (
     ConfigError,
@@ -23,7 +27,6 @@ from digen_jax.settings import (
     check_positive,
     check_types,
     check_window,
-    user_input,
 )
 
 # What a resumed run may have otherwise: none of it changes what is computed in a step.
@@ -75,7 +78,7 @@ def reference() -> ConfigDict:
                 ema=0.0,  # decay of the average that is evaluated and exported; 0: none
             ),
             placement=dict(
-                rollout=dict(data=4, fsdp=1),
+                rollout=dict(data=4, fsdp=1),  # data 0: on the trainer's devices, in turn with it
                 trainer=dict(data=4, fsdp=1),
                 rules=((".*", "replicate"),),  # (regex over the parameter's path, tactic)
                 cpu_devices=8,  # virtual devices where there is no accelerator
@@ -83,6 +86,7 @@ def reference() -> ConfigDict:
             evaluation=dict(
                 prompts="assets/prompts/shapes_heldout.jsonl",
                 every=20,
+                steps=0,  # of the sampler; 0: as many as in training
                 guidance=1.0,
                 batch=180,
                 images=0,  # 0: one for every prompt of the file
@@ -95,30 +99,55 @@ def reference() -> ConfigDict:
 
 
 def complete(config: ConfigDict) -> ConfigDict:
-    """The config with every field that it leaves out at its default, after `check`."""
-    full = reference()
-    check_fields(_filled(config, full), full)
-    full = _filled(config, full)
-    check_types(full, reference())
+    """The config with every field that it leaves out at its default.
+
+    Raises:
+      ConfigError: an unknown field, or a value of another kind than the default's.
+    """
+    defaults = reference()
+    full = _filled(config, defaults)
+    check_fields(full, defaults)
+    check_types(full, defaults)
     return full
 
 
 def check(config: ConfigDict) -> None:
     """Refuses what cannot work; `config` is complete. Reads the prompt files, nothing slow."""
+    for name in ("model.folder", "prompts.file", "reward.name", "evaluation.prompts"):
+        if not _value(config, name):
+            raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
     _check_numbers(config)
     _check_batches(config)
-    sampler = config.sampler
-    check_choice("config.sampler.kind", sampler.kind, tuple(KINDS))
-    check_choice("config.algorithm.name", config.algorithm.name, ("flow_grpo",))
-    check_choice("config.model.dtype", config.model.dtype, ("float32", "bfloat16"))
-    for pattern, tactic in config.placement.rules:
-        check_choice(f"the tactic of {pattern!r} in config.placement.rules", tactic, tuple(TACTICS))
-    check_window("config.sampler.window", *sampler.window, sampler.steps)
-    with user_input():
+    _check_window(config)
+    _check_rules(config)
+    trained = tuple(kind for kind in KINDS if kind != "ode")
+    for name, choices in (
+        ("sampler.kind", trained),
+        ("algorithm.name", ("flow_grpo",)),
+        ("algorithm.advantage_std", ("group", "global")),
+        ("model.dtype", ("float32", "bfloat16")),
+    ):
+        check_choice(f"config.{name}", _value(config, name), choices)
+    with blame("config.algorithm."):
         algorithm_settings(config).check()
+    with blame("config.sampler."):
+        make_step(config.sampler.kind, config.sampler.noise_level)
+    with blame("config.reward.name: ", (ConfigError,)):
         rewards.resolve(config.reward.name)
-        read_prompt_file(pathlib.Path(config.prompts.file))
-        read_prompt_file(pathlib.Path(config.evaluation.prompts))
+    for name in ("prompts.file", "evaluation.prompts"):
+        with blame(f"config.{name}: "):
+            read_prompt_file(_value(config, name))
+
+
+@contextlib.contextmanager
+def blame(
+    field: str, errors: tuple[type[Exception], ...] = (ValueError, OSError)
+) -> Iterator[None]:
+    """Begins the sentence of an error with the field of the config that it is about."""
+    try:
+        yield
+    except errors as error:
+        raise ConfigError(f"{field}{error}") from error
 
 
 def algorithm_settings(config: ConfigDict) -> FlowGRPO:
@@ -131,21 +160,26 @@ def trainer_settings(config: ConfigDict) -> TrainerSettings:
     return TrainerSettings(**{k: v for k, v in config.trainer.items() if k != "updates"})
 
 
-def devices_wanted(axes: Any) -> int:
-    """How many devices a mesh of the config's `placement` takes; None is none."""
-    return 0 if axes is None else axes.data * axes.fsdp
-
-
 def _check_numbers(config: ConfigDict) -> None:
+    """Every number that must be positive, or may be 0, or lies in [0, 1)."""
     for name in (
         "steps",
+        "model.height",
+        "model.width",
         "batch.groups",
         "sampler.steps",
+        "sampler.noise_level",
         "sampler.fragment",
+        "lora.alpha",
         "trainer.micro_batch",
         "trainer.updates",
         "trainer.learning_rate",
+        "trainer.eps",
         "trainer.clip_norm",
+        "placement.rollout.fsdp",
+        "placement.trainer.data",
+        "placement.trainer.fsdp",
+        "placement.cpu_devices",
         "evaluation.every",
         "evaluation.batch",
         "pictures.every",
@@ -153,19 +187,31 @@ def _check_numbers(config: ConfigDict) -> None:
         "checkpoint.every",
         "checkpoint.keep",
     ):
-        value = config
-        for part in name.split("."):
-            value = value[part]
-        check_positive(f"config.{name}", value)
+        check_positive(f"config.{name}", _value(config, name))
+    for name in (
+        "seed",
+        "lora.rank",
+        "trainer.warmup",
+        "trainer.weight_decay",
+        "placement.rollout.data",
+        "evaluation.steps",
+        "evaluation.images",
+    ):
+        if not _value(config, name) >= 0:
+            raise ConfigError(f"config.{name} must be 0 or more, not {_value(config, name)}")
+    for name in ("trainer.b1", "trainer.b2", "trainer.ema"):
+        if not 0 <= _value(config, name) < 1:
+            raise ConfigError(f"config.{name} must lie in [0, 1), not be {_value(config, name)}")
     if config.batch.images < 2:
         raise ConfigError(
             f"config.batch.images = {config.batch.images}: a group needs 2 images or more, or its "
             "images cannot be better than one another"
         )
-    if not 0 <= config.trainer.ema < 1:
-        raise ConfigError(
-            f"config.trainer.ema = {config.trainer.ema} must lie in [0, 1): 0 keeps no average"
-        )
+
+
+def _value(config: ConfigDict, name: str) -> Any:
+    """The value of a dotted name."""
+    return functools.reduce(operator.getitem, name.split("."), config)
 
 
 def _check_batches(config: ConfigDict) -> None:
@@ -182,7 +228,7 @@ def _check_batches(config: ConfigDict) -> None:
     check_divides(
         "config.sampler.fragment",
         fragment,
-        "the images of an update (groups * images / updates)",
+        "config.batch.groups * config.batch.images / config.trainer.updates",
         images,
         "as a fragment belongs to one update",
     )
@@ -195,26 +241,49 @@ def _check_batches(config: ConfigDict) -> None:
     )
 
 
-def check_devices(config: ConfigDict, devices: int) -> None:
-    """Whether meshes and batches fit; with one device everything is colocated and always fits."""
-    if devices == 1:
-        return
-    placement = config.placement
-    rollout, trainer = devices_wanted(placement.rollout), devices_wanted(placement.trainer)
-    check_positive("the number of devices of config.placement.trainer", trainer)
-    if rollout + trainer > devices:
+def _check_window(config: ConfigDict) -> None:
+    window = config.sampler.window
+    if len(window) != 2 or not all(type(number) is int for number in window):
         raise ConfigError(
-            f"config.placement wants {rollout} + {trainer} devices and there are {devices}: make "
-            "config.placement.rollout or config.placement.trainer smaller"
+            "config.sampler.window must be two whole numbers, the first trained step and how many "
+            f"are trained, not {tuple(window)}"
         )
-    rollout = rollout or trainer
-    why = "as images are split evenly over a mesh's devices"
-    for mesh, size, name, count in (
-        ("rollout", rollout, "config.sampler.fragment", config.sampler.fragment),
-        ("rollout", rollout, "config.evaluation.batch", config.evaluation.batch),
-        ("trainer", trainer, "config.trainer.micro_batch", config.trainer.micro_batch),
+    check_window("config.sampler.window", *window, config.sampler.steps)
+
+
+def _check_rules(config: ConfigDict) -> None:
+    for rule in config.placement.rules:
+        if not (isinstance(rule, tuple | list) and [type(part) for part in rule] == [str, str]):
+            raise ConfigError(
+                "config.placement.rules must hold pairs such as ('.*', 'replicate'), a regular "
+                f"expression and a tactic, not {rule!r}"
+            )
+        pattern, tactic = rule
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"config.placement.rules: {pattern!r} is no regular expression: {error}"
+            ) from error
+        check_choice(f"the tactic of {pattern!r} in config.placement.rules", tactic, tuple(TACTICS))
+
+
+def check_devices(config: ConfigDict, devices: int) -> None:
+    """Refuses meshes that `devices` do not suffice for, and batches that a mesh cannot divide."""
+    rollout, trainer = mesh_sizes(config.placement, devices)
+    sampling = ("rollout", rollout) if rollout else ("trainer", trainer)
+    for (mesh, size), name in (
+        (sampling, "sampler.fragment"),
+        (sampling, "evaluation.batch"),
+        (("trainer", trainer), "trainer.micro_batch"),
     ):
-        check_divides(f"the number of devices of config.placement.{mesh}", size, name, count, why)
+        check_divides(
+            f"the number of devices of config.placement.{mesh}",
+            size,
+            f"config.{name}",
+            _value(config, name),
+            "as images are split evenly over a mesh's devices",
+        )
 
 
 def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:
@@ -225,6 +294,8 @@ def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:
             inner = defaults.get(name)
             if isinstance(value, ConfigDict) and isinstance(inner, ConfigDict) and len(inner):
                 value = _filled(value, inner)
+            elif type(inner) is float and type(value) is int:
+                value = float(value)
             if name in merged:
                 del merged[name]
             merged[name] = value

@@ -17,8 +17,8 @@ _WORKDIR = flags.DEFINE_string(
 flags.mark_flags_as_required(["config", "workdir"])
 
 
-def main() -> None:
-    """Set up the devices and train."""
+def main() -> int | None:
+    """Set up the devices and train; returns the exit code where a signal stopped the run."""
     from digen_jax.launching import prepare
     from digen_jax.recipe import complete
 
@@ -27,7 +27,7 @@ def main() -> None:
 
     from digen_jax.runtime.run import train
 
-    train(config, pathlib.Path(_WORKDIR.value))
+    return train(config, pathlib.Path(_WORKDIR.value))
 
 
 if __name__ == "__main__":

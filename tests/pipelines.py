@@ -41,6 +41,7 @@ def tiny_pretrain_config() -> Any:
 
 def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
     """Every parameter random, so that no zero or one hides a mistake."""
+    from digen_jax.models.layers import sincos_2d_table
     from digen_jax.pretraining.pipeline import build_family, network_configs, write_pipeline
     from digen_jax.pretraining.tokenizer import build_tokenizer
     from digen_jax.shapes.captions import train_records
@@ -54,7 +55,8 @@ def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
     params = jax.tree.map(
         functools.partial(_random, rng), jax.eval_shape(family.init, jax.random.key(0))
     )
-    table = jax.jit(family.init)(jax.random.key(0))["transformer"]["pos_embed"]["pos_embed"]
+    net = family.transformer.config
+    table = sincos_2d_table(net.pos_embed_max_size, net.sample_size // net.patch_size, net.dim)
     params["transformer"]["pos_embed"]["pos_embed"] = np.asarray(table)
     write_pipeline(folder, family, networks, params)
     return folder

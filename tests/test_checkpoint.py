@@ -263,8 +263,10 @@ def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_pa
 CONFIG = {"seed": 0, "steps": 10, "log": {"every": 5, "wandb": {}}, "window": (0, 4)}
 
 
-def claim(workdir, config, may_change=()):
+def claim(workdir, config, may_change=(), metrics='{"step": 0}\n'):
+    """A run that claims the workdir, writes these metrics and ends."""
     claim_workdir(workdir, config, may_change).close()
+    (workdir / "metrics.jsonl").write_text(metrics)
 
 
 def test_the_same_config_may_come_back(tmp_path):
@@ -293,6 +295,16 @@ def test_fields_that_may_change_do_and_are_recorded(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 20
     with pytest.raises(ConfigError, match=r"config\.steps: 20 -> 10"):
         claim(tmp_path, CONFIG, ["step", "log"])
+
+
+def test_where_nothing_has_been_computed_another_config_may_follow(tmp_path):
+    claim(tmp_path, CONFIG, metrics="")
+    claim(tmp_path, CONFIG | {"seed": 1}, metrics="")
+    (tmp_path / "metrics.jsonl").unlink()
+    claim(tmp_path, CONFIG | {"seed": 2})
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 2
+    with pytest.raises(ConfigError, match=r"config\.seed: 2 -> 3"):
+        claim(tmp_path, CONFIG | {"seed": 3})
 
 
 def test_many_differences_are_counted_not_listed(tmp_path):

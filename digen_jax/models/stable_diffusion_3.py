@@ -5,6 +5,7 @@ CLIP encoders give the context, and 256 zero tokens stand where the T5 would.
 """
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any, ClassVar, NamedTuple
 
@@ -62,6 +63,9 @@ class StableDiffusion3:
         "text_encoder": clip_text.LISTS,
         "text_encoder_2": clip_text.LISTS,
     }
+    # How diffusers' pipeline samples where it is not told otherwise.
+    default_steps: ClassVar = 28
+    default_guidance: ClassVar = 7.0
     # Of the transformer: what no optimizer may touch.
     frozen: ClassVar = sd3.FROZEN
     ignored: ClassVar = {"text_encoder": clip_text.IGNORED, "text_encoder_2": clip_text.IGNORED}
@@ -70,33 +74,43 @@ class StableDiffusion3:
     def from_folder(
         cls, folder: pathlib.Path, dtype: Any = jnp.float32, remat: bool = False
     ) -> "StableDiffusion3":
-        """The architecture a diffusers pipeline folder describes; reads its JSON files and tokenizers only.
+        """The architecture a diffusers pipeline folder describes; reads its JSON files and tokenizers only."""
+        parts = ("transformer", "vae", "text_encoder", "text_encoder_2")
+        configs = {part: weights.read_json(folder / part / "config.json") for part in parts}
+        configs["scheduler"] = weights.read_json(folder / "scheduler" / "scheduler_config.json")
+        tokenizers = (
+            CLIPTokenizer.from_pretrained(folder / part) for part in ("tokenizer", "tokenizer_2")
+        )
+        return cls.from_configs(configs, tuple(tokenizers), dtype, remat)
+
+    @classmethod
+    def from_configs(
+        cls,
+        configs: dict[str, dict],
+        tokenizers: tuple[CLIPTokenizer, CLIPTokenizer],
+        dtype: Any = jnp.float32,
+        remat: bool = False,
+    ) -> "StableDiffusion3":
+        """The architecture that each component's config.json describes, by the component's name.
 
         `dtype` is the transformer's and text encoders' compute type; the autoencoder always runs in float32,
         as it overflows in half precision.
         """
-
-        def config(part, name="config.json"):
-            return weights.read_json(folder / part / name)
-
         return cls(
             transformer=sd3.SD3Transformer(
-                sd3.SD3Config.from_config(config("transformer")), dtype=dtype, remat=remat
+                sd3.SD3Config.from_config(configs["transformer"]), dtype=dtype, remat=remat
             ),
             vae=autoencoder_kl.AutoencoderKL(
-                autoencoder_kl.AutoencoderKLConfig.from_config(config("vae")), dtype=jnp.float32
+                autoencoder_kl.AutoencoderKLConfig.from_config(configs["vae"]), dtype=jnp.float32
             ),
             text_encoders=tuple(
                 clip_text.CLIPTextModelWithProjection(
-                    clip_text.CLIPTextConfig.from_config(config(part)), dtype=dtype
+                    clip_text.CLIPTextConfig.from_config(configs[part]), dtype=dtype
                 )
                 for part in ("text_encoder", "text_encoder_2")
             ),
-            tokenizers=tuple(
-                CLIPTokenizer.from_pretrained(folder / part)
-                for part in ("tokenizer", "tokenizer_2")
-            ),
-            scheduler=SchedulerConfig.from_config(config("scheduler", "scheduler_config.json")),
+            tokenizers=tokenizers,
+            scheduler=SchedulerConfig.from_config(configs["scheduler"]),
         )
 
     # ---------------------------------------------------------------- prompts -> conditioning
@@ -154,14 +168,24 @@ class StableDiffusion3:
         images = self.vae.apply({"params": params["vae"]}, raw, method="decode")
         return jnp.clip(images / 2 + 0.5, 0, 1)
 
+    def default_size(self) -> tuple[int, int]:
+        """(height, width) of the images that the transformer was made for, as diffusers' pipeline takes them."""
+        factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        side = self.transformer.config.sample_size * factor
+        return side, side
+
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """(h, w, c) of the latents of an image; its sides must be multiples of the autoencoder's and the patch's."""
+        """(h, w, c) of the latents of an image.
+
+        Its sides must be multiples of the autoencoder's and the patch's, and fit the table of positions.
+        """
         factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
         multiple = factor * self.transformer.config.patch_size
-        if height % multiple or width % multiple:
+        largest = multiple * self.transformer.config.pos_embed_max_size
+        if any(side % multiple or not multiple <= side <= largest for side in (height, width)):
             raise ValueError(
                 f"an image of {height}x{width} does not fit this model: "
-                f"height and width must be multiples of {multiple}"
+                f"height and width must be multiples of {multiple} from {multiple} to {largest}"
             )
         return height // factor, width // factor, self.transformer.config.in_channels
 
@@ -169,6 +193,16 @@ class StableDiffusion3:
 
     def shapes(self) -> Params:
         """The parameter trees as `jax.ShapeDtypeStruct`, nothing allocated."""
+        return self._shapes
+
+    @functools.cached_property
+    def _shapes(self) -> Params:
+        """Tracing all networks takes seconds, and every component that is read asks for this."""
+        return self._shapes
+
+    @functools.cached_property
+    def _shapes(self) -> Params:
+        # Tracing every component takes seconds, and each one that is read asks for them.
         return jax.eval_shape(self.init, jax.random.key(0))
 
     def init(self, key: Array) -> Params:

@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
@@ -24,6 +26,8 @@ class FitSettings:
 
     steps: int
     learning_rate: float
+    muon_rate: float  # 0: Adam for everything
+    final_rate: float  # the share of the learning rate that a cosine leaves at the end
     warmup: int
     ema: float
     clip_norm: float
@@ -31,11 +35,21 @@ class FitSettings:
     log_every: int
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam under a linear warm-up and a cosine down to a tenth."""
-        rate = optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, self.warmup, self.steps, self.learning_rate / 10
+        """Adam, and Muon for the matrices where `muon_rate` is set, after clipping by the norm."""
+        rule = optax.adam(self._rate(self.learning_rate), b2=0.99)
+        if self.muon_rate:
+            rule = optax.contrib.muon(
+                self._rate(self.muon_rate),
+                adam_learning_rate=self._rate(self.learning_rate),
+                muon_weight_dimension_numbers=_matrices,
+            )
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), rule)
+
+    def _rate(self, peak: float) -> optax.Schedule:
+        """A linear warm-up to the peak and a cosine down to `final_rate` of it."""
+        return optax.warmup_cosine_decay_schedule(
+            0.0, peak, self.warmup, self.steps, peak * self.final_rate
         )
-        return optax.chain(optax.clip_by_global_norm(self.clip_norm), optax.adam(rate, b2=0.99))
 
 
 def fit(
@@ -46,7 +60,7 @@ def fit(
     workdir: pathlib.Path,
     key: jax.Array,
 ) -> Any:
-    """Train to `settings.steps` and return the EMA of the parameters.
+    """Train to `settings.steps` and return the EMA of the parameters; `params` is consumed.
 
     `loss(params, batch, key) -> (scalar, metrics)`; `batch(step)` is a tree of arrays and a function of the step
     alone, so that a killed run continues exactly. Batches are split over all devices.
@@ -61,7 +75,7 @@ def fit(
     def update(state, inputs, step):
         grad = jax.grad(loss, has_aux=True)
         gradient, metrics = grad(state["params"], inputs, jax.random.fold_in(key, step))
-        updates, optimizer_state = optimizer.update(gradient, state["optimizer"])
+        updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["params"])
         new = optax.apply_updates(state["params"], updates)
         # A young average would be mostly the random start: let its memory grow with the step.
         decay = jnp.minimum(settings.ema, (1 + step) / (10 + step))
@@ -77,13 +91,29 @@ def fit(
     found = checkpoints.restore_latest(template_of(state))
     start, state = (found.step, found.arrays) if found else (0, state)
     log.cut_back(found.host["metrics"] if found else 0)
-    for step in tqdm(range(start, settings.steps), workdir.name, settings.steps, initial=start):
-        state, metrics = update(state, jax.device_put(batch(step), split), step)
-        done = step + 1
-        if done % settings.log_every == 0:
-            log.write(done, metrics)
-        if checkpoints.due(done) or done == settings.steps:
-            checkpoints.save(done, state, {"metrics": log.position()})
-    checkpoints.close()
-    log.close()
+    with closing(checkpoints), closing(log):
+        for step in tqdm(range(start, settings.steps), workdir.name, settings.steps, initial=start):
+            state, metrics = update(state, jax.device_put(batch(step), split), step)
+            done = step + 1
+            if done % settings.log_every == 0:
+                log.write(done, metrics)
+            if checkpoints.due(done) or done == settings.steps:
+                checkpoints.save(done, state, {"metrics": log.position()})
     return state["ema"]
+
+
+def _matrices(params: Any) -> Any:
+    """The kernels between hidden layers, single or scanned: what Muon is meant for.
+
+    The first and last layers, which map from and to numbers with a meaning of their own, stay with
+    Adam, as everything that is no matrix does.
+    """
+
+    def dimensions(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        outer = any(part in name for part in ("pos_embed", "context_embedder", "proj_out"))
+        if outer or not name.endswith("kernel") or leaf.ndim not in (2, 3):
+            return None
+        return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from digen_jax.flow.schedule import SchedulerConfig
-from digen_jax.models import autoencoder_kl, clip_text, sd3
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
 from digen_jax.pretraining import stages
 from digen_jax.pretraining.pool import cached_pool
@@ -69,7 +67,7 @@ def network_configs(config: Any, tokenizer: Any) -> dict[str, dict]:
         "pad_token_id": tokenizer.pad_token_id,
         **config.text.encoder,
     }
-    return {
+    networks = {
         "transformer": {"_class_name": "SD3Transformer2DModel", **config.transformer.network},
         "vae": {
             "_class_name": "AutoencoderKL",
@@ -84,28 +82,14 @@ def network_configs(config: Any, tokenizer: Any) -> dict[str, dict]:
             "shift": config.shift,
         },
     }
+    # Tuples become lists, as they are when the file is read.
+    return json.loads(json.dumps(networks))
 
 
 def build_family(networks: dict[str, dict], tokenizer: Any, config: Any) -> StableDiffusion3:
-    """The family object of freshly designed networks (of a folder: `StableDiffusion3.from_folder`)."""
+    """The family object of freshly designed networks; both text encoders read the same tokens."""
     dtype = jnp.dtype(config.dtype)
-    return StableDiffusion3(
-        transformer=sd3.SD3Transformer(
-            sd3.SD3Config.from_config(_plain(networks["transformer"])), dtype=dtype
-        ),
-        vae=autoencoder_kl.AutoencoderKL(
-            autoencoder_kl.AutoencoderKLConfig.from_config(_plain(networks["vae"])),
-            dtype=jnp.float32,
-        ),
-        text_encoders=tuple(
-            clip_text.CLIPTextModelWithProjection(
-                clip_text.CLIPTextConfig.from_config(_plain(networks[part])), dtype=dtype
-            )
-            for part in ("text_encoder", "text_encoder_2")
-        ),
-        tokenizers=(tokenizer, tokenizer),
-        scheduler=SchedulerConfig.from_config(_plain(networks["scheduler"])),
-    )
+    return StableDiffusion3.from_configs(networks, (tokenizer, tokenizer), dtype)
 
 
 def write_pipeline(
@@ -117,7 +101,7 @@ def write_pipeline(
             output / part,
             jax.tree.map(np.asarray, params[part]),
             family.lists[part],
-            config=_plain(networks[part]),
+            config=networks[part],
             kind="transformers" if part.startswith("text") else "diffusers",
         )
     for part, tokenizer in zip(("tokenizer", "tokenizer_2"), family.tokenizers, strict=True):
@@ -126,11 +110,6 @@ def write_pipeline(
     _write_json(output / "scheduler" / "scheduler_config.json", networks["scheduler"])
     index = {name: list(where) for name, where in COMPONENTS.items()}
     _write_json(output / "model_index.json", {"_class_name": PIPELINE_CLASS, **index})
-
-
-def _plain(config: Any) -> dict:
-    """ml_collections' tuples and views as plain JSON values."""
-    return json.loads(json.dumps(dict(config)))
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:

@@ -31,15 +31,20 @@ def render_pool(count: int, size: int, seed: int, processes: int = 2) -> Pool:
 
 
 def cached_pool(path: pathlib.Path, count: int, size: int, seed: int) -> Pool:
-    """`render_pool`, kept in a file so that a resumed run need not render again."""
+    """`render_pool`, kept in a file so that a resumed run need not render again.
+
+    A file of another count, size or seed is replaced.
+    """
+    key = [count, size, seed]
     if path.exists():
         with np.load(path) as file:
-            return Pool(file["images"], file["captions"].tolist())
+            if "key" in file and file["key"].tolist() == key:
+                return Pool(file["images"], file["captions"].tolist())
     pool = render_pool(count, size, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part.npz")
-    np.savez(part, images=pool.images, captions=np.asarray(pool.captions))
-    part.rename(path)
+    np.savez(part, key=key, images=pool.images, captions=np.asarray(pool.captions))
+    part.replace(path)
     return pool
 
 

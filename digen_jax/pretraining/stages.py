@@ -2,19 +2,22 @@
 
 import functools
 import pathlib
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from digen_jax.checkpoint import claim_workdir
 from digen_jax.models.autoencoder_kl import scale_latents
 from digen_jax.models.stable_diffusion_3 import StableDiffusion3, TokenIds
 from digen_jax.pretraining.fit import FitSettings, fit
 from digen_jax.pretraining.pool import Pool
 
 ENCODE_BATCH = 500
+# What the first stage depends on; the second depends on this and on what is its own.
+FIRST = ("seed", "images", "image_size", "autoencoder")
 
 
 def autoencoder_loss(
@@ -49,7 +52,11 @@ def flow_matching_loss(
 def train_autoencoder(
     family: StableDiffusion3, params: Any, pool: Pool, config: Any, workdir: pathlib.Path
 ) -> Any:
-    """Stage 1. Returns the autoencoder's parameters."""
+    """Stage 1. Returns the autoencoder's parameters.
+
+    Raises:
+      ConfigError: `workdir` holds this stage of another config.
+    """
 
     def batch(step):
         rows = np.random.default_rng([config.seed, step]).integers(
@@ -59,7 +66,8 @@ def train_autoencoder(
 
     loss = functools.partial(autoencoder_loss, family, config.autoencoder.kl_weight)
     settings = FitSettings(**config.autoencoder.fit)
-    return fit(params["vae"], loss, batch, settings, workdir, jax.random.key(config.seed))
+    with _claim(workdir, config, "autoencoder", FIRST):
+        return fit(params["vae"], loss, batch, settings, workdir, jax.random.key(config.seed))
 
 
 def train_transformer(
@@ -70,7 +78,11 @@ def train_transformer(
     config: Any,
     workdir: pathlib.Path,
 ) -> Any:
-    """Stage 2: transformer and both text encoders together, the autoencoder frozen. Returns their parameters."""
+    """Stage 2: transformer and both text encoders together, the autoencoder frozen. Returns their parameters.
+
+    Raises:
+      ConfigError: `workdir` holds this stage of another config.
+    """
     ids = family.tokenize(pool.captions)
     empty = family.tokenize([""])
 
@@ -88,7 +100,9 @@ def train_transformer(
     trained = {name: tree for name, tree in params.items() if name != "vae"}
     loss = functools.partial(flow_matching_loss, family)
     settings = FitSettings(**config.transformer.fit)
-    return fit(trained, loss, batch, settings, workdir, jax.random.key(config.seed + 1))
+    fields = (*FIRST, "text", "transformer", "dtype")
+    with _claim(workdir, config, "transformer", fields):
+        return fit(trained, loss, batch, settings, workdir, jax.random.key(config.seed + 1))
 
 
 def encode_pool(family: StableDiffusion3, vae: Any, pool: Pool) -> Float[np.ndarray, "n h w c"]:
@@ -113,6 +127,16 @@ def latent_statistics(latents: Float[np.ndarray, "n h w c"]) -> dict[str, float]
 def scaled(family: StableDiffusion3, latents: Float[np.ndarray, "n h w c"]):
     """What the transformer sees."""
     return np.asarray(scale_latents(family.vae.config, latents), np.float32)
+
+
+def _claim(workdir: pathlib.Path, config: Any, stage: str, fields: tuple[str, ...]) -> IO[str]:
+    """A stage's folder for this process, and for a config that agrees on what the stage depends on.
+
+    It may be given another number of steps, which stretches the rest of its learning rate's cosine.
+    """
+    given = config.to_dict()
+    free = [f"{stage}.fit.{name}" for name in ("steps", "checkpoint_every", "log_every")]
+    return claim_workdir(workdir, {name: given[name] for name in fields}, free)
 
 
 def _to_signed(images: np.ndarray) -> np.ndarray:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float
 
+from digen_jax.settings import ConfigError
+
 Reward = Callable[..., np.ndarray]
 
 BUILT_IN = {"shapes_geneval": "digen_jax.rewards.shapes:shapes_geneval"}
@@ -22,11 +24,11 @@ def resolve(name: str) -> Reward:
     The user's module is looked for in the current directory first, then wherever Python looks.
 
     Raises:
-      ValueError: there is no such reward, module or function.
+      ConfigError: there is no such reward, module or function.
     """
     module_name, colon, function = BUILT_IN.get(name, name).partition(":")
     if not (module_name and colon and function):
-        raise ValueError(
+        raise ConfigError(
             f"unknown reward {name!r}: use one of {', '.join(BUILT_IN)}, or module:function for "
             "your own"
         )
@@ -35,7 +37,7 @@ def resolve(name: str) -> Reward:
     module = _import(module_name, name)
     reward = getattr(module, function, None)
     if not callable(reward):
-        raise ValueError(f"reward {name!r}: module {module_name} has no function {function!r}")
+        raise ConfigError(f"reward {name!r}: module {module_name} has no function {function!r}")
     return reward
 
 
@@ -49,25 +51,35 @@ def call(
     """The reward's scores as float32, checked; `name` is what errors call it.
 
     Raises:
-      ValueError: the scores are not one finite number an image.
+      ConfigError: the scores are not one finite number an image. What the reward itself raises
+        passes through.
     """
-    scores = np.asarray(reward(images, prompts, metadata))
+    scores = _as_array(reward(images, prompts, metadata), name)
     if scores.shape != (len(images),):
-        raise ValueError(
+        raise ConfigError(
             f"reward {name!r} returned shape {scores.shape} for {len(images)} images: return one "
             f"number an image, shape ({len(images)},)"
         )
     if not np.issubdtype(scores.dtype, np.number) and scores.dtype != bool:
-        raise ValueError(f"reward {name!r} returned {scores.dtype} values: return numbers")
+        raise ConfigError(f"reward {name!r} returned {scores.dtype} values: return numbers")
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused
         scores = scores.astype(np.float32)
     if not np.isfinite(scores).all():
         worst = int(np.argmin(np.isfinite(scores)))
-        raise ValueError(
+        raise ConfigError(
             f"reward {name!r} returned {scores[worst]} for image {worst} ({prompts[worst]!r}): "
             "return finite numbers"
         )
     return scores
+
+
+def _as_array(scores: object, name: str) -> np.ndarray:
+    try:
+        return np.asarray(scores)
+    except ValueError as error:  # lists of different lengths
+        raise ConfigError(
+            f"reward {name!r} returned what is no array ({error}): return one number an image"
+        ) from error
 
 
 def _import(module_name: str, name: str) -> object:
@@ -77,7 +89,7 @@ def _import(module_name: str, name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(
+        raise ConfigError(
             f"reward {name!r}: there is no module {module_name!r} in {os.getcwd()} or among the "
             "installed packages"
         ) from error

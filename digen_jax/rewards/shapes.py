@@ -4,6 +4,7 @@ import numpy as np
 from jaxtyping import Float
 
 from digen_jax.rewards.geneval import satisfies
+from digen_jax.settings import ConfigError
 from digen_jax.shapes.read import find_objects
 
 
@@ -13,11 +14,11 @@ def shapes_geneval(
     """1 where a picture shows what its record includes and nothing that it excludes, else 0.
 
     Raises:
-      ValueError: a record has no `include`, as a line of plain text has none.
+      ConfigError: a record has no `include`, as a line of plain text has none.
     """
     for prompt, record in zip(prompts, metadata, strict=True):
         if "include" not in record:
-            raise ValueError(
+            raise ConfigError(
                 f"shapes_geneval cannot score {prompt!r}: its record has no `include`; use a JSONL "
                 "prompt file in GenEval's format"
             )

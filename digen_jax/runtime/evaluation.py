@@ -1,7 +1,7 @@
 """Rewards of a model on a fixed prompt file: every prompt its own fixed noise, none in the sampler."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,19 @@ from digen_jax.flow.sampling import image_keys
 from digen_jax.pictures import to_uint8
 from digen_jax.runtime.sampler import Sampler, Weights
 
+# Wraps the batches that are gone through, such as `tqdm.tqdm`; `iter` shows nothing.
+Progress = Callable[[Iterable[int]], Iterable[int]]
+
 # The same for all runs, whatever their own seed, so that their evaluations can be compared.
 SEED = 2**20
+
+
+class Score(NamedTuple):
+    """A mean reward; its standard error is unknown where there is one image."""
+
+    mean: float
+    standard_error: float | None
+    images: int
 
 
 class Evaluation(NamedTuple):
@@ -33,6 +44,11 @@ class Evaluation(NamedTuple):
             },
         }
 
+    def by_task(self) -> dict[str, Score]:
+        """The score of everything as "all", then that of each task of the prompt file."""
+        parts = {"all": self.scores, **_split_by_tag(self.records, self.scores)}
+        return {name: _score(part) for name, part in parts.items()}
+
 
 def evaluate(
     sampler: Sampler,
@@ -41,12 +57,17 @@ def evaluate(
     reward: rewards.Reward,
     name: str,
     batch: int,
+    seed: int = SEED,
+    progress: Progress = iter,
 ) -> Evaluation:
-    """Samples one image for each record and scores it; image i depends on i, prompt and weights only."""
+    """Samples one image for each record and scores it.
+
+    Image i depends on the seed, i, its prompt and the weights only.
+    """
     images, scores = [], []
-    for start in range(0, len(records), batch):
+    for start in progress(range(0, len(records), batch)):
         part = list(records[start : start + batch])
-        shown = sample_images(sampler, weights, [r["prompt"] for r in part], start, batch)
+        shown = sample_images(sampler, weights, [r["prompt"] for r in part], start, batch, seed)
         scores.append(rewards.call(reward, name, shown, [r["prompt"] for r in part], part))
         images.append(to_uint8(shown))
     return Evaluation(list(records), np.concatenate(images), np.concatenate(scores))
@@ -65,10 +86,42 @@ def sample_images(
     return np.asarray(images)[: len(prompts)]
 
 
-def by_tag(records: Sequence[dict[str, Any]], scores: Float[np.ndarray, "n"]) -> dict[str, float]:
-    """The mean score of each task; nothing where the prompt file names no tasks."""
+def by_tag(
+    records: Sequence[dict[str, Any]],
+    scores: Float[np.ndarray, "n"],
+    statistic: Callable[[np.ndarray], Any] = np.mean,
+) -> dict[str, float]:
+    """A statistic of each task's scores; nothing where the prompt file names no tasks."""
+    return {tag: float(statistic(part)) for tag, part in _split_by_tag(records, scores).items()}
+
+
+def score_table(columns: Mapping[str, Mapping[str, Score]]) -> str:
+    """A line for each task with mean and standard error in each column; `columns` by their heads."""
+    rows = next(iter(columns.values()))
+    lines = [f"{'':<24}{'images':>8}" + "".join(f"{head:>18}" for head in columns)]
+    for name, first in rows.items():
+        cells = (f"{_shown(column[name]):>18}" for column in columns.values())
+        lines.append(f"{name:<24}{first.images:>8}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def _shown(score: Score) -> str:
+    error = score.standard_error
+    return f"{score.mean:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def _score(scores: Float[np.ndarray, "n"]) -> Score:
+    count = len(scores)
+    error = float(scores.std(ddof=1) / np.sqrt(count)) if count > 1 else None
+    return Score(float(scores.mean()), error, count)
+
+
+def _split_by_tag(
+    records: Sequence[dict[str, Any]], scores: Float[np.ndarray, "n"]
+) -> dict[str, Float[np.ndarray, "_"]]:
+    """The scores of each task, in the order of their first records."""
     found = defaultdict(list)
     for record, score in zip(records, scores, strict=True):
         if "tag" in record:
             found[record["tag"]].append(float(score))
-    return {tag: float(np.mean(values)) for tag, values in found.items()}
+    return {tag: np.asarray(part) for tag, part in found.items()}

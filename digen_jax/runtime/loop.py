@@ -6,6 +6,7 @@ function of the parameters, the prompts' serials and the seed, so a resumed run 
 
 import dataclasses
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,12 +69,13 @@ def run_step(
     with watch.phase("publish"):
         weights = jax.block_until_ready(system.publish(state.tuned))
     still = zero_std_groups(scores, rows, len(records))
-    tasks = by_tag([records[row] for row in rows], scores)
+    shown = [records[row] for row in rows]
     metrics |= {
         "reward": float(scores.mean()),
         "reward_std": float(scores.std()),
         "zero_std_groups": float(still.mean()),
-        **{f"reward/{tag}": mean for tag, mean in tasks.items()},
+        **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
+        **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},
         "images_per_second": len(scores) / (time.perf_counter() - begin),
         **{f"seconds/{name}": seconds for name, seconds in watch.seconds.items()},
     }
@@ -122,6 +124,7 @@ def learn(
     rows = np.concatenate([fragment.rows for fragment in fragments])
     advantages = group_advantages(scores, rows, groups, config.algorithm.advantage_std)
     pieces = np.split(advantages, len(fragments))
+    prompts = jax.device_put(prompts, system.placement.trainer.replicated)
     trained = [
         receive(system, prompts, fragment, piece)
         for fragment, piece in zip(fragments, pieces, strict=True)
@@ -158,10 +161,13 @@ def receive(
 
 
 class Interrupt:
-    """Remembers a first Ctrl-C or SIGTERM, so that a step is finished and saved; a second one ends at once."""
+    """Remembers a first Ctrl-C or SIGTERM, so that a step is finished and saved; a second one ends at once.
+
+    `asked` is the signal's number, 0 while there was none.
+    """
 
     def __init__(self):
-        self.asked = False
+        self.asked = 0
 
     def __enter__(self) -> "Interrupt":
         self._before = {
@@ -176,4 +182,5 @@ class Interrupt:
     def _note(self, number: int, frame: Any) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
+        self.asked = number
+        print("\nfinishing this step, then saving; once more ends at once", file=sys.stderr)

@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from digen_jax.settings import ConfigError
 
 # Leaves smaller than this are replicated under "fsdp": gathering them costs more than they weigh.
 FSDP_MIN_SIZE = 2**14
@@ -44,18 +46,21 @@ class DeviceGroup:
     def params(self, tree: Any) -> Any:
         """The sharding of every leaf of a parameter tree (arrays or shapes), by the rules.
 
-        Raises ValueError where no rule matches a path.
+        Raises:
+          ConfigError: no rule matches a path.
         """
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: NamedSharding(self.mesh, self._spec(path_name(path), leaf.shape)),
-            tree,
+        return jax.tree.map_with_path(
+            lambda path, leaf: NamedSharding(self.mesh, self._spec(path, leaf.shape)), tree
         )
 
-    def _spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    def _spec(self, path: tuple, shape: tuple[int, ...]) -> PartitionSpec:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
         for pattern, tactic in self.rules:
             if re.search(pattern, name):
                 return TACTICS[tactic](shape, self.mesh.shape["fsdp"])
-        raise ValueError(f"no sharding rule matches the parameter {name}: end the rules with '.*'")
+        raise ConfigError(
+            f"config.placement.rules has no rule that matches the parameter {name}: end it with ('.*', 'replicate')"
+        )
 
 
 def fsdp_spec(shape: tuple[int, ...], devices: int) -> PartitionSpec:
@@ -72,7 +77,7 @@ TACTICS = {"replicate": lambda shape, devices: PartitionSpec(), "fsdp": fsdp_spe
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The rollout mesh samples, decodes and encodes; the trainer mesh trains. The same object where colocated."""
+    """The rollout mesh encodes, samples and decodes; the trainer mesh trains. The same group where colocated."""
 
     rollout: DeviceGroup
     trainer: DeviceGroup
@@ -85,55 +90,53 @@ class Placement:
     def describe(self) -> str:
         """One line for the console."""
         kind = self.trainer.mesh.devices.flat[0].device_kind
+        rollout, trainer = self.rollout.mesh.size, self.trainer.mesh.size
+        if self.colocated and trainer == 1:
+            return f"colocated: the one device ({kind}) samples and trains in turn"
         if self.colocated:
-            count = self.trainer.mesh.size
-            return f"colocated: {count} device{'s' * (count > 1)} ({kind}) sample, then train"
-        return (
-            f"disaggregated: {self.rollout.mesh.size} devices ({kind}) sample, "
-            f"{self.trainer.mesh.size} train"
-        )
+            return f"colocated: {trainer} devices ({kind}) sample and train in turn"
+        return f"disaggregated: of {rollout + trainer} devices ({kind}) {rollout} sample and {trainer} train"
 
 
 def make_placement(config: Any, devices: Sequence[jax.Device]) -> Placement:
-    """Meshes from the config's `placement` section.
+    """Meshes on the first of `devices`, from the config's `placement` section.
 
-    With one device everything runs colocated on it, whatever the config asks for. Otherwise `rollout` and
-    `trainer` are mappings {data: n, fsdp: m}; `rollout = None` means colocated on the trainer's devices. Raises
-    ValueError where the devices do not suffice.
+    Its `rollout` and `trainer` hold the sizes of the axes, {data: n, fsdp: m}; a rollout mesh without devices
+    means colocated on the trainer's. With one device everything runs colocated on it, whatever the config asks for.
+
+    Raises:
+      ConfigError: the devices do not suffice.
     """
-    rules = [tuple(rule) for rule in config.rules]
-    unknown = {tactic for _, tactic in rules} - set(TACTICS)
-    if unknown:
-        raise ValueError(
-            f"config.placement.rules names the tactic {unknown.pop()!r}: choose from {sorted(TACTICS)}"
-        )
+    rules = tuple((pattern, tactic) for pattern, tactic in config.rules)
     if len(devices) == 1:
-        group = DeviceGroup(_mesh({"data": 1, "fsdp": 1}, devices), rules)
-        return Placement(group, group)
-    wanted = _size(config.trainer) + _size(config.rollout)
-    if wanted > len(devices):
-        raise ValueError(
-            f"config.placement wants {wanted} devices (rollout {_size(config.rollout)}, trainer "
-            f"{_size(config.trainer)}) and there are {len(devices)}: make its meshes smaller"
+        alone = DeviceGroup(_mesh(1, 1, devices), rules)
+        return Placement(alone, alone)
+    rollout, trainer = mesh_sizes(config, len(devices))
+    last = devices[rollout : rollout + trainer]
+    training = DeviceGroup(_mesh(config.trainer.data, config.trainer.fsdp, last), rules)
+    if rollout == 0:
+        return Placement(training, training)
+    sampling = _mesh(config.rollout.data, config.rollout.fsdp, devices[:rollout])
+    return Placement(DeviceGroup(sampling, rules), training)
+
+
+def mesh_sizes(config: Any, devices: int) -> tuple[int, int]:
+    """How many of `devices` the (rollout, trainer) mesh of a `placement` section takes; rollout 0: colocated.
+
+    Raises:
+      ConfigError: more than there are.
+    """
+    if devices == 1:
+        return 0, 1
+    rollout, trainer = (axes.data * axes.fsdp for axes in (config.rollout, config.trainer))
+    if rollout + trainer > devices:
+        raise ConfigError(
+            f"config.placement.rollout wants {rollout} and config.placement.trainer {trainer} devices, but there "
+            f"are {devices}: make the meshes smaller"
         )
-    rollout_size = _size(config.rollout)
-    trainer_devices = devices[rollout_size : rollout_size + _size(config.trainer)]
-    trainer = DeviceGroup(_mesh(config.trainer, trainer_devices), rules)
-    if not rollout_size:
-        return Placement(trainer, trainer)
-    return Placement(DeviceGroup(_mesh(config.rollout, devices[:rollout_size]), rules), trainer)
+    return rollout, trainer
 
 
-def path_name(path: tuple) -> str:
-    """'a/b/kernel' for a key path of jax.tree_util."""
-    return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-
-
-def _size(axes: Mapping[str, int] | None) -> int:
-    return 0 if axes is None else axes["data"] * axes["fsdp"]
-
-
-def _mesh(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    shape = (axes["data"], axes["fsdp"])
-    grid = np.asarray(devices).reshape(shape)
+def _mesh(data: int, fsdp: int, devices: Sequence[jax.Device]) -> Mesh:
+    grid = np.asarray(devices).reshape(data, fsdp)
     return Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)

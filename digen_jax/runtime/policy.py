@@ -34,7 +34,10 @@ class Policy:
             lists = self.family.lists["transformer"]
             return lora_init(key, transformer, self.lora, lists), transformer
         frozen, tuned = self._sorted_out(transformer)
-        return tuned, transformer if reference else frozen
+        if not reference:
+            return tuned, frozen
+        # Copies, as the trainer's updates consume the arrays of what is tuned.
+        return jax.tree.map(jnp.copy, tuned), transformer
 
     def sampler_base(self, base: Params) -> Params:
         """The part of `base` that sampling needs: a reference kept for the KL is none of it."""

@@ -1,10 +1,12 @@
 """A whole training run in a workdir: claim it, continue where it was left, train, show the results."""
 
 import pathlib
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Float
 from ml_collections import ConfigDict
 
 from digen_jax import pictures, rewards
@@ -24,6 +26,9 @@ from digen_jax.runtime.evaluation import by_tag, evaluate
 from digen_jax.runtime.loop import Interrupt, run_step
 from digen_jax.runtime.sampler import Weights
 from digen_jax.runtime.trainer import State
+from digen_jax.settings import ConfigError
+
+Metrics = dict[str, float]
 
 
 class Position(NamedTuple):
@@ -35,20 +40,24 @@ class Position(NamedTuple):
     host: dict[str, Any]  # what else a checkpoint needs: places in the prompts and in the metrics
 
 
-def train(config: ConfigDict, workdir: pathlib.Path) -> None:
+def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
     """Runs or continues the training that `config` describes, in `workdir`.
 
+    Returns:
+      None where the run is finished; the process's exit code where a signal stopped it before.
+
     Raises:
-      ConfigError: a mistake in what was asked for, before anything slow starts.
+      ConfigError: a mistake in what was asked for, or in what the reward returns.
     """
     config = complete(config)
     check(config)
     with claim_workdir(workdir, config.to_dict(), MAY_CHANGE):
-        if (finished_step(workdir) or 0) >= config.steps:
-            print(f"This run is finished: all {config.steps} steps are done.")
-            print(where(workdir))
-            return
-        Run(config, workdir).train()
+        finished = finished_step(workdir) or 0
+        if finished < config.steps:
+            return Run(config, workdir).train()
+    print(f"This run is finished: {finished} steps are done. To go on, give a larger config.steps.")
+    print(where(workdir))
+    return None
 
 
 class Run:
@@ -67,64 +76,82 @@ class Run:
         self.checkpoints = Checkpointer(
             workdir / "checkpoints", config.checkpoint.every, config.checkpoint.keep
         )
-        (workdir / "pictures").mkdir(exist_ok=True)
+        self.folder = workdir / "pictures"
+        self.folder.mkdir(exist_ok=True)
 
-    def train(self) -> None:
-        """From the last checkpoint to the last step, then the results."""
-        print(self.system.placement.describe())
-        position = self.resume()
-        progress = Progress(self.config.steps, position.done)
-        with Interrupt() as interrupt:
-            try:
-                while position.done < self.config.steps and not interrupt.asked:
-                    position = self.step(position)
-                    line = self.latest
-                    progress.update(position.done, line["reward"], line["images_per_second"])
-            finally:
-                # Where a step failed, too: what came before it is whole, and kept.
-                if not any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state)):
-                    self.save(position)
-                self.checkpoints.close()
-                progress.close()
+    def train(self) -> int | None:
+        """From the last checkpoint to the last step, then the results; returns as `train` does."""
+        print(self.system.placement.describe(), flush=True)
+        with Interrupt() as interrupt, closing(self.log), closing(self.checkpoints):
+            position = self.advance(self.resume(), interrupt)
         if position.done < self.config.steps:
             print(f"Stopped and saved after step {position.done}; the same command continues.")
-        else:
-            self.finish()
+            return 128 + interrupt.asked
+        self.finish(position)
+        return None
 
     def resume(self) -> Position:
         """The newest checkpoint's position, or the beginning's once the start has been evaluated."""
         state = self.system.trainer.init(self.system.start)
         found = self.checkpoints.restore_latest(template_of(self.saved(state)))
         if found is None:
-            self.log.cut_back(0)
-            weights = self.system.publish(state.tuned)
-            self.latest = self.look(0, state, file="before.npz")
-            self.log.write(0, self.latest)
-            host = {"prompts": self.prompts.get_state(), "metrics": self.log.position()}
-            return Position(0, state, weights, host)
+            return self.begin(state)
+        if found.step > self.config.steps:
+            raise ConfigError(
+                f"config.steps = {self.config.steps}, but the run in {self.workdir} has done "
+                f"{found.step} steps already: give {found.step} or more"
+            )
+        print(f"continuing after step {found.step}", flush=True)
         state = State(**{name: found.arrays.get(name) for name in State._fields})
         self.prompts.set_state(found.host["prompts"])
         self.log.cut_back(found.host["metrics"])
-        print(f"Continuing after step {found.step}.")
         return Position(found.step, state, self.system.publish(state.tuned), found.host)
 
-    def step(self, position: Position) -> Position:
-        """One step with all that is due after it: evaluation, pictures, metrics, checkpoint."""
-        _, state, weights, _ = position
-        state, weights, metrics = run_step(
-            self.system, self.config, state, weights, next(self.prompts), self.reward
-        )
-        done = position.done + 1
-        self.latest = metrics | self.look(done, state)
-        self.log.write(done, self.latest)
-        host = {"prompts": self.prompts.get_state(), "metrics": self.log.position()}
-        position = Position(done, state, weights, host)
-        if self.checkpoints.due(done):
-            self.save(position)
+    def begin(self, state: State) -> Position:
+        """The position before the first step; the first line of metrics is the base model's."""
+        count = len(self.held_out)
+        print(f"compiling, and evaluating the base model on {count} held-out prompts", flush=True)
+        self.log.cut_back(0)
+        self.log.write(0, self.look(0, state))
+        return Position(0, state, self.system.publish(state.tuned), self.places())
+
+    def advance(self, position: Position, interrupt: Interrupt) -> Position:
+        """Step after step, to the last or until a signal asks to stop; where it ends is saved."""
+        with closing(Progress(self.config.steps, position.done)) as progress:
+            try:
+                while position.done < self.config.steps and not interrupt.asked:
+                    position, line = self.step(position)
+                    progress.update(position.done, line["reward"], line["images_per_second"])
+                    if "evaluation/reward" in line:
+                        reward = f"{line['evaluation/reward']:.3f}"
+                        progress.note(f"step {position.done}: {reward} on the held-out prompts")
+            finally:
+                # After a failure, too, what came before it is kept. An update consumes its state:
+                # a step that fails behind its first update leaves the last checkpoint as it is.
+                if not any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state)):
+                    self.save(position)
         return position
 
-    def look(self, done: int, state: State, file: str = "after.npz") -> dict[str, float]:
-        """Evaluation and pictures, where they are due after `done` steps; their metrics."""
+    def step(self, position: Position) -> tuple[Position, Metrics]:
+        """One step with all that is due after it: evaluation, pictures, metrics, checkpoint."""
+        state, weights, line = run_step(
+            self.system,
+            self.config,
+            position.state,
+            position.weights,
+            next(self.prompts),
+            self.reward,
+        )
+        done = position.done + 1
+        line |= self.look(done, state)
+        self.log.write(done, line)
+        position = Position(done, state, weights, self.places())
+        if self.checkpoints.due(done):
+            self.save(position)
+        return position, line
+
+    def look(self, done: int, state: State) -> Metrics:
+        """Evaluation and pictures, where they are due after `done` steps; the evaluation's metrics."""
         last = done == self.config.steps
         evaluated = done % self.config.evaluation.every == 0 or last
         shown = done % self.config.pictures.every == 0 or last
@@ -142,12 +169,18 @@ class Run:
         captions = [record["prompt"] for record in found.records[:count]]
         images, scores = found.images[:count], found.scores
         if shown:
-            grid = pictures.image_grid(images, captions, 6, scores[:count], f"after step {done}")
-            grid.save(self.workdir / "pictures" / f"step_{done:06d}.png")
+            title = f"after step {done}" if done else "before tuning"
+            grid = pictures.image_grid(images, captions, 6, scores[:count], title)
+            grid.save(self.folder / f"step_{done:06d}.png")
         if not evaluated:
             return {}
-        np.savez(self.workdir / "pictures" / file, images=images, scores=scores)
+        file = self.folder / ("after.npz" if done else "before.npz")
+        np.savez(file, step=done, images=images, scores=scores)
         return found.metrics()
+
+    def places(self) -> dict[str, Any]:
+        """How far the prompts and the metrics are."""
+        return {"prompts": self.prompts.get_state(), "metrics": self.log.position()}
 
     def saved(self, state: State) -> dict[str, Any]:
         """The arrays of a checkpoint."""
@@ -158,38 +191,43 @@ class Run:
         """A checkpoint of a position, unless there is one."""
         self.checkpoints.save(position.done, self.saved(position.state), position.host)
 
-    def finish(self) -> None:
+    def finish(self, position: Position) -> None:
         """The results, on the console and as pictures."""
-        folder = self.workdir / "pictures"
-        before, after = (np.load(folder / f"{name}.npz") for name in ("before", "after"))
-        count = len(before["images"])
-        records = self.held_out
+        after = self.folder / "after.npz"
+        if not after.exists() or np.load(after)["step"] != position.done:
+            # The run had stopped here, and only now is this to be its last step.
+            self.look(position.done, position.state)
+        first, last = np.load(self.folder / "before.npz"), np.load(after)
+        count = min(len(first["images"]), len(last["images"]))
         pictures.before_after(
-            before["images"],
-            after["images"],
-            [record["prompt"] for record in records[:count]],
-            before["scores"][:count],
-            after["scores"][:count],
+            first["images"][:count],
+            last["images"][:count],
+            [record["prompt"] for record in self.held_out[:count]],
+            first["scores"][:count],
+            last["scores"][:count],
             title="held-out prompts, the same noise before and after tuning",
-        ).save(folder / "before_after.png")
+        ).save(self.folder / "before_after.png")
         pictures.plot_curves(
             read_metrics(self.workdir / "metrics.jsonl"),
             {"training": "reward", "held-out prompts": "evaluation/reward"},
-            folder / "curve.png",
+            self.folder / "curve.png",
         )
-        print(table(records, before["scores"], after["scores"]))
+        print(table(self.held_out, first["scores"], last["scores"]))
         print(where(self.workdir))
-        mark_finished(self.workdir, self.config.steps)
+        mark_finished(self.workdir, position.done)
 
 
-def table(records: list[dict], before: np.ndarray, after: np.ndarray) -> str:
-    """Mean reward before and after, for each task and over all."""
+def table(
+    records: list[dict], before: Float[np.ndarray, "n"], after: Float[np.ndarray, "n"]
+) -> str:
+    """Mean reward before and after, over all and for each task."""
     rows = {"all": (before.mean(), after.mean())}
     tasks = zip(by_tag(records, before).items(), by_tag(records, after).items(), strict=True)
     rows |= {tag: (first, last) for (tag, first), (_, last) in tasks}
-    lines = [f"reward on {len(records)} held-out prompts   before   after   gain"]
+    title = f"reward on {len(records)} held-out prompts"
+    lines = [f"{title:<32}{'before':>8}{'after':>8}{'gain':>8}"]
     for tag, (first, last) in rows.items():
-        lines.append(f"  {tag:<30}{first:9.3f}{last:8.3f}{last - first:+7.3f}")
+        lines.append(f"  {tag:<30}{first:8.3f}{last:8.3f}{last - first:+8.3f}")
     return "\n".join(lines)
 
 
@@ -199,7 +237,10 @@ def where(workdir: pathlib.Path) -> str:
         "pictures/before_after.png": "the same prompts before and after",
         "pictures/curve.png": "reward over the steps",
         "pictures/step_*.png": "pictures on the way",
-        "metrics.jsonl": "every number; tensorboard/ has the same",
+        "metrics.jsonl": "every number, a line a step",
+        "tensorboard/": "the same for TensorBoard",
         "checkpoints/": "to continue, evaluate or export",
     }
-    return "\n".join(f"  {workdir / name!s:<44} {what}" for name, what in files.items())
+    width = max(map(len, files))
+    lines = [f"  {name:<{width}}  {what}" for name, what in files.items()]
+    return "\n".join([f"In {workdir}:", *lines])

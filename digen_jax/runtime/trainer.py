@@ -91,49 +91,63 @@ class Trainer:
         self.policy, self.group, self.settings = policy, group, settings
         self._optimizer = settings.optimizer()
         self._gradient = functools.partial(micro_gradient, policy, step, algorithm)
+        self._begin = jax.jit(self._zeros)
         self._accumulate = jax.jit(self._scan, donate_argnums=3)
-        self._update = jax.jit(self._apply, donate_argnums=(0, 1))
+        self._update = jax.jit(self._apply, donate_argnums=0)
 
     def init(self, tuned: Any) -> State:
-        """The state before the first update, sharded as the group's rules say."""
-        shardings = self.group.params(tuned)
-        tuned = jax.device_put(tuned, shardings)
-        # Through jit, so that the moments are laid out like their parameters.
-        optimizer = jax.jit(self._optimizer.init)(tuned)
-        ema = jax.tree.map(jnp.copy, tuned) if self.settings.ema else None
-        return State(tuned, self._place(optimizer), ema)
+        """The state before the first update, sharded as the group's rules say.
 
-    def _place(self, tree: Any) -> Any:
-        return jax.device_put(tree, self.group.params(tree))
+        It takes over `tuned`: where that lies as the rules say already, the first update consumes it.
+        """
+        shardings = self._shardings(tuned)
+        tuned = jax.device_put(tuned, shardings.tuned)
+        optimizer = jax.jit(self._optimizer.init, out_shardings=shardings.optimizer)(tuned)
+        ema = jax.tree.map(jnp.copy, tuned) if self.settings.ema else None
+        return State(tuned, optimizer, ema)
 
     def accumulate(
         self, state: State, base: Any, experience: Experience, totals: Totals | None
     ) -> Totals:
         """Adds a fragment's gradient and sums to `totals`, which is consumed; None begins anew."""
         if totals is None:
-            totals = self._zeros(state.tuned, base, experience)
+            totals = self._begin(state.tuned, base, experience)
         return self._accumulate(state.tuned, base, experience, totals)
 
     def update(self, state: State, totals: Totals) -> tuple[State, Metrics]:
-        """One optimizer step; `state` and `totals` are consumed."""
+        """One optimizer step; `state` is consumed."""
         return self._update(state, totals)
 
+    def _shardings(self, tuned: Any) -> State:
+        """Where a state lies: the average and the moments like their parameters, counts everywhere."""
+        params = self.group.params(tuned)
+        optimizer = optax.tree.map_params(
+            self._optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self._optimizer.init, tuned),
+            params,
+            transform_non_params=lambda _: self.group.replicated,
+        )
+        return State(params, optimizer, params if self.settings.ema else None)
+
     def _zeros(self, tuned: Any, base: Any, experience: Experience) -> Totals:
-        """Totals of nothing, laid out like the parameters."""
+        """Totals of nothing; which sums there are is for the algorithm to say."""
+        micros = _micro_batches(experience, self.settings.micro_batch, self.group)
+        first = jax.tree.map(lambda a: a[0], micros)
+        shapes = jax.eval_shape(self._gradient, tuned, base, experience, first)
+        return self._laid_out(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
 
-        def first(tuned, base, experience):
-            micros = _micro_batches(experience, self.settings.micro_batch, self.group)
-            return self._gradient(tuned, base, experience, jax.tree.map(lambda a: a[0], micros))
-
-        shapes = jax.eval_shape(first, tuned, base, experience)
-        return self._place(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+    def _laid_out(self, totals: Totals) -> Totals:
+        """The gradient split like its parameters."""
+        shardings = Totals(self.group.params(totals.gradient), self.group.replicated)
+        return jax.lax.with_sharding_constraint(totals, shardings)
 
     def _scan(self, tuned: Any, base: Any, experience: Experience, totals: Totals) -> Totals:
         """One scan over the micro-batches, each adding its gradient: memory is that of one."""
 
         def body(totals, micro):
             new = self._gradient(tuned, base, experience, micro)
-            return jax.tree.map(jnp.add, totals, new), None
+            return self._laid_out(jax.tree.map(jnp.add, totals, new)), None
 
         micros = _micro_batches(experience, self.settings.micro_batch, self.group)
         return jax.lax.scan(body, totals, micros)[0]
@@ -149,7 +163,9 @@ class Trainer:
         metrics = {name: total / weight for name, total in totals.sums.items() if name != "weight"}
         metrics["gradient_norm"] = optax.global_norm(gradient)
         metrics["update_norm"] = optax.global_norm(updates)
-        return State(tuned, optimizer, ema), metrics
+        # Else the compiler is free to lay the new state out otherwise than the old one.
+        state = State(tuned, optimizer, ema)
+        return jax.lax.with_sharding_constraint(state, self._shardings(tuned)), metrics
 
 
 def micro_gradient(

@@ -1,0 +1,54 @@
+"""What a training run has made, as files that diffusers loads."""
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+
+from digen_jax.inference import TunedRun, all_devices, read_run
+from digen_jax.settings import ConfigError
+from digen_jax.weights.folder import copy_pipeline, read_json, write_params
+from digen_jax.weights.lora import write_lora
+
+
+def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None) -> TunedRun:
+    """Writes the newest checkpoint of a run; the average of the weights where the run keeps one.
+
+    Args:
+      workdir: the run's.
+      output: a folder that does not exist yet. It becomes a complete pipeline, or holds a LoRA for
+        `pipe.load_lora_weights`.
+      lora: whether to write the LoRA alone or merged into a pipeline; None: alone where there is one.
+
+    Returns:
+      What was written.
+
+    Raises:
+      ConfigError: a run that cannot be read, one without a LoRA where that is wanted, or an output
+        that exists.
+    """
+    if output.exists():
+        raise ConfigError(f"{output} exists already: choose another folder or delete it")
+    run = read_run(workdir, all_devices(jax.devices()[:1]))
+    has_lora = run.policy.lora is not None
+    if lora and not has_lora:
+        raise ConfigError(
+            f"the run in {workdir} tunes all weights (its config.lora.rank is 0), so there is no "
+            "LoRA to write: leave --lora out"
+        )
+    if has_lora and lora is not False:
+        write_lora(output, run.tuned, run.policy.lora.alpha, _lists(run))
+    else:
+        write = functools.partial(_write_transformer, run)
+        copy_pipeline(run.folder, output, {"transformer": write})
+    return run
+
+
+def _write_transformer(run: TunedRun, folder: pathlib.Path) -> None:
+    config = read_json(run.folder / "transformer" / "config.json")
+    write_params(folder, run.transformer(), _lists(run), config)
+
+
+def _lists(run: TunedRun) -> Any:
+    return run.policy.family.lists["transformer"]

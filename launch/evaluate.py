@@ -1,0 +1,116 @@
+"""Mean reward of a model on a prompt file, for each task and guidance.
+
+python launch/evaluate.py --model assets/shapes-sd3 --prompts assets/prompts/shapes_heldout.jsonl \
+    --reward shapes_geneval --steps 8 --guidance 1,2,3,4,5
+python launch/evaluate.py --model runs/shapes
+"""
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+from absl import flags
+
+from digen_jax.settings import ConfigError, check_positive, run_main, user_input
+
+_MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
+_LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "A .jsonl or .txt file; else the run's held-out.")
+_REWARD = flags.DEFINE_string("reward", None, "A reward or module:function; else the run's.")
+_GUIDANCE = flags.DEFINE_list(
+    "guidance", [], "A number, or several with commas; else the run's or the model's."
+)
+_STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; else as for guidance.")
+_HEIGHT = flags.DEFINE_integer("height", None, "Height in pixels; else as for guidance.")
+_WIDTH = flags.DEFINE_integer("width", None, "Width in pixels; else as for guidance.")
+_IMAGES = flags.DEFINE_integer("images", None, "Only the first prompts of the file; else all.")
+_SEED = flags.DEFINE_integer("seed", 2**20, "Of the noise; as it stands, that of every run.")
+_BATCH = flags.DEFINE_integer("batch", 32, "Images at once.")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of the network's arithmetic.")
+_OUTPUT = flags.DEFINE_string("output", None, "A JSON file for the numbers.")
+flags.mark_flags_as_required(["model"])
+
+
+def main() -> None:
+    """Read what is to be evaluated, sample and score it, and print the table."""
+    from digen_jax.launching import prepare
+
+    prepare()
+
+    import jax
+
+    from digen_jax import rewards
+    from digen_jax.inference import open_model
+    from digen_jax.prompts.files import read_prompt_file
+    from digen_jax.runtime.evaluation import evaluate, score_table
+
+    prompts, images, reward = _task()
+    with user_input():
+        records = read_prompt_file(prompts)[:images]
+        score = rewards.resolve(reward)
+        guidances = [float(text) for text in _GUIDANCE.value] or [None]
+    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
+    samplers = [
+        model.sampler(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances
+    ]
+    batch = model.batch(_BATCH.value, len(records))
+    found = {}
+    for sampler in samplers:
+        guidance = f"{sampler.policy.guidance:g}"
+        progress = _progress(f"guidance {guidance}")
+        found[guidance] = evaluate(
+            sampler, model.weights, records, score, reward, batch, _SEED.value, progress
+        ).by_task()
+    print(f"{reward}, mean and standard error, {samplers[0].settings.steps} steps")
+    print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
+    if _OUTPUT.value:
+        _write(found, prompts, reward, samplers[0].settings)
+
+
+def _task() -> tuple[str, int | None, str]:
+    """(prompt file, how many of its prompts, reward), as given or else the run's own."""
+    from digen_jax.inference import is_run, run_config
+
+    prompts, reward, images = _PROMPTS.value, _REWARD.value, _IMAGES.value
+    if images is not None:
+        check_positive("--images", images)
+    if is_run(_MODEL.value):
+        run = run_config(pathlib.Path(_MODEL.value))
+        if prompts is None:
+            images = images or run.evaluation.images or None
+        return prompts or run.evaluation.prompts, images, reward or run.reward.name
+    if not (prompts and reward):
+        raise ConfigError("a pipeline has no task of its own: give --prompts and --reward")
+    return prompts, images, reward
+
+
+def _progress(head: str) -> Any:
+    """A progress bar over batches, where somebody watches."""
+    from tqdm import tqdm
+
+    return lambda batches: tqdm(batches, head, unit="batch", disable=not sys.stderr.isatty())
+
+
+def _write(found: dict[str, Any], prompts: str, reward: str, settings: Any) -> None:
+    result = {
+        "model": _MODEL.value,
+        "lora": _LORA.value,
+        "prompts": prompts,
+        "reward": reward,
+        "seed": _SEED.value,
+        "steps": settings.steps,
+        "height": settings.height,
+        "width": settings.width,
+        "guidance": {
+            guidance: {task: score._asdict() for task, score in scores.items()}
+            for guidance, scores in found.items()
+        },
+    }
+    path = pathlib.Path(_OUTPUT.value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,39 @@
+"""Write what a training run has made as files that diffusers loads.
+
+python launch/export.py --workdir runs/shapes --output runs/shapes-tuned
+"""
+
+import pathlib
+
+from absl import flags
+
+from digen_jax.settings import run_main
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
+_OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist yet.")
+_LORA = flags.DEFINE_boolean(
+    "lora",
+    None,
+    "For a run that tunes a LoRA: the LoRA alone, for load_lora_weights (as by default), or with "
+    "--lora=false a whole pipeline with the LoRA merged in.",
+)
+flags.mark_flags_as_required(["workdir", "output"])
+
+
+def main() -> None:
+    """Read the newest checkpoint and write it."""
+    from digen_jax.launching import prepare
+
+    prepare()
+
+    from digen_jax.export import export
+
+    workdir, output = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
+    run = export(workdir, output, _LORA.value)
+    whole = (output / "model_index.json").exists()
+    load = "DiffusionPipeline.from_pretrained" if whole else "pipe.load_lora_weights"
+    print(f"{workdir} after step {run.step} lies in {output}: load it by {load}({str(output)!r})")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,63 @@
+"""Turn prompts into images, by a pipeline folder, a hub id or what a training run has made so far.
+
+python launch/sample.py --model assets/shapes-sd3 --prompt "a red circle above a blue star" --output runs/samples
+"""
+
+import pathlib
+import sys
+
+from absl import flags
+
+from digen_jax.settings import ConfigError, run_main, user_input
+
+_MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
+_LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "What to draw; may be given several times.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "A .jsonl or .txt file of prompts instead.")
+_OUTPUT = flags.DEFINE_string("output", None, "The folder for the images.")
+_SEED = flags.DEFINE_integer("seed", 0, "The same seed gives the same images, whatever the batch.")
+_STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; else the run's or the model's.")
+_GUIDANCE = flags.DEFINE_float("guidance", None, "Guidance, 1 for none; else as for steps.")
+_HEIGHT = flags.DEFINE_integer("height", None, "Height in pixels; else as for steps.")
+_WIDTH = flags.DEFINE_integer("width", None, "Width in pixels; else as for steps.")
+_BATCH = flags.DEFINE_integer("batch", 8, "Images at once.")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of the arithmetic.")
+flags.mark_flags_as_required(["model", "output"])
+
+
+def main() -> None:
+    """Read the prompts and the model, and sample."""
+    from digen_jax.launching import prepare
+
+    prompts = _read_prompts()
+    prepare()
+
+    import jax
+    from tqdm import tqdm
+
+    from digen_jax.inference import open_model, sample_to_folder
+
+    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
+    sampler = model.sampler(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value)
+    output = pathlib.Path(_OUTPUT.value)
+
+    def progress(batches):
+        return tqdm(batches, unit="batch", disable=not sys.stderr.isatty())
+
+    sample_to_folder(model, sampler, prompts, output, _BATCH.value, _SEED.value, progress)
+    print(f"{len(prompts)} image{'s' * (len(prompts) > 1)} and grid.png lie in {output}")
+
+
+def _read_prompts() -> list[str]:
+    from digen_jax.prompts.files import read_prompt_file
+
+    if bool(_PROMPT.value) == bool(_PROMPTS.value):
+        raise ConfigError("there must be either --prompt (several times if need be) or --prompts")
+    if _PROMPT.value:
+        return _PROMPT.value
+    with user_input():
+        return [record["prompt"] for record in read_prompt_file(_PROMPTS.value)]
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,133 @@
+"""The family against diffusers' own pipeline, on a folder of random weights and on the embedded model."""
+
+import functools
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from digen_jax.assemble import load_family, read_part
+from digen_jax.flow.sampling import image_keys, start_noise
+from digen_jax.flow.steps import Ode
+from digen_jax.inference import all_devices
+from digen_jax.runtime.placement import DeviceGroup
+from digen_jax.runtime.policy import Policy
+from digen_jax.runtime.sampler import Sampler, SamplerSettings, Weights
+from tests.pipelines import ROOT
+from tests.tiny_runs import oracle, pipeline
+
+PROMPTS = [
+    "a photo of a red circle",
+    "a photo of two blue squares",
+    "a photo of a green star above a yellow triangle",
+    "a photo of a purple circle",
+    "four shapes",
+    "",
+]
+LONG = "a red circle left of a blue square and " * 4 + "a green star"
+PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
+
+
+@functools.cache
+def ours(folder: pathlib.Path):
+    """The family and all its parameters."""
+    family = load_family(folder)
+    return family, {part: read_part(family, folder, part, group()) for part in PARTS}
+
+
+def group() -> DeviceGroup:
+    return all_devices(jax.devices()[:1])
+
+
+@pytest.fixture(params=["random", "shapes-sd3"])
+def folder(request, tmp_path_factory) -> pathlib.Path:
+    if request.param == "random":
+        return pipeline(tmp_path_factory.getbasetemp())
+    return ROOT / "assets" / request.param
+
+
+@pytest.mark.parametrize(("height", "width", "guidance"), [(32, 32, 3.5), (48, 64, None)])
+def test_images_are_those_of_the_pipelines_default_call(folder, height, width, guidance):
+    family, params = ours(folder)
+    policy = Policy(family, family.default_guidance if guidance is None else guidance)
+    sampler = Sampler(policy, group(), SamplerSettings(height, width, 8, Ode(), (0, 0)))
+    tuned, base = policy.split(jax.random.key(0), params["transformer"], reference=False)
+    weights = Weights(tuned, base, params)
+    rows = np.arange(len(PROMPTS), dtype=np.int32)
+    keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
+    with jax.default_matmul_precision("highest"):
+        images, _ = sampler.generate(weights, sampler.encode(weights, PROMPTS), rows, keys)
+    noise = np.asarray(start_noise(keys, sampler.shape)).transpose(0, 3, 1, 2)
+    call = functools.partial(
+        oracle(folder),
+        PROMPTS,
+        height=height,
+        width=width,
+        num_inference_steps=8,
+        latents=torch.tensor(noise),
+        output_type="np",
+    )
+    expected = (call() if guidance is None else call(guidance_scale=guidance)).images
+    np.testing.assert_allclose(np.asarray(images), expected, rtol=0, atol=2 / 255)
+    # Neither clipped nearly everywhere, nor the same with another guidance: such images prove nothing.
+    assert ((expected > 0.02) & (expected < 0.98)).mean() > 0.3
+    assert np.abs(expected - call(guidance_scale=1).images).max() > 20 / 255
+
+
+def test_prompts_are_encoded_as_by_the_pipeline(folder):
+    family, params = ours(folder)
+    prompts = [*PROMPTS, LONG, "Ein ROTER Kreis, schräg ☃"]
+    with jax.default_matmul_precision("highest"), torch.no_grad():
+        context, pooled = jax.jit(family.encode)(params, family.tokenize(prompts))
+        expected, _, expected_pooled, _ = oracle(folder).encode_prompt(
+            prompts, prompts, prompts, do_classifier_free_guidance=False
+        )
+    tokens = context.shape[1]
+    np.testing.assert_allclose(context, expected[:, :tokens].numpy(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(pooled, expected_pooled.numpy(), rtol=0, atol=1e-4)
+    assert not expected[:, tokens:].any() and expected.shape[1] - tokens == 256
+    assert np.abs(expected[0].numpy() - expected[1].numpy()).max() > 1e-2
+
+
+def test_ids_are_padded_and_cut_to_the_tokenizers_length(folder):
+    family, _ = ours(folder)
+    pipe = oracle(folder)
+    for ids, tokenizer in zip(
+        family.tokenize([LONG, *PROMPTS]), (pipe.tokenizer, pipe.tokenizer_2), strict=True
+    ):
+        length = tokenizer.model_max_length
+        whole = tokenizer(LONG)["input_ids"]
+        assert len(whole) > length
+        assert ids.shape == (len(PROMPTS) + 1, length) and ids.dtype == np.int32
+        # Cut behind the words, not behind the token that ends the text.
+        assert ids[0].tolist() == [*whole[: length - 1], tokenizer.eos_token_id]
+        for row, prompt in zip(ids[1:], PROMPTS, strict=True):
+            given = tokenizer(prompt)["input_ids"]
+            padding = [tokenizer.pad_token_id] * (length - len(given))
+            assert row.tolist() == given + padding
+
+
+def test_latents_are_decoded_as_by_the_pipeline(folder):
+    family, params = ours(folder)
+    pipe = oracle(folder)
+    latents = np.random.default_rng(1).normal(size=(2, *family.latent_shape(24, 40)))
+    latents = latents.astype(np.float32)
+    with jax.default_matmul_precision("highest"), torch.no_grad():
+        images = np.asarray(jax.jit(family.decode)(params, latents))
+        raw = torch.tensor(latents.transpose(0, 3, 1, 2))
+        raw = raw / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
+        expected = pipe.image_processor.postprocess(pipe.vae.decode(raw).sample, output_type="np")
+    assert images.shape == (2, 24, 40, 3)
+    np.testing.assert_allclose(images, expected, rtol=0, atol=1e-4)
+
+
+def test_an_image_that_does_not_fit_is_refused_with_a_size_that_does(folder):
+    family, _ = ours(folder)
+    with pytest.raises(ValueError, match=r"30x32 does not fit.*multiples of 8"):
+        family.latent_shape(30, 32)
+    with pytest.raises(ValueError, match=r"0x32 does not fit.*multiples of 8 from 8 to 128"):
+        family.latent_shape(0, 32)
+    with pytest.raises(ValueError, match=r"32x136 does not fit.*from 8 to 128"):
+        family.latent_shape(32, 136)

@@ -1,0 +1,323 @@
+"""Whole runs: real processes around a tiny pipeline, stopped at all kinds of moments; then runs of the toy family."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from digen_jax.checkpoint import finished_step
+from digen_jax.metrics import TIMING, read_metrics, without_timing
+from digen_jax.runtime import run
+from digen_jax.settings import ConfigError
+from tests.pipelines import ROOT, write_tiny_pipeline
+from tests.runtime import toy
+from tests.test_metrics import scalars
+from tests.tiny_runs import PROMPTS
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config():
+    return ConfigDict(dict(
+        steps=6,
+        model=dict(folder="pipeline"),
+        prompts=dict(file="prompts.jsonl"),
+        reward=dict(name="redness:mean"),
+        batch=dict(groups=2, images=4),
+        sampler=dict(steps=4, window=(0, 2), fragment=8),
+        trainer=dict(micro_batch=8, learning_rate=1e-3, ema=0.9),
+        placement=dict(rollout=dict(data=2), trainer=dict(data=2)),
+        evaluation=dict(prompts="prompts.jsonl", images=4, batch=8, every=2),
+        pictures=dict(every=2, images=3),
+        checkpoint=dict(every=2, keep=2),
+    ))
+"""
+# The environment says what goes wrong and when: a signal or a NaN in a step's reward, or kill -9 at
+# a rename or an opened file of some name.
+REWARD = """
+import os, signal, sys
+
+EVENT, _, WHEN = os.environ.get("EVENT", "").partition(" ")
+
+def mean(images, prompts, metadata):
+    scores = images[..., 0].mean((1, 2)) - images[..., 2].mean((1, 2))
+    step = metadata[0].get("serial", -2) // 2 + 1  # 0 in an evaluation
+    if str(step) == WHEN:
+        if EVENT == "nan":
+            scores[1] = float("nan")
+        else:
+            os.kill(os.getpid(), getattr(signal, EVENT))
+    return scores
+
+def watch(event, arguments):
+    if event == EVENT and any(str(name).endswith(WHEN) for name in arguments[:2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(watch)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_tiny_pipeline(folder / "pipeline")
+    (folder / "prompts.jsonl").write_text("\n".join(PROMPTS) + "\n")
+    (folder / "config.py").write_text(CONFIG)
+    (folder / "redness.py").write_text(REWARD)
+    return folder
+
+
+def launch(folder: pathlib.Path, *arguments: str, event: str = "", devices: int = 8):
+    """The command, run to its end: (exit code, everything it said)."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch" / "train.py", "--config", "config.py", *arguments],
+        cwd=folder,
+        env=os.environ
+        | {
+            "EVENT": event,
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def saved(workdir: pathlib.Path) -> list[str]:
+    """The whole checkpoints."""
+    return sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def lines(workdir: pathlib.Path) -> list[dict]:
+    return [without_timing(line) for line in read_metrics(workdir / "metrics.jsonl")]
+
+
+def arrays(workdir: pathlib.Path):
+    """The newest checkpoint's arrays as bytes, by their names."""
+    newest = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    with ocp.PyTreeCheckpointer() as reader:
+        tree = reader.restore(newest / "arrays")
+    return {
+        jax.tree_util.keystr(path): np.asarray(
+            jax.random.key_data(leaf)
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        ).tobytes()
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
+    """Metrics, TensorBoard, checkpoints and pictures, down to the last bit."""
+    assert lines(workdir) == lines(unbroken)
+    events, expected = (
+        [event for event in scalars(one) if not event[1].startswith(TIMING)]
+        for one in (workdir, unbroken)
+    )
+    assert len(expected) > len(lines(unbroken)) and events == expected
+    assert saved(workdir) == saved(unbroken)
+    assert arrays(workdir) == arrays(unbroken)
+    for picture in ("before_after.png", "curve.png"):
+        assert (workdir / "pictures" / picture).read_bytes() == (
+            unbroken / "pictures" / picture
+        ).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder) -> tuple[pathlib.Path, str]:
+    code, said = launch(folder, "--workdir=unbroken")
+    assert code == 0, said
+    return folder / "unbroken", said
+
+
+def test_a_run_trains_and_shows_its_results(unbroken):
+    workdir, said = unbroken
+    history = lines(workdir)
+    assert [line["step"] for line in history] == list(range(7))
+    assert [line["step"] for line in history if "evaluation/reward" in line] == [0, 2, 4, 6]
+    assert history[6]["evaluation/reward"] > history[0]["evaluation/reward"] + 0.01
+    assert all(line["gradient_norm"] > 0 for line in history[1:])
+    assert saved(workdir) == ["4", "6"]
+    assert "disaggregated: of 4 devices (cpu) 2 sample and 2 train" in said
+    first, last = (history[i]["evaluation/reward"] for i in (0, 6))
+    assert f"reward on 4 held-out prompts      before   after    gain\n  all {first:34.3f}" in said
+    assert f"{last:.3f}  {last - first:+.3f}\n" in said
+    assert "Traceback" not in said
+    pictures = {path.name for path in (workdir / "pictures").iterdir()}
+    assert pictures >= {"before_after.png", "curve.png", "step_000000.png", "step_000006.png"}
+    for named in ("pictures/before_after.png", "pictures/curve.png", "metrics.jsonl"):
+        assert named in said and (workdir / named).stat().st_size > 0
+
+
+def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder, unbroken):
+    workdir, short = folder / "broken", ("--workdir=broken", "--config.steps=4")
+
+    assert launch(folder, *short, event="SIGKILL 1")[0] == -signal.SIGKILL
+    assert len(lines(workdir)) == 1 and saved(workdir) == []
+
+    code, said = launch(folder, *short, event="SIGINT 3")
+    assert code == 128 + signal.SIGINT
+    assert "finishing this step, then saving" in said
+    assert said.endswith("Stopped and saved after step 3; the same command continues.\n")
+    assert len(lines(workdir)) == 4 and saved(workdir) == ["2", "3"]
+
+    code, said = launch(folder, *short, event="open before_after.png")
+    assert (code, "continuing after step 3" in said) == (-signal.SIGKILL, True)
+    assert saved(workdir) == ["3", "4"] and finished_step(workdir) is None
+
+    code, said = launch(folder, *short)
+    assert (code, "continuing after step 4" in said) == (0, True)
+    assert len(lines(workdir)) == 5 and finished_step(workdir) == 4
+    assert "reward on 4 held-out prompts" in said and (workdir / "pictures/curve.png").exists()
+
+    # A finished run goes on where it is given more steps; now killed in the middle of a save.
+    longer = "--workdir=broken"
+    code, said = launch(folder, longer, event="os.rename checkpoints/6")
+    assert (code, "continuing after step 4" in said) == (-signal.SIGKILL, True)
+    assert len(lines(workdir)) == 7 and saved(workdir) == ["3", "4"]
+    assert any(path.name.startswith("6.") for path in (workdir / "checkpoints").iterdir())
+
+    code, said = launch(folder, longer, event="nan 6")
+    assert (code, "continuing after step 4" in said) == (2, True)
+    sentence = said.splitlines()[-1]
+    assert sentence.startswith("train.py: reward 'redness:mean' returned nan for image 1")
+    assert "Traceback" not in said
+    assert len(lines(workdir)) == 6 and saved(workdir) == ["4", "5"]
+
+    code, said = launch(folder, longer)
+    assert (code, "continuing after step 5" in said) == (0, True)
+    assert_same_run(workdir, unbroken[0])
+
+
+def test_one_device_does_everything_and_says_so(folder):
+    code, said = launch(folder, "--workdir=alone", "--config.steps=2", devices=1)
+    assert code == 0, said
+    assert said.startswith("colocated: the one device (cpu) samples and trains in turn\n")
+    history = lines(folder / "alone")
+    assert history[2]["gradient_norm"] > 0 and history[2]["ratio"] == pytest.approx(1, abs=1e-5)
+
+
+# ------------------------------------------------------------------- runs of the toy family
+
+happens = None
+
+
+def reward(images, prompts, metadata):
+    """Brightness, and what a test wants to happen in a step (0: in the evaluation)."""
+    scores = images.mean((1, 2, 3), dtype=np.float64)
+    return happens(metadata[0].get("serial", -2) // 2 + 1, scores) if happens else scores
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """train(workdir, config): a run of the toy family in this process, without what happened before."""
+    monkeypatch.setattr(run, "build", lambda config, devices: toy.system(config, 2))
+
+    def train(workdir, config, event=None):
+        monkeypatch.setattr(sys.modules[__name__], "happens", event)
+        return run.train(config, tmp_path / workdir)
+
+    return train
+
+
+def config(tmp_path: pathlib.Path, steps: int = 4, **fields):
+    (tmp_path / "prompts.jsonl").write_text("\n".join(PROMPTS) + "\n")
+    prompts = str(tmp_path / "prompts.jsonl")
+    fields = {
+        "prompts__file": prompts,
+        "reward__name": f"{__name__}:reward",
+        "evaluation__prompts": prompts,
+        "evaluation__every": 2,
+        "pictures__every": 2,
+        "pictures__images": 3,
+        "checkpoint__every": 3,
+        "trainer__learning_rate": 0.1,
+        **toy.meshes((0, 1), (2, 1)),
+    } | fields
+    c = toy.config(**fields)
+    c.steps = steps
+    return c
+
+
+def at(when: int, action):
+    """`action` on the scores of step `when`; those of other steps pass."""
+    return lambda step, scores: action(scores) if step == when else scores
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3),
+        dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4),
+    ],
+    ids=["average, reference", "lora, two updates"],
+)
+def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
+    c = config(tmp_path, **fields)
+    assert train("unbroken", c) is None
+    with pytest.raises(ConfigError, match=r"test_run:reward' returned shape \((7|3),\)"):
+        train("broken", c, at(2, lambda scores: scores[:-1]))
+    # What came before the step that failed is saved, though none was due.
+    assert saved(tmp_path / "broken") == ["1"]
+    # Behind the update there is nothing left to save but what is saved already.
+    with pytest.raises(ConfigError, match=r"returned shape \(4,\) for 5 images"):
+        train("broken", c, at(0, lambda scores: scores[:-1]))
+    assert saved(tmp_path / "broken") == ["1"]
+    assert train("broken", c) is None
+    history = lines(tmp_path / "broken")
+    assert history == lines(tmp_path / "unbroken") and history[-1]["step"] == 4
+    ends = [arrays(tmp_path / workdir) for workdir in ("broken", "unbroken")]
+    assert ends[0] == ends[1]
+    assert any("ema" in name for name in ends[0]) == ("trainer__ema" in fields)
+
+
+def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, capsys):
+    def stop(scores):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return scores
+
+    assert train("run", config(tmp_path, steps=9), at(3, stop)) == 128 + signal.SIGTERM
+    assert "Stopped and saved after step 3" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"config\.steps = 2, but .* has done 3 steps already"):
+        train("run", config(tmp_path, steps=2))
+    # Step 3 has not been evaluated, and the pictures at the beginning were more.
+    assert train("run", config(tmp_path, steps=3, pictures__images=2)) is None
+    folder = tmp_path / "run" / "pictures"
+    assert np.load(folder / "after.npz")["step"] == 3
+    assert (folder / "before_after.png").exists()
+    assert "reward on 5 held-out prompts" in capsys.readouterr().out
+
+    assert finished_step(tmp_path / "run") == 3
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert train("run", config(tmp_path, steps=3), lambda *_: pytest.fail("it runs")) is None
+    said = capsys.readouterr().out
+    assert said.startswith("This run is finished: 3 steps are done.")
+    assert "before_after.png" in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(ConfigError, match=r"another config \(config\.trainer\.ema: 0\.0 -> 0\.5\)"):
+        train("run", config(tmp_path, steps=3, trainer__ema=0.5))
+
+
+def test_a_mistake_that_shows_at_the_first_evaluation_leaves_the_workdir_free(tmp_path, train):
+    with pytest.raises(ConfigError, match="returned shape"):
+        train("run", config(tmp_path), at(0, lambda scores: scores[:-1]))
+    assert train("run", config(tmp_path, steps=1, trainer__learning_rate=0.2)) is None
+
+
+def test_table_and_places():
+    records = [{"prompt": "a", "tag": "counting"}, {"prompt": "b"}]
+    assert run.table(records, np.array([0.25, 0.75]), np.array([1.0, 0.5])).split("\n") == [
+        "reward on 2 held-out prompts      before   after    gain",
+        "  all                              0.500   0.750  +0.250",
+        "  counting                         0.250   1.000  +0.750",
+    ]
+    assert run.where(pathlib.Path("runs/x")).startswith("In runs/x:\n  pictures/before_after.png  ")

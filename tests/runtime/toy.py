@@ -1,0 +1,154 @@
+"""A family that compiles in a moment, and systems around it: the runtime must not know the difference."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from digen_jax import assemble, recipe
+from digen_jax.flow.schedule import SchedulerConfig
+from digen_jax.runtime import loop
+from digen_jax.runtime.placement import make_placement
+
+LETTERS, TEXT = 6, 8
+
+
+class Conditioning(NamedTuple):
+    context: jax.Array
+    pooled: jax.Array
+
+
+class Network(nn.Module):
+    """Every pixel by itself, between dense layers that LoRA can adapt; `places` is never trained."""
+
+    width: int = 8
+
+    @nn.compact
+    def __call__(self, x, sigma, context, pooled):
+        text = nn.Dense(self.width, name="text")(context.mean(1) + pooled)
+        time = nn.Dense(self.width, name="time")(jnp.stack([sigma, sigma**2], -1))
+        places = self.param("places", nn.initializers.normal(), (*x.shape[1:3], self.width))
+        hidden = nn.Dense(self.width, name="inside")(x) + places + (text + time)[:, None, None]
+        return nn.Dense(x.shape[-1], name="outside")(jnp.tanh(hidden))
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyFamily:
+    """What the rest sees of a model family; parameters are made, not read."""
+
+    network: nn.Module = dataclasses.field(default_factory=Network)
+    size: tuple[int, int, int] = (4, 4, 4)
+    frozen: tuple[str, ...] = ("places",)
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    lists: ClassVar = {"transformer": ("transformer_blocks", "to_out", "net")}
+
+    def tokenize(self, prompts):
+        return np.array([[ord(c) % 32 for c in p.ljust(LETTERS)[:LETTERS]] for p in prompts])
+
+    def encode(self, params, ids):
+        context = params["text_encoder"]["table"][ids]
+        return Conditioning(context, context.sum(1))
+
+    def velocity(self, variables, x, sigma, conditioning):
+        return self.network.apply(variables, x, sigma, *conditioning)
+
+    def decode(self, params, latents):
+        return jax.nn.sigmoid(latents @ params["vae"]["kernel"])
+
+    def latent_shape(self, height, width):
+        return self.size
+
+    def params(self) -> dict[str, Any]:
+        """Numpy arrays of which no number is 0 or 1."""
+        x, vector = jnp.zeros((1, *self.size)), jnp.zeros((1, TEXT))
+        shapes = jax.eval_shape(
+            self.network.init, jax.random.key(0), x, jnp.ones(1), vector[:, None], vector
+        )["params"]
+        rng = np.random.default_rng(0)
+        return {
+            "transformer": jax.tree.map(lambda leaf: draw(rng, leaf.shape), shapes),
+            "text_encoder": {"table": draw(rng, (32, TEXT))},
+            "vae": {"kernel": draw(rng, (self.size[-1], 3))},
+        }
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    fan_in = np.prod(shape[:-1]) if len(shape) > 1 else 4
+    return (rng.normal(size=shape) / np.sqrt(fan_in)).astype(np.float32)
+
+
+def config(**fields) -> ConfigDict:
+    """A complete config of a small run; `fields` by dotted names, "__" for the dot."""
+    c = dict(
+        batch=dict(groups=2, images=4),
+        sampler=dict(
+            steps=4, kind="flow", noise_level=0.7, window=(0, 2), guidance=3.0, fragment=8
+        ),
+        trainer=dict(micro_batch=4),
+        evaluation=dict(batch=8),
+    )
+    for name, value in fields.items():
+        group, field = name.split("__")
+        c.setdefault(group, {})[field] = value
+    return recipe.complete(ConfigDict(c))
+
+
+def meshes(rollout: tuple[int, int], trainer: tuple[int, int]) -> dict[str, Any]:
+    """The fields of a placement, all parameters split over "fsdp"; sizes are (data, fsdp)."""
+    return dict(
+        placement__rollout=dict(zip(("data", "fsdp"), rollout, strict=True)),
+        placement__trainer=dict(zip(("data", "fsdp"), trainer, strict=True)),
+        placement__rules=((".*", "fsdp"),),
+    )
+
+
+def system(config: ConfigDict, devices: int = 8, family: Any = None) -> assemble.System:
+    """All parts of a run around the toy family, its parameters where the rules put them."""
+    family = family or ToyFamily()
+    recipe.check_devices(config, devices)
+    placement = make_placement(config.placement, jax.devices()[:devices])
+    frozen = family.params()
+    transformer = frozen.pop("transformer")
+    transformer = jax.device_put(transformer, placement.trainer.params(transformer))
+    frozen = jax.device_put(frozen, placement.rollout.params(frozen))
+    return assemble.connect(config, placement, family, transformer, frozen)
+
+
+def records(count: int) -> list[dict]:
+    prompts = ["red", "a blue", "green!", "four b", "yellow", "x"]
+    return [
+        {"prompt": prompts[i % 6], "tag": ["one", "two"][i % 2], "serial": 10 + i}
+        for i in range(count)
+    ]
+
+
+def brightness(images, prompts, metadata):
+    return images.mean((1, 2, 3), dtype=np.float64)
+
+
+def rollout(system: assemble.System, config: ConfigDict, tuned: Any):
+    """(prompts, fragments) of the step with `records`, from published weights."""
+    rows, weights = records(config.batch.groups), system.publish(tuned)
+    prompts = system.sampler.encode(weights, [row["prompt"] for row in rows])
+    watch = loop.Stopwatch()
+    return prompts, loop.rollout(system, config, weights, prompts, rows, brightness, watch)
+
+
+def moved(tree: Any, by: float = 0.1) -> Any:
+    """Other parameters, where the given ones lie."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda a: a + jax.device_put(by * draw(rng, a.shape), a.sharding), tree)
+
+
+def difference(a: Any, b: Any) -> float:
+    """Norm of a - b by the norm of b, over whole trees wherever they lie."""
+    flat = [
+        np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
+        for tree in jax.device_get((a, b))
+    ]
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))

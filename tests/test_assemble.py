@@ -1,0 +1,259 @@
+"""A whole system from a folder; and what does not fit is refused before any weight is read."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from ml_collections import ConfigDict
+
+from digen_jax import assemble, recipe
+from digen_jax.flow.steps import Ode
+from digen_jax.settings import ConfigError
+from digen_jax.weights.folder import open_tensors
+from tests.pipelines import ROOT, write_tiny_pipeline
+
+TARGETS = r"transformer_blocks\..*\.attn\.to_[qkv]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_pipeline(tmp_path_factory.mktemp("assemble") / "pipeline")
+
+
+@pytest.fixture(scope="module")
+def bare(folder):
+    """The pipeline's configs and tokenizers, without any weights."""
+    copy = folder.parent / "bare"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def family(bare):
+    """One for all tests: its shapes take a second."""
+    return assemble.load_family(bare)
+
+
+@pytest.fixture(scope="module")
+def prompts(folder):
+    file = folder.parent / "prompts.jsonl"
+    records = [
+        {"prompt": f"a photo of a {name}", "include": [{"class": name, "count": 1}]}
+        for name in ("circle", "star")
+    ]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(file)
+
+
+@pytest.fixture
+def make(prompts):
+    """A complete config for a folder; "__" is the dot of a field's name."""
+
+    def config(folder, **fields):
+        c = dict(
+            model=dict(folder=str(folder)),
+            prompts=dict(file=prompts),
+            batch=dict(groups=2, images=4),
+            sampler=dict(fragment=8),
+            trainer=dict(micro_batch=4),
+            placement=dict(trainer=dict(data=2, fsdp=2)),
+            evaluation=dict(prompts=prompts, batch=4, steps=5, guidance=2.5),
+        )
+        for name, value in fields.items():
+            group, field = name.split("__")
+            c.setdefault(group, {})[field] = value
+        return recipe.complete(ConfigDict(c))
+
+    return config
+
+
+def refused(config, devices=8):
+    with pytest.raises(ConfigError) as caught:
+        assemble.build(config, jax.devices()[:devices])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            dict(model__height=36),
+            "config.model.height and config.model.width: an image of 36x32 does not fit this model: "
+            "height and width must be multiples of 8 from 8 to ",
+        ),
+        (
+            dict(model__width=8000),
+            "config.model.height and config.model.width: an image of 32x8000",
+        ),
+        (
+            dict(sampler__window=(4, 4)),
+            "config.sampler.window: step 7 of the window [4, 8) has no noise (Cps from sigma 0.001 "
+            "to 0); end the window before it",
+        ),
+        (
+            dict(lora__rank=4, lora__targets="nothing"),
+            "config.lora.targets: lora targets 'nothing' matches none of the ",
+        ),
+        (
+            dict(lora__rank=4, lora__targets="to_(q"),
+            "config.lora.targets: lora targets 'to_(q' is no regular expression",
+        ),
+        (
+            dict(placement__rules=(("transformer_blocks", "fsdp"),)),
+            "config.placement.rules has no rule that matches the parameter context_embedder/",
+        ),
+        (
+            dict(placement__rollout=dict(data=8, fsdp=1)),
+            "config.placement.rollout wants 8 and config.placement.trainer 4 devices, but there are",
+        ),
+        (
+            dict(trainer__micro_batch=2),
+            "the number of devices of config.placement.trainer = 4 must",
+        ),
+        (dict(sampler__kind="ode"), "config.sampler.kind is 'ode'"),
+        ({}, "config.model.folder: "),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_weights_are_read(
+    make, bare, family, monkeypatch, fields, sentence
+):
+    monkeypatch.setattr(assemble, "load_family", lambda *_: family)
+    found = refused(make(bare, **fields))
+    assert found.startswith(sentence)
+    assert ("holds no weights" in found) == (not fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nowhere", "'nowhere' is neither an existing folder nor a hub id 'owner/name'"),
+        ("nobody/nothing", "'nobody/nothing' is no existing folder, and the hub repository"),
+        ("FLUX", "FLUX is a FluxPipeline; supported are StableDiffusion3Pipeline: choose another"),
+        ("EMPTY", "EMPTY/model_index.json is missing"),
+        ("BROKEN", "BROKEN/model_index.json is not JSON"),
+    ],
+)
+def test_a_folder_that_is_no_supported_pipeline_is_refused(make, tmp_path, name, sentence):
+    indices = {"FLUX": json.dumps({"_class_name": "FluxPipeline"}), "BROKEN": "{", "EMPTY": None}
+    if name in indices:
+        (tmp_path / name).mkdir()
+        if indices[name] is not None:
+            (tmp_path / name / "model_index.json").write_text(indices[name])
+        sentence, name = f"{tmp_path}/{sentence}", str(tmp_path / name)
+    assert refused(make(name)).startswith(f"config.model.folder: {sentence}")
+
+
+def test_a_folder_without_a_tensor_is_refused_by_its_name(make, folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    config = json.loads((broken / "transformer" / "config.json").read_text())
+    config["num_layers"] += 1
+    (broken / "transformer" / "config.json").write_text(json.dumps(config))
+    sentence = refused(make(broken))
+    assert sentence.startswith("config.model.folder: ") and "transformer_blocks." in sentence
+
+
+# ------------------------------------------------------------------------------ what is built
+
+
+@pytest.fixture(scope="module")
+def tensors(folder):
+    """The number of values in each component's files."""
+    return {
+        part: sum(np.prod(tensor.shape) for tensor in open_tensors(folder / part).values())
+        for part in ("transformer", "vae", "text_encoder", "text_encoder_2")
+    }
+
+
+def size(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def devices(tree):
+    (where,) = {frozenset(leaf.devices()) for leaf in jax.tree.leaves(tree)}
+    return where
+
+
+def test_full_tuning_on_two_meshes(make, folder, tensors):
+    config = make(folder, placement__rules=(("kernel$", "fsdp"), (".*", "replicate")))
+    system = assemble.build(config, jax.devices())
+    rollout, trainer = frozenset(jax.devices()[:4]), frozenset(jax.devices()[4:])
+    assert devices((system.start, system.base)) == trainer
+    assert devices((system.rollout_base, system.frozen)) == rollout
+    assert devices(system.publish(system.start)) == rollout
+
+    assert {"/".join(path) for path in flatten_dict(system.base)} == {"pos_embed/pos_embed"}
+    assert ("pos_embed", "pos_embed") not in flatten_dict(system.start)
+    assert size((system.start, system.base)) == tensors["transformer"]
+    assert {part: size(tree) for part, tree in system.frozen.items()} == {
+        part: count for part, count in tensors.items() if part != "transformer"
+    }
+    assert system.sampler.settings.window == (0, 4)
+    assert len(system.sampler.sigmas) == 9 and system.policy.guidance == 1.0
+    evaluator = system.evaluator
+    assert evaluator.settings.step == Ode() and len(evaluator.sigmas) == 6
+    assert evaluator.policy.guidance == 2.5
+    assert system.trainer.settings.micro_batch == 4
+
+
+def test_lora_on_one_device(make, folder, tensors):
+    config = make(folder, lora__rank=4, lora__targets=TARGETS, algorithm__kl_coefficient=0.1)
+    system = assemble.build(config, jax.devices()[:1])
+    assert system.placement.colocated
+    names = {path[-2:] for path in flatten_dict(system.start)}
+    assert names == {(layer, factor) for layer in ("to_q", "to_k", "to_v") for factor in "ab"}
+    assert size(system.base) == size(system.rollout_base) == tensors["transformer"]
+    assert system.policy.lora == system.evaluator.policy.lora
+
+
+# A step of training, after importing all that a whole run needs.
+PROGRAM = """
+import sys
+import jax, numpy as np
+from digen_jax import assemble, recipe
+from digen_jax.runtime import loop, run
+from ml_collections import ConfigDict
+
+folder, prompts = sys.argv[1:]
+config = recipe.complete(ConfigDict(dict(
+    model=dict(folder=folder),
+    prompts=dict(file=prompts),
+    batch=dict(groups=1, images=2),
+    sampler=dict(steps=2, window=(0, 1), fragment=2),
+    trainer=dict(micro_batch=2),
+    evaluation=dict(prompts=prompts),
+)))
+system = assemble.build(config, jax.devices())
+state = system.trainer.init(system.start)
+records = [{"prompt": "a photo of a circle", "serial": 0}]
+weights = system.publish(state.tuned)
+reward = lambda images, prompts, metadata: images.mean((1, 2, 3))
+_, _, metrics = loop.run_step(system, config, state, weights, records, reward)
+assert metrics["gradient_norm"] > 0
+unwanted = ("torch", "tensorflow", "diffusers", "peft")
+print("imported:", [name for name in unwanted if name in sys.modules])
+"""
+
+
+def test_training_imports_no_torch_and_no_tensorflow(folder, prompts):
+    # one device and hardly any optimisation, to compile quickly
+    flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, folder, prompts],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported: []"

@@ -1,0 +1,87 @@
+"""A model's rewards by launch/evaluate.py against those that the run logged when it evaluated itself."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from digen_jax.metrics import read_metrics
+from digen_jax.runtime.evaluation import Evaluation, by_tag, score_table
+from tests.pipelines import ROOT
+from tests.tiny_runs import pipeline, prompt_file, trained
+
+
+@pytest.fixture
+def base(tmp_path_factory):
+    return tmp_path_factory.getbasetemp()
+
+
+def run_script(*arguments, devices=2):
+    return subprocess.run(
+        [sys.executable, ROOT / "launch" / "evaluate.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+    )
+
+
+def test_a_runs_evaluation_is_repeated_from_its_checkpoint(base, tmp_path):
+    # Its average of the weights, its prompts, reward and settings, in other batches on other devices.
+    workdir = trained(base, "full")
+    done = run_script(
+        f"--model={workdir}",
+        "--batch=5",
+        "--guidance=2,7.5",
+        f"--output={tmp_path / 'deep' / 'e.json'}",
+    )
+    assert done.returncode == 0, done.stderr
+    logged = read_metrics(workdir / "metrics.jsonl")[-1]
+    result = json.loads((tmp_path / "deep" / "e.json").read_text())
+    assert result["steps"] == 5 and result["prompts"] == str(prompt_file(base))
+    assert list(result["guidance"]) == ["2", "7.5"]
+    found = result["guidance"]["2"]
+    assert {name: score["images"] for name, score in found.items()} == {
+        "all": 5,
+        "colors": 2,
+        "counting": 2,
+    }
+    for name, metric in (("all", "reward"), ("colors", "colors"), ("counting", "counting")):
+        assert found[name]["mean"] == pytest.approx(logged[f"evaluation/{metric}"], abs=1e-5)
+        assert f"{found[name]['mean']:.3f} ± {found[name]['standard_error']:.3f}" in done.stdout
+    assert abs(result["guidance"]["7.5"]["all"]["mean"] - found["all"]["mean"]) > 1e-4
+
+
+def test_scores_are_given_for_each_task_with_their_standard_error():
+    records = [{"tag": "b"}, {"tag": "a"}, {"tag": "b"}, {}]
+    scores = np.array([1.0, 0.5, 0.0, 0.5], np.float32)
+    evaluation = Evaluation(records, np.zeros((4, 2, 2, 3), np.uint8), scores)
+    tasks = evaluation.by_task()
+    assert tasks["all"] == (0.5, pytest.approx(np.sqrt(1 / 6) / 2), 4)
+    assert tasks["b"] == (0.5, pytest.approx(0.5), 2)
+    assert tasks["a"] == (0.5, None, 1)
+    assert list(tasks) == ["all", "b", "a"]
+    assert by_tag(records, scores) == {"b": 0.5, "a": 0.5}
+    lines = score_table({"guidance 1": tasks, "guidance 2.5": tasks}).splitlines()
+    assert re.fullmatch(" +images +guidance 1 +guidance 2.5", lines[0])
+    assert re.fullmatch(r"b +2( +0\.500 ± 0\.500){2}", lines[2])
+    assert re.fullmatch(r"a +1( +0\.500){2}", lines[3])
+    assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "a pipeline has no task of its own: give --prompts and --reward"),
+        (["--prompts=PROMPTS", "--reward=nicest"], "unknown reward 'nicest'"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_read(base, arguments, sentence):
+    given = [argument.replace("PROMPTS", str(prompt_file(base))) for argument in arguments]
+    done = run_script(f"--model={pipeline(base)}", *given)
+    assert done.returncode == 2
+    assert re.fullmatch(f"evaluate.py: .*{sentence}.*\n", done.stderr)

@@ -1,0 +1,68 @@
+"""The notebooks: stored clean, and executed as a reader would on a machine with one device."""
+
+import os
+import pathlib
+
+import nbclient
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def quickstart():
+    """The cells' outputs as {cell id: [output]} after a run in the notebook's own folder."""
+    path = NOTEBOOKS[0].with_name("quickstart.ipynb")
+    notebook = nbformat.read(path, nbformat.NO_CONVERT)
+    # One device, not the eight of the tests.
+    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    resources = {"metadata": {"path": str(path.parent)}}
+    client = nbclient.NotebookClient(notebook, timeout=600, resources=resources)
+    client.execute(env=env)
+    return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def printed(outputs, stream="stdout"):
+    return [o.text for o in outputs if o.output_type == "stream" and o.name == stream]
+
+
+def rewards(outputs):
+    """The number behind each "reward" in what was printed."""
+    lines = "".join(printed(outputs)).splitlines()
+    return [float(line.split("reward ")[1].split(",")[0]) for line in lines]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_stored_valid_and_without_outputs(path):
+    notebook = nbformat.read(path, nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+
+
+def test_quickstart_says_that_its_one_device_does_everything(quickstart):
+    assert "".join(printed(quickstart["load"])).startswith("colocated: the one device (cpu)")
+
+
+def test_quickstart_installs_nothing_where_the_package_is_there(quickstart):
+    assert quickstart["install"] == []
+
+
+@pytest.mark.parametrize("cell", ["sample", "reward", "look", "curve"])
+def test_quickstart_shows_its_pictures(quickstart, cell):
+    assert ["image/png" in output.data for output in quickstart[cell]] == [True]
+
+
+def test_quickstart_learns(quickstart):
+    shown = rewards(quickstart["tune"])
+    assert len(shown) == 16
+    assert sum(shown[-4:]) / 4 > sum(shown[:4]) / 4 + 0.05
+
+
+def test_quickstart_warns_of_nothing(quickstart):
+    alarms = [text for outputs in quickstart.values() for text in printed(outputs, "stderr")]
+    # Where ipywidgets is not installed, tqdm says that its bars will be plain.
+    assert [alarm for alarm in alarms if "ipywidgets" not in alarm] == []

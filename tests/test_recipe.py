@@ -1,0 +1,306 @@
+"""What a config may hold: every mistake is one sentence that names its field."""
+
+import pathlib
+import re
+
+import pytest
+from ml_collections import ConfigDict
+
+from digen_jax import recipe
+from digen_jax.settings import ConfigError
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> pathlib.Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("a red circle\na blue star\n")
+    return file
+
+
+@pytest.fixture
+def given(prompts):
+    """A recipe that leaves nearly everything out."""
+    file = str(prompts)
+    return ConfigDict(dict(prompts=dict(file=file), evaluation=dict(prompts=file)))
+
+
+def changed(given, **fields):
+    """`given` with other values; "__" is the dot of a field's name."""
+    for name, value in fields.items():
+        *groups, last = name.split("__")
+        holder = given
+        for group in groups:
+            if group not in holder:
+                holder[group] = ConfigDict()
+            holder = holder[group]
+        with holder.ignore_type():
+            holder[last] = value
+    return given
+
+
+def refused(config, *parts, devices=None):
+    """The sentence that refuses a config, once it is seen to be one and to hold `parts`."""
+    with pytest.raises(ConfigError) as caught:
+        full = recipe.complete(config)
+        recipe.check(full)
+        recipe.check_devices(full, devices)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.startswith(("config.", "the "))
+    for part in parts:
+        assert part in sentence
+    return sentence
+
+
+# ------------------------------------------------------------------------------ completing
+
+
+def test_fields_that_are_left_out_have_their_defaults(given):
+    full = recipe.complete(given)
+    defaults = recipe.reference()
+    defaults.prompts.file = defaults.evaluation.prompts = given.prompts.file
+    assert full.to_dict() == defaults.to_dict()
+    recipe.check(full)
+    recipe.check_devices(full, 8)
+
+
+def test_a_recipe_overrides_single_fields_of_a_group(given):
+    full = recipe.complete(changed(given, sampler__kind="flow", seed=7))
+    assert (full.seed, full.sampler.kind) == (7, "flow")
+    assert full.sampler.steps == recipe.reference().sampler.steps
+    assert given.sampler.to_dict() == {"kind": "flow"}  # what was given stays as it was
+
+
+def test_whole_numbers_become_floats_where_floats_belong(given):
+    full = recipe.complete(changed(given, sampler__guidance=3, trainer__clip_norm=1, lora__alpha=8))
+    for value in (full.sampler.guidance, full.trainer.clip_norm, full.lora.alpha):
+        assert type(value) is float
+    assert full.sampler.guidance == 3.0
+    assert type(full.sampler.steps) is int
+
+
+def test_wandb_takes_any_fields(given):
+    full = recipe.complete(changed(given, wandb__project="shapes", wandb__tags=["a"]))
+    recipe.check(full)
+    assert full.wandb.project == "shapes"
+
+
+def test_what_trainer_and_algorithm_are_made_of(given):
+    full = recipe.complete(changed(given, trainer__ema=0.9, algorithm__kl_coefficient=0.5))
+    settings, algorithm = recipe.trainer_settings(full), recipe.algorithm_settings(full)
+    assert (settings.ema, settings.micro_batch) == (0.9, full.trainer.micro_batch)
+    assert (algorithm.kl_coefficient, algorithm.clip_range) == (0.5, full.algorithm.clip_range)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        (
+            "sampler__guidence",
+            1.0,
+            "config.sampler.guidence is not a field; did you mean config.sampler.guidance?",
+        ),
+        ("guidance", 1.0, "config.guidance is not a field; did you mean config."),
+        ("samplr__steps", 8, "config.samplr is not a field; did you mean config.sampler?"),
+        ("sampler__steps", "8", "config.sampler.steps must be a whole number, not '8'"),
+        ("sampler__steps", 8.5, "config.sampler.steps must be a whole number, not 8.5"),
+        ("model__remat", 1, "config.model.remat must be True or False, not 1"),
+        ("trainer__eps", True, "config.trainer.eps must be a number, not True"),
+        ("sampler__window", 4, "config.sampler.window must be a tuple, not 4"),
+        ("trainer", 3, "config.trainer"),
+    ],
+)
+def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentence):
+    assert refused(changed(given, **{field: value})).startswith(sentence)
+
+
+# ------------------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("sampler__steps", 0, "config.sampler.steps must be above 0, not 0"),
+        ("trainer__learning_rate", 0.0, "config.trainer.learning_rate must be above 0, not 0.0"),
+        ("trainer__clip_norm", float("nan"), "config.trainer.clip_norm must be above 0, not nan"),
+        ("trainer__eps", -1e-8, "config.trainer.eps must be above 0, not -1e-08"),
+        ("model__height", -32, "config.model.height must be above 0, not -32"),
+        ("placement__trainer", dict(data=0, fsdp=1), "config.placement.trainer.data must be above"),
+        ("placement__rollout", dict(data=4, fsdp=0), "config.placement.rollout.fsdp must be above"),
+        ("placement__rollout", dict(data=-1, fsdp=1), "config.placement.rollout.data must be 0 or"),
+        ("seed", -1, "config.seed must be 0 or more, not -1"),
+        ("lora__rank", -4, "config.lora.rank must be 0 or more, not -4"),
+        ("lora__alpha", 0.0, "config.lora.alpha must be above 0, not 0.0"),
+        ("trainer__weight_decay", -0.1, "config.trainer.weight_decay must be 0 or more, not -0.1"),
+        ("trainer__ema", 1.0, "config.trainer.ema must lie in [0, 1), not be 1.0"),
+        ("trainer__b2", 1.5, "config.trainer.b2 must lie in [0, 1), not be 1.5"),
+        ("batch__images", 1, "config.batch.images = 1: a group needs 2 images or more"),
+        ("model__dtype", "float16", "config.model.dtype is 'float16'; did you mean"),
+        ("model__folder", "", "config.model.folder is not given: add --config.model.folder=..."),
+        ("algorithm__name", "flow_dpo", "config.algorithm.name is 'flow_dpo'; did you mean 'flow_"),
+        ("algorithm__advantage_std", "batch", "config.algorithm.advantage_std is 'batch'; it must"),
+        ("algorithm__clip_range", 1e-7, "config.algorithm.clip_range is 1e-07; it must lie in"),
+        ("algorithm__adv_clip", 0.0, "config.algorithm.adv_clip is 0.0; it must be positive"),
+        (
+            "algorithm__kl_coefficient",
+            -0.1,
+            "config.algorithm.kl_coefficient is -0.1; it must be finite and not negative",
+        ),
+        (
+            "sampler__kind",
+            "ode",
+            "config.sampler.kind is 'ode'; it must be one of 'flow', 'dance', 'cps'",
+        ),
+        ("sampler__kind", "danse", "config.sampler.kind is 'danse'; did you mean 'dance'? It must"),
+        ("sampler__noise_level", 0.0, "config.sampler.noise_level must be above 0, not 0.0"),
+        (
+            "sampler__noise_level",
+            1.5,
+            "config.sampler.noise_level of cps is 1.5; it must be at most 1",
+        ),
+        (
+            "sampler__window",
+            (6, 4),
+            "config.sampler.window is 4 steps from step 6, but the schedule has the 8 steps 0 to 7",
+        ),
+        ("sampler__window", (0, 0), "config.sampler.window is 0 steps from step 0"),
+        (
+            "sampler__window",
+            (0, 1, 2),
+            "config.sampler.window must be two whole numbers, the first trained step and how many "
+            "are trained, not (0, 1, 2)",
+        ),
+        ("sampler__window", (0.0, 4), "config.sampler.window must be two whole numbers"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(given, field, value, sentence):
+    assert refused(changed(given, **{field: value})).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("rules", "sentence"),
+    [
+        (
+            ((".*", "fdsp"),),
+            "the tactic of '.*' in config.placement.rules is 'fdsp'; did you mean 'fsdp'?",
+        ),
+        ((("attn(", "fsdp"),), "config.placement.rules: 'attn(' is no regular expression: missing"),
+        ((".*", "fsdp"), "config.placement.rules must hold pairs such as ('.*', 'replicate')"),
+        (((".*", "fsdp", 2),), "config.placement.rules must hold pairs"),
+        (((".*", 2),), "config.placement.rules must hold pairs"),
+    ],
+)
+def test_sharding_rules_are_pairs_of_an_expression_and_a_tactic(given, rules, sentence):
+    assert refused(changed(given, placement__rules=rules)).startswith(sentence)
+
+
+# ------------------------------------------------------------------------------ batches
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            dict(trainer__updates=5),
+            "config.trainer.updates = 5 must divide config.batch.groups = 12, as each update trains "
+            "its own groups: set config.batch.groups to 10 or 15, or change config.trainer.updates",
+        ),
+        (
+            dict(sampler__fragment=100),
+            "config.sampler.fragment = 100 must divide config.batch.groups * config.batch.images / "
+            "config.trainer.updates = 144, as a fragment belongs to one update",
+        ),
+        (
+            dict(trainer__updates=2),
+            "config.sampler.fragment = 144 must divide config.batch.groups * config.batch.images / "
+            "config.trainer.updates = 72",
+        ),
+        (
+            dict(trainer__micro_batch=100),
+            "config.trainer.micro_batch = 100 must divide config.sampler.fragment = 144",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_cut_is_refused(given, fields, sentence):
+    assert refused(changed(given, **fields)).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            dict(placement__rollout=dict(data=5, fsdp=1), placement__trainer=dict(data=3, fsdp=1)),
+            "the number of devices of config.placement.rollout = 5 must divide "
+            "config.sampler.fragment = 144, as images are split evenly over a mesh's devices: set",
+        ),
+        (
+            dict(evaluation__batch=90),
+            "the number of devices of config.placement.rollout = 4 must divide "
+            "config.evaluation.batch = 90",
+        ),
+        (
+            dict(placement__trainer=dict(data=4, fsdp=1), trainer__micro_batch=2),
+            "the number of devices of config.placement.trainer = 4 must divide "
+            "config.trainer.micro_batch = 2",
+        ),
+        (
+            dict(placement__rollout=dict(data=0, fsdp=1), placement__trainer=dict(data=5, fsdp=1)),
+            "the number of devices of config.placement.trainer = 5 must divide "
+            "config.sampler.fragment = 144",
+        ),
+        (
+            dict(placement__trainer=dict(data=2, fsdp=4)),
+            "config.placement.rollout wants 4 and config.placement.trainer 8 devices, but there are "
+            "8: make the meshes smaller",
+        ),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(given, fields, sentence):
+    config = changed(given, **fields)
+    assert refused(config, devices=8).startswith(sentence)
+    recipe.check_devices(recipe.complete(config), 1)  # where nothing is split
+
+
+# ------------------------------------------------------------------------------ prompts, reward
+
+
+@pytest.mark.parametrize("field", ["prompts__file", "evaluation__prompts"])
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("none.txt", None, "There is no prompt file at FILE"),
+        ("empty.txt", "", "FILE holds no prompt: write at least one line."),
+        ("bad.jsonl", '{"prompt": "a"}\n{"prompt": 3}\n', 'FILE, line 2: "prompt" is 3; write a'),
+        ("bad.json", "{}", "FILE ends in '.json': a prompt file is .jsonl"),
+    ],
+)
+def test_a_prompt_file_that_cannot_be_used_is_refused(
+    given, tmp_path, field, name, content, sentence
+):
+    file = tmp_path / name
+    if content is not None:
+        file.write_text(content)
+    expected = f"config.{field.replace('__', '.')}: {sentence.replace('FILE', str(file))}"
+    assert refused(changed(given, **{field: str(file)})).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("shapes", "unknown reward 'shapes': use one of shapes_geneval, or module:function"),
+        ("no_such_module:f", "reward 'no_such_module:f': there is no module 'no_such_module' in"),
+        ("json:nicest", "reward 'json:nicest': module json has no function 'nicest'"),
+    ],
+)
+def test_a_reward_that_there_is_not_is_refused(given, name, sentence):
+    sentence = f"config.reward.name: {sentence}"
+    assert refused(changed(given, reward__name=name)).startswith(sentence)
+
+
+@pytest.mark.parametrize("line", ["import no_such_dependency", "raise ValueError('my bug')"])
+def test_an_error_inside_the_users_reward_keeps_its_traceback(given, tmp_path, monkeypatch, line):
+    name = "reward_" + re.sub(r"\W", "_", line)
+    (tmp_path / f"{name}.py").write_text(line + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises((ModuleNotFoundError, ValueError)) as caught:
+        recipe.check(recipe.complete(changed(given, reward__name=f"{name}:f")))
+    assert not isinstance(caught.value, ConfigError)

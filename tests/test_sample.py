@@ -1,0 +1,169 @@
+"""Opening a model and drawing prompts by it: pictures in a folder, the same whatever the batch."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from digen_jax.export import export
+from digen_jax.inference import is_run, open_model, run_config, sample_to_folder, slug
+from digen_jax.settings import ConfigError
+from tests.pipelines import ROOT
+from tests.tiny_runs import pipeline, trained
+
+PROMPTS = ["a red circle", "two blue stars", "a green square above a red circle"]
+NAMES = ["00000_a-red-circle.png", "00001_two-blue-stars.png"]
+NAMES += ["00002_a-green-square-above-a-red-circle.png", "grid.png"]
+
+
+@pytest.fixture
+def base(tmp_path_factory):
+    return tmp_path_factory.getbasetemp()
+
+
+def draw(model, folder, batch=2, prompts=PROMPTS, seed=7, **sampling):
+    sampling = dict(guidance=None, steps=None, height=None, width=None) | sampling
+    sample_to_folder(model, model.sampler(**sampling), prompts, folder, batch, seed)
+    return pictures(folder)
+
+
+def pictures(folder):
+    """The images of a folder in their order, without the grid, as numbers that can be subtracted."""
+    return np.stack([np.asarray(Image.open(f), int) for f in sorted(folder.glob("0*.png"))])
+
+
+def run_script(*arguments):
+    """launch/sample.py in a process of its own, with two devices."""
+    return subprocess.run(
+        [sys.executable, ROOT / "launch" / "sample.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    )
+
+
+def test_the_script_draws_every_prompt_and_the_batch_makes_no_difference(base, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS))
+    done = run_script(
+        f"--model={pipeline(base)}",
+        f"--prompts={file}",
+        f"--output={tmp_path / 'script'}",
+        "--batch=3",
+        "--steps=3",
+        "--guidance=2",
+        "--seed=7",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"3 images and grid.png lie in {tmp_path / 'script'}\n"
+    assert sorted(file.name for file in (tmp_path / "script").iterdir()) == NAMES
+    model = open_model(str(pipeline(base)), jax.devices()[:1])
+    # Three images on two devices, two of them at once on one, and one after the other.
+    found = pictures(tmp_path / "script")
+    assert found.shape == (3, 32, 32, 3)
+    two = draw(model, tmp_path / "two", steps=3, guidance=2.0)
+    assert abs(found - two).max() <= 1
+    assert abs(found[0] - found[1]).max() > 20
+    assert Image.open(tmp_path / "two" / "grid.png").width > 3 * 160
+
+
+def test_a_repeated_prompt_is_another_image_and_another_seed_too(base, tmp_path):
+    model = open_model(str(pipeline(base)), jax.devices()[:1])
+    sampling = dict(prompts=["a red circle"] * 2, steps=3, guidance=2.0)
+    first, second = draw(model, tmp_path / "7", **sampling)
+    third, _ = draw(model, tmp_path / "8", seed=8, **sampling)
+    assert abs(first - second).max() > 20 and abs(first - third).max() > 20
+
+
+def test_a_run_is_drawn_as_its_lora_on_the_model_it_started_from(base, tmp_path):
+    run = open_model(str(trained(base, "lora")), jax.devices()[:1])
+    assert run.defaults == (32, 32, 5, 2.0), "as the run's own evaluation samples"
+    export(trained(base, "lora"), tmp_path / "lora")
+    with_lora = open_model(str(pipeline(base)), jax.devices()[:1], lora=str(tmp_path / "lora"))
+    assert with_lora.defaults == (32, 32, 28, 7.0), "as diffusers' pipeline samples"
+    plain = open_model(str(pipeline(base)), jax.devices()[:1])
+    same = dict(steps=5, guidance=2.0)
+    drawn = draw(run, tmp_path / "run")
+    assert abs(drawn - draw(with_lora, tmp_path / "with", **same)).max() <= 1
+    assert abs(drawn - draw(plain, tmp_path / "plain", **same)).max() > 20
+
+
+def test_the_compute_type_is_the_runs_or_the_given_one(base):
+    folder = str(pipeline(base))
+    assert open_model(folder, jax.devices()[:1]).family.transformer.dtype == np.float32
+    half = open_model(folder, jax.devices()[:1], dtype="bfloat16")
+    assert half.family.transformer.dtype == jax.numpy.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.weights)} == {np.dtype("float32")}
+
+
+def test_a_batch_is_a_multiple_of_the_devices(base):
+    model = open_model(str(pipeline(base)), jax.devices()[:3])
+    batches = [model.batch(wanted, images) for wanted, images in [(8, 100), (8, 2), (1, 9), (6, 6)]]
+    assert batches == [9, 3, 3, 6]
+    with pytest.raises(ConfigError, match="batch must be above 0, not 0"):
+        model.batch(0, 9)
+
+
+def test_what_does_not_fit_the_model_is_refused(base):
+    model = open_model(str(pipeline(base)), jax.devices()[:1])
+    with pytest.raises(ConfigError, match=r"30x32 does not fit.*multiples of 8 from 8 to 128"):
+        model.sampler(None, None, 30, None)
+    with pytest.raises(ConfigError, match="number of steps must be above 0, not 0"):
+        model.sampler(None, 0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("missing", "missing' is neither an existing folder nor a hub id"),
+        ("empty", "neither a pipeline folder .* nor the workdir of a run"),
+        ("broken", "config.json is not JSON"),
+        ("transformer", "no training run's workdir: config.patch_size is not a field"),
+        ("begun", "begun has saved no checkpoint yet"),
+        ("other", "other is a FluxPipeline; supported are StableDiffusion3Pipeline"),
+    ],
+)
+def test_a_name_that_cannot_be_opened_is_one_sentence(base, tmp_path, name, sentence):
+    config = json.loads((trained(base, "lora") / "config.json").read_text())
+    files = {
+        "broken/config.json": "{",
+        "transformer/config.json": '{"patch_size": 2}',
+        "begun/config.json": json.dumps(config),
+        "other/model_index.json": '{"_class_name": "FluxPipeline"}',
+    }
+    (tmp_path / "empty").mkdir()
+    for file, content in files.items():
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text(content)
+    with pytest.raises(ConfigError, match=sentence):
+        open_model(str(tmp_path / name), jax.devices()[:1])
+
+
+def test_a_lora_that_is_none_is_refused(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"pytorch_lora_weights\.safetensors is missing"):
+        open_model(str(pipeline(base)), jax.devices()[:1], lora=str(tmp_path))
+
+
+def test_a_run_is_known_by_its_config(base):
+    assert is_run(trained(base, "lora")) and not is_run(pipeline(base)) and not is_run("a/hub-id")
+    assert run_config(trained(base, "lora")).lora.rank == 4
+
+
+def test_the_script_says_what_is_missing_in_one_line(tmp_path):
+    done = run_script("--model=x", f"--output={tmp_path}", "--prompt=a", "--prompts=b.txt")
+    assert done.returncode == 2
+    assert re.fullmatch("sample.py: .*either --prompt .* or --prompts\n", done.stderr)
+
+
+def test_names_of_files_are_the_words_of_a_prompt():
+    assert slug("A photo of: 2 ROTE  Kreise, schräg!") == "a-photo-of-2-rote-kreise-schräg"
+    assert slug("../../etc") == "etc"
+    assert slug("") == slug("?!") == "empty"
+    assert len(slug("猫 " * 99).encode()) < 200

@@ -1,0 +1,81 @@
+"""Two steps of real training of a tiny random pipeline, full and LoRA, done once for all tests that read a run."""
+
+import functools
+import pathlib
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from tests.pipelines import write_tiny_pipeline
+
+PROMPTS = [
+    '{"prompt": "a photo of a red circle", "tag": "colors"}',
+    '{"prompt": "a photo of a blue star", "tag": "colors"}',
+    '{"prompt": "a photo of two green squares", "tag": "counting"}',
+    '{"prompt": "a yellow circle above a red square"}',
+    '{"prompt": "a photo of three circles", "tag": "counting"}',
+]
+TARGETS = r"transformer_blocks\..*\.attn\.(to_[qkv]|to_out\.0)"
+
+
+def redness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.ndarray:
+    """A reward that differs from image to image."""
+    return images[..., 0].mean((1, 2)) - images[..., 1:].mean((1, 2, 3))
+
+
+@functools.cache
+def pipeline(base: pathlib.Path) -> pathlib.Path:
+    return write_tiny_pipeline(base / "tiny-pipeline")
+
+
+@functools.cache
+def oracle(folder: pathlib.Path) -> Any:
+    """diffusers' own pipeline of a folder."""
+    # Here, because scripts that take their reward from this file need no torch.
+    from diffusers import StableDiffusion3Pipeline
+
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@functools.cache
+def prompt_file(base: pathlib.Path) -> pathlib.Path:
+    file = base / "tiny-prompts.jsonl"
+    file.write_text("\n".join(PROMPTS) + "\n")
+    return file
+
+
+def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
+    """Few images, steps so large that they show; "full" keeps an average of the weights."""
+    prompts = str(prompt_file(base))
+    c = ConfigDict()
+    c.steps = 2
+    c.model = ConfigDict(dict(folder=str(pipeline(base)), height=32, width=32))
+    c.prompts = ConfigDict(dict(file=prompts))
+    c.reward = ConfigDict(dict(name="tests.tiny_runs:redness"))
+    c.batch = ConfigDict(dict(groups=2, images=4))
+    c.sampler = ConfigDict(dict(steps=4, window=(0, 2), fragment=8))
+    c.algorithm = ConfigDict(dict(clip_range=0.2))
+    c.trainer = ConfigDict(dict(micro_batch=8, learning_rate=0.01))
+    one = dict(data=1, fsdp=1)
+    c.placement = ConfigDict(dict(rollout=one, trainer=one))
+    c.evaluation = ConfigDict(dict(prompts=prompts, every=2, steps=5, guidance=2.0, batch=4))
+    c.pictures = ConfigDict(dict(every=2, images=2))
+    if kind == "full":
+        c.trainer.ema = 0.5
+    else:
+        c.lora = ConfigDict(dict(rank=4, alpha=8.0, targets=TARGETS))
+        c.trainer.learning_rate = 0.2
+    return c
+
+
+@functools.cache
+def trained(base: pathlib.Path, kind: str) -> pathlib.Path:
+    """The workdir of a finished run of a kind, "full" or "lora"."""
+    from digen_jax.runtime.run import train
+
+    workdir = base / f"tiny-run-{kind}"
+    train(tiny_config(base, kind), workdir)
+    return workdir
