@@ -1,6 +1,9 @@
 """Flow-GRPO on the embedded shapes model: the demo.
 
 python launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes
+
+Expected: 0.144 before, 0.259 after 150 steps on the 540 held-out prompts (no guidance, no noise), in under 7 minutes on
+2 CPU cores. With a learning rate of 3e-4 it rises faster, to 0.206 by step 50, and falls to 0.124 by step 150.
 """
 
 from ml_collections import ConfigDict
@@ -9,7 +12,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0
-    c.steps = 100
+    c.steps = 150
     c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
     c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
     c.reward = ConfigDict(dict(name="shapes_geneval"))

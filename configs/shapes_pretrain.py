@@ -1,6 +1,9 @@
 """Pretrains the embedded shapes model from scratch: autoencoder, then transformer and text encoders.
 
 python launch/pretrain.py --config configs/shapes_pretrain.py --workdir runs/pretrain --output assets/shapes-sd3
+
+Expected on 2 CPU cores: autoencoder 8 minutes, mse 0.0015; transformer 33 minutes, loss 0.25. The autoencoder of the
+embedded model was trained on two virtual devices; every other number is this file's.
 """
 
 from ml_collections import ConfigDict
