@@ -45,11 +45,11 @@ def main() -> None:
     from digen_jax.prompts.files import read_prompt_file
     from digen_jax.runtime.evaluation import evaluate, score_table
 
+    guidances = _guidances()
     prompts, images, reward = _task()
     with user_input():
         records = read_prompt_file(prompts)[:images]
         score = rewards.resolve(reward)
-        guidances = [float(text) for text in _GUIDANCE.value] or [None]
     model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
     samplers = [
         model.sampler(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances
@@ -83,6 +83,16 @@ def _task() -> tuple[str, int | None, str]:
     if not (prompts and reward):
         raise ConfigError("a pipeline has no task of its own: give --prompts and --reward")
     return prompts, images, reward
+
+
+def _guidances() -> list[float | None]:
+    """The numbers of --guidance; None stands for the model's own."""
+    try:
+        return [float(text) for text in _GUIDANCE.value] or [None]
+    except ValueError as error:
+        raise ConfigError(
+            f"--guidance={','.join(_GUIDANCE.value)} must be a number, or several with commas"
+        ) from error
 
 
 def _progress(head: str) -> Any:

@@ -58,8 +58,8 @@ def test_quickstart_shows_its_pictures(quickstart, cell):
 
 def test_quickstart_learns(quickstart):
     shown = rewards(quickstart["tune"])
-    assert len(shown) == 16
-    assert sum(shown[-4:]) / 4 > sum(shown[:4]) / 4 + 0.05
+    assert len(shown) == 14
+    assert sum(shown[-4:]) / 4 > sum(shown[:4]) / 4 + 0.2
 
 
 def test_quickstart_warns_of_nothing(quickstart):

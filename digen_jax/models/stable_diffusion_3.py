@@ -197,11 +197,6 @@ class StableDiffusion3:
 
     @functools.cached_property
     def _shapes(self) -> Params:
-        """Tracing all networks takes seconds, and every component that is read asks for this."""
-        return self._shapes
-
-    @functools.cached_property
-    def _shapes(self) -> Params:
         # Tracing every component takes seconds, and each one that is read asks for them.
         return jax.eval_shape(self.init, jax.random.key(0))
 

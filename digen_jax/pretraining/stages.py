@@ -124,9 +124,11 @@ def latent_statistics(latents: Float[np.ndarray, "n h w c"]) -> dict[str, float]
     }
 
 
-def scaled(family: StableDiffusion3, latents: Float[np.ndarray, "n h w c"]):
+def scaled(
+    family: StableDiffusion3, latents: Float[np.ndarray, "n h w c"]
+) -> Float[np.ndarray, "n h w c"]:
     """What the transformer sees."""
-    return np.asarray(scale_latents(family.vae.config, latents), np.float32)
+    return np.asarray(scale_latents(family.vae.config, jnp.asarray(latents)))
 
 
 def _claim(workdir: pathlib.Path, config: Any, stage: str, fields: tuple[str, ...]) -> IO[str]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_autoencoder_loss_is_diffusers(trained, oracle):
     images = the_pool(trained).images[:4].astype(np.float32) / 127.5 - 1
     key = jax.random.key(5)
     with jax.default_matmul_precision("highest"):
-        loss, parts = stages.autoencoder_loss(family, 0.3, params["vae"], images, key)
+        loss, parts = stages.autoencoder_loss(family, 0.3, params["vae"], jnp.asarray(images), key)
 
     wanted = torch.from_numpy(images).permute(0, 3, 1, 2)
     noise = np.asarray(jax.random.normal(key, (4, 8, 8, 4))).transpose(0, 3, 1, 2)
@@ -124,7 +125,7 @@ def test_flow_matching_loss_is_diffusers(trained, oracle):
     key = jax.random.key(5)
     with jax.default_matmul_precision("highest"):
         found, _ = stages.flow_matching_loss(
-            family, params, (latents, family.tokenize(prompts)), key
+            family, params, (jnp.asarray(latents), family.tokenize(prompts)), key
         )
 
     noise_key, sigma_key = jax.random.split(key)

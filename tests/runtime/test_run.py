@@ -117,14 +117,14 @@ def arrays(workdir: pathlib.Path):
 
 
 def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
-    """Metrics, TensorBoard, checkpoints and pictures, down to the last bit."""
+    """Metrics, TensorBoard, the last checkpoint and the pictures, down to the last bit."""
     assert lines(workdir) == lines(unbroken)
     events, expected = (
         [event for event in scalars(one) if not event[1].startswith(TIMING)]
         for one in (workdir, unbroken)
     )
     assert len(expected) > len(lines(unbroken)) and events == expected
-    assert saved(workdir) == saved(unbroken)
+    assert saved(workdir)[-1] == saved(unbroken)[-1]
     assert arrays(workdir) == arrays(unbroken)
     for picture in ("before_after.png", "curve.png"):
         assert (workdir / "pictures" / picture).read_bytes() == (
@@ -199,11 +199,11 @@ def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder, un
 
 
 def test_one_device_does_everything_and_says_so(folder):
-    code, said = launch(folder, "--workdir=alone", "--config.steps=2", devices=1)
+    code, said = launch(folder, "--workdir=alone", "--config.steps=1", devices=1)
     assert code == 0, said
     assert said.startswith("colocated: the one device (cpu) samples and trains in turn\n")
     history = lines(folder / "alone")
-    assert history[2]["gradient_norm"] > 0 and history[2]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert history[1]["gradient_norm"] > 0 and history[1]["ratio"] == pytest.approx(1, abs=1e-5)
 
 
 # ------------------------------------------------------------------- runs of the toy family
