@@ -12,22 +12,24 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0
-    c.steps = 150
+    c.steps = 80
     c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
     c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
     c.reward = ConfigDict(dict(name="shapes_geneval"))
     c.batch = ConfigDict(dict(groups=12, images=12))
     c.sampler = ConfigDict(
-        dict(steps=8, kind="cps", noise_level=0.8, window=(0, 4), guidance=1.0, fragment=144)
+        dict(steps=8, kind="cps", noise_level=0.8, window=(0, 4), guidance=2.0, fragment=144)
     )
     c.algorithm = ConfigDict(
         dict(name="flow_grpo", clip_range=1e-3, adv_clip=5.0, advantage_std="group")
     )
-    c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=1e-4, ema=0.95))
+    c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=1.5e-4, ema=0.9))
     c.placement = ConfigDict(
         dict(rollout=dict(data=4, fsdp=1), trainer=dict(data=2, fsdp=2), rules=((".*", "fsdp"),))
     )
-    c.evaluation = ConfigDict(dict(prompts="assets/prompts/shapes_heldout.jsonl", every=25))
-    c.pictures = ConfigDict(dict(every=25, images=12))
-    c.checkpoint = ConfigDict(dict(every=25))
+    c.evaluation = ConfigDict(
+        dict(prompts="assets/prompts/shapes_heldout.jsonl", guidance=2.0, every=20)
+    )
+    c.pictures = ConfigDict(dict(every=20, images=12))
+    c.checkpoint = ConfigDict(dict(every=20))
     return c

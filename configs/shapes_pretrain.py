@@ -12,14 +12,14 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0
-    c.images = 60_000
+    c.images = 120_000
     c.image_size = 32
     c.dtype = "float32"
     c.cpu_devices = 1  # where there is no accelerator: one device uses all cores
     c.shift = 1.0  # of the scheduler that the folder ships
 
     c.text = text = ConfigDict()
-    text.max_length = 16
+    text.max_length = 12
     text.encoder = ConfigDict(
         dict(
             hidden_size=64,
@@ -85,10 +85,10 @@ def get_config() -> ConfigDict:
     t.caption_dropout = 0.1
     t.fit = ConfigDict(
         dict(
-            steps=8000,
+            steps=16_000,
             learning_rate=1e-3,
             muon_rate=0.02,
-            final_rate=0.1,
+            final_rate=0.02,
             warmup=200,
             ema=0.999,
             clip_norm=1.0,

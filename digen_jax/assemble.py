@@ -3,7 +3,7 @@
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
 from digen_jax.recipe import blame
 from digen_jax.runtime.placement import DeviceGroup, Placement, make_placement
 from digen_jax.runtime.policy import Policy
-from digen_jax.runtime.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.runtime.sampler import Sampler, SamplerSettings
+from digen_jax.runtime.system import System
 from digen_jax.runtime.trainer import Trainer
 from digen_jax.settings import ConfigError, user_input
 from digen_jax.weights.folder import read_model_index, resolve_folder
@@ -25,28 +26,6 @@ from digen_jax.weights.lora import LoraConfig
 
 # The model families, by the pipeline class that a folder's model_index.json names.
 FAMILIES = {PIPELINE_CLASS: StableDiffusion3}
-
-
-class System(NamedTuple):
-    """The parts of a training run, their parameters loaded."""
-
-    placement: Placement
-    policy: Policy
-    sampler: Sampler
-    evaluator: Sampler
-    trainer: Trainer
-    base: Any  # on the trainer mesh, see Policy
-    start: Any  # what is tuned, before the first update; the trainer's `init` takes it over
-    rollout_base: Any
-    frozen: Any  # the other components, on the rollout mesh
-
-    def publish(self, tuned: Any) -> Weights:
-        """The tuned parameters resharded onto the rollout mesh, with all else the sampler needs.
-
-        Colocated they are the trainer's own arrays, which its next update consumes.
-        """
-        shardings = self.placement.rollout.params(tuned)
-        return Weights(jax.device_put(tuned, shardings), self.rollout_base, self.frozen)
 
 
 def open_pipeline(name: str) -> pathlib.Path:

@@ -25,7 +25,7 @@ def main() -> int | None:
     config = complete(_CONFIG.value)
     prepare(config.placement.cpu_devices)
 
-    from digen_jax.runtime.run import train
+    from digen_jax.run import train
 
     return train(config, pathlib.Path(_WORKDIR.value))
 

@@ -74,7 +74,7 @@ def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
 @functools.cache
 def trained(base: pathlib.Path, kind: str) -> pathlib.Path:
     """The workdir of a finished run of a kind, "full" or "lora"."""
-    from digen_jax.runtime.run import train
+    from digen_jax.run import train
 
     workdir = base / f"tiny-run-{kind}"
     train(tiny_config(base, kind), workdir)

@@ -7,15 +7,16 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from digen_jax.shapes.captions import train_record
+from digen_jax.shapes.captions import tags, train_record
 from digen_jax.shapes.render import render
 from digen_jax.shapes.scene import sample_scene
 
 CHUNK = 1000
+TAGGED = 0.5  # the share of captions that say all; the others are prompts as RL has them
 
 
 class Pool(NamedTuple):
-    """Images as bytes, one caption each."""
+    """Images as bytes, one caption each: a prompt, or the tags of all that is to be seen."""
 
     images: UInt8[np.ndarray, "n h w 3"]
     captions: list[str]
@@ -53,6 +54,7 @@ def _render_chunk(seed: int, chunk: int, count: int, size: int):
     images, captions = np.empty((count, size, size, 3), np.uint8), []
     for i in range(count):
         record = train_record(rng)
-        images[i] = np.round(render(sample_scene(record, rng), size) * 255)
-        captions.append(record["prompt"])
+        scene = sample_scene(record, rng)
+        images[i] = np.round(render(scene, size) * 255)
+        captions.append(tags(scene) if rng.random() < TAGGED else record["prompt"])
     return images, captions

@@ -18,10 +18,10 @@ from jaxtyping import Float, Int
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import group_advantages, zero_std_groups
-from digen_jax.assemble import System
 from digen_jax.flow.sampling import Trajectory, image_keys
 from digen_jax.runtime.evaluation import by_tag
 from digen_jax.runtime.sampler import Prompts, Weights
+from digen_jax.runtime.system import System
 from digen_jax.runtime.trainer import Experience, State
 
 

@@ -13,7 +13,7 @@ from digen_jax.shapes.vocabulary import BACKGROUNDS, COLORS
 PIXEL = 1 / 32
 GAP = 2.2 * PIXEL
 MARGIN = 1.0 * PIXEL
-RADII = {1: (5.0, 8.0), 2: (4.6, 7.0), 3: (4.4, 5.6), 4: (4.4, 5.0)}
+RADII = {1: (5.5, 9.0), 2: (5.0, 7.0), 3: (4.6, 5.8), 4: (4.5, 5.2)}
 REACH = 1.15  # no shape extends farther than this times its radius
 _TRIES = 64
 _NAMED_BACKGROUND = re.compile(r" on an? (\w+) background$")
@@ -70,6 +70,12 @@ def sample_scene(record: dict, rng: np.random.Generator) -> Scene:
         for shape, color, (x, y), radius in zip(shapes, colors, centres, radii, strict=True)
     )
     return Scene(objects, _draw_background(record["prompt"], shapes, rng))
+
+
+def relation_between(a: Object, b: Object) -> str | None:
+    """The relation in which `a` clearly is to `b`, at most 24 degrees off, if it is in one."""
+    offset = np.array([[a.x - b.x, a.y - b.y]])
+    return next((relation for relation in _AXIS if _is_clearly(relation, offset)[0]), None)
 
 
 def _draw_colors(wanted: list[dict], rng: np.random.Generator) -> list[str]:
@@ -133,7 +139,7 @@ def _draw_layout(
         fits = _apart(centres, radii)
         if named:
             relation, i, j = named
-            fits &= _clearly(relation, centres[:, i] - centres[:, j])
+            fits &= _is_clearly(relation, centres[:, i] - centres[:, j])
         elif len(set(shapes)) == 2:
             fits &= ~_held_out_relation(shapes, centres)
         if fits.any():
@@ -150,7 +156,7 @@ def _apart(
     return (distance >= REACH * (radii[:, i] + radii[:, j]) + GAP).all(axis=1)
 
 
-def _clearly(relation: str, offset: Float[np.ndarray, "k 2"]) -> Bool[np.ndarray, "k"]:
+def _is_clearly(relation: str, offset: Float[np.ndarray, "k 2"]) -> Bool[np.ndarray, "k"]:
     """Whether an offset points the relation's way, at most 24 degrees off: no other one holds."""
     axis, sign = _AXIS[relation]
     return np.abs(offset[:, 1 - axis]) <= 0.45 * sign * offset[:, axis]

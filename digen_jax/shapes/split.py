@@ -2,7 +2,7 @@
 
 A combination (an *atom*) belongs to one of the six tasks: a class on a background, an unordered
 pair of classes, a class and its count, a colour and its class, a relation between two classes (a
-left of b is b right of a), or an unordered pair of coloured classes. A fifth to a quarter of each
+left of b is b right of a), or an unordered pair of coloured classes. An eighth to a quarter of each
 task's atoms are held out by fixed rules over places in the vocabulary, so that every class, colour,
 count, background and relation keeps its share of training.
 """
@@ -33,15 +33,15 @@ def count_held_out(shape: str, count: int) -> bool:
 
 
 def color_held_out(color: str, shape: str) -> bool:
-    """colors: a class in a colour; each class loses two colours, each colour one or two classes."""
-    return (_SHAPE[shape] + _COLOR[color]) % 4 == 0
+    """colors: a class in a colour; each class loses one of its eight colours."""
+    return (_SHAPE[shape] + _COLOR[color]) % 8 == 0
 
 
 def relation_held_out(a: str, relation: str, b: str) -> bool:
-    """position: a in `relation` to b; every pair of classes loses one of its four relations."""
+    """position: a in `relation` to b; every other pair of classes loses one of its four relations."""
     if _SHAPE[a] > _SHAPE[b]:
         a, relation, b = b, MIRRORED[relation], a
-    return (_SHAPE[a] + 2 * _SHAPE[b] + _RELATION[relation]) % 4 == 0
+    return (_SHAPE[a] + 2 * _SHAPE[b] + _RELATION[relation]) % 8 == 0
 
 
 def colored_pair_held_out(color_a: str, a: str, color_b: str, b: str) -> bool:

@@ -13,6 +13,7 @@ from digen_jax import assemble, recipe
 from digen_jax.flow.schedule import SchedulerConfig
 from digen_jax.runtime import loop
 from digen_jax.runtime.placement import make_placement
+from digen_jax.runtime.system import System
 
 LETTERS, TEXT = 6, 8
 
@@ -106,7 +107,7 @@ def meshes(rollout: tuple[int, int], trainer: tuple[int, int]) -> dict[str, Any]
     )
 
 
-def system(config: ConfigDict, devices: int = 8, family: Any = None) -> assemble.System:
+def system(config: ConfigDict, devices: int = 8, family: Any = None) -> System:
     """All parts of a run around the toy family, its parameters where the rules put them."""
     family = family or ToyFamily()
     recipe.check_devices(config, devices)
@@ -130,7 +131,7 @@ def brightness(images, prompts, metadata):
     return images.mean((1, 2, 3), dtype=np.float64)
 
 
-def rollout(system: assemble.System, config: ConfigDict, tuned: Any):
+def rollout(system: System, config: ConfigDict, tuned: Any):
     """(prompts, fragments) of the step with `records`, from published weights."""
     rows, weights = records(config.batch.groups), system.publish(tuned)
     prompts = system.sampler.encode(weights, [row["prompt"] for row in rows])

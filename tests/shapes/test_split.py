@@ -24,17 +24,17 @@ def test_pairs_have_no_order():
 
 def test_every_class_keeps_most_of_its_combinations():
     for shape in SHAPES:
-        assert sum(split.color_held_out(color, shape) for color in COLORS) == 2
+        assert sum(split.color_held_out(color, shape) for color in COLORS) == 1
         assert 1 <= sum(split.background_held_out(shape, name) for name in BACKGROUNDS) <= 2
         assert sum(split.pair_held_out(shape, other) for other in SHAPES) == 1
         assert sum(split.count_held_out(shape, count) for count in (2, 3, 4)) <= 1
     for a, b in itertools.combinations(SHAPES, 2):
-        assert sum(split.relation_held_out(a, relation, b) for relation in RELATIONS) == 1
+        assert sum(split.relation_held_out(a, relation, b) for relation in RELATIONS) <= 1
 
 
 def test_every_color_background_and_count_keeps_most_of_its_classes():
     for color in COLORS:
-        assert 1 <= sum(split.color_held_out(color, shape) for shape in SHAPES) <= 2
+        assert sum(split.color_held_out(color, shape) for shape in SHAPES) <= 1
     for name in BACKGROUNDS:
         assert 1 <= sum(split.background_held_out(shape, name) for shape in SHAPES) <= 2
     for count in (2, 3, 4):

@@ -11,9 +11,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from digen_jax import run
 from digen_jax.checkpoint import finished_step
 from digen_jax.metrics import TIMING, read_metrics, without_timing
-from digen_jax.runtime import run
 from digen_jax.settings import ConfigError
 from tests.pipelines import ROOT, write_tiny_pipeline
 from tests.runtime import toy
@@ -28,7 +28,7 @@ def get_config():
         steps=6,
         model=dict(folder="pipeline"),
         prompts=dict(file="prompts.jsonl"),
-        reward=dict(name="redness:mean"),
+        reward=dict(name="blueness:mean"),
         batch=dict(groups=2, images=4),
         sampler=dict(steps=4, window=(0, 2), fragment=8),
         trainer=dict(micro_batch=8, learning_rate=1e-3, ema=0.9),
@@ -46,7 +46,7 @@ import os, signal, sys
 EVENT, _, WHEN = os.environ.get("EVENT", "").partition(" ")
 
 def mean(images, prompts, metadata):
-    scores = images[..., 0].mean((1, 2)) - images[..., 2].mean((1, 2))
+    scores = images[..., 2].mean((1, 2)) - images[..., 0].mean((1, 2))
     step = metadata[0].get("serial", -2) // 2 + 1  # 0 in an evaluation
     if str(step) == WHEN:
         if EVENT == "nan":
@@ -69,7 +69,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
     write_tiny_pipeline(folder / "pipeline")
     (folder / "prompts.jsonl").write_text("\n".join(PROMPTS) + "\n")
     (folder / "config.py").write_text(CONFIG)
-    (folder / "redness.py").write_text(REWARD)
+    (folder / "blueness.py").write_text(REWARD)
     return folder
 
 
@@ -189,7 +189,7 @@ def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder, un
     code, said = launch(folder, longer, event="nan 6")
     assert (code, "continuing after step 4" in said) == (2, True)
     sentence = said.splitlines()[-1]
-    assert sentence.startswith("train.py: reward 'redness:mean' returned nan for image 1")
+    assert sentence.startswith("train.py: reward 'blueness:mean' returned nan for image 1")
     assert "Traceback" not in said
     assert len(lines(workdir)) == 6 and saved(workdir) == ["4", "5"]
 

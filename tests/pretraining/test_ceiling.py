@@ -1,0 +1,55 @@
+import functools
+
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+from digen_jax.models.stable_diffusion_3 import StableDiffusion3
+from digen_jax.pretraining.ceiling import ceiling, round_trip
+from digen_jax.rewards.shapes import shapes_geneval
+from tests.pipelines import ROOT
+
+FOLDER = ROOT / "assets" / "shapes-sd3"
+
+
+@functools.cache
+def shapes_model():
+    family = StableDiffusion3.from_folder(FOLDER)
+    return family, family.read(FOLDER, "vae")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return ceiling(*shapes_model(), 32)
+
+
+def test_the_reward_survives_the_embedded_autoencoder(found):
+    rendered, passed = found
+    assert len(rendered.scores) == 540
+    assert rendered.scores.mean() >= 0.99
+    assert passed.scores.mean() >= 0.95, passed.metrics()
+
+
+def test_what_is_rejected_stays_rejected(found):
+    # Each picture with the next prompt of its task; six tasks take turns.
+    records = found[0].records[6:] + found[0].records[:6]
+    prompts = [record["prompt"] for record in records]
+    before, after = (
+        shapes_geneval(evaluation.images / np.float32(255), prompts, records)
+        for evaluation in found
+    )
+    assert (before == 0).sum() > 400
+    assert (before == after).mean() >= 0.99
+
+
+def test_the_round_trip_is_diffusers(found):
+    images = found[0].images[:6] / np.float32(255)
+    with jax.default_matmul_precision("highest"):
+        ours = round_trip(*shapes_model(), images)
+    oracle = AutoencoderKL.from_pretrained(FOLDER, subfolder="vae")
+    with torch.no_grad():
+        latents = oracle.encode(torch.from_numpy(images).permute(0, 3, 1, 2) * 2 - 1)
+        wanted = oracle.decode(latents.latent_dist.mean).sample.permute(0, 2, 3, 1)
+    np.testing.assert_allclose(ours, (wanted / 2 + 0.5).clip(0, 1), atol=1e-4)
