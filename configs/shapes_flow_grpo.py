@@ -2,8 +2,8 @@
 
 python launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes
 
-Expected: 0.144 before, 0.259 after 150 steps on the 540 held-out prompts (no guidance, no noise), in under 7 minutes on
-2 CPU cores. With a learning rate of 3e-4 it rises faster, to 0.206 by step 50, and falls to 0.124 by step 150.
+Expected: 0.326 before, 0.530 after 150 steps on the 540 held-out prompts (no guidance, no noise), in 7 minutes 49 seconds on
+2 CPU cores. With guidance 2, at which base and tuned model are best, 0.544 before and 0.633 after.
 """
 
 from ml_collections import ConfigDict
@@ -12,24 +12,22 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     c = ConfigDict()
     c.seed = 0
-    c.steps = 80
+    c.steps = 150
     c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
     c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
     c.reward = ConfigDict(dict(name="shapes_geneval"))
     c.batch = ConfigDict(dict(groups=12, images=12))
     c.sampler = ConfigDict(
-        dict(steps=8, kind="cps", noise_level=0.8, window=(0, 4), guidance=2.0, fragment=144)
+        dict(steps=8, kind="cps", noise_level=0.8, window=(0, 4), guidance=1.0, fragment=144)
     )
     c.algorithm = ConfigDict(
         dict(name="flow_grpo", clip_range=1e-3, adv_clip=5.0, advantage_std="group")
     )
-    c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=1.5e-4, ema=0.9))
+    c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=1.5e-4, ema=0.95))
     c.placement = ConfigDict(
         dict(rollout=dict(data=4, fsdp=1), trainer=dict(data=2, fsdp=2), rules=((".*", "fsdp"),))
     )
-    c.evaluation = ConfigDict(
-        dict(prompts="assets/prompts/shapes_heldout.jsonl", guidance=2.0, every=20)
-    )
-    c.pictures = ConfigDict(dict(every=20, images=12))
-    c.checkpoint = ConfigDict(dict(every=20))
+    c.evaluation = ConfigDict(dict(prompts="assets/prompts/shapes_heldout.jsonl", every=50))
+    c.pictures = ConfigDict(dict(every=25, images=12))
+    c.checkpoint = ConfigDict(dict(every=25))
     return c
