@@ -2,8 +2,8 @@
 
 python launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes
 
-Expected: 0.326 before, 0.530 after 150 steps on the 540 held-out prompts (no guidance, no noise), in 7 minutes 49 seconds on
-2 CPU cores. With guidance 2, at which base and tuned model are best, 0.544 before and 0.633 after.
+Expected: 0.326 before, 0.530 after 150 steps on the 540 held-out prompts (no guidance, no noise), in 7 minutes
+49 seconds on 2 CPU cores. With guidance 2, at which base and tuned model are best, 0.544 before and 0.633 after.
 """
 
 from ml_collections import ConfigDict
