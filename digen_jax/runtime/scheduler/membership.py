@@ -1,0 +1,134 @@
+"""Which candidate groups form a step: the first P with variance, by index and never by arrival."""
+
+import dataclasses
+
+INFORMATIVE, FLAT = "informative", "flat"
+
+
+@dataclasses.dataclass
+class Frontier:
+    """The candidates below `limit` are those that can be among the first `wanted` informative ones.
+
+    An informative candidate below it is certainly among them: fewer than `wanted` before it are
+    informative or undecided. It moves forward only.
+    """
+
+    wanted: int
+    limit: int = 0
+    possible: int = 0  # below the limit and not flat
+    certain: int = 0  # below the limit and informative
+
+    def note(self, group: int, verdict: str) -> None:
+        """Takes a new verdict into account; `advance` follows."""
+        if group < self.limit:
+            self.possible -= verdict == FLAT
+            self.certain += verdict == INFORMATIVE
+
+    def advance(self, verdicts: list[str | None]) -> range:
+        """Moves the limit as far as it goes; returns the groups that it passed."""
+        start = self.limit
+        while self.possible < self.wanted and self.limit < len(verdicts):
+            self.possible += verdicts[self.limit] != FLAT
+            self.certain += verdicts[self.limit] == INFORMATIVE
+            self.limit += 1
+        return range(start, self.limit)
+
+
+@dataclasses.dataclass
+class Candidates:
+    """The opened candidate groups of a step and what is known of each.
+
+    `current` bounds the update sets up to the present one, `whole` the step. Without dynamic
+    sampling (`most == wanted`) every group passes for informative once it is complete.
+    """
+
+    wanted: int
+    most: int
+    spare: int  # redundant groups
+    dynamic: bool
+    current: Frontier
+    whole: Frontier
+    verdicts: list[str | None]
+    informative: int = 0
+    decided: int = 0
+    filled: list[int] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def begin(cls, wanted: int, first_set: int, most: int, spare: int) -> "Candidates":
+        """Nothing known yet; `most` 0 is no dynamic sampling."""
+        new = cls(
+            wanted,
+            most or wanted,
+            spare,
+            bool(most),
+            Frontier(first_set),
+            Frontier(wanted),
+            [None] * (wanted + spare),
+        )
+        new.current.advance(new.verdicts)
+        new.whole.advance(new.verdicts)
+        return new
+
+    def judge(self, group: int, low: float, high: float) -> range:
+        """A group is complete, its values between low and high: the groups that may be members now.
+
+        Opens the candidate that replaces it, and fills the step up where none is left.
+        """
+        verdict = FLAT if self.dynamic and not low < high else INFORMATIVE
+        self.verdicts[group] = verdict
+        self.decided += 1
+        self.informative += verdict == INFORMATIVE
+        for frontier in (self.current, self.whole):
+            frontier.note(group, verdict)
+        if verdict == FLAT and len(self.verdicts) < self.most:
+            self.verdicts.append(None)
+        self.whole.advance(self.verdicts)
+        passed = self.current.advance(self.verdicts)
+        if self.decided == self.most and self.informative < self.wanted:
+            flat = [g for g, verdict in enumerate(self.verdicts) if verdict == FLAT]
+            self.filled = flat[: self.wanted - self.informative]
+        return passed
+
+    def next_set(self, size: int) -> range:
+        """The next update set is on: the groups that may be members of it, filled up ones apart."""
+        self.current.wanted += size
+        return self.current.advance(self.verdicts)
+
+    def is_member(self, group: int) -> bool:
+        """Whether a group is certainly in the present update set or one before."""
+        if not self.dynamic:
+            return group < self.current.limit
+        if self.verdicts[group] == INFORMATIVE:
+            return group < self.current.limit
+        return group in self.filled_in_set()
+
+    def filled_in_set(self) -> list[int]:
+        """The groups without variance that fill up the present update set or one before."""
+        return self.filled[: max(0, self.current.wanted - self.informative)]
+
+    def useless(self) -> list[int]:
+        """The groups without variance that do not fill up the step, as far as is known."""
+        if self.decided == self.informative:
+            return []
+        filled = set(self.filled)
+        flat = (g for g, verdict in enumerate(self.verdicts) if verdict == FLAT)
+        return [g for g in flat if g not in filled]
+
+    @property
+    def set_known(self) -> bool:
+        """Whether all members of the present update set are known and complete."""
+        return bool(self.filled) or self.current.certain == self.current.wanted
+
+    @property
+    def step_known(self) -> bool:
+        """Whether all members of the step are known and complete."""
+        return bool(self.filled) or self.whole.certain == self.wanted
+
+    def others(self) -> list[int]:
+        """Once the step is known: the opened groups that do not form it."""
+        members = set(self.filled)
+        return [
+            g
+            for g, verdict in enumerate(self.verdicts)
+            if g not in members and not (verdict == INFORMATIVE and g < self.whole.limit)
+        ]

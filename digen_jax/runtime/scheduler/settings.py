@@ -1,0 +1,165 @@
+"""What the scheduler is told before a run: the shape of a step, the policy's bounds, expected costs."""
+
+import dataclasses
+import math
+
+from digen_jax.settings import ConfigError, check_choice, check_divides, check_positive
+
+READINESS = ("fragment", "early_group", "group", "update_set", "step")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The shape of a step and the bounds of the policy.
+
+    `readiness` is what must be scored completely before a fragment can be trained. With
+    "early_group" a fragment trains before its group is complete, in at most `open_groups` groups at
+    a time; a group that was complete before its first training is not counted.
+
+    A step may begin up to `staleness` versions early. At most `stale_share` of its groups begin so.
+
+    `max_candidates` above 0 is dynamic sampling: groups whose values are all equal are replaced by
+    the next candidates, at most so many in all. `redundant_groups` more than needed are generated
+    at any time, so that a replacement need not be waited for. If the candidates run out, groups
+    without variance fill the step up: the first by index, ranked after all others.
+    """
+
+    steps: int
+    groups: int  # of a step
+    images: int  # of a group
+    fragment_images: int
+    updates: int = 1
+    readiness: str = "group"
+    open_groups: int = 0
+    staleness: int = 1  # versions a trajectory may be old; 0: strictly on policy
+    stale_share: float = 0.5
+    tag_fragments: int = 0  # of a step, that the trainer may generate beside rollout workers
+    max_candidates: int = 0
+    redundant_groups: int = 0
+    retries: int = 2  # of one piece of work, before its failure ends the run
+    evaluate_every: int = 0  # versions; 0: never
+    evaluation_fragments: int = 1
+    checkpoint_every: int = 0  # steps; 0: never
+
+    @property
+    def unit_images(self) -> int:
+        """Images of the smallest whole number of groups and of fragments.
+
+        It is one group, or where a fragment holds several groups one fragment: these begin, are
+        scored and are trained together, so the scheduler handles them as if they were one group.
+        """
+        return max(self.images, self.fragment_images)
+
+    @property
+    def units(self) -> int:
+        """Units of a step: what the scheduler's code calls its groups."""
+        return self.groups * self.images // self.unit_images
+
+    @property
+    def unit_fragments(self) -> int:
+        """Fragments of a unit."""
+        return self.unit_images // self.fragment_images
+
+    @property
+    def fragments(self) -> int:
+        """Fragments of a step that are trained."""
+        return self.units * self.unit_fragments
+
+    @property
+    def set_units(self) -> int:
+        """Units of an update set."""
+        return self.units // self.updates
+
+    @property
+    def stale_units(self) -> int:
+        """Units of a step that may begin before the step is on."""
+        # A share such as 0.3 of 10 groups must not lose a group to rounding.
+        return math.floor(self.stale_share * self.units + 1e-9) if self.staleness else 0
+
+    def check(self) -> None:
+        """Refuses settings that cannot work.
+
+        Raises:
+          ConfigError: names the field and what to change.
+        """
+        for name in ("steps", "groups", "images", "fragment_images", "updates"):
+            check_positive(name, getattr(self, name))
+        check_choice("readiness", self.readiness, READINESS)
+        for name in ("staleness", "tag_fragments", "redundant_groups", "retries"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if not 0 <= self.stale_share <= 1:
+            raise ConfigError(f"stale_share must lie between 0 and 1, not {self.stale_share}")
+        if self.evaluate_every:
+            check_positive("evaluation_fragments", self.evaluation_fragments)
+        if self.readiness == "early_group":
+            check_positive("open_groups", self.open_groups)
+        self._check_cut()
+        self._check_candidates()
+
+    def _check_cut(self) -> None:
+        why = "as fragments and groups must not overlap in part"
+        a, b = sorted((self.images, self.fragment_images))
+        if b % a:
+            raise ConfigError(
+                f"fragment_images = {self.fragment_images} must divide images = {self.images} or be a "
+                f"multiple of it, {why}: set it to {self.images}"
+            )
+        why = "as an update takes whole groups and fragments"
+        share = self.groups * self.images
+        check_divides("updates", self.updates, "groups", self.groups, why)
+        share //= self.updates
+        check_divides("fragment_images", self.unit_images, "images of an update", share, why)
+
+    def _check_candidates(self) -> None:
+        if not self.max_candidates:
+            if self.redundant_groups:
+                raise ConfigError(
+                    "redundant_groups needs max_candidates above groups: set it, or redundant_groups to 0"
+                )
+            return
+        if self.max_candidates < self.groups + self.redundant_groups:
+            raise ConfigError(
+                f"max_candidates = {self.max_candidates} must be at least groups + redundant_groups = "
+                f"{self.groups + self.redundant_groups}, or 0 for no dynamic sampling"
+            )
+        if self.readiness in ("fragment", "early_group"):
+            raise ConfigError(
+                f"readiness = {self.readiness!r} cannot go with max_candidates, as only a complete "
+                "group is known to have variance: set readiness to 'group' or max_candidates to 0"
+            )
+        if self.images < 2:
+            raise ConfigError(
+                "images = 1 cannot go with max_candidates, as one image has no variance: "
+                "set images to 2 or more, or max_candidates to 0"
+            )
+        if self.fragment_images > self.images:
+            raise ConfigError(
+                f"fragment_images = {self.fragment_images} must be at most images = {self.images} with "
+                "max_candidates, as a group that is replaced must not share a fragment"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds that commands take. What grows with speed is stated for a worker of speed 1."""
+
+    generate: float  # an image, on a worker of speed 1
+    train: float  # an image, on the trainer
+    decode: float = 0.0  # an image, on a worker of speed 1
+    encode: float = 0.0  # a step's prompts, on any worker
+    score: float = 0.0  # an image, by one scorer
+    score_latency: float = 0.0  # a fragment, beside the scorer's work
+    update: float = 0.0
+    publish: float = 0.0  # a version, to one worker
+    switch: float = 0.0  # the trainer's role, each way
+
+    def seconds(self, kind: str, images: int, speed: float) -> float:
+        """Seconds of one command of a kind, for a fragment of so many images."""
+        if kind in ("generate", "decode"):
+            return getattr(self, kind) * images / speed
+        if kind == "train":
+            return self.train * images
+        if kind == "score":
+            return self.score_latency + self.score * images
+        return getattr(self, kind)

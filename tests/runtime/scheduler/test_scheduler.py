@@ -1,0 +1,239 @@
+"""Random runs with delays, losses and failures, each watched by a referee; then single rules."""
+
+import copy
+import dataclasses
+import json
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from digen_jax.runtime.scheduler.commands import (
+    TRAINER,
+    Checkpoint,
+    Command,
+    Encode,
+    Fragment,
+    Generate,
+    Publish,
+    Train,
+)
+from digen_jax.runtime.scheduler.events import Completed, Failed, Joined, Lost
+from digen_jax.runtime.scheduler.scheduler import Scheduler
+from digen_jax.runtime.scheduler.settings import READINESS, Costs, Settings
+from digen_jax.runtime.scheduler.state import SchedulerError
+from tests.runtime.scheduler.world import Referee, World, values_of
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+COSTS = Costs(generate=1.0, train=1.0, decode=0.1, score=0.1, publish=0.2, switch=0.1)
+PLAIN = Settings(2, groups=2, images=2, fragment_images=1, staleness=0)
+runs = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=1000,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@st.composite
+def plans(draw):
+    """Settings of any kind that pass the checks."""
+    dynamic = draw(st.booleans())
+    images = draw(st.sampled_from([2, 4, 6] if dynamic else [1, 2, 4, 6]))
+    updates = draw(st.integers(1, 3))
+    groups = updates * draw(st.integers(1, 3))
+    divisors = [n for n in range(1, images + 1) if images % n == 0]
+    multiples = [images * n for n in range(1, 4) if groups // updates % n == 0]
+    fragment = draw(st.sampled_from(divisors if dynamic else divisors + multiples))
+    redundant = draw(st.integers(0, 3)) if dynamic else 0
+    found = Settings(
+        steps=draw(st.integers(1, 4)),
+        groups=groups,
+        images=images,
+        fragment_images=fragment,
+        updates=updates,
+        readiness=draw(st.sampled_from(READINESS[2:] if dynamic else READINESS)),
+        open_groups=draw(st.integers(1, 3)),
+        staleness=draw(st.integers(0, 3)),
+        stale_share=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
+        tag_fragments=draw(st.sampled_from([0, 1, 100])),
+        max_candidates=groups + redundant + draw(st.integers(0, 4)) if dynamic else 0,
+        redundant_groups=redundant,
+        retries=draw(st.integers(0, 2)),
+        evaluate_every=draw(st.integers(0, 2)),
+        evaluation_fragments=draw(st.integers(1, 3)),
+        checkpoint_every=draw(st.integers(0, 2)),
+    )
+    found.check()
+    return found
+
+
+def world(plan, seed, trouble, workers, flat_share=0.4):
+    referee = Referee(plan, seed, flat_share)
+    return World(Scheduler(plan, COSTS), referee, random.Random(seed), trouble, workers)
+
+
+some_runs = given(
+    plan=plans(),
+    seed=st.integers(0, 2**32),
+    trouble=st.sampled_from([0.0, 0.02, 0.1]),
+    workers=st.integers(0, 5),
+    flat_share=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+)
+
+
+@runs
+@some_runs
+def test_every_run_ends_by_the_rules(plan, seed, trouble, workers, flat_share):
+    found = world(plan, seed, trouble, workers, flat_share)
+    found.run()
+    found.referee.finish()
+
+
+@settings(runs, max_examples=100)
+@some_runs
+def test_equal_events_give_equal_commands_also_from_the_middle(
+    plan, seed, trouble, workers, flat_share
+):
+    found = world(plan, seed, trouble, workers, flat_share)
+    found.run()
+    middle = random.Random(seed).randrange(len(found.log))
+    again = Scheduler(plan, COSTS)
+    for event, commands in found.log[:middle]:
+        assert again.handle(event) == commands
+    others = [copy.deepcopy(again), Scheduler.restore(json.loads(json.dumps(again.save())))]
+    for event, commands in found.log[middle:]:
+        assert again.handle(event) == commands
+        for other in others:
+            assert other.handle(event) == commands
+    assert again.save() == others[0].save() == others[1].save()
+
+
+@settings(runs, max_examples=150)
+@some_runs
+def test_a_new_process_goes_on_from_a_checkpoint(plan, seed, trouble, workers, flat_share):
+    plan = dataclasses.replace(plan, steps=plan.steps + 1, checkpoint_every=1)
+    found = world(plan, seed, trouble, workers, flat_share)
+    found.start()
+    while not found.referee.checkpoints:
+        found.tick()
+    scheduler, referee = found.scheduler, found.referee
+    saved, kept = json.loads(json.dumps(scheduler.save())), scheduler.kept_versions
+    begun = {g: v for g, v in referee.group_version.items() if g[0] >= referee.step}
+    assert kept == sorted({*kept, *begun.values()})
+
+    second = world(plan, seed, trouble, workers, flat_share)
+    second.scheduler = Scheduler.resume(saved)
+    books = second.referee
+    done = range(referee.step)
+    books.group_version = dict(referee.group_version)
+    books.trained = {f: u for f, u in referee.trained.items() if f.step in done}
+    books.scored = {f for f in referee.scored if f.evaluation and f.step in referee.evaluated}
+    books.step, books.updates = referee.step, list(referee.updates)
+    books.published, books.dropped = set(referee.published), set(referee.dropped)
+    books.evaluated, books.gone = list(referee.evaluated), set(referee.gone)
+    second.run()
+    books.tagged.clear()
+    books.finish()
+
+
+# --------------------------------------------------------------------------------- single rules
+
+
+def joined(plan=PLAIN, workers=2):
+    """A scheduler with workers that hold version 0, and the commands in flight."""
+    scheduler, flying = Scheduler(plan, COSTS), []
+    for event in [*(Joined(0.0, f"r{i}") for i in range(workers)), Joined(0.0, TRAINER)]:
+        flying += scheduler.handle(event)
+    return scheduler, flying
+
+
+def complete(scheduler, flying, kind=Command, worker=None, at=0.0):
+    """Completes the first command in flight of a kind and worker; returns what follows from it."""
+    command = next(
+        c for c in flying if isinstance(c, kind) and worker in (None, getattr(c, "worker", 0))
+    )
+    flying.remove(command)
+    values = ()
+    if command.kind == "score":
+        values = values_of(0, command.fragment, scheduler.state.settings, 0.0)
+    new = scheduler.handle(Completed(at, command, 1.0, values))
+    flying += [c for c in new if c.answered]
+    return new
+
+
+def until_generating(scheduler, flying):
+    while any(isinstance(c, Publish | Encode) for c in flying):
+        complete(scheduler, flying, Publish | Encode)
+
+
+def test_a_lost_workers_fragment_is_generated_elsewhere_by_the_same_version():
+    scheduler, flying = joined()
+    until_generating(scheduler, flying)
+    lost, other = (c for c in flying if isinstance(c, Generate))
+    scheduler.handle(Lost(1.0, lost.worker))
+    complete(scheduler, flying, Generate, other.worker)
+    new = complete(scheduler, flying, worker=other.worker)
+    found = [c for c in new if isinstance(c, Generate)]
+    assert [(c.fragment, c.version) for c in found] == [(lost.fragment, lost.version)]
+
+
+def test_what_failed_is_tried_elsewhere_and_not_for_ever():
+    scheduler, flying = joined(dataclasses.replace(PLAIN, retries=1))
+    until_generating(scheduler, flying)
+    first, second = (c for c in flying if isinstance(c, Generate))
+    (other,) = scheduler.handle(Failed(1.0, first, "out of memory"))
+    assert other.worker == first.worker and other.fragment == Fragment(0, 2)
+    complete(scheduler, flying, Generate, second.worker)
+    new = complete(scheduler, flying, worker=second.worker)
+    again = next(c for c in new if isinstance(c, Generate))
+    assert again.fragment == first.fragment
+    with pytest.raises(SchedulerError, match=r"fragment 0 of step 0 failed 2 times.*no luck"):
+        scheduler.handle(Failed(2.0, again, "no luck"))
+
+
+def test_a_lost_trainer_is_the_end():
+    scheduler, _ = joined()
+    with pytest.raises(SchedulerError, match="the trainer is lost"):
+        scheduler.handle(Lost(1.0, TRAINER))
+
+
+def test_a_slow_worker_leaves_the_last_fragment_to_a_fast_one():
+    plan = dataclasses.replace(PLAIN, groups=1)
+    for slow, expected in ((0.9, 2), (0.05, 1)):
+        scheduler = Scheduler(plan, COSTS)
+        flying = []
+        for worker, speed in (("fast", 1.0), ("slow", slow), (TRAINER, 1.0)):
+            flying += scheduler.handle(Joined(0.0, worker, speed))
+        until_generating(scheduler, flying)
+        assert sum(isinstance(c, Generate) for c in flying) == expected
+
+
+def test_workers_stay_apart_from_a_step_ahead_when_strictly_on_policy():
+    for staleness, share, expected in ((0, 0.5, set()), (1, 0.5, {0, 1}), (1, 1.0, {0, 1, 2, 3})):
+        plan = dataclasses.replace(PLAIN, staleness=staleness, stale_share=share)
+        scheduler, flying = joined(plan)
+        begun = set()
+        while any(not isinstance(c, Train) for c in flying):
+            complete(scheduler, flying, tuple(set(map(type, flying)) - {Train}))
+            begun |= {c.fragment for c in flying if isinstance(c, Generate)}
+        assert {f.index for f in begun if f.step == 1} == expected
+
+
+def test_a_checkpoint_comes_after_every_so_many_steps_and_the_last():
+    plan = dataclasses.replace(PLAIN, steps=5, checkpoint_every=2)
+    found = world(plan, 0, 0.0, 2)
+    found.run()
+    checkpoints = [c.step for _, out in found.log for c in out if isinstance(c, Checkpoint)]
+    assert checkpoints == [1, 3, 4]
+
+
+def test_only_the_end_of_a_step_can_be_resumed_from():
+    found = world(PLAIN, 0, 0.0, 2)
+    found.start()
+    while not found.referee.trained:
+        found.tick()
+    with pytest.raises(ValueError, match="from the end of a step"):
+        Scheduler.resume(found.scheduler.save())
