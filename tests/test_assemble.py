@@ -220,8 +220,8 @@ def test_lora_on_one_device(make, folder, tensors):
 PROGRAM = """
 import sys
 import jax, numpy as np
-from digen_jax import assemble, recipe
-from digen_jax.runtime import loop, run
+from digen_jax import assemble, recipe, run
+from digen_jax.runtime import loop
 from ml_collections import ConfigDict
 
 folder, prompts = sys.argv[1:]
