@@ -13,6 +13,8 @@ def shapes_geneval(
 ) -> Float[np.ndarray, "b"]:
     """1 where a picture shows what its record includes and nothing that it excludes, else 0.
 
+    A picture with an object that resembles no shape gets 0, too: tuning would else learn to add such.
+
     Raises:
       ConfigError: a record has no `include`, as a line of plain text has none.
     """
@@ -22,8 +24,9 @@ def shapes_geneval(
                 f"shapes_geneval cannot score {prompt!r}: its record has no `include`; use a JSONL "
                 "prompt file in GenEval's format"
             )
-    scores = [
-        satisfies(find_objects(image), record)
-        for image, record in zip(images, metadata, strict=True)
-    ]
+    scores = []
+    for image, record in zip(images, metadata, strict=True):
+        found = find_objects(image)
+        named = all(thing.label is not None for thing in found)
+        scores.append(named and satisfies(found, record))
     return np.asarray(scores, np.float32)

@@ -53,11 +53,12 @@ def tags(scene: Scene) -> str:
 
     Prompts leave most of a picture open; a caption that leaves nothing open teaches each word faster.
     """
-    words = [f"{thing.color} {thing.shape}" for thing in scene.objects]
+    first, *others = (f"{thing.color} {thing.shape}" for thing in scene.objects)
+    relation = None
     if len({thing.shape for thing in scene.objects}) == 2:
-        words.insert(1, relation_between(*scene.objects) or "")
-    words.append(f"{scene.background.name} background")
-    return " ".join(filter(None, words))
+        relation = relation_between(*scene.objects)
+    between = [relation] if relation else []
+    return " ".join([first, *between, *others, f"{scene.background.name} background"])
 
 
 def write_prompt_files(folder: str | pathlib.Path) -> None:

@@ -25,11 +25,25 @@ from tests.pretraining.tiny_config import get_config
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
 
 
+def launch(base: pathlib.Path, killed_at: str = "") -> subprocess.CompletedProcess:
+    """The script, with its folders "workdir" and "output" in `base`."""
+    command = ["launch/pretrain.py", "--config=tests/pretraining/tiny_config.py"]
+    return subprocess.run(
+        [sys.executable, *command, f"--workdir={base / 'workdir'}", f"--output={base / 'output'}"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "KILLED_AT": killed_at},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> pathlib.Path:
     """A folder with "workdir" and the pipeline "output"."""
     base = tmp_path_factory.mktemp("pretraining")
-    pretrain(get_config(), base / "workdir", base / "output")
+    done = launch(base)
+    assert done.returncode == 0, done.stderr
     return base
 
 
@@ -167,17 +181,9 @@ def test_captions_are_dropped_by_chance_and_rows_are_drawn_by_the_step(trained, 
     assert (other[0] != rows).any()
 
 
-def test_killed_in_the_middle_and_started_again_it_ends_as_if_it_had_not(trained, tmp_path):
+def test_killed_in_the_middle_and_started_again_it_writes_the_same_folder(trained, tmp_path):
     workdir, output = tmp_path / "workdir", tmp_path / "output"
-    command = ["launch/pretrain.py", "--config=tests/pretraining/tiny_config.py"]
-    done = subprocess.run(
-        [sys.executable, *command, f"--workdir={workdir}", f"--output={output}"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "KILLED_AT": "transformer/checkpoints/32"},
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    done = launch(tmp_path, killed_at="transformer/checkpoints/32")
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert (workdir / "transformer" / "checkpoints" / "16").exists() and not output.exists()
 
@@ -185,13 +191,11 @@ def test_killed_in_the_middle_and_started_again_it_ends_as_if_it_had_not(trained
     other.transformer.batch = 8
     with pytest.raises(ConfigError, match=r"config\.transformer\.batch: 16 -> 8\): choose"):
         pretrain(other, workdir, output)
-    pretrain(get_config(), workdir, output)
-    # Another process adds up in another order, and Adam makes more of the rounding: close, not equal.
-    for stage, name in (("autoencoder", "mse"), ("transformer", "loss")):
-        found, expected = (
-            {line["step"]: line[name] for line in history(base, stage)}
-            for base in (workdir, trained / "workdir")
-        )
-        assert found == pytest.approx(expected, rel=0.03)
-    files = [path.relative_to(output) for path in sorted(output.rglob("*")) if path.is_file()]
-    assert len(files) > 12 and all((trained / "output" / path).is_file() for path in files)
+    done = launch(tmp_path)
+    assert done.returncode == 0, done.stderr
+    for stage in ("autoencoder", "transformer"):
+        assert history(workdir, stage) == history(trained / "workdir", stage)
+    files = [path for path in sorted((trained / "output").rglob("*")) if path.is_file()]
+    assert len(files) > 12
+    for path in files:
+        assert (output / path.relative_to(trained / "output")).read_bytes() == path.read_bytes()

@@ -113,6 +113,17 @@ def test_changes_that_no_prompt_forbids_are_accepted():
     assert rejected("two_object", relation_mirrored) <= 0.01
 
 
+def test_a_picture_with_something_that_is_no_shape_is_rejected():
+    records = records_of("single_object")[:8]
+    scenes = [sample_scene(record, np.random.default_rng(1)) for record in records]
+    images = render_batch(scenes, 32)
+    prompts = [record["prompt"] for record in records]
+    assert shapes_geneval(images, prompts, records).all()
+    images[:, -2:, 1:-1] = COLORS["red"]  # a bar along the lower rim
+    images[:, -5:-2, 1:3] = COLORS["red"]
+    assert not shapes_geneval(images, prompts, records).any()
+
+
 def test_the_scores_are_0_or_1_in_float32():
     records = records_of("colors")[:4]
     scenes = [sample_scene(record, np.random.default_rng(0)) for record in records]
