@@ -10,7 +10,7 @@ from tests.pipelines import tiny_pretrain_config
 
 def get_config() -> Any:
     config = tiny_pretrain_config()
-    config.images, config.cpu_devices = 48, 8
+    config.images, config.cpu_devices = 48, 2
     config.autoencoder.batch = config.transformer.batch = 16
     short = dict(steps=40, warmup=4, checkpoint_every=16, log_every=2)
     config.autoencoder.fit.update(short, learning_rate=0.01)
