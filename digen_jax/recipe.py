@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from digen_jax import rewards
 from digen_jax.algorithms.flow_grpo import FlowGRPO
+from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.flow.steps import KINDS, make_step
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
@@ -63,10 +64,12 @@ def reference() -> ConfigDict:
                 adv_clip=5.0,
                 kl_coefficient=0.0,
                 advantage_std="group",
+                old_log_probs="auto",  # or "rollout", "recomputed", "current"
             ),
             lora=dict(rank=0, alpha=1.0, targets=".*"),  # rank 0: all weights are tuned
             trainer=dict(
-                micro_batch=144,  # transitions in one forward and backward pass
+                micro_batch=144,  # images in one forward and backward pass
+                pack=1,  # denoising steps of each of them in it
                 updates=1,  # optimizer updates a step
                 learning_rate=1e-4,
                 warmup=0,
@@ -79,7 +82,7 @@ def reference() -> ConfigDict:
             ),
             placement=dict(
                 rollout=dict(data=4, fsdp=1),  # data 0: on the trainer's devices, in turn with it
-                trainer=dict(data=4, fsdp=1),
+                trainer=dict(data=4, fsdp=1, time=1),  # time splits the steps of a pass
                 rules=((".*", "replicate"),),  # (regex over the parameter's path, tactic)
                 cpu_devices=8,  # virtual devices where there is no accelerator
             ),
@@ -125,6 +128,7 @@ def check(config: ConfigDict) -> None:
         ("sampler.kind", trained),
         ("algorithm.name", ("flow_grpo",)),
         ("algorithm.advantage_std", ("group", "global")),
+        ("algorithm.old_log_probs", ("auto", "rollout", "recomputed", "current")),
         ("model.dtype", ("float32", "bfloat16")),
     ):
         check_choice(f"config.{name}", _value(config, name), choices)
@@ -152,7 +156,12 @@ def blame(
 
 def algorithm_settings(config: ConfigDict) -> FlowGRPO:
     """The algorithm's own settings."""
-    return FlowGRPO(**{k: v for k, v in config.algorithm.items() if k != "name"})
+    settings = {k: v for k, v in config.algorithm.items() if k != "name"}
+    # Sampler and trainer both compute in model.dtype, and train what they sampled.
+    settings["old_log_probs"] = choose_old_log_probs(
+        settings["old_log_probs"], same_dtype=True, stale=False, updates=config.trainer.updates
+    )
+    return FlowGRPO(**settings)
 
 
 def trainer_settings(config: ConfigDict) -> TrainerSettings:
@@ -172,6 +181,7 @@ def _check_numbers(config: ConfigDict) -> None:
         "sampler.fragment",
         "lora.alpha",
         "trainer.micro_batch",
+        "trainer.pack",
         "trainer.updates",
         "trainer.learning_rate",
         "trainer.eps",
@@ -179,6 +189,7 @@ def _check_numbers(config: ConfigDict) -> None:
         "placement.rollout.fsdp",
         "placement.trainer.data",
         "placement.trainer.fsdp",
+        "placement.trainer.time",
         "placement.cpu_devices",
         "evaluation.every",
         "evaluation.batch",
@@ -249,6 +260,26 @@ def _check_window(config: ConfigDict) -> None:
             f"are trained, not {tuple(window)}"
         )
     check_window("config.sampler.window", *window, config.sampler.steps)
+    _check_pack(config)
+
+
+def _check_pack(config: ConfigDict) -> None:
+    """A pass takes `pack` steps, split over the mesh axis "time"; none of its parts is only padding."""
+    pack, time = config.trainer.pack, config.placement.trainer.time
+    check_divides(
+        "config.placement.trainer.time",
+        time,
+        "config.trainer.pack",
+        pack,
+        "as the steps of a pass are split evenly over that axis",
+    )
+    steps = config.sampler.window[1]
+    most = steps + -steps % time
+    if pack > most:
+        raise ConfigError(
+            f"config.trainer.pack = {pack} is more than the {steps} trained steps of config.sampler.window "
+            f"fill: set it to {most} or less"
+        )
 
 
 def _check_rules(config: ConfigDict) -> None:
@@ -272,10 +303,15 @@ def check_devices(config: ConfigDict, devices: int) -> None:
     """Refuses meshes that `devices` do not suffice for, and batches that a mesh cannot divide."""
     rollout, trainer = mesh_sizes(config.placement, devices)
     sampling = ("rollout", rollout) if rollout else ("trainer", trainer)
+    time = config.placement.trainer.time if devices > 1 else 1
+    training = (
+        "trainer / config.placement.trainer.time" if time > 1 else "trainer",
+        trainer // time,
+    )
     for (mesh, size), name in (
         (sampling, "sampler.fragment"),
         (sampling, "evaluation.batch"),
-        (("trainer", trainer), "trainer.micro_batch"),
+        (training, "trainer.micro_batch"),
     ):
         check_divides(
             f"the number of devices of config.placement.{mesh}",

@@ -10,13 +10,16 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
+# Added to a std before it is divided by, in units of the reward.
+STD_EPS = 1e-4
+
 
 def group_advantages(
     rewards: Float[np.ndarray, "b"],
     group_ids: Int[np.ndarray, "b"],
     num_groups: int,
     std: Literal["group", "global"],
-    eps: float = 1e-4,
+    eps: float = STD_EPS,
 ) -> Float32[np.ndarray, "b"]:
     """(reward - mean of its group) / (std + eps), as in Flow-GRPO (arXiv 2505.05470).
 

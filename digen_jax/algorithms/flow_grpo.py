@@ -8,9 +8,12 @@ import dataclasses
 import math
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+
+from digen_jax.algorithms.old_log_probs import OldLogProbs
 
 # A ratio is resolved to float32's epsilon; the clip bounds must stand well clear of that.
 SMALLEST_CLIP_RANGE = 10 * float(np.finfo(np.float32).eps)
@@ -24,6 +27,7 @@ class FlowGRPO:
     adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip]
     kl_coefficient: float = 0.0  # 0: no reference is evaluated
     advantage_std: Literal["group", "global"] = "global"
+    old_log_probs: OldLogProbs = "rollout"
 
     @property
     def needs(self) -> Literal["group", "step"]:
@@ -48,6 +52,28 @@ class FlowGRPO:
                 f"advantage_std is {self.advantage_std!r}; set it to 'group' or 'global'"
             )
 
+    def check_early(self, images: int, groups: int) -> None:
+        """Whether training before a group is complete is exact, with groups of so many images.
+
+        The largest advantage of G images is sqrt(G - 1) by the std (of the population) of their group,
+        and by the global one of P groups sqrt((G - 1) P): clipped, the loss is not linear in the rewards.
+
+        Raises:
+          ValueError: advantages could be clipped, or the ratio is not always 1.
+        """
+        if self.old_log_probs != "current":
+            raise ValueError(
+                f"old_log_probs is {self.old_log_probs!r}; to train before a group is complete set it to "
+                "'current', as only with a ratio of 1 the loss is linear in the advantages"
+            )
+        square = (images - 1) * (groups if self.advantage_std == "global" else 1)
+        if square > self.adv_clip**2:
+            raise ValueError(
+                f"adv_clip is {self.adv_clip}; to train before a group is complete set it to "
+                f"sqrt({square}) or more, above which no advantage is ({groups} groups of {images} "
+                f"images, advantage_std {self.advantage_std!r})"
+            )
+
 
 def flow_grpo_loss(
     settings: FlowGRPO,
@@ -56,22 +82,25 @@ def flow_grpo_loss(
     advantages: Float[Array, "n"],
     weight: Float[Array, "n"],
     kl: Float[Array, "n"] | None = None,
+    stored_log_prob: Float[Array, "n"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Weighted sum of max(-A r, -A clip(r)) + kl_coefficient KL, with r = exp(log_prob - old).
 
     Args:
       settings: clip ranges and the KL's coefficient.
       log_prob: of the policy being trained, with gradient.
-      old_log_prob: of the behaviour policy.
+      old_log_prob: of the behaviour policy (`old_log_probs`).
       advantages: before clipping.
       weight: 1, or 0 for padding: such a sample adds nothing to any sum, nor, whatever its values,
         to the gradient.
       kl: each sample's KL to the reference (`gaussian_kl`), with gradient.
+      stored_log_prob: as the sampler computed it, where that is not `old_log_prob`.
 
     Returns:
       The loss's sum, to be differentiated; and weighted sums to be divided by their "weight": loss,
       policy_loss, ratio, ratio_deviation |r - 1|, clip_fraction, approx_kl (log_prob - old)^2 / 2
-      and, where given, kl.
+      and, where given, kl. ratio and ratio_deviation are to the stored log_prob whatever the loss
+      takes, whose own ratio says nothing where that is 1 by definition.
 
     Raises:
       ValueError: `kl` missing though the settings have a kl_coefficient.
@@ -85,13 +114,14 @@ def flow_grpo_loss(
     advantages = jnp.clip(advantages, -settings.adv_clip, settings.adv_clip)
     clipped = jnp.clip(ratio, 1 - settings.clip_range, 1 + settings.clip_range)
     policy_loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
-    deviation = jnp.abs(ratio - 1)
+    stored = old_log_prob if stored_log_prob is None else stored_log_prob
+    to_sampler = jnp.exp(jnp.where(trained, jax.lax.stop_gradient(log_prob) - stored, 0.0))
     terms = {
         "loss": policy_loss,
         "policy_loss": policy_loss,
-        "ratio": ratio,
-        "ratio_deviation": deviation,
-        "clip_fraction": (deviation > settings.clip_range).astype(jnp.float32),
+        "ratio": to_sampler,
+        "ratio_deviation": jnp.abs(to_sampler - 1),
+        "clip_fraction": (jnp.abs(ratio - 1) > settings.clip_range).astype(jnp.float32),
         "approx_kl": log_ratio**2 / 2,
     }
     if kl is not None:

@@ -130,11 +130,13 @@ def learn(
         for fragment, piece in zip(fragments, pieces, strict=True)
     ]
     share = len(trained) // config.trainer.updates
+    recomputed = system.trainer.algorithm.old_log_probs == "recomputed"
+    behaviour = system.trainer.snapshot(state) if recomputed else None
     history = []
     for first in range(0, len(trained), share):
         totals = None
         for experience in trained[first : first + share]:
-            totals = system.trainer.accumulate(state, system.base, experience, totals)
+            totals = system.trainer.accumulate(state, system.base, experience, totals, behaviour)
         state, metrics = system.trainer.update(state, totals)
         history.append(metrics)
     return state, jax.tree.map(lambda *values: sum(values) / len(values), *history)

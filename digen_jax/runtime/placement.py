@@ -21,6 +21,8 @@ Rules = Sequence[tuple[str, str]]
 class DeviceGroup:
     """One mesh with the axes "data" (batch only) and "fsdp" (batch and parameters), and its sharding rules.
 
+    A trainer mesh may have a first axis "time", which splits the denoising steps of a pass (`packing`).
+
     `rules` is a list of (regex over the "/"-joined parameter path, tactic); the first that matches decides.
     Tactics: "replicate", and "fsdp", which splits the largest divisible axis over the mesh axis "fsdp".
     """
@@ -35,13 +37,41 @@ class DeviceGroup:
 
     @property
     def batch(self) -> NamedSharding:
-        """The leading axis split over all devices."""
+        """The leading axis split over all devices, whole along "time"."""
         return NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
 
     @property
     def batch_of_steps(self) -> NamedSharding:
-        """Arrays [steps, images, ...]: the second axis split over all devices."""
+        """Arrays [steps, images, ...]: the second axis split over all devices, whole along "time"."""
         return NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
+
+    @property
+    def time(self) -> int:
+        """Parts into which the steps of a pass are split."""
+        return self.mesh.shape.get("time", 1)
+
+    @property
+    def merged(self) -> NamedSharding:
+        """The leading axis split over all devices, "time" first."""
+        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+
+    @property
+    def as_sampler(self) -> "DeviceGroup":
+        """The same devices with the axes of a sampler: what splits steps here splits images there."""
+        if self.time == 1:
+            return self
+        size = self.mesh.shape
+        mesh = _mesh(self.time * size["data"], size["fsdp"], self.mesh.devices.ravel())
+        return DeviceGroup(mesh, self.rules)
+
+    def passes(self, leading: int) -> NamedSharding:
+        """Arrays [..., steps, images, ...] with so many axes in front of the steps."""
+        time = "time" if self.time > 1 else None
+        return NamedSharding(self.mesh, PartitionSpec(*(None,) * leading, time, ("data", "fsdp")))
+
+    def holds_whole(self, tree: Any) -> bool:
+        """Whether every device has all of a parameter tree."""
+        return all(spec.is_fully_replicated for spec in jax.tree.leaves(self.params(tree)))
 
     def params(self, tree: Any) -> Any:
         """The sharding of every leaf of a parameter tree (arrays or shapes), by the rules.
@@ -85,7 +115,8 @@ class Placement:
     @property
     def colocated(self) -> bool:
         """Whether sampling and training share their devices."""
-        return self.rollout.mesh == self.trainer.mesh
+        rollout, trainer = (group.mesh.devices.ravel() for group in (self.rollout, self.trainer))
+        return rollout.tolist() == trainer.tolist()
 
     def describe(self) -> str:
         """One line for the console."""
@@ -101,8 +132,9 @@ class Placement:
 def make_placement(config: Any, devices: Sequence[jax.Device]) -> Placement:
     """Meshes on the first of `devices`, from the config's `placement` section.
 
-    Its `rollout` and `trainer` hold the sizes of the axes, {data: n, fsdp: m}; a rollout mesh without devices
-    means colocated on the trainer's. With one device everything runs colocated on it, whatever the config asks for.
+    Its `rollout` and `trainer` hold the sizes of the axes, {data: n, fsdp: m}, `trainer` also {time: t}; a rollout
+    mesh without devices means colocated on the trainer's. With one device everything runs colocated on it,
+    whatever the config asks for.
 
     Raises:
       ConfigError: the devices do not suffice.
@@ -113,9 +145,10 @@ def make_placement(config: Any, devices: Sequence[jax.Device]) -> Placement:
         return Placement(alone, alone)
     rollout, trainer = mesh_sizes(config, len(devices))
     last = devices[rollout : rollout + trainer]
-    training = DeviceGroup(_mesh(config.trainer.data, config.trainer.fsdp, last), rules)
+    axes = config.trainer
+    training = DeviceGroup(_mesh(axes.data, axes.fsdp, last, axes.time), rules)
     if rollout == 0:
-        return Placement(training, training)
+        return Placement(training.as_sampler, training)
     sampling = _mesh(config.rollout.data, config.rollout.fsdp, devices[:rollout])
     return Placement(DeviceGroup(sampling, rules), training)
 
@@ -129,6 +162,7 @@ def mesh_sizes(config: Any, devices: int) -> tuple[int, int]:
     if devices == 1:
         return 0, 1
     rollout, trainer = (axes.data * axes.fsdp for axes in (config.rollout, config.trainer))
+    trainer *= config.trainer.time
     if rollout + trainer > devices:
         raise ConfigError(
             f"config.placement.rollout wants {rollout} and config.placement.trainer {trainer} devices, but there "
@@ -137,6 +171,9 @@ def mesh_sizes(config: Any, devices: int) -> tuple[int, int]:
     return rollout, trainer
 
 
-def _mesh(data: int, fsdp: int, devices: Sequence[jax.Device]) -> Mesh:
-    grid = np.asarray(devices).reshape(data, fsdp)
-    return Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+def _mesh(data: int, fsdp: int, devices: Sequence[jax.Device], time: int = 1) -> Mesh:
+    if time == 1:
+        grid = np.asarray(devices).reshape(data, fsdp)
+        return Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    grid = np.asarray(devices).reshape(time, data, fsdp)
+    return Mesh(grid, ("time", "data", "fsdp"), axis_types=(AxisType.Auto,) * 3)

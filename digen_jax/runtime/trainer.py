@@ -1,21 +1,23 @@
 """The trainer mesh's executor: fragments of experience -> accumulated gradient -> update."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
-from digen_jax.algorithms.flow_grpo import FlowGRPO, flow_grpo_loss, gaussian_kl
-from digen_jax.flow.sampling import Transitions, replay
+from digen_jax.algorithms.advantages import STD_EPS
+from digen_jax.algorithms.flow_grpo import FlowGRPO
 from digen_jax.flow.steps import Step
+from digen_jax.runtime import early
+from digen_jax.runtime.early import OpenGroup
+from digen_jax.runtime.gradient import GroupSums, Metrics, Objective, Term, Totals, sum_passes
+from digen_jax.runtime.packing import Experience, MicroBatch, merged, passes, shared
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.policy import Policy
-
-Metrics = dict[str, Float[Array, ""]]
 
 
 class State(NamedTuple):
@@ -26,35 +28,12 @@ class State(NamedTuple):
     ema: Any
 
 
-class Experience(NamedTuple):
-    """A fragment as the trainer sees it: s trained transitions of b images."""
-
-    transitions: Transitions
-    conditioning: Any  # of P prompts
-    null: Any  # of the empty prompt
-    rows: Int[Array, "b"]  # each image's prompt
-    advantages: Float[Array, "b"]
-    sigma_max: Float[Array, ""]  # sigmas[1] of the schedule
-
-
-class MicroBatch(NamedTuple):
-    """What one forward and backward pass takes: n transitions, of whatever steps and images."""
-
-    transitions: Transitions
-    rows: Int[Array, "n"]
-    advantages: Float[Array, "n"]
-
-
-class Totals(NamedTuple):
-    """Sums over all samples so far; divided once, at the update."""
-
-    gradient: Any
-    sums: Metrics
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainerSettings:
-    """Optimisation, apart from the algorithm's own settings. `micro_batch` counts transitions."""
+    """Optimisation, apart from the algorithm's own settings.
+
+    A forward and backward pass takes `pack` denoising steps of `micro_batch` images each.
+    """
 
     micro_batch: int
     learning_rate: float
@@ -65,6 +44,7 @@ class TrainerSettings:
     weight_decay: float
     clip_norm: float
     ema: float
+    pack: int = 1
 
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW after clipping by the global norm, its rate warmed up linearly."""
@@ -89,10 +69,15 @@ class Trainer:
         settings: TrainerSettings,
     ):
         self.policy, self.group, self.settings = policy, group, settings
+        self.algorithm = algorithm
         self._optimizer = settings.optimizer()
-        self._gradient = functools.partial(micro_gradient, policy, step, algorithm)
+        self._objective = Objective(policy, step, algorithm)
         self._begin = jax.jit(self._zeros)
-        self._accumulate = jax.jit(self._scan, donate_argnums=3)
+        self._accumulate = jax.jit(self._scan, donate_argnums=4)
+        self._begin_group = jax.jit(self._zeros_of_group)
+        self._accumulate_group = jax.jit(self._scan_group, donate_argnums=4)
+        self._empty = jax.jit(self._empty_totals)
+        self._fold = jax.jit(self._folded, donate_argnums=0)
         self._update = jax.jit(self._apply, donate_argnums=0)
 
     def init(self, tuned: Any) -> State:
@@ -106,17 +91,100 @@ class Trainer:
         ema = jax.tree.map(jnp.copy, tuned) if self.settings.ema else None
         return State(tuned, optimizer, ema)
 
-    def accumulate(
-        self, state: State, base: Any, experience: Experience, totals: Totals | None
-    ) -> Totals:
-        """Adds a fragment's gradient and sums to `totals`, which is consumed; None begins anew."""
-        if totals is None:
-            totals = self._begin(state.tuned, base, experience)
-        return self._accumulate(state.tuned, base, experience, totals)
+    def snapshot(self, state: State) -> Any:
+        """A copy of the parameters that no update consumes: the `behaviour` of what they sample."""
+        return jax.tree.map(jnp.copy, state.tuned)
 
-    def update(self, state: State, totals: Totals) -> tuple[State, Metrics]:
-        """One optimizer step; `state` is consumed."""
-        return self._update(state, totals)
+    def accumulate(
+        self,
+        state: State,
+        base: Any,
+        experience: Experience,
+        totals: Totals | None,
+        behaviour: Any = None,
+    ) -> Totals:
+        """Adds a fragment's gradient and sums to `totals`, which is consumed; None begins anew.
+
+        `behaviour` holds the parameters that sampled the fragment, of the version at its step's start or an
+        older one. Only where the old log-probabilities are "recomputed" they are read.
+
+        Raises:
+          ValueError: they are to be recomputed, but `behaviour` is not given.
+        """
+        if self.algorithm.old_log_probs != "recomputed":
+            behaviour = None
+        elif behaviour is None:
+            raise ValueError("old log-probabilities are recomputed, so accumulate needs behaviour")
+        if totals is None:
+            totals = self._begin(state.tuned, base, behaviour, experience)
+        unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
+        totals = self._accumulate(state.tuned, base, behaviour, experience, totals)
+        return totals._replace(unscaled=unscaled)
+
+    def accumulate_early(
+        self,
+        state: State,
+        base: Any,
+        experience: Experience,
+        rewards: Float[np.ndarray, "b"],
+        group: OpenGroup | None,
+    ) -> OpenGroup:
+        """Adds a fragment, all of one group, to that group's sums, which are consumed; None opens it.
+
+        `experience.advantages` are not read. FlowGRPO.check_early says when the result is exact.
+        """
+        before = np.zeros(0) if group is None else group.rewards
+        known = np.concatenate([before, np.asarray(rewards, np.float64)])
+        shift = before.mean() - known.mean() if len(before) else 0.0
+        centred = np.asarray(known[len(before) :] - known.mean(), np.float32)
+        centred = jax.device_put(centred, self.group.batch)
+        experience = experience._replace(advantages=centred)
+        begin = self._begin_group
+        sums = begin(state.tuned, base, experience) if group is None else group.sums
+        args = (state.tuned, base, experience, np.float32(shift), sums)
+        return OpenGroup(known, self._accumulate_group(*args))
+
+    def close(self, group: OpenGroup, totals: Totals | None) -> Totals:
+        """Folds a complete group into `totals`, which is consumed; None begins anew.
+
+        Raises:
+          ValueError: an advantage of the group would have been clipped, so the fold is not its gradient.
+        """
+        global_std = self.algorithm.advantage_std == "global"
+        scale = None
+        if not global_std:
+            centred = group.rewards - group.rewards.mean()
+            scale = 1 / (group.rewards.std() + STD_EPS)
+            largest = float(np.abs(centred).max() * scale)
+            # An advantage is rounded to float32 before it is clipped.
+            if np.float32(largest) > np.float32(self.algorithm.adv_clip) * (1 + 1e-6):
+                raise ValueError(
+                    f"an advantage of {largest:.4g} is clipped to {self.algorithm.adv_clip}, so its group "
+                    "cannot be trained before it is complete"
+                )
+            scale = np.float32(scale)
+        if totals is None:
+            totals = self._empty(group.sums)
+        elif global_std and totals.unscaled is None:
+            totals = totals._replace(unscaled=self._empty(group.sums).unscaled)
+        return self._fold(totals, group.sums, scale)
+
+    def update(
+        self, state: State, totals: Totals, reward_std: float | None = None
+    ) -> tuple[State, Metrics]:
+        """One optimizer step; `state` is consumed.
+
+        `reward_std` is the global std, of all rewards of the step: needed where `totals` holds groups that
+        were closed before it was known.
+
+        Raises:
+          ValueError: it is needed and not given.
+        """
+        if totals.unscaled is None:
+            return self._update(state, totals, None)
+        if reward_std is None:
+            raise ValueError("groups were trained before the global std was known: give reward_std")
+        return self._update(state, totals, np.float32(1 / (reward_std + STD_EPS)))
 
     def _shardings(self, tuned: Any) -> State:
         """Where a state lies: the average and the moments like their parameters, counts everywhere."""
@@ -130,29 +198,68 @@ class Trainer:
         )
         return State(params, optimizer, params if self.settings.ema else None)
 
-    def _zeros(self, tuned: Any, base: Any, experience: Experience) -> Totals:
-        """Totals of nothing; which sums there are is for the algorithm to say."""
-        micros = _micro_batches(experience, self.settings.micro_batch, self.group)
-        first = jax.tree.map(lambda a: a[0], micros)
-        shapes = jax.eval_shape(self._gradient, tuned, base, experience, first)
-        return self._laid_out(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes))
+    # ------------------------------------------------------------------------------ while tracing
 
-    def _laid_out(self, totals: Totals) -> Totals:
-        """The gradient split like its parameters."""
-        shardings = Totals(self.group.params(totals.gradient), self.group.replicated)
-        return jax.lax.with_sharding_constraint(totals, shardings)
+    def _passes(self, experience: Experience) -> MicroBatch:
+        return passes(experience, self.settings.micro_batch, self.settings.pack, self.group)
 
-    def _scan(self, tuned: Any, base: Any, experience: Experience, totals: Totals) -> Totals:
-        """One scan over the micro-batches, each adding its gradient: memory is that of one."""
+    def _zeros_like(self, gradient: Any, parameters: tuple, experience: Experience) -> Any:
+        """Sums of nothing; which there are is for the algorithm to say."""
+        first = jax.tree.map(lambda a: a[0], self._passes(experience))
+        micro = merged(first, self.group)
+        shapes = jax.eval_shape(gradient, *parameters, shared(experience), micro)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        return jax.lax.with_sharding_constraint(zeros, self._layout(zeros))
 
-        def body(totals, micro):
-            new = self._gradient(tuned, base, experience, micro)
-            return self._laid_out(jax.tree.map(jnp.add, totals, new)), None
+    def _layout(self, sums: Totals | GroupSums | Term | None) -> Any:
+        """Shardings of sums: a gradient is split like its parameters."""
+        whole = self.group.replicated
+        match sums:
+            case None:
+                return None
+            case Term(gradient, _):
+                return Term(self.group.params(gradient), whole)
+            case Totals(gradient, _, unscaled):
+                return Totals(self.group.params(gradient), whole, self._layout(unscaled))
+            case GroupSums(centred, plain, kl, _):
+                return GroupSums(*map(self._layout, (centred, plain, kl)), whole)
 
-        micros = _micro_batches(experience, self.settings.micro_batch, self.group)
-        return jax.lax.scan(body, totals, micros)[0]
+    def _zeros(self, tuned: Any, base: Any, behaviour: Any, experience: Experience) -> Totals:
+        return self._zeros_like(self._objective.gradient, (tuned, base, behaviour), experience)
 
-    def _apply(self, state: State, totals: Totals) -> tuple[State, Metrics]:
+    def _zeros_of_group(self, tuned: Any, base: Any, experience: Experience) -> GroupSums:
+        return self._zeros_like(self._objective.linear, (tuned, base), experience)
+
+    def _sum(
+        self, gradient: Any, parameters: tuple, experience: Experience, sums: Any
+    ) -> Totals | GroupSums:
+        micros, layout = self._passes(experience), self._layout(sums)
+        return sum_passes(
+            gradient, self.group, parameters, shared(experience), micros, sums, layout
+        )
+
+    def _scan(
+        self, tuned: Any, base: Any, behaviour: Any, experience: Experience, totals: Totals
+    ) -> Totals:
+        return self._sum(self._objective.gradient, (tuned, base, behaviour), experience, totals)
+
+    def _scan_group(
+        self, tuned: Any, base: Any, experience: Experience, shift: Any, sums: GroupSums
+    ) -> GroupSums:
+        sums = early.recentred(sums, shift)
+        return self._sum(self._objective.linear, (tuned, base), experience, sums)
+
+    def _empty_totals(self, sums: GroupSums) -> Totals:
+        totals = early.empty_totals(sums, self.algorithm.advantage_std == "global")
+        return jax.lax.with_sharding_constraint(totals, self._layout(totals))
+
+    def _folded(self, totals: Totals, sums: GroupSums, scale: Any) -> Totals:
+        totals = early.folded(totals, sums, scale, self.algorithm.kl_coefficient)
+        return jax.lax.with_sharding_constraint(totals, self._layout(totals))
+
+    def _apply(self, state: State, totals: Totals, scale: Any) -> tuple[State, Metrics]:
+        if scale is not None:
+            totals = early.settled(totals, scale)
         weight = totals.sums["weight"]
         gradient = jax.tree.map(lambda g: g / weight, totals.gradient)
         updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.tuned)
@@ -166,63 +273,3 @@ class Trainer:
         # Else the compiler is free to lay the new state out otherwise than the old one.
         state = State(tuned, optimizer, ema)
         return jax.lax.with_sharding_constraint(state, self._shardings(tuned)), metrics
-
-
-def micro_gradient(
-    policy: Policy,
-    step: Step,
-    algorithm: FlowGRPO,
-    tuned: Any,
-    base: Any,
-    experience: Experience,
-    micro: MicroBatch,
-) -> Totals:
-    """The summed gradient and metrics of one micro-batch of transitions."""
-    conditioning = jax.tree.map(lambda c: c[micro.rows], experience.conditioning)
-    sigma_max, null = experience.sigma_max, experience.null
-    transitions = micro.transitions
-
-    def reference_kl(mean):
-        reference = policy.reference(base, conditioning, null)
-        old = replay(reference, transitions, step, sigma_max)
-        scale = step.diffusion(transitions.sigma, transitions.sigma_next, sigma_max)
-        return gaussian_kl(mean, old.mean, scale)
-
-    def loss(tuned):
-        velocity = policy.velocity(tuned, base, conditioning, null)
-        new = replay(velocity, transitions, step, sigma_max)
-        kl = reference_kl(new.mean) if algorithm.kl_coefficient else None
-        weight = jnp.ones_like(micro.advantages)
-        return flow_grpo_loss(
-            algorithm, new.log_prob, transitions.log_prob, micro.advantages, weight, kl
-        )
-
-    (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(tuned)
-    return Totals(gradient, sums)
-
-
-def _micro_batches(experience: Experience, size: int, group: DeviceGroup) -> MicroBatch:
-    """All transitions of a fragment, cut into micro-batches [m, size, ...].
-
-    Micro-batch j of a step holds the images j, j + c, j + 2c, ...: strided, not contiguous, so that
-    every device's share of a micro-batch already lies on it.
-    """
-    s, b = experience.transitions.log_prob.shape
-    chunks = b // size
-
-    def cut(a: Array) -> Array:
-        """[s b ...] -> [s*chunks size ...]."""
-        a = a.reshape(s, size, chunks, *a.shape[2:]).swapaxes(1, 2)
-        spec = jax.sharding.PartitionSpec(None, None, *group.batch.spec)
-        a = jax.lax.with_sharding_constraint(a, jax.sharding.NamedSharding(group.mesh, spec))
-        return a.reshape(s * chunks, size, *a.shape[3:])
-
-    def per_step(a: Array) -> Array:
-        """[b] -> [s b]."""
-        return jnp.broadcast_to(a, (s, b))
-
-    t = experience.transitions
-    sigma, sigma_next = (jnp.broadcast_to(a[:, None], (s, b)) for a in (t.sigma, t.sigma_next))
-    transitions = Transitions(t.x, t.x_next, t.log_prob, sigma, sigma_next)
-    rows, advantages = per_step(experience.rows), per_step(experience.advantages)
-    return jax.tree.map(cut, MicroBatch(transitions, rows, advantages))

@@ -1,0 +1,38 @@
+"""Where the behaviour policy's log-probabilities of a ratio come from."""
+
+from typing import Literal
+
+# "rollout": stored when sampled. "recomputed": by the trainer, from the parameters that sampled.
+# "current": those of the policy being trained, without gradient, so that every ratio is 1.
+OldLogProbs = Literal["rollout", "recomputed", "current"]
+
+
+def choose_old_log_probs(
+    choice: Literal["auto"] | OldLogProbs, same_dtype: bool, stale: bool, updates: int
+) -> OldLogProbs:
+    """What a config's `old_log_probs` means.
+
+    "auto" is "rollout" where sampler and trainer compute in the same dtype. Where they do not, ratios to
+    stored log-probabilities are off by rounding: "current" if that is allowed, else "recomputed".
+
+    Args:
+      choice: as configured.
+      same_dtype: whether sampler and trainer compute in the same dtype.
+      stale: whether fragments may have been sampled by an older version than the step starts from.
+      updates: optimizer updates a step.
+
+    Raises:
+      ValueError: "current" where what is trained is not always what sampled.
+    """
+    fresh = not stale and updates == 1
+    if choice == "auto":
+        if same_dtype:
+            return "rollout"
+        return "current" if fresh else "recomputed"
+    if choice == "current" and not fresh:
+        reason = "with asynchrony" if stale else f"with {updates} updates a step"
+        raise ValueError(
+            f"old_log_probs is 'current', but {reason} the policy being trained is not the one that "
+            "sampled: set it to 'recomputed' or 'rollout'"
+        )
+    return choice
