@@ -130,6 +130,19 @@ def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentenc
         ("seed", -1, "config.seed must be 0 or more, not -1"),
         ("lora__rank", -4, "config.lora.rank must be 0 or more, not -4"),
         ("lora__alpha", 0.0, "config.lora.alpha must be above 0, not 0.0"),
+        ("trainer__pack", 0, "config.trainer.pack must be above 0, not 0"),
+        (
+            "trainer__pack",
+            5,
+            "config.trainer.pack = 5 is more than the 4 trained steps of config.sampler.window fill: "
+            "set it to 4 or less",
+        ),
+        (
+            "placement__trainer",
+            dict(data=1, fsdp=1, time=2),
+            "config.placement.trainer.time = 2 must divide config.trainer.pack = 1, as the steps of a "
+            "pass are split evenly over that axis",
+        ),
         ("trainer__weight_decay", -0.1, "config.trainer.weight_decay must be 0 or more, not -0.1"),
         ("trainer__ema", 1.0, "config.trainer.ema must lie in [0, 1), not be 1.0"),
         ("trainer__b2", 1.5, "config.trainer.b2 must lie in [0, 1), not be 1.5"),
@@ -138,6 +151,11 @@ def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentenc
         ("model__folder", "", "config.model.folder is not given: add --config.model.folder=..."),
         ("algorithm__name", "flow_dpo", "config.algorithm.name is 'flow_dpo'; did you mean 'flow_"),
         ("algorithm__advantage_std", "batch", "config.algorithm.advantage_std is 'batch'; it must"),
+        (
+            "algorithm__old_log_probs",
+            "stored",
+            "config.algorithm.old_log_probs is 'stored'; it must",
+        ),
         ("algorithm__clip_range", 1e-7, "config.algorithm.clip_range is 1e-07; it must lie in"),
         ("algorithm__adv_clip", 0.0, "config.algorithm.adv_clip is 0.0; it must be positive"),
         (
@@ -193,6 +211,33 @@ def test_sharding_rules_are_pairs_of_an_expression_and_a_tactic(given, rules, se
     assert refused(changed(given, placement__rules=rules)).startswith(sentence)
 
 
+def test_a_pass_may_be_filled_up_to_an_equal_share_of_steps_for_every_device(given):
+    """Three steps over two devices along "time": two each, one of them padding."""
+    fields = dict(sampler__window=(0, 3), placement__trainer=dict(data=2, fsdp=1, time=2))
+    full = recipe.complete(changed(given, **fields, trainer__pack=4))
+    recipe.check(full)
+    recipe.check_devices(full, 8)
+    assert recipe.trainer_settings(full).pack == 4
+    assert refused(changed(given, trainer__pack=6)).endswith("fill: set it to 4 or less")
+
+
+# ------------------------------------------------------------------------------ old log-probabilities
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_of_one_dtype_old_log_probabilities_are_the_rollouts(given, updates):
+    given = changed(given, trainer__updates=updates, sampler__fragment=72)
+    assert recipe.algorithm_settings(recipe.complete(given)).old_log_probs == "rollout"
+
+
+def test_current_log_probabilities_are_taken_for_one_update_and_refused_for_two(given):
+    sizes = dict(sampler__fragment=72, trainer__micro_batch=72)
+    given = changed(given, algorithm__old_log_probs="current", **sizes)
+    assert recipe.algorithm_settings(recipe.complete(given)).old_log_probs == "current"
+    sentence = "config.algorithm.old_log_probs is 'current', but with 2 updates a step the policy"
+    assert refused(changed(given, trainer__updates=2)).startswith(sentence)
+
+
 # ------------------------------------------------------------------------------ batches
 
 
@@ -246,6 +291,12 @@ def test_a_step_that_cannot_be_cut_is_refused(given, fields, sentence):
             dict(placement__rollout=dict(data=0, fsdp=1), placement__trainer=dict(data=5, fsdp=1)),
             "the number of devices of config.placement.trainer = 5 must divide "
             "config.sampler.fragment = 144",
+        ),
+        (
+            dict(placement__trainer=dict(data=2, fsdp=1, time=2), trainer__micro_batch=3)
+            | dict(trainer__pack=2),
+            "the number of devices of config.placement.trainer / config.placement.trainer.time = 2 must "
+            "divide config.trainer.micro_batch = 3, as images",
         ),
         (
             dict(placement__trainer=dict(data=2, fsdp=4)),

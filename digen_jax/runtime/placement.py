@@ -61,7 +61,7 @@ class DeviceGroup:
         if self.time == 1:
             return self
         size = self.mesh.shape
-        mesh = _mesh(self.time * size["data"], size["fsdp"], self.mesh.devices.ravel())
+        mesh = _mesh(self.time * size["data"], size["fsdp"], self.mesh.devices.ravel().tolist())
         return DeviceGroup(mesh, self.rules)
 
     def passes(self, leading: int) -> NamedSharding:

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import pathlib
 
@@ -6,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from digen_jax.algorithms.advantages import group_advantages
 from digen_jax.algorithms.flow_grpo import FlowGRPO, flow_grpo_loss, gaussian_kl
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
@@ -153,3 +155,46 @@ def test_good_settings_pass():
 def test_kl_coefficient_without_kl_is_refused():
     with pytest.raises(ValueError, match="no kl was given"):
         flow_grpo_loss(FlowGRPO(kl_coefficient=0.1), *INPUTS, jnp.ones(8))
+
+
+def test_the_ratio_that_is_reported_is_to_the_stored_log_prob():
+    """Whatever the loss takes: with current ones its own ratio is 1."""
+    log_prob, stored = jnp.log(jnp.array([1.1, 0.7, 2.0])), jnp.zeros(3)
+    advantages, weight = jnp.array([1.0, -2.0, 9.0]), jnp.array([1.0, 1.0, 0.0])
+    loss, sums = flow_grpo_loss(
+        SETTINGS, log_prob, log_prob, advantages, weight, stored_log_prob=stored
+    )
+    assert float(loss) == 1.0
+    assert float(sums["ratio"]) == pytest.approx(1.8)
+    assert float(sums["ratio_deviation"]) == pytest.approx(0.4, rel=1e-5)
+    assert (float(sums["clip_fraction"]), float(sums["approx_kl"])) == (0.0, 0.0)
+
+
+CURRENT = FlowGRPO(old_log_probs="current", advantage_std="group", adv_clip=3.0)
+
+
+def test_early_training_is_allowed_where_no_advantage_can_be_clipped():
+    CURRENT.check_early(images=10, groups=100)
+    dataclasses.replace(CURRENT, advantage_std="global").check_early(images=4, groups=3)
+
+
+def test_the_largest_advantages_are_those_that_the_check_assumes():
+    """One image above all others: sqrt(G - 1) by its group's std, sqrt((G - 1) P) by the global one."""
+    rewards, groups = np.zeros(12), np.repeat(np.arange(3), 4)
+    rewards[5] = 1e6
+    for std, square in (("group", 3), ("global", 9)):
+        assert group_advantages(rewards, groups, 3, std).max() == pytest.approx(square**0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "images", "groups", "message"),
+    [
+        ({}, 11, 1, "adv_clip is 3.0; to train before a group is complete set it to sqrt.10. or"),
+        ({"advantage_std": "global"}, 4, 4, "set it to sqrt.12. or more"),
+        ({"old_log_probs": "rollout"}, 4, 1, "old_log_probs is 'rollout'; to train before a group"),
+        ({"old_log_probs": "recomputed"}, 4, 1, "set it to 'current'"),
+    ],
+)
+def test_early_training_that_is_not_exact_is_refused(change, images, groups, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CURRENT, **change).check_early(images, groups)

@@ -8,7 +8,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from digen_jax.runtime.loop import Fragment, receive
-from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.system import System
 from digen_jax.runtime.trainer import Experience
 from tests.runtime import toy
@@ -111,10 +110,6 @@ def log_probs(tuning: str, by: float) -> np.ndarray:
 def mean(totals):
     """The gradient that an update takes."""
     return jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient)
-
-
-def whole(group: DeviceGroup, tree) -> bool:
-    return all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(tree))
 
 
 def scaled(tree, by: float):

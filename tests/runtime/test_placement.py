@@ -77,6 +77,34 @@ def test_one_device_is_colocated_whatever_the_config_says():
     assert found.describe() == "colocated: the one device (cpu) samples and trains in turn"
 
 
+def timed(rollout, trainer, time):
+    config = toy.config(**toy.meshes(rollout, trainer), trainer__pack=time)
+    config.placement.trainer.time = time
+    return config.placement
+
+
+def test_a_trainer_mesh_may_have_an_axis_for_time():
+    config = timed((2, 1), (1, 2), 3)
+    found = make_placement(config, jax.devices())
+    assert mesh_sizes(config, 8) == (2, 6)
+    assert found.trainer.mesh.shape == {"time": 3, "data": 1, "fsdp": 2}
+    assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[2:8]
+    assert (found.trainer.time, found.rollout.time) == (3, 1)
+    batch = jax.device_put(np.zeros((5, 8, 3)), found.trainer.batch_of_steps)
+    assert local_shape(batch) == (5, 4, 3)
+    packed = jax.device_put(np.zeros((5, 6, 8)), found.trainer.passes(1))
+    assert local_shape(packed) == (5, 2, 4)
+    assert make_placement(config, jax.devices()[:1]).trainer.time == 1
+
+
+def test_colocated_a_sampler_splits_images_over_what_splits_time_in_training():
+    found = make_placement(timed((0, 1), (2, 2), 2), jax.devices())
+    assert found.colocated
+    assert found.rollout.mesh.shape == {"data": 4, "fsdp": 2}
+    assert local_shape(jax.device_put(np.zeros((8, 3)), found.rollout.batch)) == (1, 3)
+    assert found.describe() == "colocated: 8 devices (cpu) sample and train in turn"
+
+
 @pytest.mark.parametrize(("rollout", "trainer"), [((4, 1), (5, 1)), ((0, 1), (3, 3))])
 def test_too_few_devices_are_refused(rollout, trainer):
     sizes = [data * fsdp for data, fsdp in (rollout, trainer)]
