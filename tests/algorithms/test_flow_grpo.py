@@ -179,9 +179,9 @@ def test_early_training_is_allowed_where_no_advantage_can_be_clipped():
 
 
 def test_the_largest_advantages_are_those_that_the_check_assumes():
-    """One image above all others: sqrt(G - 1) by its group's std, sqrt((G - 1) P) by the global one."""
-    rewards, groups = np.zeros(12), np.repeat(np.arange(3), 4)
-    rewards[5] = 1e6
+    """One image above all others of its group, and the other groups without variance at its mean."""
+    rewards, groups = np.full(12, 1e6), np.repeat(np.arange(3), 4)
+    rewards[4:8] = 4e6, 0, 0, 0
     for std, square in (("group", 3), ("global", 9)):
         assert group_advantages(rewards, groups, 3, std).max() == pytest.approx(square**0.5)
 

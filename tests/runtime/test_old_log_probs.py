@@ -72,7 +72,7 @@ def test_with_current_ones_nothing_is_clipped_and_the_deviation_is_still_seen(tu
 
 def test_a_snapshot_outlives_the_update_of_its_state():
     parts, state = built("lora", "recomputed")
-    before, behaviour = jax.device_get(state.tuned), parts.trainer.snapshot(state)
+    before, behaviour = fragments.tuned("lora"), parts.trainer.snapshot(state)
     gradient = jax.tree.map(jnp.ones_like, state.tuned)
     updated, _ = parts.trainer.update(state, Totals(gradient, {"weight": jnp.float32(1)}))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.tuned))
