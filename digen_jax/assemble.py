@@ -18,7 +18,7 @@ from digen_jax.recipe import blame
 from digen_jax.runtime.placement import DeviceGroup, Placement, make_placement
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, SamplerSettings
-from digen_jax.runtime.system import System
+from digen_jax.runtime.system import Rollout, System, reshard
 from digen_jax.runtime.trainer import Trainer
 from digen_jax.settings import ConfigError, user_input
 from digen_jax.weights.folder import read_model_index, resolve_folder
@@ -103,7 +103,6 @@ def connect(
     start, base = policy.split(
         jax.random.key(config.seed), transformer, algorithm.kl_coefficient > 0
     )
-    rollout_base = policy.sampler_base(base)
     settings = SamplerSettings(
         config.model.height,
         config.model.width,
@@ -111,18 +110,22 @@ def connect(
         step,
         tuple(config.sampler.window),
     )
-    return System(
-        placement,
-        policy,
+    samplers = (
         Sampler(policy, placement.rollout, settings),
         evaluation_sampler(
             family, placement.rollout, config.evaluation.guidance, config, policy.lora
         ),
+    )
+    sampler_base = policy.sampler_base(base)
+    first = Rollout(*samplers, reshard(sampler_base, placement.rollout), frozen)
+    others = (first.moved(group, sampler_base) for group in placement.rollouts[1:])
+    return System(
+        placement,
+        policy,
+        (first, *others),
         Trainer(policy, placement.trainer, step, algorithm, recipe.trainer_settings(config)),
         base,
         start,
-        jax.device_put(rollout_base, placement.rollout.params(rollout_base)),
-        frozen,
     )
 
 

@@ -65,6 +65,15 @@ class Checkpointer:
         )
         self._manager.save(step, args=items, force=True)
 
+    def latest_host(self) -> dict[str, Any] | None:
+        """What the host had to remember at the newest whole checkpoint, or None."""
+        step = self._manager.latest_step()
+        if step is None:
+            return None
+        return self._manager.restore(
+            step, args=ocp.args.Composite(host=ocp.args.JsonRestore())
+        ).host
+
     def restore_latest(self, template: Any) -> Restored | None:
         """The newest whole checkpoint on the template's devices, or None where there is none.
 

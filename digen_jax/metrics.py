@@ -21,7 +21,7 @@ from tqdm import tqdm
 from digen_jax import event_file
 from digen_jax.settings import ConfigError
 
-TIMING = ("seconds/", "images_per_second")
+TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth")
 CLOCK = "seconds/clock"
 
 
@@ -168,12 +168,19 @@ class Progress:
             bar_format="{percentage:3.0f}% |{bar}| step {n_fmt} of {total_fmt}{postfix}",
         )
 
-    def update(self, step: int, reward: SupportsFloat, images_per_second: SupportsFloat) -> None:
-        """Shows that `step` steps are done, with the reward and speed of the last one."""
+    def update(
+        self,
+        step: int,
+        reward: SupportsFloat,
+        images_per_second: SupportsFloat,
+        utilisation: SupportsFloat,
+    ) -> None:
+        """Shows that `step` steps are done, with reward, speed and utilisation (to 1) of the last one."""
         now = time.monotonic()
         # The first step is compilation for the most part and says nothing about the others.
         self._first = self._first or (step, now)
-        numbers = f"reward {float(reward):.3f}, {float(images_per_second):.1f} images/s"
+        speed = f"{float(images_per_second):.1f} images/s, {float(utilisation):.0%} busy"
+        numbers = f"reward {float(reward):.3f}, {speed}"
         if step > self._first[0]:
             seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
             numbers += f", {tqdm.format_interval(seconds)} left"

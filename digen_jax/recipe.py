@@ -19,6 +19,7 @@ from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.flow.steps import KINDS, make_step
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
+from digen_jax.runtime.scheduler.settings import Settings
 from digen_jax.runtime.trainer import TrainerSettings
 from digen_jax.settings import (
     ConfigError,
@@ -48,7 +49,10 @@ def reference() -> ConfigDict:
                 remat=False,  # recompute activations in the backward pass: less memory, more time
             ),
             prompts=dict(file="assets/prompts/shapes_train.jsonl"),
-            reward=dict(name="shapes_geneval"),  # or module:function
+            reward=dict(
+                name="shapes_geneval",  # or module:function
+                processes=1,  # that score beside generation; 0: a thread of this one
+            ),
             batch=dict(groups=12, images=12),  # groups a step, images a group
             sampler=dict(
                 steps=8,
@@ -81,10 +85,17 @@ def reference() -> ConfigDict:
                 ema=0.0,  # decay of the average that is evaluated and exported; 0: none
             ),
             placement=dict(
-                rollout=dict(data=4, fsdp=1),  # data 0: on the trainer's devices, in turn with it
+                # data 0: on the trainer's devices, in turn with it; workers: meshes of this size
+                rollout=dict(data=4, fsdp=1, workers=1),
                 trainer=dict(data=4, fsdp=1, time=1),  # time splits the steps of a pass
                 rules=((".*", "replicate"),),  # (regex over the parameter's path, tactic)
                 cpu_devices=8,  # virtual devices where there is no accelerator
+            ),
+            runtime=dict(
+                staleness=0,  # versions that a trajectory may be old; 0: strictly on policy
+                stale_share=0.5,  # of a step's groups, at most, that may begin before the step is on
+                tag_fragments=0,  # of a step, that the trainer may generate where it would wait
+                tag_weights="in place",  # what it samples from; or "resharded", a copy on each device
             ),
             evaluation=dict(
                 prompts="assets/prompts/shapes_heldout.jsonl",
@@ -130,10 +141,13 @@ def check(config: ConfigDict) -> None:
         ("algorithm.advantage_std", ("group", "global")),
         ("algorithm.old_log_probs", ("auto", "rollout", "recomputed", "current")),
         ("model.dtype", ("float32", "bfloat16")),
+        ("runtime.tag_weights", ("in place", "resharded")),
     ):
         check_choice(f"config.{name}", _value(config, name), choices)
     with blame("config.algorithm."):
         algorithm_settings(config).check()
+    with blame("config.runtime.", (ConfigError,)):
+        scheduler_settings(config).check()
     with blame("config.sampler."):
         make_step(config.sampler.kind, config.sampler.noise_level)
     with blame("config.reward.name: ", (ConfigError,)):
@@ -157,9 +171,10 @@ def blame(
 def algorithm_settings(config: ConfigDict) -> FlowGRPO:
     """The algorithm's own settings."""
     settings = {k: v for k, v in config.algorithm.items() if k != "name"}
-    # Sampler and trainer both compute in model.dtype, and train what they sampled.
+    stale = config.runtime.staleness > 0
+    # Sampler and trainer both compute in model.dtype.
     settings["old_log_probs"] = choose_old_log_probs(
-        settings["old_log_probs"], same_dtype=True, stale=False, updates=config.trainer.updates
+        settings["old_log_probs"], same_dtype=True, stale=stale, updates=config.trainer.updates
     )
     return FlowGRPO(**settings)
 
@@ -167,6 +182,27 @@ def algorithm_settings(config: ConfigDict) -> FlowGRPO:
 def trainer_settings(config: ConfigDict) -> TrainerSettings:
     """The trainer's."""
     return TrainerSettings(**{k: v for k, v in config.trainer.items() if k != "updates"})
+
+
+def scheduler_settings(config: ConfigDict) -> Settings:
+    """The scheduler's.
+
+    Strictly on policy, fragments are trained in their order: a run is then the same to the last bit
+    whenever it is done again.
+    """
+    runtime = config.runtime
+    return Settings(
+        steps=config.steps,
+        groups=config.batch.groups,
+        images=config.batch.images,
+        fragment_images=config.sampler.fragment,
+        updates=config.trainer.updates,
+        readiness=algorithm_settings(config).needs,
+        ordered=runtime.staleness == 0,
+        staleness=runtime.staleness,
+        stale_share=runtime.stale_share,
+        tag_fragments=runtime.tag_fragments,
+    )
 
 
 def _check_numbers(config: ConfigDict) -> None:
@@ -187,6 +223,7 @@ def _check_numbers(config: ConfigDict) -> None:
         "trainer.eps",
         "trainer.clip_norm",
         "placement.rollout.fsdp",
+        "placement.rollout.workers",
         "placement.trainer.data",
         "placement.trainer.fsdp",
         "placement.trainer.time",
@@ -205,6 +242,7 @@ def _check_numbers(config: ConfigDict) -> None:
         "trainer.warmup",
         "trainer.weight_decay",
         "placement.rollout.data",
+        "reward.processes",
         "evaluation.steps",
         "evaluation.images",
     ):
@@ -308,7 +346,9 @@ def check_devices(config: ConfigDict, devices: int) -> None:
         "trainer / config.placement.trainer.time" if time > 1 else "trainer",
         trainer // time,
     )
+    tag = [(("trainer", trainer), "sampler.fragment")] if config.runtime.tag_fragments else []
     for (mesh, size), name in (
+        *tag,
         (sampling, "sampler.fragment"),
         (sampling, "evaluation.batch"),
         (training, "trainer.micro_batch"),

@@ -1,6 +1,8 @@
 """A whole training run in a workdir: claim it, continue where it was left, train, show the results."""
 
 import pathlib
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -18,17 +20,22 @@ from digen_jax.checkpoint import (
     mark_finished,
     template_of,
 )
+from digen_jax.interrupt import Interrupt
 from digen_jax.metrics import MetricsLog, Progress, read_metrics
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.recipe import MAY_CHANGE, check, complete
-from digen_jax.runtime.evaluation import by_tag, evaluate
-from digen_jax.runtime.loop import Interrupt, run_step
-from digen_jax.runtime.sampler import Weights
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
+from digen_jax.runtime.executors.driver import Begun, Driver
+from digen_jax.runtime.timeline import Interval
+from digen_jax.runtime.timeline_files import TraceFile, draw
 from digen_jax.runtime.trainer import State
 from digen_jax.settings import ConfigError
 
 Metrics = dict[str, float]
+
+SHOWN_STEPS = 3  # in a picture of the timeline
 
 
 class Position(NamedTuple):
@@ -36,7 +43,7 @@ class Position(NamedTuple):
 
     done: int
     state: State
-    weights: Weights  # as published
+    begun: Begun | None  # what is in flight; None before the first step
     host: dict[str, Any]  # what else a checkpoint needs: places in the prompts and in the metrics
 
 
@@ -65,13 +72,18 @@ class Run:
 
     def __init__(self, config: ConfigDict, workdir: pathlib.Path):
         self.config, self.workdir = config, workdir
+        reward = config.reward
+        self.rewards = RewardPool(rewards.resolve(reward.name), reward.name, reward.processes)
         self.system = build(config, jax.devices())
-        self.reward = rewards.resolve(config.reward.name)
+        self.driver: Driver | None = None
         held_out = read_prompt_file(config.evaluation.prompts)
         self.held_out = held_out[: config.evaluation.images or None]
         self.prompts = prompt_batches(
             config.prompts.file, config.batch.groups, config.seed, workdir / "prompts"
         )
+        self.drawn: dict[int, Any] = {}  # places in the prompts, by steps drawn
+        self.timeline = TraceFile(workdir / "timeline.json")
+        self.shown: list[list[Interval]] = []  # of the last steps
         self.log = MetricsLog(workdir, config.wandb.to_dict() or None)
         self.checkpoints = Checkpointer(
             workdir / "checkpoints", config.checkpoint.every, config.checkpoint.keep
@@ -82,20 +94,24 @@ class Run:
     def train(self) -> int | None:
         """From the last checkpoint to the last step, then the results; returns as `train` does."""
         print(self.system.placement.describe(), flush=True)
-        with Interrupt() as interrupt, closing(self.log), closing(self.checkpoints):
-            position = self.advance(self.resume(), interrupt)
-        if position.done < self.config.steps:
-            print(f"Stopped and saved after step {position.done}; the same command continues.")
-            return 128 + interrupt.asked
-        self.finish(position)
+        with closing(self.rewards):
+            with Interrupt() as interrupt, closing(self.log), closing(self.checkpoints):
+                position = self.advance(self.resume(), interrupt)
+            if position.done < self.config.steps:
+                print(f"Stopped and saved after step {position.done}; the same command continues.")
+                return 128 + interrupt.asked
+            self.finish(position)
         return None
 
     def resume(self) -> Position:
         """The newest checkpoint's position, or the beginning's once the start has been evaluated."""
         state = self.system.trainer.init(self.system.start)
-        found = self.checkpoints.restore_latest(template_of(self.saved(state)))
-        if found is None:
+        host = self.checkpoints.latest_host()
+        if host is None:
             return self.begin(state)
+        versions = [int(version) for version in host["kept"]]
+        template = self.saved(state, dict.fromkeys(versions, state.tuned))
+        found = self.checkpoints.restore_latest(template_of(template))
         if found.step > self.config.steps:
             raise ConfigError(
                 f"config.steps = {self.config.steps}, but the run in {self.workdir} has done "
@@ -105,7 +121,11 @@ class Run:
         state = State(**{name: found.arrays.get(name) for name in State._fields})
         self.prompts.set_state(found.host["prompts"])
         self.log.cut_back(found.host["metrics"])
-        return Position(found.step, state, self.system.publish(state.tuned), found.host)
+        begun = None
+        if host["scheduler"] is not None:
+            kept = {version: found.arrays["kept"][str(version)] for version in versions}
+            begun = Begun(host["scheduler"], kept)
+        return Position(found.step, state, begun, found.host)
 
     def begin(self, state: State) -> Position:
         """The position before the first step; the first line of metrics is the base model's."""
@@ -113,15 +133,32 @@ class Run:
         print(f"compiling, and evaluating the base model on {count} held-out prompts", flush=True)
         self.log.cut_back(0)
         self.log.write(0, self.look(0, state))
-        return Position(0, state, self.system.publish(state.tuned), self.places())
+        return Position(0, state, None, self.places(0))
 
     def advance(self, position: Position, interrupt: Interrupt) -> Position:
         """Step after step, to the last or until a signal asks to stop; where it ends is saved."""
-        with closing(Progress(self.config.steps, position.done)) as progress:
+        if position.done == self.config.steps:
+            return position
+        prompts = self.draw_prompts(position.done)
+        self.driver = Driver(
+            self.system,
+            self.config,
+            position.state,
+            prompts,
+            self.rewards,
+            position.done,
+            position.begun,
+        )
+        with closing(Progress(self.config.steps, position.done)) as progress, closing(self.driver):
             try:
                 while position.done < self.config.steps and not interrupt.asked:
                     position, line = self.step(position)
-                    progress.update(position.done, line["reward"], line["images_per_second"])
+                    progress.update(
+                        position.done,
+                        line["reward"],
+                        line["images_per_second"],
+                        line["utilisation"],
+                    )
                     if "evaluation/reward" in line:
                         reward = f"{line['evaluation/reward']:.3f}"
                         progress.note(f"step {position.done}: {reward} on the held-out prompts")
@@ -130,22 +167,17 @@ class Run:
                 # a step that fails behind its first update leaves the last checkpoint as it is.
                 if not any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state)):
                     self.save(position)
+        self.driver = None
         return position
 
     def step(self, position: Position) -> tuple[Position, Metrics]:
         """One step with all that is due after it: evaluation, pictures, metrics, checkpoint."""
-        state, weights, line = run_step(
-            self.system,
-            self.config,
-            position.state,
-            position.weights,
-            next(self.prompts),
-            self.reward,
-        )
-        done = position.done + 1
+        line = self.driver.step()
+        done, state, begun = position.done + 1, self.driver.state, self.driver.begun
+        self.show_timeline(done)
         line |= self.look(done, state)
         self.log.write(done, line)
-        position = Position(done, state, weights, self.places())
+        position = Position(done, state, begun, self.places(done))
         if self.checkpoints.due(done):
             self.save(position)
         return position, line
@@ -158,14 +190,8 @@ class Run:
         if not (evaluated or shown):
             return {}
         count = self.config.pictures.images
-        found = evaluate(
-            self.system.evaluator,
-            self.system.publish(state.tuned if state.ema is None else state.ema),
-            self.held_out if evaluated else self.held_out[:count],
-            self.reward,
-            self.config.reward.name,
-            self.config.evaluation.batch,
-        )
+        tuned = state.tuned if state.ema is None else state.ema
+        found = self.evaluate(tuned, self.held_out if evaluated else self.held_out[:count])
         captions = [record["prompt"] for record in found.records[:count]]
         images, scores = found.images[:count], found.scores
         if shown:
@@ -178,18 +204,49 @@ class Run:
         np.savez(file, step=done, images=images, scores=scores)
         return found.metrics()
 
-    def places(self) -> dict[str, Any]:
-        """How far the prompts and the metrics are."""
-        return {"prompts": self.prompts.get_state(), "metrics": self.log.position()}
+    def evaluate(self, tuned: Any, records: list[dict]) -> Evaluation:
+        """Scores some held-out prompts; between steps the driver has it done."""
+        if self.driver is not None:
+            return self.driver.evaluate(tuned, records)
+        name, batch = self.config.reward.name, self.config.evaluation.batch
+        weights = self.system.publish(tuned)
+        return evaluate(self.system.evaluator, weights, records, self.rewards.score, name, batch)
 
-    def saved(self, state: State) -> dict[str, Any]:
+    def draw_prompts(self, done: int) -> Iterator[list[dict]]:
+        """The prompts of the steps after `done`; notes down where each step's end."""
+        self.drawn[done] = self.prompts.get_state()
+        for number, records in enumerate(self.prompts, done + 1):
+            self.drawn[number] = self.prompts.get_state()
+            yield records
+
+    def show_timeline(self, done: int) -> None:
+        """Writes down what the workers did in a step; a picture of the last ones where one is due."""
+        intervals = self.driver.intervals
+        self.timeline.write(intervals, time.time() - self.driver.now())
+        self.shown = [*self.shown[1 - SHOWN_STEPS :], intervals]
+        if done % self.config.pictures.every == 0 or done == self.config.steps:
+            first = done - len(self.shown) + 1
+            steps = f"steps {first} to {done}" if first < done else f"step {done}"
+            path = self.folder / f"timeline_{done:06d}.png"
+            draw([interval for step in self.shown for interval in step], path, steps)
+
+    def places(self, done: int) -> dict[str, Any]:
+        """How far the prompts and the metrics are after `done` steps."""
+        place = self.drawn.pop(done) if done else self.prompts.get_state()
+        return {"prompts": place, "metrics": self.log.position()}
+
+    def saved(self, state: State, kept: dict[int, Any]) -> dict[str, Any]:
         """The arrays of a checkpoint."""
         arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
+        if kept:
+            arrays["kept"] = {str(version): tree for version, tree in kept.items()}
         return arrays | {"root_key": jax.random.key(self.config.seed)}
 
     def save(self, position: Position) -> None:
         """A checkpoint of a position, unless there is one."""
-        self.checkpoints.save(position.done, self.saved(position.state), position.host)
+        scheduler, kept = position.begun or (None, {})
+        host = position.host | {"scheduler": scheduler, "kept": sorted(kept)}
+        self.checkpoints.save(position.done, self.saved(position.state, kept), host)
 
     def finish(self, position: Position) -> None:
         """The results, on the console and as pictures."""
@@ -237,6 +294,8 @@ def where(workdir: pathlib.Path) -> str:
         "pictures/before_after.png": "the same prompts before and after",
         "pictures/curve.png": "reward over the steps",
         "pictures/step_*.png": "pictures on the way",
+        "pictures/timeline_*.png": "what every worker did in the last steps",
+        "timeline.json": "the same of all steps, for ui.perfetto.dev",
         "metrics.jsonl": "every number, a line a step",
         "tensorboard/": "the same for TensorBoard",
         "checkpoints/": "to continue, evaluate or export",

@@ -189,13 +189,13 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
     system = assemble.build(config, jax.devices())
     rollout, trainer = frozenset(jax.devices()[:4]), frozenset(jax.devices()[4:])
     assert devices((system.start, system.base)) == trainer
-    assert devices((system.rollout_base, system.frozen)) == rollout
+    assert devices((system.rollouts[0].base, system.rollouts[0].frozen)) == rollout
     assert devices(system.publish(system.start)) == rollout
 
     assert {"/".join(path) for path in flatten_dict(system.base)} == {"pos_embed/pos_embed"}
     assert ("pos_embed", "pos_embed") not in flatten_dict(system.start)
     assert size((system.start, system.base)) == tensors["transformer"]
-    assert {part: size(tree) for part, tree in system.frozen.items()} == {
+    assert {part: size(tree) for part, tree in system.rollouts[0].frozen.items()} == {
         part: count for part, count in tensors.items() if part != "transformer"
     }
     assert system.sampler.settings.window == (0, 4)
@@ -212,7 +212,7 @@ def test_lora_on_one_device(make, folder, tensors):
     assert system.placement.colocated
     names = {path[-2:] for path in flatten_dict(system.start)}
     assert names == {(layer, factor) for layer in ("to_q", "to_k", "to_v") for factor in "ab"}
-    assert size(system.base) == size(system.rollout_base) == tensors["transformer"]
+    assert size(system.base) == size(system.rollouts[0].base) == tensors["transformer"]
     assert system.policy.lora == system.evaluator.policy.lora
 
 
@@ -221,7 +221,8 @@ PROGRAM = """
 import sys
 import jax, numpy as np
 from digen_jax import assemble, recipe, run
-from digen_jax.runtime import loop
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.executors.driver import Driver
 from ml_collections import ConfigDict
 
 folder, prompts = sys.argv[1:]
@@ -236,10 +237,10 @@ config = recipe.complete(ConfigDict(dict(
 system = assemble.build(config, jax.devices())
 state = system.trainer.init(system.start)
 records = [{"prompt": "a photo of a circle", "serial": 0}]
-weights = system.publish(state.tuned)
-reward = lambda images, prompts, metadata: images.mean((1, 2, 3))
-_, _, metrics = loop.run_step(system, config, state, weights, records, reward)
-assert metrics["gradient_norm"] > 0
+pool = RewardPool(lambda images, prompts, metadata: images.mean((1, 2, 3)), "mean", 0)
+driver = Driver(system, config, state, iter([records]), pool)
+assert driver.step()["gradient_norm"] > 0
+driver.close()
 unwanted = ("torch", "tensorflow", "diffusers", "peft")
 print("imported:", [name for name in unwanted if name in sys.modules])
 """

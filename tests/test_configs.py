@@ -14,8 +14,8 @@ from digen_jax import assemble, recipe
 from digen_jax.flow.sampling import image_keys
 from digen_jax.pretraining.pipeline import COMPONENTS
 from digen_jax.pretraining.tokenizer import build_tokenizer
-from digen_jax.runtime.loop import Fragment, receive
-from digen_jax.runtime.sampler import Weights
+from digen_jax.runtime.executors.steps import Images
+from digen_jax.runtime.executors.training import receive
 from digen_jax.settings import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -203,14 +203,15 @@ def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
 
     def step(state, weights, base):
         prompts = system.sampler.encode(weights, captions)
-        images, trajectory = system.sampler.generate(weights, prompts, rows, keys)
-        fragment = Fragment(rows, trajectory, advantages)
+        trajectory = system.sampler.generate(weights, prompts, rows, keys)
+        images = system.sampler.decode(weights, trajectory)
+        fragment = Images(rows, trajectory.transitions, trajectory.sigmas)
         experience = receive(system, prompts, fragment, advantages)
         totals = system.trainer.accumulate(state, base, experience, None)
         return prompts, images, trajectory, totals, system.trainer.update(state, totals)
 
     state = jax.eval_shape(system.trainer.init, system.start)
-    weights = Weights(system.start, system.rollout_base, system.frozen)
+    weights = system.publish(system.start)
     prompts, images, trajectory, totals, (after, metrics) = jax.eval_shape(
         step, state, weights, system.base
     )
@@ -225,7 +226,7 @@ def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
         assert jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, state.tuned)
     assert_lora(system.start)
     # All that lies on each GPU from one step to the next, and the gradient.
-    held = gigabytes(system.base, system.frozen, state, totals.gradient)
+    held = gigabytes(system.base, system.rollouts[0].frozen, state, totals.gradient)
     assert 13 < held < 15
 
 
@@ -243,12 +244,14 @@ def test_sd35_is_evaluated_in_forty_steps_without_noise(medium, unread):
     config.model.folder = str(medium)
     config = recipe.complete(config)
     system = assemble.build(config, jax.devices()[:1])
-    weights = Weights(system.start, system.rollout_base, system.frozen)
+    weights = system.publish(system.start)
     keys = image_keys(jax.random.key(0), np.arange(14), np.zeros(14, np.int32))
 
     def look(weights):
         prompts = system.evaluator.encode(weights, ["a photo of a bench"] * 14)
-        return system.evaluator.generate(weights, prompts, np.arange(14, dtype=np.int32), keys)
+        rows = np.arange(14, dtype=np.int32)
+        trajectory = system.evaluator.generate(weights, prompts, rows, keys)
+        return system.evaluator.decode(weights, trajectory), trajectory
 
     images, trajectory = jax.eval_shape(look, weights)
     assert images.shape == (14, 512, 512, 3)

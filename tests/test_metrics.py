@@ -194,14 +194,14 @@ def test_progress_without_a_terminal_is_a_line_every_few_steps(monkeypatch, caps
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
     progress = Progress(12, done=2, every=5)
     for step in range(3, 13):
-        progress.update(step, np.float32(step / 100), 6.25)
+        progress.update(step, np.float32(step / 100), 6.25, 0.5)
     progress.note("saved")
     progress.close()
     assert capsys.readouterr().err.splitlines() == [
-        "step 3 of 12: reward 0.030, 6.2 images/s",
-        "step 5 of 12: reward 0.050, 6.2 images/s, 00:42 left",
-        "step 10 of 12: reward 0.100, 6.2 images/s, 00:06 left",
-        "step 12 of 12: reward 0.120, 6.2 images/s, 00:00 left",
+        "step 3 of 12: reward 0.030, 6.2 images/s, 50% busy",
+        "step 5 of 12: reward 0.050, 6.2 images/s, 50% busy, 00:42 left",
+        "step 10 of 12: reward 0.100, 6.2 images/s, 50% busy, 00:06 left",
+        "step 12 of 12: reward 0.120, 6.2 images/s, 50% busy, 00:00 left",
         "saved",
     ]
 
@@ -211,12 +211,12 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
     stream.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", stream)
     progress = Progress(4, done=1)
-    progress.update(2, 0.5, 3.0)
-    progress.update(3, 0.625, 3.0)
+    progress.update(2, 0.5, 3.0, 0.9)
+    progress.update(3, 0.625, 3.0, 0.9)
     progress.close()
     last = stream.getvalue().split("\r")[-1]
     assert "75%" in last
-    assert "step 3 of 4, reward 0.625, 3.0 images/s, 00:00 left" in last
+    assert "step 3 of 4, reward 0.625, 3.0 images/s, 90% busy, 00:00 left" in last
 
 
 def test_the_runs_bookkeeping_imports_neither_torch_nor_tensorflow():

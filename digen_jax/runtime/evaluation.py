@@ -82,8 +82,8 @@ def sample_images(
         jax.random.key(seed), np.arange(first, first + batch), np.zeros(batch, np.int32)
     )
     rows = np.arange(batch, dtype=np.int32)
-    images, _ = sampler.generate(weights, sampler.encode(weights, padded), rows, keys)
-    return np.asarray(images)[: len(prompts)]
+    trajectory = sampler.generate(weights, sampler.encode(weights, padded), rows, keys)
+    return np.asarray(sampler.decode(weights, trajectory))[: len(prompts)]
 
 
 def by_tag(

@@ -1,4 +1,4 @@
-"""Which devices do what: a rollout mesh, a trainer mesh, and how parameters and batches lie on each."""
+"""Which devices do what: rollout meshes, a trainer mesh, and how parameters and batches lie on each."""
 
 import dataclasses
 import re
@@ -107,34 +107,40 @@ TACTICS = {"replicate": lambda shape, devices: PartitionSpec(), "fsdp": fsdp_spe
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The rollout mesh encodes, samples and decodes; the trainer mesh trains. The same group where colocated."""
+    """The rollout meshes encode, sample and decode; the trainer mesh trains, and without them does all."""
 
-    rollout: DeviceGroup
+    rollouts: tuple[DeviceGroup, ...]
     trainer: DeviceGroup
+
+    @property
+    def rollout(self) -> DeviceGroup:
+        """The first mesh that samples."""
+        return self.rollouts[0] if self.rollouts else self.trainer.as_sampler
 
     @property
     def colocated(self) -> bool:
         """Whether sampling and training share their devices."""
-        rollout, trainer = (group.mesh.devices.ravel() for group in (self.rollout, self.trainer))
-        return rollout.tolist() == trainer.tolist()
+        return not self.rollouts
 
     def describe(self) -> str:
         """One line for the console."""
         kind = self.trainer.mesh.devices.flat[0].device_kind
-        rollout, trainer = self.rollout.mesh.size, self.trainer.mesh.size
+        trainer, meshes = self.trainer.mesh.size, len(self.rollouts)
+        rollout = meshes * self.rollout.mesh.size
         if self.colocated and trainer == 1:
             return f"colocated: the one device ({kind}) samples and trains in turn"
         if self.colocated:
             return f"colocated: {trainer} devices ({kind}) sample and train in turn"
-        return f"disaggregated: of {rollout + trainer} devices ({kind}) {rollout} sample and {trainer} train"
+        apart = f", on {meshes} meshes," if meshes > 1 else ""
+        return f"disaggregated: of {rollout + trainer} devices ({kind}) {rollout} sample{apart} and {trainer} train"
 
 
 def make_placement(config: Any, devices: Sequence[jax.Device]) -> Placement:
     """Meshes on the first of `devices`, from the config's `placement` section.
 
-    Its `rollout` and `trainer` hold the sizes of the axes, {data: n, fsdp: m}, `trainer` also {time: t}; a rollout
-    mesh without devices means colocated on the trainer's. With one device everything runs colocated on it,
-    whatever the config asks for.
+    Its `rollout` and `trainer` hold the sizes of a mesh's axes, {data: n, fsdp: m}, `trainer` also {time: t}, and
+    `rollout.workers` the number of rollout meshes; one without devices means colocated on the trainer's. With one
+    device everything runs colocated on it, whatever the config asks for.
 
     Raises:
       ConfigError: the devices do not suffice.
@@ -142,19 +148,21 @@ def make_placement(config: Any, devices: Sequence[jax.Device]) -> Placement:
     rules = tuple((pattern, tactic) for pattern, tactic in config.rules)
     if len(devices) == 1:
         alone = DeviceGroup(_mesh(1, 1, devices), rules)
-        return Placement(alone, alone)
-    rollout, trainer = mesh_sizes(config, len(devices))
-    last = devices[rollout : rollout + trainer]
-    axes = config.trainer
+        return Placement((), alone)
+    size, trainer = mesh_sizes(config, len(devices))
+    starts = range(0, size * config.rollout.workers, size) if size else ()
+    sampling = (
+        _mesh(config.rollout.data, config.rollout.fsdp, devices[start : start + size])
+        for start in starts
+    )
+    first, axes = size * len(starts), config.trainer
+    last = devices[first : first + trainer]
     training = DeviceGroup(_mesh(axes.data, axes.fsdp, last, axes.time), rules)
-    if rollout == 0:
-        return Placement(training.as_sampler, training)
-    sampling = _mesh(config.rollout.data, config.rollout.fsdp, devices[:rollout])
-    return Placement(DeviceGroup(sampling, rules), training)
+    return Placement(tuple(DeviceGroup(mesh, rules) for mesh in sampling), training)
 
 
 def mesh_sizes(config: Any, devices: int) -> tuple[int, int]:
-    """How many of `devices` the (rollout, trainer) mesh of a `placement` section takes; rollout 0: colocated.
+    """How many of `devices` (each rollout mesh, the trainer's) takes in a `placement` section; 0: colocated.
 
     Raises:
       ConfigError: more than there are.
@@ -163,9 +171,10 @@ def mesh_sizes(config: Any, devices: int) -> tuple[int, int]:
         return 0, 1
     rollout, trainer = (axes.data * axes.fsdp for axes in (config.rollout, config.trainer))
     trainer *= config.trainer.time
-    if rollout + trainer > devices:
+    total = rollout * config.rollout.workers
+    if total + trainer > devices:
         raise ConfigError(
-            f"config.placement.rollout wants {rollout} and config.placement.trainer {trainer} devices, but there "
+            f"config.placement.rollout wants {total} and config.placement.trainer {trainer} devices, but there "
             f"are {devices}: make the meshes smaller"
         )
     return rollout, trainer

@@ -1,4 +1,4 @@
-"""The rollout mesh's executor: prompts -> conditioning, then fragments of images and transitions."""
+"""A sampling mesh's programs: prompts -> conditioning -> trajectories -> images."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ class Prompts(NamedTuple):
 
 
 class Sampler:
-    """Jitted encoding and generation on one mesh.
+    """Jitted encoding, generation and decoding on one mesh.
 
     A program is compiled once for each number of prompts and of images; what an image looks like
     depends on its key and prompt only, never on its batch.
@@ -58,6 +58,7 @@ class Sampler:
         self._generate = jax.jit(
             functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
         )
+        self._decode = jax.jit(policy.family.decode)
 
     def encode(self, weights: Weights, prompts: list[str]) -> Prompts:
         """The conditioning of each prompt."""
@@ -72,7 +73,7 @@ class Sampler:
         prompts: Prompts,
         rows: Int[np.ndarray, "b"],
         keys: Key[Array, "b"],
-    ) -> tuple[Float[Array, "b h w 3"], Trajectory]:
+    ) -> Trajectory:
         """One fragment: image i shows prompt `rows[i]` and is drawn by `keys[i]`.
 
         Returns at once; the arrays are computed behind. The number of images must be a multiple of
@@ -85,6 +86,10 @@ class Sampler:
             jax.device_put(keys, self.group.batch),
         )
 
+    def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b h w 3"]:
+        """The images at a trajectory's end; returns at once, as `generate` does."""
+        return self._decode(weights.frozen, trajectory.latents.astype(jnp.float32))
+
 
 def _generate(
     policy: Policy,
@@ -96,11 +101,9 @@ def _generate(
     prompts: Prompts,
     rows: Int[Array, "b"],
     keys: Key[Array, "b"],
-) -> tuple[Float[Array, "b h w 3"], Trajectory]:
+) -> Trajectory:
     split = functools.partial(jax.lax.with_sharding_constraint, shardings=group.batch)
     conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
     velocity = policy.velocity(weights.tuned, weights.base, conditioning, prompts.null)
     noise = split(start_noise(keys, shape))
-    trajectory = sample(velocity, noise, sigmas, settings.step, keys, settings.window)
-    images = policy.family.decode(weights.frozen, trajectory.latents.astype(jnp.float32))
-    return images, trajectory
+    return sample(velocity, noise, sigmas, settings.step, keys, settings.window)

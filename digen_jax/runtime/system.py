@@ -1,13 +1,42 @@
-"""What a run is made of, once it is assembled: meshes, executors, parameters."""
+"""What a run is made of, once it is assembled: meshes, programs, parameters."""
 
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AxisType, Mesh
 
-from digen_jax.runtime.placement import Placement
+from digen_jax.runtime.placement import DeviceGroup, Placement
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, Weights
 from digen_jax.runtime.trainer import Trainer
+
+
+class Rollout(NamedTuple):
+    """A mesh that samples: its programs, and all that they need but the tuned parameters."""
+
+    sampler: Sampler
+    evaluator: Sampler
+    base: Any  # see Policy.sampler_base
+    frozen: Any  # the other components
+
+    @property
+    def group(self) -> DeviceGroup:
+        """Its mesh."""
+        return self.sampler.group
+
+    def weights(self, tuned: Any) -> Weights:
+        """Tuned parameters resharded onto this mesh, beside all else that sampling needs.
+
+        Where they lie as the mesh's rules say already, they are the given arrays.
+        """
+        return Weights(reshard(tuned, self.group), self.base, self.frozen)
+
+    def moved(self, group: DeviceGroup, base: Any) -> "Rollout":
+        """The same on another mesh; `base` may lie there already."""
+        samplers = (
+            Sampler(one.policy, group, one.settings) for one in (self.sampler, self.evaluator)
+        )
+        return Rollout(*samplers, reshard(base, group), reshard(self.frozen, group))
 
 
 class System(NamedTuple):
@@ -15,18 +44,56 @@ class System(NamedTuple):
 
     placement: Placement
     policy: Policy
-    sampler: Sampler
-    evaluator: Sampler
+    rollouts: tuple[Rollout, ...]  # those of the placement; colocated the trainer's mesh itself
     trainer: Trainer
     base: Any  # on the trainer mesh, see Policy
     start: Any  # what is tuned, before the first update; the trainer's `init` takes it over
-    rollout_base: Any
-    frozen: Any  # the other components, on the rollout mesh
+
+    @property
+    def sampler(self) -> Sampler:
+        """The first sampling mesh's."""
+        return self.rollouts[0].sampler
+
+    @property
+    def evaluator(self) -> Sampler:
+        """The first sampling mesh's."""
+        return self.rollouts[0].evaluator
 
     def publish(self, tuned: Any) -> Weights:
-        """The tuned parameters resharded onto the rollout mesh, with all else the sampler needs.
+        """Tuned parameters on the first sampling mesh, with all else that it needs.
 
         Colocated they are the trainer's own arrays, which its next update consumes.
         """
-        shardings = self.placement.rollout.params(tuned)
-        return Weights(jax.device_put(tuned, shardings), self.rollout_base, self.frozen)
+        return self.rollouts[0].weights(tuned)
+
+
+def tag_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
+    """The trainer's devices as a sampling mesh.
+
+    Args:
+      trainer: the trainer's mesh.
+      weights: "in place": sampled from where they lie as the trainer splits them. "resharded": from
+        whole copies on every device, which takes memory and saves gathering them in every pass.
+    """
+    if weights == "in place":
+        return trainer
+    grid = trainer.mesh.devices.reshape(-1, 1)
+    mesh = Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    return DeviceGroup(mesh)
+
+
+def reshard(tree: Any, group: DeviceGroup) -> Any:
+    """Parameters as a mesh's rules say: on their own devices by one program, else from mesh to mesh."""
+    shardings = group.params(tree)
+    leaves = jax.tree.leaves(tree)
+    here = bool(leaves) and all(
+        isinstance(leaf, jax.Array) and leaf.sharding.device_set == set(group.mesh.devices.flat)
+        for leaf in leaves
+    )
+    if here and jax.tree.map(lambda leaf: leaf.sharding, tree) != shardings:
+        return jax.jit(_same, out_shardings=shardings)(tree)
+    return jax.device_put(tree, shardings)
+
+
+def _same(tree: Any) -> Any:
+    return tree

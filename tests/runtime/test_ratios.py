@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.flow.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3 import FROZEN, SD3Config, SD3Transformer
-from digen_jax.runtime.loop import receive
+from digen_jax.runtime.executors.training import receive
 from tests.runtime import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -53,7 +53,7 @@ class Rollout:
         self.system = toy.system(self.config, family=attention_family())
         self.state = self.system.trainer.init(self.system.start)
         prompts, (fragment,) = toy.rollout(self.system, self.config, self.state.tuned)
-        self.transitions = jax.device_get(fragment.trajectory.transitions)
+        self.transitions = jax.device_get(fragment.transitions)
         advantages = np.linspace(-1, 1, 8, dtype=np.float32)
         self.experience = receive(self.system, prompts, fragment, advantages)
 

@@ -40,7 +40,7 @@ def alone(exact_and_split):
 def generate(system, cut=slice(None), tuned=None):
     weights = system.publish(system.start if tuned is None else tuned)
     prompts = system.sampler.encode(weights, PROMPTS)
-    return jax.device_get(system.sampler.generate(weights, prompts, ROWS[cut], KEYS[cut]))
+    return jax.device_get(toy.draw_and_show(system.sampler, weights, prompts, ROWS[cut], KEYS[cut]))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_images_differ_by_key_and_by_prompt(split, whole):
             assert np.abs(images[i] - images[j]).max() > 0.01
     weights = split.publish(split.start)
     prompts = split.sampler.encode(weights, PROMPTS)
-    others, _ = split.sampler.generate(weights, prompts, (ROWS + 1) % 3, KEYS)
+    others, _ = toy.draw_and_show(split.sampler, weights, prompts, (ROWS + 1) % 3, KEYS)
     assert np.abs(images - others).max((1, 2, 3)).min() > 0.01
 
 
@@ -105,7 +105,7 @@ def test_the_windows_transitions_are_stored(whole):
 def test_a_fragment_stays_split_over_the_mesh(split):
     weights = split.publish(split.start)
     prompts = split.sampler.encode(weights, PROMPTS)
-    images, trajectory = split.sampler.generate(weights, prompts, ROWS, KEYS)
+    images, trajectory = toy.draw_and_show(split.sampler, weights, prompts, ROWS, KEYS)
     x, log_prob = trajectory.transitions.x, trajectory.transitions.log_prob
     assert {shard.data.shape for shard in images.addressable_shards} == {(2, 4, 4, 3)}
     assert {shard.data.shape for shard in x.addressable_shards} == {(2, 2, 4, 4, 4)}
@@ -117,7 +117,7 @@ def test_without_noise_it_is_eulers_method_on_the_published_weights(split, moved
     tuned = toy.moved(split.start) if moved else split.start
     weights = split.publish(tuned)
     prompts = split.evaluator.encode(weights, PROMPTS)
-    images, trajectory = split.evaluator.generate(weights, prompts, ROWS, KEYS)
+    images, trajectory = toy.draw_and_show(split.evaluator, weights, prompts, ROWS, KEYS)
     assert trajectory.transitions.x.shape[0] == 0
 
     family, params = toy.ToyFamily(), toy.ToyFamily().params()

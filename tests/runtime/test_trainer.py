@@ -11,7 +11,8 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from digen_jax import recipe
-from digen_jax.runtime.loop import Fragment, receive
+from digen_jax.runtime.executors.steps import Images
+from digen_jax.runtime.executors.training import receive
 from digen_jax.runtime.trainer import Totals, Trainer, TrainerSettings
 from tests.runtime import toy
 
@@ -51,8 +52,8 @@ def sampled():
     """(prompts, the trajectory of 8 images) on the host: the same for every trainer."""
     config = gradient_config("full")
     system = toy.system(config, devices=1)
-    prompts, (fragment,) = toy.rollout(system, config, system.start)
-    return jax.device_get((prompts, fragment.trajectory))
+    prompts, (images,) = toy.rollout(system, config, system.start)
+    return jax.device_get((prompts, images))
 
 
 ROWS = np.repeat(np.arange(2, dtype=np.int32), 4)
@@ -61,12 +62,12 @@ ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
 
 def experiences(system, fragment):
     """The same trajectories as the trainer gets them, cut into fragments."""
-    prompts, trajectory = sampled()
+    prompts, images = sampled()
     for start in range(0, 8, fragment):
         cut = slice(start, start + fragment)
-        t = trajectory.transitions
+        t = images.transitions
         part = t._replace(**{name: getattr(t, name)[:, cut] for name in t._fields[:3]})
-        part = Fragment(ROWS[cut], trajectory._replace(transitions=part), ADVANTAGES[cut])
+        part = Images(ROWS[cut], part, images.sigmas)
         yield receive(system, prompts, part, ADVANTAGES[cut])
 
 

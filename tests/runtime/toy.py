@@ -1,6 +1,8 @@
 """A family that compiles in a moment, and systems around it: the runtime must not know the difference."""
 
+import contextlib
 import dataclasses
+import itertools
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -11,9 +13,14 @@ from ml_collections import ConfigDict
 
 from digen_jax import assemble, recipe
 from digen_jax.flow.schedule import SchedulerConfig
-from digen_jax.runtime import loop
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.executors.driver import Driver
+from digen_jax.runtime.executors.sampling import SamplingExecutor
+from digen_jax.runtime.executors.steps import Steps
 from digen_jax.runtime.placement import make_placement
+from digen_jax.runtime.scheduler.commands import Fragment
 from digen_jax.runtime.system import System
+from digen_jax.runtime.trainer import State
 
 LETTERS, TEXT = 6, 8
 
@@ -98,10 +105,10 @@ def config(**fields) -> ConfigDict:
     return recipe.complete(ConfigDict(c))
 
 
-def meshes(rollout: tuple[int, int], trainer: tuple[int, int]) -> dict[str, Any]:
+def meshes(rollout: tuple[int, int], trainer: tuple[int, int], workers: int = 1) -> dict[str, Any]:
     """The fields of a placement, all parameters split over "fsdp"; sizes are (data, fsdp)."""
     return dict(
-        placement__rollout=dict(zip(("data", "fsdp"), rollout, strict=True)),
+        placement__rollout=dict(data=rollout[0], fsdp=rollout[1], workers=workers),
         placement__trainer=dict(zip(("data", "fsdp"), trainer, strict=True)),
         placement__rules=((".*", "fsdp"),),
     )
@@ -132,11 +139,22 @@ def brightness(images, prompts, metadata):
 
 
 def rollout(system: System, config: ConfigDict, tuned: Any):
-    """(prompts, fragments) of the step with `records`, from published weights."""
-    rows, weights = records(config.batch.groups), system.publish(tuned)
-    prompts = system.sampler.encode(weights, [row["prompt"] for row in rows])
-    watch = loop.Stopwatch()
-    return prompts, loop.rollout(system, config, weights, prompts, rows, brightness, watch)
+    """(prompts, the images of each fragment) of the step with `records`, from published weights."""
+    batch, size = config.batch, config.sampler.fragment
+    steps = Steps(iter([records(batch.groups)]), batch.images, size, config.seed, 0)
+    executor = SamplingExecutor(system.rollouts[0], steps, system.placement.trainer)
+    executor.weights[0] = system.publish(tuned)
+    executor.encode(0)
+    for index in range(batch.groups * batch.images // size):
+        executor.generate(Fragment(0, index), 0)
+        executor.decode(Fragment(0, index))
+    return steps[0].prompts, list(steps[0].sampled.values())
+
+
+def draw_and_show(sampler, weights, prompts, rows, keys):
+    """(images, trajectory) of a fragment."""
+    trajectory = sampler.generate(weights, prompts, rows, keys)
+    return sampler.decode(weights, trajectory), trajectory
 
 
 def moved(tree: Any, by: float = 0.1) -> Any:
@@ -153,3 +171,33 @@ def difference(a: Any, b: Any) -> float:
     ]
     assert jax.tree.structure(a) == jax.tree.structure(b)
     return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
+
+
+def batches(groups: int):
+    """The records of one step after the other, each with serials of its own."""
+    for step in itertools.count():
+        yield [{**record, "serial": record["serial"] + groups * step} for record in records(groups)]
+
+
+def fresh(system: System) -> State:
+    """A state that may be consumed, as a system's own start must not be."""
+    return system.trainer.init(jax.tree.map(lambda leaf: leaf + 0, system.start))
+
+
+@contextlib.contextmanager
+def driver(system: System, config: ConfigDict, reward=brightness, **options):
+    """A driver from the beginning of a run, which scores in a thread; `options` are its own."""
+    rewards = RewardPool(reward, "mine", 0)
+    options.setdefault("state", fresh(system))
+    given = options.pop("batches", None) or batches(config.batch.groups)
+    with contextlib.closing(rewards):
+        found = Driver(system, config, batches=given, rewards=rewards, **options)
+        with contextlib.closing(found):
+            yield found
+
+
+def drive(system: System, config: ConfigDict, steps: int, reward=brightness, **options):
+    """(state, metrics of each step, commands) after some steps from the beginning."""
+    with driver(system, config, reward, **options) as found:
+        history = [found.step() for _ in range(steps)]
+    return found.state, history, found.log

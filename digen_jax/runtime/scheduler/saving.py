@@ -48,8 +48,10 @@ def unpack(value: Any) -> Any:
     return CLASSES[kind](**{k: unpack(v) for k, v in value.items() if k != "is"})
 
 
-def rewind(now: state.State) -> None:
+def rewind(now: state.State, steps: int | None = None) -> None:
     """Forgets the workers and all that is in flight; versions that groups have begun by stay fixed.
+
+    `steps`, where given, replaces the number of steps of the run.
 
     Raises:
       ValueError: a part of the step that is on was trained.
@@ -62,7 +64,12 @@ def rewind(now: state.State) -> None:
     now.evaluations = {
         version: state.Evaluation(version, list(range(count)), count) for version in now.evaluations
     }
-    now.batches = {step: old.rewound() for step, old in now.batches.items()}
+    if steps is not None:
+        now.settings = dataclasses.replace(now.settings, steps=steps)
+    now.batches = {
+        step: old.rewound() for step, old in now.batches.items() if step < now.settings.steps
+    }
+    now.open_batches()
     now.references = {now.version: 0, **dict.fromkeys(now.evaluations, 0)}
     for begun in now.batches.values():
         for group in begun.groups:

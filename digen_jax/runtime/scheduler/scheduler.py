@@ -79,16 +79,20 @@ class Scheduler:
         return scheduler
 
     @classmethod
-    def resume(cls, saved: dict[str, Any]) -> "Scheduler":
+    def resume(cls, saved: dict[str, Any], steps: int | None = None) -> "Scheduler":
         """The scheduler in a new process: workers have to join again, nothing is in flight.
 
         What was begun is begun again, by the version that began it.
+
+        Args:
+          saved: what `save` gave.
+          steps: of the whole run, where that is to have another number of them now.
 
         Raises:
           ValueError: it was saved after a part of a step was trained.
         """
         scheduler = cls.restore(saved)
-        saving.rewind(scheduler.state)
+        saving.rewind(scheduler.state, steps)
         return scheduler
 
     @property

@@ -16,6 +16,9 @@ class Settings:
     "early_group" a fragment trains before its group is complete, in at most `open_groups` groups at
     a time; a group that was complete before its first training is not counted.
 
+    With `ordered` the fragments of a step are trained in the order of their index, never in that of
+    their arrival, so that the sums of a step are the same to the last bit however long things take.
+
     A step may begin up to `staleness` versions early. At most `stale_share` of its groups begin so.
 
     `max_candidates` above 0 is dynamic sampling: groups whose values are all equal are replaced by
@@ -31,6 +34,7 @@ class Settings:
     updates: int = 1
     readiness: str = "group"
     open_groups: int = 0
+    ordered: bool = False
     staleness: int = 1  # versions a trajectory may be old; 0: strictly on policy
     stale_share: float = 0.5
     tag_fragments: int = 0  # of a step, that the trainer may generate beside rollout workers
@@ -45,10 +49,10 @@ class Settings:
     def unit_images(self) -> int:
         """Images of the smallest whole number of groups and of fragments.
 
-        It is one group, or where a fragment holds several groups one fragment: these begin, are
-        scored and are trained together, so the scheduler handles them as if they were one group.
+        It is mostly one group, or where a fragment holds several groups one fragment: these begin,
+        are scored and are trained together, so the scheduler handles them as if they were one group.
         """
-        return max(self.images, self.fragment_images)
+        return math.lcm(self.images, self.fragment_images)
 
     @property
     def units(self) -> int:
@@ -94,22 +98,33 @@ class Settings:
             check_positive("evaluation_fragments", self.evaluation_fragments)
         if self.readiness == "early_group":
             check_positive("open_groups", self.open_groups)
+            if self.unit_images > max(self.images, self.fragment_images):
+                raise ConfigError(
+                    f"fragment_images = {self.fragment_images} must divide images = {self.images} or be "
+                    "a multiple of it with readiness = 'early_group', which opens single groups: set "
+                    f"it to {self.images}"
+                )
+        self._check_order()
         self._check_cut()
         self._check_candidates()
 
     def _check_cut(self) -> None:
-        why = "as fragments and groups must not overlap in part"
-        a, b = sorted((self.images, self.fragment_images))
-        if b % a:
-            raise ConfigError(
-                f"fragment_images = {self.fragment_images} must divide images = {self.images} or be a "
-                f"multiple of it, {why}: set it to {self.images}"
-            )
         why = "as an update takes whole groups and fragments"
         share = self.groups * self.images
         check_divides("updates", self.updates, "groups", self.groups, why)
         share //= self.updates
-        check_divides("fragment_images", self.unit_images, "images of an update", share, why)
+        check_divides("fragment_images", self.fragment_images, "images of an update", share, why)
+
+    def _check_order(self) -> None:
+        for name, wrong in (
+            ("readiness = 'early_group'", self.readiness == "early_group"),
+            ("max_candidates", self.max_candidates > 0),
+        ):
+            if self.ordered and wrong:
+                raise ConfigError(
+                    f"ordered cannot go with {name}, by which what is trained depends on arrival: "
+                    "set ordered to False"
+                )
 
     def _check_candidates(self) -> None:
         if not self.max_candidates:
@@ -133,10 +148,11 @@ class Settings:
                 "images = 1 cannot go with max_candidates, as one image has no variance: "
                 "set images to 2 or more, or max_candidates to 0"
             )
-        if self.fragment_images > self.images:
+        why = "with max_candidates, as a group that is replaced must not share a fragment"
+        if self.images % self.fragment_images:
             raise ConfigError(
-                f"fragment_images = {self.fragment_images} must be at most images = {self.images} with "
-                "max_candidates, as a group that is replaced must not share a fragment"
+                f"fragment_images = {self.fragment_images} must divide images = {self.images} {why}: "
+                f"set it to {self.images}"
             )
 
 

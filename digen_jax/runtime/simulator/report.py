@@ -3,29 +3,8 @@
 import dataclasses
 from collections import Counter
 
-from digen_jax.runtime.scheduler.commands import Fragment
-
-
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """What a worker did from `start` to `end`, in seconds.
-
-    `kind` is a command's, "tag" for a fragment that the trainer generates beside rollout workers,
-    or "wait" for `cause`: generation, reward, trainer, faster worker, publish, or end (of the run).
-    The rewards are the worker "reward", and scoring overlaps there.
-    """
-
-    worker: str
-    kind: str
-    start: float
-    end: float
-    fragment: Fragment | None = None
-    cause: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Its length."""
-        return self.end - self.start
+from digen_jax.runtime import timeline
+from digen_jax.runtime.timeline import Interval
 
 
 @dataclasses.dataclass
@@ -85,8 +64,4 @@ class Report:
 
     def bubbles(self) -> dict[str, float]:
         """Device-seconds of waiting over the whole run, by cause."""
-        found: Counter[str] = Counter()
-        for interval in self.intervals:
-            if interval.kind == "wait":
-                found[interval.cause] += interval.seconds * self.devices[interval.worker]
-        return dict(found)
+        return timeline.bubbles(self.intervals, self.devices)

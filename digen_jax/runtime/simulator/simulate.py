@@ -21,7 +21,8 @@ from digen_jax.runtime.scheduler.commands import (
 from digen_jax.runtime.scheduler.events import Completed, Event, Joined, Lost
 from digen_jax.runtime.scheduler.scheduler import Scheduler
 from digen_jax.runtime.scheduler.settings import Costs, Settings
-from digen_jax.runtime.simulator.report import Interval, Report
+from digen_jax.runtime.simulator.report import Report
+from digen_jax.runtime.timeline import Recorder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +115,11 @@ class _Simulation:
         self.events: list[tuple[float, int, Event]] = []  # heap by time, then as they were pushed
         self.pushed = 0
         self.scorers = [0.0] * disturbance.scorers  # heap of when each is free
-        self.waiting: dict[str, tuple[float, str]] = {}  # worker: since when, for what
+        self.recorder = Recorder()
         self.versions: dict[Fragment, int] = {}
         images = settings.groups * settings.images
         work = images * work_of_image(layout, costs)
-        self.report = Report({}, layout.devices, work, images)
+        self.report = Report({}, layout.devices, work, images, self.recorder.intervals)
 
     def run(self) -> Report:
         """Until the scheduler is done."""
@@ -133,8 +134,8 @@ class _Simulation:
         while not self.scheduler.finished:
             _, _, event = heapq.heappop(self.events)
             self._handle(event)
-        for worker in list(self.waiting):
-            self._end_wait(worker, event.at)
+        for worker in self.report.devices:
+            self.recorder.end_wait(worker, event.at)
         return self.report
 
     def _join(self, at: float, worker: str, mesh: Mesh) -> None:
@@ -152,17 +153,17 @@ class _Simulation:
             if command.answered:
                 self._start(command, event.at)
         if isinstance(event, Lost):
-            self._end_wait(event.worker, event.at)
+            self.recorder.end_wait(event.worker, event.at)
         elif isinstance(event, Joined):
-            self._look_at(event.worker, event.at)
+            self.recorder.look_at(self.scheduler, event.worker, event.at)
         elif isinstance(event, Completed):
             if isinstance(event.command, Update):
                 self._note_update(event)
             worker = getattr(event.command, "worker", None)
             if worker is not None and self.scheduler.is_there(worker):
-                self._look_at(worker, event.at)
+                self.recorder.look_at(self.scheduler, worker, event.at)
         if self.scheduler.is_there(TRAINER):
-            self._look_at(TRAINER, event.at)
+            self.recorder.look_at(self.scheduler, TRAINER, event.at)
 
     def _start(self, command: Command, now: float) -> None:
         """A command begins now, a score once a scorer is free; its completion is in the future."""
@@ -200,11 +201,9 @@ class _Simulation:
         name = getattr(command, "worker", "reward")
         fragment, kind = getattr(command, "fragment", None), command.kind
         if isinstance(command, Publish) and name != TRAINER:
-            if name in self.waiting:
-                self._end_wait(name, start)
-                self.waiting[name] = (start, "publish")
+            if self.recorder.waits(name):
+                self.recorder.wait(name, "publish", start)
             return
-        self._end_wait(name, start)
         if isinstance(command, Generate) and not fragment.evaluation:
             self.versions[fragment] = command.version
             self.report.generated += 1
@@ -213,27 +212,11 @@ class _Simulation:
                 self.report.tagged += 1
         if isinstance(command, Train):
             self.report.trained_by_age[fragment.step - self.versions[fragment]] += 1
-        self.report.intervals.append(Interval(name, kind, start, end, fragment))
+        self.recorder.work(name, kind, start, end, fragment)
 
     def _note_update(self, event: Completed) -> None:
         if event.command.update == self.settings.updates - 1:
             self.report.step_ends.append(event.at)
-
-    def _look_at(self, worker: str, now: float) -> None:
-        """Whether a worker waits, and for what."""
-        if self.scheduler.is_busy(worker):
-            return
-        cause = self.scheduler.waits_for(worker)
-        since = self.waiting.get(worker)
-        if since is None or since[1] != cause:
-            self._end_wait(worker, now)
-            self.waiting[worker] = (now, cause)
-
-    def _end_wait(self, worker: str, now: float) -> None:
-        """Notes down a wait that is over."""
-        since, cause = self.waiting.pop(worker, (now, ""))
-        if now > since:
-            self.report.intervals.append(Interval(worker, "wait", since, now, None, cause))
 
 
 def work_of_image(layout: Layout, costs: Costs) -> float:

@@ -45,8 +45,12 @@ def plans(draw):
     updates = draw(st.integers(1, 3))
     groups = updates * draw(st.integers(1, 3))
     divisors = [n for n in range(1, images + 1) if images % n == 0]
+    share = groups // updates * images
     multiples = [images * n for n in range(1, 4) if groups // updates % n == 0]
     fragment = draw(st.sampled_from(divisors if dynamic else divisors + multiples))
+    readiness = draw(st.sampled_from(READINESS[2:] if dynamic else READINESS))
+    if not dynamic and readiness != "early_group" and draw(st.booleans()):
+        fragment = draw(st.sampled_from([n for n in range(1, share + 1) if share % n == 0]))
     redundant = draw(st.integers(0, 3)) if dynamic else 0
     found = Settings(
         steps=draw(st.integers(1, 4)),
@@ -54,7 +58,8 @@ def plans(draw):
         images=images,
         fragment_images=fragment,
         updates=updates,
-        readiness=draw(st.sampled_from(READINESS[2:] if dynamic else READINESS)),
+        readiness=readiness,
+        ordered=not dynamic and readiness != "early_group" and draw(st.booleans()),
         open_groups=draw(st.integers(1, 3)),
         staleness=draw(st.integers(0, 3)),
         stale_share=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),

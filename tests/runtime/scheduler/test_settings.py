@@ -11,17 +11,23 @@ GOOD = Settings(1, groups=6, images=4, fragment_images=2)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (dict(fragment_images=3), "fragment_images = 3 must divide images = 4"),
+        (dict(fragment_images=5), "fragment_images = 5 must divide images of an update = 24"),
         (dict(fragment_images=16), "fragment_images = 16 must divide images of an update = 24"),
         (dict(updates=4), "updates = 4 must divide groups = 6"),
         (dict(readiness="groups"), "did you mean 'group'"),
         (dict(readiness="early_group"), "open_groups must be above 0"),
+        (
+            dict(readiness="early_group", open_groups=1, fragment_images=3),
+            "fragment_images = 3 must divide images = 4 or",
+        ),
         (dict(stale_share=1.5), "stale_share must lie between 0 and 1"),
         (dict(staleness=-1), "staleness must be at least 0"),
         (dict(redundant_groups=2), "redundant_groups needs max_candidates"),
         (dict(max_candidates=7, redundant_groups=2), "must be at least groups"),
         (dict(max_candidates=9, readiness="fragment"), "only a complete group"),
-        (dict(max_candidates=9, fragment_images=8), "must be at most images = 4"),
+        (dict(max_candidates=9, fragment_images=8), "fragment_images = 8 must divide images = 4"),
+        (dict(max_candidates=9, ordered=True), "ordered cannot go with max_candidates"),
+        (dict(readiness="early_group", open_groups=1, ordered=True), "ordered cannot go with read"),
         (dict(max_candidates=9, images=1, fragment_images=1), "one image has no variance"),
     ],
 )
@@ -35,6 +41,8 @@ def test_a_fragment_of_several_groups_is_one_unit():
     assert (GOOD.units, GOOD.unit_fragments, GOOD.fragments) == (6, 2, 12)
     large = dataclasses.replace(GOOD, fragment_images=8)
     assert (large.units, large.unit_fragments, large.fragments) == (3, 1, 3)
+    across = dataclasses.replace(GOOD, fragment_images=3)
+    assert (across.units, across.unit_fragments, across.fragments) == (2, 4, 8)
 
 
 def test_costs_of_a_fragment():

@@ -131,6 +131,8 @@ class Referee:
         assert not f.evaluation and f.step == self.step and self.role == "train"
         assert f in self.scored and f not in self.trained and f not in self.gone
         assert c.update == self.update
+        if s.ordered:
+            assert f.index == sum(trained.step == f.step for trained in self.trained)
         for _, group in self.groups_of(f):
             assert self.update_of(f.step, group) == self.update
         self.check_ready(f, c.early)

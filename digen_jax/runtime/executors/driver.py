@@ -1,0 +1,257 @@
+"""Runs the scheduler on the real clock: a thread for each sampling mesh, the trainer on the caller's."""
+
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from digen_jax.recipe import scheduler_settings
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.evaluation import Evaluation, evaluate
+from digen_jax.runtime.executors.clock import measured
+from digen_jax.runtime.executors.executors import Executors
+from digen_jax.runtime.executors.summary import Summary
+from digen_jax.runtime.scheduler.commands import TRAINER, Command, Publish, Score, Update
+from digen_jax.runtime.scheduler.events import Completed, Event, Failed, Joined, Lost
+from digen_jax.runtime.scheduler.scheduler import Scheduler
+from digen_jax.runtime.scheduler.settings import Costs
+from digen_jax.runtime.system import System
+from digen_jax.runtime.timeline import Interval
+from digen_jax.runtime.trainer import State
+
+# Before anything is measured: an image takes as long to train as to generate.
+GUESSED = Costs(generate=1.0, train=1.0)
+FAILURES = 2  # in a row: a worker that fails so often is given up
+
+
+class Begun(NamedTuple):
+    """What is in flight at a step's end, as a checkpoint holds it beside the trainer's state."""
+
+    scheduler: dict[str, Any]  # Scheduler.save()
+    kept: dict[int, Any]  # version: tuned parameters that begun fragments need, the newest apart
+
+
+class Worker:
+    """A sampling mesh's thread, and the one that brings it weights."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.thread = ThreadPoolExecutor(1, name)
+        self.publisher = ThreadPoolExecutor(1, f"publish to {name}")
+        self.failed = {self.thread: 0, self.publisher: 0}  # in a row
+
+    def close(self) -> None:
+        """Ends the threads once what they do is done; what has not begun is forgotten."""
+        for pool in (self.thread, self.publisher):
+            pool.shutdown(cancel_futures=True)
+
+
+class Driver:
+    """A run, step by step. Between two calls the sampling meshes go on with what comes next.
+
+    Args:
+      system, config: the parts of the run, and its complete config.
+      state: of the trainer before the step `first`.
+      batches: the prompt records of every step from `first` on.
+      rewards: scores; closed by who opened it.
+      first: the number of steps that are done.
+      begun: what was in flight when `state` was saved; None: nothing.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        config: ConfigDict,
+        state: State,
+        batches: Iterator[list[dict[str, Any]]],
+        rewards: RewardPool,
+        first: int = 0,
+        begun: Begun | None = None,
+    ):
+        kept: Mapping[int, Any] = begun.kept if begun else {}
+        self.executors = Executors(system, config, state, batches, first, kept)
+        self.begun = begun
+        self.log: list[Command] = []
+        self.intervals: list[Interval] = []  # of the step that ended last
+        self._config, self._rewards = config, rewards
+        self._scheduler = _scheduler(config, first, begun)
+        self._lock = threading.RLock()
+        self._inbox: queue.SimpleQueue = (
+            queue.SimpleQueue()
+        )  # commands for the trainer, or an error
+        self._workers = {name: Worker(name) for name in self.executors.rollouts}
+        self._closed = False
+        self._left, self._away = 0.0, 0.0  # when `step` returned, and seconds spent outside of it
+        self._start = time.perf_counter()
+        devices = {name: e.rollout.group.mesh.size for name, e in self.executors.rollouts.items()}
+        devices[TRAINER] = system.placement.trainer.mesh.size
+        self._summary = Summary(devices, config.batch.groups * config.batch.images)
+        for name in (*self._workers, TRAINER):
+            self._post(Joined(self.now(), name))
+
+    # ------------------------------------------------------------------------ for the main thread
+
+    @property
+    def state(self) -> State:
+        """The trainer's."""
+        return self.executors.trainer.state
+
+    def now(self) -> float:
+        """Seconds since this driver began."""
+        return time.perf_counter() - self._start
+
+    def step(self) -> dict[str, float]:
+        """Goes on until the step that is on has ended; its metrics.
+
+        Raises:
+          ConfigError: what the reward returns is wrong. What it raises itself passes through.
+          SchedulerError: something failed again and again.
+        """
+        self._away += self.now() - self._left
+        while True:
+            item = self._inbox.get()
+            if isinstance(item, BaseException):
+                raise item
+            begin = self.now()
+            with measured() as watch:
+                self.executors.do(item)
+            self._completed(item, begin, watch.seconds)
+            if self._ends_step(item):
+                step = self.executors.steps.end()
+                self._left = self.now()
+                return self.executors.trainer.metrics() | self._summary.metrics(step)
+
+    def evaluate(self, tree: Any, records: Sequence[dict[str, Any]]) -> Evaluation:
+        """Images and scores of tuned parameters, sampled by the first mesh that samples."""
+        worker = next(iter(self._workers.values()), None)
+        if worker is None:
+            return self._evaluate(TRAINER, tree, records)
+        return worker.thread.submit(self._evaluate, worker.name, tree, records).result()
+
+    def close(self) -> None:
+        """Ends the threads once what they do is done."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers.values())
+        for worker in workers:
+            worker.close()
+
+    # ------------------------------------------------------------------------------------- events
+
+    def _post(self, event: Event) -> None:
+        """One event to the scheduler, and what follows from it to whom it concerns. Any thread may call."""
+        with self._lock:
+            if self._closed:
+                return
+            commands = self._scheduler.handle(event)
+            self.log += commands
+            self._summary.seen(event, commands, self._scheduler, self.now())
+            command = getattr(event, "command", None)
+            if isinstance(event, Completed) and self._ends_step(command):
+                self._step_ended(command.step + 1)
+            for command in commands:
+                self._send(command)
+
+    def _step_ended(self, version: int) -> None:
+        """Remembers what is in flight, from which another process could go on."""
+        kept = [v for v in self._scheduler.kept_versions if v < version]
+        trees = {v: self.executors.versions[v] for v in kept}
+        self.begun = Begun(self._scheduler.save(), trees)
+        self.intervals = self._summary.end_step(self.now(), self._away)
+        self._away = 0.0
+
+    def _ends_step(self, command: Command | None) -> bool:
+        return isinstance(command, Update) and command.update == self.executors.last_update
+
+    def _send(self, command: Command) -> None:
+        worker = getattr(command, "worker", None)
+        if isinstance(command, Score):
+            asked, begin = self.executors.to_score(command.fragment), self.now()
+            future = self._rewards.submit(*asked)
+            future.add_done_callback(lambda done: self._scored(command, begin, done))
+        elif worker is None:
+            self.executors.do(command)
+        elif worker == TRAINER:
+            self._inbox.put(command)
+        else:
+            found = self._workers[worker]
+            pool = found.publisher if isinstance(command, Publish) else found.thread
+            pool.submit(self._do, found, pool, command)
+
+    def _completed(
+        self, command: Command, begin: float, seconds: float, values: tuple[float, ...] = ()
+    ) -> None:
+        end = self.now()
+        with self._lock:
+            self._summary.work(command, begin, end, self._scheduler.has_rollout)
+            self._post(Completed(end, command, seconds, values))
+
+    def _stop(self, error: BaseException) -> None:
+        """The main thread raises an error when it comes to it."""
+        self._inbox.put(error)
+
+    # ------------------------------------------------------------------------- in other threads
+
+    def _do(self, worker: Worker, pool: ThreadPoolExecutor, command: Command) -> None:
+        """A sampling mesh's command; a failure is the scheduler's to answer, twice in a row the end."""
+        try:
+            begin = self.now()
+            try:
+                with measured() as watch:
+                    self.executors.do(command)
+            except Exception as error:
+                traceback.print_exception(error)
+                return self._failed(worker, pool, command, error)
+            worker.failed[pool] = 0
+            self._completed(command, begin, watch.seconds)
+        except BaseException as error:
+            self._stop(error)
+
+    def _failed(
+        self, worker: Worker, pool: ThreadPoolExecutor, command: Command, error: Exception
+    ) -> None:
+        worker.failed[pool] += 1
+        if worker.failed[pool] < FAILURES:
+            return self._post(Failed(self.now(), command, repr(error)))
+        print(f"{worker.name} has failed {FAILURES} times in a row: given up", file=sys.stderr)
+        for one in worker.failed:
+            one.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._workers.pop(worker.name, None)
+            return self._post(Lost(self.now(), worker.name))
+
+    def _scored(self, command: Score, begin: float, done: Future) -> None:
+        try:
+            scores, seconds = done.result()
+            self.executors.scored(command.fragment, scores)
+            self._completed(command, begin, seconds, tuple(map(float, scores)))
+        except BaseException as error:
+            self._stop(error)
+
+    def _evaluate(self, worker: str, tree: Any, records: Sequence[dict[str, Any]]) -> Evaluation:
+        rollout, begin = self.executors.sampling(worker).rollout, self.now()
+        weights = jax.block_until_ready(rollout.weights(tree))
+        reward, settings = self._config.reward.name, self._config.evaluation
+        found = evaluate(
+            rollout.evaluator, weights, records, self._rewards.score, reward, settings.batch
+        )
+        with self._lock:
+            self._summary.evaluated(worker, begin, self.now())
+        return found
+
+
+def _scheduler(config: ConfigDict, first: int, begun: Begun | None) -> Scheduler:
+    """The scheduler before a step; a run that was saved goes on with what it had begun."""
+    if begun is not None:
+        return Scheduler.resume(begun.scheduler, config.steps)
+    scheduler = Scheduler(scheduler_settings(config), GUESSED)
+    if first:
+        raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
+    return scheduler

@@ -1,0 +1,136 @@
+"""All executors of a run in one process: what each command does, whoever's thread it is done on."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+from ml_collections import ConfigDict
+
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.executors.sampling import SamplingExecutor
+from digen_jax.runtime.executors.steps import Steps
+from digen_jax.runtime.executors.training import TrainingExecutor, Versions
+from digen_jax.runtime.scheduler.commands import (
+    TRAINER,
+    Command,
+    Decode,
+    DropVersion,
+    Encode,
+    Fragment,
+    Generate,
+    Publish,
+    Score,
+    Switch,
+    Train,
+    Update,
+)
+from digen_jax.runtime.system import System, tag_group
+from digen_jax.runtime.trainer import State
+
+
+class Executors:
+    """The sampling meshes' executors, by worker, and the trainer's; they share steps and versions.
+
+    The order of commands is the scheduler's. `do` may be called from one thread for each worker,
+    and from another one for its publications.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        config: ConfigDict,
+        state: State,
+        batches: Iterator[list[dict[str, Any]]],
+        first: int = 0,
+        kept: Mapping[int, Any] | None = None,
+    ):
+        """`first` is the step that `state` is the start of, `kept` the older versions to be held."""
+        self.system, self._config = system, config
+        self.steps = Steps(
+            batches, config.batch.images, config.sampler.fragment, config.seed, first
+        )
+        apart = not system.placement.colocated
+        self.last_update = config.trainer.updates - 1
+        # What an update consumes is sampled from behind it only where these say so.
+        self.versions = Versions(apart and (config.runtime.staleness > 0 or self.last_update > 0))
+        for version, tuned in (kept or {}).items():
+            self.versions.add(version, tuned, own=False)
+        self.versions.add(first, state.tuned)
+        std = config.algorithm.advantage_std
+        self.trainer = TrainingExecutor(system, self.steps, self.versions, state, std)
+        rollouts = system.rollouts if apart else ()
+        self.rollouts = {f"rollout {i}": self._sampling(one) for i, one in enumerate(rollouts)}
+
+    @functools.cached_property
+    def assistant(self) -> SamplingExecutor:
+        """The trainer's devices as a sampling mesh; made when they are first wanted as one."""
+        system = self.system
+        if system.placement.colocated:
+            return self._sampling(system.rollouts[0])
+        group = tag_group(system.placement.trainer, self._config.runtime.tag_weights)
+        base = system.policy.sampler_base(system.base)
+        return self._sampling(system.rollouts[0].moved(group, base))
+
+    def sampling(self, worker: str) -> SamplingExecutor:
+        """A worker's executor; the trainer's is its assistant."""
+        return self.assistant if worker == TRAINER else self.rollouts[worker]
+
+    def do(self, command: Command) -> None:
+        """Carries a command out; a Score is the rewards' to do."""
+        match command:
+            case Encode():
+                self.sampling(command.worker).encode(command.step)
+            case Generate():
+                self.sampling(command.worker).generate(command.fragment, command.version)
+            case Decode():
+                self.sampling(command.worker).decode(command.fragment)
+            case Train():
+                self.trainer.train(command.fragment)
+            case Update():
+                last = command.update == self.last_update
+                self.trainer.update(command.step + 1 if last else None)
+            case Publish():
+                executor = self.sampling(command.worker)
+                weights = self.versions.send(command.version, executor.rollout)
+                executor.weights[command.version] = weights
+            case DropVersion():
+                self.versions.drop(command.version)
+                held = (self.__dict__.get("assistant"), *self.rollouts.values())
+                for executor in filter(None, held):
+                    executor.drop_version(command.version)
+            case Switch():
+                pass  # The programs of both roles and their arrays are there at any time.
+            case _:
+                raise TypeError(f"{command} is not for the executors")
+
+    def to_score(self, fragment: Fragment) -> tuple:
+        """The arguments of the reward for a decoded fragment."""
+        return self.steps.of(fragment).to_score(fragment.index)
+
+    def scored(self, fragment: Fragment, scores: Float32[np.ndarray, "b"]) -> None:
+        """A fragment's scores have come."""
+        step = self.steps.of(fragment)
+        step.scores[step.cut(fragment.index)] = scores
+
+    def _sampling(self, rollout: Any) -> SamplingExecutor:
+        return SamplingExecutor(rollout, self.steps, self.system.placement.trainer)
+
+
+def replay(executors: Executors, rewards: RewardPool, log: list[Command]) -> State:
+    """Carries out the commands of a recorded log one after the other; the state behind the last.
+
+    An order in which the scheduler sent commands is one in which everything is there in time, and
+    the trainer gets them in the order in which it got them then: equal inputs lead to equal bits.
+    """
+    for command in log:
+        if isinstance(command, Score):
+            scores = rewards.score(*executors.to_score(command.fragment))
+            executors.scored(command.fragment, scores)
+            continue
+        executors.do(command)
+        if isinstance(command, Update) and command.update == executors.last_update:
+            executors.steps.end()
+            executors.trainer.metrics()
+    return executors.trainer.state

@@ -1,0 +1,64 @@
+"""A sampling mesh's executor: holds weights by version, prompts by step, fragments in the making."""
+
+import jax
+import numpy as np
+
+from digen_jax.runtime.executors.steps import Images, Steps
+from digen_jax.runtime.placement import DeviceGroup
+from digen_jax.runtime.sampler import Prompts, Weights
+from digen_jax.runtime.scheduler.commands import Fragment
+from digen_jax.runtime.system import Rollout
+
+
+class SamplingExecutor:
+    """Encodes, generates and decodes on one mesh; every method returns once its work is done."""
+
+    def __init__(self, rollout: Rollout, steps: Steps, trainer: DeviceGroup):
+        self.rollout = rollout
+        self.weights: dict[int, Weights] = {}
+        self._steps, self._trainer = steps, trainer
+        self._fixed = Weights(None, rollout.base, rollout.frozen)
+        self._prompts: dict[int, Prompts] = {}
+        self._begun: dict[Fragment, jax.Array] = {}
+
+    def encode(self, number: int) -> None:
+        """A step's prompts, for this mesh and where nobody was faster for the trainer."""
+        step = self._steps[number]
+        prompts = jax.block_until_ready(self.rollout.sampler.encode(self._fixed, step.texts))
+        kept = {old: held for old, held in self._prompts.items() if old >= self._steps.first}
+        self._prompts = {**kept, number: prompts}
+        if step.prompts is None:
+            step.prompts = jax.device_put(prompts, self._trainer.replicated)
+
+    def generate(self, fragment: Fragment, version: int) -> None:
+        """A fragment's trajectories by a version that was taken."""
+        step = self._steps.of(fragment)
+        cut = step.cut(fragment.index)
+        self._begun[fragment] = jax.block_until_ready(
+            self.rollout.sampler.generate(
+                self.weights[version], self._prompts[fragment.step], step.rows[cut], step.keys[cut]
+            )
+        )
+
+    def decode(self, fragment: Fragment) -> None:
+        """A fragment's pictures to the host, its transitions to the trainer mesh."""
+        trajectory, step = self._begun.pop(fragment), self._steps.of(fragment)
+        pictures = self.rollout.sampler.decode(self._fixed, trajectory)
+        rows = step.rows[step.cut(fragment.index)]
+        images = Images(rows, trajectory.transitions, trajectory.sigmas)
+        images = jax.block_until_ready(moved(images, self._trainer))
+        step.decoded[fragment.index] = np.asarray(pictures)
+        step.sampled[fragment.index] = images
+
+    def drop_version(self, version: int) -> None:
+        """Frees a version's weights."""
+        self.weights.pop(version, None)
+
+
+def moved(images: Images, trainer: DeviceGroup) -> Images:
+    """A fragment from a sampling mesh to the trainer mesh, its images split over the devices."""
+    transitions, whole = images.transitions, trainer.replicated
+    shardings = type(transitions)(*(trainer.batch_of_steps,) * 3, whole, whole)
+    return Images(
+        images.rows, jax.device_put(transitions, shardings), jax.device_put(images.sigmas, whole)
+    )

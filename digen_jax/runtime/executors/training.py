@@ -1,0 +1,120 @@
+"""The trainer mesh's executor: accumulates fragments, updates, and keeps the published versions."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float32
+
+from digen_jax.runtime.executors.sampling import moved
+from digen_jax.runtime.executors.steps import Images, Steps
+from digen_jax.runtime.sampler import Prompts, Weights
+from digen_jax.runtime.scheduler.commands import Fragment
+from digen_jax.runtime.system import Rollout, System
+from digen_jax.runtime.trainer import Experience, State
+
+
+class TrainingExecutor:
+    """Trains on its mesh; every method returns once its work is done."""
+
+    def __init__(self, system: System, steps: Steps, versions: "Versions", state: State, std: str):
+        self.state = state
+        self._system, self._steps, self._versions = system, steps, versions
+        self._std: Literal["group", "global"] = std
+        self._totals = None
+        self._history: list[dict[str, jax.Array]] = []  # of the step's updates
+
+    def train(self, fragment: Fragment) -> None:
+        """Adds a fragment's gradient to the update's."""
+        step = self._steps.of(fragment)
+        advantages = step.advantages(fragment.index, self._std)
+        images = step.sampled.pop(fragment.index)
+        experience = receive(self._system, step.prompts, images, advantages)
+        trainer, base = self._system.trainer, self._system.base
+        self._totals = jax.block_until_ready(
+            trainer.accumulate(self.state, base, experience, self._totals)
+        )
+
+    def update(self, version: int | None) -> None:
+        """One optimizer update; the step's last one makes a version."""
+        with self._versions.consumed():
+            self.state, metrics = self._system.trainer.update(self.state, self._totals)
+        self._totals = None
+        self._history.append(metrics)
+        jax.block_until_ready(self.state)
+        if version is not None:
+            self._versions.add(version, self.state.tuned)
+
+    def metrics(self) -> dict[str, float]:
+        """The means over a step's updates, which are forgotten."""
+        history, self._history = self._history, []
+        means = jax.tree.map(lambda *values: sum(values) / len(values), *history)
+        return {name: float(value) for name, value in means.items()}
+
+
+class Versions:
+    """The weights of each version that may be asked for, on the trainer mesh.
+
+    The newest ones are the trainer's own arrays. With `keep` they are copied before an update
+    consumes them, as something may still refer to them; without it the version ends there.
+    May be used by several threads.
+    """
+
+    def __init__(self, keep: bool):
+        self._keep = keep
+        self._trees: dict[int, Any] = {}
+        self._consumable: int | None = None  # the version whose arrays are the trainer's own
+        self._readers = 0
+        self._changed = threading.Condition()
+
+    def __getitem__(self, version: int) -> Any:
+        return self._trees[version]
+
+    def add(self, version: int, tuned: Any, own: bool = True) -> None:
+        """A version's weights; `own`: the arrays are the trainer's, whose next update consumes them."""
+        with self._changed:
+            self._trees[version] = tuned
+            self._consumable = version if own else self._consumable
+
+    def drop(self, version: int) -> None:
+        """Frees a version's weights."""
+        with self._changed:
+            self._trees.pop(version, None)
+
+    def send(self, version: int, rollout: Rollout) -> Weights:
+        """A version on a sampling mesh, once it is there; any thread may ask."""
+        with self._changed:
+            tuned = self._trees[version]
+            self._readers += 1
+        try:
+            return jax.block_until_ready(rollout.weights(tuned))
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def consumed(self) -> Iterator[None]:
+        """Around an update, which consumes the trainer's arrays: nobody may be reading them."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._readers)
+            tuned = self._trees.pop(self._consumable, None)
+            if self._keep and tuned is not None:
+                self._trees[self._consumable] = jax.tree.map(jnp.copy, tuned)
+            self._consumable = None
+            yield
+
+
+def receive(
+    system: System, prompts: Prompts, images: Images, advantages: Float32[Any, "b"]
+) -> Experience:
+    """A fragment as the trainer takes it, on its mesh."""
+    group = system.placement.trainer
+    whole = group.replicated
+    images = moved(images, group)
+    conditioning, null = jax.device_put(tuple(prompts), whole)
+    rows, advantages = jax.device_put((images.rows, advantages), group.batch)
+    return Experience(images.transitions, conditioning, null, rows, advantages, images.sigmas[1])

@@ -1,0 +1,129 @@
+"""Timelines to look at: in Chrome's trace format, and as pictures."""
+
+import json
+import pathlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from digen_jax.runtime.scheduler.commands import TRAINER
+from digen_jax.runtime.timeline import Interval
+
+# Chrome's reserved colour names, and the same in PNG; what is not here is a wait.
+COLOURS = {
+    "encode": ("thread_state_iowait", "#c9b458"),
+    "generate": ("rail_animation", "#4c78a8"),
+    "tag": ("rail_load", "#7b5ea7"),
+    "decode": ("rail_response", "#72b7b2"),
+    "train": ("good", "#54a24b"),
+    "update": ("thread_state_running", "#2f6b2a"),
+    "score": ("bad", "#f58518"),
+    "publish": ("yellow", "#e4c441"),
+    "switch": ("black", "#333333"),
+    "evaluate": ("olive", "#9d755d"),
+}
+WAIT = ("grey", "#dddddd")
+
+
+class TraceFile:
+    """A timeline.json in Chrome's trace format, one row a worker: opens in Perfetto.
+
+    Whole after every call, and where a kill left it without its end, still readable there; a
+    resumed run writes on behind what is there.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+        if not path.exists() or not path.stat().st_size:
+            path.write_text("[\n]\n")
+        lines = path.read_text().splitlines()
+        self._rows = [
+            event["args"]["name"]
+            for event in map(_event_of, lines)
+            if event and event["name"] == "thread_name"
+        ]
+        # A last line that a kill cut off is dropped.
+        kept = [line.rstrip(",") for line in lines[1:] if _event_of(line)]
+        path.write_text("[\n" + ",\n".join(kept) + ("\n" if kept else "") + "]\n")
+        self._empty = not kept
+
+    def write(self, intervals: Iterable[Interval], clock: float = 0.0) -> None:
+        """Appends intervals; `clock` is the time, in seconds, of their 0."""
+        events = []
+        for interval in intervals:
+            if interval.worker not in self._rows:
+                self._rows.append(interval.worker)
+                events.append(_row(len(self._rows), interval.worker))
+            events.append(_event(self._rows.index(interval.worker) + 1, interval, clock))
+        if not events:
+            return
+        text = ",\n".join(json.dumps(event) for event in events)
+        with self._path.open("rb+") as file:
+            file.seek(-len("\n]\n") + self._empty, 2)
+            file.write((("" if self._empty else ",\n") + text + "\n]\n").encode())
+        self._empty = False
+
+
+def _event_of(line: str) -> dict[str, Any] | None:
+    """The event in a line, or None."""
+    try:
+        found = json.loads(line.rstrip(","))
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _row(number: int, worker: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": worker}}
+
+
+def _event(row: int, interval: Interval, clock: float) -> dict[str, Any]:
+    waits = interval.kind == "wait"
+    args = {}
+    if interval.fragment is not None:
+        args = {"step": interval.fragment.step, "fragment": interval.fragment.index}
+    return {
+        "ph": "X",
+        "name": f"wait for {interval.cause}" if waits else interval.kind,
+        "cat": "wait" if waits else "work",
+        "pid": 1,
+        "tid": row,
+        "ts": round((clock + interval.start) * 1e6),
+        "dur": round(interval.seconds * 1e6),
+        "cname": (WAIT if waits else COLOURS[interval.kind])[0],
+        "args": args,
+    }
+
+
+def draw(intervals: Sequence[Interval], path: pathlib.Path, title: str = "") -> None:
+    """A PNG with a row for each worker, the trainer's last but the rewards'; waits say for what."""
+    rows = sorted({i.worker for i in intervals}, key=lambda w: (w == "reward", w == TRAINER, w))
+    begin = min(interval.start for interval in intervals)
+    figure = Figure(figsize=(11, 1.2 + 0.5 * len(rows)), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    spans = defaultdict(list)
+    for interval in intervals:
+        kind = "wait" if interval.kind == "wait" else interval.kind
+        spans[kind, rows.index(interval.worker)].append((interval.start - begin, interval.seconds))
+    named = set()
+    for (kind, row), bars in sorted(spans.items()):
+        colour = COLOURS.get(kind, WAIT)[1]
+        label = kind if kind not in named else None
+        axes.broken_barh(bars, (row - 0.4, 0.8), color=colour, label=label)
+        named.add(kind)
+    length = max(interval.end for interval in intervals) - begin
+    for interval in intervals:
+        if interval.kind == "wait" and interval.seconds > 0.08 * length:
+            middle = (interval.start + interval.end) / 2 - begin
+            row = rows.index(interval.worker)
+            axes.text(middle, row, interval.cause, ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=len(named), fontsize=7, loc="upper center",
+                bbox_to_anchor=(0.5, -0.35))  # fmt: skip
+    figure.savefig(path)

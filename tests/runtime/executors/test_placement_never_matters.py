@@ -1,0 +1,90 @@
+"""The same run on every layout of meshes, cut and order of work: the same gradient and the same updates."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax.runtime.scheduler import policy
+from digen_jax.runtime.scheduler.commands import TRAINER, Generate
+from tests.runtime import toy
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+STEPS = 3
+LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
+# Rollout meshes and their size, the trainer's, images of a fragment and of a micro-batch; TAG.
+LAYOUTS = {
+    "one device": ((0, 1), (1, 1), 1, 24, 12, ""),
+    "colocated": ((0, 1), (2, 1), 1, 4, 4, ""),
+    "disaggregated": ((1, 2), (2, 1), 1, 12, 6, ""),
+    "two workers, fragments across groups": ((2, 1), (1, 2), 2, 6, 6, ""),
+    "TAG in place": ((2, 1), (1, 2), 1, 4, 4, "in place"),
+    "TAG resharded": ((2, 1), (1, 2), 1, 4, 2, "resharded"),
+}
+CASES = [
+    *(("full", 1, layout) for layout in LAYOUTS if layout != "one device"),
+    ("full", 2, "two workers, fragments across groups"),
+    ("full", 2, "TAG in place"),
+    ("lora", 1, "TAG resharded"),
+    ("lora", 2, "two workers, fragments across groups"),
+]
+
+
+@functools.cache
+def result(tuning, updates, layout):
+    """(gradient of the first update, the change of what is tuned, share of TAG) of a run."""
+    rollout, trainer, workers, fragment, micro, tag = LAYOUTS[layout]
+    config = toy.config(
+        **toy.meshes(rollout, trainer, workers),
+        **(LORA if tuning == "lora" else {}),
+        batch__groups=6,
+        batch__images=4,
+        sampler__fragment=min(fragment, 24 // updates),
+        trainer__micro_batch=micro,
+        trainer__updates=updates,
+        # Adam with a large eps is nearly SGD: rounding stays rounding.
+        trainer__learning_rate=3.0,
+        trainer__eps=1.0,
+        trainer__clip_norm=1e3,
+        algorithm__clip_range=0.2,
+        algorithm__kl_coefficient=0.1,
+        runtime__tag_fragments=24 if tag else 0,
+        runtime__tag_weights=tag or "in place",
+    )
+    system = toy.system(config)
+    assert system.placement.colocated == (rollout == (0, 1))
+    gradients, update = [], system.trainer.update
+
+    def spy(state, totals):
+        gradients.append(jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient))
+        return update(state, totals)
+
+    system.trainer.update = spy
+    start = jax.device_get(system.start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "tag_pays", lambda state: True)
+        state, history, log = toy.drive(system, config, STEPS)
+    by_trainer = sum(isinstance(c, Generate) and c.worker == TRAINER for c in log)
+    assert system.placement.colocated or (by_trainer > 0) == bool(tag)
+    if not system.placement.colocated:
+        assert (sum(metrics["tag_share"] for metrics in history) > 0) == bool(tag)
+    change = jax.tree.map(np.subtract, jax.device_get(state.tuned), start)
+    return jax.device_get(gradients[0]), change
+
+
+@pytest.mark.parametrize(("tuning", "updates", "layout"), CASES)
+def test_the_result_is_that_of_one_device(tuning, updates, layout):
+    gradient, change = result(tuning, updates, layout)
+    expected_gradient, expected_change = result(tuning, updates, "one device")
+    assert toy.difference(gradient, expected_gradient) < 1e-5
+    assert toy.difference(change, expected_change) < 1e-4
+    wrong = jax.tree.map(lambda g: 1.01 * g, gradient)
+    assert toy.difference(wrong, expected_gradient) > 5e-3
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_a_run_changes_what_is_tuned(tuning):
+    _, change = result(tuning, 1, "one device")
+    assert np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(change))) > 0.01
