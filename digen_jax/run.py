@@ -28,6 +28,7 @@ from digen_jax.recipe import MAY_CHANGE, check, complete
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
 from digen_jax.runtime.executors.driver import Begun, Driver
+from digen_jax.runtime.executors.log import CommandLog
 from digen_jax.runtime.timeline import Interval
 from digen_jax.runtime.timeline_files import TraceFile, draw
 from digen_jax.runtime.trainer import State
@@ -148,6 +149,7 @@ class Run:
             self.rewards,
             position.done,
             position.begun,
+            CommandLog(self.workdir / "commands.jsonl", position.done),
         )
         with closing(Progress(self.config.steps, position.done)) as progress, closing(self.driver):
             try:
@@ -214,7 +216,6 @@ class Run:
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
         """The prompts of the steps after `done`; notes down where each step's end."""
-        self.drawn[done] = self.prompts.get_state()
         for number, records in enumerate(self.prompts, done + 1):
             self.drawn[number] = self.prompts.get_state()
             yield records
@@ -296,6 +297,7 @@ def where(workdir: pathlib.Path) -> str:
         "pictures/step_*.png": "pictures on the way",
         "pictures/timeline_*.png": "what every worker did in the last steps",
         "timeline.json": "the same of all steps, for ui.perfetto.dev",
+        "commands.jsonl": "what the scheduler told them to do, in order",
         "metrics.jsonl": "every number, a line a step",
         "tensorboard/": "the same for TensorBoard",
         "checkpoints/": "to continue, evaluate or export",

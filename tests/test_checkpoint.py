@@ -68,6 +68,7 @@ def test_restores_onto_another_mesh_and_keeps_the_newest(tmp_path):
     again = Checkpointer(tmp_path / "checkpoints", every=5, keep=2)
     restored = again.restore_latest(template)
     assert (restored.step, restored.host) == (15, {"position": [15, "a"], "none": None})
+    assert again.latest_host() == restored.host
     assert_equal(restored.arrays, state(15, two))
     assert jax.tree.map(lambda x: x.sharding, restored.arrays) == jax.tree.map(
         lambda x: x.sharding, template
@@ -81,6 +82,7 @@ def test_restores_onto_another_mesh_and_keeps_the_newest(tmp_path):
 def test_nothing_to_restore_is_none_and_due_counts_steps(tmp_path):
     checkpointer = Checkpointer(tmp_path, every=5, keep=1)
     assert checkpointer.restore_latest({"x": jax.ShapeDtypeStruct((1,), jnp.float32)}) is None
+    assert checkpointer.latest_host() is None
     assert [step for step in range(1, 12) if checkpointer.due(step)] == [5, 10]
     checkpointer.close()
 

@@ -1,5 +1,7 @@
 """Whole runs: real processes around a tiny pipeline, stopped at all kinds of moments; then runs of the toy family."""
 
+import itertools
+import json
 import os
 import pathlib
 import signal
@@ -28,7 +30,7 @@ def get_config():
         steps=6,
         model=dict(folder="pipeline"),
         prompts=dict(file="prompts.jsonl"),
-        reward=dict(name="blueness:mean"),
+        reward=dict(name="blueness:mean", processes=0),
         batch=dict(groups=2, images=4),
         sampler=dict(steps=4, window=(0, 2), fragment=8),
         trainer=dict(micro_batch=8, learning_rate=1e-3, ema=0.9),
@@ -154,8 +156,33 @@ def test_a_run_trains_and_shows_its_results(unbroken):
     assert "Traceback" not in said
     pictures = {path.name for path in (workdir / "pictures").iterdir()}
     assert pictures >= {"before_after.png", "curve.png", "step_000000.png", "step_000006.png"}
-    for named in ("pictures/before_after.png", "pictures/curve.png", "metrics.jsonl"):
+    assert pictures >= {"timeline_000002.png", "timeline_000006.png"}
+    for line in history[1:]:
+        assert line["staleness"] == line["tag_share"] == 0
+    for named in (
+        "pictures/before_after.png",
+        "pictures/curve.png",
+        "metrics.jsonl",
+        "timeline.json",
+    ):
         assert named in said and (workdir / named).stat().st_size > 0
+
+
+def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
+    events = json.loads((unbroken[0] / "timeline.json").read_text())
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(rows.values()) == {"rollout 0", "trainer", "reward", "publish to rollout 0"}
+    done = {}
+    for event in events:
+        if event["ph"] == "X":
+            done.setdefault(rows[event["tid"]], []).append(event)
+    assert [e["name"] for e in done["trainer"] if e["cat"] == "work"] == ["train", "update"] * 6
+    names = [e["name"] for e in done["rollout 0"] if e["cat"] == "work" and e["name"] != "evaluate"]
+    assert names[:18] == ["encode", "generate", "decode"] * 6
+    assert [e["name"] for e in done["rollout 0"]].count("evaluate") == 3
+    for row in ("trainer", "rollout 0"):
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in done[row] if e["cat"] == "work")
+        assert all(end <= start + 1000 for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder, unbroken):
@@ -235,6 +262,7 @@ def config(tmp_path: pathlib.Path, steps: int = 4, **fields):
     fields = {
         "prompts__file": prompts,
         "reward__name": f"{__name__}:reward",
+        "reward__processes": 0,
         "evaluation__prompts": prompts,
         "evaluation__every": 2,
         "pictures__every": 2,
@@ -278,6 +306,25 @@ def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
     ends = [arrays(tmp_path / workdir) for workdir in ("broken", "unbroken")]
     assert ends[0] == ends[1]
     assert any("ema" in name for name in ends[0]) == ("trainer__ema" in fields)
+
+
+def test_a_run_with_asynchrony_goes_on_with_what_it_had_begun(tmp_path, train):
+    """What was begun ahead is in the checkpoint, with the weights that it was begun with."""
+    fields = toy.meshes((1, 1), (1, 1)) | dict(
+        runtime__staleness=1, sampler__fragment=4, trainer__micro_batch=4
+    )
+    c = config(tmp_path, **fields)
+    with pytest.raises(ConfigError, match="returned shape"):
+        train("run", c, at(3, lambda scores: scores[:-1]))
+    (step,) = saved(tmp_path / "run")
+    names = arrays(tmp_path / "run")
+    older = str(int(step) - 1)
+    assert any(f"['kept']['{older}']" in name for name in names)
+    assert train("run", c) is None
+    history = lines(tmp_path / "run")
+    assert [line["step"] for line in history] == list(range(5))
+    assert history[int(step) + 1]["staleness"] == 0.5
+    assert history[1]["staleness"] == 0 and max(line["staleness"] for line in history[1:]) == 0.5
 
 
 def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, capsys):

@@ -14,8 +14,8 @@ from digen_jax.settings import ConfigError
 from tests.runtime import toy
 
 
-def placed(rollout, trainer, devices=8, **fields):
-    config = toy.config(**toy.meshes(rollout, trainer) | fields)
+def placed(rollout, trainer, devices=8, workers=1, **fields):
+    config = toy.config(**toy.meshes(rollout, trainer, workers) | fields)
     return make_placement(config.placement, jax.devices()[:devices])
 
 
@@ -62,6 +62,16 @@ def test_meshes_take_the_devices_in_turn():
     assert found.trainer.mesh.shape == {"data": 2, "fsdp": 2}
     assert not found.colocated
     assert found.describe() == "disaggregated: of 7 devices (cpu) 3 sample and 4 train"
+
+
+def test_several_rollout_meshes_take_the_devices_before_the_trainer():
+    found = placed((1, 2), (2, 1), workers=3)
+    devices = [group.mesh.devices.ravel().tolist() for group in (*found.rollouts, found.trainer)]
+    assert devices == [jax.devices()[i : i + 2] for i in (0, 2, 4, 6)]
+    assert found.rollout is found.rollouts[0]
+    assert found.describe() == (
+        "disaggregated: of 8 devices (cpu) 6 sample, on 3 meshes, and 2 train"
+    )
 
 
 def test_a_rollout_mesh_without_devices_means_colocated():

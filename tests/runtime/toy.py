@@ -198,6 +198,7 @@ def driver(system: System, config: ConfigDict, reward=brightness, **options):
 
 def drive(system: System, config: ConfigDict, steps: int, reward=brightness, **options):
     """(state, metrics of each step, commands) after some steps from the beginning."""
-    with driver(system, config, reward, **options) as found:
+    log = []
+    with driver(system, config, reward, log=log, **options) as found:
         history = [found.step() for _ in range(steps)]
-    return found.state, history, found.log
+    return found.state, history, log

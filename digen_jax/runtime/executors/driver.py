@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, evaluate
 from digen_jax.runtime.executors.clock import measured
 from digen_jax.runtime.executors.executors import Executors
+from digen_jax.runtime.executors.log import CommandLog
 from digen_jax.runtime.executors.summary import Summary
 from digen_jax.runtime.scheduler.commands import TRAINER, Command, Publish, Score, Update
 from digen_jax.runtime.scheduler.events import Completed, Event, Failed, Joined, Lost
@@ -63,6 +64,7 @@ class Driver:
       rewards: scores; closed by who opened it.
       first: the number of steps that are done.
       begun: what was in flight when `state` was saved; None: nothing.
+      log: gets all commands in their order; the real thing is a `CommandLog`.
     """
 
     def __init__(
@@ -74,18 +76,17 @@ class Driver:
         rewards: RewardPool,
         first: int = 0,
         begun: Begun | None = None,
+        log: CommandLog | list[Command] | None = None,
     ):
         kept: Mapping[int, Any] = begun.kept if begun else {}
         self.executors = Executors(system, config, state, batches, first, kept)
         self.begun = begun
-        self.log: list[Command] = []
         self.intervals: list[Interval] = []  # of the step that ended last
-        self._config, self._rewards = config, rewards
+        self._config, self._rewards, self._log = config, rewards, log
         self._scheduler = _scheduler(config, first, begun)
         self._lock = threading.RLock()
-        self._inbox: queue.SimpleQueue = (
-            queue.SimpleQueue()
-        )  # commands for the trainer, or an error
+        # Commands for the trainer, or an error that ends the run.
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._workers = {name: Worker(name) for name in self.executors.rollouts}
         self._closed = False
         self._left, self._away = 0.0, 0.0  # when `step` returned, and seconds spent outside of it
@@ -130,10 +131,13 @@ class Driver:
 
     def evaluate(self, tree: Any, records: Sequence[dict[str, Any]]) -> Evaluation:
         """Images and scores of tuned parameters, sampled by the first mesh that samples."""
-        worker = next(iter(self._workers.values()), None)
-        if worker is None:
-            return self._evaluate(TRAINER, tree, records)
-        return worker.thread.submit(self._evaluate, worker.name, tree, records).result()
+        while worker := next(iter(self._workers.values()), None):
+            try:
+                return worker.thread.submit(self._evaluate, worker.name, tree, records).result()
+            except (CancelledError, RuntimeError):
+                if worker.name in self._workers:
+                    raise  # Else it was given up just now.
+        return self._evaluate(TRAINER, tree, records)
 
     def close(self) -> None:
         """Ends the threads once what they do is done."""
@@ -151,7 +155,8 @@ class Driver:
             if self._closed:
                 return
             commands = self._scheduler.handle(event)
-            self.log += commands
+            if self._log is not None:
+                self._log.extend(commands)
             self._summary.seen(event, commands, self._scheduler, self.now())
             command = getattr(event, "command", None)
             if isinstance(event, Completed) and self._ends_step(command):
@@ -221,11 +226,12 @@ class Driver:
         if worker.failed[pool] < FAILURES:
             return self._post(Failed(self.now(), command, repr(error)))
         print(f"{worker.name} has failed {FAILURES} times in a row: given up", file=sys.stderr)
-        for one in worker.failed:
-            one.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._workers.pop(worker.name, None)
-            return self._post(Lost(self.now(), worker.name))
+            self._post(Lost(self.now(), worker.name))
+        for one in worker.failed:
+            one.shutdown(wait=False, cancel_futures=True)
+        return None
 
     def _scored(self, command: Score, begin: float, done: Future) -> None:
         try:

@@ -1,8 +1,6 @@
 """The trainer mesh's executor: accumulates fragments, updates, and keeps the published versions."""
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -40,8 +38,8 @@ class TrainingExecutor:
 
     def update(self, version: int | None) -> None:
         """One optimizer update; the step's last one makes a version."""
-        with self._versions.consumed():
-            self.state, metrics = self._system.trainer.update(self.state, self._totals)
+        state = self.state._replace(tuned=self._versions.to_consume(self.state.tuned))
+        self.state, metrics = self._system.trainer.update(state, self._totals)
         self._totals = None
         self._history.append(metrics)
         jax.block_until_ready(self.state)
@@ -58,15 +56,15 @@ class TrainingExecutor:
 class Versions:
     """The weights of each version that may be asked for, on the trainer mesh.
 
-    The newest ones are the trainer's own arrays. With `keep` they are copied before an update
-    consumes them, as something may still refer to them; without it the version ends there.
+    The newest ones are the trainer's own arrays. With `keep` an update consumes a copy of them, as
+    something may still refer to the version; without it the version ends there.
     May be used by several threads.
     """
 
     def __init__(self, keep: bool):
         self._keep = keep
         self._trees: dict[int, Any] = {}
-        self._consumable: int | None = None  # the version whose arrays are the trainer's own
+        self._own: int | None = None  # the version whose arrays are the trainer's own
         self._readers = 0
         self._changed = threading.Condition()
 
@@ -77,7 +75,7 @@ class Versions:
         """A version's weights; `own`: the arrays are the trainer's, whose next update consumes them."""
         with self._changed:
             self._trees[version] = tuned
-            self._consumable = version if own else self._consumable
+            self._own = version if own else self._own
 
     def drop(self, version: int) -> None:
         """Frees a version's weights."""
@@ -96,16 +94,17 @@ class Versions:
                 self._readers -= 1
                 self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def consumed(self) -> Iterator[None]:
-        """Around an update, which consumes the trainer's arrays: nobody may be reading them."""
+    def to_consume(self, tuned: Any) -> Any:
+        """What an update is to consume in place of the trainer's arrays, which may be a version's."""
         with self._changed:
+            version, self._own = self._own, None
+            if version is None:
+                return tuned
+            if self._keep:
+                return jax.tree.map(jnp.copy, tuned)
             self._changed.wait_for(lambda: not self._readers)
-            tuned = self._trees.pop(self._consumable, None)
-            if self._keep and tuned is not None:
-                self._trees[self._consumable] = jax.tree.map(jnp.copy, tuned)
-            self._consumable = None
-            yield
+            del self._trees[version]
+            return tuned
 
 
 def receive(
