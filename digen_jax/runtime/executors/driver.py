@@ -19,7 +19,7 @@ from digen_jax.runtime.executors.clock import measured
 from digen_jax.runtime.executors.executors import Executors
 from digen_jax.runtime.executors.log import CommandLog
 from digen_jax.runtime.executors.summary import Summary
-from digen_jax.runtime.scheduler.commands import TRAINER, Command, Publish, Score, Update
+from digen_jax.runtime.scheduler.commands import TRAINER, Command, Decode, Publish, Score, Update
 from digen_jax.runtime.scheduler.events import Completed, Event, Failed, Joined, Lost
 from digen_jax.runtime.scheduler.scheduler import Scheduler
 from digen_jax.runtime.scheduler.settings import Costs
@@ -29,7 +29,7 @@ from digen_jax.runtime.trainer import State
 
 # Before anything is measured: an image takes as long to train as to generate.
 GUESSED = Costs(generate=1.0, train=1.0)
-FAILURES = 2  # in a row: a worker that fails so often is given up
+FAILURES = 2  # and no fragment whole between them, or publications: a worker is given up
 
 
 class Begun(NamedTuple):
@@ -46,7 +46,7 @@ class Worker:
         self.name = name
         self.thread = ThreadPoolExecutor(1, name)
         self.publisher = ThreadPoolExecutor(1, f"publish to {name}")
-        self.failed = {self.thread: 0, self.publisher: 0}  # in a row
+        self.failed = {self.thread: 0, self.publisher: 0}  # times in a row
 
     def close(self) -> None:
         """Ends the threads once what they do is done; what has not begun is forgotten."""
@@ -157,10 +157,10 @@ class Driver:
             commands = self._scheduler.handle(event)
             if self._log is not None:
                 self._log.extend(commands)
-            self._summary.seen(event, commands, self._scheduler, self.now())
             command = getattr(event, "command", None)
             if isinstance(event, Completed) and self._ends_step(command):
                 self._step_ended(command.step + 1)
+            self._summary.seen(event, commands, self._scheduler, self.now())
             for command in commands:
                 self._send(command)
 
@@ -214,7 +214,8 @@ class Driver:
             except Exception as error:
                 traceback.print_exception(error)
                 return self._failed(worker, pool, command, error)
-            worker.failed[pool] = 0
+            if isinstance(command, Decode | Publish):
+                worker.failed[pool] = 0
             self._completed(command, begin, watch.seconds)
         except BaseException as error:
             self._stop(error)
