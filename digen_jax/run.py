@@ -169,6 +169,7 @@ class Run:
                 # a step that fails behind its first update leaves the last checkpoint as it is.
                 if not any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state)):
                     self.save(position)
+                self.timeline.write(self.driver.rest(), time.time() - self.driver.now())
         self.driver = None
         return position
 

@@ -105,17 +105,19 @@ def draw(intervals: Sequence[Interval], path: pathlib.Path, title: str = "") -> 
     axes = figure.subplots()
     spans = defaultdict(list)
     for interval in intervals:
-        kind = "wait" if interval.kind == "wait" else interval.kind
-        spans[kind, rows.index(interval.worker)].append((interval.start - begin, interval.seconds))
+        spans[interval.kind, rows.index(interval.worker)].append(
+            (interval.start - begin, interval.seconds)
+        )
     named = set()
     for (kind, row), bars in sorted(spans.items()):
         colour = COLOURS.get(kind, WAIT)[1]
         label = kind if kind not in named else None
-        axes.broken_barh(bars, (row - 0.4, 0.8), color=colour, label=label)
+        style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.4}
+        axes.broken_barh(bars, (row - 0.4, 0.8), label=label, **style)
         named.add(kind)
     length = max(interval.end for interval in intervals) - begin
     for interval in intervals:
-        if interval.kind == "wait" and interval.seconds > 0.08 * length:
+        if interval.kind == "wait" and interval.seconds > 0.06 * length:
             middle = (interval.start + interval.end) / 2 - begin
             row = rows.index(interval.worker)
             axes.text(middle, row, interval.cause, ha="center", va="center", fontsize=7)

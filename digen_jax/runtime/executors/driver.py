@@ -139,6 +139,11 @@ class Driver:
                     raise  # Else it was given up just now.
         return self._evaluate(TRAINER, tree, records)
 
+    def rest(self) -> list[Interval]:
+        """What was recorded since the last step ended."""
+        with self._lock:
+            return self._summary.take(self.now())
+
     def close(self) -> None:
         """Ends the threads once what they do is done."""
         with self._lock:
@@ -234,11 +239,14 @@ class Driver:
             one.shutdown(wait=False, cancel_futures=True)
         return None
 
-    def _scored(self, command: Score, begin: float, done: Future) -> None:
+    def _scored(self, command: Score, asked: float, done: Future) -> None:
+        """Scores have come: the timeline shows the reward's own time, the scheduler reckons with all of it."""
         try:
             scores, seconds = done.result()
             self.executors.scored(command.fragment, scores)
-            self._completed(command, begin, seconds, tuple(map(float, scores)))
+            now = self.now()
+            values = tuple(map(float, scores))
+            self._completed(command, max(asked, now - seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)
 

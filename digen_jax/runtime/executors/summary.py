@@ -102,9 +102,7 @@ class Summary:
 
         `away`: seconds in which the trainer was called for something else, such as a checkpoint.
         """
-        self._recorder.cut(now)
-        done = list(self._recorder.intervals)
-        self._recorder.intervals.clear()
+        done = self.take(now)
         running = [Interval(w, "work", since, now) for w, since in self._under_way.items()]
         seconds = now - self._began
         total = sum(self._devices.values())
@@ -127,6 +125,13 @@ class Summary:
         }
         self._began, self._ages, self._queued = now, [], []
         self._made.clear()
+        return done
+
+    def take(self, now: float) -> list[Interval]:
+        """What was recorded since the last time."""
+        self._recorder.cut(now)
+        done = list(self._recorder.intervals)
+        self._recorder.intervals.clear()
         return done
 
     def metrics(self, step: Step) -> dict[str, float]:
