@@ -8,22 +8,27 @@ Expected: 0.326 before, 0.530 after 150 steps on the 540 held-out prompts (no gu
 
 from ml_collections import ConfigDict
 
+from digen_jax.settings import ConfigError
 
-def get_config() -> ConfigDict:
+
+def get_config(length: str = "demo") -> ConfigDict:
+    if length not in ("demo", "long"):
+        raise ConfigError(f"the config's argument {length!r} must be demo or long, such as :long")
+    steps, rate, ema = (150, 1.5e-4, 0.95) if length == "demo" else (450, 1e-4, 0.98)
     c = ConfigDict()
     c.seed = 0
-    c.steps = 150
+    c.steps = steps
     c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
     c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
     c.reward = ConfigDict(dict(name="shapes_geneval"))
     c.batch = ConfigDict(dict(groups=12, images=12))
     c.sampler = ConfigDict(
-        dict(steps=8, kind="cps", noise_level=0.8, window=(0, 4), guidance=1.0, fragment=144)
+        dict(steps=8, kind="cps", noise_level=0.5, window=(0, 4), guidance=1.0, fragment=144)
     )
     c.algorithm = ConfigDict(
         dict(name="flow_grpo", clip_range=1e-3, adv_clip=5.0, advantage_std="group")
     )
-    c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=1.5e-4, ema=0.95))
+    c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=rate, ema=ema))
     c.placement = ConfigDict(
         dict(rollout=dict(data=4, fsdp=1), trainer=dict(data=2, fsdp=2), rules=((".*", "fsdp"),))
     )

@@ -143,6 +143,16 @@ def test_every_recipe_is_accepted(name, monkeypatch):
         recipe.check_devices(config, 1)
 
 
+def test_the_long_shapes_recipe_is_the_same_one_for_longer():
+    demo, long = (load("shapes_flow_grpo", length).to_dict() for length in ("demo", "long"))
+    assert long["steps"] > demo["steps"]
+    changed = {name for name in demo if demo[name] != long[name]}
+    assert changed == {"steps", "trainer"}
+    recipe.check(recipe.complete(load("shapes_flow_grpo", "long")))
+    with pytest.raises(ConfigError, match="must be demo or long"):
+        load("shapes_flow_grpo", "longer")
+
+
 @pytest.mark.parametrize("name", ["reward.name", "prompts.file", "evaluation.prompts"])
 def test_what_sd35_leaves_to_the_user_must_be_given(name):
     config = recipe.complete(load(SD35))
@@ -205,7 +215,7 @@ def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
         prompts = system.sampler.encode(weights, captions)
         trajectory = system.sampler.generate(weights, prompts, rows, keys)
         images = system.sampler.decode(weights, trajectory)
-        fragment = Images(rows, trajectory.transitions, trajectory.sigmas)
+        fragment = Images(0, rows, trajectory.transitions, trajectory.sigmas)
         experience = receive(system, prompts, fragment, advantages)
         totals = system.trainer.accumulate(state, base, experience, None)
         return prompts, images, trajectory, totals, system.trainer.update(state, totals)

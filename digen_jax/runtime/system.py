@@ -76,7 +76,7 @@ def tag_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
         whole copies on every device, which takes memory and saves gathering them in every pass.
     """
     if weights == "in place":
-        return trainer
+        return trainer.as_sampler
     grid = trainer.mesh.devices.reshape(-1, 1)
     mesh = Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     return DeviceGroup(mesh)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from digen_jax.runtime.loop import Fragment, receive
+from digen_jax.runtime.executors.steps import Images
+from digen_jax.runtime.executors.training import receive
 from digen_jax.runtime.system import System
 from digen_jax.runtime.trainer import Experience
 from tests.runtime import toy
@@ -47,11 +48,11 @@ def system(config: ConfigDict) -> System:
 
 @functools.cache
 def sampled():
-    """(prompts, the trajectory of all images) on the host: the same for every trainer."""
+    """(prompts, all images) on the host: the same for every trainer."""
     parts = system(config("full"))
     full = config("full", images=12)
-    prompts, (fragment,) = toy.rollout(parts, full, parts.start)
-    return jax.device_get((prompts, fragment.trajectory))
+    prompts, (images,) = toy.rollout(parts, full, parts.start)
+    return jax.device_get((prompts, images))
 
 
 @functools.cache
@@ -64,10 +65,10 @@ def experience(
     parts: System, images: slice, steps: int = STEPS, advantages: np.ndarray = ADVANTAGES
 ) -> Experience:
     """Some images as the trainer gets them, and of each the first steps."""
-    prompts, trajectory = sampled()
-    t = trajectory.transitions
+    prompts, all_images = sampled()
+    t = all_images.transitions
     t = type(t)(*(part[:steps, images] for part in t[:3]), *(part[:steps] for part in t[3:]))
-    part = Fragment(ROWS[images], trajectory._replace(transitions=t), advantages[images])
+    part = Images(0, ROWS[images], t, all_images.sigmas)
     return receive(parts, prompts, part, advantages[images])
 
 
@@ -80,7 +81,7 @@ def _differentiated():
 def plain(tuning: str, old_log_prob: np.ndarray, steps: int = STEPS, by: float = 0.05):
     """(mean gradient in float64, ratios [s b]) by a loop over single transitions on one device."""
     start = toy.ToyFamily(size=SIZE).params()["transformer"]
-    prompts, (_, t, sigmas) = sampled()
+    prompts, (_, _, t, sigmas) = sampled()
     total, ratios = None, np.zeros((steps, len(ROWS)))
     for step in range(steps):
         for image, row in enumerate(ROWS):

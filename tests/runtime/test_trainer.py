@@ -67,7 +67,7 @@ def experiences(system, fragment):
         cut = slice(start, start + fragment)
         t = images.transitions
         part = t._replace(**{name: getattr(t, name)[:, cut] for name in t._fields[:3]})
-        part = Images(ROWS[cut], part, images.sigmas)
+        part = Images(0, ROWS[cut], part, images.sigmas)
         yield receive(system, prompts, part, ADVANTAGES[cut])
 
 
@@ -115,7 +115,7 @@ def plain(tuning):
     loss = functools.partial(plain_loss, family.network)
     gradient = jax.jit(jax.grad(loss, has_aux=True))
     tuned, start = jax.device_get(start_of(tuning)), family.params()["transformer"]
-    prompts, (_, t, sigmas) = sampled()
+    prompts, (_, _, t, sigmas) = sampled()
     total, ratios = [], []
     for step, sigma, sigma_next in zip(range(2), t.sigma, t.sigma_next, strict=True):
         for image in range(8):

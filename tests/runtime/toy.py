@@ -105,11 +105,11 @@ def config(**fields) -> ConfigDict:
     return recipe.complete(ConfigDict(c))
 
 
-def meshes(rollout: tuple[int, int], trainer: tuple[int, int], workers: int = 1) -> dict[str, Any]:
-    """The fields of a placement, all parameters split over "fsdp"; sizes are (data, fsdp)."""
+def meshes(rollout: tuple[int, int], trainer: tuple[int, ...], workers: int = 1) -> dict[str, Any]:
+    """The fields of a placement, all parameters split over "fsdp"; sizes are (data, fsdp), the trainer's also time."""
     return dict(
         placement__rollout=dict(data=rollout[0], fsdp=rollout[1], workers=workers),
-        placement__trainer=dict(zip(("data", "fsdp"), trainer, strict=True)),
+        placement__trainer=dict(zip(("data", "fsdp", "time"), trainer, strict=False)),
         placement__rules=((".*", "fsdp"),),
     )
 

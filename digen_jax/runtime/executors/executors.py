@@ -53,8 +53,9 @@ class Executors:
         )
         apart = not system.placement.colocated
         self.last_update = config.trainer.updates - 1
-        # What an update consumes is sampled from behind it only where these say so.
-        self.versions = Versions(apart and (config.runtime.staleness > 0 or self.last_update > 0))
+        # What an update consumes is sampled from, or compared with, behind it only where these say so.
+        later = apart or system.trainer.algorithm.old_log_probs == "recomputed"
+        self.versions = Versions(later and (config.runtime.staleness > 0 or self.last_update > 0))
         for version, tuned in (kept or {}).items():
             self.versions.add(version, tuned, own=False)
         self.versions.add(first, state.tuned)

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from digen_jax.flow.sampling import Trajectory
 from digen_jax.runtime.executors.steps import Images, Steps
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.sampler import Prompts, Weights
@@ -19,7 +20,7 @@ class SamplingExecutor:
         self._steps, self._trainer = steps, trainer
         self._fixed = Weights(None, rollout.base, rollout.frozen)
         self._prompts: dict[int, Prompts] = {}
-        self._begun: dict[Fragment, jax.Array] = {}
+        self._begun: dict[Fragment, tuple[int, Trajectory]] = {}  # with their versions
 
     def encode(self, number: int) -> None:
         """A step's prompts, for this mesh and where nobody was faster for the trainer."""
@@ -34,18 +35,17 @@ class SamplingExecutor:
         """A fragment's trajectories by a version that was taken."""
         step = self._steps.of(fragment)
         cut = step.cut(fragment.index)
-        self._begun[fragment] = jax.block_until_ready(
-            self.rollout.sampler.generate(
-                self.weights[version], self._prompts[fragment.step], step.rows[cut], step.keys[cut]
-            )
+        trajectory = self.rollout.sampler.generate(
+            self.weights[version], self._prompts[fragment.step], step.rows[cut], step.keys[cut]
         )
+        self._begun[fragment] = version, jax.block_until_ready(trajectory)
 
     def decode(self, fragment: Fragment) -> None:
         """A fragment's pictures to the host, its transitions to the trainer mesh."""
-        trajectory, step = self._begun.pop(fragment), self._steps.of(fragment)
+        (version, trajectory), step = self._begun.pop(fragment), self._steps.of(fragment)
         pictures = self.rollout.sampler.decode(self._fixed, trajectory)
         rows = step.rows[step.cut(fragment.index)]
-        images = Images(rows, trajectory.transitions, trajectory.sigmas)
+        images = Images(version, rows, trajectory.transitions, trajectory.sigmas)
         images = jax.block_until_ready(moved(images, self._trainer))
         step.decoded[fragment.index] = np.asarray(pictures)
         step.sampled[fragment.index] = images
@@ -59,6 +59,7 @@ def moved(images: Images, trainer: DeviceGroup) -> Images:
     """A fragment from a sampling mesh to the trainer mesh, its images split over the devices."""
     transitions, whole = images.transitions, trainer.replicated
     shardings = type(transitions)(*(trainer.batch_of_steps,) * 3, whole, whole)
-    return Images(
-        images.rows, jax.device_put(transitions, shardings), jax.device_put(images.sigmas, whole)
+    return images._replace(
+        transitions=jax.device_put(transitions, shardings),
+        sigmas=jax.device_put(images.sigmas, whole),
     )

@@ -18,6 +18,7 @@ from digen_jax.runtime.scheduler.commands import Fragment
 class Images(NamedTuple):
     """A fragment's images as they were sampled."""
 
+    version: int  # of the policy that sampled them
     rows: Int[np.ndarray, "b"]  # each image's group within the step
     transitions: Transitions
     sigmas: Float32[Array, "sigmas"]

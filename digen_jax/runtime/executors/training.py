@@ -32,8 +32,10 @@ class TrainingExecutor:
         images = step.sampled.pop(fragment.index)
         experience = receive(self._system, step.prompts, images, advantages)
         trainer, base = self._system.trainer, self._system.base
+        recomputed = trainer.algorithm.old_log_probs == "recomputed"
+        behaviour = self._versions[images.version] if recomputed else None
         self._totals = jax.block_until_ready(
-            trainer.accumulate(self.state, base, experience, self._totals)
+            trainer.accumulate(self.state, base, experience, self._totals, behaviour)
         )
 
     def update(self, version: int | None) -> None:

@@ -14,12 +14,15 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 STEPS = 3
 LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
-# Rollout meshes and their size, the trainer's, images of a fragment and of a micro-batch; TAG.
+# Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a fragment and of a micro-batch; TAG.
+# A third number of the trainer's is its axis "time", over which as many denoising steps are packed.
 LAYOUTS = {
     "one device": ((0, 1), (1, 1), 1, 24, 12, ""),
     "colocated": ((0, 1), (2, 1), 1, 4, 4, ""),
     "disaggregated": ((1, 2), (2, 1), 1, 12, 6, ""),
     "two workers, fragments across groups": ((2, 1), (1, 2), 2, 6, 6, ""),
+    "colocated, steps split": ((0, 1), (1, 2, 2), 1, 12, 6, ""),
+    "disaggregated, steps split": ((1, 2), (2, 1, 2), 1, 4, 4, ""),
     "TAG in place": ((2, 1), (1, 2), 1, 4, 4, "in place"),
     "TAG resharded": ((2, 1), (1, 2), 1, 4, 2, "resharded"),
 }
@@ -28,12 +31,13 @@ CASES = [
     ("full", 2, "two workers, fragments across groups"),
     ("full", 2, "TAG in place"),
     ("lora", 1, "TAG resharded"),
+    ("lora", 1, "disaggregated, steps split"),
     ("lora", 2, "two workers, fragments across groups"),
 ]
 
 
 @functools.cache
-def result(tuning, updates, layout):
+def result(tuning, updates, layout, old_log_probs="rollout"):
     """(gradient of the first update, the change of what is tuned, share of TAG) of a run."""
     rollout, trainer, workers, fragment, micro, tag = LAYOUTS[layout]
     config = toy.config(
@@ -44,12 +48,14 @@ def result(tuning, updates, layout):
         sampler__fragment=min(fragment, 24 // updates),
         trainer__micro_batch=micro,
         trainer__updates=updates,
+        trainer__pack=trainer[2] if len(trainer) > 2 else 1,
         # Adam with a large eps is nearly SGD: rounding stays rounding.
         trainer__learning_rate=3.0,
         trainer__eps=1.0,
         trainer__clip_norm=1e3,
         algorithm__clip_range=0.2,
         algorithm__kl_coefficient=0.1,
+        algorithm__old_log_probs=old_log_probs,
         runtime__tag_fragments=24 if tag else 0,
         runtime__tag_weights=tag or "in place",
     )
@@ -82,6 +88,15 @@ def test_the_result_is_that_of_one_device(tuning, updates, layout):
     assert toy.difference(change, expected_change) < 1e-4
     wrong = jax.tree.map(lambda g: 1.01 * g, gradient)
     assert toy.difference(wrong, expected_gradient) > 5e-3
+
+
+@pytest.mark.parametrize("layout", ["colocated", "two workers, fragments across groups"])
+def test_recomputed_log_probs_are_the_rollouts_own(layout):
+    """Of two updates the second one's ratios are not 1: they need the version that the first one consumed."""
+    gradient, change = result("full", 2, layout, "recomputed")
+    expected_gradient, expected_change = result("full", 2, "one device")
+    assert toy.difference(gradient, expected_gradient) < 1e-5
+    assert toy.difference(change, expected_change) < 1e-4
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
