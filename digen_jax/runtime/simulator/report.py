@@ -1,6 +1,7 @@
 """What came out of a simulation: a timeline, step times, utilisation, and who waited for what."""
 
 import dataclasses
+import math
 from collections import Counter
 
 from digen_jax.runtime import timeline
@@ -32,9 +33,17 @@ class Report:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step, the first apart, which has to fill the pipeline."""
-        times = self.step_times
-        return sum(times[1:]) / (len(times) - 1) if len(times) > 1 else times[0]
+        """Mean seconds of a step of the steady state.
+
+        The first step fills the pipeline, and in the last one nobody works ahead: both are left out
+        of a longer run. Where the others alternate, whole periods are averaged, the latest ones.
+        """
+        times = self.step_times[1:-1] or self.step_times[-1:]
+        for period in range(1, len(times) // 2 + 1):
+            pairs = zip(times[-period:], times[-2 * period : -period], strict=True)
+            if all(math.isclose(new, old, rel_tol=1e-6) for new, old in pairs):
+                return sum(times[-period:]) / period
+        return sum(times) / len(times)
 
     @property
     def bound(self) -> float:
