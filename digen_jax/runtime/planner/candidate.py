@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """"colocated", "plain" disaggregation, or the tactics that are on."""
+        """The tactics that are on, "plain" (disaggregation without any) or "colocated"."""
         return " + ".join(self.tactics) or "plain" if self.workers else "colocated"
 
     def describe(self) -> str:

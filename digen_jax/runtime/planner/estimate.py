@@ -114,7 +114,11 @@ class Step:
     def generated(self, share: int) -> float:
         """When the last fragment of the workers is scored, none being begun early out of turn."""
         late = max(0, self.fragments - self.early - share)
-        return self.start + math.ceil(late / self.workers) * self.generate + self.score if late else 0.0
+        return (
+            self.start + math.ceil(late / self.workers) * self.generate + self.score
+            if late
+            else 0.0
+        )
 
     def played(self, share: int) -> float:
         """The same, with the training of a whole last round, and of all behind the first gate."""

@@ -46,8 +46,13 @@ class Simulations:
         return dataclasses.replace(made, candidate=candidate, memory=memory)
 
 
-def search(simulations: Simulations, candidates: Sequence[Candidate], most: int) -> Prediction:
-    """The best of some candidates after at most so many simulations more."""
+def search(
+    simulations: Simulations, candidates: Sequence[Candidate], most: int, simplify: bool = True
+) -> Prediction:
+    """The best of some candidates after at most so many simulations more.
+
+    `simplify` keeps some of them to see whether a tactic of the best one gains nothing.
+    """
     last = simulations.count + most
     problem = simulations.problem
     estimates = {c: estimate(problem, c) for c in candidates}
@@ -55,7 +60,7 @@ def search(simulations: Simulations, candidates: Sequence[Candidate], most: int)
     left = heapq.nsmallest(PROMISING, candidates, key=estimates.get)
     seen: list[Prediction] = []
     best = None
-    simplifying = min(3, most // 4)
+    simplifying = min(3, most // 4) if simplify else 0
     while left and simulations.count < last - simplifying:
         nearby = _corrections(seen, estimates)
         candidate = min(left, key=lambda c: estimates[c] * _nearest(nearby, c))

@@ -1,0 +1,261 @@
+"""From a config to a plan: its step, its model's sizes, costs of a finished run, `placement = "auto"`."""
+
+import functools
+import math
+import pathlib
+import re
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from digen_jax import recipe, rewards
+from digen_jax.assemble import build, load_family, make_policy, open_pipeline
+from digen_jax.inference import run_config
+from digen_jax.metrics import read_metrics
+from digen_jax.prompts.files import read_prompt_file
+from digen_jax.recipe import blame
+from digen_jax.runtime.placement import fsdp_spec, mesh_sizes
+from digen_jax.runtime.planner.calibration import Calibration, per_device
+from digen_jax.runtime.planner.candidate import Candidate
+from digen_jax.runtime.planner.measure import UNMEASURED, measure
+from digen_jax.runtime.planner.memory import device_bytes
+from digen_jax.runtime.planner.problem import Footprint, Parameters, Problem, Scaling
+from digen_jax.runtime.planner.search import Simulations, budget, search
+from digen_jax.runtime.planner.space import candidates
+from digen_jax.runtime.scheduler.settings import Costs, Settings
+from digen_jax.settings import ConfigError, user_input
+
+WARM = 2  # first steps of a run that may have compiled
+
+
+def step_settings(config: ConfigDict) -> Settings:
+    """The scheduler's view of a config's step, with every tactic allowed.
+
+    A group's own mean and std need the group complete; the std of all images needs the step.
+    """
+    batch = config.batch
+    settings = Settings(
+        steps=1,
+        groups=batch.groups,
+        images=batch.images,
+        fragment_images=config.sampler.fragment,
+        updates=config.trainer.updates,
+        readiness="group" if config.algorithm.advantage_std == "group" else "step",
+        tag_fragments=batch.groups * batch.images // config.sampler.fragment,
+    )
+    with blame("config.batch and config.sampler.fragment: ", (ConfigError,)):
+        settings.check()
+    return settings
+
+
+def make_problem(
+    config: ConfigDict,
+    devices: int,
+    calibration: Calibration,
+    footprint: Footprint | None = None,
+    device_memory: float | None = None,
+) -> Problem:
+    """What is to be planned for a complete config on so many devices; the last two as in `Problem`."""
+    return Problem(
+        devices,
+        step_settings(config),
+        calibration.costs,
+        Scaling(calibration.worker_serial, config.sampler.fragment),
+        Scaling(calibration.trainer_serial, config.trainer.micro_batch),
+        config.sampler.window[1],
+        calibration.scorers,
+        footprint,
+        device_memory,
+    )
+
+
+def auto_placement(
+    config: ConfigDict,
+    devices: int,
+    calibration: Calibration,
+    footprint: Footprint | None = None,
+    device_memory: float | None = None,
+) -> dict[str, dict[str, int]]:
+    """The best placement by simulation: the config's sections `placement.rollout` and `.trainer`.
+
+    Args:
+      config: complete, or with `placement = "auto"` in it.
+      devices: how many there are; all are used.
+      calibration: costs on one device.
+      footprint: the model's sizes (`model_footprint`), for the axes fsdp; None: they are 1.
+      device_memory: bytes, where placements that need more are to be refused.
+
+    Raises:
+      ConfigError: no placement can work.
+    """
+    problem = make_problem(config, devices, calibration, footprint, device_memory)
+    found = candidates(problem)
+    best = search(Simulations(problem), found, budget(found))
+    return placement_section(problem, best.candidate)
+
+
+def placement_section(problem: Problem, candidate: Candidate) -> dict[str, dict[str, int]]:
+    """{rollout: {workers, data, fsdp}, trainer: {data, fsdp, time}}; rollout's data 0: colocated."""
+    rollout, trainer = 1, 1
+    if problem.footprint is not None:
+        held = device_bytes(problem, candidate)
+        rollout, trainer = held.worker_fsdp, held.trainer_fsdp
+    return {
+        "rollout": {
+            "workers": max(1, candidate.workers),
+            "data": candidate.worker_devices // rollout,
+            "fsdp": rollout,
+        },
+        "trainer": {"data": candidate.data // trainer, "fsdp": trainer, "time": candidate.time},
+    }
+
+
+# ------------------------------------------------------------------------------------------ costs
+
+
+def read_run_costs(
+    workdir: pathlib.Path, trainer_serial: float = 0.0, worker_serial: float = 0.0
+) -> Calibration:
+    """Costs from the timings that a run wrote, on the meshes that its config asks for.
+
+    What rewards hid of the generation is not in its seconds; decoding is, and updates are in the
+    training's. The shares are those that more devices do not shorten.
+
+    Raises:
+      ConfigError: it has no timings, or its config no sizes of meshes.
+    """
+    config = run_config(workdir)
+    with user_input():
+        lines = read_metrics(workdir / "metrics.jsonl")
+    timed = [line for line in lines if "seconds/train" in line]
+    if len(timed) <= WARM:
+        raise ConfigError(
+            f"{workdir} has timings of {len(timed)} steps, the first {WARM} of which may hold compilation: "
+            f"let it run for more"
+        )
+    rollout, trainer = mesh_sizes(config.placement, 10**9)
+    images = config.batch.groups * config.batch.images
+
+    def median(phase: str) -> float:
+        return statistics.median(line[f"seconds/{phase}"] for line in timed[WARM:])
+
+    measured = Costs(
+        generate=median("rollout") / images,
+        train=median("train") / images,
+        score=median("reward") / images,
+        publish=median("publish"),
+    )
+    return _on_one_device(
+        measured,
+        config,
+        (rollout or trainer, trainer),
+        f"the metrics of {len(timed) - WARM} steps of the run in {workdir}",
+        ("encode", "score_latency", "switch"),
+        (trainer_serial, worker_serial),
+    )
+
+
+def measured_costs(
+    config: ConfigDict, trainer_serial: float = 0.0, worker_serial: float = 0.0
+) -> Calibration:
+    """Costs from a fragment's way through the config's own system, on the devices at hand.
+
+    Raises:
+      ConfigError: the system cannot be built.
+    """
+    system = build(config, jax.devices())
+    records = read_prompt_file(config.prompts.file)
+    records = [records[i % len(records)] for i in range(config.batch.groups)]
+    measured = measure(system, config, records, rewards.resolve(config.reward.name))
+    rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
+    kind = jax.devices()[0].device_kind
+    source = f"a fragment timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"
+    serial = (trainer_serial, worker_serial)
+    return _on_one_device(measured, config, (rollout, trainer), source, UNMEASURED, serial)
+
+
+def _on_one_device(
+    measured: Costs,
+    config: ConfigDict,
+    devices: tuple[int, int],
+    source: str,
+    missing: tuple[str, ...],
+    serial: tuple[float, float],
+) -> Calibration:
+    """Costs of (rollout, trainer) meshes brought to one device by the (trainer's, worker's) serial share."""
+    for name, share in zip(("trainer_serial", "worker_serial"), serial, strict=True):
+        Scaling(share).check(name)
+    trainer, worker = map(Scaling, serial)
+    costs = per_device(measured, *devices, worker, trainer)
+    return Calibration(costs, source, missing, *serial, scorers=1)
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def model_footprint(config: ConfigDict) -> Footprint:
+    """The sizes of a config's model, from shapes alone: nothing is read or allocated.
+
+    Activations are what the transformer's backward pass keeps of one transition as it is written,
+    before the compiler saves any of it; guidance is included.
+
+    Raises:
+      ConfigError: the model's folder cannot be used.
+    """
+    with blame("config.model.folder: "):
+        family = load_family(
+            open_pipeline(config.model.folder), config.model.dtype, config.model.remat
+        )
+    policy, shapes = make_policy(config, family), family.shapes()
+    split = functools.partial(policy.split, reference=config.algorithm.kl_coefficient > 0)
+    tuned, base = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
+    frozen = {part: tree for part, tree in shapes.items() if part != "transformer"}
+    sampler_base = jax.eval_shape(policy.sampler_base, base)
+    latent = family.latent_shape(config.model.height, config.model.width)
+    placement = config.placement if isinstance(config.placement, ConfigDict) else None
+    rules = placement.rules if placement else recipe.reference().placement.rules
+    sizes = functools.partial(_parameters, rules)
+    return Footprint(
+        tuned=sizes(tuned),
+        base=sizes(base),
+        sampler_base=sizes(sampler_base),
+        frozen=sizes(frozen),
+        ema=config.trainer.ema > 0,
+        activations=_residuals(policy, tuned, base, frozen, latent),
+        transition=4 * (2 * math.prod(latent) + 1),  # x, x_next and log_prob in float32
+        micro_batch=config.trainer.micro_batch,
+        trainer_fsdp=placement.trainer.fsdp if placement else 1,
+        worker_fsdp=placement.rollout.fsdp if placement else 1,
+    )
+
+
+def _parameters(rules: Any, tree: Any) -> Parameters:
+    """Bytes of a tree's leaves by whether the rules split them over an axis fsdp of 2."""
+    found = {True: 0, False: 0}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        tactic = next(
+            (tactic for pattern, tactic in rules if re.search(pattern, name)), "replicate"
+        )
+        split = tactic == "fsdp" and any(fsdp_spec(leaf.shape, 2))
+        found[split] += leaf.size * leaf.dtype.itemsize
+    return Parameters(found[True], found[False])
+
+
+def _residuals(policy: Any, tuned: Any, base: Any, frozen: Any, latent: tuple[int, ...]) -> int:
+    """Bytes that the transformer's pullback holds, for one more transition."""
+
+    def pullback(count: int, tuned: Any, base: Any, frozen: Any) -> Any:
+        texts = policy.family.encode(frozen, policy.family.tokenize([""] * count))
+        null = policy.family.encode(frozen, policy.family.tokenize([""]))
+        x, sigma = jnp.zeros((count, *latent)), jnp.ones(count)
+        return jax.vjp(lambda tuned: policy.velocity(tuned, base, texts, null)(x, sigma), tuned)[1]
+
+    def held(count: int) -> int:
+        shapes = jax.eval_shape(functools.partial(pullback, count), tuned, base, frozen)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+    return held(2) - held(1)

@@ -1,0 +1,86 @@
+"""What commands cost on the devices at hand: a fragment's way through the parts of a run, timed."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from digen_jax import rewards
+from digen_jax.flow.sampling import image_keys
+from digen_jax.runtime.loop import Fragment, receive
+from digen_jax.runtime.scheduler.settings import Costs
+from digen_jax.runtime.system import System
+
+REPEATS = 3  # after one call that compiles; their median counts
+
+# Decoding is part of generation here, and is no cost of its own.
+UNMEASURED = ("score_latency", "switch")
+
+
+def measure(system: System, config: Any, records: list[dict], reward: rewards.Reward) -> Costs:
+    """Seconds on the system's own meshes; generation includes decoding, training the way to the trainer.
+
+    Args:
+      system: as built from the config; its trainer's state is consumed.
+      config: complete.
+      records: the prompts of a step, one a group.
+      reward: what scores.
+    """
+    size = config.sampler.fragment
+    rows = np.repeat(np.arange(len(records), dtype=np.int32), config.batch.images)[:size]
+    numbers = np.tile(np.arange(config.batch.images), len(records))[:size]
+    keys = image_keys(jax.random.key(config.seed), rows, numbers)
+    texts = [record["prompt"] for record in records]
+    state = system.trainer.init(system.start)
+    weights, publish = timed(lambda: system.publish(state.tuned))
+    prompts, encode = timed(lambda: system.sampler.encode(weights, texts))
+    made, generate = timed(lambda: system.sampler.generate(weights, prompts, rows, keys))
+    pictures, shown = np.asarray(made[0]), [records[row] for row in rows]
+    scores, score = timed(
+        lambda: rewards.call(
+            reward, config.reward.name, pictures, [record["prompt"] for record in shown], shown
+        )
+    )
+    fragment = Fragment(rows, made[1], scores)
+    advantages = np.linspace(-1, 1, size, dtype=np.float32)
+    local = jax.device_put(prompts, system.placement.trainer.replicated)
+
+    def accumulate() -> Any:
+        experience = receive(system, local, fragment, advantages)
+        return system.trainer.accumulate(state, system.base, experience, None)
+
+    totals, train = timed(accumulate)
+    update = _time_updates(system, state, totals)
+    return Costs(
+        generate=generate / size,
+        train=train / size,
+        encode=encode,
+        score=score / size,
+        update=update,
+        publish=publish,
+    )
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """(what the call returns, the median of its seconds after a first one that may compile)."""
+    jax.block_until_ready(call())
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        result = jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - start)
+    return result, statistics.median(seconds)
+
+
+def _time_updates(system: System, state: Any, totals: Any) -> float:
+    """Each update consumes the state before it."""
+    held = [state]
+
+    def update() -> Any:
+        held[0], metrics = system.trainer.update(held[0], totals)
+        return held[0], metrics
+
+    return timed(update)[1]

@@ -1,0 +1,103 @@
+"""Which placement and which tactics suit a config, devices and measured costs.
+
+python launch/plan.py --config configs/shapes_flow_grpo.py --costs costs.json --devices 8
+python launch/plan.py --config configs/shapes_flow_grpo.py --costs runs/shapes
+python launch/plan.py --config configs/shapes_flow_grpo.py --measure
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from digen_jax.settings import ConfigError, check_positive, run_main
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
+_DEVICES = flags.DEFINE_integer("devices", None, "How many to place; else all that are here.")
+_COSTS = flags.DEFINE_string(
+    "costs", None, 'Seconds on one device, {"generate": 0.5, ...} in JSON; or a run\'s workdir.'
+)
+_MEASURE = flags.DEFINE_bool("measure", False, "Time a fragment on the config's own meshes here.")
+_TRAINER_SERIAL = flags.DEFINE_float(
+    "trainer_serial", None, "Share of training that more devices do not shorten; 0: linear."
+)
+_WORKER_SERIAL = flags.DEFINE_float("worker_serial", None, "The same share of generation.")
+_MEMORY = flags.DEFINE_float("memory", None, "GiB of a device; placements that need more fall out.")
+_OUTPUT = flags.DEFINE_string("output", None, "A JSON file for the chosen placement.")
+flags.mark_flags_as_required(["config"])
+
+
+def main() -> None:
+    """Find out what commands cost, plan, and print the table, the choice and why."""
+    from digen_jax.launching import prepare
+    from digen_jax.recipe import complete
+
+    if _MEASURE.value == (_COSTS.value is not None):
+        raise ConfigError(
+            "say what commands cost: by --costs=FILE.json, --costs=WORKDIR or --measure"
+        )
+    if _DEVICES.value is not None:
+        check_positive("--devices", _DEVICES.value)
+    if _MEMORY.value is not None:
+        check_positive("--memory", _MEMORY.value)
+    config = complete(_CONFIG.value)
+    prepare(config.placement.cpu_devices)
+
+    import jax
+
+    from digen_jax.planning import make_problem, model_footprint, placement_section
+    from digen_jax.runtime.planner.plan import (
+        describe_costs,
+        make_plan,
+        memory_table,
+        table,
+        why,
+    )
+
+    calibration = _calibration(config)
+    problem = make_problem(
+        config,
+        _DEVICES.value or len(jax.devices()),
+        calibration,
+        model_footprint(config),
+        _MEMORY.value and _MEMORY.value * 2**30,
+    )
+    plan = make_plan(problem)
+    settings = problem.settings
+    print(f"costs from {calibration.source}")
+    print(describe_costs(problem, calibration.missing))
+    print(
+        f"a step: {settings.groups * settings.images} images in {settings.fragments} fragments on "
+        f"{problem.devices} devices; bound (G + T)/N {problem.bound:.4g} s"
+    )
+    print(f"\n{table(plan)}\n\n{memory_table(plan.choice)}\n\n{why(plan)}")
+    section = placement_section(problem, plan.choice.candidate)
+    print(f"placement: {json.dumps(section)}")
+    print(
+        f"chosen after {plan.for_choice} simulations for {plan.candidates} candidates, "
+        f"{plan.simulated - plan.for_choice} more for the table"
+    )
+    if _OUTPUT.value:
+        pathlib.Path(_OUTPUT.value).write_text(json.dumps(section, indent=2) + "\n")
+
+
+def _calibration(config: Any) -> Any:
+    """The costs, with the scaling that the flags give instead of the source's."""
+    from digen_jax.planning import measured_costs, read_run_costs
+    from digen_jax.runtime.planner.calibration import read_calibration
+
+    serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
+    serial = {name: value for name, value in serial.items() if value is not None}
+    if _MEASURE.value:
+        return measured_costs(config, **serial)
+    path = pathlib.Path(_COSTS.value)
+    if path.is_dir():
+        return read_run_costs(path, **serial)
+    return dataclasses.replace(read_calibration(path), **serial)
+
+
+if __name__ == "__main__":
+    run_main(main)
