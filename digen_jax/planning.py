@@ -248,9 +248,12 @@ def _parameters(rules: Any, tree: Any) -> Parameters:
 def _residuals(policy: Any, tuned: Any, base: Any, frozen: Any, latent: tuple[int, ...]) -> int:
     """Bytes that the transformer's pullback holds, for one more transition."""
 
+    def encoded(texts: list[str], frozen: Any) -> Any:
+        ids = policy.family.tokenize(texts)
+        return policy.family.encode(frozen, jax.tree.map(jnp.asarray, ids))
+
     def pullback(count: int, tuned: Any, base: Any, frozen: Any) -> Any:
-        texts = policy.family.encode(frozen, policy.family.tokenize([""] * count))
-        null = policy.family.encode(frozen, policy.family.tokenize([""]))
+        texts, null = encoded([""] * count, frozen), encoded([""], frozen)
         x, sigma = jnp.zeros((count, *latent)), jnp.ones(count)
         return jax.vjp(lambda tuned: policy.velocity(tuned, base, texts, null)(x, sigma), tuned)[1]
 

@@ -44,13 +44,14 @@ def read_calibration(path: pathlib.Path) -> Calibration:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--costs={path} cannot be read as JSON: {error}") from error
     costs = [field.name for field in dataclasses.fields(Costs)]
-    others = ["trainer_serial", "worker_serial", "scorers"]
+    shares = ["trainer_serial", "worker_serial"]
+    known = [*costs, *shares, "scorers"]
     if not isinstance(given, dict):
         raise ConfigError(f'{path} must hold an object such as {{"generate": 0.5, "train": 0.2}}')
     for name, value in given.items():
-        if name not in (*costs, *others):
-            close = difflib.get_close_matches(name, [*costs, *others], n=1)
-            hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(costs + others)}"
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(known)}"
             raise ConfigError(f"{path}: {name} is no cost; {hint}")
         kinds = (int,) if name == "scorers" else (int, float)
         if type(value) not in kinds or not 0 <= value < float("inf"):
@@ -63,7 +64,8 @@ def read_calibration(path: pathlib.Path) -> Calibration:
         Costs(**{name: float(given[name]) for name in costs if name in given}),
         f"the file {path}",
         tuple(name for name in costs if name not in given),
-        **{name: given[name] for name in others if name in given},
+        **{name: float(given[name]) for name in shares if name in given},
+        scorers=given.get("scorers", 0),
     )
 
 

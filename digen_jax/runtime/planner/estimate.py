@@ -121,15 +121,15 @@ class Step:
         )
 
     def played(self, share: int) -> float:
-        """The same, with the training of a whole last round, and of all behind the first gate."""
+        """The same, with the training of a whole last round, and of all behind the first gate that opens."""
         late = max(0, self.fragments - self.early - share)
         last = late - (math.ceil(late / self.workers) - 1) * self.workers if late else 0
         rest = max(last, self.gate) * self.train + self.last_update
-        ends = [
-            self.generated(share) + rest,
-            (self.fragments - share) * self.generate / self.workers,
-        ]
-        if not self.early and not share:
-            rounds = math.ceil(self.gate / self.workers)
-            ends.append(self.start + rounds * self.generate + self.score + self.busy)
-        return max(ends)
+        end = self.generated(share) + rest
+        ready = self.early // self.gate * self.gate
+        if share or ready == self.fragments:
+            return end
+        # What began early is trained first; then the next gate has to open.
+        rounds = math.ceil((self.gate + ready - self.early) / self.workers)
+        opened = self.start + rounds * self.generate + self.score
+        return max(end, opened + self.busy - ready * self.train)

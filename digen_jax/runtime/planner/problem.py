@@ -26,7 +26,7 @@ class Scaling:
         """How many of the devices can work at a time."""
         return next(n for n in range(devices, 0, -1) if self.fits(n))
 
-    def seconds(self, devices: float) -> float:
+    def seconds(self, devices: int | float) -> float:
         """Seconds on so many devices, over those on one."""
         return self.serial + (1 - self.serial) / devices
 

@@ -29,8 +29,9 @@ def test_no_simulated_step_is_shorter_than_its_bound_and_estimates_are_near(seed
         low, guess = lower_bound(problem, candidate), estimate(problem, candidate)
         assert low <= seconds * (1 + 1e-9)
         assert low <= guess * (1 + 1e-9)
-        # Only what the trainer does by TAG is hard to tell.
-        assert 0.98 <= seconds / guess <= (1.5 if candidate.tag else 1.06), candidate
+        assert seconds >= 0.98 * guess
+        # When the trainer turns to TAG is hard to tell; all else is not.
+        assert candidate.tag or seconds <= 1.06 * guess, candidate
 
 
 def test_colocated_is_the_sum_of_all_that_it_does():

@@ -1,0 +1,255 @@
+"""Plans for configs: the script as a user runs it, costs from their sources, `placement = "auto"`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from digen_jax.planning import (
+    auto_placement,
+    make_problem,
+    model_footprint,
+    placement_section,
+    read_run_costs,
+)
+from digen_jax.recipe import complete
+from digen_jax.runtime.planner.calibration import Calibration, read_calibration
+from digen_jax.runtime.planner.candidate import Candidate
+from digen_jax.runtime.planner.plan import make_plan, table, why
+from digen_jax.runtime.scheduler.settings import Costs
+from digen_jax.settings import ConfigError
+from tests.pipelines import ROOT, load_config
+from tests.tiny_runs import pipeline, prompt_file, tiny_config
+
+SHAPES = "configs/shapes_flow_grpo.py"
+FINE = ("--config.sampler.fragment=12", "--config.trainer.micro_batch=12")
+
+
+@pytest.fixture
+def base(tmp_path_factory):
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture
+def quick():
+    """Annotations are not checked while simulating."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def run_script(*arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "launch" / "plan.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    )
+
+
+def shapes(fragment=12):
+    config = complete(load_config("shapes_flow_grpo"))
+    config.sampler.fragment = config.trainer.micro_batch = fragment
+    return config
+
+
+def calibration(**fields):
+    return Calibration(Costs(**(dict(generate=0.4, train=0.3) | fields)), "a test")
+
+
+def test_the_script_plans_from_a_file_of_costs(tmp_path):
+    costs, output = tmp_path / "costs.json", tmp_path / "placement.json"
+    given = {"generate": 0.4, "train": 0.3, "publish": 0.2, "switch": 0.3, "trainer_serial": 0.02}
+    costs.write_text(json.dumps(given))
+    done = run_script(
+        f"--config={SHAPES}", f"--costs={costs}", "--devices=4", f"--output={output}", *FINE
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert f"costs from the file {costs}\n" in text
+    assert "not known and left out: decode, encode, score, score_latency, update" in text
+    assert "144 images in 12 fragments on 4 devices" in text
+    for kind in ("colocated", "plain", "GAP", "GAP \\+ TAG", "GAP \\+ TSP \\+ TAG \\+ asynchrony"):
+        assert re.search(rf"^(\* )? *{kind}  +\S", text, re.MULTILINE), kind
+    assert len(re.findall(r"^\*", text, re.MULTILINE)) == 1
+    assert re.search(r"^GAP .* is best because .*: colocated takes [\d.]+% longer", text, re.M)
+    assert re.search(r"a trainer device, MiB: .*optimizer [\d.]+.*activations [\d.]+", text)
+    section = json.loads(output.read_text())
+    rollout, trainer = section["rollout"], section["trainer"]
+    assert rollout["workers"] * rollout["data"] * rollout["fsdp"] == 4 - (
+        trainer["data"] * trainer["fsdp"] * trainer["time"]
+    )
+
+
+def test_the_script_times_a_fragment_on_the_devices_at_hand(base):
+    done = run_script(
+        f"--config={SHAPES}",
+        "--measure",
+        f"--config.model.folder={pipeline(base)}",
+        f"--config.prompts.file={prompt_file(base)}",
+        f"--config.evaluation.prompts={prompt_file(base)}",
+        "--config.reward.name=tests.tiny_runs:redness",
+        "--config.batch.groups=2",
+        "--config.batch.images=4",
+        "--config.sampler.fragment=4",
+        "--config.evaluation.batch=4",
+        "--config.trainer.micro_batch=4",
+        "--config.placement.rollout.data=1",
+        "--config.placement.trainer.data=1",
+        "--config.placement.trainer.fsdp=1",
+    )
+    assert done.returncode == 0, done.stderr
+    source = (
+        "costs from a fragment timed on devices of the kind cpu, 1 for rollout and 1 for training"
+    )
+    assert source in done.stdout
+    for name in ("generate", "train", "score", "encode", "update", "publish"):
+        (seconds,) = re.findall(rf"[ :]{name} (\S+) s", done.stdout)
+        assert 0 < float(seconds) < 20
+    assert "not known and left out: score_latency, switch" in done.stdout
+    assert "on 2 devices" in done.stdout and " is best because " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "say what commands cost: by --costs=FILE.json"),
+        (["--costs=nowhere.json"], "--costs=nowhere.json cannot be read as JSON"),
+        (["--measure", "--devices=0"], "--devices must be above 0"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, sentence):
+    done = run_script(f"--config={SHAPES}", *arguments)
+    assert done.returncode == 2
+    assert re.fullmatch(f"plan.py: .*{sentence}.*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"generate": 1, "train": 1, "publishing": 1},
+            "publishing is no cost; did you mean publish?",
+        ),
+        ({"generate": 1}, "lacks train"),
+        ({"generate": -1, "train": 1}, "generate must be a number"),
+        ({"generate": 1, "train": 1, "scorers": 0.5}, "scorers must be a whole number"),
+        ([1, 2], "must hold an object"),
+    ],
+)
+def test_a_wrong_file_of_costs_is_refused(tmp_path, given, sentence):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(given))
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        read_calibration(file)
+
+
+def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
+    config = complete(tiny_config(base, "full"))
+    config.placement.rollout.data, config.placement.trainer.data = 2, 4
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    phases = {"rollout": 4.0, "train": 8.0, "publish": 0.5, "reward": 0.8}
+    line = {f"seconds/{name}": seconds for name, seconds in phases.items()}
+    slow = {name: 100.0 for name in line}
+    lines = [{"step": 0, "reward": 1.0}, slow, slow, line, line, slow, line]
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+    found = read_run_costs(tmp_path)
+    # 8 images a step; the first two steps may have compiled, and the median ignores the fifth.
+    assert found.costs == Costs(generate=4.0 * 2 / 8, train=8.0 * 4 / 8, score=0.1, publish=0.5)
+    assert f"4 steps of the run in {tmp_path}" in found.source
+    half = read_run_costs(tmp_path, trainer_serial=0.5).costs
+    assert half.train == pytest.approx(8.0 / 8 / (0.5 + 0.5 / 4))
+    log.write_text("".join(json.dumps(entry) + "\n" for entry in lines[:3]))
+    with pytest.raises(ConfigError, match="timings of 2 steps"):
+        read_run_costs(tmp_path)
+
+
+# --------------------------------------------------------------------------------------- the choice
+
+
+def test_a_step_of_one_fragment_is_best_colocated_and_the_sentence_says_so(quick):
+    plan = make_plan(make_problem(shapes(144), 4, calibration(publish=0.1)))
+    assert plan.choice.candidate.kind == "colocated"
+    sentence = why(plan)
+    assert sentence.startswith("colocated (4 devices in turn) is best because")
+    assert "a step is a single fragment and nothing can overlap" in sentence
+    assert re.search(r"^\*  colocated", table(plan), re.MULTILINE)
+
+
+def test_auto_is_the_choice_as_a_section_of_the_config(quick):
+    config, costs = shapes(), calibration(switch=2.0, publish=0.1)
+    section = auto_placement(config, 4, costs)
+    plan = make_plan(make_problem(config, 4, costs))
+    assert section == placement_section(plan.problem, plan.choice.candidate)
+    rollout, trainer = section["rollout"], section["trainer"]
+    assert set(rollout) == {"workers", "data", "fsdp"} and set(trainer) == {"data", "fsdp", "time"}
+    assert rollout["data"] > 0
+    with config.ignore_type():
+        config.placement = "auto"
+    assert auto_placement(config, 4, costs) == section
+
+
+def test_one_device_and_free_switching_are_colocated(quick):
+    for devices in (1, 4):
+        section = auto_placement(shapes(), devices, calibration())
+        assert section["rollout"]["data"] == 0
+        trainer = section["trainer"]
+        assert trainer["data"] * trainer["fsdp"] * trainer["time"] == devices
+
+
+def test_every_device_must_be_of_use():
+    with pytest.raises(ConfigError, match=r"config.sampler.fragment.*must divide"):
+        make_problem(shapes(10), 4, calibration())
+
+
+# --------------------------------------------------------------------------------------- the sizes
+
+
+def test_the_footprint_is_the_models(base):
+    config = complete(tiny_config(base, "full"))
+    config.placement.rules = ((".*", "replicate"),)
+    found = model_footprint(config)
+    from safetensors.numpy import load_file
+
+    folder = pipeline(base)
+    files = {part: next((folder / part).glob("*.safetensors")) for part in ("transformer", "vae")}
+    total = {part: sum(a.nbytes for a in load_file(file).values()) for part, file in files.items()}
+    assert found.tuned.whole + found.base.whole == total["transformer"]
+    assert found.tuned.split == 0 and found.frozen.whole > total["vae"] and found.ema
+    lora = model_footprint(complete(tiny_config(base, "lora")))
+    assert lora.base.whole == total["transformer"] and 0 < lora.tuned.whole < found.tuned.whole / 2
+    # 4 x 4 latents of 4 channels before and after, and the log-probability.
+    side = 32 // 8
+    assert found.transition == 4 * (2 * side * side * 4 + 1)
+
+
+def test_activations_are_what_a_backward_pass_keeps(base):
+    # Recomputed they are a block's input; guidance doubles the passes.
+    kept = {}
+    for remat in (False, True):
+        for guidance in (1.0, 2.0):
+            config = complete(tiny_config(base, "full"))
+            config.model.remat, config.sampler.guidance = remat, guidance
+            kept[remat, guidance] = model_footprint(config).activations
+    assert kept[True, 1.0] < 0.5 * kept[False, 1.0]
+    assert kept[False, 2.0] == pytest.approx(2 * kept[False, 1.0], rel=0.1)
+    # At least a block's inputs: 4 image and 16 text tokens of width 16 in float32.
+    assert kept[True, 1.0] > 3 * 4 * 16 * 4
+
+
+def test_parts_of_parameters_are_split_by_the_rules():
+    config = shapes()
+    config.placement.rules = ((".*bias", "replicate"), (".*", "fsdp"))
+    found = model_footprint(config)
+    assert found.tuned.split > found.tuned.whole > 0
+    problem = make_problem(config, 4, calibration(), found)
+    section = placement_section(problem, Candidate(1, 2, 2))
+    assert section["trainer"] == {"data": 1, "fsdp": 2, "time": 1}
+    assert np.prod(list(section["rollout"].values())) == 2
