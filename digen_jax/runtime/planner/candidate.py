@@ -35,11 +35,6 @@ class Candidate:
         return self.data * self.time
 
     @property
-    def rollout(self) -> int:
-        """Devices of all rollout meshes."""
-        return self.workers * self.worker_devices
-
-    @property
     def tactics(self) -> tuple[str, ...]:
         """The names of the tactics that are on."""
         on = {"GAP": self.gap, "TSP": self.time > 1, "TAG": self.tag, "asynchrony": self.asynchrony}
@@ -55,7 +50,8 @@ class Candidate:
         mesh = f"{self.data} x {self.time} (time)" if self.time > 1 else f"{self.data}"
         if not self.workers:
             return f"{mesh} devices in turn"
-        return f"{self.workers} workers of {self.worker_devices}, trainer of {mesh}"
+        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        return f"{workers} of {self.worker_devices}, trainer of {mesh}"
 
 
 def layout(problem: Problem, candidate: Candidate) -> Layout:
