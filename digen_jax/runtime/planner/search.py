@@ -20,6 +20,7 @@ SHARE = 0.05  # of the candidates, that may be simulated
 LEAST, MOST = 12, 60  # simulations where the share is fewer or more
 PROMISING = 1000  # candidates that are ranked anew after every simulation
 NOTHING = 2e-3  # of a step: a tactic that gains no more is left out
+LITTLE = 5e-3  # of a step: what is estimated to gain no more is not simulated
 
 
 class Simulations:
@@ -65,9 +66,10 @@ def search(
         nearby = _corrections(seen, estimates)
         candidate = min(left, key=lambda c: estimates[c] * _nearest(nearby, c))
         left.remove(candidate)
-        if best is not None and min(map(estimates.get, [candidate, *left])) >= best.step_seconds:
+        enough = best.step_seconds * (1 - LITTLE) if best else float("inf")
+        if min(map(estimates.get, [candidate, *left])) >= enough:
             break
-        if best is not None and estimates[candidate] >= best.step_seconds:
+        if estimates[candidate] >= enough:
             continue
         seen.append(simulations.predict(candidate))
         best = min(seen, key=lambda p: p.step_seconds)

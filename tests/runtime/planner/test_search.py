@@ -93,7 +93,7 @@ def exhaustive(problem):
     return best, count
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_choice_is_within_1_percent_of_the_best_after_5_percent_of_the_simulations(seed):
     problem = random_problem(seed)
     simulations, found = Simulations(problem), candidates(problem)
@@ -120,7 +120,7 @@ def chosen_split(ratio):
     return chosen
 
 
-RATIOS = [1 / 8, 1 / 5, 1 / 4, 1 / 2, 1, 3 / 2, 4, 8]
+RATIOS = [1 / 8, 1 / 4, 1, 3 / 2, 4, 8]
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
