@@ -1,5 +1,6 @@
 """From a config to a plan: its step, its model's sizes, costs of a finished run, `placement = "auto"`."""
 
+import dataclasses
 import functools
 import math
 import pathlib
@@ -32,18 +33,13 @@ WARM = 2  # first steps of a run that may have compiled
 
 
 def step_settings(config: ConfigDict) -> Settings:
-    """The scheduler's view of a config's step, with every tactic allowed.
-
-    A group's own mean and std need the group complete; the std of all images needs the step.
-    """
+    """The scheduler's view of a config's step, with every tactic allowed."""
     batch = config.batch
-    settings = Settings(
+    settings = dataclasses.replace(
+        recipe.scheduler_settings(config),
         steps=1,
-        groups=batch.groups,
-        images=batch.images,
-        fragment_images=config.sampler.fragment,
-        updates=config.trainer.updates,
-        readiness="group" if config.algorithm.advantage_std == "group" else "step",
+        staleness=1,
+        ordered=False,
         tag_fragments=batch.groups * batch.images // config.sampler.fragment,
     )
     with blame("config.batch and config.sampler.fragment: ", (ConfigError,)):
@@ -81,8 +77,10 @@ def auto_placement(
 ) -> dict[str, dict[str, int]]:
     """The best placement by simulation: the config's sections `placement.rollout` and `.trainer`.
 
+    Of the tactics only those that the config has switched on are reckoned with.
+
     Args:
-      config: complete, or with `placement = "auto"` in it.
+      config: complete; what it says of the placement is not read.
       devices: how many there are; all are used.
       calibration: costs on one device.
       footprint: the model's sizes (`model_footprint`), for the axes fsdp; None: they are 1.
@@ -92,9 +90,47 @@ def auto_placement(
       ConfigError: no placement can work.
     """
     problem = make_problem(config, devices, calibration, footprint, device_memory)
-    found = candidates(problem)
+    runtime = config.runtime
+    settings = dataclasses.replace(
+        problem.settings, staleness=runtime.staleness, tag_fragments=runtime.tag_fragments
+    )
+    problem = dataclasses.replace(problem, settings=settings)
+    found = [c for c in candidates(problem) if _runs(config, problem, c)]
     best = search(Simulations(problem), found, budget(found))
     return placement_section(problem, best.candidate)
+
+
+def placed(config: ConfigDict, workdir: pathlib.Path) -> ConfigDict:
+    """A config with `placement = "auto"` with a placement: of the run in `workdir`, else the planner's choice.
+
+    What commands cost is measured first, on one of the devices at hand, which compiles.
+
+    Raises:
+      ConfigError: something of the config cannot work, or no placement can.
+    """
+    if (workdir / "config.json").exists():
+        return recipe.with_placement(config, run_config(workdir).placement)
+    full = recipe.complete(recipe.with_placement(config, recipe.one_device()))
+    recipe.check(full)
+    calibration = measured_costs(full)
+    section = auto_placement(full, jax.device_count(), calibration, model_footprint(full))
+    chosen = recipe.with_placement(config, ConfigDict(section))
+    print(f"placement chosen by {calibration.source}: {section}", flush=True)
+    return chosen
+
+
+def _runs(config: ConfigDict, problem: Problem, candidate: Candidate) -> bool:
+    """Whether a config's batches can be divided among a candidate's meshes."""
+    if config.trainer.pack % candidate.time:
+        return False
+    section = ConfigDict(placement_section(problem, candidate))
+    try:
+        recipe.check_devices(
+            recipe.complete(recipe.with_placement(config, section)), problem.devices
+        )
+    except ConfigError:
+        return False
+    return True
 
 
 def placement_section(problem: Problem, candidate: Candidate) -> dict[str, dict[str, int]]:
@@ -121,8 +157,8 @@ def read_run_costs(
 ) -> Calibration:
     """Costs from the timings that a run wrote, on the meshes that its config asks for.
 
-    What rewards hid of the generation is not in its seconds; decoding is, and updates are in the
-    training's. The shares are those that more devices do not shorten.
+    Encoding and decoding are in the generation's seconds, updates in the training's. The shares are
+    those that more devices do not shorten.
 
     Raises:
       ConfigError: it has no timings, or its config no sizes of meshes.
@@ -146,7 +182,7 @@ def read_run_costs(
         generate=median("rollout") / images,
         train=median("train") / images,
         score=median("reward") / images,
-        publish=median("publish"),
+        publish=median("publish") / config.placement.rollout.workers,
     )
     return _on_one_device(
         measured,

@@ -84,6 +84,7 @@ def reference() -> ConfigDict:
                 clip_norm=1.0,
                 ema=0.0,  # decay of the average that is evaluated and exported; 0: none
             ),
+            # Or "auto": the planner's choice, from costs that are measured first.
             placement=dict(
                 # data 0: on the trainer's devices, in turn with it; workers: meshes of this size
                 rollout=dict(data=4, fsdp=1, workers=1),
@@ -123,6 +124,23 @@ def complete(config: ConfigDict) -> ConfigDict:
     check_fields(full, defaults)
     check_types(full, defaults)
     return full
+
+
+def is_automatic(config: ConfigDict) -> bool:
+    """Whether a config leaves its placement to the planner."""
+    return config.get("placement") == "auto"
+
+
+def with_placement(config: ConfigDict, placement: ConfigDict | str) -> ConfigDict:
+    """A config with another placement, a section or "auto"."""
+    changed = ConfigDict({k: v for k, v in config.items() if k != "placement"})
+    changed.placement = placement
+    return changed
+
+
+def one_device() -> ConfigDict:
+    """A placement that samples and trains on the first device."""
+    return ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1)))
 
 
 def check(config: ConfigDict) -> None:

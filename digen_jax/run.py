@@ -22,9 +22,10 @@ from digen_jax.checkpoint import (
 )
 from digen_jax.interrupt import Interrupt
 from digen_jax.metrics import MetricsLog, Progress, read_metrics
+from digen_jax.planning import placed
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import MAY_CHANGE, check, complete
+from digen_jax.recipe import MAY_CHANGE, check, complete, is_automatic
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
 from digen_jax.runtime.executors.driver import Begun, Driver
@@ -57,6 +58,8 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
     Raises:
       ConfigError: a mistake in what was asked for, or in what the reward returns.
     """
+    if is_automatic(config):
+        config = placed(config, workdir)
     config = complete(config)
     check(config)
     with claim_workdir(workdir, config.to_dict(), MAY_CHANGE):

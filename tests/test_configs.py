@@ -147,7 +147,7 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
     demo, long = (load("shapes_flow_grpo", length).to_dict() for length in ("demo", "long"))
     assert long["steps"] > demo["steps"]
     changed = {name for name in demo if demo[name] != long[name]}
-    assert changed == {"steps", "trainer"}
+    assert changed == {"steps", "trainer", "evaluation"}
     recipe.check(recipe.complete(load("shapes_flow_grpo", "long")))
     with pytest.raises(ConfigError, match="must be demo or long"):
         load("shapes_flow_grpo", "longer")

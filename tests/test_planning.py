@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 
+import jax
 import jaxtyping
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
+from digen_jax import run
 from digen_jax.planning import (
     auto_placement,
     make_problem,
@@ -17,7 +20,7 @@ from digen_jax.planning import (
     placement_section,
     read_run_costs,
 )
-from digen_jax.recipe import complete
+from digen_jax.recipe import check_devices, complete, with_placement
 from digen_jax.runtime.planner.calibration import Calibration, read_calibration
 from digen_jax.runtime.planner.candidate import Candidate
 from digen_jax.runtime.planner.plan import make_plan, table, why
@@ -108,7 +111,7 @@ def test_the_script_times_a_fragment_on_the_devices_at_hand(base):
         "costs from a fragment timed on devices of the kind cpu, 1 for rollout and 1 for training"
     )
     assert source in done.stdout
-    for name in ("generate", "train", "score", "encode", "update", "publish"):
+    for name in ("generate", "decode", "train", "score", "encode", "update", "publish"):
         (seconds,) = re.findall(rf"[ :]{name} (\S+) s", done.stdout)
         assert 0 < float(seconds) < 20
     assert "not known and left out: score_latency, switch" in done.stdout
@@ -184,15 +187,40 @@ def test_a_step_of_one_fragment_is_best_colocated_and_the_sentence_says_so(quick
 
 def test_auto_is_the_choice_as_a_section_of_the_config(quick):
     config, costs = shapes(), calibration(switch=2.0, publish=0.1)
+    config.runtime.staleness, config.runtime.tag_fragments = 1, 12
     section = auto_placement(config, 4, costs)
     plan = make_plan(make_problem(config, 4, costs))
     assert section == placement_section(plan.problem, plan.choice.candidate)
     rollout, trainer = section["rollout"], section["trainer"]
     assert set(rollout) == {"workers", "data", "fsdp"} and set(trainer) == {"data", "fsdp", "time"}
     assert rollout["data"] > 0
-    with config.ignore_type():
-        config.placement = "auto"
-    assert auto_placement(config, 4, costs) == section
+    config.evaluation.batch = 12
+    check_devices(complete(with_placement(config, ConfigDict(section))), 4)
+
+
+def test_a_placement_that_no_batch_fits_is_not_chosen(quick):
+    config = shapes()
+    config.evaluation.batch = 7
+    section = auto_placement(config, 4, calibration(switch=2.0))
+    assert section["rollout"]["data"] == 1  # workers of one device: 7 images are for no others
+
+
+def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(quick, base, tmp_path, capsys):
+    config = tiny_config(base, "full")
+    config = with_placement(config, "auto")
+    config.steps = 1
+    assert run.train(config, tmp_path) is None
+    assert "placement chosen by a fragment timed on" in capsys.readouterr().out
+    placement = json.loads((tmp_path / "config.json").read_text())["placement"]
+    rollout, trainer = placement["rollout"], placement["trainer"]
+    used = trainer["data"] * trainer["fsdp"] * trainer["time"]
+    used += rollout["workers"] * rollout["data"] * rollout["fsdp"]
+    assert used == jax.device_count() == 8
+    config.steps = 2
+    assert run.train(config, tmp_path) is None
+    said = capsys.readouterr().out
+    assert "continuing after step 1" in said and "chosen" not in said
+    assert json.loads((tmp_path / "config.json").read_text())["placement"] == placement
 
 
 def test_one_device_and_free_switching_are_colocated(quick):

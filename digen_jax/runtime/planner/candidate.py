@@ -77,7 +77,7 @@ def settings(problem: Problem, candidate: Candidate) -> Settings:
     """The scheduler's, with the candidate's tactics on and the others off."""
     changes = {} if candidate.gap else {"readiness": "step"}
     if not candidate.asynchrony:
-        changes["staleness"] = 0
+        changes |= {"staleness": 0, "ordered": True}  # as `recipe.scheduler_settings` has it
     if not candidate.tag:
         changes["tag_fragments"] = 0
     return dataclasses.replace(problem.settings, **changes)

@@ -10,18 +10,18 @@ import numpy as np
 
 from digen_jax import rewards
 from digen_jax.flow.sampling import image_keys
-from digen_jax.runtime.loop import Fragment, receive
+from digen_jax.runtime.executors.steps import Images
+from digen_jax.runtime.executors.training import receive
 from digen_jax.runtime.scheduler.settings import Costs
 from digen_jax.runtime.system import System
 
 REPEATS = 3  # after one call that compiles; their median counts
 
-# Decoding is part of generation here, and is no cost of its own.
 UNMEASURED = ("score_latency", "switch")
 
 
 def measure(system: System, config: Any, records: list[dict], reward: rewards.Reward) -> Costs:
-    """Seconds on the system's own meshes; generation includes decoding, training the way to the trainer.
+    """Seconds on the system's own meshes; training includes the way to the trainer.
 
     Args:
       system: as built from the config; its trainer's state is consumed.
@@ -38,18 +38,19 @@ def measure(system: System, config: Any, records: list[dict], reward: rewards.Re
     weights, publish = timed(lambda: system.publish(state.tuned))
     prompts, encode = timed(lambda: system.sampler.encode(weights, texts))
     made, generate = timed(lambda: system.sampler.generate(weights, prompts, rows, keys))
-    pictures, shown = np.asarray(made[0]), [records[row] for row in rows]
-    scores, score = timed(
+    decoded, decode = timed(lambda: system.sampler.decode(weights, made))
+    pictures, shown = np.asarray(decoded), [records[row] for row in rows]
+    _, score = timed(
         lambda: rewards.call(
             reward, config.reward.name, pictures, [record["prompt"] for record in shown], shown
         )
     )
-    fragment = Fragment(rows, made[1], scores)
+    images = Images(0, rows, made.transitions, made.sigmas)
     advantages = np.linspace(-1, 1, size, dtype=np.float32)
     local = jax.device_put(prompts, system.placement.trainer.replicated)
 
     def accumulate() -> Any:
-        experience = receive(system, local, fragment, advantages)
+        experience = receive(system, local, images, advantages)
         return system.trainer.accumulate(state, system.base, experience, None)
 
     totals, train = timed(accumulate)
@@ -57,6 +58,7 @@ def measure(system: System, config: Any, records: list[dict], reward: rewards.Re
     return Costs(
         generate=generate / size,
         train=train / size,
+        decode=decode / size,
         encode=encode,
         score=score / size,
         update=update,
