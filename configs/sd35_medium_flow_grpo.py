@@ -29,6 +29,7 @@ GenEval 0.63 before, 0.95 after. The tests check all shapes of a step at this si
 
 from ml_collections import ConfigDict
 
+from digen_jax.recipe import complete
 from digen_jax.settings import ConfigError
 
 # The linear layers of the joint attention; not those of the second attention over the image alone.
@@ -94,4 +95,4 @@ def get_config(gpus: str = "1") -> ConfigDict:
     )
     c.pictures = ConfigDict(dict(every=20, images=12))
     c.checkpoint = ConfigDict(dict(every=20, keep=2))
-    return c
+    return complete(c)  # so that every field can be given on the command line

@@ -137,7 +137,8 @@ def gigabytes(*trees):
 def test_every_recipe_is_accepted(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     if trains(name):
-        config = recipe.complete(load(name))
+        config = load(name)
+        assert recipe.complete(config).to_dict() == config.to_dict()  # any field can be overridden
         recipe.check(config)
         recipe.check_devices(config, 8)
         recipe.check_devices(config, 1)
