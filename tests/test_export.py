@@ -47,8 +47,9 @@ def by_our_sampler(base, kind):
     weights = system.publish(found.arrays["ema" if kind == "full" else "tuned"])
     rows = np.arange(len(PROMPTS), dtype=np.int32)
     with jax.default_matmul_precision("highest"):
+        prompts = sampler.encode(weights, PROMPTS)
         return np.asarray(
-            sampler.generate(weights, sampler.encode(weights, PROMPTS), rows, _keys())[0]
+            sampler.decode(weights, sampler.generate(weights, prompts, rows, _keys()))
         )
 
 

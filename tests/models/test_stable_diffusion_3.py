@@ -58,7 +58,8 @@ def test_images_are_those_of_the_pipelines_default_call(folder, height, width, g
     rows = np.arange(len(PROMPTS), dtype=np.int32)
     keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
     with jax.default_matmul_precision("highest"):
-        images, _ = sampler.generate(weights, sampler.encode(weights, PROMPTS), rows, keys)
+        trajectory = sampler.generate(weights, sampler.encode(weights, PROMPTS), rows, keys)
+        images = sampler.decode(weights, trajectory)
     noise = np.asarray(start_noise(keys, sampler.shape)).transpose(0, 3, 1, 2)
     call = functools.partial(
         oracle(folder),
