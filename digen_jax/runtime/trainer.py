@@ -91,10 +91,6 @@ class Trainer:
         ema = jax.tree.map(jnp.copy, tuned) if self.settings.ema else None
         return State(tuned, optimizer, ema)
 
-    def snapshot(self, state: State) -> Any:
-        """A copy of the parameters that no update consumes: the `behaviour` of what they sample."""
-        return jax.tree.map(jnp.copy, state.tuned)
-
     def accumulate(
         self,
         state: State,

@@ -3,11 +3,9 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.runtime.trainer import Totals
 from tests.runtime import fragments, toy
 from tests.runtime.test_trainer import CLIP
 
@@ -39,7 +37,7 @@ def experience(parts):
 def test_recomputed_ones_are_those_of_the_version_that_sampled(tuning, by):
     """The state has been updated since: what the update consumed is not what was kept."""
     parts, state = built(tuning, "recomputed")
-    behaviour = parts.trainer.snapshot(parts.trainer.init(fragments.tuned(tuning, by)))
+    behaviour = parts.trainer.init(fragments.tuned(tuning, by)).tuned
     totals = parts.trainer.accumulate(state, parts.base, experience(parts), None, behaviour)
     old = fragments.log_probs(tuning, by).astype(np.float32)
     expected, ratios = fragments.plain(tuning, old)
@@ -68,16 +66,6 @@ def test_with_current_ones_nothing_is_clipped_and_the_deviation_is_still_seen(tu
     assert toy.difference(fragments.mean(totals), expected) < 1e-5
     assert int(totals.sums["clip_fraction"]) == 0 and float(totals.sums["approx_kl"]) == 0
     assert_ratios_are_to_what_is_stored(tuning, totals)
-
-
-def test_a_snapshot_outlives_the_update_of_its_state():
-    parts, state = built("lora", "recomputed")
-    before, behaviour = fragments.tuned("lora"), parts.trainer.snapshot(state)
-    gradient = jax.tree.map(jnp.ones_like, state.tuned)
-    updated, _ = parts.trainer.update(state, Totals(gradient, {"weight": jnp.float32(1)}))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.tuned))
-    jax.tree.map(np.testing.assert_array_equal, behaviour, before)
-    assert toy.difference(updated.tuned, before) > 0
 
 
 def test_without_the_version_that_sampled_nothing_is_recomputed():

@@ -216,6 +216,7 @@ class Driver:
             try:
                 with measured() as watch:
                     self.executors.do(command)
+            # Whatever it is: what one device cannot do, another may, and the scheduler gives up in the end.
             except Exception as error:
                 traceback.print_exception(error)
                 return self._failed(worker, pool, command, error)
