@@ -3,6 +3,8 @@
 import os
 import pathlib
 
+import pytest
+
 CACHE = pathlib.Path(__file__).parents[1] / ".cache" / "xla"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,3 +18,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("digen_jax", "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """The folder of what is made once for all tests, whichever process they run in."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own

@@ -15,11 +15,6 @@ from tests.pipelines import ROOT
 from tests.tiny_runs import pipeline, prompt_file, trained
 
 
-@pytest.fixture
-def base(tmp_path_factory):
-    return tmp_path_factory.getbasetemp()
-
-
 def run_script(*arguments, devices=2):
     return subprocess.run(
         [sys.executable, ROOT / "launch" / "evaluate.py", *map(str, arguments)],

@@ -66,11 +66,6 @@ def by_diffusers(pipe):
     ).images
 
 
-@pytest.fixture
-def base(tmp_path_factory):
-    return tmp_path_factory.getbasetemp()
-
-
 def check_same_but_not_the_base(images, base, kind):
     ours = by_our_sampler(base, kind)
     before = by_diffusers(oracle(pipeline(base)))

@@ -34,11 +34,6 @@ FINE = ("--config.sampler.fragment=12", "--config.trainer.micro_batch=12")
 
 
 @pytest.fixture
-def base(tmp_path_factory):
-    return tmp_path_factory.getbasetemp()
-
-
-@pytest.fixture
 def quick():
     """Annotations are not checked while simulating."""
     jaxtyping.config.update("jaxtyping_disable", True)

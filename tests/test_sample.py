@@ -22,11 +22,6 @@ NAMES = ["00000_a-red-circle.png", "00001_two-blue-stars.png"]
 NAMES += ["00002_a-green-square-above-a-red-circle.png", "grid.png"]
 
 
-@pytest.fixture
-def base(tmp_path_factory):
-    return tmp_path_factory.getbasetemp()
-
-
 def draw(model, folder, batch=2, prompts=PROMPTS, seed=7, **sampling):
     sampling = dict(guidance=None, steps=None, height=None, width=None) | sampling
     sample_to_folder(model, model.sampler(**sampling), prompts, folder, batch, seed)

@@ -2,9 +2,11 @@
 
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from ml_collections import ConfigDict
 
 from tests.pipelines import write_tiny_pipeline
@@ -24,9 +26,16 @@ def redness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.
     return images[..., 0].mean((1, 2)) - images[..., 1:].mean((1, 2, 3))
 
 
-@functools.cache
+def once(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> pathlib.Path:
+    """What `make` puts at `path`, made by the first of the test processes that asks for it."""
+    with FileLock(path.with_name(f"{path.name}.lock")):
+        if not path.exists():
+            make(path)
+    return path
+
+
 def pipeline(base: pathlib.Path) -> pathlib.Path:
-    return write_tiny_pipeline(base / "tiny-pipeline")
+    return once(base / "tiny-pipeline", write_tiny_pipeline)
 
 
 @functools.cache
@@ -40,11 +49,8 @@ def oracle(folder: pathlib.Path) -> Any:
     return pipe
 
 
-@functools.cache
 def prompt_file(base: pathlib.Path) -> pathlib.Path:
-    file = base / "tiny-prompts.jsonl"
-    file.write_text("\n".join(PROMPTS) + "\n")
-    return file
+    return once(base / "tiny-prompts.jsonl", lambda f: f.write_text("\n".join(PROMPTS) + "\n"))
 
 
 def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
@@ -71,11 +77,8 @@ def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
     return c
 
 
-@functools.cache
 def trained(base: pathlib.Path, kind: str) -> pathlib.Path:
     """The workdir of a finished run of a kind, "full" or "lora"."""
     from digen_jax.run import train
 
-    workdir = base / f"tiny-run-{kind}"
-    train(tiny_config(base, kind), workdir)
-    return workdir
+    return once(base / f"tiny-run-{kind}", functools.partial(train, tiny_config(base, kind)))

@@ -42,9 +42,9 @@ def group() -> DeviceGroup:
 
 
 @pytest.fixture(params=["random", "shapes-sd3"])
-def folder(request, tmp_path_factory) -> pathlib.Path:
+def folder(request, base) -> pathlib.Path:
     if request.param == "random":
-        return pipeline(tmp_path_factory.getbasetemp())
+        return pipeline(base)
     return ROOT / "assets" / request.param
 
 
