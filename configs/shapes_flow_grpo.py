@@ -20,7 +20,7 @@ from digen_jax.settings import ConfigError
 def get_config(length: str = "demo") -> ConfigDict:
     if length not in ("demo", "long"):
         raise ConfigError(f"the config's argument {length!r} must be demo or long, such as :long")
-    steps, rate, ema = (130, 1.5e-4, 0.95) if length == "demo" else (600, 1e-4, 0.98)
+    steps, rate, ema = (120, 1.5e-4, 0.95) if length == "demo" else (600, 1e-4, 0.98)
     c = ConfigDict()
     c.seed = 0
     c.steps = steps
@@ -39,8 +39,8 @@ def get_config(length: str = "demo") -> ConfigDict:
         dict(rollout=dict(data=4, fsdp=1), trainer=dict(data=2, fsdp=2), rules=((".*", "fsdp"),))
     )
     c.evaluation = ConfigDict(
-        dict(prompts="assets/prompts/shapes_heldout.jsonl", every=65 if length == "demo" else 50)
+        dict(prompts="assets/prompts/shapes_heldout.jsonl", every=60 if length == "demo" else 50)
     )
-    c.pictures = ConfigDict(dict(every=25, images=12))
-    c.checkpoint = ConfigDict(dict(every=25))
+    c.pictures = ConfigDict(dict(every=30, images=12))
+    c.checkpoint = ConfigDict(dict(every=30))
     return complete(c)  # so that every field can be given on the command line

@@ -34,6 +34,12 @@ class FlowGRPO:
         """What must be scored before any of it can train: a group, or for a global std the step."""
         return "step" if self.advantage_std == "global" else "group"
 
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of the sums that `flow_grpo_loss` returns."""
+        names = "loss", "policy_loss", "ratio", "ratio_deviation", "clip_fraction", "approx_kl"
+        return (*names, *(("kl",) if self.kl_coefficient else ()), "weight")
+
     def check(self) -> None:
         """Raises ValueError for a setting that cannot work, and says what to change."""
         if not SMALLEST_CLIP_RANGE <= self.clip_range < 1:

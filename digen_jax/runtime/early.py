@@ -16,7 +16,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -58,14 +57,6 @@ def folded(
 def settled(totals: Totals, scale: Float[Array, ""]) -> Totals:
     """Totals whose unscaled part is divided by the global std: `scale` is 1 / (std + eps)."""
     return _with_policy(totals._replace(unscaled=None), totals.unscaled, scale)
-
-
-def empty_totals(sums: GroupSums, global_std: bool) -> Totals:
-    """Totals of nothing, to which groups such as this can be added."""
-    names = [*sums.sums, "loss", "policy_loss"] + ["kl"] * (sums.kl is not None)
-    zeros = jax.tree.map(jnp.zeros_like, sums.centred)
-    unscaled = jax.tree.map(jnp.zeros_like, zeros) if global_std else None
-    return Totals(zeros.gradient, {name: jnp.zeros(()) for name in names}, unscaled)
 
 
 def _with_policy(totals: Totals, term: Term, scale: Any) -> Totals:

@@ -18,6 +18,8 @@ from digen_jax.runtime.policy import Policy
 
 Metrics = dict[str, Float[Array, ""]]
 
+OF_ADVANTAGES = "loss", "policy_loss"  # the sums that the advantages enter
+
 
 class Term(NamedTuple):
     """A part of the loss, summed over samples, and its gradient."""
@@ -54,6 +56,19 @@ class Objective:
     policy: Policy
     step: Step
     algorithm: FlowGRPO
+
+    def no_totals(self, tuned: Any) -> Totals:
+        """Sums of nothing, for parameters such as these."""
+        zeros = {name: jnp.zeros(()) for name in self.algorithm.sums}
+        return Totals(jax.tree.map(jnp.zeros_like, tuned), zeros)
+
+    def no_group(self, tuned: Any) -> GroupSums:
+        """The same for a group whose advantages are not known yet."""
+        gradient, zeros = self.no_totals(tuned)[:2]
+        none = Term(gradient, jnp.zeros(()))
+        known = {name: zero for name, zero in zeros.items() if name not in OF_ADVANTAGES}
+        known.pop("kl", None)
+        return GroupSums(none, none, none if self.algorithm.kl_coefficient else None, known)
 
     def gradient(
         self, tuned: Any, base: Any, behaviour: Any, shared: Shared, micro: MicroBatch
@@ -96,7 +111,8 @@ class Objective:
 
             centred, sums = loss(micro.advantages)
             plain, _ = loss(jnp.ones_like(micro.advantages))
-            del sums["loss"], sums["policy_loss"]
+            for name in OF_ADVANTAGES:
+                del sums[name]
             if not with_kl:
                 return (centred, plain), sums
             kl = self._kl(new.mean, base, shared, micro)

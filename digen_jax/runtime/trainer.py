@@ -15,7 +15,7 @@ from digen_jax.flow.steps import Step
 from digen_jax.runtime import early
 from digen_jax.runtime.early import OpenGroup
 from digen_jax.runtime.gradient import GroupSums, Metrics, Objective, Term, Totals, sum_passes
-from digen_jax.runtime.packing import Experience, MicroBatch, merged, passes, shared
+from digen_jax.runtime.packing import Experience, MicroBatch, passes, shared
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.policy import Policy
 
@@ -112,7 +112,7 @@ class Trainer:
         elif behaviour is None:
             raise ValueError("old log-probabilities are recomputed, so accumulate needs behaviour")
         if totals is None:
-            totals = self._begin(state.tuned, base, behaviour, experience)
+            totals = self._begin(state.tuned)
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
         totals = self._accumulate(state.tuned, base, behaviour, experience, totals)
         return totals._replace(unscaled=unscaled)
@@ -135,8 +135,7 @@ class Trainer:
         centred = np.asarray(known[len(before) :] - known.mean(), np.float32)
         centred = jax.device_put(centred, self.group.batch)
         experience = experience._replace(advantages=centred)
-        begin = self._begin_group
-        sums = begin(state.tuned, base, experience) if group is None else group.sums
+        sums = self._begin_group(state.tuned) if group is None else group.sums
         args = (state.tuned, base, experience, np.float32(shift), sums)
         return OpenGroup(known, self._accumulate_group(*args))
 
@@ -199,14 +198,6 @@ class Trainer:
     def _passes(self, experience: Experience) -> MicroBatch:
         return passes(experience, self.settings.micro_batch, self.settings.pack, self.group)
 
-    def _zeros_like(self, gradient: Any, parameters: tuple, experience: Experience) -> Any:
-        """Sums of nothing; which there are is for the algorithm to say."""
-        first = jax.tree.map(lambda a: a[0], self._passes(experience))
-        micro = merged(first, self.group)
-        shapes = jax.eval_shape(gradient, *parameters, shared(experience), micro)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-        return jax.lax.with_sharding_constraint(zeros, self._layout(zeros))
-
     def _layout(self, sums: Totals | GroupSums | Term | None) -> Any:
         """Shardings of sums: a gradient is split like its parameters."""
         whole = self.group.replicated
@@ -220,11 +211,14 @@ class Trainer:
             case GroupSums(centred, plain, kl, _):
                 return GroupSums(*map(self._layout, (centred, plain, kl)), whole)
 
-    def _zeros(self, tuned: Any, base: Any, behaviour: Any, experience: Experience) -> Totals:
-        return self._zeros_like(self._objective.gradient, (tuned, base, behaviour), experience)
+    def _laid_out(self, sums: Any) -> Any:
+        return jax.lax.with_sharding_constraint(sums, self._layout(sums))
 
-    def _zeros_of_group(self, tuned: Any, base: Any, experience: Experience) -> GroupSums:
-        return self._zeros_like(self._objective.linear, (tuned, base), experience)
+    def _zeros(self, tuned: Any) -> Totals:
+        return self._laid_out(self._objective.no_totals(tuned))
+
+    def _zeros_of_group(self, tuned: Any) -> GroupSums:
+        return self._laid_out(self._objective.no_group(tuned))
 
     def _sum(
         self, gradient: Any, parameters: tuple, experience: Experience, sums: Any
@@ -246,12 +240,13 @@ class Trainer:
         return self._sum(self._objective.linear, (tuned, base), experience, sums)
 
     def _empty_totals(self, sums: GroupSums) -> Totals:
-        totals = early.empty_totals(sums, self.algorithm.advantage_std == "global")
-        return jax.lax.with_sharding_constraint(totals, self._layout(totals))
+        totals = self._objective.no_totals(sums.plain.gradient)
+        if self.algorithm.advantage_std == "global":
+            totals = totals._replace(unscaled=jax.tree.map(jnp.zeros_like, sums.plain))
+        return self._laid_out(totals)
 
     def _folded(self, totals: Totals, sums: GroupSums, scale: Any) -> Totals:
-        totals = early.folded(totals, sums, scale, self.algorithm.kl_coefficient)
-        return jax.lax.with_sharding_constraint(totals, self._layout(totals))
+        return self._laid_out(early.folded(totals, sums, scale, self.algorithm.kl_coefficient))
 
     def _apply(self, state: State, totals: Totals, scale: Any) -> tuple[State, Metrics]:
         if scale is not None:
