@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 import pathlib
 from typing import Any
 
@@ -9,6 +10,13 @@ import jax
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[1]
+
+
+def environment(devices: int, **variables: str) -> dict[str, str]:
+    """A process of its own: so many virtual devices, and programs that compile quickly and run slowly."""
+    flags = "--xla_backend_optimization_level=0"
+    flags += f" --xla_force_host_platform_device_count={devices}"
+    return os.environ | {"XLA_FLAGS": flags} | variables
 
 
 def load_config(name: str) -> Any:

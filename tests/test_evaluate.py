@@ -1,7 +1,6 @@
 """A model's rewards by launch/evaluate.py against those that the run logged when it evaluated itself."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,17 +10,17 @@ import pytest
 
 from digen_jax.metrics import read_metrics
 from digen_jax.runtime.evaluation import Evaluation, by_tag, score_table
-from tests.pipelines import ROOT
+from tests.pipelines import ROOT, environment
 from tests.tiny_runs import pipeline, prompt_file, trained
 
 
-def run_script(*arguments, devices=2):
+def run_script(*arguments):
     return subprocess.run(
         [sys.executable, ROOT / "launch" / "evaluate.py", *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+        env=environment(2),
     )
 
 

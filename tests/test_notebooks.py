@@ -1,11 +1,12 @@
 """The notebooks: stored clean, and executed as a reader would on a machine with one device."""
 
-import os
 import pathlib
 
 import nbclient
 import nbformat
 import pytest
+
+from tests.pipelines import environment
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
@@ -15,11 +16,9 @@ def quickstart():
     """The cells' outputs as {cell id: [output]} after a run in the notebook's own folder."""
     path = NOTEBOOKS[0].with_name("quickstart.ipynb")
     notebook = nbformat.read(path, nbformat.NO_CONVERT)
-    # One device, not the eight of the tests.
-    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     resources = {"metadata": {"path": str(path.parent)}}
     client = nbclient.NotebookClient(notebook, timeout=600, resources=resources)
-    client.execute(env=env)
+    client.execute(env=environment(1))
     return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
 
 

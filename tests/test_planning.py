@@ -1,7 +1,6 @@
 """Plans for configs: the script as a user runs it, costs from their sources, `placement = "auto"`."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from digen_jax import run
+from digen_jax import planning, run
 from digen_jax.planning import (
     auto_placement,
     make_problem,
@@ -26,7 +25,8 @@ from digen_jax.runtime.planner.candidate import Candidate
 from digen_jax.runtime.planner.plan import make_plan, table, why
 from digen_jax.runtime.scheduler.settings import Costs
 from digen_jax.settings import ConfigError
-from tests.pipelines import ROOT, load_config
+from tests.pipelines import ROOT, environment, load_config
+from tests.runtime import toy
 from tests.tiny_runs import pipeline, prompt_file, tiny_config
 
 SHAPES = "configs/shapes_flow_grpo.py"
@@ -47,7 +47,7 @@ def run_script(*arguments):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        env=environment(2),
     )
 
 
@@ -200,7 +200,11 @@ def test_a_placement_that_no_batch_fits_is_not_chosen(quick):
     assert section["rollout"]["data"] == 1  # workers of one device: 7 images are for no others
 
 
-def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(quick, base, tmp_path, capsys):
+def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
+    quick, base, tmp_path, capsys, monkeypatch
+):
+    for module in (planning, run):
+        monkeypatch.setattr(module, "build", lambda config, found: toy.system(config, len(found)))
     config = tiny_config(base, "full")
     config = with_placement(config, "auto")
     config.steps = 1

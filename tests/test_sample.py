@@ -1,7 +1,6 @@
 """Opening a model and drawing prompts by it: pictures in a folder, the same whatever the batch."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from PIL import Image
 from digen_jax.export import export
 from digen_jax.inference import is_run, open_model, run_config, sample_to_folder, slug
 from digen_jax.settings import ConfigError
-from tests.pipelines import ROOT
+from tests.pipelines import ROOT, environment
 from tests.tiny_runs import pipeline, trained
 
 PROMPTS = ["a red circle", "two blue stars", "a green square above a red circle"]
@@ -40,7 +39,7 @@ def run_script(*arguments):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        env=environment(2),
     )
 
 

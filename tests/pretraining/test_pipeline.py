@@ -1,7 +1,6 @@
 """The whole of pretraining in little: trained twice, once killed on the way, and read by diffusers."""
 
 import functools
-import os
 import pathlib
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from digen_jax.pretraining import stages
 from digen_jax.pretraining.pipeline import pretrain
 from digen_jax.pretraining.pool import Pool, cached_pool
 from digen_jax.settings import ConfigError
-from tests.pipelines import ROOT
+from tests.pipelines import ROOT, environment
 from tests.pretraining.tiny_config import get_config
 
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
@@ -31,12 +30,7 @@ def launch(base: pathlib.Path, killed_at: str = "") -> subprocess.CompletedProce
     return subprocess.run(
         [sys.executable, *command, f"--workdir={base / 'workdir'}", f"--output={base / 'output'}"],
         cwd=ROOT,
-        env=os.environ
-        | {
-            "PYTHONPATH": str(ROOT),
-            "KILLED_AT": killed_at,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        },
+        env=environment(2, PYTHONPATH=str(ROOT), KILLED_AT=killed_at),
         stderr=subprocess.PIPE,
         text=True,
         check=False,
