@@ -57,7 +57,9 @@ def _soonest(play: "Play", best: float, budget: list[int]) -> float:
         return min(best, play.time)
     budget[0] -= 1
     if budget[0] < 0:
-        return min(best, *(_play_out(play.copy(), rule) for rule in RULES))
+        for rule in RULES:
+            best = _play_out(play.copy(), rule, best)
+        return best
     tagged = play.copy()
     tagged.tag()
     best = _soonest(tagged, best, budget)
@@ -65,13 +67,16 @@ def _soonest(play: "Play", best: float, budget: list[int]) -> float:
     return _soonest(play, best, budget)
 
 
-def _play_out(play: "Play", rule: Callable[["Play"], bool]) -> float:
+def _play_out(play: "Play", rule: Callable[["Play"], bool], best: float) -> float:
+    """The end of a play by a rule, or `best` if it is not before it."""
     while play.to_decision():
+        if play.bound() >= best:
+            return best
         if rule(play):
             play.tag()
         else:
             play.wait()
-    return play.time
+    return min(best, play.time)
 
 
 RULES: tuple[Callable[["Play"], bool], ...] = (
@@ -146,8 +151,9 @@ class Play:
                 if self.update == len(self.left):
                     return False
             elif self.ready and self.ready[0][0] == self.update:
-                self._become(False)
-                self._take_in(self.time)
+                if self.sampling:
+                    self._become(False)
+                    self._take_in(self.time)
                 heapq.heappop(self.ready)
                 self.left[self.update] -= 1
                 self.time += look.train
@@ -208,10 +214,12 @@ class Play:
 
     def _take_in(self, time: float) -> None:
         """What happens beside the trainer up to some time."""
-        self._generate(time)
+        if self.queue:
+            self._generate(time)
         while self.scored and self.scored[0][0] <= time:
             self._release(self.scored[0][0])
-            self._generate(time)
+            if self.queue:
+                self._generate(time)
 
     def _release(self, time: float) -> None:
         """What is scored up to some time becomes ready where its gate opens."""
