@@ -25,3 +25,8 @@ def base(tmp_path_factory):
     """The folder of what is made once for all tests, whichever process they run in."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def pytest_collection_modifyitems(items):
+    """Whole runs come first: with something short at the end, several test processes end together."""
+    items.sort(key=lambda item: len(item.path.parts))
