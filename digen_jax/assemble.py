@@ -2,7 +2,7 @@
 
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +15,18 @@ from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Ode, make_step
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
 from digen_jax.recipe import blame
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.executors.driver import Begun, Driver
+from digen_jax.runtime.executors.executors import Executors
+from digen_jax.runtime.executors.log import CommandLog
 from digen_jax.runtime.placement import DeviceGroup, Placement, make_placement
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, SamplerSettings
+from digen_jax.runtime.scheduler.commands import Command
+from digen_jax.runtime.scheduler.costs import GUESSED
+from digen_jax.runtime.scheduler.scheduler import Scheduler
 from digen_jax.runtime.system import Rollout, System, reshard
-from digen_jax.runtime.trainer import Trainer
+from digen_jax.runtime.trainer import State, Trainer
 from digen_jax.settings import ConfigError, user_input
 from digen_jax.weights.folder import read_model_index, resolve_folder
 from digen_jax.weights.lora import LoraConfig
@@ -127,6 +134,39 @@ def connect(
         base,
         start,
     )
+
+
+def make_driver(
+    system: System,
+    config: ConfigDict,
+    state: State,
+    batches: Iterator[list[dict[str, Any]]],
+    rewards: RewardPool,
+    first: int = 0,
+    begun: Begun | None = None,
+    log: CommandLog | list[Command] | None = None,
+) -> Driver:
+    """What drives a run from a step on.
+
+    Args:
+      system: the parts of the run.
+      config: complete.
+      state: of the trainer before the step `first`.
+      batches: the prompt records of every step from `first` on.
+      rewards: scores; closed by who opened it.
+      first: the number of steps that are done.
+      begun: what was in flight when `state` was saved; None: nothing, as before the first step.
+      log: gets all commands in their order.
+    """
+    if begun is None and first:
+        raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
+    executors = Executors(system, config, state, batches, first, begun.kept if begun else {})
+    scheduler = (
+        Scheduler.resume(begun.scheduler, config.steps)
+        if begun
+        else Scheduler(recipe.scheduler_settings(config), GUESSED)
+    )
+    return Driver(executors, scheduler, rewards, begun, log)
 
 
 def read_part(family: Any, folder: pathlib.Path, part: str, group: DeviceGroup) -> Any:

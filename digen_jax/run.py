@@ -12,7 +12,7 @@ from jaxtyping import Float
 from ml_collections import ConfigDict
 
 from digen_jax import pictures, rewards
-from digen_jax.assemble import build
+from digen_jax.assemble import build, make_driver
 from digen_jax.checkpoint import (
     Checkpointer,
     claim_workdir,
@@ -144,7 +144,7 @@ class Run:
         if position.done == self.config.steps:
             return position
         prompts = self.draw_prompts(position.done)
-        self.driver = Driver(
+        self.driver = make_driver(
             self.system,
             self.config,
             position.state,

@@ -9,11 +9,11 @@ import difflib
 import re
 import runpy
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app
+from absl import app, flags
 from ml_collections import ConfigDict
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
@@ -43,20 +43,30 @@ def user_input() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def run_main(main: Callable[[], Any]) -> None:
+def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
     """Runs a script's `main()` once absl has read the flags; a `ConfigError` is one line, code 2.
 
+    Of several, by their names, the first word of the command line says which one.
     A file given by `--config` and its overrides `--config.some.field=value` are checked first,
     because config_flags answers a misspelt field with a traceback.
     """
+    several = isinstance(main, Mapping)
 
     def checked(argv: Sequence[str]) -> Any:
-        if len(argv) > 1:
-            raise ConfigError(f"{argv[1]!r} belongs to no option: write --option='its value'")
-        return main()
+        words, call = argv[1:], main
+        if several:
+            if not words:
+                raise ConfigError(f"say which one to run: {' or '.join(main)}")
+            check_choice("the first word", words[0], main)
+            call, words = main[words[0]], words[1:]
+        if words:
+            raise ConfigError(f"{words[0]!r} belongs to no option: write --option='its value'")
+        return call()
 
     def parse_flags(argv: Sequence[str]) -> list[str]:
         check_overrides(argv)
+        # Else absl reads no option behind a word.
+        flags.FLAGS.set_gnu_getopt(several)
         return app.parse_flags_with_usage(argv)
 
     try:

@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 from digen_jax import assemble, recipe
 from digen_jax.flow.schedule import SchedulerConfig
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.executors.driver import Driver
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
 from digen_jax.runtime.placement import make_placement
@@ -191,7 +190,7 @@ def driver(system: System, config: ConfigDict, reward=brightness, **options):
     options.setdefault("state", fresh(system))
     given = options.pop("batches", None) or batches(config.batch.groups)
     with contextlib.closing(rewards):
-        found = Driver(system, config, batches=given, rewards=rewards, **options)
+        found = assemble.make_driver(system, config, batches=given, rewards=rewards, **options)
         with contextlib.closing(found):
             yield found
 

@@ -5,30 +5,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import jax
-from ml_collections import ConfigDict
-
-from digen_jax.recipe import scheduler_settings
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.evaluation import Evaluation, evaluate
+from digen_jax.runtime.evaluation import Evaluation
 from digen_jax.runtime.executors.clock import measured
-from digen_jax.runtime.executors.executors import Executors
 from digen_jax.runtime.executors.log import CommandLog
 from digen_jax.runtime.executors.summary import Summary
 from digen_jax.runtime.scheduler.commands import TRAINER, Command, Decode, Publish, Score, Update
 from digen_jax.runtime.scheduler.events import Completed, Event, Failed, Joined, Lost
 from digen_jax.runtime.scheduler.scheduler import Scheduler
-from digen_jax.runtime.scheduler.settings import Costs
-from digen_jax.runtime.system import System
 from digen_jax.runtime.timeline import Interval
 from digen_jax.runtime.trainer import State
 
-# Before anything is measured: an image takes as long to train as to generate.
-GUESSED = Costs(generate=1.0, train=1.0)
 FAILURES = 2  # and no fragment whole between them, or publications: a worker is given up
 
 
@@ -58,42 +49,38 @@ class Driver:
     """A run, step by step. Between two calls the sampling meshes go on with what comes next.
 
     Args:
-      system, config: the parts of the run, and its complete config.
-      state: of the trainer before the step `first`.
-      batches: the prompt records of every step from `first` on.
+      executors: what carries out commands, such as `Executors`. Of it are asked `devices` (of each
+        worker, the trainer last), `do`, `to_score`, `scored`, `end_step` and `tuned`; `state` and
+        `evaluate` only by who wants them of the driver.
+      scheduler: before its first event.
       rewards: scores; closed by who opened it.
-      first: the number of steps that are done.
-      begun: what was in flight when `state` was saved; None: nothing.
+      begun: what was in flight when the run was saved; None: nothing.
       log: gets all commands in their order; the real thing is a `CommandLog`.
     """
 
     def __init__(
         self,
-        system: System,
-        config: ConfigDict,
-        state: State,
-        batches: Iterator[list[dict[str, Any]]],
+        executors: Any,
+        scheduler: Scheduler,
         rewards: RewardPool,
-        first: int = 0,
         begun: Begun | None = None,
         log: CommandLog | list[Command] | None = None,
     ):
-        kept: Mapping[int, Any] = begun.kept if begun else {}
-        self.executors = Executors(system, config, state, batches, first, kept)
+        self.executors, self._scheduler = executors, scheduler
         self.begun = begun
         self.intervals: list[Interval] = []  # of the step that ended last
-        self._config, self._rewards, self._log = config, rewards, log
-        self._scheduler = _scheduler(config, first, begun)
+        self._rewards, self._log = rewards, log
         self._lock = threading.RLock()
         # Commands for the trainer, or an error that ends the run.
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._workers = {name: Worker(name) for name in self.executors.rollouts}
+        rollouts = [name for name in executors.devices if name != TRAINER]
+        self._workers = {name: Worker(name) for name in rollouts}
         self._closed = False
         self._left, self._away = 0.0, 0.0  # when `step` returned, and seconds spent outside of it
         self._start = time.perf_counter()
-        devices = {name: e.rollout.group.mesh.size for name, e in self.executors.rollouts.items()}
-        devices[TRAINER] = system.placement.trainer.mesh.size
-        self._summary = Summary(devices, config.batch.groups * config.batch.images)
+        settings = scheduler.state.settings
+        self._last_update = settings.updates - 1
+        self._summary = Summary(executors.devices, settings.groups * settings.images)
         for name in (*self._workers, TRAINER):
             self._post(Joined(self.now(), name))
 
@@ -102,7 +89,7 @@ class Driver:
     @property
     def state(self) -> State:
         """The trainer's."""
-        return self.executors.trainer.state
+        return self.executors.state
 
     def now(self) -> float:
         """Seconds since this driver began."""
@@ -125,9 +112,9 @@ class Driver:
                 self.executors.do(item)
             self._completed(item, begin, watch.seconds)
             if self._ends_step(item):
-                step = self.executors.steps.end()
+                metrics = self.executors.end_step()
                 self._left = self.now()
-                return self.executors.trainer.metrics() | self._summary.metrics(step)
+                return metrics | self._summary.numbers
 
     def evaluate(self, tree: Any, records: Sequence[dict[str, Any]]) -> Evaluation:
         """Images and scores of tuned parameters, sampled by the first mesh that samples."""
@@ -172,13 +159,13 @@ class Driver:
     def _step_ended(self, version: int) -> None:
         """Remembers what is in flight, from which another process could go on."""
         kept = [v for v in self._scheduler.kept_versions if v < version]
-        trees = {v: self.executors.versions[v] for v in kept}
+        trees = {version: self.executors.tuned(version) for version in kept}
         self.begun = Begun(self._scheduler.save(), trees)
         self.intervals = self._summary.end_step(self.now(), self._away)
         self._away = 0.0
 
     def _ends_step(self, command: Command | None) -> bool:
-        return isinstance(command, Update) and command.update == self.executors.last_update
+        return isinstance(command, Update) and command.update == self._last_update
 
     def _send(self, command: Command) -> None:
         worker = getattr(command, "worker", None)
@@ -252,22 +239,8 @@ class Driver:
             self._stop(error)
 
     def _evaluate(self, worker: str, tree: Any, records: Sequence[dict[str, Any]]) -> Evaluation:
-        rollout, begin = self.executors.sampling(worker).rollout, self.now()
-        weights = jax.block_until_ready(rollout.weights(tree))
-        reward, settings = self._config.reward.name, self._config.evaluation
-        found = evaluate(
-            rollout.evaluator, weights, records, self._rewards.score, reward, settings.batch
-        )
+        begin = self.now()
+        found = self.executors.evaluate(worker, tree, records, self._rewards.score)
         with self._lock:
             self._summary.evaluated(worker, begin, self.now())
         return found
-
-
-def _scheduler(config: ConfigDict, first: int, begun: Begun | None) -> Scheduler:
-    """The scheduler before a step; a run that was saved goes on with what it had begun."""
-    if begun is not None:
-        return Scheduler.resume(begun.scheduler, config.steps)
-    scheduler = Scheduler(scheduler_settings(config), GUESSED)
-    if first:
-        raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
-    return scheduler

@@ -1,16 +1,19 @@
 """All executors of a run in one process: what each command does, whoever's thread it is done on."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float32
 from ml_collections import ConfigDict
 
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.evaluation import Evaluation, evaluate
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
+from digen_jax.runtime.executors.summary import reward_metrics
 from digen_jax.runtime.executors.training import TrainingExecutor, Versions
 from digen_jax.runtime.scheduler.commands import (
     TRAINER,
@@ -64,6 +67,18 @@ class Executors:
         rollouts = system.rollouts if apart else ()
         self.rollouts = {f"rollout {i}": self._sampling(one) for i, one in enumerate(rollouts)}
 
+    @property
+    def devices(self) -> dict[str, int]:
+        """How many every worker has."""
+        meshes = {name: e.rollout.group.mesh for name, e in self.rollouts.items()}
+        meshes[TRAINER] = self.system.placement.trainer.mesh
+        return {name: mesh.size for name, mesh in meshes.items()}
+
+    @property
+    def state(self) -> State:
+        """The trainer's."""
+        return self.trainer.state
+
     @functools.cached_property
     def assistant(self) -> SamplingExecutor:
         """The trainer's devices as a sampling mesh; made when they are first wanted as one."""
@@ -115,6 +130,28 @@ class Executors:
         step = self.steps.of(fragment)
         step.scores[step.cut(fragment.index)] = scores
 
+    def end_step(self) -> dict[str, float]:
+        """The step that is on has ended: the metrics of its rewards and updates."""
+        step = self.steps.end()
+        return self.trainer.metrics() | reward_metrics(step)
+
+    def tuned(self, version: int) -> Any:
+        """A version that is held, on the trainer mesh."""
+        return self.versions[version]
+
+    def evaluate(
+        self,
+        worker: str,
+        tree: Any,
+        records: Sequence[dict[str, Any]],
+        score: Callable[..., Float32[np.ndarray, "b"]],
+    ) -> Evaluation:
+        """Images and scores of tuned parameters, sampled by a worker between its commands."""
+        rollout, config = self.sampling(worker).rollout, self._config
+        weights = jax.block_until_ready(rollout.weights(tree))
+        name, batch = config.reward.name, config.evaluation.batch
+        return evaluate(rollout.evaluator, weights, records, score, name, batch)
+
     def _sampling(self, rollout: Any) -> SamplingExecutor:
         return SamplingExecutor(rollout, self.steps, self.system.placement.trainer)
 
@@ -132,6 +169,5 @@ def replay(executors: Executors, rewards: RewardPool, log: list[Command]) -> Sta
             continue
         executors.do(command)
         if isinstance(command, Update) and command.update == executors.last_update:
-            executors.steps.end()
-            executors.trainer.metrics()
-    return executors.trainer.state
+            executors.end_step()
+    return executors.state

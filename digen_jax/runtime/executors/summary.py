@@ -47,7 +47,7 @@ class Summary:
         self._ages: list[int] = []
         self._queued: list[int] = []  # fragments ready to train, when one went into training
         self._made: Counter[str] = Counter()  # fragments generated, as "generate" or "tag"
-        self._numbers: dict[str, float] = {}
+        self.numbers: dict[str, float] = {}  # metrics of what the workers did in the last step
 
     def seen(self, event: Event, commands: list[Command], scheduler: Scheduler, now: float) -> None:
         """An event, and the commands that followed."""
@@ -111,7 +111,7 @@ class Summary:
         for interval in done:
             if interval.kind in PHASES:
                 phases[PHASES[interval.kind]] += interval.seconds
-        self._numbers = {
+        self.numbers = {
             "images_per_second": self._images / (seconds - away),
             "utilisation": busy / (total * seconds),
             "staleness": float(np.mean(self._ages)),
@@ -133,10 +133,6 @@ class Summary:
         done = list(self._recorder.intervals)
         self._recorder.intervals.clear()
         return done
-
-    def metrics(self, step: Step) -> dict[str, float]:
-        """Of the step that ended last: rewards, speed, and what its workers did."""
-        return reward_metrics(step) | self._numbers
 
 
 def reward_metrics(step: Step) -> dict[str, Any]:

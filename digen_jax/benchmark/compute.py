@@ -1,0 +1,215 @@
+"""Real compute in two processes pinned to a core each: one samples while the other trains.
+
+A device of this benchmark is a core. Both roles run the same programs, compiled for one core, whether
+one process does both in turn or two do one each; between them go fragments and nothing else, so no new
+weights are published. It shows that sampling and training overlap where devices are apart.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from digen_jax import assemble, recipe
+from digen_jax.flow.sampling import image_keys
+from digen_jax.launching import prepare
+from digen_jax.prompts.files import read_prompt_file
+from digen_jax.runtime.executors.steps import Images
+from digen_jax.runtime.executors.training import receive
+from digen_jax.settings import ConfigError, check_positive
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Seconds of a step, once for every round; medians count.
+
+    Attributes:
+      sampling, training: the parts of `in_turn`.
+      in_turn: one process on one core does both.
+      together: two processes on a core each, one samples while the other trains.
+    """
+
+    sampling: tuple[float, ...]
+    training: tuple[float, ...]
+    in_turn: tuple[float, ...]
+    together: tuple[float, ...]
+
+    @property
+    def speed_up(self) -> float:
+        """Of two cores over one."""
+        return median(self.in_turn) / median(self.together)
+
+    @property
+    def ideal(self) -> float:
+        """The speed-up if the shorter part was hidden behind the longer one: (G + T) / max(G, T)."""
+        parts = median(self.sampling), median(self.training)
+        return sum(parts) / max(parts)
+
+    def describe(self) -> str:
+        """The numbers in a few lines."""
+        return (
+            f"in turn on one core   {median(self.in_turn):.3f} s = sampling {median(self.sampling):.3f} s "
+            f"+ training {median(self.training):.3f} s\n"
+            f"on a core each        {median(self.together):.3f} s\n"
+            f"speed-up              {self.speed_up:.2f}x of at most (G + T) / max(G, T) = {self.ideal:.2f}x, "
+            f"per core {self.speed_up / 2:.2f}x of {self.ideal / 2:.2f}x"
+        )
+
+
+def compare(
+    config: ConfigDict, rounds: int, went_round: Callable[[], object] = lambda: None
+) -> Speed:
+    """Times a step in turn and together, by turns so that a machine's drift is in both.
+
+    Args:
+      config: complete; its placement is not read.
+      rounds: of a step in turn and one together each.
+      went_round: is called after each of them.
+
+    Raises:
+      ConfigError: there are not two cores, or something of the config cannot work.
+    """
+    check_positive("rounds", rounds)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2:
+        raise ConfigError("two processes need two cores to be pinned to: run it on such a machine")
+    recipe.check(recipe.complete(recipe.with_placement(config, recipe.one_device())))
+    images, size = config.batch.groups * config.batch.images, config.sampler.fragment
+    if images <= size:
+        raise ConfigError(
+            f"config.sampler.fragment = {size} is a whole step of {images} images, so nothing can overlap: "
+            "make it and config.trainer.micro_batch smaller"
+        )
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    found: dict[str, list[float]] = {field.name: [] for field in dataclasses.fields(Speed)}
+    with (
+        closing(Process(context, cores[0], config, sending)) as one,
+        closing(Process(context, cores[1], config, receiving)) as other,
+    ):
+        # Theirs alone from now on: who is left by the other fails, too, and does not wait for ever.
+        receiving.close(), sending.close()
+        one.answer(), other.answer()  # both have compiled
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            one.ask("both")
+            sampling, training = one.answer()
+            in_turn = time.perf_counter() - begin
+            begin = time.perf_counter()
+            other.ask("train")
+            one.ask("sample")
+            one.answer(), other.answer()
+            numbers = sampling, training, in_turn, time.perf_counter() - begin
+            for times, seconds in zip(found.values(), numbers, strict=True):
+                times.append(seconds)
+            went_round()
+    return Speed(**{name: tuple(times) for name, times in found.items()})
+
+
+class Process:
+    """A process on a core of its own, that does what it is asked for."""
+
+    def __init__(self, context: Any, core: int, config: ConfigDict, link: Connection):
+        self._control, control = context.Pipe()
+        arguments = (core, config.to_dict(), control, link)
+        self._process = context.Process(target=serve, args=arguments, daemon=True)
+        self._process.start()
+        control.close()
+
+    def ask(self, what: str) -> None:
+        """A step of "sample", "train" or "both"."""
+        self._control.send(what)
+
+    def answer(self) -> tuple[float, ...]:
+        """Seconds, once it is done.
+
+        Raises:
+          RuntimeError: the process has ended.
+        """
+        try:
+            return self._control.recv()
+        except EOFError:
+            raise RuntimeError("a process has failed: what it says stands above") from None
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.terminate()
+        self._process.join()
+
+
+def serve(core: int, config: dict[str, Any], control: Connection, link: Connection) -> None:
+    """What a process does: a step of its role for every word it is sent."""
+    os.sched_setaffinity(0, {core})  # before XLA counts the cores
+    prepare()
+    roles = Roles(ConfigDict(config))
+    roles.both(link)
+    control.send(())
+    while True:
+        control.send(getattr(roles, control.recv())(link))
+
+
+class Roles:
+    """A step of sampling, and one of training, by a run's own parts on one device."""
+
+    def __init__(self, config: ConfigDict):
+        config = recipe.complete(recipe.with_placement(config, recipe.one_device()))
+        self.system = assemble.build(config, jax.devices()[:1])
+        self.state = self.system.trainer.init(self.system.start)
+        batch, size = config.batch, config.sampler.fragment
+        known = read_prompt_file(config.prompts.file)
+        texts = [known[i % len(known)]["prompt"] for i in range(batch.groups)]
+        self.prompts = self.system.sampler.encode(self.system.publish(self.state.tuned), texts)
+        rows = np.repeat(np.arange(batch.groups, dtype=np.int32), batch.images)
+        numbers = np.tile(np.arange(batch.images), batch.groups)
+        keys = image_keys(jax.random.key(config.seed), rows, numbers)
+        cuts = [slice(i, i + size) for i in range(0, len(rows), size)]
+        self.fragments = [(rows[cut], keys[cut]) for cut in cuts]
+
+    def sample(self, link: Connection) -> tuple[float, ...]:
+        """A step's fragments, each sent on its way as soon as it is decoded."""
+        begin = time.perf_counter()
+        for fragment in self._sampled():
+            link.send(fragment)
+        return (time.perf_counter() - begin,)
+
+    def train(self, link: Connection) -> tuple[float, ...]:
+        """A step's fragments, as they come, and its update."""
+        begin = time.perf_counter()
+        self._train(link.recv() for _ in self.fragments)
+        return (time.perf_counter() - begin,)
+
+    def both(self, link: Connection) -> tuple[float, ...]:
+        """A step, colocated: all is sampled, then all is trained."""
+        begin = time.perf_counter()
+        made = list(self._sampled())
+        middle = time.perf_counter()
+        self._train(made)
+        return middle - begin, time.perf_counter() - middle
+
+    def _sampled(self) -> Any:
+        sampler, weights = self.system.sampler, self.system.publish(self.state.tuned)
+        for rows, keys in self.fragments:
+            made = sampler.generate(weights, self.prompts, rows, keys)
+            np.asarray(sampler.decode(weights, made))  # for a reward, which nobody asks here
+            yield jax.device_get(Images(0, rows, made.transitions, made.sigmas))
+
+    def _train(self, fragments: Any) -> None:
+        trainer, totals = self.system.trainer, None
+        for images in fragments:
+            advantages = np.linspace(-1, 1, len(images.rows), dtype=np.float32)
+            experience = receive(self.system, self.prompts, images, advantages)
+            totals = trainer.accumulate(
+                self.state, self.system.base, experience, totals, self.state.tuned
+            )
+            jax.block_until_ready(totals)
+        self.state, _ = trainer.update(self.state, totals)
+        jax.block_until_ready(self.state)

@@ -1,0 +1,106 @@
+"""Executors whose commands wait, in place of device work, for as long as it is said to take."""
+
+import dataclasses
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from digen_jax.runtime.scheduler.commands import (
+    TRAINER,
+    Command,
+    Decode,
+    Encode,
+    Fragment,
+    Generate,
+    Publish,
+    Score,
+    Train,
+    Update,
+)
+from digen_jax.runtime.scheduler.settings import Costs
+from digen_jax.runtime.simulator.simulate import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Waits:
+    """How long commands take.
+
+    Each takes its cost times a factor drawn uniformly from 1 - `jitter` to 1 + `jitter`, which depends
+    on the seed and on what is done, but neither on who does it nor when: any two placements have
+    the same work to do.
+    """
+
+    costs: Costs
+    images: int  # of a fragment
+    jitter: float
+    seed: int
+
+    def seconds(self, command: Command, speed: float = 1.0) -> float:
+        """Of a command, by a worker of some speed."""
+        return self.costs.seconds(command.kind, self.images, speed) * self.factor(command)
+
+    def factor(self, command: Command) -> float:
+        """What jitter makes of a command's cost."""
+        draw = random.Random(f"{self.seed} {command.kind} {_work(command)}").uniform(-1, 1)
+        return 1 + self.jitter * draw
+
+
+def _work(command: Command) -> tuple[int, int]:
+    """What a command is about, whoever is told to do it."""
+    match command:
+        case Generate() | Decode() | Score() | Train():
+            return command.fragment.step, command.fragment.index
+        case Encode():
+            return command.step, 0
+        case Update():
+            return command.step, command.update
+        case Publish():
+            return command.version, 0
+        case _:
+            return command.serial, 0  # a switch of roles: no two placements have the same ones
+
+
+class WaitingExecutors:
+    """What a `Driver` drives, made of nothing but waits.
+
+    The driver, its threads, the scheduler and the pool of rewards around it are the real ones.
+    """
+
+    def __init__(self, waits: Waits, layout: Layout):
+        meshes = {f"rollout {i}": mesh for i, mesh in enumerate(layout.rollout)}
+        meshes[TRAINER] = layout.trainer
+        self.devices: Mapping[str, int] = {name: mesh.devices for name, mesh in meshes.items()}
+        self._speeds = {name: mesh.speed for name, mesh in meshes.items()}
+        self._waits = waits
+
+    def do(self, command: Command) -> None:
+        """Waits as long as a command takes."""
+        if command.answered:
+            time.sleep(self._waits.seconds(command, self._speeds[command.worker]))
+
+    def to_score(self, fragment: Fragment) -> tuple[Float[np.ndarray, "b 1 1 3"], list[str], list]:
+        """The arguments of `score`."""
+        images = self._waits.images
+        seconds = self._waits.seconds(Score(0, fragment))
+        return np.zeros((images, 1, 1, 3)), [""] * images, [{"seconds": seconds}] * images
+
+    def scored(self, fragment: Fragment, scores: Float[np.ndarray, "b"]) -> None:
+        """Nobody looks at the scores."""
+
+    def end_step(self) -> dict[str, float]:
+        """There is nothing to tell beside what the driver measures."""
+        return {}
+
+    def tuned(self, version: int) -> None:
+        """A version without weights."""
+
+
+def score(
+    images: Float[np.ndarray, "b h w 3"], prompts: Sequence[str], metadata: Sequence[dict]
+) -> Float[np.ndarray, "b"]:
+    """A reward that takes the seconds its metadata states."""
+    time.sleep(metadata[0]["seconds"])
+    return np.zeros(len(images))

@@ -1,0 +1,128 @@
+"""How fast the runtime is: with waits in place of device work, or with real compute on two cores.
+
+python launch/benchmark.py runtime [--devices=8 --ratios=1:4,1:1,4:1,8:1 --output=speed.json]
+python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
+    --config.trainer.micro_batch=12 [--rounds=5 --output=cores.json]
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from digen_jax.settings import ConfigError, check_positive, run_main
+
+_OUTPUT = flags.DEFINE_string("output", None, "A JSON file for all numbers.")
+
+# Of "runtime".
+_DEVICES = flags.DEFINE_integer("devices", 8, "How many there are to split.")
+_RATIOS = flags.DEFINE_list(
+    "ratios", ["1:4", "1:1", "4:1", "8:1"], "Device-seconds of generation to those of training."
+)
+_SECONDS = flags.DEFINE_float("seconds", 0.6, "Of a step if all devices were always busy.")
+_SWITCH = flags.DEFINE_float("switch", 0.05, "A change of the trainer's role, as a share of that.")
+_PUBLISH = flags.DEFINE_float("publish", 0.02, "A publication of weights, as a share of that.")
+_SCORE = flags.DEFINE_float("score", 0.25, "The scorer's work on a step, as a share of that.")
+_JITTER = flags.DEFINE_float("jitter", 0.2, "Of every wait, as a share of it.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the jitter.")
+_LEARN = flags.DEFINE_integer("learn", 3, "First steps, of which the simulator knows the costs.")
+_STEPS = flags.DEFINE_integer("steps", 5, "Steps after these, which are measured.")
+
+# Of "compute".
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "A configs/*.py file; its placement is not used.", lock_config=True
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Steps in turn, and as many on a core each.")
+
+
+def runtime() -> None:
+    """Measure every tactic with waits in place of device work, and print the tables."""
+    from digen_jax.benchmark.report import accuracy, introduction, record, table
+    from digen_jax.benchmark.runtime import VARIANTS, Run, Work, compare
+
+    check_positive("--devices", _DEVICES.value)
+    output = _output()
+    work = Work(
+        devices=_DEVICES.value,
+        seconds=_SECONDS.value,
+        switch=_SWITCH.value,
+        publish=_PUBLISH.value,
+        score=_SCORE.value,
+    )
+    run = Run(_LEARN.value, _STEPS.value, _JITTER.value, _SEED.value)
+    works = [dataclasses.replace(work, generate=g, train=t) for g, t in map(_ratio, _RATIOS.value)]
+    for each in works:
+        each.check()
+    run.check()
+    print(introduction(work, run), flush=True)
+    total = len(works) * len(VARIANTS) * (run.learn + run.steps)
+    found = []
+    with _bar(total, "step") as bar:
+        for each in works:
+            found.append(compare(each, run, stepped=bar.update))
+            bar.write(f"\n{table(each, found[-1])}", file=sys.stdout)
+    rows = {(i, name): row for i, part in enumerate(found) for name, row in part.items()}
+    print(f"\n{accuracy(rows)}")
+    numbers = [record(*pair) for pair in zip(works, found, strict=True)]
+    _write(output, {"run": dataclasses.asdict(run), "ratios": numbers})
+
+
+def compute() -> None:
+    """Time a step on one core, sampling and training in turn, and on a core each at the same time."""
+    output = _output()
+    if _CONFIG.value is None:
+        raise ConfigError(
+            "say what to compute, by --config=configs/shapes_flow_grpo.py for example"
+        )
+    from digen_jax.benchmark.compute import compare
+    from digen_jax.recipe import complete
+
+    config = complete(_CONFIG.value)
+    batch, fragment = config.batch, config.sampler.fragment
+    images = batch.groups * batch.images
+    print(
+        f"A step of {images} images in {images // fragment} fragments, without a reward and without publishing "
+        "weights; both processes compile first.",
+        flush=True,
+    )
+    with _bar(_ROUNDS.value, "round") as bar:
+        speed = compare(config, _ROUNDS.value, bar.update)
+    print(speed.describe())
+    _write(output, dataclasses.asdict(speed) | {"speed_up": speed.speed_up, "ideal": speed.ideal})
+
+
+def _bar(total: int, unit: str) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit=unit, disable=not sys.stderr.isatty())
+
+
+def _ratio(text: str) -> tuple[float, float]:
+    try:
+        generate, train = map(float, text.split(":"))
+    except ValueError:
+        raise ConfigError(f"--ratios: {text!r} must be two numbers such as 4:1") from None
+    return generate, train
+
+
+def _output() -> pathlib.Path | None:
+    """Where the numbers are to be written; looked at before anything is measured."""
+    if _OUTPUT.value is None:
+        return None
+    path = pathlib.Path(_OUTPUT.value)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--output={path} cannot be written: give a file in a folder that exists")
+    return path
+
+
+def _write(path: pathlib.Path | None, numbers: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(numbers, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run_main({"runtime": runtime, "compute": compute})

@@ -1,0 +1,51 @@
+"""Sampling and training in processes of their own: the same step, wherever its halves are done."""
+
+import dataclasses
+import multiprocessing
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax.benchmark.compute import Roles, Speed, compare
+from digen_jax.recipe import complete
+from tests.tiny_runs import tiny_config
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    c = tiny_config(tmp_path_factory.getbasetemp(), "full")
+    c.sampler.fragment = c.trainer.micro_batch = 4
+    return complete(c)
+
+
+def test_fragments_by_a_link_train_as_fragments_at_hand(config):
+    at_hand, apart = Roles(config), Roles(config)
+    start = jax.device_get(at_hand.state.tuned)
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    at_hand.both(sending)
+    sampler = threading.Thread(target=apart.sample, args=(sending,))
+    sampler.start()
+    apart.train(receiving)
+    sampler.join()
+    before, one, other = map(jax.tree.leaves, (start, at_hand.state.tuned, apart.state.tuned))
+    assert max(np.abs(a - b).max() for a, b in zip(before, one, strict=True)) > 0
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_two_processes_on_a_core_each(config):
+    rounds = []
+    speed = compare(config, 1, lambda: rounds.append(1))
+    assert len(rounds) == 1
+    times = dataclasses.asdict(speed)
+    assert all(len(found) == 1 and found[0] > 0 for found in times.values())
+    assert speed.in_turn[0] >= speed.sampling[0] + speed.training[0]
+
+
+def test_the_ideal_hides_the_shorter_part():
+    speed = Speed((1.0, 9.0, 1.0), (3.0, 3.0, 3.0), (4.0, 4.1, 12.0), (3.2, 3.3, 3.0))
+    assert speed.ideal == pytest.approx(4 / 3)
+    assert speed.speed_up == pytest.approx(4.1 / 3.2)
+    assert "1.28x of at most (G + T) / max(G, T) = 1.33x" in speed.describe()

@@ -1,0 +1,63 @@
+"""The benchmark as a user runs it: launch/benchmark.py."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from digen_jax.benchmark.runtime import VARIANTS
+from tests.pipelines import ROOT
+
+SHAPES = "--config=configs/shapes_flow_grpo.py"
+
+
+def run_script(*arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "launch" / "benchmark.py", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def test_the_script_measures_every_variant(tmp_path):
+    output = tmp_path / "speed.json"
+    few = ("--devices=3", "--ratios=2:1", "--seconds=0.1", "--learn=1", "--steps=1")
+    done = run_script("runtime", *few, f"--output={output}")
+    assert done.returncode == 0, done.stderr
+    assert "Waits in place of device work, drawn 20% around their means" in done.stdout
+    assert "generate:train 2:1, bound (G + T)/N 0.1" in done.stdout
+    for variant in VARIANTS:
+        assert re.search(rf"^{re.escape(variant.name)} .*x .*%$", done.stdout, re.MULTILINE)
+    (ratio,) = json.loads(output.read_text())["ratios"]
+    assert ratio["work"]["generate"] == 2
+    assert list(ratio["variants"]) == [variant.name for variant in VARIANTS]
+    colocated = ratio["variants"]["colocated"]
+    assert f" {colocated['step_seconds']:.3f} " in done.stdout
+    # No step is shorter than its waits, as drawn for it; part of it may have been done in the one before.
+    assert all(v["utilisation"] < 1.1 for v in ratio["variants"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "say which one to run: runtime or compute"),
+        (("runtim",), "the first word is 'runtim'; did you mean 'runtime'?"),
+        (("runtime", "fast"), "'fast' belongs to no option"),
+        (("runtime", "--ratios=1:4,3"), "--ratios: '3' must be two numbers such as 4:1"),
+        (("runtime", "--devices=0"), "--devices must be above 0"),
+        (("runtime", "--jitter=2"), "jitter must lie in [0, 1), not be 2.0"),
+        (("compute",), "say what to compute, by --config"),
+        (("compute", SHAPES, "--rounds=0"), "rounds must be above 0"),
+        (("compute", SHAPES), "config.sampler.fragment = 144 is a whole step of 144 images"),
+        (("compute", "--config=none.py"), "there is no config file none.py"),
+        (("runtime", "--output=/nowhere/speed.json"), "give a file in a folder that exists"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, sentence):
+    done = run_script(*arguments)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("benchmark.py: ") and sentence in line
