@@ -21,7 +21,7 @@ from tqdm import tqdm
 from digen_jax import event_file
 from digen_jax.settings import ConfigError
 
-TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth")
+TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
 CLOCK = "seconds/clock"
 
 

@@ -30,6 +30,7 @@ from digen_jax.settings import (
     check_types,
     check_window,
 )
+from digen_jax.tactics import check_candidates
 
 # What a resumed run may have otherwise: none of it changes what is computed in a step.
 MAY_CHANGE = ("checkpoint", "pictures", "placement.cpu_devices", "steps", "wandb")
@@ -97,6 +98,8 @@ def reference() -> ConfigDict:
                 stale_share=0.5,  # of a step's groups, at most, that may begin before the step is on
                 tag_fragments=0,  # of a step, that the trainer may generate where it would wait
                 tag_weights="in place",  # what it samples from; or "resharded", a copy on each device
+                max_candidates=0,  # groups of which a step is chosen: those with equal rewards are replaced
+                redundant_groups=0,  # of them generated ahead, so that no replacement is waited for
             ),
             evaluation=dict(
                 prompts="assets/prompts/shapes_heldout.jsonl",
@@ -164,6 +167,7 @@ def check(config: ConfigDict) -> None:
         check_choice(f"config.{name}", _value(config, name), choices)
     with blame("config.algorithm."):
         algorithm_settings(config).check()
+    check_candidates(config)
     with blame("config.runtime.", (ConfigError,)):
         scheduler_settings(config).check()
     with blame("config.sampler."):
@@ -220,7 +224,18 @@ def scheduler_settings(config: ConfigDict) -> Settings:
         staleness=runtime.staleness,
         stale_share=runtime.stale_share,
         tag_fragments=runtime.tag_fragments,
+        max_candidates=runtime.max_candidates,
+        redundant_groups=runtime.redundant_groups,
     )
+
+
+def drawn_groups(config: ConfigDict) -> int:
+    """Groups for which every step draws prompts: with dynamic sampling all that may be candidates.
+
+    Their number is fixed, so that the next step's prompts, which asynchrony begins before this step is
+    known, and the place in the file after a step depend on nothing that happens in it.
+    """
+    return config.runtime.max_candidates or config.batch.groups
 
 
 def _check_numbers(config: ConfigDict) -> None:
@@ -261,6 +276,8 @@ def _check_numbers(config: ConfigDict) -> None:
         "trainer.weight_decay",
         "placement.rollout.data",
         "reward.processes",
+        "runtime.max_candidates",
+        "runtime.redundant_groups",
         "evaluation.steps",
         "evaluation.images",
     ):

@@ -25,7 +25,7 @@ from digen_jax.metrics import MetricsLog, Progress, read_metrics
 from digen_jax.planning import placed
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import MAY_CHANGE, check, complete, is_automatic
+from digen_jax.recipe import MAY_CHANGE, check, complete, drawn_groups, is_automatic
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
 from digen_jax.runtime.executors.driver import Begun, Driver
@@ -83,7 +83,7 @@ class Run:
         held_out = read_prompt_file(config.evaluation.prompts)
         self.held_out = held_out[: config.evaluation.images or None]
         self.prompts = prompt_batches(
-            config.prompts.file, config.batch.groups, config.seed, workdir / "prompts"
+            config.prompts.file, drawn_groups(config), config.seed, workdir / "prompts"
         )
         self.drawn: dict[int, Any] = {}  # places in the prompts, by steps drawn
         self.timeline = TraceFile(workdir / "timeline.json")

@@ -248,6 +248,47 @@ def test_current_log_probabilities_are_taken_for_one_update_and_refused_for_two(
     assert refused(changed(given, trainer__updates=2)).startswith(sentence)
 
 
+# ------------------------------------------------------------------------------ dynamic sampling
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            dict(redundant_groups=2),
+            "config.runtime.redundant_groups = 2 is for dynamic sampling, which is off: set "
+            "config.runtime.max_candidates to 14 or more, or config.runtime.redundant_groups to 0",
+        ),
+        (
+            dict(max_candidates=13, redundant_groups=2),
+            "config.runtime.max_candidates = 13 must be at least config.batch.groups + "
+            "config.runtime.redundant_groups = 14, or 0 for no dynamic sampling",
+        ),
+        (dict(max_candidates=-1), "config.runtime.max_candidates must be 0 or more, not -1"),
+        (dict(redundant_groups=-1), "config.runtime.redundant_groups must be 0 or more, not -1"),
+        (
+            dict(max_candidates=20),
+            "config.sampler.fragment = 144 must divide config.batch.images = 12, as with "
+            "config.runtime.max_candidates a group that is replaced must not share a fragment",
+        ),
+    ],
+)
+def test_dynamic_sampling_that_cannot_work_is_refused(given, fields, sentence):
+    fields = {f"runtime__{name}": value for name, value in fields.items()}
+    assert refused(changed(given, **fields)).startswith(sentence)
+
+
+def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given):
+    assert recipe.drawn_groups(recipe.complete(given)) == 12
+    sizes = dict(sampler__fragment=12, trainer__micro_batch=12)
+    fields = dict(runtime__max_candidates=20, runtime__redundant_groups=3)
+    full = recipe.complete(changed(given, **sizes, **fields))
+    recipe.check(full)
+    settings = recipe.scheduler_settings(full)
+    assert (settings.groups, settings.max_candidates, settings.redundant_groups) == (12, 20, 3)
+    assert settings.ordered and recipe.drawn_groups(full) == 20
+
+
 # ------------------------------------------------------------------------------ batches
 
 

@@ -299,6 +299,32 @@ def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
     assert any("ema" in name for name in ends[0]) == ("trainer__ema" in fields)
 
 
+def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, train):
+    """Of the six groups for which a step draws prompts the first two have equal rewards."""
+    fields = toy.meshes((1, 1), (1, 1)) | dict(
+        sampler__fragment=2, trainer__micro_batch=2, runtime__max_candidates=6
+    )
+    c = config(tmp_path, **fields, runtime__redundant_groups=1)
+
+    def flat(pair, scores):
+        return 0 * scores if pair % 3 == 1 else scores
+
+    def broken(pair, scores):
+        return scores[:-1] if pair == 5 else flat(pair, scores)  # the second step's members
+
+    assert train("unbroken", c, flat) is None
+    with pytest.raises(ConfigError, match=r"returned shape \(1,\) for 2 images"):
+        train("broken", c, broken)
+    assert saved(tmp_path / "broken") == ["1"]
+    assert train("broken", c, flat) is None
+    history = lines(tmp_path / "broken")
+    assert history == lines(tmp_path / "unbroken") and history[-1]["step"] == 4
+    assert all(line["zero_std_groups"] == 0 for line in history[1:])
+    assert arrays(tmp_path / "broken") == arrays(tmp_path / "unbroken")
+    for line in read_metrics(tmp_path / "broken" / "metrics.jsonl")[1:]:
+        assert 4 <= line["candidates"] <= 5
+
+
 def test_a_run_with_asynchrony_goes_on_with_what_it_had_begun(tmp_path, train):
     """What was begun ahead is in the checkpoint, with the weights that it was begun with."""
     fields = toy.meshes((1, 1), (1, 1)) | dict(

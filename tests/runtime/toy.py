@@ -188,7 +188,7 @@ def driver(system: System, config: ConfigDict, reward=brightness, **options):
     """A driver from the beginning of a run, which scores in a thread; `options` are its own."""
     rewards = RewardPool(reward, "mine", 0)
     options.setdefault("state", fresh(system))
-    given = options.pop("batches", None) or batches(config.batch.groups)
+    given = options.pop("batches", None) or batches(recipe.drawn_groups(config))
     with contextlib.closing(rewards):
         found = assemble.make_driver(system, config, batches=given, rewards=rewards, **options)
         with contextlib.closing(found):

@@ -1,6 +1,7 @@
 """All executors of a run in one process: what each command does, whoever's thread it is done on."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from digen_jax.runtime.scheduler.commands import (
     TRAINER,
     Command,
     Decode,
+    DropFragments,
     DropVersion,
     Encode,
     Fragment,
@@ -113,9 +115,13 @@ class Executors:
                 executor.weights[command.version] = weights
             case DropVersion():
                 self.versions.drop(command.version)
-                held = (self.__dict__.get("assistant"), *self.rollouts.values())
-                for executor in filter(None, held):
+                for executor in self._samplers():
                     executor.drop_version(command.version)
+            case DropFragments():
+                # First of all: what is generated at the moment is then not kept.
+                self.steps.drop(command.fragments)
+                for executor, fragment in itertools.product(self._samplers(), command.fragments):
+                    executor.drop_fragment(fragment)
             case Switch():
                 pass  # The programs of both roles and their arrays are there at any time.
             case _:
@@ -127,8 +133,13 @@ class Executors:
 
     def scored(self, fragment: Fragment, scores: Float32[np.ndarray, "b"]) -> None:
         """A fragment's scores have come."""
-        step = self.steps.of(fragment)
-        step.scores[step.cut(fragment.index)] = scores
+        step = self.steps.find(fragment)
+        if step is not None:
+            step.scores[step.cut(fragment.index)] = scores
+
+    def _samplers(self) -> Iterator[SamplingExecutor]:
+        """Those that there are at present."""
+        return filter(None, (self.__dict__.get("assistant"), *self.rollouts.values()))
 
     def end_step(self) -> dict[str, float]:
         """The step that is on has ended: the metrics of its rewards and updates."""

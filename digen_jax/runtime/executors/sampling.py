@@ -33,22 +33,33 @@ class SamplingExecutor:
 
     def generate(self, fragment: Fragment, version: int) -> None:
         """A fragment's trajectories by a version that was taken."""
-        step = self._steps.of(fragment)
+        # In this order: a fragment is dropped before its version is.
+        weights, step = self.weights.get(version), self._steps.find(fragment)
+        if step is None:
+            return
         cut = step.cut(fragment.index)
         trajectory = self.rollout.sampler.generate(
-            self.weights[version], self._prompts[fragment.step], step.rows[cut], step.keys[cut]
+            weights, self._prompts[fragment.step], step.rows[cut], step.keys[cut]
         )
         self._begun[fragment] = version, jax.block_until_ready(trajectory)
+        if self._steps.find(fragment) is None:
+            self.drop_fragment(fragment)
 
     def decode(self, fragment: Fragment) -> None:
         """A fragment's pictures to the host, its transitions to the trainer mesh."""
-        (version, trajectory), step = self._begun.pop(fragment), self._steps.of(fragment)
+        begun, step = self._begun.pop(fragment, None), self._steps.find(fragment)
+        if step is None:
+            return
+        version, trajectory = begun
         pictures = self.rollout.sampler.decode(self._fixed, trajectory)
         rows = step.rows[step.cut(fragment.index)]
         images = Images(version, rows, trajectory.transitions, trajectory.sigmas)
         images = jax.block_until_ready(moved(images, self._trainer))
-        step.decoded[fragment.index] = np.asarray(pictures)
-        step.sampled[fragment.index] = images
+        self._steps.store(fragment, np.asarray(pictures), images)
+
+    def drop_fragment(self, fragment: Fragment) -> None:
+        """Frees a fragment in the making."""
+        self._begun.pop(fragment, None)
 
     def drop_version(self, version: int) -> None:
         """Frees a version's weights."""

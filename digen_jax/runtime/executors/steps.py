@@ -2,12 +2,12 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int, Key
+from jaxtyping import Array, Bool, Float32, Int, Key
 
 from digen_jax.algorithms.advantages import group_advantages
 from digen_jax.flow.sampling import Transitions, image_keys
@@ -26,7 +26,10 @@ class Images(NamedTuple):
 
 @dataclasses.dataclass
 class Step:
-    """One step: image j is the (j mod G)-th of group j // G. What is ready lies on the trainer mesh."""
+    """One step: image j is the (j mod G)-th of group j // G. What is ready lies on the trainer mesh.
+
+    With dynamic sampling the groups are all candidates that there may be, begun or not.
+    """
 
     records: list[dict[str, Any]]
     size: int  # images of a fragment
@@ -36,6 +39,7 @@ class Step:
     prompts: Prompts | None = None
     sampled: dict[int, Images] = dataclasses.field(default_factory=dict)  # by fragment
     decoded: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # pictures to score
+    dropped: set[int] = dataclasses.field(default_factory=set)  # begun fragments of no use
 
     @classmethod
     def begin(cls, records: list[dict[str, Any]], images: int, size: int, seed: int) -> "Step":
@@ -55,6 +59,20 @@ class Step:
         """A fragment's images."""
         return slice(index * self.size, (index + 1) * self.size)
 
+    @property
+    def members(self) -> Bool[np.ndarray, "n"]:
+        """The images of the groups that form the step, once these are known and scored."""
+        dropped = np.isin(np.arange(len(self.rows)) // self.size, list(self.dropped))
+        return np.isfinite(self.scores) & ~dropped
+
+    @property
+    def generated(self) -> int:
+        """The candidates that were begun, once it is known which form the step."""
+        begun = self.members
+        for index in self.dropped:
+            begun[self.cut(index)] = True
+        return len(np.unique(self.rows[begun]))
+
     def to_score(self, index: int) -> tuple[np.ndarray, list[str], list[dict[str, Any]]]:
         """(pictures, prompts, metadata) of a decoded fragment, whose pictures are given away."""
         shown = [self.records[row] for row in self.rows[self.cut(index)]]
@@ -63,9 +81,7 @@ class Step:
     def advantages(self, index: int, std: Literal["group", "global"]) -> Float32[np.ndarray, "b"]:
         """A fragment's advantages, once its groups, or for a global std all of them, are scored."""
         cut = self.cut(index)
-        members = np.ones(len(self.rows), bool)
-        if std == "group":
-            members = np.isin(self.rows, self.rows[cut])
+        members = np.isin(self.rows, self.rows[cut]) if std == "group" else self.members
         found = np.zeros(len(self.rows), np.float32)
         found[members] = group_advantages(
             self.scores[members], self.rows[members], len(self.records), std
@@ -98,6 +114,29 @@ class Steps:
     def of(self, fragment: Fragment) -> Step:
         """A fragment's step."""
         return self[fragment.step]
+
+    def find(self, fragment: Fragment) -> Step | None:
+        """A fragment's step; None where the fragment has been dropped, and maybe its step has ended."""
+        with self._lock:
+            step = self._steps.get(fragment.step)
+            return None if step is None or fragment.index in step.dropped else step
+
+    def store(self, fragment: Fragment, pictures: np.ndarray, images: Images) -> None:
+        """A fragment is whole; of one that was dropped meanwhile nothing is kept."""
+        with self._lock:
+            step = self._steps.get(fragment.step)
+            if step is not None and fragment.index not in step.dropped:
+                step.decoded[fragment.index] = pictures
+                step.sampled[fragment.index] = images
+
+    def drop(self, fragments: Iterable[Fragment]) -> None:
+        """Frees what there is of candidates that do not form their step."""
+        with self._lock:
+            for fragment in fragments:
+                step = self._steps[fragment.step]
+                step.dropped.add(fragment.index)
+                step.sampled.pop(fragment.index, None)
+                step.decoded.pop(fragment.index, None)
 
     def end(self) -> Step:
         """The step that is on has ended: forgets and returns it."""

@@ -12,7 +12,6 @@ from digen_jax.runtime.executors.steps import Step
 from digen_jax.runtime.scheduler.commands import (
     TRAINER,
     Command,
-    Fragment,
     Generate,
     Publish,
     Train,
@@ -41,7 +40,6 @@ class Summary:
     def __init__(self, devices: Mapping[str, int], images: int):
         self._devices, self._images = dict(devices), images
         self._recorder = Recorder()
-        self._versions: dict[Fragment, int] = {}  # of fragments begun and not trained
         self._began = 0.0  # the step
         self._under_way: dict[str, float] = {}  # worker: since when it has been at work
         self._ages: list[int] = []
@@ -73,12 +71,10 @@ class Summary:
         if worker is not None:
             self._recorder.end_wait(worker, now)
             self._under_way[worker] = now
-        if isinstance(command, Generate):
-            self._versions[command.fragment] = command.version
         if isinstance(command, Train):
-            age = command.fragment.step - self._versions.pop(command.fragment)
-            self._ages.append(age)
-            self._queued.append(1 + len(scheduler.state.batch.ready))
+            batch = scheduler.state.batch
+            self._ages.append(batch.step - batch.group_of(command.fragment.index).version)
+            self._queued.append(1 + len(batch.ready))
 
     def work(self, command: Command, start: float, end: float, apart: bool) -> None:
         """A command is done; `apart`: there are rollout workers beside the trainer."""
@@ -136,13 +132,17 @@ class Summary:
 
 
 def reward_metrics(step: Step) -> dict[str, Any]:
-    """Mean and spread of a step's rewards, over all and for each task."""
-    shown = [step.records[row] for row in step.rows]
-    still = zero_std_groups(step.scores, step.rows, len(step.records))
-    return {
-        "reward": float(step.scores.mean()),
-        "reward_std": float(step.scores.std()),
-        "zero_std_groups": float(still.mean()),
-        **{f"reward/{tag}": mean for tag, mean in by_tag(shown, step.scores).items()},
-        **{f"reward_std/{tag}": std for tag, std in by_tag(shown, step.scores, np.std).items()},
+    """Mean and spread of the rewards of the groups that form a step, over all and for each task."""
+    scores, rows = step.scores[step.members], step.rows[step.members]
+    shown, groups = [step.records[row] for row in rows], len(np.unique(rows))
+    still = zero_std_groups(scores, rows, len(step.records))
+    metrics = {
+        "reward": float(scores.mean()),
+        "reward_std": float(scores.std()),
+        "zero_std_groups": float(still.sum() / groups),
+        **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
+        **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},
     }
+    if len(step.records) > groups:
+        metrics["candidates"] = float(step.generated)
+    return metrics

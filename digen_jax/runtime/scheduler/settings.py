@@ -16,8 +16,9 @@ class Settings:
     "early_group" a fragment trains before its group is complete, in at most `open_groups` groups at
     a time; a group that was complete before its first training is not counted.
 
-    With `ordered` the fragments of a step are trained in the order of their index, never in that of
-    their arrival, so that the sums of a step are the same to the last bit however long things take.
+    With `ordered` the fragments of a step are trained in the order of their index (of groups that
+    fill the step up after all others), never in that of their arrival, so that the sums of a step
+    are the same to the last bit however long things take.
 
     A step may begin up to `staleness` versions early. At most `stale_share` of its groups begin so.
 
@@ -104,7 +105,11 @@ class Settings:
                     "a multiple of it with readiness = 'early_group', which opens single groups: set "
                     f"it to {self.images}"
                 )
-        self._check_order()
+            if self.ordered:
+                raise ConfigError(
+                    "ordered cannot go with readiness = 'early_group', by which what is trained before "
+                    "its group is complete depends on arrival: set ordered to False"
+                )
         self._check_cut()
         self._check_candidates()
 
@@ -114,17 +119,6 @@ class Settings:
         check_divides("updates", self.updates, "groups", self.groups, why)
         share //= self.updates
         check_divides("fragment_images", self.fragment_images, "images of an update", share, why)
-
-    def _check_order(self) -> None:
-        for name, wrong in (
-            ("readiness = 'early_group'", self.readiness == "early_group"),
-            ("max_candidates", self.max_candidates > 0),
-        ):
-            if self.ordered and wrong:
-                raise ConfigError(
-                    f"ordered cannot go with {name}, by which what is trained depends on arrival: "
-                    "set ordered to False"
-                )
 
     def _check_candidates(self) -> None:
         if not self.max_candidates:

@@ -59,7 +59,7 @@ def plans(draw):
         fragment_images=fragment,
         updates=updates,
         readiness=readiness,
-        ordered=not dynamic and readiness != "early_group" and draw(st.booleans()),
+        ordered=readiness != "early_group" and draw(st.booleans()),
         open_groups=draw(st.integers(1, 3)),
         staleness=draw(st.integers(0, 3)),
         stale_share=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),

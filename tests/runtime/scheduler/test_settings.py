@@ -26,7 +26,6 @@ GOOD = Settings(1, groups=6, images=4, fragment_images=2)
         (dict(max_candidates=7, redundant_groups=2), "must be at least groups"),
         (dict(max_candidates=9, readiness="fragment"), "only a complete group"),
         (dict(max_candidates=9, fragment_images=8), "fragment_images = 8 must divide images = 4"),
-        (dict(max_candidates=9, ordered=True), "ordered cannot go with max_candidates"),
         (dict(readiness="early_group", open_groups=1, ordered=True), "ordered cannot go with read"),
         (dict(max_candidates=9, images=1, fragment_images=1), "one image has no variance"),
     ],

@@ -132,7 +132,9 @@ class Referee:
         assert f in self.scored and f not in self.trained and f not in self.gone
         assert c.update == self.update
         if s.ordered:
-            assert f.index == sum(trained.step == f.step for trained in self.trained)
+            ranks = members_of(self.seed, f.step, s, self.flat_share)
+            order = dict.fromkeys(i for g in ranks for i in self.fragments_of(g))
+            assert f.index == list(order)[sum(trained.step == f.step for trained in self.trained)]
         for _, group in self.groups_of(f):
             assert self.update_of(f.step, group) == self.update
         self.check_ready(f, c.early)
