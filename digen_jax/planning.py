@@ -33,12 +33,12 @@ WARM = 2  # first steps of a run that may have compiled
 
 
 def step_settings(config: ConfigDict) -> Settings:
-    """The scheduler's view of a config's step, with every tactic allowed."""
+    """The scheduler's view of a config's step, with every tactic allowed; early groups rule asynchrony out."""
     batch = config.batch
     settings = dataclasses.replace(
         recipe.scheduler_settings(config),
         steps=1,
-        staleness=1,
+        staleness=0 if config.runtime.early_groups else 1,
         ordered=False,
         tag_fragments=batch.groups * batch.images // config.sampler.fragment,
     )

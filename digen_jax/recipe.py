@@ -30,7 +30,7 @@ from digen_jax.settings import (
     check_types,
     check_window,
 )
-from digen_jax.tactics import check_candidates
+from digen_jax.tactics import check_candidates, check_early
 
 # What a resumed run may have otherwise: none of it changes what is computed in a step.
 MAY_CHANGE = ("checkpoint", "pictures", "placement.cpu_devices", "steps", "wandb")
@@ -98,8 +98,9 @@ def reference() -> ConfigDict:
                 stale_share=0.5,  # of a step's groups, at most, that may begin before the step is on
                 tag_fragments=0,  # of a step, that the trainer may generate where it would wait
                 tag_weights="in place",  # what it samples from; or "resharded", a copy on each device
-                max_candidates=0,  # groups of which a step is chosen: those with equal rewards are replaced
-                redundant_groups=0,  # of them generated ahead, so that no replacement is waited for
+                max_candidates=0,  # groups tried for a step, as those of equal rewards are replaced; 0: none are
+                redundant_groups=0,  # generated beside those needed, so that no replacement is waited for
+                early_groups=0,  # that may be in training at a time before they are complete; 0: none
             ),
             evaluation=dict(
                 prompts="assets/prompts/shapes_heldout.jsonl",
@@ -165,9 +166,13 @@ def check(config: ConfigDict) -> None:
         ("runtime.tag_weights", ("in place", "resharded")),
     ):
         check_choice(f"config.{name}", _value(config, name), choices)
-    with blame("config.algorithm."):
-        algorithm_settings(config).check()
     check_candidates(config)
+    check_early(config)
+    with blame("config.algorithm."):
+        algorithm = algorithm_settings(config)
+        algorithm.check()
+        if config.runtime.early_groups:
+            algorithm.check_early(config.batch.images, config.batch.groups)
     with blame("config.runtime.", (ConfigError,)):
         scheduler_settings(config).check()
     with blame("config.sampler."):
@@ -209,18 +214,19 @@ def trainer_settings(config: ConfigDict) -> TrainerSettings:
 def scheduler_settings(config: ConfigDict) -> Settings:
     """The scheduler's.
 
-    Strictly on policy, fragments are trained in their order: a run is then the same to the last bit
-    whenever it is done again.
+    Strictly on policy, fragments are trained in their order, unless that is to be early: a run is then
+    the same to the last bit whenever it is done again.
     """
-    runtime = config.runtime
+    runtime, needs = config.runtime, algorithm_settings(config).needs
     return Settings(
         steps=config.steps,
         groups=config.batch.groups,
         images=config.batch.images,
         fragment_images=config.sampler.fragment,
         updates=config.trainer.updates,
-        readiness=algorithm_settings(config).needs,
-        ordered=runtime.staleness == 0,
+        readiness=f"early_{needs}" if runtime.early_groups else needs,
+        open_groups=runtime.early_groups,
+        ordered=runtime.staleness == 0 and not runtime.early_groups,
         staleness=runtime.staleness,
         stale_share=runtime.stale_share,
         tag_fragments=runtime.tag_fragments,
@@ -278,6 +284,7 @@ def _check_numbers(config: ConfigDict) -> None:
         "reward.processes",
         "runtime.max_candidates",
         "runtime.redundant_groups",
+        "runtime.early_groups",
         "evaluation.steps",
         "evaluation.images",
     ):

@@ -32,3 +32,45 @@ def check_candidates(config: ConfigDict) -> None:
         config.batch.images,
         "as with config.runtime.max_candidates a group that is replaced must not share a fragment",
     )
+
+
+def check_early(config: ConfigDict) -> None:
+    """Refuses training before groups are complete where it is not exact, or nothing would be early.
+
+    What the algorithm must be like for it is for `FlowGRPO.check_early` to say.
+
+    Raises:
+      ConfigError: ratios that are not 1, groups that may be replaced, or fragments that are not less
+        than what has to be waited for otherwise.
+    """
+    early = f"config.runtime.early_groups = {config.runtime.early_groups}"
+    if not config.runtime.early_groups:
+        return
+    for name, value, needed, why in (
+        ("runtime.staleness", config.runtime.staleness, 0, "older weights' ratios are not 1"),
+        ("trainer.updates", config.trainer.updates, 1, "behind an update ratios are not 1"),
+        (
+            "runtime.max_candidates",
+            config.runtime.max_candidates,
+            0,
+            "only of a complete group it is known whether it is replaced",
+        ),
+    ):
+        if value != needed:
+            raise ConfigError(
+                f"{early} cannot go with config.{name} = {value}, as {why}: set that to {needed}, or "
+                "config.runtime.early_groups to 0"
+            )
+    fragment, images = config.sampler.fragment, config.batch.images
+    check_divides(
+        "config.sampler.fragment",
+        fragment,
+        "config.batch.images",
+        images,
+        f"as with {early} a fragment belongs to one group",
+    )
+    if config.algorithm.advantage_std == "group" and fragment == images:
+        raise ConfigError(
+            f"{early} changes nothing where config.sampler.fragment = {fragment} is a whole group: set "
+            "that to less, or config.runtime.early_groups to 0"
+        )

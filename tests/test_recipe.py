@@ -289,6 +289,76 @@ def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given
     assert settings.ordered and recipe.drawn_groups(full) == 20
 
 
+# ------------------------------------------------------------------------------ early groups
+
+EARLY = dict(
+    runtime__early_groups=2,
+    algorithm__old_log_probs="current",
+    sampler__fragment=4,
+    trainer__micro_batch=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            dict(runtime__staleness=1),
+            "config.runtime.early_groups = 2 cannot go with config.runtime.staleness = 1, as older "
+            "weights' ratios are not 1: set that to 0, or config.runtime.early_groups to 0",
+        ),
+        (
+            dict(trainer__updates=2),
+            "config.runtime.early_groups = 2 cannot go with config.trainer.updates = 2",
+        ),
+        (
+            dict(runtime__max_candidates=20),
+            "config.runtime.early_groups = 2 cannot go with config.runtime.max_candidates = 20",
+        ),
+        (
+            dict(algorithm__old_log_probs="auto"),
+            "config.algorithm.old_log_probs is 'rollout'; to train before a group is complete set it "
+            "to 'current'",
+        ),
+        (
+            dict(algorithm__adv_clip=3.0),
+            "config.algorithm.adv_clip is 3.0; to train before a group is complete set it to sqrt(11)",
+        ),
+        (
+            dict(algorithm__advantage_std="global"),
+            "config.algorithm.adv_clip is 5.0; to train before a group is complete set it to sqrt(132)",
+        ),
+        (
+            dict(sampler__fragment=8),
+            "config.sampler.fragment = 8 must divide config.batch.images = 12, as with "
+            "config.runtime.early_groups = 2 a fragment belongs to one group",
+        ),
+        (
+            dict(sampler__fragment=12),
+            "config.runtime.early_groups = 2 changes nothing where config.sampler.fragment = 12 is a "
+            "whole group: set that to less, or config.runtime.early_groups to 0",
+        ),
+        (dict(runtime__early_groups=-1), "config.runtime.early_groups must be 0 or more, not -1"),
+    ],
+)
+def test_training_early_where_that_is_not_exact_is_refused(given, fields, sentence):
+    assert refused(changed(given, **EARLY | fields)).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("fields", "readiness"),
+    [
+        ({}, "early_group"),
+        (dict(algorithm__advantage_std="global", algorithm__adv_clip=12.0), "early_step"),
+    ],
+)
+def test_training_early_is_for_the_scheduler_what_the_algorithm_needs(given, fields, readiness):
+    full = recipe.complete(changed(given, **EARLY | fields))
+    recipe.check(full)
+    settings = recipe.scheduler_settings(full)
+    assert (settings.readiness, settings.open_groups, settings.ordered) == (readiness, 2, False)
+
+
 # ------------------------------------------------------------------------------ batches
 
 

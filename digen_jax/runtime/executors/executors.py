@@ -105,7 +105,7 @@ class Executors:
             case Decode():
                 self.sampling(command.worker).decode(command.fragment)
             case Train():
-                self.trainer.train(command.fragment)
+                self.trainer.train(command.fragment, command.early)
             case Update():
                 last = command.update == self.last_update
                 self.trainer.update(command.step + 1 if last else None)

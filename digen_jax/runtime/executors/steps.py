@@ -66,6 +66,11 @@ class Step:
         return np.isfinite(self.scores) & ~dropped
 
     @property
+    def reward_std(self) -> float:
+        """The std of the rewards of the groups that form the step."""
+        return float(self.scores[self.members].std(dtype=np.float64))
+
+    @property
     def generated(self) -> int:
         """The candidates that were begun, once it is known which form the step."""
         begun = self.members

@@ -5,10 +5,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float32
 
+from digen_jax.runtime.early import OpenGroup
 from digen_jax.runtime.executors.sampling import moved
-from digen_jax.runtime.executors.steps import Images, Steps
+from digen_jax.runtime.executors.steps import Images, Step, Steps
 from digen_jax.runtime.sampler import Prompts, Weights
 from digen_jax.runtime.scheduler.commands import Fragment
 from digen_jax.runtime.system import Rollout, System
@@ -23,13 +25,16 @@ class TrainingExecutor:
         self._system, self._steps, self._versions = system, steps, versions
         self._std: Literal["group", "global"] = std
         self._totals = None
+        self._groups: dict[int, OpenGroup] = {}  # those that are trained early, by number
         self._history: list[dict[str, jax.Array]] = []  # of the step's updates
 
-    def train(self, fragment: Fragment) -> None:
-        """Adds a fragment's gradient to the update's."""
+    def train(self, fragment: Fragment, early: bool = False) -> None:
+        """Adds a fragment's gradient to the update's; `early`: by way of its group's own sums."""
         step = self._steps.of(fragment)
-        advantages = step.advantages(fragment.index, self._std)
         images = step.sampled.pop(fragment.index)
+        if early:
+            return self._train_early(step, step.cut(fragment.index), images)
+        advantages = step.advantages(fragment.index, self._std)
         experience = receive(self._system, step.prompts, images, advantages)
         trainer, base = self._system.trainer, self._system.base
         recomputed = trainer.algorithm.old_log_probs == "recomputed"
@@ -37,11 +42,28 @@ class TrainingExecutor:
         self._totals = jax.block_until_ready(
             trainer.accumulate(self.state, base, experience, self._totals, behaviour)
         )
+        return None
+
+    def _train_early(self, step: Step, cut: slice, images: Images) -> None:
+        """Adds a fragment to its group's sums, and these to the update's with the group's last one."""
+        trainer, number, scores = self._system.trainer, int(step.rows[cut.start]), step.scores[cut]
+        # Whatever they will be: nobody may read them.
+        advantages = np.full_like(scores, np.nan)
+        experience = receive(self._system, step.prompts, images, advantages)
+        begun, base = self._groups.pop(number, None), self._system.base
+        group = trainer.accumulate_early(self.state, base, experience, scores, begun)
+        jax.block_until_ready(group.sums)
+        if len(group.rewards) < np.count_nonzero(step.rows == number):
+            self._groups[number] = group
+        else:
+            self._totals = jax.block_until_ready(trainer.close(group, self._totals))
 
     def update(self, version: int | None) -> None:
         """One optimizer update; the step's last one makes a version."""
         state = self.state._replace(tuned=self._versions.to_consume(self.state.tuned))
-        self.state, metrics = self._system.trainer.update(state, self._totals)
+        step = self._steps[self._steps.first]
+        std = None if self._totals.unscaled is None else step.reward_std
+        self.state, metrics = self._system.trainer.update(state, self._totals, std)
         self._totals = None
         self._history.append(metrics)
         jax.block_until_ready(self.state)

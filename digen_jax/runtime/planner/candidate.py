@@ -3,7 +3,7 @@
 import dataclasses
 
 from digen_jax.runtime.planner.problem import Problem
-from digen_jax.runtime.scheduler.settings import Costs, Settings
+from digen_jax.runtime.scheduler.settings import EARLY, Costs, Settings
 from digen_jax.runtime.simulator.simulate import Layout, Mesh
 
 
@@ -75,9 +75,11 @@ def costs(problem: Problem, candidate: Candidate) -> Costs:
 
 def settings(problem: Problem, candidate: Candidate) -> Settings:
     """The scheduler's, with the candidate's tactics on and the others off."""
-    changes = {} if candidate.gap else {"readiness": "step"}
+    readiness = problem.settings.readiness if candidate.gap else "step"
+    changes = {"readiness": readiness}
     if not candidate.asynchrony:
-        changes |= {"staleness": 0, "ordered": True}  # as `recipe.scheduler_settings` has it
+        # As `recipe.scheduler_settings` has it.
+        changes |= {"staleness": 0, "ordered": readiness not in EARLY}
     if not candidate.tag:
         changes["tag_fragments"] = 0
     return dataclasses.replace(problem.settings, **changes)

@@ -64,19 +64,22 @@ def _smallest(
 def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str, float]:
     """Gradient, moments and average are laid out like their parameters.
 
-    All of the step, and what is begun of the next one, may be waiting to be trained.
+    All candidates of the step, and what is begun of the next one, may be waiting to be trained. A group
+    that trains early has two gradients of its own.
     """
     foot, settings = problem.footprint, problem.settings
     tuned = foot.tuned.on_device(fsdp)
     samples = candidate.tag or not candidate.workers
     ahead = settings.stale_share if candidate.asynchrony else 0.0
-    images = settings.groups * settings.images * (1 + ahead)
+    groups = max(settings.groups, settings.max_candidates)
+    images = groups * settings.images * (1 + ahead)
+    early = 2 * settings.open_groups if candidate.gap else 0
     # A group of `time` steps goes through together, so each device has as many transitions as if
     # the images alone were split.
     passing = -(-foot.micro_batch // candidate.data)
     return {
         "parameters": tuned + foot.base.on_device(fsdp),
-        "gradient": tuned,
+        "gradient": (1 + early) * tuned,
         "optimizer": (2 + foot.ema) * tuned,
         "kept versions": _versions(problem, candidate) * tuned,
         "frozen": foot.frozen.on_device(fsdp) if samples else 0.0,

@@ -5,7 +5,7 @@ import heapq
 from collections.abc import Iterable
 
 from digen_jax.runtime.scheduler.membership import FLAT, Candidates
-from digen_jax.runtime.scheduler.settings import Settings
+from digen_jax.runtime.scheduler.settings import EARLY, Settings
 
 # The stages of a fragment. Being scored it waits for its group or its set, being ready for nothing.
 QUEUED, BEGUN, SCORING, SCORED = "queued", "begun", "scoring", "scored"
@@ -21,7 +21,7 @@ class Group:
     version: int | None = None
     low: float = float("inf")
     high: float = float("-inf")
-    early: bool = False  # training began before it was complete
+    early: bool = False  # trained before it, or with "early_step" its step, was complete
 
 
 @dataclasses.dataclass
@@ -38,7 +38,7 @@ class Batch:
     generating: int = 0  # fragments begun and not decoded
     scored_at: dict[int, float] = dataclasses.field(default_factory=dict)  # expected, once begun
     ready: list[int] = dataclasses.field(default_factory=list)  # heap
-    early: list[int] = dataclasses.field(default_factory=list)  # heap; of incomplete groups
+    early: list[int] = dataclasses.field(default_factory=list)  # heap; scored, to be trained early
     open: int = 0  # groups that train early and are not finished
     update: int = 0  # the update set whose turn it is
     finished: int = 0  # groups trained
@@ -244,9 +244,10 @@ class Batch:
             group = self.groups[number]
             if not candidates.is_member(number):
                 continue
-            if not group.unscored or group.early or readiness == "fragment":
+            complete = not group.unscored and readiness != "early_step"
+            if complete or group.early or readiness == "fragment":
                 self._make_ready(number)
-            elif readiness == "early_group":
+            elif readiness in EARLY:
                 for index in self.fragments_of(number):
                     if self.stages[index] == SCORED:
                         heapq.heappush(self.early, index)
@@ -270,7 +271,7 @@ class Batch:
                 heapq.heappush(self.ready, index)
 
     def _open_early(self) -> None:
-        """Opens the first incomplete group with a scored fragment, if one more may be open."""
+        """Opens the first group with a scored fragment that waits, if one more may be open."""
         while self.early and self.open < self.settings.open_groups:
             index = heapq.heappop(self.early)
             if self.stages[index] == SCORED:

@@ -70,7 +70,7 @@ class Score(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Train(Command):
-    """Accumulate a fragment's gradient for an update; `early`: before its group was complete."""
+    """Accumulate a fragment's gradient for an update; `early`: before its advantages are known."""
 
     worker: str
     fragment: Fragment

@@ -65,6 +65,7 @@ def _fragments(state: State) -> tuple[Ahead, ...]:
         gate = {
             "fragment": index,
             "early_group": index,
+            "early_step": index,
             "group": unit,
             "update_set": update,
             "step": 0,

@@ -5,7 +5,9 @@ import math
 
 from digen_jax.settings import ConfigError, check_choice, check_divides, check_positive
 
-READINESS = ("fragment", "early_group", "group", "update_set", "step")
+# Of a group or a step that is not complete yet, a fragment trains all the same.
+EARLY = ("early_group", "early_step")
+READINESS = ("fragment", *EARLY, "group", "update_set", "step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Settings:
 
     `readiness` is what must be scored completely before a fragment can be trained. With
     "early_group" a fragment trains before its group is complete, in at most `open_groups` groups at
-    a time; a group that was complete before its first training is not counted.
+    a time; a group that was complete before its first training is not counted. With "early_step" it
+    trains before its step is complete, and so do all groups: complete ones are counted too.
 
     With `ordered` the fragments of a step are trained in the order of their index (of groups that
     fill the step up after all others), never in that of their arrival, so that the sums of a step
@@ -97,21 +100,23 @@ class Settings:
             raise ConfigError(f"stale_share must lie between 0 and 1, not {self.stale_share}")
         if self.evaluate_every:
             check_positive("evaluation_fragments", self.evaluation_fragments)
-        if self.readiness == "early_group":
-            check_positive("open_groups", self.open_groups)
-            if self.unit_images > max(self.images, self.fragment_images):
-                raise ConfigError(
-                    f"fragment_images = {self.fragment_images} must divide images = {self.images} or be "
-                    "a multiple of it with readiness = 'early_group', which opens single groups: set "
-                    f"it to {self.images}"
-                )
-            if self.ordered:
-                raise ConfigError(
-                    "ordered cannot go with readiness = 'early_group', by which what is trained before "
-                    "its group is complete depends on arrival: set ordered to False"
-                )
+        if self.readiness in EARLY:
+            self._check_early()
         self._check_cut()
         self._check_candidates()
+
+    def _check_early(self) -> None:
+        check_positive("open_groups", self.open_groups)
+        if self.images % self.fragment_images:
+            raise ConfigError(
+                f"fragment_images = {self.fragment_images} must divide images = {self.images} with "
+                f"readiness = {self.readiness!r}, which opens single groups: set it to {self.images}"
+            )
+        if self.ordered:
+            raise ConfigError(
+                f"ordered cannot go with readiness = {self.readiness!r}, by which what is trained before "
+                "its group is complete depends on arrival: set ordered to False"
+            )
 
     def _check_cut(self) -> None:
         why = "as an update takes whole groups and fragments"
@@ -132,7 +137,7 @@ class Settings:
                 f"max_candidates = {self.max_candidates} must be at least groups + redundant_groups = "
                 f"{self.groups + self.redundant_groups}, or 0 for no dynamic sampling"
             )
-        if self.readiness in ("fragment", "early_group"):
+        if self.readiness in ("fragment", *EARLY):
             raise ConfigError(
                 f"readiness = {self.readiness!r} cannot go with max_candidates, as only a complete "
                 "group is known to have variance: set readiness to 'group' or max_candidates to 0"

@@ -1,13 +1,17 @@
 """The same run on every layout of meshes, cut and order of work: the same gradient and the same updates."""
 
 import functools
+import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from digen_jax.runtime.early import settled
+from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.scheduler import policy
-from digen_jax.runtime.scheduler.commands import TRAINER, Generate
+from digen_jax.runtime.scheduler.commands import TRAINER, Generate, Train
 from tests.runtime import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -25,6 +29,8 @@ LAYOUTS = {
     "disaggregated, steps split": ((1, 2), (2, 1, 2), 1, 4, 4, ""),
     "TAG in place": ((2, 1), (1, 2), 1, 4, 4, "in place"),
     "TAG resharded": ((2, 1), (1, 2), 1, 4, 2, "resharded"),
+    "half groups": ((1, 1), (1, 2), 2, 2, 2, ""),
+    "half groups, steps split": ((1, 2), (1, 2, 2), 1, 2, 2, ""),
 }
 CASES = [
     *(("full", 1, layout) for layout in LAYOUTS if layout != "one device"),
@@ -37,8 +43,8 @@ CASES = [
 
 
 @functools.cache
-def result(tuning, updates, layout, old_log_probs="rollout"):
-    """(gradient of the first update, the change of what is tuned, share of TAG) of a run."""
+def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=0):
+    """(gradient of the first update, the change of what is tuned, commands) of a run."""
     rollout, trainer, workers, fragment, micro, tag = LAYOUTS[layout]
     config = toy.config(
         **toy.meshes(rollout, trainer, workers),
@@ -56,6 +62,8 @@ def result(tuning, updates, layout, old_log_probs="rollout"):
         algorithm__clip_range=0.2,
         algorithm__kl_coefficient=0.1,
         algorithm__old_log_probs=old_log_probs,
+        algorithm__advantage_std=std,
+        runtime__early_groups=early,
         runtime__tag_fragments=24 if tag else 0,
         runtime__tag_weights=tag or "in place",
     )
@@ -63,9 +71,10 @@ def result(tuning, updates, layout, old_log_probs="rollout"):
     assert system.placement.colocated == (rollout == (0, 1))
     gradients, update = [], system.trainer.update
 
-    def spy(state, totals):
-        gradients.append(jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient))
-        return update(state, totals)
+    def spy(state, totals, std):
+        whole = totals if std is None else settled(totals, jnp.float32(1 / (std + 1e-4)))
+        gradients.append(jax.tree.map(lambda g: g / totals.sums["weight"], whole.gradient))
+        return update(state, totals, std)
 
     system.trainer.update = spy
     start = jax.device_get(system.start)
@@ -77,13 +86,13 @@ def result(tuning, updates, layout, old_log_probs="rollout"):
     if not system.placement.colocated:
         assert (sum(metrics["tag_share"] for metrics in history) > 0) == bool(tag)
     change = jax.tree.map(np.subtract, jax.device_get(state.tuned), start)
-    return jax.device_get(gradients[0]), change
+    return jax.device_get(gradients[0]), change, log
 
 
 @pytest.mark.parametrize(("tuning", "updates", "layout"), CASES)
 def test_the_result_is_that_of_one_device(tuning, updates, layout):
-    gradient, change = result(tuning, updates, layout)
-    expected_gradient, expected_change = result(tuning, updates, "one device")
+    gradient, change, _ = result(tuning, updates, layout)
+    expected_gradient, expected_change, _ = result(tuning, updates, "one device")
     assert toy.difference(gradient, expected_gradient) < 1e-5
     assert toy.difference(change, expected_change) < 1e-4
     wrong = jax.tree.map(lambda g: 1.01 * g, gradient)
@@ -93,13 +102,40 @@ def test_the_result_is_that_of_one_device(tuning, updates, layout):
 @pytest.mark.parametrize("layout", ["colocated", "two workers, fragments across groups"])
 def test_recomputed_log_probs_are_the_rollouts_own(layout):
     """Of two updates the second one's ratios are not 1: they need the version that the first one consumed."""
-    gradient, change = result("full", 2, layout, "recomputed")
-    expected_gradient, expected_change = result("full", 2, "one device")
+    gradient, change, _ = result("full", 2, layout, "recomputed")
+    expected_gradient, expected_change, _ = result("full", 2, "one device")
+    assert toy.difference(gradient, expected_gradient) < 1e-5
+    assert toy.difference(change, expected_change) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("tuning", "std", "layout"),
+    [
+        ("full", "group", "half groups"),
+        ("lora", "group", "half groups, steps split"),
+        ("full", "global", "half groups, steps split"),
+    ],
+)
+def test_training_groups_before_they_are_complete_is_training_them_then(
+    monkeypatch, tuning, std, layout
+):
+    real = SamplingExecutor.generate
+
+    def generate(executor, fragment, version):
+        real(executor, fragment, version)
+        time.sleep(0.05 * (fragment.index % 2))  # the first halves come before the second ones
+
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    gradient, change, log = result(tuning, 1, layout, "current", std, early=2)
+    early = [c.early for c in log if isinstance(c, Train)]
+    assert all(early) if std == "global" else any(early)
+    expected_gradient, expected_change, plain = result(tuning, 1, "one device", std=std)
+    assert not any(c.early for c in plain if isinstance(c, Train))
     assert toy.difference(gradient, expected_gradient) < 1e-5
     assert toy.difference(change, expected_change) < 1e-4
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_a_run_changes_what_is_tuned(tuning):
-    _, change = result(tuning, 1, "one device")
+    _, change, _ = result(tuning, 1, "one device")
     assert np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(change))) > 0.01

@@ -1,6 +1,7 @@
 """Several workers: failures, asynchrony, what a checkpoint holds of them, and the log replayed."""
 
 import json
+import time
 
 import jax
 import numpy as np
@@ -216,6 +217,22 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
 
 def _dict(saved):
     return saved["items"]
+
+
+def test_a_replayed_log_gives_the_same_bits_where_groups_were_trained_early(monkeypatch):
+    real = SamplingExecutor.generate
+
+    def generate(executor, fragment, version):
+        real(executor, fragment, version)
+        time.sleep(0.03 * (fragment.index % 2))
+
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    c = config(algorithm__old_log_probs="current", runtime__early_groups=1)
+    c.sampler.fragment = c.trainer.micro_batch = 2
+    system = toy.system(c)
+    state, _, log = toy.drive(system, c, 2)
+    assert any(command.early for command in log if isinstance(command, Train))
+    equal_bits(replayed(system, c, log), state)
 
 
 def test_everything_that_is_decoded_is_scored_once(undisturbed):

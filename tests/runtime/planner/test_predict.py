@@ -121,6 +121,30 @@ def test_a_device_holds_what_is_counted_by_hand():
     assert held.largest == sum(held.trainer.values())
 
 
+def test_early_groups_hold_gradients_and_candidates_trajectories():
+    problem = Problem(8, STEP, FRICTION, transitions=4, footprint=FOOTPRINT)
+    plain = device_bytes(problem, Candidate(4, 1, 4, gap=True)).trainer
+    early = dataclasses.replace(STEP, readiness="early_group", open_groups=3)
+    many = dataclasses.replace(STEP, max_candidates=10)
+    for settings, name, factor in ((early, "gradient", 7), (many, "trajectories", 10 / 4)):
+        other = dataclasses.replace(problem, settings=settings)
+        held = device_bytes(other, Candidate(4, 1, 4, gap=True)).trainer
+        assert held == plain | {name: factor * plain[name]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [dict(readiness="early_step", open_groups=2), dict(max_candidates=6, redundant_groups=1)],
+)
+def test_early_groups_and_dynamic_sampling_can_be_planned(fields):
+    settings = dataclasses.replace(STEP, staleness=0, **fields)
+    problem = Problem(4, settings, FRICTION)
+    problem.check()
+    for candidate in candidates(problem):
+        least = (1 - 1e-9) * lower_bound(problem, candidate)
+        assert predict(problem, candidate).step_seconds >= least
+
+
 def test_on_policy_without_tag_one_version_and_no_frozen_part_lie_on_the_trainer():
     problem = Problem(8, STEP, FRICTION, footprint=FOOTPRINT)
     held = device_bytes(problem, Candidate(4, 1, 4))

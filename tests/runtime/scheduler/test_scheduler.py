@@ -48,8 +48,11 @@ def plans(draw):
     share = groups // updates * images
     multiples = [images * n for n in range(1, 4) if groups // updates % n == 0]
     fragment = draw(st.sampled_from(divisors if dynamic else divisors + multiples))
-    readiness = draw(st.sampled_from(READINESS[2:] if dynamic else READINESS))
-    if not dynamic and readiness != "early_group" and draw(st.booleans()):
+    readiness = draw(st.sampled_from(READINESS[3:] if dynamic else READINESS))
+    early = readiness in ("early_group", "early_step")
+    if early:
+        fragment = draw(st.sampled_from(divisors))
+    elif not dynamic and draw(st.booleans()):
         fragment = draw(st.sampled_from([n for n in range(1, share + 1) if share % n == 0]))
     redundant = draw(st.integers(0, 3)) if dynamic else 0
     found = Settings(
@@ -59,7 +62,7 @@ def plans(draw):
         fragment_images=fragment,
         updates=updates,
         readiness=readiness,
-        ordered=readiness != "early_group" and draw(st.booleans()),
+        ordered=not early and draw(st.booleans()),
         open_groups=draw(st.integers(1, 3)),
         staleness=draw(st.integers(0, 3)),
         stale_share=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),

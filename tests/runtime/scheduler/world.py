@@ -149,6 +149,7 @@ class Referee:
         needed = {
             "fragment": [],
             "early_group": [],
+            "early_step": [],
             "group": [g for _, g in self.groups_of(f)],
             "update_set": members[self.update * size : (self.update + 1) * size],
             "step": members,
@@ -157,6 +158,8 @@ class Referee:
         assert whole
         if s.readiness == "early_group" and not early:
             assert all(self.complete(*group) for group in self.groups_of(f))
+        assert s.readiness != "early_step" or early
+        assert not early or s.readiness in ("early_group", "early_step")
 
     def complete(self, step, group):
         return all(Fragment(step, i) in self.scored for i in self.fragments_of(group))
