@@ -19,6 +19,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.driver import Begun, Driver
 from digen_jax.runtime.executors.executors import Executors
 from digen_jax.runtime.executors.log import CommandLog
+from digen_jax.runtime.executors.orders import Orders
 from digen_jax.runtime.placement import DeviceGroup, Placement, make_placement
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, SamplerSettings
@@ -145,6 +146,7 @@ def make_driver(
     first: int = 0,
     begun: Begun | None = None,
     log: CommandLog | list[Command] | None = None,
+    orders: Orders | None = None,
 ) -> Driver:
     """What drives a run from a step on.
 
@@ -157,6 +159,7 @@ def make_driver(
       first: the number of steps that are done.
       begun: what was in flight when `state` was saved; None: nothing, as before the first step.
       log: gets all commands in their order.
+      orders: tells other processes what is done as it begins.
     """
     if begun is None and first:
         raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
@@ -166,7 +169,7 @@ def make_driver(
         if begun
         else Scheduler(recipe.scheduler_settings(config), GUESSED)
     )
-    return Driver(executors, scheduler, rewards, begun, log)
+    return Driver(executors, scheduler, rewards, begun, log, orders)
 
 
 def read_part(family: Any, folder: pathlib.Path, part: str, group: DeviceGroup) -> Any:

@@ -6,6 +6,8 @@ import pathlib
 import jax
 from absl import logging
 
+from digen_jax.settings import ConfigError
+
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "digen_jax/xla"
 
 
@@ -21,3 +23,38 @@ def prepare(cpu_devices: int = 1) -> None:
         jax.config.update("jax_compilation_cache_dir", str(CACHE))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     logging.set_verbosity(logging.WARNING)
+
+
+def join(coordinator: str | None, processes: int | None, process: int | None) -> None:
+    """Makes this process one of several that run together; None for all three: it is alone.
+
+    Must be called before JAX starts.
+
+    Args:
+      coordinator: "host:port", where the first process listens, or "auto" where JAX finds all of this out by
+        itself (Slurm, Open MPI, Kubernetes, TPU slices).
+      processes: how many there are.
+      process: which of them this is; 0 is the first.
+
+    Raises:
+      ConfigError: some of it is missing.
+    """
+    told = (processes, process)
+    if coordinator is None:
+        if told != (None, None):
+            raise ConfigError(
+                "--processes and --process need the first one's --coordinator=host:port"
+            )
+        return
+    if coordinator != "auto" and None in told:
+        raise ConfigError(
+            "--coordinator=host:port needs --processes, how many there are, and --process, which of "
+            "them this is, from 0; or set --coordinator=auto where a cluster tells"
+        )
+    # A process that is told to stop says so to the first one, which decides when (see executors.orders).
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(None if coordinator == "auto" else coordinator, *told)
+    except ValueError as error:
+        raise ConfigError(f"--coordinator={coordinator} does not work: {error}") from error

@@ -4,7 +4,7 @@ import pathlib
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,23 +13,20 @@ from ml_collections import ConfigDict
 
 from digen_jax import pictures, rewards
 from digen_jax.assemble import build, make_driver
-from digen_jax.checkpoint import (
-    Checkpointer,
-    claim_workdir,
-    finished_step,
-    mark_finished,
-    template_of,
-)
+from digen_jax.checkpoint import claim_workdir, finished_step, mark_finished
+from digen_jax.following import follow_run
 from digen_jax.interrupt import Interrupt
 from digen_jax.metrics import MetricsLog, Progress, read_metrics
 from digen_jax.planning import placed
+from digen_jax.positions import Position, Positions
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.recipe import MAY_CHANGE, check, complete, drawn_groups, is_automatic
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
-from digen_jax.runtime.executors.driver import Begun, Driver
+from digen_jax.runtime.executors.driver import Driver
 from digen_jax.runtime.executors.log import CommandLog
+from digen_jax.runtime.executors.orders import Orders, is_first, leading, several
 from digen_jax.runtime.timeline import Interval
 from digen_jax.runtime.timeline_files import TraceFile, draw
 from digen_jax.runtime.trainer import State
@@ -40,17 +37,10 @@ Metrics = dict[str, float]
 SHOWN_STEPS = 3  # in a picture of the timeline
 
 
-class Position(NamedTuple):
-    """Where a run stands after `done` steps."""
-
-    done: int
-    state: State
-    begun: Begun | None  # what is in flight; None before the first step
-    host: dict[str, Any]  # what else a checkpoint needs: places in the prompts and in the metrics
-
-
 def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
     """Runs or continues the training that `config` describes, in `workdir`.
+
+    Where there are several processes all call it, with a workdir that all see. The first one leads.
 
     Returns:
       None where the run is finished; the process's exit code where a signal stopped it before.
@@ -58,14 +48,30 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
     Raises:
       ConfigError: a mistake in what was asked for, or in what the reward returns.
     """
+    if not is_first():
+        return follow_run(config, workdir)
+    with leading() as orders:
+        code = lead(config, workdir, orders)
+        orders.announce("end", (None, code))
+    return code
+
+
+def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | None:
+    """As `train`, in the process that decides."""
     if is_automatic(config):
+        if several():
+            raise ConfigError(
+                "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
+                "takes all devices of all processes, and rollout.data = 0"
+            )
         config = placed(config, workdir)
     config = complete(config)
     check(config)
     with claim_workdir(workdir, config.to_dict(), MAY_CHANGE):
         finished = finished_step(workdir) or 0
         if finished < config.steps:
-            return Run(config, workdir).train()
+            orders.announce("begin", config.to_json(sort_keys=True))
+            return Run(config, workdir, orders).train()
     print(f"This run is finished: {finished} steps are done. To go on, give a larger config.steps.")
     print(where(workdir))
     return None
@@ -74,11 +80,12 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
 class Run:
     """The parts of a run and the files that it has open in its workdir."""
 
-    def __init__(self, config: ConfigDict, workdir: pathlib.Path):
-        self.config, self.workdir = config, workdir
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path, orders: Orders):
+        self.config, self.workdir, self.orders = config, workdir, orders
         reward = config.reward
         self.rewards = RewardPool(rewards.resolve(reward.name), reward.name, reward.processes)
         self.system = build(config, jax.devices())
+        orders.announce("built")
         self.driver: Driver | None = None
         held_out = read_prompt_file(config.evaluation.prompts)
         self.held_out = held_out[: config.evaluation.images or None]
@@ -89,9 +96,7 @@ class Run:
         self.timeline = TraceFile(workdir / "timeline.json")
         self.shown: list[list[Interval]] = []  # of the last steps
         self.log = MetricsLog(workdir, config.wandb.to_dict() or None)
-        self.checkpoints = Checkpointer(
-            workdir / "checkpoints", config.checkpoint.every, config.checkpoint.keep
-        )
+        self.positions = Positions(workdir, config, self.system.trainer)
         self.folder = workdir / "pictures"
         self.folder.mkdir(exist_ok=True)
 
@@ -99,7 +104,7 @@ class Run:
         """From the last checkpoint to the last step, then the results; returns as `train` does."""
         print(self.system.placement.describe(), flush=True)
         with closing(self.rewards):
-            with Interrupt() as interrupt, closing(self.log), closing(self.checkpoints):
+            with Interrupt() as interrupt, closing(self.log), closing(self.positions):
                 position = self.advance(self.resume(), interrupt)
             if position.done < self.config.steps:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
@@ -110,26 +115,18 @@ class Run:
     def resume(self) -> Position:
         """The newest checkpoint's position, or the beginning's once the start has been evaluated."""
         state = self.system.trainer.init(self.system.start)
-        host = self.checkpoints.latest_host()
-        if host is None:
+        found = self.positions.newest(state)
+        if found is None:
             return self.begin(state)
-        versions = [int(version) for version in host["kept"]]
-        template = self.saved(state, dict.fromkeys(versions, state.tuned))
-        found = self.checkpoints.restore_latest(template_of(template))
-        if found.step > self.config.steps:
+        if found.done > self.config.steps:
             raise ConfigError(
                 f"config.steps = {self.config.steps}, but the run in {self.workdir} has done "
-                f"{found.step} steps already: give {found.step} or more"
+                f"{found.done} steps already: give {found.done} or more"
             )
-        print(f"continuing after step {found.step}", flush=True)
-        state = State(**{name: found.arrays.get(name) for name in State._fields})
+        print(f"continuing after step {found.done}", flush=True)
         self.prompts.set_state(found.host["prompts"])
         self.log.cut_back(found.host["metrics"])
-        begun = None
-        if host["scheduler"] is not None:
-            kept = {version: found.arrays["kept"][str(version)] for version in versions}
-            begun = Begun(host["scheduler"], kept)
-        return Position(found.step, state, begun, found.host)
+        return found
 
     def begin(self, state: State) -> Position:
         """The position before the first step; the first line of metrics is the base model's."""
@@ -153,6 +150,7 @@ class Run:
             position.done,
             position.begun,
             CommandLog(self.workdir / "commands.jsonl", position.done),
+            self.orders,
         )
         with closing(Progress(self.config.steps, position.done)) as progress, closing(self.driver):
             try:
@@ -167,10 +165,12 @@ class Run:
                     if "evaluation/reward" in line:
                         reward = f"{line['evaluation/reward']:.3f}"
                         progress.note(f"step {position.done}: {reward} on the held-out prompts")
+                    interrupt.asked = interrupt.asked or self.orders.asked_to_stop()
             finally:
                 # After a failure, too, what came before it is kept. An update consumes its state:
                 # a step that fails behind its first update leaves the last checkpoint as it is.
-                if not any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state)):
+                gone = any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state))
+                if not (gone or self.orders.torn):
                     self.save(position)
                 self.timeline.write(self.driver.rest(), time.time() - self.driver.now())
         self.driver = None
@@ -184,7 +184,7 @@ class Run:
         line |= self.look(done, state)
         self.log.write(done, line)
         position = Position(done, state, begun, self.places(done))
-        if self.checkpoints.due(done):
+        if self.positions.due(done):
             self.save(position)
         return position, line
 
@@ -196,8 +196,9 @@ class Run:
         if not (evaluated or shown):
             return {}
         count = self.config.pictures.images
-        tuned = state.tuned if state.ema is None else state.ema
-        found = self.evaluate(tuned, self.held_out if evaluated else self.held_out[:count])
+        found = self.evaluate(
+            state.evaluated, self.held_out if evaluated else self.held_out[:count]
+        )
         captions = [record["prompt"] for record in found.records[:count]]
         images, scores = found.images[:count], found.scores
         if shown:
@@ -211,12 +212,15 @@ class Run:
         return found.metrics()
 
     def evaluate(self, tuned: Any, records: list[dict]) -> Evaluation:
-        """Scores some held-out prompts; between steps the driver has it done."""
-        if self.driver is not None:
-            return self.driver.evaluate(tuned, records)
-        name, batch = self.config.reward.name, self.config.evaluation.batch
-        weights = self.system.publish(tuned)
-        return evaluate(self.system.evaluator, weights, records, self.rewards.score, name, batch)
+        """Scores the first held-out prompts, `records`; between steps the driver has it done."""
+        with self.orders.together("evaluate", len(records)):
+            if self.driver is not None:
+                return self.driver.evaluate(tuned, records)
+            name, batch = self.config.reward.name, self.config.evaluation.batch
+            weights = self.system.publish(tuned)
+            return evaluate(
+                self.system.evaluator, weights, records, self.rewards.score, name, batch
+            )
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
         """The prompts of the steps after `done`; notes down where each step's end."""
@@ -240,18 +244,11 @@ class Run:
         place = self.drawn.pop(done) if done else self.prompts.get_state()
         return {"prompts": place, "metrics": self.log.position()}
 
-    def saved(self, state: State, kept: dict[int, Any]) -> dict[str, Any]:
-        """The arrays of a checkpoint."""
-        arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
-        if kept:
-            arrays["kept"] = {str(version): tree for version, tree in kept.items()}
-        return arrays | {"root_key": jax.random.key(self.config.seed)}
-
     def save(self, position: Position) -> None:
         """A checkpoint of a position, unless there is one."""
-        scheduler, kept = position.begun or (None, {})
-        host = position.host | {"scheduler": scheduler, "kept": sorted(kept)}
-        self.checkpoints.save(position.done, self.saved(position.state, kept), host)
+        kept = position.begun.kept if position.begun else {}
+        with self.orders.together("save", (position.done, tuple(kept))):
+            self.positions.save(position)
 
     def finish(self, position: Position) -> None:
         """The results, on the console and as pictures."""

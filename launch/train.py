@@ -1,6 +1,9 @@
 """Tune a text-to-image model by reinforcement learning.
 
 python launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes [--config.field=value]
+
+On several hosts: the same on each, with --coordinator=auto, or where there is nothing to detect
+--coordinator=HOST:PORT --processes=N --process=I.
 """
 
 import pathlib
@@ -14,17 +17,23 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file."
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Everything the run writes; give it again to continue."
 )
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "Several processes: HOST:PORT of the first one, or auto on a cluster."
+)
+_PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.")
+_PROCESS = flags.DEFINE_integer("process", None, "Which of them this is, from 0.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main() -> int | None:
     """Set up the devices and train; returns the exit code where a signal stopped the run."""
-    from digen_jax.launching import prepare
+    from digen_jax.launching import join, prepare
     from digen_jax.recipe import complete, is_automatic, one_device, with_placement
 
     config = _CONFIG.value
     shown = complete(with_placement(config, one_device()) if is_automatic(config) else config)
     prepare(shown.placement.cpu_devices)
+    join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
 
     from digen_jax.run import train
 

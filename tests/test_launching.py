@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from digen_jax.launching import join
+from digen_jax.settings import ConfigError
+
 PROGRAM = """
 from digen_jax.launching import prepare
 prepare(cpu_devices=3)
@@ -29,3 +32,20 @@ def test_devices_and_cache_are_set_unless_the_environment_has_them(tmp_path, giv
     assert done.returncode == 0, done.stderr
     cache = "elsewhere" if given else tmp_path / "digen_jax" / "xla"
     assert done.stdout.split() == ["2" if given else "3", str(cache), "-1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ((None, 2, None), "--processes and --process need the first one's --coordinator"),
+        ((None, None, 0), "--processes and --process need the first one's --coordinator"),
+        (("here:1234", 2, None), "needs --processes, how many there are, and --process"),
+    ],
+)
+def test_one_of_several_processes_must_be_told_who_it_is(given, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        join(*given)
+
+
+def test_a_process_by_itself_joins_nothing():
+    join(None, None, None)

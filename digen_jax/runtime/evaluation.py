@@ -11,6 +11,7 @@ from jaxtyping import Float, UInt8
 from digen_jax import rewards
 from digen_jax.flow.sampling import image_keys
 from digen_jax.pictures import to_uint8
+from digen_jax.runtime.hosts import fetch
 from digen_jax.runtime.sampler import Sampler, Weights
 
 # Wraps the batches that are gone through, such as `tqdm.tqdm`; `iter` shows nothing.
@@ -83,7 +84,7 @@ def sample_images(
     )
     rows = np.arange(batch, dtype=np.int32)
     trajectory = sampler.generate(weights, sampler.encode(weights, padded), rows, keys)
-    return np.asarray(sampler.decode(weights, trajectory))[: len(prompts)]
+    return fetch(sampler.decode(weights, trajectory))[: len(prompts)]
 
 
 def by_tag(

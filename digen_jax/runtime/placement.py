@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -126,11 +126,13 @@ class Placement:
         """One line for the console."""
         kind = self.trainer.mesh.devices.flat[0].device_kind
         trainer, meshes = self.trainer.mesh.size, len(self.rollouts)
+        processes = processes_of(self.trainer.mesh.devices.flat)
         rollout = meshes * self.rollout.mesh.size
         if self.colocated and trainer == 1:
             return f"colocated: the one device ({kind}) samples and trains in turn"
         if self.colocated:
-            return f"colocated: {trainer} devices ({kind}) sample and train in turn"
+            where = f" of {processes} processes" if processes > 1 else ""
+            return f"colocated: {trainer} devices ({kind}){where} sample and train in turn"
         apart = f", on {meshes} meshes," if meshes > 1 else ""
         return f"disaggregated: of {rollout + trainer} devices ({kind}) {rollout} sample{apart} and {trainer} train"
 
@@ -143,8 +145,9 @@ def make_placement(config: Any, devices: Sequence[jax.Device]) -> Placement:
     device everything runs colocated on it, whatever the config asks for.
 
     Raises:
-      ConfigError: the devices do not suffice.
+      ConfigError: the devices do not suffice, or they belong to several processes and are not all the trainer's.
     """
+    check_processes(config, devices)
     rules = tuple((pattern, tactic) for pattern, tactic in config.rules)
     if len(devices) == 1:
         alone = DeviceGroup(_mesh(1, 1, devices), rules)
@@ -159,6 +162,30 @@ def make_placement(config: Any, devices: Sequence[jax.Device]) -> Placement:
     last = devices[first : first + trainer]
     training = DeviceGroup(_mesh(axes.data, axes.fsdp, last, axes.time), rules)
     return Placement(tuple(DeviceGroup(mesh, rules) for mesh in sampling), training)
+
+
+def processes_of(devices: Iterable[jax.Device]) -> int:
+    """How many processes some devices belong to."""
+    return len({device.process_index for device in devices})
+
+
+def check_processes(config: Any, devices: Sequence[jax.Device]) -> None:
+    """Refuses what several processes cannot do yet: anything but sampling and training on all devices in turn."""
+    processes = processes_of(devices)
+    if processes == 1:
+        return
+    rollout, trainer = mesh_sizes(config, len(devices))
+    if rollout:
+        raise ConfigError(
+            f"config.placement.rollout.data = {config.rollout.data} would sample apart from training, which "
+            f"several processes (here {processes}) cannot do yet: set config.placement.rollout.data = 0, and "
+            f"the axes of config.placement.trainer so that they take all {len(devices)} devices"
+        )
+    if trainer != len(devices):
+        raise ConfigError(
+            f"config.placement.trainer takes {trainer} of the {len(devices)} devices of {processes} processes, "
+            "which work together on all: set its axes so that their product is the number of devices"
+        )
 
 
 def mesh_sizes(config: Any, devices: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 from digen_jax.flow.sampling import Trajectory, sample, start_noise
 from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Step
+from digen_jax.runtime.hosts import put
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.policy import Policy
 
@@ -82,8 +83,8 @@ class Sampler:
         return self._generate(
             weights,
             prompts,
-            jax.device_put(rows, self.group.batch),
-            jax.device_put(keys, self.group.batch),
+            put(rows, self.group.batch),
+            put(keys, self.group.batch),
         )
 
     def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b h w 3"]:

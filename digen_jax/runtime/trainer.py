@@ -15,6 +15,7 @@ from digen_jax.flow.steps import Step
 from digen_jax.runtime import early
 from digen_jax.runtime.early import OpenGroup
 from digen_jax.runtime.gradient import GroupSums, Metrics, Objective, Term, Totals, sum_passes
+from digen_jax.runtime.hosts import put
 from digen_jax.runtime.packing import Experience, MicroBatch, passes, shared
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.policy import Policy
@@ -26,6 +27,11 @@ class State(NamedTuple):
     tuned: Any
     optimizer: Any
     ema: Any
+
+    @property
+    def evaluated(self) -> Any:
+        """The parameters that are evaluated: the average where one is kept."""
+        return self.tuned if self.ema is None else self.ema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +139,7 @@ class Trainer:
         known = np.concatenate([before, np.asarray(rewards, np.float64)])
         shift = before.mean() - known.mean() if len(before) else 0.0
         centred = np.asarray(known[len(before) :] - known.mean(), np.float32)
-        centred = jax.device_put(centred, self.group.batch)
+        centred = put(centred, self.group.batch)
         experience = experience._replace(advantages=centred)
         sums = self._begin_group(state.tuned) if group is None else group.sums
         args = (state.tuned, base, experience, np.float32(shift), sums)

@@ -13,6 +13,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation
 from digen_jax.runtime.executors.clock import measured
 from digen_jax.runtime.executors.log import CommandLog
+from digen_jax.runtime.executors.orders import Orders
 from digen_jax.runtime.executors.summary import Summary
 from digen_jax.runtime.scheduler.commands import TRAINER, Command, Decode, Publish, Score, Update
 from digen_jax.runtime.scheduler.events import Completed, Event, Failed, Joined, Lost
@@ -56,6 +57,7 @@ class Driver:
       rewards: scores; closed by who opened it.
       begun: what was in flight when the run was saved; None: nothing.
       log: gets all commands in their order; the real thing is a `CommandLog`.
+      orders: tells other processes what is done as it begins.
     """
 
     def __init__(
@@ -65,11 +67,13 @@ class Driver:
         rewards: RewardPool,
         begun: Begun | None = None,
         log: CommandLog | list[Command] | None = None,
+        orders: Orders | None = None,
     ):
         self.executors, self._scheduler = executors, scheduler
         self.begun = begun
         self.intervals: list[Interval] = []  # of the step that ended last
         self._rewards, self._log = rewards, log
+        self._orders = orders or Orders()
         self._lock = threading.RLock()
         # Commands for the trainer, or an error that ends the run.
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -108,10 +112,11 @@ class Driver:
             if isinstance(item, BaseException):
                 raise item
             begin = self.now()
-            with measured() as watch:
+            with self._orders.together("do", item), measured() as watch:
                 self.executors.do(item)
             self._completed(item, begin, watch.seconds)
             if self._ends_step(item):
+                self._orders.step_done()
                 metrics = self.executors.end_step()
                 self._left = self.now()
                 return metrics | self._summary.numbers
@@ -174,6 +179,7 @@ class Driver:
             future = self._rewards.submit(*asked)
             future.add_done_callback(lambda done: self._scored(command, begin, done))
         elif worker is None:
+            self._orders.announce("do", command)
             self.executors.do(command)
         elif worker == TRAINER:
             self._inbox.put(command)
@@ -234,6 +240,7 @@ class Driver:
             self.executors.scored(command.fragment, scores)
             now = self.now()
             values = tuple(map(float, scores))
+            self._orders.announce("scored", (command.fragment, values))
             self._completed(command, max(asked, now - seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)

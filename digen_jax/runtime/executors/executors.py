@@ -132,9 +132,10 @@ class Executors:
         return self.steps.of(fragment).to_score(fragment.index)
 
     def scored(self, fragment: Fragment, scores: Float32[np.ndarray, "b"]) -> None:
-        """A fragment's scores have come."""
+        """A fragment's scores have come, wherever they were given: its pictures are needed no more."""
         step = self.steps.find(fragment)
         if step is not None:
+            step.decoded.pop(fragment.index, None)
             step.scores[step.cut(fragment.index)] = scores
 
     def _samplers(self) -> Iterator[SamplingExecutor]:
@@ -178,7 +179,12 @@ def replay(executors: Executors, rewards: RewardPool, log: list[Command]) -> Sta
             scores = rewards.score(*executors.to_score(command.fragment))
             executors.scored(command.fragment, scores)
             continue
-        executors.do(command)
-        if isinstance(command, Update) and command.update == executors.last_update:
-            executors.end_step()
+        follow(executors, command)
     return executors.state
+
+
+def follow(executors: Executors, command: Command) -> None:
+    """Carries a command of a log out; behind its last one a step is forgotten."""
+    executors.do(command)
+    if isinstance(command, Update) and command.update == executors.last_update:
+        executors.end_step()

@@ -1,10 +1,10 @@
 """A sampling mesh's executor: holds weights by version, prompts by step, fragments in the making."""
 
 import jax
-import numpy as np
 
 from digen_jax.flow.sampling import Trajectory
 from digen_jax.runtime.executors.steps import Images, Steps
+from digen_jax.runtime.hosts import fetch
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.sampler import Prompts, Weights
 from digen_jax.runtime.scheduler.commands import Fragment
@@ -55,7 +55,7 @@ class SamplingExecutor:
         rows = step.rows[step.cut(fragment.index)]
         images = Images(version, rows, trajectory.transitions, trajectory.sigmas)
         images = jax.block_until_ready(moved(images, self._trainer))
-        self._steps.store(fragment, np.asarray(pictures), images)
+        self._steps.store(fragment, fetch(pictures), images)
 
     def drop_fragment(self, fragment: Fragment) -> None:
         """Frees a fragment in the making."""

@@ -11,6 +11,7 @@ from jaxtyping import Float32
 from digen_jax.runtime.early import OpenGroup
 from digen_jax.runtime.executors.sampling import moved
 from digen_jax.runtime.executors.steps import Images, Step, Steps
+from digen_jax.runtime.hosts import put
 from digen_jax.runtime.sampler import Prompts, Weights
 from digen_jax.runtime.scheduler.commands import Fragment
 from digen_jax.runtime.system import Rollout, System
@@ -139,5 +140,5 @@ def receive(
     whole = group.replicated
     images = moved(images, group)
     conditioning, null = jax.device_put(tuple(prompts), whole)
-    rows, advantages = jax.device_put((images.rows, advantages), group.batch)
+    rows, advantages = put(images.rows, group.batch), put(advantages, group.batch)
     return Experience(images.transitions, conditioning, null, rows, advantages, images.sigmas[1])
