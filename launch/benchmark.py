@@ -26,7 +26,7 @@ _RATIOS = flags.DEFINE_list(
 _SECONDS = flags.DEFINE_float("seconds", 0.6, "Of a step if all devices were always busy.")
 _SWITCH = flags.DEFINE_float("switch", 0.05, "A change of the trainer's role, as a share of that.")
 _PUBLISH = flags.DEFINE_float("publish", 0.02, "A publication of weights, as a share of that.")
-_SCORE = flags.DEFINE_float("score", 0.25, "The scorer's work on a step, as a share of that.")
+_SCORE = flags.DEFINE_float("score", 0.1, "The scorer's work on a step, as a share of that.")
 _JITTER = flags.DEFINE_float("jitter", 0.2, "Of every wait, as a share of it.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the jitter.")
 _LEARN = flags.DEFINE_integer("learn", 3, "First steps, of which the simulator knows the costs.")
@@ -42,7 +42,8 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Steps in turn, and as many on a cor
 def runtime() -> None:
     """Measure every tactic with waits in place of device work, and print the tables."""
     from digen_jax.benchmark.report import accuracy, introduction, record, table
-    from digen_jax.benchmark.runtime import VARIANTS, Run, Work, compare
+    from digen_jax.benchmark.runtime import Run, compare
+    from digen_jax.benchmark.variants import VARIANTS, Work
 
     check_positive("--devices", _DEVICES.value)
     output = _output()

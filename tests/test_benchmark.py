@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from digen_jax.benchmark.runtime import VARIANTS
+from digen_jax.benchmark.variants import VARIANTS
 from tests.pipelines import ROOT
 
 SHAPES = "--config=configs/shapes_flow_grpo.py"

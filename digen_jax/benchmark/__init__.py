@@ -1,4 +1,5 @@
 """What the runtime gains, measured: `launch/benchmark.py` prints it.
 
-`waits.py` stands in for device work, `runtime.py` drives the real runtime with it, `report.py` tells.
+`variants.py` says what is compared, `waits.py` stands in for device work, `runtime.py` drives the real
+runtime with it, `report.py` tells. `compute.py` is real work on two cores.
 """

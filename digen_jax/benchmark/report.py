@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from digen_jax.benchmark.runtime import COLOCATED, PLAIN, Measured, Run, Work
+from digen_jax.benchmark.runtime import Measured, Run
+from digen_jax.benchmark.variants import COLOCATED, PLAIN, Work
 from digen_jax.runtime.planner.plan import describe_costs
 
 HEAD = (
@@ -29,9 +30,9 @@ def introduction(work: Work, run: Run) -> str:
         f"reward pool are real.\n{work.devices} devices; a step is {work.groups} groups of {work.images} "
         f"images in {settings.fragments} fragments. Rollout workers have one device each. The trainer's\n"
         f"shorten its waits in proportion, as far as they can share them: a fragment has {work.fragment} images "
-        f"to split, and\nunder TSP {work.transitions} time steps; {PLAIN} and {COLOCATED} are spared this "
-        f"limit. Steps {steps[0] + 1} to {steps[-1] + 1} are measured.\nPredicted: by the simulator, from costs "
-        f"learned in the first {run.learn} and the jitter."
+        f"to split, and\nunder TSP {work.transitions} time steps; {PLAIN} and {COLOCATED} are spared this limit. "
+        f"Steps {steps[0] + 1} to {steps[-1] + 1} are measured.\nPredicted: by the simulator, from the averages that "
+        f"the scheduler had after {run.learn} steps, and from the jitter."
     )
 
 
@@ -44,7 +45,7 @@ def table(work: Work, rows: Mapping[str, Measured]) -> str:
     least = next(iter(rows.values())).bound
     title = (
         f"generate:train {work.generate:g}:{work.train:g}, bound (G + T)/N {least:.3f} s\n"
-        f"waits {describe_costs(work.problem, ()).split(';')[0]}"
+        f"waits {describe_costs(work.problem, ('score_latency',)).split(';')[0]}"
     )
     lines = [HEAD, *(_line(name, row, rows) for name, row in rows.items())]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

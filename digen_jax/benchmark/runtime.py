@@ -5,18 +5,18 @@ planner's search finds best, and what a command costs on them is what the planne
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from statistics import fmean
 
+from digen_jax.benchmark.variants import VARIANTS, Variant, Work, best_split
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.driver import Driver
 from digen_jax.runtime.planner import candidate as of
 from digen_jax.runtime.planner.candidate import Candidate
-from digen_jax.runtime.planner.problem import Problem, Scaling
-from digen_jax.runtime.planner.search import LEAST, Simulations, search
-from digen_jax.runtime.planner.space import candidates
+from digen_jax.runtime.planner.problem import Problem
 from digen_jax.runtime.scheduler.commands import Decode, Fragment, Generate, Train
 from digen_jax.runtime.scheduler.costs import GUESSED, CostModel
 from digen_jax.runtime.scheduler.scheduler import Scheduler
@@ -25,127 +25,21 @@ from digen_jax.runtime.simulator.learned import learned
 from digen_jax.runtime.simulator.simulate import Disturbance, simulate
 from digen_jax.settings import ConfigError, check_positive
 
-DECODE = 0.05  # of the seconds of generation
 SIMULATED = 8  # runs of the simulator with other draws, whose mean is the prediction
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """A step, and what its commands cost.
-
-    Attributes:
-      devices: all alike.
-      generate, train: the ratio of their device-seconds.
-      seconds: of a step if all devices were busy always: the bound (G + T)/N.
-      encode, update, publish, switch: as shares of that bound.
-      score: of a step's images by the one scorer, as a share of the bound.
-      groups, images, fragment: groups of a step, images of a group and of a fragment.
-      transitions: trained steps of a trajectory, which TSP splits.
-    """
-
-    devices: int = 8
-    generate: float = 1.0
-    train: float = 1.0
-    seconds: float = 0.6
-    encode: float = 0.005
-    update: float = 0.01
-    publish: float = 0.02
-    switch: float = 0.05
-    score: float = 0.25
-    groups: int = 16
-    images: int = 8
-    fragment: int = 4
-    transitions: int = 9
-
-    def check(self) -> None:
-        """Refuses what cannot be measured.
-
-        Raises:
-          ConfigError: names the field and what to change.
-        """
-        if self.devices < 2:
-            raise ConfigError(f"devices must be at least 2 to be split, not {self.devices}")
-        for name in ("generate", "train", "seconds"):
-            check_positive(name, getattr(self, name))
-        for name in ("encode", "update", "publish", "switch", "score"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
-
-    @property
-    def problem(self) -> Problem:
-        """For the planner; the trainer and each worker speed up linearly as far as they can split."""
-        image = self.seconds * self.devices / (self.groups * self.images)
-        making = image * self.generate / (self.generate + self.train)
-        costs = Costs(
-            generate=making * (1 - DECODE),
-            decode=making * DECODE,
-            train=image - making,
-            encode=self.encode * self.seconds,
-            update=self.update * self.seconds,
-            publish=self.publish * self.seconds,
-            switch=self.switch * self.seconds,
-            score=self.score * self.seconds / (self.groups * self.images),
-        )
-        fragments = self.groups * self.images // self.fragment
-        settings = Settings(1, self.groups, self.images, self.fragment, tag_fragments=fragments)
-        by_image = Scaling(images=self.fragment)
-        return Problem(
-            self.devices, settings, costs, by_image, by_image, self.transitions, scorers=1
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A row of the table: which candidates compete for it, in a problem that may be an easier one."""
-
-    name: str
-    allowed: Callable[[Candidate], bool]
-    problem: Callable[[Problem], Problem] = lambda problem: problem
-
-
-def unlimited(problem: Problem, switch: bool = True) -> Problem:
-    """Any number of devices splits a fragment, as who does one thing at a time may merge fragments.
-
-    Colocated, moreover, weights lie where they are needed; `switch` False: roles change for nothing.
-    """
-    costs = dataclasses.replace(problem.costs, publish=0.0)
-    if not switch:
-        costs = dataclasses.replace(costs, switch=0.0)
-    return dataclasses.replace(problem, costs=costs, worker=Scaling(), trainer=Scaling())
-
-
-def _apart(**tactics: bool | int) -> Callable[[Candidate], bool]:
-    """Rollout workers of one device each, and some tactics on or off."""
-    asked = {"worker_devices": 1, **tactics}
-    return lambda c: bool(c.workers) and all(getattr(c, n) == on for n, on in asked.items())
-
-
-PLAIN, COLOCATED = "plain", "colocated"
-VARIANTS = (
-    Variant(
-        "colocated, free switch", lambda c: not c.workers, lambda p: unlimited(p, switch=False)
-    ),
-    Variant(COLOCATED, lambda c: not c.workers, unlimited),
-    Variant(
-        PLAIN,
-        _apart(time=1, gap=False, tag=False, asynchrony=False),
-        lambda p: dataclasses.replace(p, trainer=Scaling()),
-    ),
-    Variant("+ GAP", _apart(time=1, gap=True, tag=False, asynchrony=False)),
-    Variant("+ TSP", _apart(gap=True, tag=False, asynchrony=False)),
-    Variant("+ TAG", _apart(gap=True, tag=True, asynchrony=False)),
-    Variant("+ asynchrony", _apart(gap=True, tag=True, asynchrony=True)),
-)
-
-
-@dataclasses.dataclass(frozen=True)
 class Run:
-    """How a variant is measured: in `steps` steps after the `learn` first ones, of which costs are learned."""
+    """How a variant is measured: in `steps` steps after the `learn` first ones, of which costs are learned.
+
+    `jitter` is drawn, from `seed`, for every `unit` of images, which divides any fragment.
+    """
 
     learn: int = 3
     steps: int = 5
     jitter: float = 0.2
     seed: int = 0
+    unit: int = Work.fragment
 
     def check(self) -> None:
         """Refuses what cannot be done.
@@ -162,6 +56,10 @@ class Run:
     def measured(self) -> range:
         """The numbers of the steps that are measured."""
         return range(self.learn, self.learn + self.steps)
+
+    def waits(self, costs: Costs, settings: Settings) -> Waits:
+        """How long the commands of such steps take."""
+        return Waits(costs, settings.fragment_images, self.unit, self.jitter, self.seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,28 +108,13 @@ class Measured:
         return self.predicted / self.step_seconds - 1
 
 
-def best_split(variant: Variant, problem: Problem) -> Candidate:
-    """The one of a variant's candidates that the planner's search finds to be the fastest.
-
-    Raises:
-      ConfigError: there is none.
-    """
-    problem = variant.problem(problem)
-    found = [c for c in candidates(problem) if variant.allowed(c)]
-    if not found:
-        raise ConfigError(
-            f"{problem.devices} devices cannot be split for {variant.name!r}: use more"
-        )
-    return search(Simulations(problem), found, LEAST, simplify=False).candidate
-
-
 @contextmanager
 def driving(problem: Problem, candidate: Candidate, run: Run) -> Iterator[Driver]:
     """A driver of waits, before the first step of a run."""
     # One step more than is looked at, so that the last of these is no end of a run.
     steps = run.learn + run.steps + 1
     settings = dataclasses.replace(of.settings(problem, candidate), steps=steps)
-    waits = Waits(of.costs(problem, candidate), settings.fragment_images, run.jitter, run.seed)
+    waits = run.waits(of.costs(problem, candidate), settings)
     executors = WaitingExecutors(waits, of.layout(problem, candidate))
     with (
         closing(RewardPool(score, "waits", 0)) as rewards,
@@ -268,10 +151,12 @@ def measure(
 def predict(model: CostModel, devices: Mapping[str, int], settings: Settings, run: Run) -> float:
     """Mean seconds of the measured steps by the simulator, from the scheduler's averages and the jitter."""
     layout, costs = learned(model, devices)
+    # Of a fragment: that of the mean of its draws.
+    jitter = run.jitter / math.sqrt(settings.fragment_images / run.unit)
     times = []
     for number in range(SIMULATED):
         # Other draws than the run's own, which nobody could know.
-        disturbance = Disturbance(jitter=run.jitter, seed=number)
+        disturbance = Disturbance(jitter=jitter, seed=number)
         report = simulate(layout, costs, settings, settings.steps, disturbance)
         times += [report.step_times[n] for n in run.measured]
     return fmean(times)
@@ -280,7 +165,7 @@ def predict(model: CostModel, devices: Mapping[str, int], settings: Settings, ru
 def bound(problem: Problem, run: Run) -> float:
     """Seconds of a measured step if all devices did nothing but generate and train: (G + T)/N."""
     settings = problem.settings
-    waits = Waits(problem.costs, settings.fragment_images, run.jitter, run.seed)
+    waits = run.waits(problem.costs, settings)
     fragments = (Fragment(s, i) for s in run.measured for i in range(settings.fragments))
     work = sum(waits.seconds(command) for f in fragments for command in _commands(f))
     return work / (problem.devices * run.steps)

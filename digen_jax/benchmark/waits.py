@@ -4,6 +4,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 from jaxtyping import Float
@@ -30,11 +31,12 @@ class Waits:
 
     Each takes its cost times a factor drawn uniformly from 1 - `jitter` to 1 + `jitter`, which depends
     on the seed and on what is done, but neither on who does it nor when: any two placements have
-    the same work to do.
+    the same work to do. For a fragment there is a draw for every `unit` of its images, and their mean counts.
     """
 
     costs: Costs
     images: int  # of a fragment
+    unit: int  # which divides them
     jitter: float
     seed: int
 
@@ -44,23 +46,26 @@ class Waits:
 
     def factor(self, command: Command) -> float:
         """What jitter makes of a command's cost."""
-        draw = random.Random(f"{self.seed} {command.kind} {_work(command)}").uniform(-1, 1)
-        return 1 + self.jitter * draw
+        drawn = (
+            random.Random(f"{self.seed} {command.kind} {part}") for part in self._work(command)
+        )
+        return 1 + self.jitter * fmean(one.uniform(-1, 1) for one in drawn)
 
-
-def _work(command: Command) -> tuple[int, int]:
-    """What a command is about, whoever is told to do it."""
-    match command:
-        case Generate() | Decode() | Score() | Train():
-            return command.fragment.step, command.fragment.index
-        case Encode():
-            return command.step, 0
-        case Update():
-            return command.step, command.update
-        case Publish():
-            return command.version, 0
-        case _:
-            return command.serial, 0  # a switch of roles: no two placements have the same ones
+    def _work(self, command: Command) -> list[tuple[int, int]]:
+        """What a command is about, whoever is told to do it: some parts of a step."""
+        match command:
+            case Generate() | Decode() | Score() | Train():
+                fragment, units = command.fragment, self.images // self.unit
+                first = fragment.index * units
+                return [(fragment.step, part) for part in range(first, first + units)]
+            case Encode():
+                return [(command.step, 0)]
+            case Update():
+                return [(command.step, command.update)]
+            case Publish():
+                return [(command.version, 0)]
+            case _:
+                return [(command.serial, 0)]  # no two placements have the same switches of roles
 
 
 class WaitingExecutors:

@@ -27,7 +27,7 @@ from digen_jax.runtime.simulator.simulate import Layout, Mesh
 COSTS = Costs(
     generate=0.02, train=0.01, decode=0.005, encode=0.03, score=0.006, update=0.04, publish=0.05
 )
-EXACT = Waits(COSTS, images=4, jitter=0.0, seed=0)
+EXACT = Waits(COSTS, images=4, unit=4, jitter=0.0, seed=0)
 FRAGMENT = Fragment(3, 5)
 
 
@@ -61,7 +61,7 @@ def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
 
 
 def test_jitter_is_of_the_work_and_not_of_who_does_it():
-    waits = Waits(COSTS, 4, jitter=0.2, seed=7)
+    waits = Waits(COSTS, 4, 4, jitter=0.2, seed=7)
 
     def factors(worker, serial, version):
         fragments = [Fragment(step, index) for step in range(20) for index in range(20)]
@@ -83,7 +83,14 @@ def test_jitter_is_of_the_work_and_not_of_who_does_it():
     np.testing.assert_allclose(drawn.mean(1), 1, atol=0.02)
     np.testing.assert_allclose(drawn.std(1), 0.1155, rtol=0.1)
     assert np.abs(np.corrcoef(drawn) - np.eye(5)).max() < 0.2
-    other = Waits(COSTS, 4, jitter=0.2, seed=8)
+    other = Waits(COSTS, 4, 4, jitter=0.2, seed=8)
     assert other.factor(Score(0, FRAGMENT)) != waits.factor(Score(0, FRAGMENT))
     generate = Generate(0, "rollout 0", FRAGMENT, 0)
     assert waits.seconds(generate, 2.0) == pytest.approx(0.04 * waits.factor(generate))
+
+
+def test_a_larger_fragment_has_the_work_of_smaller_ones():
+    small, large = Waits(COSTS, 4, 4, 0.2, 1), Waits(COSTS, 12, 4, 0.2, 1)
+    parts = [small.seconds(Train(0, TRAINER, Fragment(3, i), 0, False)) for i in (6, 7, 8)]
+    whole = large.seconds(Train(0, TRAINER, Fragment(3, 2), 0, False))
+    assert whole == pytest.approx(sum(parts)) and len(set(parts)) == 3

@@ -1,0 +1,143 @@
+"""What is compared: a step's work, and the tactics one after the other, each at its best split."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from digen_jax.runtime.planner.candidate import Candidate
+from digen_jax.runtime.planner.problem import Problem, Scaling
+from digen_jax.runtime.planner.search import LEAST, Simulations, search
+from digen_jax.runtime.planner.space import candidates
+from digen_jax.runtime.scheduler.settings import Costs, Settings
+from digen_jax.settings import ConfigError, check_positive
+
+DECODE = 0.05  # of the seconds of generation
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A step, and what its commands cost.
+
+    Attributes:
+      devices: all alike.
+      generate, train: the ratio of their device-seconds.
+      seconds: of a step if all devices were busy always: the bound (G + T)/N.
+      encode, update, publish, switch: as shares of that bound.
+      score: of a step's images by the one scorer, as a share of the bound.
+      groups, images, fragment: groups of a step, images of a group and of a fragment.
+      transitions: trained steps of a trajectory, which TSP splits.
+    """
+
+    devices: int = 8
+    generate: float = 1.0
+    train: float = 1.0
+    seconds: float = 0.6
+    encode: float = 0.005
+    update: float = 0.01
+    publish: float = 0.02
+    switch: float = 0.05
+    score: float = 0.1
+    groups: int = 16
+    images: int = 8
+    fragment: int = 4
+    transitions: int = 9
+
+    def check(self) -> None:
+        """Refuses what cannot be measured.
+
+        Raises:
+          ConfigError: names the field and what to change.
+        """
+        if self.devices < 2:
+            raise ConfigError(f"devices must be at least 2 to be split, not {self.devices}")
+        for name in ("generate", "train", "seconds"):
+            check_positive(name, getattr(self, name))
+        for name in ("encode", "update", "publish", "switch", "score"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
+
+    @property
+    def problem(self) -> Problem:
+        """For the planner; the trainer and each worker speed up linearly as far as they can split."""
+        image = self.seconds * self.devices / (self.groups * self.images)
+        making = image * self.generate / (self.generate + self.train)
+        costs = Costs(
+            generate=making * (1 - DECODE),
+            decode=making * DECODE,
+            train=image - making,
+            encode=self.encode * self.seconds,
+            update=self.update * self.seconds,
+            publish=self.publish * self.seconds,
+            switch=self.switch * self.seconds,
+            score=self.score * self.seconds / (self.groups * self.images),
+        )
+        fragments = self.groups * self.images // self.fragment
+        settings = Settings(1, self.groups, self.images, self.fragment, tag_fragments=fragments)
+        by_image = Scaling(images=self.fragment)
+        return Problem(
+            self.devices, settings, costs, by_image, by_image, self.transitions, scorers=1
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A row of the table: which candidates compete for it, in a problem that may be an easier one."""
+
+    name: str
+    allowed: Callable[[Candidate], bool]
+    problem: Callable[[Problem], Problem] = lambda problem: problem
+
+
+def colocated(problem: Problem, switch: bool = True) -> Problem:
+    """All devices sample, then all train: a fragment has as many images for each of them as a worker has.
+
+    The weights lie where they are needed; `switch` False: roles change for nothing.
+    """
+    costs = dataclasses.replace(problem.costs, publish=0.0)
+    if not switch:
+        costs = dataclasses.replace(costs, switch=0.0)
+    settings = problem.settings
+    images = settings.groups * settings.images
+    size = math.gcd(images, settings.fragment_images * problem.devices)
+    settings = dataclasses.replace(settings, fragment_images=size)
+    free = Scaling()
+    return dataclasses.replace(problem, settings=settings, costs=costs, worker=free, trainer=free)
+
+
+def _apart(**tactics: bool | int) -> Callable[[Candidate], bool]:
+    """Rollout workers of one device each, and some tactics on or off."""
+    asked = {"worker_devices": 1, **tactics}
+    return lambda c: bool(c.workers) and all(getattr(c, n) == on for n, on in asked.items())
+
+
+PLAIN, COLOCATED = "plain", "colocated"
+VARIANTS = (
+    Variant(
+        "colocated, free switch", lambda c: not c.workers, lambda p: colocated(p, switch=False)
+    ),
+    Variant(COLOCATED, lambda c: not c.workers, colocated),
+    Variant(
+        PLAIN,
+        _apart(time=1, gap=False, tag=False, asynchrony=False),
+        lambda p: dataclasses.replace(p, trainer=Scaling()),
+    ),
+    Variant("+ GAP", _apart(time=1, gap=True, tag=False, asynchrony=False)),
+    Variant("+ TSP", _apart(gap=True, tag=False, asynchrony=False)),
+    Variant("+ TAG", _apart(gap=True, tag=True, asynchrony=False)),
+    Variant("+ asynchrony", _apart(gap=True, tag=True, asynchrony=True)),
+)
+
+
+def best_split(variant: Variant, problem: Problem) -> Candidate:
+    """The one of a variant's candidates that the planner's search finds to be the fastest.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    problem = variant.problem(problem)
+    found = [c for c in candidates(problem) if variant.allowed(c)]
+    if not found:
+        raise ConfigError(
+            f"{problem.devices} devices cannot be split for {variant.name!r}: use more"
+        )
+    return search(Simulations(problem), found, LEAST, simplify=False).candidate
