@@ -14,7 +14,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.executors import Executors, replay
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
-from digen_jax.runtime.scheduler.commands import DropFragments, Fragment, Generate, Update
+from digen_jax.runtime.scheduler.commands import DropFragments, Fragment, Generate, Train, Update
 from tests.runtime import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -130,9 +130,23 @@ def test_a_step_is_that_of_the_chosen_groups_alone(late, layout, std):
     assert begun[0] >= set(range(6)) and len(begun[1]) == 7 and len(begun[2]) <= 4
 
 
-def test_the_bits_do_not_depend_on_arrival(late):
-    (_, first, _, _), (_, second, _, _) = (run("two workers, half groups") for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, first, second)
+def test_neither_order_nor_bits_depend_on_arrival(monkeypatch):
+    """Half of the first member comes behind the others, or all come as they are made."""
+    real, found = SamplingExecutor.generate, []
+    for seconds in (0.5, 0):
+
+        def generate(executor, fragment, version, seconds=seconds):
+            real(executor, fragment, version)
+            time.sleep(seconds * (fragment.index == 2))
+
+        monkeypatch.setattr(SamplingExecutor, "generate", generate)
+        _, change, _, log = run("two workers, half groups")
+        trained = [c.fragment for c in log if isinstance(c, Train)]
+        for step, groups in enumerate([(1, 2, 5), (1, 6, 0), (0, 1, 2)]):
+            halves = [2 * group + half for group in groups for half in (0, 1)]
+            assert [f.index for f in trained if f.step == step] == halves
+        found.append(change)
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_what_is_dropped_while_it_is_made_is_not_kept(monkeypatch):
