@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from digen_jax import recipe
+from digen_jax import recipe, recipe_checks
 from digen_jax.flow.sampling import check_window
 from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Ode, make_step
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
-from digen_jax.recipe import blame
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.driver import Begun, Driver
 from digen_jax.runtime.executors.executors import Executors
@@ -28,7 +27,7 @@ from digen_jax.runtime.scheduler.costs import GUESSED
 from digen_jax.runtime.scheduler.scheduler import Scheduler
 from digen_jax.runtime.system import Rollout, System, reshard
 from digen_jax.runtime.trainer import State, Trainer
-from digen_jax.settings import ConfigError, user_input
+from digen_jax.settings import ConfigError, blame, user_input
 from digen_jax.weights.folder import read_model_index, resolve_folder
 from digen_jax.weights.lora import LoraConfig
 
@@ -61,8 +60,8 @@ def build(config: ConfigDict, devices: Sequence[jax.Device]) -> System:
     Raises:
       ConfigError: the first mistake found, in one sentence.
     """
-    recipe.check(config)
-    recipe.check_devices(config, len(devices))
+    recipe_checks.check(config)
+    recipe_checks.check_devices(config, len(devices))
     placement = make_placement(config.placement, devices)
     with blame("config.model.folder: "):
         folder = open_pipeline(config.model.folder)

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from digen_jax import recipe, rewards
+from digen_jax import recipe, recipe_checks, rewards
 from digen_jax.assemble import build, load_family, make_policy, open_pipeline
 from digen_jax.inference import run_config
 from digen_jax.metrics import read_metrics
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import blame
 from digen_jax.runtime.placement import fsdp_spec, mesh_sizes
 from digen_jax.runtime.planner.calibration import Calibration, per_device
 from digen_jax.runtime.planner.candidate import Candidate
@@ -27,7 +26,7 @@ from digen_jax.runtime.planner.problem import Footprint, Parameters, Problem, Sc
 from digen_jax.runtime.planner.search import Simulations, budget, search
 from digen_jax.runtime.planner.space import candidates
 from digen_jax.runtime.scheduler.settings import Costs, Settings
-from digen_jax.settings import ConfigError, user_input
+from digen_jax.settings import ConfigError, blame, user_input
 
 WARM = 2  # first steps of a run that may have compiled
 
@@ -112,7 +111,7 @@ def placed(config: ConfigDict, workdir: pathlib.Path) -> ConfigDict:
     if (workdir / "config.json").exists():
         return recipe.with_placement(config, run_config(workdir).placement)
     full = recipe.complete(recipe.with_placement(config, recipe.one_device()))
-    recipe.check(full)
+    recipe_checks.check(full)
     calibration = measured_costs(full)
     section = auto_placement(full, jax.device_count(), calibration, model_footprint(full))
     chosen = recipe.with_placement(config, ConfigDict(section))
@@ -126,7 +125,7 @@ def _runs(config: ConfigDict, problem: Problem, candidate: Candidate) -> bool:
         return False
     section = ConfigDict(placement_section(problem, candidate))
     try:
-        recipe.check_devices(
+        recipe_checks.check_devices(
             recipe.complete(recipe.with_placement(config, section)), problem.devices
         )
     except ConfigError:

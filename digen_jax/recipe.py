@@ -1,36 +1,16 @@
-"""What a training config may hold, and every check on it that needs no model to be built.
+"""What a training config may hold, and the settings that its parts make of it.
 
 A recipe in configs/ states the fields that matter to it; `complete` fills in the rest from
-`reference`. All checks run before anything compiles, each a `ConfigError` of one sentence.
+`reference`. What cannot work is for `recipe_checks` to say.
 """
-
-import contextlib
-import functools
-import operator
-import re
-from collections.abc import Iterator
-from typing import Any
 
 from ml_collections import ConfigDict
 
-from digen_jax import rewards
 from digen_jax.algorithms.flow_grpo import FlowGRPO
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
-from digen_jax.flow.steps import KINDS, make_step
-from digen_jax.prompts.files import read_prompt_file
-from digen_jax.runtime.placement import TACTICS, mesh_sizes
 from digen_jax.runtime.scheduler.settings import Settings
 from digen_jax.runtime.trainer import TrainerSettings
-from digen_jax.settings import (
-    ConfigError,
-    check_choice,
-    check_divides,
-    check_fields,
-    check_positive,
-    check_types,
-    check_window,
-)
-from digen_jax.tactics import check_candidates, check_early
+from digen_jax.settings import check_fields, check_types
 
 # What a resumed run may have otherwise: none of it changes what is computed in a step.
 MAY_CHANGE = ("checkpoint", "pictures", "placement.cpu_devices", "steps", "wandb")
@@ -147,54 +127,6 @@ def one_device() -> ConfigDict:
     return ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1)))
 
 
-def check(config: ConfigDict) -> None:
-    """Refuses what cannot work; `config` is complete. Reads the prompt files, nothing slow."""
-    for name in ("model.folder", "prompts.file", "reward.name", "evaluation.prompts"):
-        if not _value(config, name):
-            raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
-    _check_numbers(config)
-    _check_batches(config)
-    _check_window(config)
-    _check_rules(config)
-    trained = tuple(kind for kind in KINDS if kind != "ode")
-    for name, choices in (
-        ("sampler.kind", trained),
-        ("algorithm.name", ("flow_grpo",)),
-        ("algorithm.advantage_std", ("group", "global")),
-        ("algorithm.old_log_probs", ("auto", "rollout", "recomputed", "current")),
-        ("model.dtype", ("float32", "bfloat16")),
-        ("runtime.tag_weights", ("in place", "resharded")),
-    ):
-        check_choice(f"config.{name}", _value(config, name), choices)
-    check_candidates(config)
-    check_early(config)
-    with blame("config.algorithm."):
-        algorithm = algorithm_settings(config)
-        algorithm.check()
-        if config.runtime.early_groups:
-            algorithm.check_early(config.batch.images, config.batch.groups)
-    with blame("config.runtime.", (ConfigError,)):
-        scheduler_settings(config).check()
-    with blame("config.sampler."):
-        make_step(config.sampler.kind, config.sampler.noise_level)
-    with blame("config.reward.name: ", (ConfigError,)):
-        rewards.resolve(config.reward.name)
-    for name in ("prompts.file", "evaluation.prompts"):
-        with blame(f"config.{name}: "):
-            read_prompt_file(_value(config, name))
-
-
-@contextlib.contextmanager
-def blame(
-    field: str, errors: tuple[type[Exception], ...] = (ValueError, OSError)
-) -> Iterator[None]:
-    """Begins the sentence of an error with the field of the config that it is about."""
-    try:
-        yield
-    except errors as error:
-        raise ConfigError(f"{field}{error}") from error
-
-
 def algorithm_settings(config: ConfigDict) -> FlowGRPO:
     """The algorithm's own settings."""
     settings = {k: v for k, v in config.algorithm.items() if k != "name"}
@@ -242,166 +174,6 @@ def drawn_groups(config: ConfigDict) -> int:
     known, and the place in the file after a step depend on nothing that happens in it.
     """
     return config.runtime.max_candidates or config.batch.groups
-
-
-def _check_numbers(config: ConfigDict) -> None:
-    """Every number that must be positive, or may be 0, or lies in [0, 1)."""
-    for name in (
-        "steps",
-        "model.height",
-        "model.width",
-        "batch.groups",
-        "sampler.steps",
-        "sampler.noise_level",
-        "sampler.fragment",
-        "lora.alpha",
-        "trainer.micro_batch",
-        "trainer.pack",
-        "trainer.updates",
-        "trainer.learning_rate",
-        "trainer.eps",
-        "trainer.clip_norm",
-        "placement.rollout.fsdp",
-        "placement.rollout.workers",
-        "placement.trainer.data",
-        "placement.trainer.fsdp",
-        "placement.trainer.time",
-        "placement.cpu_devices",
-        "evaluation.every",
-        "evaluation.batch",
-        "pictures.every",
-        "pictures.images",
-        "checkpoint.every",
-        "checkpoint.keep",
-    ):
-        check_positive(f"config.{name}", _value(config, name))
-    for name in (
-        "seed",
-        "lora.rank",
-        "trainer.warmup",
-        "trainer.weight_decay",
-        "placement.rollout.data",
-        "reward.processes",
-        "runtime.max_candidates",
-        "runtime.redundant_groups",
-        "runtime.early_groups",
-        "evaluation.steps",
-        "evaluation.images",
-    ):
-        if not _value(config, name) >= 0:
-            raise ConfigError(f"config.{name} must be 0 or more, not {_value(config, name)}")
-    for name in ("trainer.b1", "trainer.b2", "trainer.ema"):
-        if not 0 <= _value(config, name) < 1:
-            raise ConfigError(f"config.{name} must lie in [0, 1), not be {_value(config, name)}")
-    if config.batch.images < 2:
-        raise ConfigError(
-            f"config.batch.images = {config.batch.images}: a group needs 2 images or more, or its "
-            "images cannot be better than one another"
-        )
-
-
-def _value(config: ConfigDict, name: str) -> Any:
-    """The value of a dotted name."""
-    return functools.reduce(operator.getitem, name.split("."), config)
-
-
-def _check_batches(config: ConfigDict) -> None:
-    """Every cut of a step's images: into update sets, fragments, micro-batches, devices."""
-    batch, trainer, fragment = config.batch, config.trainer, config.sampler.fragment
-    check_divides(
-        "config.trainer.updates",
-        trainer.updates,
-        "config.batch.groups",
-        batch.groups,
-        "as each update trains its own groups",
-    )
-    images = batch.groups * batch.images // trainer.updates
-    check_divides(
-        "config.sampler.fragment",
-        fragment,
-        "config.batch.groups * config.batch.images / config.trainer.updates",
-        images,
-        "as a fragment belongs to one update",
-    )
-    check_divides(
-        "config.trainer.micro_batch",
-        trainer.micro_batch,
-        "config.sampler.fragment",
-        fragment,
-        "as micro-batches are cut from a fragment",
-    )
-
-
-def _check_window(config: ConfigDict) -> None:
-    window = config.sampler.window
-    if len(window) != 2 or not all(type(number) is int for number in window):
-        raise ConfigError(
-            "config.sampler.window must be two whole numbers, the first trained step and how many "
-            f"are trained, not {tuple(window)}"
-        )
-    check_window("config.sampler.window", *window, config.sampler.steps)
-    _check_pack(config)
-
-
-def _check_pack(config: ConfigDict) -> None:
-    """A pass takes `pack` steps, split over the mesh axis "time"; none of its parts is only padding."""
-    pack, time = config.trainer.pack, config.placement.trainer.time
-    check_divides(
-        "config.placement.trainer.time",
-        time,
-        "config.trainer.pack",
-        pack,
-        "as the steps of a pass are split evenly over that axis",
-    )
-    steps = config.sampler.window[1]
-    most = steps + -steps % time
-    if pack > most:
-        raise ConfigError(
-            f"config.trainer.pack = {pack} is more than the {steps} trained steps of config.sampler.window "
-            f"fill: set it to {most} or less"
-        )
-
-
-def _check_rules(config: ConfigDict) -> None:
-    for rule in config.placement.rules:
-        if not (isinstance(rule, tuple | list) and [type(part) for part in rule] == [str, str]):
-            raise ConfigError(
-                "config.placement.rules must hold pairs such as ('.*', 'replicate'), a regular "
-                f"expression and a tactic, not {rule!r}"
-            )
-        pattern, tactic = rule
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"config.placement.rules: {pattern!r} is no regular expression: {error}"
-            ) from error
-        check_choice(f"the tactic of {pattern!r} in config.placement.rules", tactic, tuple(TACTICS))
-
-
-def check_devices(config: ConfigDict, devices: int) -> None:
-    """Refuses meshes that `devices` do not suffice for, and batches that a mesh cannot divide."""
-    rollout, trainer = mesh_sizes(config.placement, devices)
-    sampling = ("rollout", rollout) if rollout else ("trainer", trainer)
-    time = config.placement.trainer.time if devices > 1 else 1
-    training = (
-        "trainer / config.placement.trainer.time" if time > 1 else "trainer",
-        trainer // time,
-    )
-    tag = [(("trainer", trainer), "sampler.fragment")] if config.runtime.tag_fragments else []
-    for (mesh, size), name in (
-        *tag,
-        (sampling, "sampler.fragment"),
-        (sampling, "evaluation.batch"),
-        (training, "trainer.micro_batch"),
-    ):
-        check_divides(
-            f"the number of devices of config.placement.{mesh}",
-            size,
-            f"config.{name}",
-            _value(config, name),
-            "as images are split evenly over a mesh's devices",
-        )
 
 
 def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:

@@ -21,7 +21,8 @@ from digen_jax.planning import placed
 from digen_jax.positions import Position, Positions
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import MAY_CHANGE, check, complete, drawn_groups, is_automatic
+from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, is_automatic
+from digen_jax.recipe_checks import check
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
 from digen_jax.runtime.executors.driver import Driver

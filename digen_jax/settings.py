@@ -32,6 +32,17 @@ class ConfigError(ValueError):
 
 
 @contextlib.contextmanager
+def blame(
+    field: str, errors: tuple[type[Exception], ...] = (ValueError, OSError)
+) -> Iterator[None]:
+    """Begins the sentence of an error with the field of the config that it is about."""
+    try:
+        yield
+    except errors as error:
+        raise ConfigError(f"{field}{error}") from error
+
+
+@contextlib.contextmanager
 def user_input() -> Iterator[None]:
     """Turns the errors of reading what a user named (files, folders, a reward) into `ConfigError`.
 

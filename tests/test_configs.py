@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from digen_jax import assemble, recipe
+from digen_jax import assemble, recipe, recipe_checks
 from digen_jax.flow.sampling import image_keys
 from digen_jax.pretraining.pipeline import COMPONENTS
 from digen_jax.pretraining.tokenizer import build_tokenizer
@@ -139,9 +139,9 @@ def test_every_recipe_is_accepted(name, monkeypatch):
     if trains(name):
         config = load(name)
         assert recipe.complete(config).to_dict() == config.to_dict()  # any field can be overridden
-        recipe.check(config)
-        recipe.check_devices(config, 8)
-        recipe.check_devices(config, 1)
+        recipe_checks.check(config)
+        recipe_checks.check_devices(config, 8)
+        recipe_checks.check_devices(config, 1)
 
 
 def test_the_long_shapes_recipe_is_the_same_one_for_longer():
@@ -149,7 +149,7 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
     assert long["steps"] > demo["steps"]
     changed = {name for name in demo if demo[name] != long[name]}
     assert changed == {"steps", "trainer", "evaluation"}
-    recipe.check(recipe.complete(load("shapes_flow_grpo", "long")))
+    recipe_checks.check(recipe.complete(load("shapes_flow_grpo", "long")))
     with pytest.raises(ConfigError, match="must be demo or long"):
         load("shapes_flow_grpo", "longer")
 
@@ -160,7 +160,7 @@ def test_what_sd35_leaves_to_the_user_must_be_given(name):
     group, field = name.split(".")
     config[group][field] = ""
     with pytest.raises(ConfigError, match=f"config.{name} is not given: add --config.{name}="):
-        recipe.check(config)
+        recipe_checks.check(config)
 
 
 @pytest.mark.parametrize("gpus", ["0", "-1", "two", ""])
@@ -172,8 +172,8 @@ def test_sd35_wants_a_number_of_gpus(gpus):
 @pytest.mark.parametrize("gpus", ["1", "2", "4", "8", "64"])
 def test_sd35_divides_among_the_gpus(gpus):
     config = recipe.complete(load(SD35, gpus))
-    recipe.check(config)
-    recipe.check_devices(config, int(gpus))
+    recipe_checks.check(config)
+    recipe_checks.check_devices(config, int(gpus))
 
 
 def test_sd35_has_the_published_batch():

@@ -19,7 +19,8 @@ from digen_jax.planning import (
     placement_section,
     read_run_costs,
 )
-from digen_jax.recipe import check_devices, complete, with_placement
+from digen_jax.recipe import complete, with_placement
+from digen_jax.recipe_checks import check_devices
 from digen_jax.runtime.planner.calibration import Calibration, read_calibration
 from digen_jax.runtime.planner.candidate import Candidate
 from digen_jax.runtime.planner.plan import make_plan, table, why

@@ -6,7 +6,7 @@ import re
 import pytest
 from ml_collections import ConfigDict
 
-from digen_jax import recipe
+from digen_jax import recipe, recipe_checks
 from digen_jax.settings import ConfigError
 
 
@@ -42,8 +42,8 @@ def refused(config, *parts, devices=None):
     """The sentence that refuses a config, once it is seen to be one and to hold `parts`."""
     with pytest.raises(ConfigError) as caught:
         full = recipe.complete(config)
-        recipe.check(full)
-        recipe.check_devices(full, devices)
+        recipe_checks.check(full)
+        recipe_checks.check_devices(full, devices)
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.startswith(("config.", "the "))
     for part in parts:
@@ -59,8 +59,8 @@ def test_fields_that_are_left_out_have_their_defaults(given):
     defaults = recipe.reference()
     defaults.prompts.file = defaults.evaluation.prompts = given.prompts.file
     assert full.to_dict() == defaults.to_dict()
-    recipe.check(full)
-    recipe.check_devices(full, 8)
+    recipe_checks.check(full)
+    recipe_checks.check_devices(full, 8)
 
 
 def test_a_recipe_overrides_single_fields_of_a_group(given):
@@ -80,7 +80,7 @@ def test_whole_numbers_become_floats_where_floats_belong(given):
 
 def test_wandb_takes_any_fields(given):
     full = recipe.complete(changed(given, wandb__project="shapes", wandb__tags=["a"]))
-    recipe.check(full)
+    recipe_checks.check(full)
     assert full.wandb.project == "shapes"
 
 
@@ -225,8 +225,8 @@ def test_a_pass_may_be_filled_up_to_an_equal_share_of_steps_for_every_device(giv
     """Three steps over two devices along "time": two each, one of them padding."""
     fields = dict(sampler__window=(0, 3), placement__trainer=dict(data=2, fsdp=1, time=2))
     full = recipe.complete(changed(given, **fields, trainer__pack=4))
-    recipe.check(full)
-    recipe.check_devices(full, 8)
+    recipe_checks.check(full)
+    recipe_checks.check_devices(full, 8)
     assert recipe.trainer_settings(full).pack == 4
     assert refused(changed(given, trainer__pack=6)).endswith("fill: set it to 4 or less")
 
@@ -283,7 +283,7 @@ def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given
     sizes = dict(sampler__fragment=12, trainer__micro_batch=12)
     fields = dict(runtime__max_candidates=20, runtime__redundant_groups=3)
     full = recipe.complete(changed(given, **sizes, **fields))
-    recipe.check(full)
+    recipe_checks.check(full)
     settings = recipe.scheduler_settings(full)
     assert (settings.groups, settings.max_candidates, settings.redundant_groups) == (12, 20, 3)
     assert settings.ordered and recipe.drawn_groups(full) == 20
@@ -354,7 +354,7 @@ def test_training_early_where_that_is_not_exact_is_refused(given, fields, senten
 )
 def test_training_early_is_for_the_scheduler_what_the_algorithm_needs(given, fields, readiness):
     full = recipe.complete(changed(given, **EARLY | fields))
-    recipe.check(full)
+    recipe_checks.check(full)
     settings = recipe.scheduler_settings(full)
     assert (settings.readiness, settings.open_groups, settings.ordered) == (readiness, 2, False)
 
@@ -429,7 +429,7 @@ def test_a_step_that_cannot_be_cut_is_refused(given, fields, sentence):
 def test_meshes_that_do_not_fit_are_refused(given, fields, sentence):
     config = changed(given, **fields)
     assert refused(config, devices=8).startswith(sentence)
-    recipe.check_devices(recipe.complete(config), 1)  # where nothing is split
+    recipe_checks.check_devices(recipe.complete(config), 1)  # where nothing is split
 
 
 # ------------------------------------------------------------------------------ prompts, reward
@@ -474,5 +474,5 @@ def test_an_error_inside_the_users_reward_keeps_its_traceback(given, tmp_path, m
     (tmp_path / f"{name}.py").write_text(line + "\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises((ModuleNotFoundError, ValueError)) as caught:
-        recipe.check(recipe.complete(changed(given, reward__name=f"{name}:f")))
+        recipe_checks.check(recipe.complete(changed(given, reward__name=f"{name}:f")))
     assert not isinstance(caught.value, ConfigError)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from digen_jax import assemble, recipe
+from digen_jax import assemble, recipe, recipe_checks
 from digen_jax.flow.sampling import image_keys
 from digen_jax.launching import prepare
 from digen_jax.prompts.files import read_prompt_file
@@ -82,7 +82,7 @@ def compare(
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < 2:
         raise ConfigError("two processes need two cores to be pinned to: run it on such a machine")
-    recipe.check(recipe.complete(recipe.with_placement(config, recipe.one_device())))
+    recipe_checks.check(recipe.complete(recipe.with_placement(config, recipe.one_device())))
     images, size = config.batch.groups * config.batch.images, config.sampler.fragment
     if images <= size:
         raise ConfigError(

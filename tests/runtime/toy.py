@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from digen_jax import assemble, recipe
+from digen_jax import assemble, recipe, recipe_checks
 from digen_jax.flow.schedule import SchedulerConfig
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.sampling import SamplingExecutor
@@ -116,7 +116,7 @@ def meshes(rollout: tuple[int, int], trainer: tuple[int, ...], workers: int = 1)
 def system(config: ConfigDict, devices: int = 8, family: Any = None) -> System:
     """All parts of a run around the toy family, its parameters where the rules put them."""
     family = family or ToyFamily()
-    recipe.check_devices(config, devices)
+    recipe_checks.check_devices(config, devices)
     placement = make_placement(config.placement, jax.devices()[:devices])
     frozen = family.params()
     transformer = frozen.pop("transformer")
