@@ -23,6 +23,8 @@ def prepare(cpu_devices: int = 1) -> None:
         jax.config.update("jax_compilation_cache_dir", str(CACHE))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     logging.set_verbosity(logging.WARNING)
+    # transformers advises to install PyTorch, of which training needs nothing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def join(coordinator: str | None, processes: int | None, process: int | None) -> None:
