@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 from digen_jax.benchmark.runtime import Measured, Run
 from digen_jax.benchmark.variants import COLOCATED, PLAIN, Work
 from digen_jax.runtime.planner.plan import describe_costs
+
+LATE = 1e-3  # seconds by which waits are overrun on a machine that does something else
 
 HEAD = (
     "",
@@ -79,12 +82,16 @@ def speed_up(row: Measured, other: Measured) -> float:
 
 
 def accuracy(rows: Mapping[str, Measured]) -> str:
-    """How far the predictions are off, in a sentence."""
+    """How far the predictions are off, and how calm the machine was, in two sentences."""
     errors = sorted(abs(row.error) for row in rows.values())
+    worst = max(row.late for row in rows.values())
+    busy = ": the machine is too busy for these numbers to count" if worst > LATE else ""
     within = sum(error <= 0.05 for error in errors)
     return (
         f"The simulator is within 5% of {within} of {len(errors)} measurements, "
-        f"off by {errors[-1]:.1%} at most and {errors[len(errors) // 2]:.1%} in the median."
+        f"off by {errors[-1]:.1%} at most and {errors[len(errors) // 2]:.1%} in the median. "
+        f"Waits were overrun by {1000 * fmean(row.late for row in rows.values()):.2g} ms on average, by "
+        f"{1000 * worst:.2g} ms in the worst row{busy}."
     )
 
 

@@ -75,6 +75,7 @@ class Measured:
         what was drawn.
       predicted: mean seconds of these steps by the simulator, from what the first ones had cost.
       tag_share, staleness: of the fragments made by the trainer; mean age in versions.
+      late: mean seconds by which the machine overran a wait.
     """
 
     candidate: Candidate
@@ -85,6 +86,7 @@ class Measured:
     predicted: float
     tag_share: float
     staleness: float
+    late: float
 
     @property
     def step_seconds(self) -> float:
@@ -145,6 +147,7 @@ def measure(
         predict(known.costs, driver.executors.devices, known.settings, run),
         fmean(line["tag_share"] for line in told),
         fmean(line["staleness"] for line in told),
+        fmean(driver.executors.late),
     )
 
 

@@ -80,11 +80,14 @@ class WaitingExecutors:
         self.devices: Mapping[str, int] = {name: mesh.devices for name, mesh in meshes.items()}
         self._speeds = {name: mesh.speed for name, mesh in meshes.items()}
         self._waits = waits
+        self.late: list[float] = []  # seconds by which each wait was overrun
 
     def do(self, command: Command) -> None:
         """Waits as long as a command takes."""
         if command.answered:
-            time.sleep(self._waits.seconds(command, self._speeds[command.worker]))
+            end = time.perf_counter() + self._waits.seconds(command, self._speeds[command.worker])
+            time.sleep(max(0.0, end - time.perf_counter()))
+            self.late.append(time.perf_counter() - end)
 
     def to_score(self, fragment: Fragment) -> tuple[Float[np.ndarray, "b 1 1 3"], list[str], list]:
         """The arguments of `score`."""
