@@ -2,7 +2,7 @@
 
 python launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes
 
-Expected: 0.324 before, 0.559 after 120 steps on the 540 held-out prompts (no guidance, no noise), TIME on
+Expected: 0.324 before, 0.559 after 120 steps on the 540 held-out prompts (no guidance, no noise), 7:20 minutes on
 2 CPU cores. With guidance 2, at which base and tuned model are best, 0.535 before and 0.609 after.
 
 python launch/train.py --config configs/shapes_flow_grpo.py:long --workdir runs/long
