@@ -47,17 +47,20 @@ FRAGMENT = Fragment(3, 5)
 )
 def test_a_command_takes_its_cost(command, seconds):
     executors = WaitingExecutors(EXACT, Layout(Mesh(4, 4.0), (Mesh(2, 2.0),)))
-    begin = time.perf_counter()
-    executors.do(command)
-    assert seconds <= time.perf_counter() - begin < seconds + 0.1
+    taken = []
+    for _ in range(5):  # the shortest counts, as a busy machine wakes nobody early
+        begin = time.perf_counter()
+        executors.do(command)
+        taken.append(time.perf_counter() - begin)
+    assert seconds <= min(taken) < seconds + 0.01
 
 
 def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
     executors = WaitingExecutors(EXACT, Layout(Mesh()))
     with closing(RewardPool(score, "waits", 0)) as rewards:
-        scored = rewards.submit(*executors.to_score(FRAGMENT)).result()
-    assert scored.scores.shape == (4,)
-    assert 0.024 <= scored.seconds < 0.1
+        found = [rewards.submit(*executors.to_score(FRAGMENT)).result() for _ in range(5)]
+    assert found[0].scores.shape == (4,)
+    assert 0.024 <= min(scored.seconds for scored in found) < 0.034
 
 
 def test_jitter_is_of_the_work_and_not_of_who_does_it():
