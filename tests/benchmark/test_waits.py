@@ -52,7 +52,7 @@ def test_a_command_takes_its_cost(command, seconds):
         begin = time.perf_counter()
         executors.do(command)
         taken.append(time.perf_counter() - begin)
-    assert seconds <= min(taken) < seconds + 0.01
+    assert seconds <= min(taken) < seconds + 0.03
 
 
 def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
@@ -60,7 +60,7 @@ def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
     with closing(RewardPool(score, "waits", 0)) as rewards:
         found = [rewards.submit(*executors.to_score(FRAGMENT)).result() for _ in range(5)]
     assert found[0].scores.shape == (4,)
-    assert 0.024 <= min(scored.seconds for scored in found) < 0.034
+    assert 0.024 <= min(scored.seconds for scored in found) < 0.054
 
 
 def test_jitter_is_of_the_work_and_not_of_who_does_it():
