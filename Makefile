@@ -10,7 +10,7 @@ demo: $(VENV)/train
 	$(RUN) launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes
 
 test: $(VENV)/dev
-	$(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/dev
 	$(RUN) -m ruff check .

@@ -1,8 +1,7 @@
-"""The whole of pretraining in little: trained twice, once killed on the way, and read by diffusers."""
+"""The whole of pretraining in little: killed on the way, ended, and read by diffusers."""
 
 import functools
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -40,8 +39,17 @@ def launch(base: pathlib.Path, killed_at: str = "") -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> pathlib.Path:
-    """A folder with "workdir" and the pipeline "output"."""
+    """A folder with "workdir" and the pipeline "output", of a run killed in the middle and started again."""
     base = tmp_path_factory.mktemp("pretraining")
+    done = launch(base, killed_at="transformer/checkpoints/32")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (base / "workdir" / "transformer" / "checkpoints" / "16").exists()
+    assert not (base / "output").exists()
+
+    other = get_config()
+    other.transformer.batch = 8
+    with pytest.raises(ConfigError, match=r"config\.transformer\.batch: 16 -> 8\): choose"):
+        pretrain(other, base / "workdir", base / "output")
     done = launch(base)
     assert done.returncode == 0, done.stderr
     return base
@@ -78,8 +86,10 @@ def history(workdir: pathlib.Path, stage: str) -> list[dict]:
 
 def test_both_stages_learn(trained):
     for stage, name, share in (("autoencoder", "mse", 0.6), ("transformer", "loss", 0.9)):
-        values = [line[name] for line in history(trained / "workdir", stage)]
-        assert len(values) == 20
+        lines = history(trained / "workdir", stage)
+        # Every step once: of the killed process what came before its last checkpoint (see test_fit for equality).
+        assert [line["step"] for line in lines] == list(range(2, 42, 2))
+        values = [line[name] for line in lines]
         assert np.mean(values[-5:]) < share * np.mean(values[:5]), (stage, values)
 
 
@@ -179,29 +189,3 @@ def test_captions_are_dropped_by_chance_and_rows_are_drawn_by_the_step(trained, 
     again, other = batch(7), batch(8)
     jax.tree.map(np.testing.assert_array_equal, (rows, ids), again)
     assert (other[0] != rows).any()
-
-
-def test_killed_in_the_middle_and_started_again_it_ends_as_if_it_had_not(trained, tmp_path):
-    workdir, output = tmp_path / "workdir", tmp_path / "output"
-    shutil.copytree(  # It begins behind the first stage, to be quick.
-        trained / "workdir", workdir, ignore=shutil.ignore_patterns("transformer")
-    )
-    done = launch(tmp_path, killed_at="transformer/checkpoints/32")
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert (workdir / "transformer" / "checkpoints" / "16").exists() and not output.exists()
-
-    other = get_config()
-    other.transformer.batch = 8
-    with pytest.raises(ConfigError, match=r"config\.transformer\.batch: 16 -> 8\): choose"):
-        pretrain(other, workdir, output)
-    done = launch(tmp_path)
-    assert done.returncode == 0, done.stderr
-    # Sums over threads round differently from run to run, and Adam makes more of it: close, not equal.
-    found, expected = (
-        {line["step"]: line["loss"] for line in history(base, "transformer")}
-        for base in (workdir, trained / "workdir")
-    )
-    assert found == pytest.approx(expected, rel=0.03)
-    files = [path for path in sorted((trained / "output").rglob("*")) if path.is_file()]
-    assert len(files) > 12
-    assert all((output / path.relative_to(trained / "output")).is_file() for path in files)
