@@ -53,6 +53,7 @@ def check(config: ConfigDict) -> None:
             algorithm.check_early(config.batch.images, config.batch.groups)
     with blame("config.runtime.", (ConfigError,)):
         scheduler_settings(config).check()
+    _check_stale(config)
     with blame("config.sampler."):
         make_step(config.sampler.kind, config.sampler.noise_level)
     with blame("config.reward.name: ", (ConfigError,)):
@@ -177,6 +178,16 @@ def _check_pack(config: ConfigDict) -> None:
         raise ConfigError(
             f"config.trainer.pack = {pack} is more than the {steps} trained steps of config.sampler.window "
             f"fill: set it to {most} or less"
+        )
+
+
+def _check_stale(config: ConfigDict) -> None:
+    runtime, settings = config.runtime, scheduler_settings(config)
+    if runtime.staleness and not settings.stale_units:
+        raise ConfigError(
+            f"config.runtime.staleness = {runtime.staleness} changes nothing, as config.runtime.stale_share = "
+            f"{runtime.stale_share} of a step is less than config.sampler.fragment = {config.sampler.fragment} "
+            f"images or a group: give one of them room, or set config.runtime.staleness to 0"
         )
 
 

@@ -1,8 +1,10 @@
-"""How fast the runtime is: with waits in place of device work, or with real compute on two cores.
+"""How fast the runtime is, with waits in place of device work or real compute on two cores; what asynchrony costs.
 
 python launch/benchmark.py runtime [--devices=8 --ratios=1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
     --config.trainer.micro_batch=12 [--rounds=5 --output=cores.json]
+python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --workdir runs/asynchrony --config.steps=60 \
+    --config.sampler.fragment=36 --config.trainer.micro_batch=36 --config.runtime.staleness=1 [--seeds=3]
 """
 
 import dataclasses
@@ -32,11 +34,13 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the jitter.")
 _LEARN = flags.DEFINE_integer("learn", 3, "First steps, of which the simulator knows the costs.")
 _STEPS = flags.DEFINE_integer("steps", 5, "Steps after these, which are measured.")
 
-# Of "compute".
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "A configs/*.py file; its placement is not used.", lock_config=True
-)
+# Of "compute", which does not use its placement, and of "asynchrony".
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Steps in turn, and as many on a core each.")
+
+# Of "asynchrony".
+_WORKDIR = flags.DEFINE_string("workdir", None, "For all its runs; give it again to continue.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs with it and runs without it.")
 
 
 def runtime() -> None:
@@ -74,15 +78,9 @@ def runtime() -> None:
 
 def compute() -> None:
     """Time a step on one core, sampling and training in turn, and on a core each at the same time."""
-    output = _output()
-    if _CONFIG.value is None:
-        raise ConfigError(
-            "say what to compute, by --config=configs/shapes_flow_grpo.py for example"
-        )
+    output, config = _output(), _config()
     from digen_jax.benchmark.compute import compare
-    from digen_jax.recipe import complete
 
-    config = complete(_CONFIG.value)
     batch, fragment = config.batch, config.sampler.fragment
     images = batch.groups * batch.images
     print(
@@ -94,6 +92,35 @@ def compute() -> None:
         speed = compare(config, _ROUNDS.value, bar.update)
     print(speed.describe())
     _write(output, dataclasses.asdict(speed) | {"speed_up": speed.speed_up, "ideal": speed.ideal})
+
+
+def asynchrony() -> int | None:
+    """Train with and without asynchrony, from a few seeds; returns the exit code where a signal stopped it."""
+    output, config = _output(), _config()
+    if _WORKDIR.value is None:
+        raise ConfigError("say where its runs may lie, by --workdir=runs/asynchrony for example")
+    from digen_jax.benchmark.asynchrony import Comparison, check, compare
+    from digen_jax.launching import prepare
+
+    check(config, _SEEDS.value)
+    prepare(config.placement.cpu_devices)
+    workdir = pathlib.Path(_WORKDIR.value)
+    found = compare(config, _SEEDS.value, workdir)
+    if not isinstance(found, Comparison):
+        return found
+    print(f"\n{found.describe()}\n{workdir / 'asynchrony.png'} shows how the runs went.")
+    _write(output, dataclasses.asdict(found))
+    return None
+
+
+def _config() -> Any:
+    if _CONFIG.value is None:
+        raise ConfigError(
+            "say what to compute, by --config=configs/shapes_flow_grpo.py for example"
+        )
+    from digen_jax.recipe import complete
+
+    return complete(_CONFIG.value)
 
 
 def _bar(total: int, unit: str) -> Any:
@@ -126,4 +153,4 @@ def _write(path: pathlib.Path | None, numbers: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    run_main({"runtime": runtime, "compute": compute})
+    run_main({"runtime": runtime, "compute": compute, "asynchrony": asynchrony})

@@ -44,7 +44,7 @@ def test_the_script_measures_every_variant(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "say which one to run: runtime or compute"),
+        ((), "say which one to run: runtime or compute or asynchrony"),
         (("runtim",), "the first word is 'runtim'; did you mean 'runtime'?"),
         (("runtime", "fast"), "'fast' belongs to no option"),
         (("runtime", "--ratios=1:4,3"), "--ratios: '3' must be two numbers such as 4:1"),
@@ -53,6 +53,8 @@ def test_the_script_measures_every_variant(tmp_path):
         (("compute",), "say what to compute, by --config"),
         (("compute", SHAPES, "--rounds=0"), "rounds must be above 0"),
         (("compute", SHAPES), "config.sampler.fragment = 144 is a whole step of 144 images"),
+        (("asynchrony", SHAPES), "say where its runs may lie, by --workdir"),
+        (("asynchrony", SHAPES, "--workdir=x"), "config.runtime.staleness = 0 is no asynchrony"),
         (("compute", "--config=none.py"), "there is no config file none.py"),
         (("runtime", "--output=/nowhere/speed.json"), "give a file in a folder that exists"),
     ],

@@ -1,7 +1,5 @@
 """Several processes that train together on one machine, each with devices of its own, against one with all of them."""
 
-import json
-import os
 import pathlib
 import re
 import shutil
@@ -19,7 +17,7 @@ from digen_jax.checkpoint import finished_step, read_checkpoint
 from digen_jax.metrics import read_metrics, without_timing
 from digen_jax.runtime import placement
 from tests import toy_process
-from tests.pipelines import ROOT
+from tests.pipelines import ROOT, environment
 from tests.runtime import toy
 from tests.tiny_runs import PROMPTS
 
@@ -45,13 +43,12 @@ def together(folder: pathlib.Path, command: list[str | pathlib.Path], event: str
                 *(f"--coordinator=127.0.0.1:{port}", "--processes=2", f"--process={process}"),
             ],
             cwd=folder,
-            env=os.environ
-            | {
-                "EVENT": event,
-                "PYTHONPATH": str(ROOT),
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            },
+            env=environment(
+                2,
+                TOLD=event,
+                PYTHONPATH=str(ROOT),
+                JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -65,17 +62,18 @@ def together(folder: pathlib.Path, command: list[str | pathlib.Path], event: str
     ]
 
 
-def toy_run(workdir: str, **fields) -> list[str]:
-    return ["-m", "tests.toy_process", workdir, json.dumps(fields)]
+def toy_run(workdir: str) -> list[str]:
+    config = ROOT / "tests" / "toy_process.py"
+    return ["-m", "tests.toy_process", f"--config={config}", f"--workdir={workdir}"]
 
 
-def alone(folder: pathlib.Path, workdir: str, **fields) -> None:
+def alone(folder: pathlib.Path, workdir: str) -> None:
     """The same run in this process, on four of its devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(placement, "FSDP_MIN_SIZE", 16)
         patch.setattr(run, "build", lambda config, devices: toy.system(config, 4))
-        assert run.train(toy_process.config(**fields), folder / workdir) is None
+        assert run.train(toy_process.get_config(), folder / workdir) is None
 
 
 def tuned(workdir: pathlib.Path, like: dict) -> dict:

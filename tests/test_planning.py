@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -32,14 +31,6 @@ from tests.tiny_runs import pipeline, prompt_file, tiny_config
 
 SHAPES = "configs/shapes_flow_grpo.py"
 FINE = ("--config.sampler.fragment=12", "--config.trainer.micro_batch=12")
-
-
-@pytest.fixture
-def quick():
-    """Annotations are not checked while simulating."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def run_script(*arguments):
@@ -172,7 +163,7 @@ def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
 # --------------------------------------------------------------------------------------- the choice
 
 
-def test_a_step_of_one_fragment_is_best_colocated_and_the_sentence_says_so(quick):
+def test_a_step_of_one_fragment_is_best_colocated_and_the_sentence_says_so():
     plan = make_plan(make_problem(shapes(144), 4, calibration(publish=0.1)))
     assert plan.choice.candidate.kind == "colocated"
     sentence = why(plan)
@@ -181,7 +172,7 @@ def test_a_step_of_one_fragment_is_best_colocated_and_the_sentence_says_so(quick
     assert re.search(r"^\*  colocated", table(plan), re.MULTILINE)
 
 
-def test_auto_is_the_choice_as_a_section_of_the_config(quick):
+def test_auto_is_the_choice_as_a_section_of_the_config():
     config, costs = shapes(), calibration(switch=2.0, publish=0.1)
     config.runtime.staleness, config.runtime.tag_fragments = 1, 12
     section = auto_placement(config, 4, costs)
@@ -194,7 +185,7 @@ def test_auto_is_the_choice_as_a_section_of_the_config(quick):
     check_devices(complete(with_placement(config, ConfigDict(section))), 4)
 
 
-def test_a_placement_that_no_batch_fits_is_not_chosen(quick):
+def test_a_placement_that_no_batch_fits_is_not_chosen():
     config = shapes()
     config.evaluation.batch = 7
     section = auto_placement(config, 4, calibration(switch=2.0))
@@ -202,7 +193,7 @@ def test_a_placement_that_no_batch_fits_is_not_chosen(quick):
 
 
 def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
-    quick, base, tmp_path, capsys, monkeypatch
+    base, tmp_path, capsys, monkeypatch
 ):
     for module in (planning, run):
         monkeypatch.setattr(module, "build", lambda config, found: toy.system(config, len(found)))
@@ -223,7 +214,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     assert json.loads((tmp_path / "config.json").read_text())["placement"] == placement
 
 
-def test_one_device_and_free_switching_are_colocated(quick):
+def test_one_device_and_free_switching_are_colocated():
     for devices in (1, 4):
         section = auto_placement(shapes(), devices, calibration())
         assert section["rollout"]["data"] == 0

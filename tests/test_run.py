@@ -23,6 +23,7 @@ from tests.runtime import toy
 from tests.test_metrics import scalars
 from tests.tiny_runs import PROMPTS
 
+# Around a model, and around the toy family.
 CONFIG = """
 from ml_collections import ConfigDict
 
@@ -40,6 +41,28 @@ def get_config():
         pictures=dict(every=2, images=3),
         checkpoint=dict(every=2, keep=2),
     ))
+"""
+TOY = """
+from tests.runtime import toy
+
+def get_config():
+    c = toy.config(
+        prompts__file="prompts.jsonl",
+        reward__name="blueness:mean",
+        reward__processes=0,
+        trainer__learning_rate=0.1,
+        trainer__ema=0.9,
+        evaluation__prompts="prompts.jsonl",
+        evaluation__images=4,
+        evaluation__every=2,
+        pictures__every=2,
+        pictures__images=3,
+        checkpoint__every=2,
+        checkpoint__keep=2,
+        **toy.meshes((2, 1), (2, 1)),
+    )
+    c.steps = 6
+    return c
 """
 # The environment says what goes wrong and when: a signal or a NaN in a step's reward, or kill -9 at
 # a rename or an opened file of some name.
@@ -74,16 +97,18 @@ def folder(tmp_path_factory) -> pathlib.Path:
     write_tiny_pipeline(folder / "pipeline")
     (folder / "prompts.jsonl").write_text("\n".join(PROMPTS) + "\n")
     (folder / "config.py").write_text(CONFIG)
+    (folder / "toy.py").write_text(TOY)
     (folder / "blueness.py").write_text(REWARD)
     return folder
 
 
-def launch(folder: pathlib.Path, *arguments: str, event: str = ""):
-    """The command, run to its end: (exit code, everything it said)."""
+def launch(folder: pathlib.Path, *command: str, event: str = ""):
+    """A command, run to its end: (exit code, everything it said)."""
+    variables = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, ROOT / "launch" / "train.py", "--config", "config.py", *arguments],
+        [sys.executable, *command],
         cwd=folder,
-        env=environment(4, EVENT=event, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"),
+        env=environment(4, EVENT=event, **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -134,7 +159,8 @@ def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def unbroken(folder) -> tuple[pathlib.Path, str]:
-    code, said = launch(folder, "--workdir=unbroken")
+    script = str(ROOT / "launch" / "train.py")
+    code, said = launch(folder, script, "--config=config.py", "--workdir=unbroken")
     assert code == 0, said
     return folder / "unbroken", said
 
@@ -183,8 +209,10 @@ def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
         assert all(end <= start + 1000 for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder, unbroken):
-    workdir, short = folder / "broken", ("--workdir=broken", "--config.steps=4")
+def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder):
+    command = ("-m", "tests.toy_process", "--config=toy.py")
+    longer = (*command, "--workdir=broken")
+    workdir, short = folder / "broken", (*longer, "--config.steps=4")
 
     assert launch(folder, *short, event="SIGKILL 1")[0] == -signal.SIGKILL
     assert len(lines(workdir)) == 1 and saved(workdir) == []
@@ -201,13 +229,12 @@ def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder, un
     assert saved(workdir) == [stopped, "4"] and finished_step(workdir) is None
 
     # It had done all of its steps, and is given more; now killed in the middle of a save.
-    longer = "--workdir=broken"
-    code, said = launch(folder, longer, event="os.rename checkpoints/6")
+    code, said = launch(folder, *longer, event="os.rename checkpoints/6")
     assert (code, "continuing after step 4" in said) == (-signal.SIGKILL, True)
     assert len(lines(workdir)) == 7 and saved(workdir) == [stopped, "4"]
     assert any(path.name.startswith("6.") for path in (workdir / "checkpoints").iterdir())
 
-    code, said = launch(folder, longer, event="nan 6")
+    code, said = launch(folder, *longer, event="nan 6")
     assert (code, "continuing after step 4" in said) == (2, True)
     found = [line for line in said.splitlines() if line.startswith("train.py:")]
     assert len(found) == 1
@@ -215,9 +242,10 @@ def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder, un
     assert "Traceback" not in said
     assert len(lines(workdir)) == 6 and saved(workdir) == ["4", "5"]
 
-    code, said = launch(folder, longer)
+    code, said = launch(folder, *longer)
     assert (code, "continuing after step 5" in said) == (0, True)
-    assert_same_run(workdir, unbroken[0])
+    assert launch(folder, *command, "--workdir=whole")[0] == 0
+    assert_same_run(workdir, folder / "whole")
 
 
 def test_training_imports_no_torch_and_no_tensorflow(unbroken):

@@ -9,7 +9,7 @@ import dataclasses
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection
 from statistics import median
@@ -25,6 +25,7 @@ from digen_jax.launching import prepare
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
+from digen_jax.runtime.system import System
 from digen_jax.settings import ConfigError, check_positive
 
 
@@ -65,8 +66,14 @@ class Speed:
         )
 
 
+Build = Callable[[ConfigDict, Sequence[jax.Device]], System]
+
+
 def compare(
-    config: ConfigDict, rounds: int, went_round: Callable[[], object] = lambda: None
+    config: ConfigDict,
+    rounds: int,
+    went_round: Callable[[], object] = lambda: None,
+    build: Build = assemble.build,
 ) -> Speed:
     """Times a step in turn and together, by turns so that a machine's drift is in both.
 
@@ -74,6 +81,7 @@ def compare(
       config: complete; its placement is not read.
       rounds: of a step in turn and one together each.
       went_round: is called after each of them.
+      build: makes the parts of a run in both processes.
 
     Raises:
       ConfigError: there are not two cores, or something of the config cannot work.
@@ -93,8 +101,8 @@ def compare(
     receiving, sending = context.Pipe(duplex=False)
     found: dict[str, list[float]] = {field.name: [] for field in dataclasses.fields(Speed)}
     with (
-        closing(Process(context, cores[0], config, sending)) as one,
-        closing(Process(context, cores[1], config, receiving)) as other,
+        closing(Process(context, cores[0], config, sending, build)) as one,
+        closing(Process(context, cores[1], config, receiving, build)) as other,
     ):
         # Theirs alone from now on: who is left by the other fails, too, and does not wait for ever.
         receiving.close(), sending.close()
@@ -118,9 +126,9 @@ def compare(
 class Process:
     """A process on a core of its own, that does what it is asked for."""
 
-    def __init__(self, context: Any, core: int, config: ConfigDict, link: Connection):
+    def __init__(self, context: Any, core: int, config: ConfigDict, link: Connection, build: Build):
         self._control, control = context.Pipe()
-        arguments = (core, config.to_dict(), control, link)
+        arguments = (core, config.to_dict(), control, link, build)
         self._process = context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         control.close()
@@ -146,11 +154,13 @@ class Process:
         self._process.join()
 
 
-def serve(core: int, config: dict[str, Any], control: Connection, link: Connection) -> None:
+def serve(
+    core: int, config: dict[str, Any], control: Connection, link: Connection, build: Build
+) -> None:
     """What a process does: a step of its role for every word it is sent."""
     os.sched_setaffinity(0, {core})  # before XLA counts the cores
     prepare()
-    roles = Roles(ConfigDict(config))
+    roles = Roles(ConfigDict(config), build)
     roles.both(link)
     control.send(())
     while True:
@@ -160,9 +170,9 @@ def serve(core: int, config: dict[str, Any], control: Connection, link: Connecti
 class Roles:
     """A step of sampling, and one of training, by a run's own parts on one device."""
 
-    def __init__(self, config: ConfigDict):
+    def __init__(self, config: ConfigDict, build: Build = assemble.build):
         config = recipe.complete(recipe.with_placement(config, recipe.one_device()))
-        self.system = assemble.build(config, jax.devices()[:1])
+        self.system = build(config, jax.devices()[:1])
         self.state = self.system.trainer.init(self.system.start)
         batch, size = config.batch, config.sampler.fragment
         known = read_prompt_file(config.prompts.file)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from transformers import CLIPTokenizer
 
 from digen_jax.flow.schedule import SchedulerConfig
 from digen_jax.models import autoencoder_kl, clip_text, sd3
@@ -53,7 +52,7 @@ class StableDiffusion3:
     text_encoders: tuple[
         clip_text.CLIPTextModelWithProjection, clip_text.CLIPTextModelWithProjection
     ]
-    tokenizers: tuple[CLIPTokenizer, CLIPTokenizer]
+    tokenizers: tuple[Any, Any]  # CLIPTokenizer each
     scheduler: SchedulerConfig
 
     # Where the tensors of each component come from: its module file knows the names.
@@ -75,6 +74,9 @@ class StableDiffusion3:
         cls, folder: pathlib.Path, dtype: Any = jnp.float32, remat: bool = False
     ) -> "StableDiffusion3":
         """The architecture a diffusers pipeline folder describes; reads its JSON files and tokenizers only."""
+        # Here, as it takes a second, which a mistake in a command should not have to wait for.
+        from transformers import CLIPTokenizer
+
         parts = ("transformer", "vae", "text_encoder", "text_encoder_2")
         configs = {part: weights.read_json(folder / part / "config.json") for part in parts}
         configs["scheduler"] = weights.read_json(folder / "scheduler" / "scheduler_config.json")
@@ -87,7 +89,7 @@ class StableDiffusion3:
     def from_configs(
         cls,
         configs: dict[str, dict],
-        tokenizers: tuple[CLIPTokenizer, CLIPTokenizer],
+        tokenizers: tuple[Any, Any],
         dtype: Any = jnp.float32,
         remat: bool = False,
     ) -> "StableDiffusion3":

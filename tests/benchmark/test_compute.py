@@ -9,19 +9,22 @@ import numpy as np
 import pytest
 
 from digen_jax.benchmark.compute import Roles, Speed, compare
-from digen_jax.recipe import complete
-from tests.tiny_runs import tiny_config
+from tests.runtime import toy
+from tests.tiny_runs import prompt_file
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    c = tiny_config(tmp_path_factory.getbasetemp(), "full")
-    c.sampler.fragment = c.trainer.micro_batch = 4
-    return complete(c)
+@pytest.fixture
+def config(base):
+    file = str(prompt_file(base))
+    return toy.config(prompts__file=file, evaluation__prompts=file, sampler__fragment=4)
+
+
+def build(config, devices):
+    return toy.system(config, len(devices))
 
 
 def test_fragments_by_a_link_train_as_fragments_at_hand(config):
-    at_hand, apart = Roles(config), Roles(config)
+    at_hand, apart = Roles(config, build), Roles(config, build)
     start = jax.device_get(at_hand.state.tuned)
     receiving, sending = multiprocessing.Pipe(duplex=False)
     at_hand.both(sending)
@@ -37,7 +40,7 @@ def test_fragments_by_a_link_train_as_fragments_at_hand(config):
 
 def test_two_processes_on_a_core_each(config):
     rounds = []
-    speed = compare(config, 1, lambda: rounds.append(1))
+    speed = compare(config, 1, lambda: rounds.append(1), build)
     assert len(rounds) == 1
     times = dataclasses.asdict(speed)
     assert all(len(found) == 1 and found[0] > 0 for found in times.values())

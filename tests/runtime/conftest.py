@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import pytest
 
@@ -14,3 +16,12 @@ def exact_and_split():
         patch.setattr(placement, "FSDP_MIN_SIZE", 16)
         yield
     jax.config.update("jax_default_matmul_precision", before)
+
+
+@pytest.fixture(scope="module")
+def optimised():
+    """Programs are compiled as in a run of a user's: fused sums round otherwise in every program."""
+    full = {"xla_backend_optimization_level": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=full))
+        yield

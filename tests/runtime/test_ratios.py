@@ -12,7 +12,7 @@ from digen_jax.models.sd3 import FROZEN, SD3Config, SD3Transformer
 from digen_jax.runtime.executors.training import receive
 from tests.runtime import toy
 
-pytestmark = pytest.mark.usefixtures("exact_and_split")
+pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
 
 # A tenth of Flow-GRPO's own clip range, 1e-4. As the clip range itself it makes the trainer's
 # clip_fraction the number of ratios that are further than this from 1.
@@ -94,7 +94,7 @@ class Rollout:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def rolled(request, exact_and_split):
+def rolled(request, exact_and_split, optimised):
     return Rollout(request.param)
 
 

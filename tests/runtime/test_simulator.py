@@ -5,7 +5,6 @@ import itertools
 import math
 import time
 
-import jaxtyping
 import pytest
 
 from digen_jax.runtime.scheduler.commands import TRAINER
@@ -13,14 +12,6 @@ from digen_jax.runtime.scheduler.settings import Costs, Settings
 from digen_jax.runtime.simulator.simulate import Change, Disturbance, Layout, Mesh, simulate
 
 DEVICES, FRAGMENTS = 32, 64
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unchecked():
-    """Annotations are not checked: checking them takes twenty times as long as a simulation."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def run(rollout, generation, training, steps=6, devices=DEVICES, fragments=FRAGMENTS, **fields):

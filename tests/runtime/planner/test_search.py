@@ -120,7 +120,7 @@ def chosen_split(ratio):
     return chosen
 
 
-RATIOS = [1 / 8, 1 / 4, 1, 3 / 2, 4, 8]
+RATIOS = [1 / 8, 1 / 4, 1, 4, 8]
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

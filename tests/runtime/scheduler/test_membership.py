@@ -6,8 +6,6 @@ import pytest
 
 from digen_jax.runtime.scheduler.membership import Candidates
 
-pytestmark = pytest.mark.usefixtures("unchecked")
-
 
 def defined(flat, wanted):
     """The first groups with variance by index, then those without."""

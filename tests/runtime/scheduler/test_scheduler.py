@@ -25,8 +25,6 @@ from digen_jax.runtime.scheduler.settings import READINESS, Costs, Settings
 from digen_jax.runtime.scheduler.state import SchedulerError
 from tests.runtime.scheduler.world import Referee, World, values_of
 
-pytestmark = pytest.mark.usefixtures("unchecked")
-
 COSTS = Costs(generate=1.0, train=1.0, decode=0.1, score=0.1, publish=0.2, switch=0.1)
 PLAIN = Settings(2, groups=2, images=2, fragment_images=1, staleness=0)
 runs = settings(

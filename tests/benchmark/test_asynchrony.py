@@ -1,0 +1,120 @@
+"""Runs with and without asynchrony: real ones of the toy family, and what is said of their ends."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from digen_jax import run
+from digen_jax.benchmark.asynchrony import Comparison, Outcome, check, compare
+from digen_jax.metrics import read_metrics
+from digen_jax.settings import ConfigError
+from tests.runtime import toy
+from tests.tiny_runs import prompt_file
+
+
+def brightness(images, prompts, metadata):
+    return images.mean((1, 2, 3), dtype=np.float64)
+
+
+@pytest.fixture
+def config(base):
+    c = toy.config(
+        **toy.meshes((1, 1), (1, 1)),
+        prompts__file=str(prompt_file(base)),
+        evaluation__prompts=str(prompt_file(base)),
+        evaluation__every=2,
+        reward__name=f"{__name__}:brightness",
+        reward__processes=0,
+        sampler__fragment=4,
+        trainer__learning_rate=0.1,
+        runtime__staleness=1,
+    )
+    c.steps, c.seed = 3, 5
+    return c
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """What was built, instead of the model in the config's folder."""
+    seen = []
+
+    def build(config, devices):
+        seen.append((config.seed, config.runtime.staleness))
+        return toy.system(config, 2)
+
+    monkeypatch.setattr(run, "build", build)
+    return seen
+
+
+def test_each_seed_is_trained_with_and_without_it(config, built, tmp_path, monkeypatch, capsys):
+    """Stopped in the third of four runs, the same call does what is left."""
+    write = run.MetricsLog.write
+
+    def stop(log, step, line):
+        write(log, step, line)
+        if len(built) == 3 and step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run.MetricsLog, "write", stop)
+    assert compare(config, 2, tmp_path) == 128 + signal.SIGTERM
+    assert not (tmp_path / "asynchrony.png").exists()
+    found = compare(config, 2, tmp_path)
+    assert built == [(5, 0), (5, 1), (6, 0), (6, 0), (6, 1)]
+    for kind, outcomes in (("off", found.off), ("on", found.on)):
+        for seed, outcome in zip((5, 6), outcomes, strict=True):
+            lines = read_metrics(tmp_path / f"{kind}-{seed}" / "metrics.jsonl")
+            assert outcome.rewards == {line["step"]: line["evaluation/reward"] for line in lines
+                                       if line["step"] != 1}  # fmt: skip
+            assert outcome.staleness == pytest.approx(
+                np.mean([line["staleness"] for line in lines[1:]])
+            )
+            assert (outcome.staleness > 0) == (kind == "on")
+    assert found.off[0].rewards[0] == found.on[0].rewards[0]
+    assert found.off[0].after != found.off[1].after
+    assert Image.open(tmp_path / "asynchrony.png").width > 500
+    assert capsys.readouterr().out.count("This run is finished") == 2
+
+
+def ends(*rewards: float) -> tuple[Outcome, ...]:
+    return tuple(Outcome({0: 0.1, 4: reward}, 0.5) for reward in rewards)
+
+
+def test_means_are_compared_by_their_standard_errors():
+    off, on = (0.50, 0.56, 0.53), (0.54, 0.57, 0.49)
+    same = Comparison(ends(*off), ends(*on))
+    errors = [np.std(values, ddof=1) / np.sqrt(3) for values in (off, on)]
+    expected = np.mean(on) - np.mean(off), np.hypot(*errors)
+    np.testing.assert_allclose(same.difference, expected, atol=1e-12)
+    assert same.equal
+    head, first, second, last = same.describe().splitlines()
+    assert " ".join(head.split()) == "held-out reward, 4 steps seed 0 seed 1 seed 2 mean"
+    assert first == f"asynchrony off{'':14}   0.500   0.560   0.530   0.530 ± 0.017"
+    assert second.startswith("asynchrony on ") and second.endswith("0.533 ± 0.023")
+    assert last.startswith("on - off: +0.003 ± 0.029, equal within two standard errors.")
+    assert "0.50 versions old" in last
+    worse = Comparison(ends(*off), ends(0.40, 0.44, 0.42))
+    assert not worse.equal and "beyond two standard errors" in worse.describe()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("runtime.staleness", 0, "config.runtime.staleness = 0 is no asynchrony"),
+        ("placement.rollout.data", 0, "config.placement.rollout.data = 0 is colocated"),
+        ("sampler.fragment", 8, "config.runtime.staleness = 1 changes nothing, as"),
+        ("placement", "auto", "config.placement = 'auto' may choose no rollout mesh"),
+    ],
+)
+def test_what_would_be_no_comparison_is_refused(config, field, value, sentence):
+    with config.unlocked(), config.ignore_type():
+        config.update_from_flattened_dict({field: value})
+    with pytest.raises(ConfigError, match=sentence):
+        check(config, 3)
+
+
+def test_one_seed_has_no_error(config):
+    with pytest.raises(ConfigError, match="seeds must be at least 2"):
+        check(config, 1)
