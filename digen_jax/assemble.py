@@ -1,5 +1,6 @@
 """From a config to the parts of a run: the one module that sees models, meshes and executors together."""
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -117,14 +118,17 @@ def connect(
         step,
         tuple(config.sampler.window),
     )
+    dtype = jnp.dtype(config.sampler.dtype) if config.sampler.dtype else None
+    sampling = family.in_dtype(dtype) if dtype else family
     samplers = (
-        Sampler(policy, placement.rollout, settings),
+        Sampler(dataclasses.replace(policy, family=sampling), placement.rollout, settings),
         evaluation_sampler(
-            family, placement.rollout, config.evaluation.guidance, config, policy.lora
+            sampling, placement.rollout, config.evaluation.guidance, config, policy.lora
         ),
     )
     sampler_base = policy.sampler_base(base)
-    first = Rollout(*samplers, reshard(sampler_base, placement.rollout), frozen)
+    at_sampler = reshard(sampler_base, placement.rollout, dtype)
+    first = Rollout(*samplers, dtype, at_sampler, frozen)
     others = (first.moved(group, sampler_base) for group in placement.rollouts[1:])
     return System(
         placement,

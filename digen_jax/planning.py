@@ -249,15 +249,18 @@ def model_footprint(config: ConfigDict) -> Footprint:
     split = functools.partial(policy.split, reference=config.algorithm.kl_coefficient > 0)
     tuned, base = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
     frozen = {part: tree for part, tree in shapes.items() if part != "transformer"}
-    sampler_base = jax.eval_shape(policy.sampler_base, base)
+    sent = tuned, jax.eval_shape(policy.sampler_base, base)
+    if config.sampler.dtype:
+        sent = jax.tree.map(lambda leaf: leaf.update(dtype=config.sampler.dtype), sent)
     latent = family.latent_shape(config.model.height, config.model.width)
     placement = config.placement if isinstance(config.placement, ConfigDict) else None
     rules = placement.rules if placement else recipe.reference().placement.rules
     sizes = functools.partial(_parameters, rules)
     return Footprint(
         tuned=sizes(tuned),
+        published=sizes(sent[0]),
         base=sizes(base),
-        sampler_base=sizes(sampler_base),
+        sampler_base=sizes(sent[1]),
         frozen=sizes(frozen),
         ema=config.trainer.ema > 0,
         activations=_residuals(policy, tuned, base, frozen, latent),

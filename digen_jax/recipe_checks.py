@@ -41,6 +41,7 @@ def check(config: ConfigDict) -> None:
         ("algorithm.advantage_std", ("group", "global")),
         ("algorithm.old_log_probs", ("auto", "rollout", "recomputed", "current")),
         ("model.dtype", ("float32", "bfloat16")),
+        ("sampler.dtype", ("", "float32", "bfloat16")),
         ("runtime.tag_weights", ("in place", "resharded")),
     ):
         check_choice(f"config.{name}", _value(config, name), choices)

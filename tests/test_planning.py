@@ -243,6 +243,10 @@ def test_the_footprint_is_the_models(base):
     assert found.tuned.split == 0 and found.frozen.whole > total["vae"] and found.ema
     lora = model_footprint(complete(tiny_config(base, "lora")))
     assert lora.base.whole == total["transformer"] and 0 < lora.tuned.whole < found.tuned.whole / 2
+    assert (found.published, found.sampler_base) == (found.tuned, found.base)
+    config.sampler.dtype = "bfloat16"
+    half = model_footprint(config)
+    assert half.published.whole == found.tuned.whole / 2 and half.tuned == found.tuned
     # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
     side = 32 // 4
     assert found.transition == 4 * (2 * side * side * 4 + 1)

@@ -115,6 +115,10 @@ class StableDiffusion3:
             scheduler=SchedulerConfig.from_config(configs["scheduler"]),
         )
 
+    def in_dtype(self, dtype: Any) -> "StableDiffusion3":
+        """The same, but the transformer computes in this type."""
+        return dataclasses.replace(self, transformer=self.transformer.clone(dtype=jnp.dtype(dtype)))
+
     # ---------------------------------------------------------------- prompts -> conditioning
 
     def tokenize(self, prompts: list[str]) -> TokenIds:

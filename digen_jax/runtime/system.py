@@ -1,5 +1,6 @@
 """What a run is made of, once it is assembled: meshes, programs, parameters."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +13,14 @@ from digen_jax.runtime.trainer import Trainer
 
 
 class Rollout(NamedTuple):
-    """A mesh that samples: its programs, and all that they need but the tuned parameters."""
+    """A mesh that samples: its programs, and all that they need but the tuned parameters.
+
+    `dtype` is what parameters are sent and kept in, None: as they are.
+    """
 
     sampler: Sampler
     evaluator: Sampler
+    dtype: Any
     base: Any  # see Policy.sampler_base
     frozen: Any  # the other components
 
@@ -29,14 +34,15 @@ class Rollout(NamedTuple):
 
         Where they lie as the mesh's rules say already, they are the given arrays.
         """
-        return Weights(reshard(tuned, self.group), self.base, self.frozen)
+        return Weights(reshard(tuned, self.group, self.dtype), self.base, self.frozen)
 
     def moved(self, group: DeviceGroup, base: Any) -> "Rollout":
         """The same on another mesh; `base` may lie there already."""
         samplers = (
             Sampler(one.policy, group, one.settings) for one in (self.sampler, self.evaluator)
         )
-        return Rollout(*samplers, reshard(base, group), reshard(self.frozen, group))
+        base = reshard(base, group, self.dtype)
+        return Rollout(*samplers, self.dtype, base, reshard(self.frozen, group))
 
 
 class System(NamedTuple):
@@ -82,8 +88,13 @@ def tag_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
     return DeviceGroup(mesh)
 
 
-def reshard(tree: Any, group: DeviceGroup) -> Any:
-    """Parameters as a mesh's rules say: on their own devices by one program, else from mesh to mesh."""
+def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
+    """Parameters as a mesh's rules say: on their own devices by one program, else from mesh to mesh.
+
+    `dtype` is theirs from then on, None: the one they have; they are rounded before they are sent.
+    """
+    if dtype is not None:
+        tree = _rounded(tree, dtype)
     shardings = group.params(tree)
     leaves = jax.tree.leaves(tree)
     here = bool(leaves) and all(
@@ -93,6 +104,11 @@ def reshard(tree: Any, group: DeviceGroup) -> Any:
     if here and jax.tree.map(lambda leaf: leaf.sharding, tree) != shardings:
         return jax.jit(_same, out_shardings=shardings)(tree)
     return jax.device_put(tree, shardings)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _rounded(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
 
 def _same(tree: Any) -> Any:

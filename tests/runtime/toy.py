@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,14 +34,16 @@ class Network(nn.Module):
     """Every pixel by itself, between dense layers that LoRA can adapt; `places` is never trained."""
 
     width: int = 8
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, x, sigma, context, pooled):
-        text = nn.Dense(self.width, name="text")(context.mean(1) + pooled)
-        time = nn.Dense(self.width, name="time")(jnp.stack([sigma, sigma**2], -1))
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        text = dense(self.width, name="text")(context.mean(1) + pooled)
+        time = dense(self.width, name="time")(jnp.stack([sigma, sigma**2], -1))
         places = self.param("places", nn.initializers.normal(), (*x.shape[1:3], self.width))
-        hidden = nn.Dense(self.width, name="inside")(x) + places + (text + time)[:, None, None]
-        return nn.Dense(x.shape[-1], name="outside")(jnp.tanh(hidden))
+        hidden = dense(self.width, name="inside")(x) + places + (text + time)[:, None, None]
+        return dense(x.shape[-1], name="outside")(jnp.tanh(hidden)).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,9 @@ class ToyFamily:
     frozen: tuple[str, ...] = ("places",)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     lists: ClassVar = {"transformer": ("transformer_blocks", "to_out", "net")}
+
+    def in_dtype(self, dtype):
+        return dataclasses.replace(self, network=self.network.clone(dtype=dtype))
 
     def tokenize(self, prompts):
         return np.array([[ord(c) % 32 for c in p.ljust(LETTERS)[:LETTERS]] for p in prompts])

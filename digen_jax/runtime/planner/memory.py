@@ -96,7 +96,7 @@ def _worker_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str
     images = 2 * problem.settings.fragment_images / candidate.worker_devices
     return {
         "parameters": foot.sampler_base.on_device(fsdp),
-        "kept versions": _versions(problem, candidate) * foot.tuned.on_device(fsdp),
+        "kept versions": _versions(problem, candidate) * foot.published.on_device(fsdp),
         "frozen": foot.frozen.on_device(fsdp),
         "trajectories": images * problem.transitions * foot.transition,
     }

@@ -58,6 +58,7 @@ class Footprint:
     Attributes:
       tuned: what is trained; a gradient, a moment or an average of it is of the same size.
       base: what the trainer needs besides, such as the weights under a LoRA.
+      published: what of it a sampler is sent.
       sampler_base: what a sampler needs besides.
       frozen: text encoders and autoencoder, which sit where images are made.
       ema: whether an average of the tuned parameters is kept.
@@ -70,6 +71,7 @@ class Footprint:
     """
 
     tuned: Parameters
+    published: Parameters
     base: Parameters
     sampler_base: Parameters
     frozen: Parameters

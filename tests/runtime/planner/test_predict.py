@@ -86,6 +86,7 @@ def test_a_thousand_devices_and_ten_thousand_fragments_are_simulated():
 
 FOOTPRINT = Footprint(
     tuned=Parameters(800, 8),
+    published=Parameters(400, 4),
     base=Parameters(80, 4),
     sampler_base=Parameters(80, 2),
     frozen=Parameters(400, 6),
@@ -114,7 +115,7 @@ def test_a_device_holds_what_is_counted_by_hand():
     }
     assert held.worker == {
         "parameters": 80 / 2 + 2,
-        "kept versions": 2 * tuned,
+        "kept versions": 2 * (400 / 2 + 4),
         "frozen": 400 / 2 + 6,
         "trajectories": 2 * 1 * 4 * 10,
     }
