@@ -10,13 +10,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
+from digen_jax.algorithms.kl import gaussian_kl as gaussian_kl  # its users find it here as well
 from digen_jax.algorithms.old_log_probs import OldLogProbs
-
-# A ratio is resolved to float32's epsilon; the clip bounds must stand well clear of that.
-SMALLEST_CLIP_RANGE = 10 * float(np.finfo(np.float32).eps)
+from digen_jax.algorithms.samples import blanked, weighted_sum
+from digen_jax.algorithms.surrogates import check_clip_range, clipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +41,7 @@ class FlowGRPO:
 
     def check(self) -> None:
         """Raises ValueError for a setting that cannot work, and says what to change."""
-        if not SMALLEST_CLIP_RANGE <= self.clip_range < 1:
-            raise ValueError(
-                f"clip_range is {self.clip_range}; it must lie in [{SMALLEST_CLIP_RANGE:.1e}, 1): "
-                "below, float32 cannot resolve the ratio"
-            )
+        check_clip_range(self.clip_range, self.clip_range, ("clip_range", "clip_range"))
         if not 0 < self.adv_clip < math.inf:
             raise ValueError(f"adv_clip is {self.adv_clip}; it must be positive and finite")
         if not 0 <= self.kl_coefficient < math.inf:
@@ -113,15 +108,13 @@ def flow_grpo_loss(
     """
     if kl is None and settings.kl_coefficient:
         raise ValueError(f"kl_coefficient is {settings.kl_coefficient} but no kl was given")
-    trained = weight > 0
-    # before exp: the gradient of an overflow is NaN even where its weight is 0
-    log_ratio = jnp.where(trained, log_prob - old_log_prob, 0.0)
+    stored = old_log_prob if stored_log_prob is None else stored_log_prob
+    log_prob, old_log_prob, stored = blanked(weight, log_prob, old_log_prob, stored)
+    log_ratio = log_prob - old_log_prob
     ratio = jnp.exp(log_ratio)
     advantages = jnp.clip(advantages, -settings.adv_clip, settings.adv_clip)
-    clipped = jnp.clip(ratio, 1 - settings.clip_range, 1 + settings.clip_range)
-    policy_loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
-    stored = old_log_prob if stored_log_prob is None else stored_log_prob
-    to_sampler = jnp.exp(jnp.where(trained, jax.lax.stop_gradient(log_prob) - stored, 0.0))
+    policy_loss = clipped(log_ratio, advantages, settings.clip_range, settings.clip_range)
+    to_sampler = jnp.exp(jax.lax.stop_gradient(log_prob) - stored)
     terms = {
         "loss": policy_loss,
         "policy_loss": policy_loss,
@@ -132,23 +125,5 @@ def flow_grpo_loss(
     }
     if kl is not None:
         terms |= {"loss": policy_loss + settings.kl_coefficient * kl, "kl": kl}
-    sums = {k: jnp.sum(weight * jnp.where(trained, term, 0.0)) for k, term in terms.items()}
+    sums = {name: weighted_sum(weight, term) for name, term in terms.items()}
     return sums["loss"], sums | {"weight": jnp.sum(weight)}
-
-
-def gaussian_kl(
-    mean: Float[Array, "n ..."],
-    reference_mean: Float[Array, "n ..."],
-    std: Float[Array, "n"] | Float[Array, ""],
-) -> Float[Array, "n"]:
-    """KL between two Gaussians of equal std: (mean - reference_mean)^2 / (2 std^2).
-
-    Averaged over all axes but the first, with gradient to `mean`. Implementations differ in `std`.
-    Flow-GRPO's code for images divides by the diffusion without its factor sqrt(-dt)
-    (`step.diffusion(...)`), and its published coefficients belong to that; its paper, and its code
-    for video, by the step's whole std (`replay(...).std`), which is the KL proper. Where std = 0
-    (padding, which has no weight) the value is finite: that of 1.
-    """
-    std = jnp.where(std > 0, std, 1.0)
-    difference = jnp.mean((mean - reference_mean) ** 2, axis=tuple(range(1, mean.ndim)))
-    return difference / (2 * std**2)
