@@ -21,7 +21,7 @@ def check_junk(total, arrays, differentiated):
     weight = jnp.concatenate([jnp.ones(rows), jnp.zeros(len(JUNK))])
     junked = [jnp.concatenate([array, junk_like(array)]) for array in arrays]
     value, gradients = value_and_gradients(total, weight, junked, differentiated)
-    np.testing.assert_allclose(value, plain[0], rtol=1e-6)
+    np.testing.assert_allclose(value, plain[0], rtol=1e-5)  # of a sum
     for gradient, expected in zip(gradients, plain[1], strict=True):
         assert np.abs(expected).max() > 0
         np.testing.assert_allclose(gradient[:rows], expected, rtol=1e-6)
