@@ -29,6 +29,7 @@ class Transitions(NamedTuple):
     log_prob: Float32[Array, "s b"]  # of the policy that sampled them
     sigma: Float32[Array, "s"]
     sigma_next: Float32[Array, "s"]
+    mean: Float32[Array, "s b ..."] | None = None  # of x_next, where `sample` was asked to store it
 
 
 class Trajectory(NamedTuple):
@@ -68,6 +69,24 @@ def start_noise(keys: Key[Array, "b"], shape: tuple[int, ...]) -> Float32[Array,
     return jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, START), shape))(keys)
 
 
+def group_start_noise(
+    root: Key[Array, ""], serials: Int[ArrayLike, "b"], shape: tuple[int, ...]
+) -> Float32[Array, "b ..."]:
+    """Start noise that all images of a group share: that of the group's image 0 (`start_noise`).
+
+    Transition noise stays each image's own (its key's). It depends on the group's serial alone, whatever
+    batch the images come in. DanceGRPO's `init_same_noise` (arXiv 2505.07818) draws one noise for a
+    process's batch, in its scripts one prompt; Flow-GRPO's `same_latent` keys it by the prompt's text, the
+    epoch and the batch.
+
+    Args:
+      root: as in `image_keys`.
+      serials: each image's group.
+      shape: of one image.
+    """
+    return start_noise(image_keys(root, serials, jnp.zeros_like(jnp.asarray(serials))), shape)
+
+
 def check_window(step: Step, sigmas: Float[np.ndarray, "sigmas"], start: int, length: int) -> None:
     """Raises ValueError where the steps [start, start + length) cannot be trained by their density.
 
@@ -99,11 +118,13 @@ def sample(
     keys: Key[Array, "b"],
     window: tuple[int | Int[Array, ""], int],
     store_dtype: DTypeLike = jnp.float32,
+    store_means: bool = False,
 ) -> Trajectory:
     """Goes from noise at sigmas[0] to data at sigmas[-1], in one `lax.scan`.
 
-    The steps in the window follow `step` and are stored; the others are ODE steps. An image
-    depends on its key and the start noise only, not on its batch.
+    The steps in the window follow `step` and are stored; the others are ODE steps: `step`'s own where
+    that is an ODE solver, else Euler's. An image depends on its key and the start noise only, not
+    on its batch.
 
     Args:
       velocity: `(x [b ...], sigma [b]) -> [b ...]`; the network with its parameters, conditioning
@@ -115,32 +136,35 @@ def sample(
       window: (first step, may be traced; number of steps, static). Length 0 stores nothing.
       store_dtype: x is rounded to it after every step, before its log_prob is taken, and goes on
         from the rounded value, so that replay sees what was sampled.
+      store_means: whether the transitions carry the mean of x_next too, in float32 (GRPO-Guard and
+        Flow-DPPO read it), at the price of as much memory again as x or more.
 
     Raises:
-      ValueError: a window outside the schedule.
+      ValueError: a window outside the schedule, or one of steps without noise.
     """
     start, length = window
     sigmas = jnp.asarray(sigmas, jnp.float32)
     steps = len(sigmas) - 1
     _check_inside(start, length, steps)
     noise_keys = jax.vmap(lambda key: jax.random.fold_in(key, TRANSITION))(keys)
+    solver = step if isinstance(step, Ode) else Ode()
 
-    def body(carry, inputs):
-        x, stored = carry
-        i, sigma, sigma_next = inputs
-        v = velocity(x.astype(jnp.float32), jnp.full(x.shape[:1], sigma))
-        mean, _ = Ode().mean_std(x, v, sigma, sigma_next, sigmas[1])
-        x_next = _round(mean, store_dtype)
+    def body(carry, i):
+        x, memory, stored = carry
+        v = velocity(x.astype(jnp.float32), jnp.full(x.shape[:1], sigmas[i]))
+        x_next, memory = solver.advance(x, v, sigmas, i, memory)
+        x_next = _round(x_next, store_dtype)
         if length:
             inside = (i >= start) & (i < start + length)
-            new = _noisy_step(step, x, v, sigma, sigma_next, sigmas[1], noise_keys, i)
+            new = _noisy_step(step, x, v, sigmas, i, noise_keys)
+            new = new if store_means else new._replace(mean=None)
             stored = _store(stored, new, jnp.clip(i - start, 0, length - 1), inside)
             x_next = jnp.where(inside, new.x_next, x_next)
-        return (x_next, stored), None
+        return (x_next, memory, stored), None
 
     x = _round(x_start, store_dtype)
-    inputs = (jnp.arange(steps), sigmas[:-1], sigmas[1:])
-    (x, stored), _ = jax.lax.scan(body, (x, _empty(x, length)), inputs)
+    begin = x, solver.remember(x), _empty(x, length, store_means)
+    (x, _, stored), _ = jax.lax.scan(body, begin, jnp.arange(steps))
     return Trajectory(x, stored, sigmas)
 
 
@@ -175,11 +199,11 @@ def replay(
 def flatten(transitions: Transitions) -> Transitions:
     """Merges the leading axes `[s b]` into `[s*b]`, repeating each sigma for its b images."""
     s, b = transitions.log_prob.shape
-    merged = Transitions(
-        *transitions[:3],
-        *(jnp.broadcast_to(a[:, None], (s, b)) for a in transitions[3:]),
+    per_image = transitions._replace(
+        sigma=jnp.broadcast_to(transitions.sigma[:, None], (s, b)),
+        sigma_next=jnp.broadcast_to(transitions.sigma_next[:, None], (s, b)),
     )
-    return jax.tree.map(lambda a: a.reshape(s * b, *a.shape[2:]), merged)
+    return jax.tree.map(lambda a: a.reshape(s * b, *a.shape[2:]), per_image)
 
 
 def _check_inside(start: int | Array, length: int, steps: int) -> None:
@@ -192,13 +216,14 @@ def _check_inside(start: int | Array, length: int, steps: int) -> None:
         )
 
 
-def _noisy_step(step, x, v, sigma, sigma_next, sigma_max, noise_keys, i) -> Transitions:
-    mean, std = step.mean_std(x, v, sigma, sigma_next, sigma_max)
+def _noisy_step(step, x, v, sigmas, i, noise_keys) -> Transitions:
+    sigma, sigma_next = sigmas[i], sigmas[i + 1]
+    mean, std = step.mean_std(x, v, sigma, sigma_next, sigmas[1])
     noise = jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, i), x.shape[1:]))(
         noise_keys
     )
     x_next = _round(mean + std * noise, x.dtype)
-    return Transitions(x, x_next, step.log_prob(x_next, mean, std), sigma, sigma_next)
+    return Transitions(x, x_next, step.log_prob(x_next, mean, std), sigma, sigma_next, mean)
 
 
 def _round(x: Array, dtype: DTypeLike) -> Array:
@@ -207,10 +232,11 @@ def _round(x: Array, dtype: DTypeLike) -> Array:
     return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant).astype(dtype)
 
 
-def _empty(x: Array, length: int) -> Transitions:
+def _empty(x: Array, length: int, means: bool) -> Transitions:
     images = jnp.zeros((length, *x.shape), x.dtype)
+    mean = images.astype(jnp.float32) if means else None
     per_step = jnp.zeros(length)
-    return Transitions(images, images, jnp.zeros((length, x.shape[0])), per_step, per_step)
+    return Transitions(images, images, jnp.zeros((length, x.shape[0])), per_step, per_step, mean)
 
 
 def _store(stored: Transitions, new: Transitions, slot: Array, inside: Array) -> Transitions:

@@ -4,6 +4,8 @@ Sampling and replay call the same `mean_std` and `log_prob`. All arithmetic is f
 comes in. `sigma`, `sigma_next` and `sigma_max` are scalars, or `[b]` where the samples of a batch
 stand at different steps. `sigma_max` is sigmas[1] of the schedule: only `FlowSde` reads it, in
 place of a sigma of 1.
+
+The ODE solvers also `advance` along a schedule, where they may remember what the last step saw.
 """
 
 import dataclasses
@@ -11,9 +13,12 @@ import math
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
+
+MAX_STD = 0.45  # of a step of `CappedFlowSde`
 
 Sigma = Float[ArrayLike, ""] | Float[ArrayLike, "b"]
+Sigmas = Float[ArrayLike, "sigmas"]
 Sample = Float[Array, "b ..."]
 Mean = Float32[Array, "b ..."]
 Std = Float32[Array, ""] | Float32[Array, "b"]
@@ -34,6 +39,56 @@ class Ode:
     def log_prob(self, x_next: Sample, mean: Mean, std: Std) -> Float32[Array, "b"]:
         """Raises ValueError: a step without noise has no density."""
         raise ValueError("an ode step has no log_prob; choose flow, dance or cps for trained steps")
+
+    def remember(self, x: Sample) -> None:
+        """What `advance` is given at the first step: this solver remembers nothing."""
+
+    def advance(
+        self, x: Sample, v: Sample, sigmas: Sigmas, i: int | Int[Array, ""], last: None
+    ) -> tuple[Mean, None]:
+        """Step i of a schedule: x at sigmas[i + 1], and what the next step is given as `last`."""
+        mean, _ = self.mean_std(x, v, sigmas[i], sigmas[i + 1], sigmas[1])
+        return mean, None
+
+
+@dataclasses.dataclass(frozen=True)
+class Dpm2(Ode):
+    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2) for flow matching: second order in the step.
+
+    With lambda = log((1 - sigma) / sigma), h_i its increase over step i and x0 = x - sigma v:
+    x + v dt + (1 - sigma_next / sigma) (x0 - last x0) h_i / (2 h_(i-1)). The last term is what it
+    adds to the Euler step, to which DPM-Solver++(1) comes down for flow matching.
+
+    The first step has no last x0, and the last one, to sigma 0, an infinite h: both are Euler steps.
+    So is the second where sigmas[0] = 1, as the first h is infinite there.
+
+    Implementations: diffusers' DPMSolverMultistepScheduler (dpmsolver++, solver_order 2, midpoint,
+    use_flow_sigmas, flow_prediction) takes the same steps. Its `lower_order_final` makes no
+    difference: the last step to sigma 0 is of first order in any case, and the one before it is only
+    of a lower order in a solver of order 3. Its own schedule starts at 1 - 1/1000 before the shift,
+    so that its second step is of second order. DiffusionNFT's solver ("dpm2") takes these steps on
+    FlowMatchEuler's sigmas, which start at 1, its last step written as DDIM without noise, which is
+    the Euler step. That is followed here, with coefficients in float32 where it has float64, and
+    with the network given sigma as it is where both cut 1000 sigma to a whole number.
+    """
+
+    def remember(self, x: Sample) -> Mean:
+        """A place for the last x0; the first step does not read it."""
+        return jnp.zeros(x.shape, jnp.float32)
+
+    def advance(
+        self, x: Sample, v: Sample, sigmas: Sigmas, i: int | Int[Array, ""], last: Mean
+    ) -> tuple[Mean, Mean]:
+        """Step i of a schedule: x at sigmas[i + 1], and the x0 that this step predicted."""
+        mean, _ = self.mean_std(x, v, sigmas[i], sigmas[i + 1], sigmas[1])
+        x, v, sigmas = _float32(x, v, sigmas)
+        x0 = x - sigmas[i] * v
+        before = sigmas[jnp.maximum(i - 1, 0)]
+        h = _log_snr(sigmas[i + 1]) - _log_snr(sigmas[i])
+        h_last = _log_snr(sigmas[i]) - _log_snr(before)
+        second_order = (i > 0) & (sigmas[i + 1] > 0) & (before < 1)
+        gain = (1 - sigmas[i + 1] / sigmas[i]) * h / (2 * h_last)
+        return mean + jnp.where(second_order, gain, 0.0) * (x0 - last), x0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +137,26 @@ class FlowSde(ReverseSde):
         """g: the std of the step without its factor sqrt(-dt)."""
         sigma, sigma_max = _float32(sigma, sigma_max)
         return self.noise_level * _sqrt(sigma / (1 - jnp.where(sigma == 1, sigma_max, sigma)))
+
+
+@dataclasses.dataclass(frozen=True)
+class CappedFlowSde(FlowSde):
+    """Flow-GRPO's SDE with diffusion min(g, 0.45 / sqrt(-dt)): no step's std exceeds 0.45.
+
+    The truncated noise schedule of LongCat-Video (arXiv 2510.22200) as GenRL has it (its
+    `diffusion_clip`, and the value of its configs): it bounds the steps near sigma = 1, where g grows
+    without bound. The mean has the capped g too, so that the marginals stay the ODE's.
+    """
+
+    def diffusion(
+        self, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma
+    ) -> Float32[Array, "*sigma"]:
+        """g: the std of the step without its factor sqrt(-dt)."""
+        sigma, sigma_next = _float32(sigma, sigma_next)
+        moves = sigma > sigma_next
+        cap = MAX_STD / _sqrt(jnp.where(moves, sigma - sigma_next, 1.0))
+        g = super().diffusion(sigma, sigma_next, sigma_max)
+        return jnp.where(moves, jnp.minimum(g, cap), g)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,22 +210,31 @@ class Cps:
 
 
 Step = Ode | FlowSde | DanceSde | Cps
-KINDS = {"ode": Ode, "flow": FlowSde, "dance": DanceSde, "cps": Cps}
+KINDS = {
+    "ode": Ode,
+    "flow": FlowSde,
+    "dance": DanceSde,
+    "cps": Cps,
+    "flow_capped": CappedFlowSde,
+    "dpm2": Dpm2,
+}
 
 
 def make_step(kind: str, noise_level: int | float) -> Step:
-    """The step that a config names, e.g. `make_step("cps", 0.8)`; ode takes noise level 0.
+    """The step that a config names, e.g. `make_step("cps", 0.8)`; ode and dpm2 take noise level 0.
 
     Raises:
       ValueError: unknown kind, or a noise level that the kind cannot have.
     """
     if kind not in KINDS:
         raise ValueError(f"step kind {kind!r} is unknown; choose one of {', '.join(KINDS)}")
-    if kind != "ode":
+    if not issubclass(KINDS[kind], Ode):
         return KINDS[kind](float(noise_level))
     if noise_level != 0:
-        raise ValueError(f"noise_level of ode is {noise_level}; set it to 0 or choose an sde kind")
-    return Ode()
+        raise ValueError(
+            f"noise_level of {kind} is {noise_level}; set it to 0 or choose an sde kind"
+        )
+    return KINDS[kind]()
 
 
 def _check_positive(step: ReverseSde | Cps) -> None:
@@ -168,6 +252,11 @@ def _float32(*arrays: ArrayLike) -> list[Array]:
 def _columns(a: Array, x: Array) -> Array:
     """A scalar or `[b]` made to broadcast against x `[b ...]`."""
     return a.reshape(a.shape + (1,) * (x.ndim - 1)) if a.ndim else a
+
+
+def _log_snr(sigma: Array) -> Array:
+    """log((1 - sigma) / sigma): infinite at both ends of the schedule."""
+    return jnp.log1p(-sigma) - jnp.log(sigma)
 
 
 def _sqrt(a: Array) -> Array:

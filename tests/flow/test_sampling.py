@@ -10,15 +10,16 @@ from digen_jax.flow.sampling import (
     Transitions,
     check_window,
     flatten,
+    group_start_noise,
     image_keys,
     replay,
     sample,
     start_noise,
 )
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
-from digen_jax.flow.steps import Cps, DanceSde, FlowSde, Ode
+from digen_jax.flow.steps import CappedFlowSde, Cps, DanceSde, FlowSde, Ode
 
-SDES = [FlowSde(0.7), DanceSde(0.3), Cps(0.8)]
+SDES = [FlowSde(0.7), DanceSde(0.3), Cps(0.8), CappedFlowSde(0.7)]
 SIGMAS = make_sigmas(SchedulerConfig(shift=3.0), 6)
 SHAPE = (4, 4, 2)
 
@@ -34,10 +35,10 @@ def keys_of(images, root=0):
     return image_keys(jax.random.key(root), images // 2, images % 2)
 
 
-@functools.partial(jax.jit, static_argnames=("step", "length", "store_dtype"))
-def run(keys, step, start, length, store_dtype=jnp.float32, sigmas=SIGMAS):
+@functools.partial(jax.jit, static_argnames=("step", "length", "store_dtype", "means"))
+def run(keys, step, start, length, store_dtype=jnp.float32, sigmas=SIGMAS, means=False):
     x = start_noise(keys, SHAPE)
-    return sample(velocity, x, sigmas, step, keys, (start, length), store_dtype)
+    return sample(velocity, x, sigmas, step, keys, (start, length), store_dtype, means)
 
 
 replay_jitted = jax.jit(functools.partial(replay, velocity), static_argnames="step")
@@ -91,6 +92,24 @@ def test_randomness_follows_the_documented_folds():
         noise = (one.x_next - result.mean)[0] / result.std[0]
         expected = jax.random.normal(fold(fold(key, 1), i), SHAPE)
         np.testing.assert_allclose(noise, expected, rtol=0, atol=2e-5)
+
+
+def test_a_group_may_share_its_start_noise():
+    """It is that of its image 0, in any batch; what comes after is each image's own."""
+    root, serials = jax.random.key(7), np.array([5, 5, 9, 5, 2])
+    noise = group_start_noise(root, serials, SHAPE)
+    assert noise.dtype == jnp.float32
+    fold = jax.random.fold_in
+    for serial, mine in zip(serials, noise, strict=True):
+        expected = jax.random.normal(fold(fold(fold(root, serial), 0), 0), SHAPE)
+        np.testing.assert_array_equal(mine, expected)
+    np.testing.assert_array_equal(group_start_noise(root, serials[3:], SHAPE), noise[3:])
+    assert np.abs(noise[0] - noise[2]).max() > 1 and np.abs(noise[0] - noise[4]).max() > 1
+    keys = image_keys(root, serials[:2], np.arange(2))
+    stored = sample(velocity, noise[:2], SIGMAS, FlowSde(0.7), keys, (1, 1)).transitions
+    np.testing.assert_array_equal(stored.x[0, 0], stored.x[0, 1])
+    correlation = np.corrcoef(np.asarray(stored.x_next - stored.x)[0].reshape(2, -1))[0, 1]
+    assert abs(correlation) < 0.9 and np.abs(stored.x_next[0, 0] - stored.x_next[0, 1]).max() > 0.5
 
 
 def test_every_image_has_noise_of_its_own():
@@ -167,6 +186,26 @@ def test_flatten_pairs_every_image_with_its_sigma():
         assert flat.sigma[i] == stacked.sigma[s] and flat.sigma_next[i] == stacked.sigma_next[s]
 
 
+@pytest.mark.parametrize("store_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("step", SDES)
+def test_means_are_stored_as_sampled_where_asked_for(step, store_dtype):
+    keys = keys_of([0, 1, 2])
+    plain = run(keys, step, 1, 3, store_dtype)
+    stored = run(keys, step, 1, 3, store_dtype, means=True)
+    assert plain.transitions.mean is None and flatten(plain.transitions).mean is None
+    without = stored._replace(transitions=stored.transitions._replace(mean=None))
+    for mine, other in zip(jax.tree.leaves(without), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    mean = stored.transitions.mean
+    assert mean.dtype == jnp.float32 and mean.shape == (3, 3, *SHAPE)
+    flat = flatten(stored.transitions)
+    np.testing.assert_array_equal(flat.mean.reshape(mean.shape), mean)
+    np.testing.assert_allclose(replayed(flat, step).mean, flat.mean, rtol=0, atol=2e-6)
+    one = jax.tree.map(lambda a: a[1], stored.transitions)
+    np.testing.assert_array_equal(one.mean, mean[1])
+    np.testing.assert_allclose(replayed(one, step).mean, one.mean, rtol=0, atol=2e-6)
+
+
 def test_replay_of_one_step_equals_replay_of_all():
     transitions = run(keys_of([0, 1, 2]), FlowSde(0.7), 1, 3).transitions
     whole = replayed(flatten(transitions), FlowSde(0.7))
@@ -183,7 +222,9 @@ def gaussian_velocity(variance, x, sigma):
     return (sigma - (1 - sigma) * variance) / ((1 - sigma) ** 2 * variance + sigma**2) * x
 
 
-@pytest.mark.parametrize("step", [Ode(), FlowSde(0.7), DanceSde(0.3), Cps(0.08)])
+@pytest.mark.parametrize(
+    "step", [Ode(), FlowSde(0.7), CappedFlowSde(0.7), DanceSde(0.3), Cps(0.08)]
+)
 def test_reverse_steps_keep_the_marginals(step):
     """Data N(0, 0.3^2) with its exact velocity: the variance follows the forward process.
 

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.flow.steps import Cps, DanceSde, FlowSde, Ode, make_step
+from digen_jax.flow.steps import CappedFlowSde, Cps, DanceSde, Dpm2, FlowSde, Ode, make_step
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
-SDES = [FlowSde(0.7), DanceSde(0.3), Cps(0.8)]
-NAMES = {FlowSde: "flow", DanceSde: "dance", Cps: "cps"}
+IN_GOLDEN = [FlowSde(0.7), DanceSde(0.3), Cps(0.8)]
+SDES = [*IN_GOLDEN, CappedFlowSde(0.7)]
+NAMES = {FlowSde: "flow", DanceSde: "dance", Cps: "cps", CappedFlowSde: "flow_capped"}
 
 
 def golden_inputs():
@@ -32,7 +33,9 @@ def transcription(kind, a, x, v, s, s_next, s_max):
         std = s_next * math.sin(a * math.pi / 2)
         x0, x1 = x - s * v, x + (1 - s) * v
         return (1 - s_next) * x0 + math.sqrt(s_next**2 - std**2) * x1, std
-    sigma_t = a * math.sqrt(s / (1 - (s_max if s == 1 else s))) if kind == "flow" else a
+    sigma_t = a if kind == "dance" else a * math.sqrt(s / (1 - (s_max if s == 1 else s)))
+    if kind == "flow_capped":
+        sigma_t = min(sigma_t, 0.45 / math.sqrt(-dt))
     mean = x + (v + sigma_t**2 / (2 * s) * (x + (1 - s) * v)) * dt
     return mean, sigma_t * math.sqrt(-dt)
 
@@ -45,7 +48,7 @@ def log_density(kind, x_next, mean, std):
     )
 
 
-@pytest.mark.parametrize("step", SDES)
+@pytest.mark.parametrize("step", IN_GOLDEN)
 def test_golden(step):
     name = NAMES[type(step)]
     assert step.noise_level == pytest.approx(float(GOLDEN[f"{name}_noise_level"]))
@@ -151,16 +154,35 @@ def test_diffusion_is_the_std_without_its_time_step():
     assert float(Cps(1.0).diffusion(0.8, 0.55, 0.9)) == pytest.approx(0.55)
 
 
+def test_the_cap_bounds_the_std_and_changes_nothing_below():
+    """Scalar and per-sample sigmas; g sqrt(-dt) of these steps is 0.7, 0.44 and 1.32."""
+    capped, flow = CappedFlowSde(0.7), FlowSde(0.7)
+    x = jnp.ones((3, 2))
+    sigma, sigma_next = jnp.array([1.0, 0.8, 0.9]), jnp.array([0.9, 0.7, 0.5])
+    mean, std = capped.mean_std(x, 2 * x, sigma, sigma_next, 0.9)
+    free_mean, free_std = flow.mean_std(x, 2 * x, sigma, sigma_next, 0.9)
+    np.testing.assert_allclose(free_std, [0.7, 0.7 * 2 * 0.1**0.5, 2.1 * 0.4**0.5], rtol=1e-6)
+    np.testing.assert_allclose(std, [0.45, free_std[1], 0.45], rtol=1e-6)
+    np.testing.assert_array_equal(mean[1], free_mean[1])
+    assert (np.abs(mean - free_mean)[np.array([0, 2])] > 0.01).all()
+    for i in range(3):
+        _, one = capped.mean_std(x, x, float(sigma[i]), float(sigma_next[i]), 0.9)
+        assert one == std[i]
+
+
 def test_make_step():
     made = [make_step("ode", 0), make_step("flow", 0.7), make_step("dance", 0.3)]
     assert [*made, make_step("cps", 1)] == [Ode(), FlowSde(0.7), DanceSde(0.3), Cps(1.0)]
+    assert [make_step("flow_capped", 0.7), make_step("dpm2", 0)] == [CappedFlowSde(0.7), Dpm2()]
 
 
 @pytest.mark.parametrize(
     ("kind", "noise_level", "message"),
     [
-        ("euler", 0.7, "'euler' is unknown; choose one of ode, flow, dance, cps"),
+        ("euler", 0.7, "choose one of ode, flow, dance, cps, flow_capped, dpm2"),
         ("ode", 0.7, "noise_level of ode"),
+        ("dpm2", 0.7, "noise_level of dpm2"),
+        ("flow_capped", 0.0, "noise_level of CappedFlowSde"),
         ("flow", 0.0, "noise_level of FlowSde"),
         ("dance", -0.3, "noise_level of DanceSde"),
         ("flow", math.nan, "noise_level of FlowSde"),

@@ -67,7 +67,7 @@ def experience(
     """Some images as the trainer gets them, and of each the first steps."""
     prompts, all_images = sampled()
     t = all_images.transitions
-    t = type(t)(*(part[:steps, images] for part in t[:3]), *(part[:steps] for part in t[3:]))
+    t = type(t)(*(part[:steps, images] for part in t[:3]), *(part[:steps] for part in t[3:5]))
     part = Images(0, ROWS[images], t, all_images.sigmas)
     return receive(parts, prompts, part, advantages[images])
 

@@ -103,7 +103,7 @@ def merged_first(experience, images, steps, group):
     """As `passes`, but the steps and images of a pass are merged before they are constrained."""
     s, b = experience.transitions.log_prob.shape
     t = experience.transitions
-    sigmas = (jnp.broadcast_to(a[:, None], (s, b)) for a in t[3:])
+    sigmas = (jnp.broadcast_to(a[:, None], (s, b)) for a in t[3:5])
     per_image = (jnp.broadcast_to(a, (s, b)) for a in (experience.rows, experience.advantages))
     micro = MicroBatch(type(t)(*t[:3], *sigmas), *per_image, jnp.ones((s, b)))
     sharding = NamedSharding(group.mesh, PartitionSpec(None, group.mesh.axis_names))

@@ -1,0 +1,94 @@
+"""Which steps of the schedule are noisy and trained in a training step: a window that may move.
+
+All images of a training step have one window. It is a pure function of the settings and the number of
+the training step: every host finds the same one by itself, and so does a resumed run.
+"""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from digen_jax.flow.sampling import check_window
+from digen_jax.flow.steps import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """`length` steps that stand still, or that move within the steps [first, end) of the schedule.
+
+    "fixed": they start at `first`. MixGRPO's paper calls it frozen.
+
+    "random": each place is equally likely, drawn anew every `interval` training steps. With an
+    interval of 1 it is Flow-GRPO-Fast (arXiv 2505.05470; `sde_window_size` is `length` and
+    `sde_window_range` is (first, end)) and MixGRPO's "random" strategy. Implementations differ in what
+    shares a draw: Flow-GRPO-Fast's paper has a draw a prompt, its public code one a process (reseeded by
+    the process's number before each draw, so that a device keeps its place), MixGRPO's one a training
+    step and process, without a seed; verl-omni draws once a training step, by a seed. So does this.
+
+    "progressive": from `first`, `stride` steps towards the data every `interval` training steps
+    (MixGRPO, arXiv 2507.21802: `group_size` is `length`, `iters_per_group` is `interval`). With a
+    stride below the length, places overlap (its `prog_overlap_step`); without `prog_overlap` its
+    stride is the length. The last place ends at `end`, also where the stride would lead beyond, as in
+    the paper. Its public code lets the window run over the end instead, where it has fewer steps,
+    down to none for one whole interval. After the last place it starts again (`roll_back`, which its
+    public script sets) or stays (as in the paper). Its intervals that shrink along the way (the
+    strategies "decay" and "exp_decay") are left out.
+    """
+
+    mode: Literal["fixed", "random", "progressive"] = "fixed"
+    length: int = 1
+    first: int = 0
+    end: int | None = None  # of a window that moves; MixGRPO: 2 steps before the schedule's end
+    interval: int = 1  # training steps at one place
+    stride: int = 1  # of "progressive"
+    roll_back: bool = True  # of "progressive"
+    seed: int = 0  # of "random"
+
+    def check(self, steps: int) -> None:
+        """Raises ValueError for a window that cannot lie in a schedule of so many steps.
+
+        Whether its steps have noise depends on their kind and the sigmas: see `check_noise`.
+        """
+        if self.mode not in ("fixed", "random", "progressive"):
+            raise ValueError(f"mode is {self.mode!r}; set it to 'fixed', 'random' or 'progressive'")
+        for name in ("length", "interval", "stride"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must not be negative")
+        if (self.end is None) != (self.mode == "fixed"):
+            raise ValueError(
+                f"end is {self.end} in mode {self.mode!r}; a fixed window has none, and one that "
+                "moves needs the step before which it stops"
+            )
+        end = self.first + self.length if self.end is None else self.end
+        if not 0 <= self.first <= end - self.length or end > steps:
+            raise ValueError(
+                f"length is {self.length}, first is {self.first} and end is {self.end}: the window "
+                f"must fit between them, within the schedule's {steps} steps"
+            )
+
+    def check_noise(self, step: Step, sigmas: Float[np.ndarray, "sigmas"]) -> None:
+        """Raises ValueError where it can come to a step that cannot be trained by its density."""
+        for start in self.places:
+            check_window(step, sigmas, start, self.length)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """All the steps at which the window can start, in the order of the schedule."""
+        if self.mode == "fixed":
+            return (self.first,)
+        last = self.end - self.length
+        stride = self.stride if self.mode == "progressive" else 1
+        return (*range(self.first, last, stride), last)
+
+    def start(self, k: int) -> int:
+        """The first noisy step in training step k, counted from 0."""
+        places, turn = self.places, k // self.interval
+        if self.mode == "random":
+            return places[np.random.default_rng((self.seed, turn)).integers(len(places))]
+        if self.mode == "progressive" and not self.roll_back:
+            return places[min(turn, len(places) - 1)]
+        return places[turn % len(places)]

@@ -1,0 +1,168 @@
+"""DPM-Solver++(2M) against diffusers' scheduler, a float64 transcription, and an ODE with a known end."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler
+
+from digen_jax.flow.sampling import image_keys, sample, start_noise
+from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
+from digen_jax.flow.steps import Dpm2, FlowSde, Ode
+
+SHAPE = (4, 5, 2)
+STEPS = [1, 2, 3, 4, 7, 10, 14, 15, 16, 40]
+KEYS = image_keys(jax.random.key(0), np.arange(3), np.zeros(3, int))
+START = np.asarray(start_noise(KEYS, SHAPE))
+A, B = np.random.default_rng(0).normal(size=(2, 2, 2))
+
+
+def velocity(x, sigma, xp=jnp):
+    """Neither linear nor smooth on the scale of a coarse schedule."""
+    s = sigma[:, None, None, None]
+    mixed = xp.tanh(x @ xp.asarray(A, x.dtype)) * (1 + s)
+    return mixed + xp.sin(9 * s + x @ xp.asarray(B, x.dtype))
+
+
+def scheduler_of(steps, sigmas=None):
+    scheduler = DPMSolverMultistepScheduler(
+        use_flow_sigmas=True,
+        flow_shift=3.0,
+        prediction_type="flow_prediction",
+        algorithm_type="dpmsolver++",
+        solver_order=2,
+    )
+    scheduler.set_timesteps(steps)
+    if sigmas is not None:
+        scheduler.sigmas = torch.from_numpy(sigmas)
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
+def diffusers_trajectory(scheduler):
+    """[(x, v)] of every step, and the end."""
+    x, found = torch.from_numpy(START.copy()), []
+    for i, t in enumerate(scheduler.timesteps):
+        sigma = np.full(len(START), float(scheduler.sigmas[i]), np.float32)
+        v = velocity(x.numpy(), sigma, np).astype(np.float32)
+        found.append((x.numpy(), v))
+        x = scheduler.step(torch.from_numpy(v), t, x, return_dict=False)[0]
+    return found, x.numpy()
+
+
+def transcription(sigmas):
+    """The trajectory in float64, by DPM-Solver++'s algorithm 2 with D and r as the paper has them."""
+    x, steps = START.astype(np.float64), len(sigmas) - 1
+    alpha, sigma = 1 - np.asarray(sigmas, np.float64), np.asarray(sigmas, np.float64)
+    data, xs = [], [x]
+    for i in range(steps):
+        data.append(x - sigma[i] * velocity(x, np.full(len(x), sigma[i]), np))
+        lam = [log_snr(s) for s in sigma[max(i - 1, 0) : i + 2]]
+        h = lam[-1] - lam[-2]
+        d = data[i]
+        if 0 < i < steps - 1 and not math.isinf(lam[0]):
+            r = (lam[1] - lam[0]) / h
+            d = (1 + 1 / (2 * r)) * data[i] - 1 / (2 * r) * data[i - 1]
+        x = sigma[i + 1] / sigma[i] * x - alpha[i + 1] * (math.exp(-h) - 1) * d
+        xs.append(x)
+    return xs
+
+
+def log_snr(sigma):
+    if sigma in (0, 1):
+        return math.inf if sigma == 0 else -math.inf
+    return math.log((1 - sigma) / sigma)
+
+
+def assert_close(ours, reference, tolerance=1e-5):
+    ours, reference = np.asarray(ours, np.float64), np.asarray(reference, np.float64)
+    assert np.abs(ours - reference).max() <= tolerance * np.abs(reference).max()
+
+
+@jax.jit
+def advance(x, v, sigmas, i, last):
+    return Dpm2().advance(x, v, sigmas, i, last)
+
+
+@functools.partial(jax.jit, static_argnames="step")
+def run(x, sigmas, step=Dpm2()):  # noqa: B008
+    return sample(velocity, x, sigmas, step, KEYS, (0, 0))
+
+
+def schedules(steps):
+    """diffusers' own flow sigmas, from 0.9997, and those that DiffusionNFT samples on, from 1."""
+    return [scheduler_of(steps).sigmas.numpy(), make_sigmas(SchedulerConfig(shift=3.0), steps)]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_every_step_equals_diffusers(steps):
+    for sigmas in schedules(steps):
+        found, end = diffusers_trajectory(scheduler_of(steps, sigmas))
+        expected = [x for x, _ in found[1:]] + [end]
+        last = Dpm2().remember(jnp.asarray(START))
+        for i, (x, v) in enumerate(found):
+            ours, last = advance(x, v, sigmas, i, last)
+            assert_close(ours, expected[i])
+            assert_close(last, x - sigmas[i] * v)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_trajectory_equals_diffusers_and_the_transcription(steps):
+    for sigmas in schedules(steps):
+        trajectory = run(START, sigmas)
+        assert_close(trajectory.latents, diffusers_trajectory(scheduler_of(steps, sigmas))[1])
+        assert_close(trajectory.latents, transcription(sigmas)[-1])
+        assert trajectory.transitions.x.shape == (0, *START.shape)
+        np.testing.assert_array_equal(trajectory.sigmas, sigmas)
+
+
+def test_where_it_is_the_euler_step():
+    """The first, the last, and the second after a sigma of 1; elsewhere it is not."""
+    for sigmas, euler_steps in zip(schedules(6), ([0, 5], [0, 1, 5]), strict=True):
+        last = Dpm2().remember(jnp.asarray(START))
+        x = jnp.asarray(START)
+        for i in range(6):
+            v = velocity(x, jnp.full(3, sigmas[i]))
+            euler = x + v * (sigmas[i + 1] - sigmas[i])
+            x, last = advance(x, v, sigmas, i, last)
+            assert (np.abs(x - euler).max() < 1e-5) == (i in euler_steps)
+
+
+def test_it_is_of_second_order():
+    """Data N(0, 0.5^2) with its exact velocity: halved steps leave a quarter of the error, not half."""
+
+    def exact(x, sigma):
+        s = sigma[:, None, None, None]
+        return (s - (1 - s) * 0.25) / ((1 - s) ** 2 * 0.25 + s**2) * x
+
+    def error(step, steps):
+        # an even schedule in float64's place of 1 and 0
+        sigmas = np.linspace(1, 0, steps + 1, dtype=np.float32)
+        end = jax.jit(lambda x: sample(exact, x, sigmas, step, KEYS, (0, 0)).latents)(START)
+        return float(np.abs(end - 0.5 * START).max())
+
+    coarse, fine = error(Dpm2(), 20), error(Dpm2(), 40)
+    assert coarse / fine > 3.2
+    assert 1.7 < error(Ode(), 20) / error(Ode(), 40) < 2.3
+    assert fine < error(Ode(), 40) / 5
+
+
+def test_an_image_is_the_same_in_any_batch_and_dtype_of_storage():
+    sigmas = make_sigmas(SchedulerConfig(shift=3.0), 8)
+    together = run(START, sigmas).latents
+    alone = sample(velocity, START[1:2], sigmas, Dpm2(), KEYS[1:2], (0, 0)).latents
+    np.testing.assert_allclose(alone[0], together[1], rtol=0, atol=1e-6)
+    half = sample(velocity, START, sigmas, Dpm2(), KEYS, (0, 0), jnp.bfloat16)
+    assert half.latents.dtype == jnp.bfloat16
+    assert_close(half.latents, together, 0.05)
+
+
+def test_it_has_no_density():
+    sigmas = make_sigmas(SchedulerConfig(shift=3.0), 4)
+    with pytest.raises(ValueError, match="no log_prob"):
+        sample(velocity, START, sigmas, Dpm2(), KEYS, (1, 2))
+    assert isinstance(Dpm2(), Ode) and not isinstance(FlowSde(0.7), Ode)

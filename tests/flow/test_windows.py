@@ -1,0 +1,150 @@
+import collections
+import itertools
+
+import numpy as np
+import pytest
+
+from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
+from digen_jax.flow.steps import Cps, Dpm2, FlowSde, Ode
+from digen_jax.flow.windows import Window
+
+SIGMAS = make_sigmas(SchedulerConfig(shift=3.0), 6)
+PINNED = [670, 132, 792, 971, 714, 521]
+
+
+def small_windows(mode):
+    """Every setting of few steps, most of them senseless."""
+    ends = (None, *range(-1, 8))
+    strides = (0, 1, 2, 3) if mode == "progressive" else (1,)
+    for length, first, end, stride in itertools.product(range(5), range(-1, 5), ends, strides):
+        for roll_back in (True, False) if mode == "progressive" else (True,):
+            yield Window(mode, length, first, end, stride=stride, roll_back=roll_back)
+
+
+def accepted(window, steps):
+    try:
+        window.check(steps)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("mode", ["fixed", "random", "progressive"])
+@pytest.mark.parametrize("steps", [1, 4, 6])
+def test_what_is_accepted_stays_inside(mode, steps):
+    """And reaches all its places, which are all that fit where it moves by single steps."""
+    found = 0
+    for window in filter(lambda w: accepted(w, steps), small_windows(mode)):
+        found += 1
+        starts = {window.start(k) for k in range(100)}
+        assert starts == set(window.places)
+        end = window.first + window.length if mode == "fixed" else window.end
+        fitting = {s for s in range(steps) if window.first <= s and s + window.length <= end}
+        assert starts <= fitting and all(s + window.length <= steps for s in starts)
+        if window.stride == 1:
+            assert starts == fitting
+        if window.stride <= window.length:
+            trained = {s + j for s in starts for j in range(window.length)}
+            assert trained == set(range(window.first, end))
+    sizes = {"fixed": 1, "random": 1, "progressive": 2 * 3}
+    fixed = sum(1 for s in range(min(5, steps)) for n in range(1, 5) if s + n <= steps)
+    moving = sum(
+        1
+        for first, end in itertools.product(range(5), range(8))
+        for n in range(1, 5)
+        if first + n <= end <= steps
+    )
+    assert found == (fixed if mode == "fixed" else moving) * sizes[mode]
+
+
+@pytest.mark.parametrize("roll_back", [True, False])
+def test_progressive_follows_the_papers_loop(roll_back):
+    """MixGRPO's algorithm 1 with its counters, for every small setting."""
+    for length, room, stride, interval in itertools.product((1, 2, 4), range(6), (1, 2, 3), (1, 3)):
+        first, end = 2, 2 + length + room
+        settings = dict(interval=interval, stride=stride, roll_back=roll_back)
+        window = Window("progressive", length, first, end, **settings)
+        place = first
+        for k in range(40):
+            assert window.start(k) == place
+            if (k + 1) % interval == 0:
+                over = place == end - length and roll_back
+                place = first if over else min(place + stride, end - length)
+
+
+def test_progressive_is_the_public_recipe_while_its_window_is_whole():
+    """25 steps, groups of 4, 25 iterations each: its state machine, up to where it has no 4 steps left."""
+    window = Window("progressive", length=4, end=25 - 2, interval=25, stride=1)
+    window.check(25)
+    current, iteration = 0, 0
+    for k in range(20 * 25):
+        public = list(range(current, min(current + 4, 23)))
+        assert public == list(range(window.start(k), window.start(k) + 4))
+        iteration += 1
+        if iteration >= 25:
+            current, iteration = current + 1, 0
+    assert current == 20 and window.start(20 * 25) == 0
+
+
+def test_random_is_uniform_over_the_documented_range():
+    """As random.randint(low, high - size): 0, 1 and 2 for Flow-GRPO-Fast's 3 steps within (0, 5)."""
+    window = Window("random", length=3, end=5, seed=7)
+    counts = collections.Counter(window.start(k) for k in range(3000))
+    assert set(counts) == {0, 1, 2}
+    assert all(abs(count - 1000) < 5 * np.sqrt(1000 * 2 / 3) for count in counts.values())
+    pairs = collections.Counter((window.start(k), window.start(k + 1)) for k in range(2999))
+    assert len(pairs) == 9 and max(pairs.values()) < 1.3 * min(pairs.values())
+
+
+def test_random_depends_on_the_seed_and_the_training_step_only():
+    window = Window("random", length=2, end=10, seed=3)
+    later = [window.start(k) for k in range(20, 40)]
+    assert [Window("random", 2, 0, 10, seed=3).start(k) for k in range(20, 40)] == later
+    assert [window.start(k) for k in range(40)][20:] == later
+    assert [Window("random", 2, 0, 10, seed=4).start(k) for k in range(20, 40)] != later
+    shifted = Window("random", 2, 5, 15, seed=3)
+    assert [shifted.start(k) - 5 for k in range(20, 40)] == later
+
+
+def test_random_draws_do_not_change_with_versions():
+    """A run that is resumed with other packages must go on with the same windows."""
+    drawn = [Window("random", 1, 0, 1000, seed=5).start(k) for k in range(6)]
+    assert drawn == PINNED
+
+
+def test_an_interval_holds_the_place():
+    for mode in ("random", "progressive"):
+        slow, fast = (Window(mode, 2, 1, 9, interval=n, seed=1) for n in (3, 1))
+        assert [slow.start(k) for k in range(30)] == [fast.start(k // 3) for k in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        (Window(length=0), "length is 0; it must be at least 1"),
+        (Window("random", 2, end=6, interval=0), "interval is 0"),
+        (Window("progressive", 2, end=6, stride=0), "stride is 0"),
+        (Window("random", 2, end=6, seed=-1), "seed is -1"),
+        (Window("random", 2), "end is None in mode 'random'"),
+        (Window("fixed", 2, end=6), "end is 6 in mode 'fixed'"),
+        (Window("fixed", 3, first=4), "within the schedule's 6 steps"),
+        (Window("fixed", 3, first=-1), "within the schedule's 6 steps"),
+        (Window("random", 3, first=2, end=4), "must fit between them"),
+        (Window("random", 3, end=7), "within the schedule's 6 steps"),
+    ],
+)
+def test_refused(window, message):
+    with pytest.raises(ValueError, match=message):
+        window.check(6)
+
+
+def test_steps_without_noise_are_refused_wherever_the_window_may_come():
+    """The last step of cps has none; a progressive window reaches it once in a while."""
+    for mode in ("random", "progressive"):
+        Window(mode, 2, end=5).check_noise(Cps(0.8), SIGMAS)
+        Window(mode, 2, end=6).check_noise(FlowSde(0.7), SIGMAS)
+        with pytest.raises(ValueError, match="step 5 of the window"):
+            Window(mode, 2, end=6, stride=3).check_noise(Cps(0.8), SIGMAS)
+    for solver in (Ode(), Dpm2()):
+        with pytest.raises(ValueError, match="ode steps"):
+            Window("fixed", 2).check_noise(solver, SIGMAS)
