@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
-from digen_jax.flow.steps import KINDS, make_step
+from digen_jax.flow.steps import KINDS, Ode, make_step
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.recipe import algorithm_settings, scheduler_settings
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
@@ -34,7 +34,7 @@ def check(config: ConfigDict) -> None:
     _check_batches(config)
     _check_window(config)
     _check_rules(config)
-    trained = tuple(kind for kind in KINDS if kind != "ode")
+    trained = tuple(kind for kind, step in KINDS.items() if not issubclass(step, Ode))
     for name, choices in (
         ("sampler.kind", trained),
         ("algorithm.name", ("flow_grpo",)),
