@@ -1,74 +1,294 @@
 """Advantages of a step's images from their rewards: on the host, between rollout and training.
 
 numpy in float64 inside, so that a baseline subtracted from nearly equal rewards loses nothing;
-float32 comes out. Standard deviations are those of the population (ddof = 0), as in Flow-GRPO's
-public code. Groups are given by integer ids; a repeated prompt is another group.
+float32 comes out. Groups are given by integer ids; a repeated prompt is another group. Clipping is
+the loss's business (`adv_clip`) and acts on what comes out here.
+
+Public code differs in the std: that of the population (ddof 0) in Flow-GRPO, DiffusionNFT, GenRL and
+Flow-Factory; that of a sample (ddof 1) in DanceGRPO, MixGRPO, verl-omni and GDPO; in UniRL the
+population's of a group, but a sample's of the step. It differs in what keeps a std of 0 from dividing, too:
+1e-4 is added in Flow-GRPO, DiffusionNFT, GenRL, verl-omni and GDPO's TRL code, as here; 1e-8 in DanceGRPO
+and MixGRPO, where float32 rounding of equal rewards can come out as advantages of order 1;
+Flow-Factory divides by max(std, 1e-6).
 """
 
-from typing import Literal
+import dataclasses
+import math
+from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
+from digen_jax.algorithms.subsets import best_and_worst
+
 # Added to a std before it is divided by, in units of the reward.
 STD_EPS = 1e-4
+
+# What is subtracted from a reward. "group_mean": the mean of its group, itself included.
+# "leave_one_out": the mean of the others of its group.
+Baseline = Literal["group_mean", "leave_one_out"]
+
+# What is divided by. "group": the std of the image's group. "global": that of the whole step.
+Std = Literal["group", "global", "none"]
+
+DDof = Literal[0, 1]  # 0: the std of a population. 1: of a sample.
+Combine = Literal["rewards", "advantages", "gdpo"]  # see AdvantageSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class AdvantageSettings:
+    """How a step's rewards become advantages, and which of its images train.
+
+    The defaults are Flow-GRPO's (arXiv 2505.05470). RLOO (arXiv 2402.14740) is baseline
+    "leave_one_out" with std "none", Dr. GRPO (arXiv 2503.20783) "group_mean" with std "none".
+
+    Of several rewards `combine` makes one advantage:
+
+    - "rewards": their weighted sum is the reward, as in Flow-GRPO's code.
+    - "advantages": the weighted sum of each reward's own advantages, as in MixGRPO's code
+      ("advantage_aggr"), GenRL's (`weight_advantages`) and DanceGRPO's for HunyuanVideo, which
+      though clips each reward's advantages before it weighs them.
+    - "gdpo": that with each reward standardised in its group, then divided by the std of the
+      outcome over the whole step (GDPO, arXiv 2601.05242). The batch normalisation's mean
+      is 0, as every group's is, and is not subtracted.
+    """
+
+    baseline: Baseline = "group_mean"
+    std: Std = "global"
+    ddof: DDof = 0  # of every std that is taken
+    reward_weights: tuple[float, ...] = (1.0,)  # one a reward
+    combine: Combine = "rewards"
+    best_and_worst: int = 0  # train only so many of the best and of the worst of each group; 0: all
+    drop_zero_std: bool = False  # groups of equal rewards do not train, not for a KL either
+
+    @property
+    def needs(self) -> Literal["group", "step"]:
+        """What must be scored before any of it can train; a fragment of a group never suffices."""
+        return "step" if self.std == "global" or self.combine == "gdpo" else "group"
+
+    def check(self, images: int, groups: int) -> None:
+        """Raises ValueError for what cannot work with `groups` groups of so many images."""
+        choices = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
+        for name, choice in choices.items():
+            value, allowed = getattr(self, name), get_args(choice)
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; set it to one of {allowed}")
+        if groups < 1:
+            raise ValueError(f"groups is {groups}; a step needs one or more")
+        if images < 2:
+            raise ValueError(f"images is {images}; an image alone in its group has no advantage")
+        if self.std == "none" and self.ddof:
+            raise ValueError(
+                f"ddof is {self.ddof}, but std is 'none'; set ddof to 0 or std to 'group' or 'global'"
+            )
+        if not 0 <= 2 * self.best_and_worst <= images:
+            raise ValueError(
+                f"best_and_worst is {self.best_and_worst}; it must lie in [0, {images // 2}], "
+                f"half of the {images} images of a group"
+            )
+        self._check_rewards()
+
+    def _check_rewards(self) -> None:
+        weights = self.reward_weights
+        if not all(map(math.isfinite, weights)) or not any(weights):
+            raise ValueError(
+                f"reward_weights is {weights}; all must be finite, and at least one not 0"
+            )
+        if self.combine != "rewards" and len(weights) < 2:
+            raise ValueError(
+                f"combine is {self.combine!r}, but reward_weights has a single weight; set combine to "
+                "'rewards', or give each of several rewards a weight"
+            )
+        if self.combine == "gdpo" and (self.std, self.baseline) != ("group", "group_mean"):
+            raise ValueError(
+                f"combine is 'gdpo', which standardises each reward in its group, but std is {self.std!r} "
+                f"and baseline {self.baseline!r}; set std to 'group' and baseline to 'group_mean', or "
+                "combine to 'advantages'"
+            )
+
+
+def advantages(
+    settings: AdvantageSettings,
+    rewards: Float[np.ndarray, "n"] | Float[np.ndarray, "n k"],
+    group_ids: Int[np.ndarray, "n"],
+    num_groups: int,
+) -> Float32[np.ndarray, "n"]:
+    """Each image's advantage, before clipping, from all rewards of what `settings.needs`.
+
+    Images that do not train (`trained_images`) have theirs too, and count in every mean and std.
+
+    Args:
+      settings: checked.
+      rewards: one number an image, or k of them where there are k reward_weights.
+      group_ids: each image's group, in [0, num_groups).
+      num_groups: groups in the batch.
+
+    Raises:
+      ValueError: a reward that is not finite, not as many rewards as weights, a group id out of range,
+        or an image alone in its group whose baseline are the others.
+    """
+    rewards = _columns(settings, rewards, group_ids, num_groups)
+    found = _combined(settings, rewards, group_ids, num_groups)
+    if settings.combine == "gdpo":
+        found = found / (_global_std(found, settings.ddof) + STD_EPS)
+    return found.astype(np.float32)
+
+
+def trained_images(
+    settings: AdvantageSettings,
+    rewards: Float[np.ndarray, "n"] | Float[np.ndarray, "n k"],
+    group_ids: Int[np.ndarray, "n"],
+    num_groups: int,
+) -> Bool[np.ndarray, "n"]:
+    """Which images train; the others get weight 0 and leave the loss's denominator, too.
+
+    Takes what `advantages` takes: whole groups, images in the order of their index. Groups are dropped
+    whole, where all that `combine` combines is equal. Flow-GRPO's code and GenRL's drop each image whose
+    advantage is 0, also out of a group that teaches something, but keep some at random to fill batches.
+
+    Raises:
+      ValueError: as `advantages`; or a group too small for `best_and_worst`.
+    """
+    rewards = _columns(settings, rewards, group_ids, num_groups)
+    if settings.combine == "rewards":
+        # ranks as the advantages do, but loses no difference to rounding
+        scores = taught = _weighted_sum(settings, rewards)
+    else:
+        scores = _combined(settings, rewards, group_ids, num_groups)
+        taught = rewards[:, np.asarray(settings.reward_weights) != 0]
+    trained = np.ones(len(rewards), bool)
+    if settings.drop_zero_std:
+        trained &= ~zero_std_groups(taught, group_ids, num_groups)[group_ids]
+    if settings.best_and_worst:
+        trained &= best_and_worst(scores, group_ids, settings.best_and_worst)
+    return trained
 
 
 def group_advantages(
     rewards: Float[np.ndarray, "b"],
     group_ids: Int[np.ndarray, "b"],
     num_groups: int,
-    std: Literal["group", "global"],
+    std: Std,
     eps: float = STD_EPS,
+    baseline: Baseline = "group_mean",
+    ddof: DDof = 0,
 ) -> Float32[np.ndarray, "b"]:
-    """(reward - mean of its group) / (std + eps), as in Flow-GRPO (arXiv 2505.05470).
+    """(reward - baseline) / (std + eps); by default as in Flow-GRPO (arXiv 2505.05470).
 
     Args:
       rewards: one number an image.
       group_ids: each image's group, in [0, num_groups).
       num_groups: groups in the batch.
       std: "group": of the rewards of the image's group. "global": of all rewards given, which must
-        then be the whole step's.
+        then be the whole step's. "none": nothing is divided by.
       eps: added to the std, in units of the reward.
+      baseline: "group_mean": the mean of the image's group. "leave_one_out": of the others in it, as in
+        RLOO (arXiv 2402.14740).
+      ddof: 0: the population's std. 1: a sample's, that of a lone image being 0.
 
     Raises:
-      ValueError: a reward that is not finite, or a group id out of range.
+      ValueError: a reward that is not finite, a group id out of range, or an image alone in its
+        group whose baseline are the others.
     """
     rewards = _checked(rewards, group_ids, num_groups)
-    mean = _group_mean(rewards, group_ids, num_groups)[group_ids]
-    centred = rewards - mean
-    group_std = np.sqrt(_group_mean(centred**2, group_ids, num_groups))[group_ids]
-    scale = group_std if std == "group" else rewards.std()
-    return (centred / (scale + eps)).astype(np.float32)
+    found = _standardised(rewards, group_ids, num_groups, baseline, std, ddof, eps)
+    return found.astype(np.float32)
 
 
 def zero_std_groups(
-    rewards: Float[np.ndarray, "b"], group_ids: Int[np.ndarray, "b"], num_groups: int
+    rewards: Float[np.ndarray, "b"] | Float[np.ndarray, "b k"],
+    group_ids: Int[np.ndarray, "b"],
+    num_groups: int,
 ) -> Bool[np.ndarray, "groups"]:
     """Groups whose rewards are all equal, from which nothing is learnt; an absent group is not one.
+
+    Of several rewards each must be the same for all images of the group.
 
     Raises:
       ValueError: a reward that is not finite, or a group id out of range.
     """
     rewards = _checked(rewards, group_ids, num_groups)
-    highest, lowest = np.full(num_groups, -np.inf), np.full(num_groups, np.inf)
+    highest = np.full((num_groups, *rewards.shape[1:]), -np.inf)
     np.maximum.at(highest, group_ids, rewards)
+    equal = highest == _group_lowest(rewards, group_ids, num_groups)
+    return equal.all(axis=tuple(range(1, rewards.ndim)))
+
+
+def _columns(
+    settings: AdvantageSettings, rewards: np.ndarray, group_ids: np.ndarray, num_groups: int
+) -> np.ndarray:
+    """The rewards in float64, a column for each weight."""
+    rewards = _checked(rewards, group_ids, num_groups)
+    columns = rewards[:, None] if rewards.ndim == 1 else rewards
+    if columns.shape[1] != len(settings.reward_weights):
+        raise ValueError(
+            f"each image has {columns.shape[1]} rewards, but reward_weights is "
+            f"{settings.reward_weights}; give each reward a weight"
+        )
+    return columns
+
+
+def _weighted_sum(settings: AdvantageSettings, columns: np.ndarray) -> np.ndarray:
+    # no matrix product: it may add up the rows of equal images in different orders
+    return (columns * np.asarray(settings.reward_weights)).sum(axis=1)
+
+
+def _combined(
+    settings: AdvantageSettings, columns: np.ndarray, group_ids: np.ndarray, num_groups: int
+) -> np.ndarray:
+    """The advantages in float64; for "gdpo" without the last normalisation."""
+    how = settings.baseline, settings.std, settings.ddof
+    if settings.combine == "rewards":
+        return _standardised(_weighted_sum(settings, columns), group_ids, num_groups, *how)
+    each = [_standardised(column, group_ids, num_groups, *how) for column in columns.T]
+    return _weighted_sum(settings, np.stack(each, axis=1))
+
+
+def _standardised(
+    rewards: np.ndarray,
+    group_ids: np.ndarray,
+    num_groups: int,
+    baseline: Baseline,
+    std: Std,
+    ddof: DDof,
+    eps: float = STD_EPS,
+) -> np.ndarray:
+    sizes = np.bincount(group_ids, minlength=num_groups)[group_ids]
+    # first to the group's lowest: then equal rewards have advantages that are exactly 0
+    above = rewards - _group_lowest(rewards, group_ids, num_groups)[group_ids]
+    centred = above - np.bincount(group_ids, above, num_groups)[group_ids] / sizes
+    if std == "group":
+        squares = np.bincount(group_ids, centred**2, num_groups)[group_ids]
+        scale = np.sqrt(squares / np.maximum(sizes - ddof, 1)) + eps
+    else:
+        scale = _global_std(rewards, ddof) + eps if std == "global" else 1.0
+    if baseline == "leave_one_out":
+        alone = np.flatnonzero(sizes == 1)
+        if alone.size:
+            raise ValueError(
+                f"image {alone[0]} is alone in its group, but baseline is 'leave_one_out'; give it others"
+            )
+        centred = centred * sizes / (sizes - 1)
+    return centred / scale
+
+
+def _global_std(values: np.ndarray, ddof: DDof) -> float:
+    return float(values.std(ddof=min(ddof, len(values) - 1)))
+
+
+def _group_lowest(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.ndarray:
+    lowest = np.full((num_groups, *rewards.shape[1:]), np.inf)
     np.minimum.at(lowest, group_ids, rewards)
-    return highest == lowest
-
-
-def _group_mean(values: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.ndarray:
-    sums = np.bincount(group_ids, values, num_groups)
-    return sums / np.maximum(np.bincount(group_ids, minlength=num_groups), 1)
+    return lowest
 
 
 def _checked(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.ndarray:
     """The rewards in float64, once rewards and ids are found usable."""
-    broken = np.flatnonzero(~np.isfinite(rewards))
+    broken = np.argwhere(~np.isfinite(rewards))
     if broken.size:
-        raise ValueError(
-            f"the reward of image {broken[0]} is {rewards[broken[0]]}; it must be finite"
-        )
+        image, *column = broken[0]
+        which, value = f"reward {column[0]}" if column else "the reward", rewards[tuple(broken[0])]
+        raise ValueError(f"{which} of image {image} is {value}; it must be finite")
     outside = np.flatnonzero((group_ids < 0) | (group_ids >= num_groups))
     if outside.size:
         raise ValueError(

@@ -1,11 +1,79 @@
+import dataclasses
+import itertools
 import pathlib
+import statistics
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from digen_jax.algorithms.advantages import group_advantages, zero_std_groups
+from digen_jax.algorithms.advantages import (
+    STD_EPS,
+    AdvantageSettings,
+    advantages,
+    group_advantages,
+    trained_images,
+    zero_std_groups,
+)
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
+GROUPS = np.array([2, 0, 2, 2, 0, 3, 2, 0, 3, 3])  # interleaved and uneven; 1 and 4 are absent
+REWARDS = np.random.default_rng(1).normal(size=(10, 3)) * [1.0, 20.0, 0.1] + [0.0, 1000.0, 0.5]
+WEIGHTS = (1.0, 0.05, -2.0)
+MODES = [
+    AdvantageSettings(baseline, std, ddof, WEIGHTS, combine)
+    for combine, baseline, std, ddof in itertools.product(
+        ["rewards", "advantages"], ["group_mean", "leave_one_out"], ["group", "global"], [0, 1]
+    )
+]
+MODES += [
+    AdvantageSettings(baseline, "none", 0, WEIGHTS, combine)
+    for combine, baseline in itertools.product(
+        ["rewards", "advantages"], ["group_mean", "leave_one_out"]
+    )
+]
+MODES += [AdvantageSettings("group_mean", "group", d, WEIGHTS, "gdpo") for d in (0, 1)]
+
+
+def label(setting):
+    return "-".join(map(str, (setting.combine, setting.baseline, setting.std, setting.ddof)))
+
+
+def oracle(setting, rewards, groups):
+    """Image by image, in Python's own float64, as the papers write it."""
+    deviation = statistics.stdev if setting.ddof else statistics.pstdev
+
+    def standardised(values):
+        found = []
+        for i, group in enumerate(groups):
+            mine = [v for v, other in zip(values, groups, strict=True) if other == group]
+            others = [v for j, v in enumerate(values) if groups[j] == group and j != i]
+            centre = statistics.fmean(others if setting.baseline == "leave_one_out" else mine)
+            scope = {"group": mine, "global": values}.get(setting.std)
+            scale = 1.0 if scope is None else deviation(scope) + STD_EPS
+            found.append((values[i] - centre) / scale)
+        return found
+
+    def weighted(rows):
+        return [
+            sum(w * x for w, x in zip(setting.reward_weights, row, strict=True)) for row in rows
+        ]
+
+    rows = [[float(x) for x in row] for row in rewards]
+    if setting.combine == "rewards":
+        return standardised(weighted(rows))
+    each = [standardised([row[k] for row in rows]) for k in range(len(rows[0]))]
+    found = weighted(zip(*each, strict=True))
+    if setting.combine == "gdpo":
+        mean, scale = statistics.fmean(found), deviation(found) + STD_EPS
+        found = [(x - mean) / scale for x in found]
+    return found
+
+
+def assert_close(ours, expected):
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("std", ["group", "global"])
@@ -53,3 +121,198 @@ def test_refused(rewards, groups, message):
         group_advantages(np.array(rewards), np.array(groups), 2, "group")
     with pytest.raises(ValueError, match=message):
         zero_std_groups(np.array(rewards), np.array(groups), 2)
+
+
+@pytest.mark.parametrize("setting", MODES, ids=label)
+def test_every_mode_is_its_definition_image_by_image(setting):
+    setting.check(4, 3)
+    ours = advantages(setting, REWARDS, GROUPS, 5)
+    assert_close(ours, oracle(setting, REWARDS, GROUPS))
+
+
+@pytest.mark.parametrize("std", ["group", "global"])
+def test_the_golden_numbers_come_out_of_the_settings_too(std):
+    setting = AdvantageSettings(std=std)
+    rewards, groups = GOLDEN["adv_rewards"], GOLDEN["adv_group"]
+    expected = GOLDEN[f"adv_flow_grpo_{std}_std"]
+    assert_close(advantages(setting, rewards, groups, 3), expected)
+    assert_close(advantages(setting, rewards[:, None], groups, 3), expected)
+    # a sum of rewards, of which one says nothing
+    two = np.stack([rewards, np.ones_like(rewards)], axis=1)
+    setting = dataclasses.replace(setting, reward_weights=(1.0, 3.0))
+    assert_close(advantages(setting, two, groups, 3), expected)
+
+
+@pytest.mark.parametrize("setting", MODES, ids=label)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_neither_order_nor_numbering_nor_a_groups_level_matter(setting, data):
+    order = np.array(data.draw(st.permutations(range(len(GROUPS)))))
+    number = np.array(data.draw(st.permutations(range(5))))
+    plain = advantages(setting, REWARDS, GROUPS, 5)
+    assert_close(advantages(setting, REWARDS[order], number[GROUPS[order]], 5), plain[order])
+    if setting.std != "global":
+        level = np.array(data.draw(st.lists(st.integers(-9, 9), min_size=5, max_size=5)))
+        lifted = REWARDS + level[GROUPS][:, None]
+        np.testing.assert_allclose(advantages(setting, lifted, GROUPS, 5), plain, rtol=1e-5)
+
+
+def test_leaving_oneself_out_keeps_the_baseline_free_of_ones_own_reward():
+    rewards, groups = np.array([1.0, 4.0, 7.0, 0.0, 2.0]), np.array([0, 0, 0, 1, 1])
+    ours = group_advantages(rewards, groups, 2, "none", baseline="leave_one_out")
+    np.testing.assert_array_equal(ours, [1 - 5.5, 0, 7 - 2.5, -2, 2])
+    more = rewards + np.array([0, 0, 3.0, 0, 0])
+    change = group_advantages(more, groups, 2, "none", baseline="leave_one_out") - ours
+    np.testing.assert_array_equal(change, [-1.5, -1.5, 3, 0, 0])
+
+
+def test_gdpo_tells_apart_what_a_sum_of_rewards_does_not():
+    # the paper's example: two binary rewards, and groups that earned (0, 1) and (0, 2)
+    rewards = np.array([[0, 0], [1, 0], [0, 0], [1, 1]], np.float64)
+    groups = np.array([0, 0, 1, 1])
+    of_sum = AdvantageSettings(std="group", reward_weights=(1.0, 1.0))
+    gdpo = dataclasses.replace(of_sum, combine="gdpo")
+    np.testing.assert_allclose(advantages(of_sum, rewards, groups, 2), [-1, 1, -1, 1], rtol=1e-3)
+    # z-scores -1, 1, -2, 2, of std sqrt(2.5)
+    expected = np.array([-1, 1, -2, 2]) / 2.5**0.5
+    np.testing.assert_allclose(advantages(gdpo, rewards, groups, 2), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("setting", MODES, ids=label)
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(setting):
+    rewards = np.where((GROUPS == 2)[:, None], np.float32(0.1), REWARDS)
+    ours = advantages(setting, rewards, GROUPS, 5)
+    np.testing.assert_array_equal(ours == 0, GROUPS == 2)
+    everywhere = np.full((10, 3), 0.1)
+    np.testing.assert_array_equal(advantages(setting, everywhere, GROUPS, 5), np.zeros(10))
+
+
+def test_a_sample_std_of_a_lone_image_is_0():
+    rewards, groups = np.array([0.3, 1.0, 3.0]), np.array([1, 0, 0])
+    ours = group_advantages(rewards, groups, 2, "group", eps=1e-9, ddof=1)
+    np.testing.assert_allclose(ours, [0, -(0.5**0.5), 0.5**0.5], rtol=1e-6)
+    alone = group_advantages(np.array([5.0]), np.array([0]), 1, "global", ddof=1)
+    np.testing.assert_array_equal(alone, [0])
+
+
+def test_dropped_are_groups_whose_rewards_are_all_equal():
+    groups = np.array([0, 1, 0, 1, 2, 2, 3, 3])
+    rewards = np.array([[1, 5], [1, 5], [1, 6], [1, 5], [0, 1], [1, 0], [2, 3], [2, 3]], np.float64)
+    np.testing.assert_array_equal(zero_std_groups(rewards, groups, 5), [0, 1, 0, 1, 0])
+    keep = AdvantageSettings(reward_weights=(1.0, 1.0))
+    assert trained_images(keep, rewards, groups, 4).all()
+    drop = dataclasses.replace(keep, drop_zero_std=True)
+    # the sum of group 2 is always 1, though its rewards differ
+    np.testing.assert_array_equal(trained_images(drop, rewards, groups, 4), groups == 0)
+    each = dataclasses.replace(drop, combine="advantages")
+    trained = trained_images(each, rewards, groups, 4)
+    np.testing.assert_array_equal(trained, (groups == 0) | (groups == 2))
+    # a reward of weight 0 teaches nothing
+    first = dataclasses.replace(each, reward_weights=(1.0, 0.0))
+    np.testing.assert_array_equal(trained_images(first, rewards, groups, 4), groups == 2)
+
+
+def test_best_and_worst_rank_by_the_advantages_of_the_whole_group():
+    groups = np.array([0, 1, 0, 1, 0, 1, 0, 1])
+    first = np.array([0.0, 1.0, 1.0, 1.0, 2.0, 1.0, 3.0, 1.0])
+    second = np.array([9.0, 0.0, 0.0, 1.0, 0.0, 2.0, 0.0, 3.0])
+    rewards = np.stack([first, second], axis=1)
+    setting = AdvantageSettings("group_mean", "group", 0, (1.0, 1.0), "rewards", 1)
+    # sums of group 0: 9 1 2 3, of group 1: 1 2 3 4
+    trained = trained_images(setting, rewards, groups, 2)
+    np.testing.assert_array_equal(np.flatnonzero(trained), [0, 1, 2, 7])
+    # z-scores of the first reward outweigh one image's second: 0.39 -1.02 -0.13 0.76
+    each = dataclasses.replace(setting, combine="advantages")
+    trained = trained_images(each, rewards, groups, 2)
+    np.testing.assert_array_equal(np.flatnonzero(trained), [1, 2, 6, 7])
+    gdpo = dataclasses.replace(setting, combine="gdpo")
+    np.testing.assert_array_equal(trained_images(gdpo, rewards, groups, 2), trained)
+    # the others are left out of training only
+    np.testing.assert_array_equal(
+        advantages(each, rewards, groups, 2),
+        advantages(dataclasses.replace(each, best_and_worst=0), rewards, groups, 2),
+    )
+    both = dataclasses.replace(each, drop_zero_std=True)
+    rewards[1::2] = 0.7
+    np.testing.assert_array_equal(np.flatnonzero(trained_images(both, rewards, groups, 2)), [2, 6])
+
+
+@pytest.mark.parametrize("setting", MODES, ids=label)
+def test_needs_is_what_an_advantage_depends_on(setting):
+    plain = advantages(setting, REWARDS, GROUPS, 5)
+    mine = GROUPS == 2
+    within, elsewhere = REWARDS.copy(), REWARDS.copy()
+    within[0] += 5.0
+    elsewhere[1] += 5.0
+    assert (advantages(setting, within, GROUPS, 5)[mine] != plain[mine]).all()
+    changed = (advantages(setting, elsewhere, GROUPS, 5)[mine] != plain[mine]).any()
+    assert setting.needs == ("step" if changed else "group")
+
+
+@pytest.mark.parametrize(
+    ("changes", "images", "groups", "message"),
+    [
+        ({"baseline": "mean"}, 4, 2, "baseline is 'mean'; set it to one of"),
+        ({"std": "step"}, 4, 2, "std is 'step'"),
+        ({"ddof": 2}, 4, 2, "ddof is 2"),
+        ({"combine": "sum"}, 4, 2, "combine is 'sum'"),
+        ({}, 4, 0, "groups is 0"),
+        ({}, 1, 2, "images is 1; an image alone"),
+        ({"baseline": "leave_one_out"}, 1, 2, "images is 1"),
+        ({"std": "none", "ddof": 1}, 4, 2, "ddof is 1, but std is 'none'"),
+        ({"best_and_worst": 3}, 5, 2, r"best_and_worst is 3; it must lie in \[0, 2\]"),
+        ({"best_and_worst": -1}, 5, 2, "best_and_worst is -1"),
+        ({"reward_weights": ()}, 4, 2, "reward_weights is"),
+        ({"reward_weights": (0.0, 0.0)}, 4, 2, "at least one not 0"),
+        ({"reward_weights": (1.0, np.inf)}, 4, 2, "must be finite"),
+        ({"combine": "gdpo", "std": "group"}, 4, 2, "combine is 'gdpo', but reward_weights"),
+        ({"combine": "advantages"}, 4, 2, "combine is 'advantages', but reward_weights"),
+        ({"combine": "gdpo", "reward_weights": (1.0, 1.0)}, 4, 2, "but std is 'global'"),
+        (
+            {
+                "combine": "gdpo",
+                "std": "group",
+                "baseline": "leave_one_out",
+                "reward_weights": (1.0, 1.0),
+            },
+            4,
+            2,
+            "and baseline 'leave_one_out'",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes, images, groups, message):
+    setting = AdvantageSettings()
+    for name, value in changes.items():
+        object.__setattr__(setting, name, value)  # past the check of types, as a config's values
+    with pytest.raises(ValueError, match=message):
+        setting.check(images, groups)
+
+
+def test_settings_at_their_limits_are_not_refused():
+    AdvantageSettings().check(2, 1)
+    AdvantageSettings(best_and_worst=2).check(5, 1)
+    AdvantageSettings(reward_weights=(0.0, -1.0), std="group", combine="gdpo").check(2, 1)
+
+
+@pytest.mark.parametrize("use", [advantages, trained_images])
+@pytest.mark.parametrize(
+    ("weights", "rewards", "groups", "message"),
+    [
+        ((1.0,), [0.0, np.nan], [0, 0], "the reward of image 1 is nan"),
+        ((1.0, 1.0), [[0.0, 1.0], [0.0, np.inf]], [0, 0], "reward 1 of image 1 is inf"),
+        ((1.0, 1.0), [[0.0, 1.0], [0.0, 1.0]], [0, 2], "image 1 has group id 2"),
+        ((1.0, 1.0), [0.0, 1.0], [0, 0], "each image has 1 rewards, but reward_weights is"),
+        ((1.0,), [[0.0, 1.0], [0.0, 1.0]], [0, 0], "each image has 2 rewards"),
+    ],
+)
+def test_rewards_that_do_not_fit_are_refused(use, weights, rewards, groups, message):
+    setting = AdvantageSettings(reward_weights=weights)
+    with pytest.raises(ValueError, match=message):
+        use(setting, np.array(rewards), np.array(groups), 2)
+
+
+def test_an_image_alone_has_no_others():
+    setting = AdvantageSettings("leave_one_out", "none")
+    with pytest.raises(ValueError, match="image 1 is alone in its group"):
+        advantages(setting, np.array([0.0, 1.0, 2.0]), np.array([1, 0, 1]), 2)
