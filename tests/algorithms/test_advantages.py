@@ -291,7 +291,7 @@ def test_settings_that_cannot_work_are_refused(changes, images, groups, message)
 
 def test_settings_at_their_limits_are_not_refused():
     AdvantageSettings().check(2, 1)
-    AdvantageSettings(best_and_worst=2).check(5, 1)
+    AdvantageSettings(best_and_worst=2).check(4, 1)
     AdvantageSettings(reward_weights=(0.0, -1.0), std="group", combine="gdpo").check(2, 1)
 
 
