@@ -1,0 +1,202 @@
+"""AWM, advantage weighted matching (arXiv 2509.25050): a policy gradient on the forward process.
+
+The flow-matching loss of an image takes the place of its negative log-probability, so that what is
+maximised is what pretraining maximises, weighted by advantages. It needs final images only.
+
+Implementations differ. The authors' code (scxue/advantage_weighted_matching) is followed: the ratio
+is taken per image and time (its `loss_type` "exp_first"; "sum_first" averages log-probabilities over
+an image's times before the exponential, which has the same gradient at a ratio of 1), advantages are
+scaled to `advantage_max` after clipping, and besides the KL to the reference there is one to a slow
+copy of the trained policy. Flow-Factory has no scaling, leaves that second KL out by default, weights
+uniformly and clips the ratio at 1e-4. Both compute the matching error in float64, here it is float32.
+"""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from digen_jax.algorithms.decay import LinearDecay
+from digen_jax.algorithms.flow_grpo import SMALLEST_CLIP_RANGE
+from digen_jax.algorithms.matching import matching_error, only
+from digen_jax.algorithms.old_log_probs import OldLogProbs
+
+# What a matching error e counts at noise level sigma: see `matching_log_prob`.
+Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
+
+# Added to e before a power below 1 is taken, whose slope at 0 is infinite.
+HUBER_EPS = 1e-10
+
+# How the slow copy of the second KL follows, once a step, after all its updates.
+SLOW_COPY = LinearDecay(start=0, slope=0.001, largest=0.3)
+
+
+@dataclasses.dataclass(frozen=True)
+class AWM:
+    """Settings, with the values of the authors' code for Stable Diffusion 3.5 M on GenEval.
+
+    Its kl_coefficient is 0.003 for OCR and 1e-4 for PickScore, all else is equal.
+    """
+
+    weighting: Weighting = "ghuber"
+    ghuber_power: float = 0.25
+    clip_range: float = 1.0  # the ratio is clipped to [1 - clip_range, 1 + clip_range]
+    adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip],
+    advantage_max: float = 1.0  # then scaled to [-advantage_max, advantage_max]
+    kl_coefficient: float = 0.001  # 0: no reference is evaluated
+    ema_kl_coefficient: float = 1.0  # 0: no slow copy is kept
+    ema: LinearDecay = SLOW_COPY
+    advantage_std: Literal["group", "global"] = "global"
+    old_log_probs: OldLogProbs = "current"
+
+    @property
+    def needs(self) -> Literal["group", "step"]:
+        """What must be scored before any of it can train: a group, or for a global std the step."""
+        return "step" if self.advantage_std == "global" else "group"
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The names of the terms that `awm_loss` returns."""
+        names = ["loss", "policy_loss", "matching_error", "ratio", "clip_fraction", "approx_kl"]
+        names += ["kl"] if self.kl_coefficient else []
+        return (*names, *(("ema_kl",) if self.ema_kl_coefficient else ()))
+
+    def check(self) -> None:
+        """Raises ValueError for a setting that cannot work, and says what to change."""
+        if self.weighting not in get_args(Weighting):
+            raise ValueError(
+                f"weighting is {self.weighting!r}; set it to one of {', '.join(get_args(Weighting))}"
+            )
+        if not 0 < self.ghuber_power <= 1:
+            raise ValueError(f"ghuber_power is {self.ghuber_power}; it must lie in (0, 1]")
+        if not SMALLEST_CLIP_RANGE <= self.clip_range <= 1:
+            raise ValueError(
+                f"clip_range is {self.clip_range}; it must lie in [{SMALLEST_CLIP_RANGE:.1e}, 1]: "
+                "below, float32 cannot resolve the ratio"
+            )
+        for name in ("adv_clip", "advantage_max"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be positive and finite")
+        for name in ("kl_coefficient", "ema_kl_coefficient"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be finite and not negative")
+        if self.advantage_std not in ("group", "global"):
+            raise ValueError(
+                f"advantage_std is {self.advantage_std!r}; set it to 'group' or 'global'"
+            )
+        if self.old_log_probs not in ("current", "recomputed"):
+            raise ValueError(
+                f"old_log_probs is {self.old_log_probs!r}; set it to 'current' or 'recomputed', as "
+                "sampling computes no matching error"
+            )
+        self.ema.check()
+
+
+def matching_log_prob(
+    settings: AWM,
+    v: Float[Array, "n *shape"],
+    target: Float[Array, "n *shape"],
+    sigma: Float[Array, "n"],
+) -> Float32[Array, "n"]:
+    """What takes the place of a log-probability: minus the weighted matching error e of each sample.
+
+    uniform e, sigma e, sigma^2 e, huber sigma sqrt(e), or ghuber sigma e^p / p with p = ghuber_power;
+    the roots are of e + 1e-10 and 0 where e = 0. The public code's names for the second and third are
+    "t" and "t**2".
+    """
+    return -_weighted(settings, matching_error(v, target), sigma.astype(jnp.float32))
+
+
+def awm_loss(
+    settings: AWM,
+    v: Float[Array, "n *shape"],
+    target: Float[Array, "n *shape"],
+    sigma: Float[Array, "n"],
+    advantages: Float[Array, "n"],
+    trained: Bool[Array, "n"],
+    old_log_prob: Float[Array, "n"] | None = None,
+    v_reference: Float[Array, "n *shape"] | None = None,
+    v_ema: Float[Array, "n *shape"] | None = None,
+) -> dict[str, Float32[Array, "n"]]:
+    """max(-A r, -A clip(r)) + the two KLs, per sample, with r = exp(log_prob - old_log_prob).
+
+    The KLs are mean squared differences of velocities (the public code's weight "Uniform").
+
+    Args:
+      settings: weighting, clip ranges and the KLs' coefficients.
+      v: velocity at (x, sigma) of the policy being trained, with gradient.
+      target: eps - x0, of the noise that is in x.
+      sigma: the noise levels.
+      advantages: before clipping and scaling.
+      trained: False for padding: such a sample's terms and gradient are 0, whatever its values.
+      old_log_prob: `matching_log_prob` of the behaviour policy with the same noise and sigma, where
+        old_log_probs is "recomputed".
+      v_reference: of the reference, where there is a kl_coefficient.
+      v_ema: of the slow copy, where there is an ema_kl_coefficient.
+
+    Returns:
+      Terms per sample, to be weighed and summed: loss, policy_loss; matching_error before weighting;
+      ratio, clip_fraction, approx_kl (log_prob - old_log_prob)^2 / 2; and kl and ema_kl.
+
+    Raises:
+      ValueError: an input missing that the settings ask for.
+    """
+    _check_given(settings, old_log_prob, v_reference, v_ema)
+    v, target, sigma, advantages = (only(trained, a) for a in (v, target, sigma, advantages))
+    error = matching_error(v, target)
+    log_prob = -_weighted(settings, error, sigma)
+    if settings.old_log_probs == "current":
+        old_log_prob = log_prob
+    # before exp: the gradient of an overflow is NaN even where its weight is 0
+    log_ratio = log_prob - jax.lax.stop_gradient(only(trained, old_log_prob))
+    ratio = jnp.exp(log_ratio)
+    advantages = jnp.clip(advantages, -settings.adv_clip, settings.adv_clip)
+    advantages = advantages / settings.adv_clip * settings.advantage_max
+    clipped = jnp.clip(ratio, 1 - settings.clip_range, 1 + settings.clip_range)
+    policy_loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
+    terms = {
+        "loss": policy_loss,
+        "policy_loss": policy_loss,
+        "matching_error": error,
+        "ratio": only(trained, ratio),
+        "clip_fraction": (jnp.abs(ratio - 1) > settings.clip_range).astype(jnp.float32),
+        "approx_kl": log_ratio**2 / 2,
+    }
+    for name, coefficient, other in (
+        ("kl", settings.kl_coefficient, v_reference),
+        ("ema_kl", settings.ema_kl_coefficient, v_ema),
+    ):
+        if coefficient:
+            terms[name] = matching_error(v, jax.lax.stop_gradient(only(trained, other)))
+            terms["loss"] += coefficient * terms[name]
+    return terms
+
+
+def _weighted(settings: AWM, error: Array, sigma: Array) -> Array:
+    power = settings.ghuber_power
+    match settings.weighting:
+        case "uniform":
+            return error
+        case "sigma":
+            return error * sigma
+        case "sigma_squared":
+            return error * sigma**2
+        case "huber":
+            return (jnp.sqrt(error + HUBER_EPS) - HUBER_EPS**0.5) * sigma
+        case "ghuber":
+            return ((error + HUBER_EPS) ** power - HUBER_EPS**power) * sigma / power
+
+
+def _check_given(settings: AWM, old_log_prob, v_reference, v_ema) -> None:
+    for name, needed, given in (
+        ("old_log_prob", settings.old_log_probs != "current", old_log_prob),
+        ("v_reference", settings.kl_coefficient, v_reference),
+        ("v_ema", settings.ema_kl_coefficient, v_ema),
+    ):
+        if needed and given is None:
+            raise ValueError(f"{name} is needed by {settings} but was not given")

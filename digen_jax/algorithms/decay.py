@@ -1,0 +1,87 @@
+"""Slow copies of the trained parameters: DiffusionNFT's old policy, and averages to be evaluated.
+
+A copy follows by copy <- decay copy + (1 - decay) current, with a decay that depends on the number of
+optimizer updates made. Schedules are plain functions on the host.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Float
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearDecay:
+    """0 until `start` updates were made, then rising by `slope` an update to `largest`."""
+
+    start: int
+    slope: float
+    largest: float
+
+    def check(self) -> None:
+        """Raises ValueError for a setting that cannot work, and says what to change."""
+        if not (self.start >= 0 and self.slope >= 0):
+            raise ValueError(
+                f"start is {self.start} and slope {self.slope}; neither may be negative"
+            )
+        if not 0 <= self.largest < 1:
+            raise ValueError(f"largest is {self.largest}; it must lie in [0, 1)")
+
+    def at(self, updates: int) -> float:
+        """The decay once so many updates were made, those of the step that ends included."""
+        return min(max(updates - self.start, 0) * self.slope, self.largest)
+
+
+# By DiffusionNFT's `decay_type` (arXiv 2509.16117, eta; numbers of its public code). 0 is on-policy:
+# the old policy is the one that the step ends with. Applied once a step, after all its updates.
+OLD_POLICY_DECAYS = {
+    0: LinearDecay(start=0, slope=0.0, largest=0.0),
+    1: LinearDecay(start=0, slope=0.001, largest=0.5),
+    2: LinearDecay(start=75, slope=0.0075, largest=0.999),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EmaDecay:
+    """An average's decay: constant, or at first that of an average over what there is so far.
+
+    Warmed up it is min(decay, (1 + n) / (10 + n)) after n updates, the one just made included, as in
+    the code that Flow-GRPO, DiffusionNFT and AWM share (n is one lower in diffusers' EMAModel).
+    """
+
+    decay: float
+    warm_up: bool = True
+    every: int = 1  # the average follows each so many updates (8 in Flow-GRPO, 1 in DiffusionNFT)
+
+    def check(self) -> None:
+        """Raises ValueError for a setting that cannot work, and says what to change."""
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay is {self.decay}; it must lie in [0, 1)")
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}; it must be at least 1")
+
+    def at(self, updates: int) -> float:
+        """The decay after so many updates; 1, which leaves the average alone, between two turns.
+
+        The public code's turns are where (n + 1) is a multiple of `every`; these are too.
+        """
+        if (updates + 1) % self.every:
+            return 1.0
+        return min(self.decay, (1 + updates) / (10 + updates)) if self.warm_up else self.decay
+
+
+def decayed(copy: Any, current: Any, decay: Float[ArrayLike, ""]) -> Any:
+    """Every leaf of two equal trees mixed: decay copy + (1 - decay) current, in the copy's dtype.
+
+    Computed in float32. A decay of 0 gives `current` exactly, and 1 gives `copy`.
+    """
+    decay = jnp.asarray(decay, jnp.float32)
+
+    def leaf(old, new):
+        mixed = decay * old.astype(jnp.float32) + (1 - decay) * new.astype(jnp.float32)
+        return mixed.astype(old.dtype)
+
+    return jax.tree.map(leaf, copy, current)

@@ -1,0 +1,181 @@
+"""DiffusionNFT (arXiv 2509.16117): contrasts good and bad images on the forward process.
+
+Flow matching pulls an implicit positive policy, a mixture of the old and the trained one, towards
+images in proportion to their probability r of being good, and an implicit negative policy, as far
+on the other side of the old one, in proportion to 1 - r. It needs final images only, from any
+sampler, and no log-probability.
+
+The old policy is the behaviour policy: what the sampler runs and the runtime publishes. It follows
+the trained one by `OLD_POLICY_DECAYS`.
+"""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32
+
+from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, LinearDecay
+from digen_jax.algorithms.matching import matching_error, only
+
+# What of an advantage becomes a probability: see `reward_probabilities`.
+AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionNFT:
+    """Settings, with the values of the public code (NVlabs/DiffusionNFT) for Stable Diffusion 3.5 M.
+
+    It has beta 1 and decay type 1 for GenEval, PickScore and HPSv2; 0.1 and 2 for OCR; 0.1 and 1
+    for several rewards at once.
+    """
+
+    beta: float = 1.0  # the trained policy's share in the positive one; 1 / beta is the guidance
+    adv_clip: float = 5.0  # the advantage whose reward probability is 1
+    advantage_mode: AdvantageMode = "all"
+    kl_coefficient: float = 1e-4  # 0: no reference is evaluated
+    weight_floor: float = 1e-5  # the smallest mean |x0_hat - x0| that the error is divided by
+    advantage_std: Literal["group", "global"] = "global"
+    decay_type: Literal[0, 1, 2] = 1
+
+    @property
+    def needs(self) -> Literal["group", "step"]:
+        """What must be scored before any of it can train: a group, or for a global std the step."""
+        return "step" if self.advantage_std == "global" else "group"
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The names of the terms that `diffusion_nft_loss` returns."""
+        names = "loss", "policy_loss", "positive_loss", "negative_loss", "old_deviation"
+        return (*names, *(("kl",) if self.kl_coefficient else ()))
+
+    @property
+    def old_policy(self) -> LinearDecay:
+        """How much of the old policy is kept, as a function of the updates made."""
+        return OLD_POLICY_DECAYS[self.decay_type]
+
+    def check(self) -> None:
+        """Raises ValueError for a setting that cannot work, and says what to change."""
+        for name in ("beta", "adv_clip", "weight_floor"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be positive and finite")
+        if not 0 <= self.kl_coefficient < math.inf:
+            raise ValueError(
+                f"kl_coefficient is {self.kl_coefficient}; it must be finite and not negative"
+            )
+        if self.advantage_mode not in get_args(AdvantageMode):
+            raise ValueError(
+                f"advantage_mode is {self.advantage_mode!r}; "
+                f"set it to one of {', '.join(get_args(AdvantageMode))}"
+            )
+        if self.advantage_std not in ("group", "global"):
+            raise ValueError(
+                f"advantage_std is {self.advantage_std!r}; set it to 'group' or 'global'"
+            )
+        if self.decay_type not in OLD_POLICY_DECAYS:
+            raise ValueError(f"decay_type is {self.decay_type}; set it to 0, 1 or 2")
+
+
+def reward_probabilities(
+    settings: DiffusionNFT, advantages: Float[np.ndarray, "b"]
+) -> Float32[np.ndarray, "b"]:
+    """Of advantages A clipped to [-adv_clip, adv_clip]: r = 1/2 + A / (2 adv_clip), in [0, 1].
+
+    That is the paper's 1/2 + clip((reward - mean) / Z, -1, 1) / 2 with Z = adv_clip std. At r = 1/2
+    the positive and the negative term hold the policy at the old one; the modes differ in which
+    images get that:
+
+      all: those of A = 0; r in [0, 1].
+      positive_only: those of A <= 0, so that no image is pushed away; r in [1/2, 1].
+      negative_only: those of A >= 0, so that none is pulled towards; r in [0, 1/2].
+      one_only: those of A <= 0; all others count as A = 1, however large it is.
+      binary: those of A = 0; only the sign of the others counts, as A = 1 or -1.
+
+    The modes are those of the public code, where the last two take A = 1 before the division: their r
+    is 1/2 + 1/(2 adv_clip), which is 0.6 with the published clip, and not 1.
+    """
+    advantages = np.clip(advantages.astype(np.float64), -settings.adv_clip, settings.adv_clip)
+    match settings.advantage_mode:
+        case "positive_only":
+            advantages = np.maximum(advantages, 0)
+        case "negative_only":
+            advantages = np.minimum(advantages, 0)
+        case "one_only":
+            advantages = (advantages > 0).astype(np.float64)
+        case "binary":
+            advantages = np.sign(advantages)
+    return np.clip(advantages / settings.adv_clip / 2 + 0.5, 0, 1).astype(np.float32)
+
+
+def diffusion_nft_loss(
+    settings: DiffusionNFT,
+    x0: Float[Array, "n *shape"],
+    x: Float[Array, "n *shape"],
+    sigma: Float[Array, "n"],
+    v: Float[Array, "n *shape"],
+    v_old: Float[Array, "n *shape"],
+    v_reference: Float[Array, "n *shape"] | None,
+    reward_prob: Float[Array, "n"],
+    trained: Bool[Array, "n"],
+) -> dict[str, Float32[Array, "n"]]:
+    """adv_clip (r L(v+) + (1 - r) L(v-)) / beta + kl_coefficient (v - v_reference)^2, per sample.
+
+    With the implicit policies v+ = (1 - beta) v_old + beta v and v- = (1 + beta) v_old - beta v, and
+    L(u) the error of the image that u predicts: (x - sigma u - x0)^2 averaged over all axes but the
+    first, divided by the mean of |x - sigma u - x0|, which has no gradient and is at least
+    `weight_floor`. The paper's objective has the velocity's error for L; the public code's is
+    followed, with its factors adv_clip and 1 / beta. It computes the weight in float64, here it is
+    float32. (Flow-Factory has the same loss, with mode "all" only.)
+
+    Args:
+      settings: beta, the weights and the KL's coefficient.
+      x0: sampled images' latents.
+      x: x0 at noise level sigma (`noised`).
+      sigma: the noise levels.
+      v: velocity at (x, sigma) of the policy being trained, with gradient.
+      v_old: of the old policy; no gradient goes to it.
+      v_reference: of the reference; None where kl_coefficient is 0.
+      reward_prob: r, of `reward_probabilities`.
+      trained: False for padding: such a sample's terms and gradient are 0, whatever its values.
+
+    Returns:
+      Terms per sample, to be weighed and summed: loss, policy_loss; positive_loss and negative_loss,
+      which are L(v+) and L(v-); old_deviation, the mean of (v - v_old)^2; and kl.
+
+    Raises:
+      ValueError: `v_reference` missing though the settings have a kl_coefficient.
+    """
+    if v_reference is None and settings.kl_coefficient:
+        raise ValueError(
+            f"kl_coefficient is {settings.kl_coefficient} but no v_reference was given"
+        )
+    x0, x, v, v_old = (only(trained, array) for array in (x0, x, v, v_old))
+    sigma, r = only(trained, sigma), only(trained, reward_prob)
+    v_old = jax.lax.stop_gradient(v_old)
+    beta, floor = settings.beta, settings.weight_floor
+    positive = _image_error(x0, x, sigma, (1 - beta) * v_old + beta * v, floor)
+    negative = _image_error(x0, x, sigma, (1 + beta) * v_old - beta * v, floor)
+    policy_loss = settings.adv_clip * (r * positive + (1 - r) * negative) / beta
+    terms = {
+        "loss": policy_loss,
+        "policy_loss": policy_loss,
+        "positive_loss": positive,
+        "negative_loss": negative,
+        "old_deviation": matching_error(v, v_old),
+    }
+    if settings.kl_coefficient:
+        kl = matching_error(v, jax.lax.stop_gradient(only(trained, v_reference)))
+        terms |= {"loss": policy_loss + settings.kl_coefficient * kl, "kl": kl}
+    return terms
+
+
+def _image_error(x0: Array, x: Array, sigma: Array, v: Array, floor: float) -> Array:
+    """Squared error of the image that v predicts, over its own mean absolute error."""
+    axes = tuple(range(1, x.ndim))
+    difference = x - sigma.reshape(-1, *(1,) * len(axes)) * v - x0
+    weight = jnp.maximum(jnp.mean(jnp.abs(difference), axis=axes), floor)
+    return jnp.mean(difference**2, axis=axes) / jax.lax.stop_gradient(weight)

@@ -1,0 +1,103 @@
+"""Diffusion DPO (arXiv 2311.12908) for flow matching: preferences between two images of a prompt.
+
+Online, the pairs are the best and the worst image of each group, and the reference may follow the
+trained policy; offline, they come from a set that was generated once. The loss is the same.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from digen_jax.algorithms.advantages import zero_std_groups
+from digen_jax.algorithms.matching import matching_error, only
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionDPO:
+    """Settings, with the value of Flow-GRPO's public code for Stable Diffusion 3.5 M.
+
+    Flow-Factory's is 2000, and the paper's, for noise prediction, 2000 to 5000.
+    """
+
+    beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
+
+    @property
+    def needs(self) -> Literal["group"]:
+        """What must be scored before any of it can train: a group, of which a pair is chosen."""
+        return "group"
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The names of the terms that `diffusion_dpo_loss` returns."""
+        return "loss", "margin", "accuracy", "preferred_error", "dispreferred_error"
+
+    def check(self) -> None:
+        """Raises ValueError for a setting that cannot work, and says what to change."""
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"beta is {self.beta}; it must be positive and finite")
+
+
+def diffusion_dpo_loss(
+    settings: DiffusionDPO,
+    v: Float[Array, "n 2 *shape"],
+    v_reference: Float[Array, "n 2 *shape"],
+    target: Float[Array, "n 2 *shape"],
+    trained: Bool[Array, "n"],
+) -> dict[str, Float32[Array, "n"]]:
+    """-log sigmoid(-beta/2 ((e_w - e_w_reference) - (e_l - e_l_reference))), per pair.
+
+    Equation 14 of the paper, with e = (v - target)^2 for the error of the noise. The second axis is
+    (preferred w, dispreferred l). Implementations average e over an image's elements, the paper sums:
+    they are followed, and their betas go with that.
+
+    Args:
+      settings: beta.
+      v: velocities of the policy being trained, with gradient, at the two images noised with the same
+        noise to the same sigma (`noised_pairs`).
+      v_reference: of the reference; no gradient goes to it.
+      target: eps - x0.
+      trained: False for padding: such a pair's terms and gradient are 0, whatever its values.
+
+    Returns:
+      Terms per pair, to be weighed and summed: loss; margin, the argument of the sigmoid; accuracy, 1
+      where that is positive; preferred_error and dispreferred_error, the policy's.
+    """
+    v, target = only(trained, v), only(trained, target)
+    v_reference = jax.lax.stop_gradient(only(trained, v_reference))
+    error = jax.vmap(matching_error, in_axes=1, out_axes=1)
+    policy = error(v, target)
+    change = policy - error(v_reference, target)
+    margin = -settings.beta / 2 * (change[:, 0] - change[:, 1])
+    return {
+        "loss": only(trained, jax.nn.softplus(-margin)),
+        "margin": margin,
+        "accuracy": (margin > 0).astype(jnp.float32),
+        "preferred_error": policy[:, 0],
+        "dispreferred_error": policy[:, 1],
+    }
+
+
+def best_and_worst(
+    rewards: Float[np.ndarray, "b"], group_ids: Int[np.ndarray, "b"], num_groups: int
+) -> Int[np.ndarray, "pairs 2"]:
+    """(preferred, dispreferred) as indices into the batch: each group's best and worst image.
+
+    Of equal images the first given is taken. A group whose rewards are all equal, or with a single
+    image, prefers nothing and has no pair. (Flow-GRPO's public code takes its first two images,
+    Flow-Factory's the same image twice.)
+
+    Raises:
+      ValueError: a reward that is not finite, or a group id out of range.
+    """
+    undecided = zero_std_groups(rewards, group_ids, num_groups)
+    pairs = []
+    for group in np.unique(group_ids):
+        if not undecided[group]:
+            (members,) = np.nonzero(group_ids == group)
+            pairs.append(members[[rewards[members].argmax(), rewards[members].argmin()]])
+    return np.array(pairs, np.int64).reshape(-1, 2)

@@ -1,0 +1,130 @@
+"""The forward process for training: noise levels and noise of each image, from the image's own key.
+
+An image's times and noise depend on its key and the number of the draw only: not on the batch, nor on
+where or when it is trained.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Float32, Int, Key
+
+# Streams of an image's key, besides START and TRANSITION of `sampling`.
+FORWARD_NOISE, TRAINING_TIMES = 2, 3
+
+
+class Noised(NamedTuple):
+    """Images at a noise level, and the velocity that flow matching trains there."""
+
+    x: Float32[Array, "n ..."]
+    target: Float32[Array, "n ..."]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleTimes:
+    """For each image a random subset of the sampler's steps, without replacement, in random order.
+
+    As in DiffusionNFT's public code (arXiv 2509.16117), which trains 9 of its 10 steps: each image has
+    a permutation of its own. The first, sigma = 1, is among them, where x is noise only.
+    """
+
+    count: int
+
+    def check(self, steps: int) -> None:
+        """Raises ValueError for a setting that a schedule of so many steps cannot serve."""
+        if not 1 <= self.count <= steps:
+            raise ValueError(f"count is {self.count}; train 1 to {steps}, the sampler's steps")
+
+    def draw(
+        self, keys: Key[Array, "b"], sigmas: Float[ArrayLike, "sigmas"]
+    ) -> Float32[Array, "s b"]:
+        """Each image's noise levels; `sigmas` is the sampler's schedule, its last one, 0, included.
+
+        Raises:
+          ValueError: the schedule has fewer steps than are to be drawn.
+        """
+        sigmas = jnp.asarray(sigmas, jnp.float32)[:-1]
+        self.check(len(sigmas))
+
+        def draw(key):
+            return jax.random.permutation(key, sigmas)[: self.count]
+
+        return jax.vmap(draw, out_axes=1)(_stream(keys, TRAINING_TIMES))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitNormalTimes:
+    """Noise levels sigmoid(mean + std z), z standard normal, then shifted (arXiv 2403.03206).
+
+    The density of Stable Diffusion 3's pretraining, with the schedule's `shift`. All of an image's
+    draws are independent (AWM's public code stratifies them and shares them within a micro-batch).
+    """
+
+    count: int
+    mean: float = 0.0
+    std: float = 1.0
+    shift: float = 1.0
+
+    def check(self, steps: int) -> None:
+        """Raises ValueError for a setting that cannot work; any schedule serves."""
+        if self.count < 1:
+            raise ValueError(f"count is {self.count}; train at least 1 noise level an image")
+        if not math.isfinite(self.mean):
+            raise ValueError(f"mean is {self.mean}; it must be finite")
+        for name in ("std", "shift"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be positive and finite")
+
+    def draw(
+        self, keys: Key[Array, "b"], sigmas: Float[ArrayLike, "sigmas"]
+    ) -> Float32[Array, "s b"]:
+        """Each image's noise levels; the schedule is not read."""
+
+        def draw(key):
+            return jax.random.normal(key, (self.count,))
+
+        z = jax.vmap(draw, out_axes=1)(_stream(keys, TRAINING_TIMES))
+        sigma = jax.nn.sigmoid(self.mean + self.std * z)
+        return self.shift * sigma / (1 + (self.shift - 1) * sigma)
+
+
+Times = ScheduleTimes | LogitNormalTimes
+
+
+def forward_noise(
+    keys: Key[Array, "n"], draws: Int[ArrayLike, "n"], shape: tuple[int, ...]
+) -> Float32[Array, "n ..."]:
+    """Standard normal noise of `shape`; `draws` says which of its image's draws each sample is.
+
+    The draws of an image are independent of each other, and of what sampled it.
+    """
+
+    def draw(key, number):
+        return jax.random.normal(jax.random.fold_in(key, number), shape)
+
+    return jax.vmap(draw)(_stream(keys, FORWARD_NOISE), jnp.asarray(draws))
+
+
+def noised(
+    x0: Float[Array, "n *shape"], noise: Float[Array, "n *shape"], sigma: Float[Array, "n"]
+) -> Noised:
+    """The images x = (1 - sigma) x0 + sigma noise and the target velocity noise - x0, in float32."""
+    x0, noise, sigma = (jnp.asarray(a, jnp.float32) for a in (x0, noise, sigma))
+    sigma = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
+    return Noised((1 - sigma) * x0 + sigma * noise, noise - x0)
+
+
+def noised_pairs(
+    x0: Float[Array, "n 2 *shape"], noise: Float[Array, "n *shape"], sigma: Float[Array, "n"]
+) -> Noised:
+    """The same for pairs of images that share noise and noise level; x and target `[n 2 ...]`."""
+    return jax.vmap(noised, in_axes=(1, None, None), out_axes=1)(x0, noise, sigma)
+
+
+def _stream(keys: Key[Array, "n"], number: int) -> Key[Array, "n"]:
+    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)

@@ -1,0 +1,100 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, EmaDecay, LinearDecay, decayed
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "expected"),
+    [
+        (0, {0: 0, 1: 0, 1000: 0}),
+        (1, {0: 0, 1: 0.001, 100: 0.1, 499: 0.499, 500: 0.5, 501: 0.5, 9000: 0.5}),
+        (2, {0: 0, 74: 0, 75: 0, 76: 0.0075, 175: 0.75, 208: 0.9975, 209: 0.999, 9000: 0.999}),
+    ],
+)
+def test_old_policy_decays(decay_type, expected):
+    for updates, decay in expected.items():
+        assert OLD_POLICY_DECAYS[decay_type].at(updates) == pytest.approx(decay, rel=1e-12)
+
+
+def test_published_decays_pass_their_check():
+    for decay in OLD_POLICY_DECAYS.values():
+        decay.check()
+    EmaDecay(0.9, every=8).check()
+
+
+def test_ema_is_constant_or_warmed_up():
+    warmed, constant = EmaDecay(0.9), EmaDecay(0.9, warm_up=False)
+    for updates, decay in {0: 0.1, 1: 2 / 11, 8: 0.5, 79: 80 / 89, 80: 0.9, 500: 0.9}.items():
+        assert warmed.at(updates) == pytest.approx(decay, rel=1e-12)
+        assert constant.at(updates) == 0.9
+
+
+def test_ema_takes_turns():
+    decay = EmaDecay(0.9, warm_up=False, every=8)
+    assert [n for n in range(40) if decay.at(n) != 1] == [7, 15, 23, 31, 39]
+    assert decay.at(7) == 0.9
+
+
+def test_decayed_equals_float64():
+    rng = np.random.default_rng(0)
+    shapes = {"a": (3, 4), "b": {"c": (5,)}}
+    trees = [
+        jax.tree.map(
+            lambda s: jnp.asarray(rng.normal(size=s), jnp.float32),
+            shapes,
+            is_leaf=lambda s: isinstance(s, tuple),
+        )
+        for _ in range(2)
+    ]
+    ours = jax.jit(decayed)(*trees, 0.3)
+    expected = jax.tree.map(lambda o, c: 0.3 * np.float64(o) + 0.7 * np.float64(c), *trees)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ours, expected
+    )
+
+
+def test_the_ends_are_exact():
+    old, current = jnp.array([0.1, -1e-30, 3e8]), jnp.array([0.7, 5.0, -2e-7])
+    np.testing.assert_array_equal(decayed(old, current, 0.0), current)
+    np.testing.assert_array_equal(decayed(old, current, 1.0), old)
+
+
+def test_dtypes_are_the_copys_and_the_mixing_is_float32():
+    old = jnp.array([1.0, 2.0], jnp.bfloat16)
+    current = jnp.array([1.0078125, 4.0], jnp.bfloat16)
+    mixed = decayed(old, current, 0.25)
+    assert mixed.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(mixed, jnp.array([1.005859375, 3.5]).astype(jnp.bfloat16))
+    assert decayed(jnp.zeros(2), current, 0.5).dtype == jnp.float32
+
+
+def test_an_average_is_the_sum_that_its_decays_say():
+    decay, values = EmaDecay(0.8), np.random.default_rng(1).normal(size=12)
+    average = jnp.float32(values[0])
+    for n, value in enumerate(values[1:], 1):
+        average = decayed(average, jnp.float32(value), decay.at(n))
+    decays = [min(0.8, (1 + n) / (10 + n)) for n in range(1, 12)]
+    weights = [np.prod(decays)]
+    weights += [(1 - decays[k]) * np.prod(decays[k + 1 :]) for k in range(11)]
+    assert sum(weights) == pytest.approx(1)
+    assert float(average) == pytest.approx(float(np.dot(weights, values)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (LinearDecay(-1, 0.1, 0.5), "start is -1"),
+        (LinearDecay(0, -0.1, 0.5), "slope -0.1"),
+        (LinearDecay(0, 0.1, 1.0), "largest is 1.0"),
+        (LinearDecay(0, 0.1, float("nan")), "largest is nan"),
+        (EmaDecay(1.0), "decay is 1.0"),
+        (EmaDecay(-0.1), "decay is -0.1"),
+        (EmaDecay(0.9, every=0), "every is 0"),
+    ],
+)
+def test_refused_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        settings.check()
