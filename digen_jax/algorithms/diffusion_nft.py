@@ -3,7 +3,7 @@
 Flow matching pulls an implicit positive policy, a mixture of the old and the trained one, towards
 images in proportion to their probability r of being good, and an implicit negative policy, as far
 on the other side of the old one, in proportion to 1 - r. It needs final images only, from any
-sampler, and no log-probability.
+sampler (the public code's is a second-order DPM solver, without noise), and no log-probability.
 
 The old policy is the behaviour policy: what the sampler runs and the runtime publishes. It follows
 the trained one by `OLD_POLICY_DECAYS`.

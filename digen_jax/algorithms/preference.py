@@ -1,7 +1,8 @@
 """Diffusion DPO (arXiv 2311.12908) for flow matching: preferences between two images of a prompt.
 
-Online, the pairs are the best and the worst image of each group, and the reference may follow the
-trained policy; offline, they come from a set that was generated once. The loss is the same.
+Online, the pairs are the best and the worst image of each group; offline, they come from a set that was
+generated once. The loss is the same. What samples and what is the reference is the caller's: Flow-GRPO's
+public code samples from the reference, which it keeps, or renews from the trained policy now and then.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ def diffusion_dpo_loss(
     Args:
       settings: beta.
       v: velocities of the policy being trained, with gradient, at the two images noised with the same
-        noise to the same sigma (`noised_pairs`).
+        noise to the same sigma (`noised_pairs`), as in the paper's code.
       v_reference: of the reference; no gradient goes to it.
       target: eps - x0.
       trained: False for padding: such a pair's terms and gradient are 0, whatever its values.
