@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from digen_jax.algorithms.decay import LinearDecay
-from digen_jax.algorithms.flow_grpo import SMALLEST_CLIP_RANGE
-from digen_jax.algorithms.matching import matching_error, only
+from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.old_log_probs import OldLogProbs
+from digen_jax.algorithms.samples import blanked
+from digen_jax.algorithms.surrogates import SMALLEST_CLIP_RANGE, clipped
 
 # What a matching error e counts at noise level sigma: see `matching_log_prob`.
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
@@ -109,7 +110,7 @@ def matching_log_prob(
     the roots are of e + 1e-10 and 0 where e = 0. The public code's names for the second and third are
     "t" and "t**2".
     """
-    return -_weighted(settings, matching_error(v, target), sigma.astype(jnp.float32))
+    return -_weighted(settings, velocity_mse(v, target), sigma.astype(jnp.float32))
 
 
 def awm_loss(
@@ -147,23 +148,22 @@ def awm_loss(
       ValueError: an input missing that the settings ask for.
     """
     _check_given(settings, old_log_prob, v_reference, v_ema)
-    v, target, sigma, advantages = (only(trained, a) for a in (v, target, sigma, advantages))
-    error = matching_error(v, target)
+    v, target, sigma, advantages = blanked(trained, v, target, sigma, advantages)
+    error = velocity_mse(v, target)
     log_prob = -_weighted(settings, error, sigma)
     if settings.old_log_probs == "current":
         old_log_prob = log_prob
-    # before exp: the gradient of an overflow is NaN even where its weight is 0
-    log_ratio = log_prob - jax.lax.stop_gradient(only(trained, old_log_prob))
+    (old_log_prob,) = blanked(trained, old_log_prob)
+    log_ratio = log_prob - jax.lax.stop_gradient(old_log_prob)
     ratio = jnp.exp(log_ratio)
     advantages = jnp.clip(advantages, -settings.adv_clip, settings.adv_clip)
     advantages = advantages / settings.adv_clip * settings.advantage_max
-    clipped = jnp.clip(ratio, 1 - settings.clip_range, 1 + settings.clip_range)
-    policy_loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
+    policy_loss = clipped(log_ratio, advantages, settings.clip_range, settings.clip_range)
     terms = {
         "loss": policy_loss,
         "policy_loss": policy_loss,
         "matching_error": error,
-        "ratio": only(trained, ratio),
+        "ratio": jnp.where(trained, ratio, 0.0),
         "clip_fraction": (jnp.abs(ratio - 1) > settings.clip_range).astype(jnp.float32),
         "approx_kl": log_ratio**2 / 2,
     }
@@ -172,7 +172,8 @@ def awm_loss(
         ("ema_kl", settings.ema_kl_coefficient, v_ema),
     ):
         if coefficient:
-            terms[name] = matching_error(v, jax.lax.stop_gradient(only(trained, other)))
+            (other,) = blanked(trained, other)
+            terms[name] = velocity_mse(v, other)
             terms["loss"] += coefficient * terms[name]
     return terms
 

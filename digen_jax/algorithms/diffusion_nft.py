@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
 from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, LinearDecay
-from digen_jax.algorithms.matching import matching_error, only
+from digen_jax.algorithms.kl import velocity_mse
+from digen_jax.algorithms.samples import blanked
 
 # What of an advantage becomes a probability: see `reward_probabilities`.
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
@@ -153,8 +154,7 @@ def diffusion_nft_loss(
         raise ValueError(
             f"kl_coefficient is {settings.kl_coefficient} but no v_reference was given"
         )
-    x0, x, v, v_old = (only(trained, array) for array in (x0, x, v, v_old))
-    sigma, r = only(trained, sigma), only(trained, reward_prob)
+    x0, x, v, v_old, sigma, r = blanked(trained, x0, x, v, v_old, sigma, reward_prob)
     v_old = jax.lax.stop_gradient(v_old)
     beta, floor = settings.beta, settings.weight_floor
     positive = _image_error(x0, x, sigma, (1 - beta) * v_old + beta * v, floor)
@@ -165,10 +165,11 @@ def diffusion_nft_loss(
         "policy_loss": policy_loss,
         "positive_loss": positive,
         "negative_loss": negative,
-        "old_deviation": matching_error(v, v_old),
+        "old_deviation": velocity_mse(v, v_old),
     }
     if settings.kl_coefficient:
-        kl = matching_error(v, jax.lax.stop_gradient(only(trained, v_reference)))
+        (v_reference,) = blanked(trained, v_reference)
+        kl = velocity_mse(v, v_reference)
         terms |= {"loss": policy_loss + settings.kl_coefficient * kl, "kl": kl}
     return terms
 

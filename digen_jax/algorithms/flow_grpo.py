@@ -109,7 +109,7 @@ def flow_grpo_loss(
     if kl is None and settings.kl_coefficient:
         raise ValueError(f"kl_coefficient is {settings.kl_coefficient} but no kl was given")
     stored = old_log_prob if stored_log_prob is None else stored_log_prob
-    log_prob, old_log_prob, stored = blanked(weight, log_prob, old_log_prob, stored)
+    log_prob, old_log_prob, stored = blanked(weight > 0, log_prob, old_log_prob, stored)
     log_ratio = log_prob - old_log_prob
     ratio = jnp.exp(log_ratio)
     advantages = jnp.clip(advantages, -settings.adv_clip, settings.adv_clip)

@@ -5,7 +5,7 @@ Rows without weight must be blanked first (`samples.blanked`).
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 
 def gaussian_kl(
@@ -27,16 +27,18 @@ def gaussian_kl(
 
 
 def velocity_mse(
-    velocity: Float[Array, "n ..."], reference_velocity: Float[Array, "n ..."]
-) -> Float[Array, "n"]:
-    """(v - v_reference)^2, averaged over all axes but the first, with gradient to `velocity`.
+    velocity: Float[Array, "n ..."], target: Float[Array, "n ..."]
+) -> Float32[Array, "n"]:
+    """(v - target)^2, averaged over all axes but the first, with gradient to `velocity`.
 
-    What DiffusionNFT's code and Flow-Factory's "v-based" penalty take: without a factor, so that all
-    noise levels count alike. Flow-GRPO's KL proper is this times
+    With eps - x0 for the target it is the loss of flow matching; with a reference's velocity, what
+    DiffusionNFT's code and Flow-Factory's "v-based" penalty take: without a factor, so that all noise
+    levels count alike. Flow-GRPO's KL proper is this times
     -dt/2 (1/g + g (1 - sigma) / (2 sigma))^2, g the diffusion of the step's SDE (arXiv 2505.05470).
     """
-    return _mean_square(velocity, reference_velocity)
+    return _mean_square(velocity, target)
 
 
-def _mean_square(a: Float[Array, "n ..."], reference: Float[Array, "n ..."]) -> Float[Array, "n"]:
-    return jnp.mean((a - jax.lax.stop_gradient(reference)) ** 2, axis=tuple(range(1, a.ndim)))
+def _mean_square(a: Float[Array, "n ..."], reference: Float[Array, "n ..."]) -> Float32[Array, "n"]:
+    reference = jax.lax.stop_gradient(reference).astype(jnp.float32)
+    return jnp.mean((a.astype(jnp.float32) - reference) ** 2, axis=tuple(range(1, a.ndim)))

@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import zero_std_groups
-from digen_jax.algorithms.matching import matching_error, only
+from digen_jax.algorithms.kl import velocity_mse
+from digen_jax.algorithms.samples import blanked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +69,14 @@ def diffusion_dpo_loss(
       Terms per pair, to be weighed and summed: loss; margin, the argument of the sigmoid; accuracy, 1
       where that is positive; preferred_error and dispreferred_error, the policy's.
     """
-    v, target = only(trained, v), only(trained, target)
-    v_reference = jax.lax.stop_gradient(only(trained, v_reference))
-    error = jax.vmap(matching_error, in_axes=1, out_axes=1)
+    v, target, v_reference = blanked(trained, v, target, v_reference)
+    v_reference = jax.lax.stop_gradient(v_reference)
+    error = jax.vmap(velocity_mse, in_axes=1, out_axes=1)
     policy = error(v, target)
     change = policy - error(v_reference, target)
     margin = -settings.beta / 2 * (change[:, 0] - change[:, 1])
     return {
-        "loss": only(trained, jax.nn.softplus(-margin)),
+        "loss": jnp.where(trained, jax.nn.softplus(-margin), 0.0),
         "margin": margin,
         "accuracy": (margin > 0).astype(jnp.float32),
         "preferred_error": policy[:, 0],

@@ -1,21 +1,24 @@
 """Samples that do not count: padding, and what a correction rejects, has weight 0."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Float32
 
 
 def blanked(
-    weight: Float[Array, "n"], *arrays: Float[Array, "n ..."]
-) -> tuple[Float[Array, "n ..."], ...]:
-    """The arrays with zeros where the weight is 0.
+    trained: Bool[Array, "n"], *arrays: Float[Array, "n ..."]
+) -> tuple[Float32[Array, "n ..."], ...]:
+    """The arrays in float32, with zeros for samples that are not trained (weight 0).
 
     Whatever a function of these does with a blanked row, its gradient stops here. To be called
     before anything is computed from log-probabilities or means that carry a gradient: of an overflow
     that is only left out of a sum, the gradient is NaN.
     """
-    counts = weight > 0
     return tuple(
-        jnp.where(counts.reshape(counts.shape + (1,) * (array.ndim - 1)), array, 0.0)
+        jnp.where(
+            trained.reshape(trained.shape + (1,) * (array.ndim - 1)),
+            array.astype(jnp.float32),
+            0.0,
+        )
         for array in arrays
     )
 

@@ -31,7 +31,7 @@ def inputs(n=50):
 
 def decoupled_total(cap):
     def total(weight, log_prob, proximal, behaviour, advantages):
-        policies = blanked(weight, log_prob, proximal, behaviour)
+        policies = blanked(weight > 0, log_prob, proximal, behaviour)
         log_ratio, stale = decoupled(*policies)
         loss = importance_weight(stale, cap) * clipped(log_ratio, advantages, EPSILON, EPSILON)
         return weighted_sum(weight, loss)
@@ -86,7 +86,7 @@ def test_importance_weight_is_capped_and_does_not_overflow():
 def rejecting_total(bound):
     def total(weight, log_prob, behaviour, advantages):
         weight = weight * accepted(log_prob - behaviour, bound)
-        log_prob, behaviour = blanked(weight, log_prob, behaviour)
+        log_prob, behaviour = blanked(weight > 0, log_prob, behaviour)
         loss = topr(log_prob, log_prob - behaviour, advantages)
         return weighted_sum(weight, loss), jnp.sum(weight)
 

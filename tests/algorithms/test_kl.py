@@ -64,8 +64,15 @@ def test_kl_of_padding_without_noise_is_finite():
 )
 def test_packing_and_padding(form):
     def total(weight, mean, reference, std):
-        mean, reference = blanked(weight, mean, reference)
+        mean, reference = blanked(weight > 0, mean, reference)
         return weighted_sum(weight, form(mean, reference, std))
 
     check_split(total, [MEAN, REFERENCE, STD], 1)
     check_junk(total, [MEAN, REFERENCE, STD], 1)
+
+
+def test_velocity_mse_is_float32_whatever_comes_in():
+    v = jnp.array([[1.0, 2.0]], jnp.bfloat16)
+    error = velocity_mse(v, jnp.array([[1.0078125, 2.0]], jnp.bfloat16))
+    assert error.dtype == jnp.float32
+    np.testing.assert_allclose(error, [0.0078125**2 / 2], rtol=1e-6)

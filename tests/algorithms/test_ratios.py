@@ -25,7 +25,7 @@ def guard_total(clip, adv_clip):
     """The whole loss of GRPO-Guard, summed."""
 
     def total(weight, log_prob, mean, old, old_mean, advantages, std, dt):
-        log_prob, mean, old, old_mean = blanked(weight, log_prob, mean, old, old_mean)
+        log_prob, mean, old, old_mean = blanked(weight > 0, log_prob, mean, old, old_mean)
         log_ratio = guard_log_ratio(log_prob, old, mean, old_mean, std)
         advantages = jnp.clip(advantages, -adv_clip, adv_clip)
         loss = clipped(log_ratio, advantages, clip, clip) * guard_loss_scale(dt)
@@ -138,7 +138,7 @@ def brute_force(log_prob, old, ids, reduce):
 
 def sequence_total(reduce):
     def total(weight, log_prob, old, advantages, ids):
-        log_prob, old = blanked(weight, log_prob, old)
+        log_prob, old = blanked(weight > 0, log_prob, old)
         log_ratio = sequence_log_ratio(log_prob - old, weight, ids, 5, reduce)
         return weighted_sum(weight, clipped(log_ratio, advantages, 0.1, 0.1))
 

@@ -89,7 +89,7 @@ def inputs(n=60):
 
 def total_of(ours):
     def total(weight, log_prob, old, advantages, kl):
-        log_prob, old = blanked(weight, log_prob, old)
+        log_prob, old = blanked(weight > 0, log_prob, old)
         return weighted_sum(weight, ours(log_prob, log_prob - old, advantages, kl))
 
     return total
