@@ -62,7 +62,7 @@ def get_config(gpus: str = "1") -> ConfigDict:
     )
     c.algorithm = ConfigDict(
         dict(
-            name="flow_grpo",
+            name="policy_gradient",
             clip_range=1e-4,
             adv_clip=5.0,
             kl_coefficient=0.04,

@@ -32,7 +32,7 @@ def get_config(length: str = "demo") -> ConfigDict:
         dict(steps=8, kind="cps", noise_level=0.5, window=(0, 4), guidance=1.0, fragment=144)
     )
     c.algorithm = ConfigDict(
-        dict(name="flow_grpo", clip_range=1e-3, adv_clip=5.0, advantage_std="group")
+        dict(name="policy_gradient", clip_range=1e-3, adv_clip=5.0, advantage_std="group")
     )
     c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=rate, ema=ema))
     c.placement = ConfigDict(

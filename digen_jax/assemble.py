@@ -117,6 +117,7 @@ def connect(
         config.sampler.steps,
         step,
         tuple(config.sampler.window),
+        algorithm.stores_means,
     )
     dtype = jnp.dtype(config.sampler.dtype) if config.sampler.dtype else None
     sampling = family.in_dtype(dtype) if dtype else family

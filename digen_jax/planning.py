@@ -253,6 +253,9 @@ def model_footprint(config: ConfigDict) -> Footprint:
     if config.sampler.dtype:
         sent = jax.tree.map(lambda leaf: leaf.update(dtype=config.sampler.dtype), sent)
     latent = family.latent_shape(config.model.height, config.model.width)
+    stored = (
+        3 if recipe.algorithm_settings(config).stores_means else 2
+    )  # x, x_next and maybe its mean
     placement = config.placement if isinstance(config.placement, ConfigDict) else None
     rules = placement.rules if placement else recipe.reference().placement.rules
     sizes = functools.partial(_parameters, rules)
@@ -264,7 +267,7 @@ def model_footprint(config: ConfigDict) -> Footprint:
         frozen=sizes(frozen),
         ema=config.trainer.ema > 0,
         activations=_residuals(policy, tuned, base, frozen, latent),
-        transition=4 * (2 * math.prod(latent) + 1),  # x, x_next and log_prob in float32
+        transition=4 * (stored * math.prod(latent) + 1),  # and log_prob, in float32
         micro_batch=config.trainer.micro_batch,
         trainer_fsdp=placement.trainer.fsdp if placement else 1,
         worker_fsdp=placement.rollout.fsdp if placement else 1,

@@ -6,8 +6,8 @@ A recipe in configs/ states the fields that matter to it; `complete` fills in th
 
 from ml_collections import ConfigDict
 
-from digen_jax.algorithms.flow_grpo import FlowGRPO
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
+from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.runtime.scheduler.settings import Settings
 from digen_jax.runtime.trainer import TrainerSettings
 from digen_jax.settings import check_fields, check_types
@@ -45,10 +45,20 @@ def reference() -> ConfigDict:
                 dtype="",  # of its arithmetic, and of the weights that it is sent; "": as the trainer's
             ),
             algorithm=dict(
-                name="flow_grpo",
-                clip_range=1e-3,
+                name="policy_gradient",
+                clip_range=1e-3,  # of the importance ratio, around 1
+                clip_high=0.0,  # above 1; 0: as clip_range
+                dual_clip=0.0,  # where the advantage is negative the ratio counts up to this; 0: as it is
                 adv_clip=5.0,
+                ratio="plain",  # or "guard": GRPO-Guard
+                surrogate="clip",  # or "cispo", "topr", "divergence": Flow-DPPO
+                kl_threshold=1e-5,  # of "divergence", to the policy that sampled
+                positive_weight=1.0,  # of "topr", by the sign of the advantage
+                negative_weight=1.0,
+                rejection_bound=0.0,  # of |log_prob - the sampler's|: beyond it no training; 0: none
+                smallest_sigma=0.0,  # denoising steps that begin below it are not trained
                 kl_coefficient=0.0,
+                kl="gaussian",  # to the reference; or "gaussian_dt", "velocity"
                 advantage_std="group",
                 old_log_probs="auto",  # or "rollout", "recomputed", "current"
             ),
@@ -128,7 +138,7 @@ def one_device() -> ConfigDict:
     return ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1)))
 
 
-def algorithm_settings(config: ConfigDict) -> FlowGRPO:
+def algorithm_settings(config: ConfigDict) -> PolicyGradient:
     """The algorithm's own settings."""
     settings = {k: v for k, v in config.algorithm.items() if k != "name"}
     stale = config.runtime.staleness > 0
@@ -136,7 +146,7 @@ def algorithm_settings(config: ConfigDict) -> FlowGRPO:
     settings["old_log_probs"] = choose_old_log_probs(
         settings["old_log_probs"], same_dtype=same, stale=stale, updates=config.trainer.updates
     )
-    return FlowGRPO(**settings)
+    return PolicyGradient(**settings)
 
 
 def trainer_settings(config: ConfigDict) -> TrainerSettings:

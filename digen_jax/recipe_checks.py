@@ -6,11 +6,12 @@ They run before anything compiles; each is a `ConfigError` of one sentence.
 import functools
 import operator
 import re
-from typing import Any
+from typing import Any, get_args
 
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
+from digen_jax.algorithms.policy_gradient import Kl, Ratio, Surrogate
 from digen_jax.flow.steps import KINDS, Ode, make_step
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.recipe import algorithm_settings, scheduler_settings
@@ -37,8 +38,11 @@ def check(config: ConfigDict) -> None:
     trained = tuple(kind for kind, step in KINDS.items() if not issubclass(step, Ode))
     for name, choices in (
         ("sampler.kind", trained),
-        ("algorithm.name", ("flow_grpo",)),
+        ("algorithm.name", ("policy_gradient",)),
         ("algorithm.advantage_std", ("group", "global")),
+        ("algorithm.ratio", get_args(Ratio)),
+        ("algorithm.surrogate", get_args(Surrogate)),
+        ("algorithm.kl", get_args(Kl)),
         ("algorithm.old_log_probs", ("auto", "rollout", "recomputed", "current")),
         ("model.dtype", ("float32", "bfloat16")),
         ("sampler.dtype", ("", "float32", "bfloat16")),
@@ -52,6 +56,11 @@ def check(config: ConfigDict) -> None:
         algorithm.check()
         if config.runtime.early_groups:
             algorithm.check_early(config.batch.images, config.batch.groups)
+        if algorithm.ratio == "guard" and config.sampler.kind == "cps":
+            raise ValueError(
+                "ratio is 'guard', which is for Gaussian log-probabilities, but config.sampler.kind is 'cps', "
+                "whose are none: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
+            )
     with blame("config.runtime.", (ConfigError,)):
         scheduler_settings(config).check()
     _check_stale(config)
@@ -224,7 +233,7 @@ def _check_candidates(config: ConfigDict) -> None:
 def _check_early(config: ConfigDict) -> None:
     """Refuses training before groups are complete where it is not exact, or nothing would be early.
 
-    What the algorithm must be like for it is for `FlowGRPO.check_early` to say.
+    What the algorithm must be like for it is for `PolicyGradient.check_early` to say.
 
     Raises:
       ConfigError: ratios that are not 1, groups that may be replaced, or fragments that are not less

@@ -159,7 +159,11 @@ def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentenc
         ("batch__images", 1, "config.batch.images = 1: a group needs 2 images or more"),
         ("model__dtype", "float16", "config.model.dtype is 'float16'; did you mean"),
         ("model__folder", "", "config.model.folder is not given: add --config.model.folder=..."),
-        ("algorithm__name", "flow_dpo", "config.algorithm.name is 'flow_dpo'; did you mean 'flow_"),
+        (
+            "algorithm__name",
+            "flow_dpo",
+            "config.algorithm.name is 'flow_dpo'; it must be one of 'policy_",
+        ),
         ("algorithm__advantage_std", "batch", "config.algorithm.advantage_std is 'batch'; it must"),
         (
             "algorithm__old_log_probs",

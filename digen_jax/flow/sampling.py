@@ -41,11 +41,12 @@ class Trajectory(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What a policy makes of given transitions: log_prob, mean and std of x_next."""
+    """What a policy makes of given transitions: log_prob, mean and std of x_next, and its velocity at x."""
 
     log_prob: Float32[Array, "n"]
     mean: Float32[Array, "n ..."]
     std: Float32[Array, "n"]
+    velocity: Float[Array, "n ..."]
 
 
 def image_keys(
@@ -192,8 +193,9 @@ def replay(
     sigma, sigma_next = (
         jnp.broadcast_to(s, batch) for s in (transitions.sigma, transitions.sigma_next)
     )
-    mean, std = step.mean_std(x, velocity(x, sigma), sigma, sigma_next, sigma_max)
-    return Replay(step.log_prob(transitions.x_next, mean, std), mean, std)
+    v = velocity(x, sigma)
+    mean, std = step.mean_std(x, v, sigma, sigma_next, sigma_max)
+    return Replay(step.log_prob(transitions.x_next, mean, std), mean, std, v)
 
 
 def flatten(transitions: Transitions) -> Transitions:

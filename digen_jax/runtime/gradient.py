@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from digen_jax.algorithms.flow_grpo import FlowGRPO, flow_grpo_loss, gaussian_kl
-from digen_jax.flow.sampling import replay
+from digen_jax.algorithms.kl import gaussian_kl, velocity_mse
+from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
+from digen_jax.flow.sampling import Replay, replay
 from digen_jax.flow.steps import Step
 from digen_jax.runtime.packing import MicroBatch, Shared, merged, merged_on_device
 from digen_jax.runtime.placement import DeviceGroup
@@ -55,7 +56,7 @@ class Objective:
 
     policy: Policy
     step: Step
-    algorithm: FlowGRPO
+    algorithm: PolicyGradient
 
     def no_totals(self, tuned: Any) -> Totals:
         """Sums of nothing, for parameters such as these."""
@@ -77,20 +78,16 @@ class Objective:
 
         `behaviour` sampled the transitions; read only where log-probabilities are recomputed.
         """
-        old_log_probs, stored = self.algorithm.old_log_probs, micro.transitions.log_prob
-        if old_log_probs == "recomputed":
-            recomputed = self._replay(behaviour, base, shared, micro).log_prob
+        recomputed = None
+        if self.algorithm.old_log_probs == "recomputed":
+            recomputed = self._replay(behaviour, base, shared, micro)
 
         def loss(tuned):
             new = self._replay(tuned, base, shared, micro)
-            if old_log_probs == "recomputed":
-                old = recomputed
-            else:
-                old = stored if old_log_probs == "rollout" else jax.lax.stop_gradient(new.log_prob)
-            kl = self._kl(new.mean, base, shared, micro) if self.algorithm.kl_coefficient else None
-            return flow_grpo_loss(
-                self.algorithm, new.log_prob, old, micro.advantages, micro.weight, kl, stored
-            )
+            samples = self._samples(new, recomputed, micro)
+            if self.algorithm.kl_coefficient:
+                samples = samples._replace(kl=self._kl(new, base, shared, micro))
+            return policy_gradient_loss(self.algorithm, samples)
 
         (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(tuned)
         return Totals(gradient, sums)
@@ -102,12 +99,10 @@ class Objective:
 
         def terms(tuned):
             new = self._replay(tuned, base, shared, micro)
-            old, stored = jax.lax.stop_gradient(new.log_prob), micro.transitions.log_prob
+            samples = self._samples(new, None, micro)
 
             def loss(advantages):
-                return flow_grpo_loss(
-                    policy_only, new.log_prob, old, advantages, micro.weight, None, stored
-                )
+                return policy_gradient_loss(policy_only, samples._replace(advantages=advantages))
 
             centred, sums = loss(micro.advantages)
             plain, _ = loss(jnp.ones_like(micro.advantages))
@@ -115,7 +110,7 @@ class Objective:
                 del sums[name]
             if not with_kl:
                 return (centred, plain), sums
-            kl = self._kl(new.mean, base, shared, micro)
+            kl = self._kl(new, base, shared, micro)
             return (centred, plain, jnp.sum(micro.weight * kl)), sums
 
         values, pullback, sums = jax.vjp(terms, tuned, has_aux=True)
@@ -130,13 +125,37 @@ class Objective:
         velocity = self.policy.velocity(tuned, base, conditioning, shared.null)
         return replay(velocity, micro.transitions, self.step, shared.sigma_max)
 
-    def _kl(self, mean, base, shared, micro):
-        conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
-        reference = self.policy.reference(base, conditioning, shared.null)
+    def _samples(self, new: Replay, recomputed: Replay | None, micro: MicroBatch) -> Samples:
+        """What the loss reads, the KL apart."""
         t = micro.transitions
-        old = replay(reference, t, self.step, shared.sigma_max)
-        scale = self.step.diffusion(t.sigma, t.sigma_next, shared.sigma_max)
-        return gaussian_kl(mean, old.mean, scale)
+        match self.algorithm.old_log_probs:
+            case "rollout":
+                old, old_mean = t.log_prob, t.mean
+            case "recomputed":
+                old, old_mean = recomputed.log_prob, recomputed.mean
+            case "current":
+                old, old_mean = jax.lax.stop_gradient((new.log_prob, new.mean))
+        dt = t.sigma_next - t.sigma
+        known = t.log_prob, micro.advantages, micro.weight, t.sigma, dt
+        samples = Samples(new.log_prob, old, *known)
+        if self.algorithm.needs_means:
+            samples = samples._replace(mean=new.mean, old_mean=old_mean, std=new.std)
+        return samples
+
+    def _kl(self, new: Replay, base, shared, micro):
+        """Of each sample, to the reference."""
+        conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
+        velocity = self.policy.reference(base, conditioning, shared.null)
+        t = micro.transitions
+        reference = replay(velocity, t, self.step, shared.sigma_max)
+        match self.algorithm.kl:
+            case "velocity":
+                return velocity_mse(new.velocity, reference.velocity)
+            case "gaussian_dt":
+                return gaussian_kl(new.mean, reference.mean, new.std)
+            case "gaussian":
+                scale = self.step.diffusion(t.sigma, t.sigma_next, shared.sigma_max)
+                return gaussian_kl(new.mean, reference.mean, scale)
 
 
 def sum_passes(

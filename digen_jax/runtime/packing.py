@@ -72,7 +72,7 @@ def passes(experience: Experience, images: int, steps: int, group: DeviceGroup) 
 
     t = experience.transitions
     sigma, sigma_next = (jnp.broadcast_to(a[:, None], (s, b)) for a in (t.sigma, t.sigma_next))
-    transitions = Transitions(t.x, t.x_next, t.log_prob, sigma, sigma_next)
+    transitions = t._replace(sigma=sigma, sigma_next=sigma_next)
     rows, advantages = per_step(experience.rows), per_step(experience.advantages)
     trained = (jnp.arange(rounds * steps) < s).astype(jnp.float32)
     weight = jnp.broadcast_to(trained[:, None], (rounds * steps, b))

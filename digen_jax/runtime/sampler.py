@@ -19,13 +19,17 @@ from digen_jax.runtime.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class SamplerSettings:
-    """How images are sampled. `window` is (first step, number of steps) that follow `step`."""
+    """How images are sampled. `window` is (first step, number of steps) that follow `step`.
+
+    `store_means` keeps the means of these steps, too.
+    """
 
     height: int
     width: int
     steps: int
     step: Step
     window: tuple[int, int]
+    store_means: bool = False
 
 
 class Weights(NamedTuple):
@@ -107,4 +111,12 @@ def _generate(
     conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
     velocity = policy.velocity(weights.tuned, weights.base, conditioning, prompts.null)
     noise = split(start_noise(keys, shape))
-    return sample(velocity, noise, sigmas, settings.step, keys, settings.window)
+    return sample(
+        velocity,
+        noise,
+        sigmas,
+        settings.step,
+        keys,
+        settings.window,
+        store_means=settings.store_means,
+    )

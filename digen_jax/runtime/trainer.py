@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Float
 
 from digen_jax.algorithms.advantages import STD_EPS
-from digen_jax.algorithms.flow_grpo import FlowGRPO
+from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.flow.steps import Step
 from digen_jax.runtime import early
 from digen_jax.runtime.early import OpenGroup
@@ -71,7 +71,7 @@ class Trainer:
         policy: Policy,
         group: DeviceGroup,
         step: Step,
-        algorithm: FlowGRPO,
+        algorithm: PolicyGradient,
         settings: TrainerSettings,
     ):
         self.policy, self.group, self.settings = policy, group, settings
@@ -133,7 +133,7 @@ class Trainer:
     ) -> OpenGroup:
         """Adds a fragment, all of one group, to that group's sums, which are consumed; None opens it.
 
-        `experience.advantages` are not read. FlowGRPO.check_early says when the result is exact.
+        `experience.advantages` are not read. PolicyGradient.check_early says when the result is exact.
         """
         before = np.zeros(0) if group is None else group.rewards
         known = np.concatenate([before, np.asarray(rewards, np.float64)])
@@ -257,7 +257,7 @@ class Trainer:
     def _apply(self, state: State, totals: Totals, scale: Any) -> tuple[State, Metrics]:
         if scale is not None:
             totals = early.settled(totals, scale)
-        weight = totals.sums["weight"]
+        weight = jnp.maximum(totals.sums["weight"], 1)  # 0 where every sample was left out
         gradient = jax.tree.map(lambda g: g / weight, totals.gradient)
         updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.tuned)
         tuned = optax.apply_updates(state.tuned, updates)

@@ -69,7 +69,9 @@ class SamplingExecutor:
 def moved(images: Images, trainer: DeviceGroup) -> Images:
     """A fragment from a sampling mesh to the trainer mesh, its images split over the devices."""
     transitions, whole = images.transitions, trainer.replicated
-    shardings = type(transitions)(*(trainer.batch_of_steps,) * 3, whole, whole)
+    split = trainer.batch_of_steps
+    means = None if transitions.mean is None else split
+    shardings = type(transitions)(split, split, split, whole, whole, means)
     return images._replace(
         transitions=jax.device_put(transitions, shardings),
         sigmas=jax.device_put(images.sigmas, whole),

@@ -8,18 +8,26 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import group_advantages
-from digen_jax.algorithms.flow_grpo import FlowGRPO, flow_grpo_loss, gaussian_kl
+from digen_jax.algorithms.kl import gaussian_kl
+from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
-SETTINGS = FlowGRPO(clip_range=1e-4, adv_clip=5.0)
+SETTINGS = PolicyGradient(clip_range=1e-4, adv_clip=5.0)
 INPUTS = tuple(
     jnp.asarray(GOLDEN[f"loss_{name}"]) for name in ("log_prob", "old_log_prob", "advantages")
 )
 
 
+def policy_loss(settings, log_prob, old, advantages, weight, kl=None, stored=None):
+    stored = old if stored is None else stored
+    sigma, dt = jnp.full_like(log_prob, 0.5), jnp.full_like(log_prob, -0.1)
+    samples = Samples(log_prob, old, stored, advantages, weight, sigma, dt, kl=kl)
+    return policy_gradient_loss(settings, samples)
+
+
 def mean_loss(log_prob, *inputs, settings=SETTINGS, weight=None):
     weight = jnp.ones_like(log_prob) if weight is None else weight
-    total, sums = flow_grpo_loss(settings, log_prob, *inputs, weight)
+    total, sums = policy_loss(settings, log_prob, *inputs, weight)
     return total / sums["weight"]
 
 
@@ -41,7 +49,7 @@ def test_golden():
 
 def test_loss_and_gradient_equal_float64_transcription():
     rng = np.random.default_rng(0)
-    settings = FlowGRPO(clip_range=0.2, adv_clip=1.5)
+    settings = PolicyGradient(clip_range=0.2, adv_clip=1.5)
     log_prob, old, advantages = rng.normal(size=(3, 40)) * np.array([[0.3], [0.3], [1.5]])
     inputs = [jnp.asarray(array, jnp.float32) for array in (log_prob, old, advantages)]
     loss, gradient = jax.value_and_grad(mean_loss)(*inputs, settings=settings)
@@ -55,9 +63,9 @@ def test_loss_and_gradient_equal_float64_transcription():
 
 def test_packing_does_not_matter():
     """Sums over any split add up, and padding of zero weight adds nothing, whatever it holds."""
-    total, sums = flow_grpo_loss(SETTINGS, *INPUTS, jnp.ones(8))
+    total, sums = policy_loss(SETTINGS, *INPUTS, jnp.ones(8))
     parts = [
-        flow_grpo_loss(SETTINGS, *(a[i] for a in INPUTS), jnp.ones(4))
+        policy_loss(SETTINGS, *(a[i] for a in INPUTS), jnp.ones(4))
         for i in (slice(0, 4), slice(4, 8))
     ]
     added = jax.tree.map(lambda a, b: a + b, *parts)
@@ -77,8 +85,8 @@ def test_packing_does_not_matter():
 def test_diagnostics():
     old = jnp.zeros(4)
     log_prob = jnp.log(jnp.array([1.0, 1.05, 0.7, 1.2]))
-    settings = FlowGRPO(clip_range=0.1)
-    _, sums = flow_grpo_loss(settings, log_prob, old, jnp.ones(4), jnp.array([1.0, 1, 1, 0]))
+    settings = PolicyGradient(clip_range=0.1)
+    _, sums = policy_loss(settings, log_prob, old, jnp.ones(4), jnp.array([1.0, 1, 1, 0]))
     assert float(sums["weight"]) == 3
     assert float(sums["ratio"]) == pytest.approx(2.75)
     assert float(sums["ratio_deviation"]) == pytest.approx(0.35, rel=1e-5)
@@ -92,11 +100,11 @@ def test_kl_enters_the_loss_with_its_gradient():
     rng = np.random.default_rng(2)
     mean, reference = (jnp.asarray(a, jnp.float32) for a in rng.normal(size=(2, 3, 4, 5)))
     std = jnp.array([0.5, 0.1, 2.0])
-    settings = FlowGRPO(kl_coefficient=0.04)
+    settings = PolicyGradient(kl_coefficient=0.04)
 
     def loss(mean):
         kl = gaussian_kl(mean, reference, std)
-        return flow_grpo_loss(settings, jnp.zeros(3), jnp.zeros(3), jnp.zeros(3), jnp.ones(3), kl)
+        return policy_loss(settings, jnp.zeros(3), jnp.zeros(3), jnp.zeros(3), jnp.ones(3), kl)
 
     (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(mean)
     expected = sum(
@@ -111,8 +119,8 @@ def test_kl_enters_the_loss_with_its_gradient():
 
 
 def test_needs():
-    assert FlowGRPO(advantage_std="group").needs == "group"
-    assert FlowGRPO(advantage_std="global").needs == "step"
+    assert PolicyGradient(advantage_std="group").needs == "group"
+    assert PolicyGradient(advantage_std="global").needs == "step"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +129,13 @@ def test_needs():
         ({"clip_range": 1e-7}, "float32 cannot resolve"),
         ({"clip_range": -1e-4}, "clip_range is -0.0001"),
         ({"clip_range": 1.5}, "clip_range is 1.5"),
+        ({"clip_high": 1e-8}, "clip_high is 1e-08"),
+        ({"dual_clip": 0.5}, "dual_clip is 0.5; it must be finite and above 1"),
+        ({"dual_clip": 3.0, "surrogate": "topr"}, "set dual_clip to 0 or surrogate to 'clip'"),
+        ({"kl_threshold": 0.0}, "kl_threshold is 0.0"),
+        ({"negative_weight": -1.0}, "negative_weight is -1.0"),
+        ({"rejection_bound": 1e-8}, "rejection_bound is 1e-08"),
+        ({"smallest_sigma": 1.0}, "smallest_sigma is 1.0"),
         ({"adv_clip": 0.0}, "adv_clip is 0.0"),
         ({"adv_clip": math.nan}, "adv_clip is nan"),
         ({"kl_coefficient": -0.1}, "kl_coefficient is -0.1"),
@@ -129,33 +144,31 @@ def test_needs():
 )
 def test_refused_settings(setting, message):
     with pytest.raises(ValueError, match=message):
-        FlowGRPO(**setting).check()
+        PolicyGradient(**setting).check()
 
 
 def test_good_settings_pass():
-    FlowGRPO().check()
-    FlowGRPO(clip_range=0.2, kl_coefficient=0.04, advantage_std="group").check()
+    PolicyGradient().check()
+    PolicyGradient(clip_range=0.2, kl_coefficient=0.04, advantage_std="group").check()
 
 
 def test_kl_coefficient_without_kl_is_refused():
     with pytest.raises(ValueError, match="no kl was given"):
-        flow_grpo_loss(FlowGRPO(kl_coefficient=0.1), *INPUTS, jnp.ones(8))
+        policy_loss(PolicyGradient(kl_coefficient=0.1), *INPUTS, jnp.ones(8))
 
 
 def test_the_ratio_that_is_reported_is_to_the_stored_log_prob():
     """Whatever the loss takes: with current ones its own ratio is 1."""
     log_prob, stored = jnp.log(jnp.array([1.1, 0.7, 2.0])), jnp.zeros(3)
     advantages, weight = jnp.array([1.0, -2.0, 9.0]), jnp.array([1.0, 1.0, 0.0])
-    loss, sums = flow_grpo_loss(
-        SETTINGS, log_prob, log_prob, advantages, weight, stored_log_prob=stored
-    )
+    loss, sums = policy_loss(SETTINGS, log_prob, log_prob, advantages, weight, stored=stored)
     assert float(loss) == 1.0
     assert float(sums["ratio"]) == pytest.approx(1.8)
     assert float(sums["ratio_deviation"]) == pytest.approx(0.4, rel=1e-5)
     assert (float(sums["clip_fraction"]), float(sums["approx_kl"])) == (0.0, 0.0)
 
 
-CURRENT = FlowGRPO(old_log_probs="current", advantage_std="group", adv_clip=3.0)
+CURRENT = PolicyGradient(old_log_probs="current", advantage_std="group", adv_clip=3.0)
 
 
 def test_early_training_is_allowed_where_no_advantage_can_be_clipped():
@@ -178,8 +191,19 @@ def test_the_largest_advantages_are_those_that_the_check_assumes():
         ({"advantage_std": "global"}, 4, 4, "set it to sqrt.12. or more"),
         ({"old_log_probs": "rollout"}, 4, 1, "old_log_probs is 'rollout'; to train before a group"),
         ({"old_log_probs": "recomputed"}, 4, 1, "set it to 'current'"),
+        ({"surrogate": "topr"}, 4, 1, "surrogate is 'topr', which weighs a sample by the sign"),
     ],
 )
 def test_early_training_that_is_not_exact_is_refused(change, images, groups, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CURRENT, **change).check_early(images, groups)
+
+
+@pytest.mark.parametrize("name", ["mean", "old_mean", "std"])
+def test_means_that_are_needed_must_be_given(name):
+    ones, means = jnp.ones(8), jnp.ones((8, 3))
+    samples = Samples(*(ones,) * 7, mean=means, old_mean=means, std=ones)
+    settings = PolicyGradient(ratio="guard")
+    policy_gradient_loss(settings, samples)
+    with pytest.raises(ValueError, match="ratio is 'guard' and surrogate 'clip', which need mean"):
+        policy_gradient_loss(settings, samples._replace(**{name: None}))

@@ -1,0 +1,257 @@
+"""The policy-gradient family: Flow-GRPO (arXiv 2505.05470) and what differs from it in the loss.
+
+Flow-GRPO is the defaults. Others are settings of the same loss: GRPO-Guard (`ratio`), Flow-DPPO, CISPO
+and TOPR (`surrogate`), clip-higher, dual clip, rejection. DanceGRPO, MixGRPO and CPS differ in how
+is sampled, which is not this file's business.
+
+Losses come as sums over the samples, beside the sum of their weights, so that accumulation over
+micro-batches and timesteps divides once, at the update, and does not depend on the packing.
+"""
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from digen_jax.algorithms.corrections import accepted, check_rejection_bound
+from digen_jax.algorithms.kl import gaussian_kl
+from digen_jax.algorithms.old_log_probs import OldLogProbs
+from digen_jax.algorithms.ratios import (
+    check_smallest_sigma,
+    guard_log_ratio,
+    guard_loss_scale,
+    well_conditioned,
+)
+from digen_jax.algorithms.samples import blanked, weighted_sum
+from digen_jax.algorithms.surrogates import (
+    check_clip_range,
+    check_dual_clip,
+    check_kl_threshold,
+    check_topr_weights,
+    cispo,
+    clipped,
+    divergence_masked,
+    dual_clipped,
+    topr,
+)
+
+Ratio = Literal["plain", "guard"]  # "guard": GRPO-Guard's, with its scale of the loss
+Surrogate = Literal["clip", "cispo", "topr", "divergence"]  # "divergence": Flow-DPPO
+# "gaussian": without the step's factor sqrt(-dt), as in Flow-GRPO's code for images. "gaussian_dt": with
+# it, the KL proper. "velocity": the mean square of the velocities' difference.
+Kl = Literal["gaussian", "gaussian_dt", "velocity"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyGradient:
+    """Settings, with the values of Flow-GRPO's public code for Stable Diffusion 3.5 M."""
+
+    clip_range: float = 1e-4  # the ratio is clipped to [1 - clip_range, 1 + clip_high]
+    clip_high: float = 0.0  # 0: as clip_range
+    dual_clip: float = 0.0  # bound of a bad sample's ratio; 0: none
+    adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip]
+    ratio: Ratio = "plain"
+    surrogate: Surrogate = "clip"
+    kl_threshold: float = 1e-5  # of "divergence", to the old policy
+    positive_weight: float = 1.0  # of "topr"
+    negative_weight: float = 1.0
+    rejection_bound: float = 0.0  # of |log_prob - the sampler's|, beyond it no training; 0: none
+    smallest_sigma: float = 0.0  # steps that begin below it are not trained
+    kl_coefficient: float = 0.0  # 0: no reference is evaluated
+    kl: Kl = "gaussian"
+    advantage_std: Literal["group", "global"] = "global"
+    old_log_probs: OldLogProbs = "rollout"
+
+    @property
+    def needs(self) -> Literal["group", "step"]:
+        """What must be scored before any of it can train: a group, or for a global std the step."""
+        return "step" if self.advantage_std == "global" else "group"
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether the loss reads the means of x_next, the old policy's too."""
+        return self.ratio == "guard" or self.surrogate == "divergence"
+
+    @property
+    def stores_means(self) -> bool:
+        """Whether the sampler has to store its means."""
+        return self.needs_means and self.old_log_probs == "rollout"
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of the sums that `policy_gradient_loss` returns."""
+        names = ["loss", "policy_loss", "ratio", "ratio_deviation", "clip_fraction", "approx_kl"]
+        names += ["kl"] if self.kl_coefficient else []
+        names += ["left_out"] if self._leaves_out else []
+        return (*names, "weight")
+
+    @property
+    def high(self) -> float:
+        """The upper clip range."""
+        return self.clip_high or self.clip_range
+
+    @property
+    def _leaves_out(self) -> bool:
+        return bool(self.rejection_bound or self.smallest_sigma)
+
+    def check(self) -> None:
+        """Raises ValueError for a setting that cannot work, and says what to change."""
+        check_clip_range(self.clip_range, self.high, ("clip_range", "clip_high"))
+        if not 0 < self.adv_clip < math.inf:
+            raise ValueError(f"adv_clip is {self.adv_clip}; it must be positive and finite")
+        if not 0 <= self.kl_coefficient < math.inf:
+            raise ValueError(
+                f"kl_coefficient is {self.kl_coefficient}; it must be finite and not negative"
+            )
+        if self.dual_clip:
+            check_dual_clip(self.dual_clip)
+            if self.surrogate != "clip":
+                raise ValueError(
+                    f"dual_clip is {self.dual_clip}, but surrogate is {self.surrogate!r}, which has no "
+                    "bound of that kind: set dual_clip to 0 or surrogate to 'clip'"
+                )
+        check_topr_weights(self.positive_weight, self.negative_weight)
+        check_kl_threshold(self.kl_threshold)
+        check_smallest_sigma(self.smallest_sigma)
+        if self.rejection_bound:
+            check_rejection_bound(self.rejection_bound)
+
+    def check_early(self, images: int, groups: int) -> None:
+        """Whether training before a group is complete is exact, with groups of so many images.
+
+        The largest advantage of G images is sqrt(G - 1) by the std (of the population) of their group,
+        and by the global one of P groups sqrt((G - 1) P): clipped, the loss is not linear in the rewards.
+
+        Raises:
+          ValueError: advantages could be clipped, the ratio is not always 1, or the surrogate is not
+            linear in the advantages even then.
+        """
+        if self.old_log_probs != "current":
+            raise ValueError(
+                f"old_log_probs is {self.old_log_probs!r}; to train before a group is complete set it to "
+                "'current', as only with a ratio of 1 the loss is linear in the advantages"
+            )
+        if self.surrogate == "topr":
+            raise ValueError(
+                "surrogate is 'topr', which weighs a sample by the sign of its advantage; to train before a "
+                "group is complete set it to another one"
+            )
+        square = (images - 1) * (groups if self.advantage_std == "global" else 1)
+        if square > self.adv_clip**2:
+            raise ValueError(
+                f"adv_clip is {self.adv_clip}; to train before a group is complete set it to "
+                f"sqrt({square}) or more, above which no advantage is ({groups} groups of {images} "
+                f"images, advantage_std {self.advantage_std!r})"
+            )
+
+
+class Samples(NamedTuple):
+    """What the loss reads of n transitions.
+
+    `log_prob`, `mean` and `kl` are of the policy being trained and have a gradient. `mean`, `old_mean` and
+    `std` may be None where the settings do not need means.
+    """
+
+    log_prob: Float[Array, "n"]
+    old_log_prob: Float[Array, "n"]  # see `old_log_probs`
+    stored_log_prob: Float[Array, "n"]  # as the sampler computed it
+    advantages: Float[Array, "n"]  # before clipping
+    weight: Float[Array, "n"]  # 1, or 0 for padding
+    sigma: Float[Array, "n"]  # where the steps begin
+    dt: Float[Array, "n"]  # their length, below 0
+    mean: Float[Array, "n ..."] | None = None  # of x_next
+    old_mean: Float[Array, "n ..."] | None = None
+    std: Float[Array, "n"] | None = None
+    kl: Float[Array, "n"] | None = None  # to the reference
+
+
+def policy_gradient_loss(
+    settings: PolicyGradient, samples: Samples
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Weighted sum of a surrogate of r = exp(log_prob - old_log_prob), plus kl_coefficient KL.
+
+    A sample of weight 0 adds nothing to any sum, nor, whatever its values, to the gradient. One that is
+    left out (`rejection_bound`, `smallest_sigma`) is such a sample.
+
+    Returns:
+      The loss's sum, to be differentiated; and weighted sums to be divided by their "weight": loss,
+      policy_loss, ratio, ratio_deviation |r - 1|, clip_fraction, approx_kl (log_prob - old)^2 / 2 and,
+      where the settings have them, kl, and left_out, the number of samples that were. ratio and
+      ratio_deviation are to the stored log_prob whatever the loss takes, whose own ratio says
+      nothing where that is 1 by definition. clip_fraction counts the ratios (for "divergence" the
+      KLs to the old policy) beyond the bound.
+
+    Raises:
+      ValueError: the KL or the means missing that the settings need.
+    """
+    _check_given(settings, samples)
+    weight = given = samples.weight
+    if settings.smallest_sigma:
+        weight = weight * well_conditioned(samples.sigma, settings.smallest_sigma)
+    if settings.rejection_bound:
+        log_ratio = samples.log_prob - samples.stored_log_prob
+        weight = weight * accepted(log_ratio, settings.rejection_bound)
+    trained = weight > 0
+    parts = {name: part for name, part in samples._asdict().items() if part is not None}
+    samples = samples._replace(**dict(zip(parts, blanked(trained, *parts.values()), strict=True)))
+
+    log_ratio = samples.log_prob - samples.old_log_prob
+    to_sampler = jnp.exp(jax.lax.stop_gradient(samples.log_prob) - samples.stored_log_prob)
+    policy_loss, outside = _surrogate(settings, samples, log_ratio)
+    terms = {
+        "loss": policy_loss,
+        "policy_loss": policy_loss,
+        "ratio": to_sampler,
+        "ratio_deviation": jnp.abs(to_sampler - 1),
+        "clip_fraction": outside.astype(jnp.float32),
+        "approx_kl": log_ratio**2 / 2,
+    }
+    if settings.kl_coefficient:
+        terms |= {"loss": policy_loss + settings.kl_coefficient * samples.kl, "kl": samples.kl}
+    sums = {name: weighted_sum(weight, term) for name, term in terms.items()}
+    if "left_out" in settings.sums:
+        sums["left_out"] = jnp.sum(given) - jnp.sum(weight)
+    return sums["loss"], sums | {"weight": jnp.sum(weight)}
+
+
+def _surrogate(settings: PolicyGradient, samples: Samples, log_ratio: Array) -> tuple[Array, Array]:
+    """(loss, whether beyond the bound) of each sample, KL to the reference apart."""
+    low, high = settings.clip_range, settings.high
+    advantages = jnp.clip(samples.advantages, -settings.adv_clip, settings.adv_clip)
+    if settings.ratio == "guard":
+        log_ratio = guard_log_ratio(
+            samples.log_prob, samples.old_log_prob, samples.mean, samples.old_mean, samples.std
+        )
+    ratio = jnp.exp(log_ratio)
+    outside = (ratio < 1 - low) | (ratio > 1 + high)
+    match settings.surrogate:
+        case "clip" if settings.dual_clip:
+            loss = dual_clipped(log_ratio, advantages, low, high, settings.dual_clip)
+        case "clip":
+            loss = clipped(log_ratio, advantages, low, high)
+        case "cispo":
+            loss = cispo(samples.log_prob, log_ratio, advantages, low, high)
+        case "topr":
+            weights = settings.positive_weight, settings.negative_weight
+            loss = topr(samples.log_prob, log_ratio, advantages, *weights)
+        case "divergence":
+            kl = gaussian_kl(samples.mean, samples.old_mean, samples.std)
+            loss = divergence_masked(log_ratio, advantages, kl, settings.kl_threshold)
+            outside = kl >= settings.kl_threshold
+    if settings.ratio == "guard":
+        loss = loss * guard_loss_scale(samples.dt)
+    return loss, outside
+
+
+def _check_given(settings: PolicyGradient, samples: Samples) -> None:
+    if settings.kl_coefficient and samples.kl is None:
+        raise ValueError(f"kl_coefficient is {settings.kl_coefficient} but no kl was given")
+    means = samples.mean, samples.old_mean, samples.std
+    if settings.needs_means and any(array is None for array in means):
+        raise ValueError(
+            f"ratio is {settings.ratio!r} and surrogate {settings.surrogate!r}, which need mean, old_mean "
+            "and std, but not all of them were given"
+        )

@@ -1,0 +1,192 @@
+"""Every setting of the policy-gradient loss in the trainer, against a loop over single transitions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax.runtime.executors.training import receive
+from tests.runtime import fragments, toy
+from tests.runtime.test_trainer import ADV_CLIP, CLIP, GUIDANCE, KL, NOISE, adapted
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+THRESHOLD, BOUND, SMALLEST = 4e-3, 0.015, 0.75
+
+
+def bounded(r):
+    return jnp.clip(r, 1 - CLIP, 1 + CLIP)
+
+
+def flow_grpo(a, new, old, noise, dt):
+    r = jnp.exp(new.log_prob - old.log_prob)
+    return jnp.maximum(-a * r, -a * bounded(r))
+
+
+def guard(a, new, old, noise, dt):
+    bias = jnp.mean((new.mean - old.mean) ** 2) / (2 * noise**2)
+    r = jnp.exp((new.log_prob - old.log_prob + bias) * noise)
+    return jnp.maximum(-a * r, -a * bounded(r)) / -dt
+
+
+def flow_dppo(a, new, old, noise, dt):
+    r = jnp.exp(new.log_prob - old.log_prob)
+    far = jnp.mean((new.mean - old.mean) ** 2) / (2 * noise**2) >= THRESHOLD
+    away = ((a > 0) & (r > 1)) | ((a < 0) & (r < 1))
+    return jnp.where(far & away, 0.0, -a * r)
+
+
+def cispo(a, new, old, noise, dt):
+    r = jax.lax.stop_gradient(jnp.exp(new.log_prob - old.log_prob))
+    return -bounded(r) * a * new.log_prob
+
+
+def topr(a, new, old, noise, dt):
+    r = jax.lax.stop_gradient(jnp.exp(new.log_prob - old.log_prob))
+    return -jnp.where(a > 0, 1.0, 0.5 * jnp.minimum(r, 1)) * a * new.log_prob
+
+
+def dual(a, new, old, noise, dt):
+    r = jnp.exp(new.log_prob - old.log_prob)
+    inner = jnp.minimum(a * r, a * jnp.clip(r, 1 - CLIP, 1 + 2 * CLIP))
+    return -jnp.where(a < 0, jnp.maximum(inner, 1.02 * a), inner)
+
+
+METHODS = {
+    "flow_grpo": (flow_grpo, {}),
+    "velocity kl": (flow_grpo, dict(kl="velocity")),
+    "kl with dt": (flow_grpo, dict(kl="gaussian_dt")),
+    "guard": (guard, dict(ratio="guard")),
+    "flow_dppo": (flow_dppo, dict(surrogate="divergence", kl_threshold=THRESHOLD)),
+    "cispo": (cispo, dict(surrogate="cispo")),
+    "topr": (topr, dict(surrogate="topr", negative_weight=0.5)),
+    "dual clip, clip higher": (dual, dict(dual_clip=1.02, clip_high=2 * CLIP)),
+    "rejection": (flow_grpo, dict(rejection_bound=BOUND)),
+    "late steps": (flow_grpo, dict(smallest_sigma=SMALLEST)),
+}
+
+
+class Policy:
+    """Of one transition: the mean of x_next, its log-probability and the velocity, as the papers write them."""
+
+    def __init__(self, params, sample, prompt, null):
+        x, x_next, sigma, sigma_next, sigma_max = sample
+        network = toy.ToyFamily(size=fragments.SIZE).network
+
+        def v(context, pooled):
+            return network.apply({"params": params}, x[None], sigma[None], context, pooled)[0]
+
+        self.velocity = v(*null) + GUIDANCE * (v(*prompt) - v(*null))
+        self.dt = sigma_next - sigma
+        self.g = NOISE * jnp.sqrt(sigma / (1 - jnp.where(sigma == 1, sigma_max, sigma)))
+        along_v = self.velocity * (1 + self.g**2 * (1 - sigma) / (2 * sigma)) * self.dt
+        self.mean = x * (1 + self.g**2 / (2 * sigma) * self.dt) + along_v
+        self.noise = self.g * jnp.sqrt(-self.dt)
+        density = -((x_next - self.mean) ** 2) / (2 * self.noise**2) - jnp.log(self.noise)
+        self.log_prob = jnp.mean(density - jnp.log(jnp.sqrt(2 * jnp.pi)))
+
+
+@functools.cache
+def differentiated(name):
+    method, settings = METHODS[name]
+
+    def loss(tuned, start, sample, advantage, prompt, null):
+        new = Policy(adapted(start, tuned, fragments.SCALE), sample, prompt, null)
+        old = Policy(start, sample, prompt, null)
+        value = method(jnp.clip(advantage, -ADV_CLIP, ADV_CLIP), new, old, new.noise, new.dt)
+        match settings.get("kl"):
+            case "velocity":
+                kl = jnp.mean((new.velocity - old.velocity) ** 2)
+            case "gaussian_dt":
+                kl = jnp.mean((new.mean - old.mean) ** 2) / (2 * new.noise**2)
+            case _:
+                kl = jnp.mean((new.mean - old.mean) ** 2) / (2 * new.g**2)
+        return value + KL * kl, jnp.abs(new.log_prob - old.log_prob)
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+@functools.cache
+def plain(name):
+    """(mean gradient over the samples that count, how many do)."""
+    settings, start = METHODS[name][1], toy.ToyFamily(size=fragments.SIZE).params()["transformer"]
+    tuned = fragments.tuned("lora")
+    prompts, (_, _, t, sigmas) = fragments.sampled()
+    found = []
+    for step in range(fragments.STEPS):
+        for image, row in enumerate(fragments.ROWS):
+            sample = (t.x[step, image], t.x_next[step, image], t.sigma[step], t.sigma_next[step])
+            prompt = [part[row][None] for part in prompts.conditioning]
+            gradient, moved = differentiated(name)(
+                tuned, start, (*sample, sigmas[1]), fragments.ADVANTAGES[image], prompt,
+                tuple(prompts.null),
+            )  # fmt: skip
+            rejected = moved > settings.get("rejection_bound", np.inf)
+            if not rejected and t.sigma[step] >= settings.get("smallest_sigma", 0):
+                found.append(jax.tree.map(np.float64, jax.device_get(gradient)))
+    return jax.tree.map(lambda *leaves: sum(leaves) / len(found), *found), len(found)
+
+
+@functools.cache
+def with_means():
+    """The images of `fragments`, sampled by a sampler that stores means."""
+    fields = {"algorithm__ratio": "guard"}
+    parts = fragments.system(fragments.config("full", **fields))
+    _, (images,) = toy.rollout(parts, fragments.config("full", images=12), parts.start)
+    t = jax.device_get(images.transitions)
+    np.testing.assert_array_equal(t.x_next, fragments.sampled()[1].transitions.x_next)
+    return t
+
+
+def experience(parts, means):
+    prompts, images = fragments.sampled()
+    images = images._replace(transitions=with_means() if means else images.transitions)
+    return receive(parts, prompts, images, fragments.ADVANTAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "old"),
+    [
+        *((name, "rollout") for name in METHODS),
+        ("guard", "recomputed"),
+        ("rejection", "recomputed"),
+    ],
+)
+def test_the_gradient_is_that_of_single_transitions(name, old):
+    settings = METHODS[name][1] | {"old_log_probs": old}
+    fields = {f"algorithm__{field}": value for field, value in settings.items()}
+    mesh = (2, 2, 1) if old == "rollout" else (1, 2, 2)
+    config = fragments.config("lora", mesh, trainer__pack=2, **fields)
+    parts = fragments.system(config)
+    stores = parts.trainer.algorithm.stores_means
+    assert stores == (old == "rollout" and name in ("guard", "flow_dppo"))
+    state = parts.trainer.init(fragments.tuned("lora"))
+    behaviour = parts.start if old == "recomputed" else None
+    totals = parts.trainer.accumulate(state, parts.base, experience(parts, stores), None, behaviour)
+    expected, count = plain(name)
+    every = fragments.STEPS * len(fragments.ROWS)
+    assert float(totals.sums["weight"]) == count
+    assert (count < every) == (name in ("rejection", "late steps"))
+    if count < every:
+        assert float(totals.sums["left_out"]) == every - count > 5
+    found = fragments.mean(totals)
+    assert toy.difference(found, expected) < 1e-5
+    assert toy.difference(fragments.scaled(found, 1.01), expected) > 5e-3
+    if name not in ("flow_grpo", "late steps"):
+        assert toy.difference(found, plain("flow_grpo")[0]) > 1e-3
+
+
+def test_an_update_without_a_single_sample_is_one_without_a_gradient():
+    config = fragments.config("lora", algorithm__smallest_sigma=0.999)
+    parts = fragments.system(config)
+    state = parts.trainer.init(fragments.tuned("lora"))
+    before = jax.device_get(state.tuned)
+    late = experience(parts, False)
+    late = late._replace(transitions=late.transitions._replace(sigma=late.transitions.sigma * 0.9))
+    state, metrics = parts.trainer.update(
+        state, parts.trainer.accumulate(state, parts.base, late, None)
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.tuned), before)
+    assert metrics["gradient_norm"] == 0 and np.isfinite(metrics["loss"])
