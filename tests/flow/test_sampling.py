@@ -186,8 +186,9 @@ def test_flatten_pairs_every_image_with_its_sigma():
         assert flat.sigma[i] == stacked.sigma[s] and flat.sigma_next[i] == stacked.sigma_next[s]
 
 
-@pytest.mark.parametrize("store_dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("step", SDES)
+@pytest.mark.parametrize(
+    ("step", "store_dtype"), [*((step, jnp.float32) for step in SDES[1:]), (SDES[0], jnp.bfloat16)]
+)
 def test_means_are_stored_as_sampled_where_asked_for(step, store_dtype):
     keys = keys_of([0, 1, 2])
     plain = run(keys, step, 1, 3, store_dtype)

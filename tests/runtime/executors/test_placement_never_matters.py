@@ -43,8 +43,10 @@ CASES = [
 
 
 @functools.cache
-def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=0):
+def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=0, adam=False):
     """(gradient of the first update, the change of what is tuned, commands) of a run."""
+    # Adam with a large eps is nearly SGD: rounding stays rounding.
+    rate, eps = (0.01, 1e-8) if adam else (3.0, 1.0)
     rollout, trainer, workers, fragment, micro, tag = LAYOUTS[layout]
     config = toy.config(
         **toy.meshes(rollout, trainer, workers),
@@ -55,9 +57,8 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
         trainer__micro_batch=micro,
         trainer__updates=updates,
         trainer__pack=trainer[2] if len(trainer) > 2 else 1,
-        # Adam with a large eps is nearly SGD: rounding stays rounding.
-        trainer__learning_rate=3.0,
-        trainer__eps=1.0,
+        trainer__learning_rate=rate,
+        trainer__eps=eps,
         trainer__clip_norm=1e3,
         algorithm__clip_range=0.2,
         algorithm__kl_coefficient=0.1,
@@ -97,6 +98,15 @@ def test_the_result_is_that_of_one_device(tuning, updates, layout):
     assert toy.difference(change, expected_change) < 1e-4
     wrong = jax.tree.map(lambda g: 1.01 * g, gradient)
     assert toy.difference(wrong, expected_gradient) > 5e-3
+
+
+@pytest.mark.parametrize("layout", ["TAG in place", "disaggregated, steps split"])
+def test_with_adam_as_it_is_the_updates_differ_little_more(layout):
+    """It divides by the size of a gradient, so that rounding of the small ones counts as much as of the large."""
+    _, change, _ = result("full", 1, layout, adam=True)
+    _, expected, _ = result("full", 1, "one device", adam=True)
+    assert toy.difference(change, expected) < 1e-3
+    assert toy.difference(expected, result("full", 1, "one device")[1]) > 0.1
 
 
 @pytest.mark.parametrize("layout", ["colocated", "two workers, fragments across groups"])
