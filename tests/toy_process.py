@@ -21,11 +21,17 @@ from tests.runtime import toy
 STEP, SIGNAL, PROCESS = map(int, os.environ.get("TOLD", "-1 0 0").split())
 
 
+def given(option: str) -> str:
+    """An option's value on the command line; "0" where it is not there."""
+    return (re.findall(rf"--{option}=(\S+)", " ".join(sys.argv)) or ["0"])[0]
+
+
 def reward(images, prompts, metadata):
     if metadata[0].get("serial") == 2 * (STEP - 1):  # the first of its two groups
         # What the step before it saves in the background is whole then, however busy the machine is.
+        saved = pathlib.Path(given("workdir"), "checkpoints", str(STEP - 1))
         for _ in range(600):
-            if list(pathlib.Path().glob(f"*/checkpoints/{STEP - 1}")):
+            if saved.exists():
                 break
             time.sleep(0.1)
         os.kill(int(pathlib.Path(f"process_{PROCESS}").read_text()), SIGNAL)
@@ -59,8 +65,7 @@ def main() -> None:
         jax.distributed.initialize = functools.partial(
             jax.distributed.initialize, heartbeat_timeout_seconds=10
         )
-    (number,) = re.findall(r"--process=(\d+)", " ".join(sys.argv)) or "0"
-    pathlib.Path(f"process_{number}").write_text(str(os.getpid()))
+    pathlib.Path(f"process_{given('process')}").write_text(str(os.getpid()))
     placement.FSDP_MIN_SIZE = 16
     for module in (run, following):
         module.build = lambda config, devices: toy.system(config, len(devices))
