@@ -170,6 +170,12 @@ def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentenc
             "stored",
             "config.algorithm.old_log_probs is 'stored'; it must",
         ),
+        ("algorithm__ratio", "gard", "config.algorithm.ratio is 'gard'; did you mean 'guard'? It"),
+        ("algorithm__ratio", "guard", "config.algorithm.ratio is 'guard', which is for Gaussian"),
+        ("algorithm__surrogate", "ppo", "config.algorithm.surrogate is 'ppo'; it must be one of"),
+        ("algorithm__kl", "mse", "config.algorithm.kl is 'mse'; it must be one of 'gaussian'"),
+        ("sampler__dtype", "float16", "config.sampler.dtype is 'float16'; did you mean"),
+        ("sampler__kind", "dpm2", "config.sampler.kind is 'dpm2'; it must be one of 'flow'"),
         ("algorithm__clip_range", 1e-7, "config.algorithm.clip_range is 1e-07; it must lie in"),
         ("algorithm__adv_clip", 0.0, "config.algorithm.adv_clip is 0.0; it must be positive"),
         (

@@ -23,7 +23,7 @@ from digen_jax.algorithms.decay import LinearDecay
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.old_log_probs import OldLogProbs
 from digen_jax.algorithms.samples import blanked
-from digen_jax.algorithms.surrogates import SMALLEST_CLIP_RANGE, clipped
+from digen_jax.algorithms.surrogates import check_clip_range, clipped
 
 # What a matching error e counts at noise level sigma: see `matching_log_prob`.
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
@@ -73,11 +73,7 @@ class AWM:
             )
         if not 0 < self.ghuber_power <= 1:
             raise ValueError(f"ghuber_power is {self.ghuber_power}; it must lie in (0, 1]")
-        if not SMALLEST_CLIP_RANGE <= self.clip_range <= 1:
-            raise ValueError(
-                f"clip_range is {self.clip_range}; it must lie in [{SMALLEST_CLIP_RANGE:.1e}, 1]: "
-                "below, float32 cannot resolve the ratio"
-            )
+        check_clip_range(self.clip_range, self.clip_range, ("clip_range", "clip_range"))
         for name in ("adv_clip", "advantage_max"):
             value = getattr(self, name)
             if not 0 < value < math.inf:

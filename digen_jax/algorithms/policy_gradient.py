@@ -126,19 +126,19 @@ class PolicyGradient:
         and by the global one of P groups sqrt((G - 1) P): clipped, the loss is not linear in the rewards.
 
         Raises:
-          ValueError: advantages could be clipped, the ratio is not always 1, or the surrogate is not
-            linear in the advantages even then.
+          ValueError: advantages could be clipped, the ratio is not always 1, or the loss is another one
+            than Flow-GRPO's, for which alone this is shown.
         """
         if self.old_log_probs != "current":
             raise ValueError(
                 f"old_log_probs is {self.old_log_probs!r}; to train before a group is complete set it to "
                 "'current', as only with a ratio of 1 the loss is linear in the advantages"
             )
-        if self.surrogate == "topr":
-            raise ValueError(
-                "surrogate is 'topr', which weighs a sample by the sign of its advantage; to train before a "
-                "group is complete set it to another one"
-            )
+        for name, plain in (("surrogate", "clip"), ("ratio", "plain")):
+            if getattr(self, name) != plain:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; to train before a group is complete set it to {plain!r}"
+                )
         square = (images - 1) * (groups if self.advantage_std == "global" else 1)
         if square > self.adv_clip**2:
             raise ValueError(
@@ -181,7 +181,8 @@ def policy_gradient_loss(
       policy_loss, ratio, ratio_deviation |r - 1|, clip_fraction, approx_kl (log_prob - old)^2 / 2 and,
       where the settings have them, kl, and left_out, the number of samples that were. ratio and
       ratio_deviation are to the stored log_prob whatever the loss takes, whose own ratio says
-      nothing where that is 1 by definition. clip_fraction counts the ratios (for "divergence" the
+      nothing where that is 1 by definition. Divided by the weight, left_out is by how many that were not.
+      clip_fraction counts the ratios (for "divergence" the
       KLs to the old policy) beyond the bound.
 
     Raises:

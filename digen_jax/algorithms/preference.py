@@ -84,7 +84,7 @@ def diffusion_dpo_loss(
     }
 
 
-def best_and_worst(
+def preference_pairs(
     rewards: Float[np.ndarray, "b"], group_ids: Int[np.ndarray, "b"], num_groups: int
 ) -> Int[np.ndarray, "pairs 2"]:
     """(preferred, dispreferred) as indices into the batch: each group's best and worst image.

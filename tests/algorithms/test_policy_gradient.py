@@ -191,7 +191,8 @@ def test_the_largest_advantages_are_those_that_the_check_assumes():
         ({"advantage_std": "global"}, 4, 4, "set it to sqrt.12. or more"),
         ({"old_log_probs": "rollout"}, 4, 1, "old_log_probs is 'rollout'; to train before a group"),
         ({"old_log_probs": "recomputed"}, 4, 1, "set it to 'current'"),
-        ({"surrogate": "topr"}, 4, 1, "surrogate is 'topr', which weighs a sample by the sign"),
+        ({"surrogate": "topr"}, 4, 1, "surrogate is 'topr'; to train .* set it to 'clip'"),
+        ({"ratio": "guard"}, 4, 1, "ratio is 'guard'; to train .* set it to 'plain'"),
     ],
 )
 def test_early_training_that_is_not_exact_is_refused(change, images, groups, message):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.preference import DiffusionDPO, best_and_worst, diffusion_dpo_loss
+from digen_jax.algorithms.preference import DiffusionDPO, diffusion_dpo_loss, preference_pairs
 
 SETTINGS = DiffusionDPO(beta=3.0)
 NAMES = "v", "v_reference", "target"
@@ -117,24 +117,24 @@ def by_brute_force(rewards, group_ids):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_best_and_worst_equal_brute_force(seed):
+def test_preference_pairs_equal_brute_force(seed):
     """With ties, groups of one, groups that agree, groups that are absent, in any order."""
     rng = np.random.default_rng(seed)
     rewards, group_ids = rng.integers(0, 4, 40) / 3, rng.integers(0, 12, 40)
     rewards[group_ids == 2] = 1 / 3
-    found = best_and_worst(rewards, group_ids, 15)
+    found = preference_pairs(rewards, group_ids, 15)
     assert found.tolist() == [list(pair) for pair in by_brute_force(rewards, group_ids)]
     assert 2 not in group_ids[found]
 
 
 def test_no_pair_at_all():
-    found = best_and_worst(np.ones(3), np.array([0, 0, 1]), 2)
+    found = preference_pairs(np.ones(3), np.array([0, 0, 1]), 2)
     assert found.shape == (0, 2)
 
 
 def test_broken_rewards_are_refused():
     with pytest.raises(ValueError, match="image 1 is nan"):
-        best_and_worst(np.array([0.0, np.nan]), np.array([0, 0]), 1)
+        preference_pairs(np.array([0.0, np.nan]), np.array([0, 0]), 1)
 
 
 @pytest.mark.parametrize("beta", [0.0, -1.0, math.inf, math.nan])
