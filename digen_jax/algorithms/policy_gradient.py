@@ -1,8 +1,8 @@
 """The policy-gradient family: Flow-GRPO (arXiv 2505.05470) and what differs from it in the loss.
 
-Flow-GRPO is the defaults. Others are settings of the same loss: GRPO-Guard (`ratio`), Flow-DPPO, CISPO
-and TOPR (`surrogate`), clip-higher, dual clip, rejection. DanceGRPO, MixGRPO and CPS differ in how
-is sampled, which is not this file's business.
+Flow-GRPO is the defaults. Others are settings of the same loss: GRPO-Guard and GSPO (`ratio`), Flow-DPPO,
+CISPO and TOPR (`surrogate`), TIS and decoupled PPO (`importance_cap`), clip-higher, dual clip,
+rejection. DanceGRPO, MixGRPO and CPS differ in how is sampled, which is not this file's business.
 
 Losses come as sums over the samples, beside the sum of their weights, so that accumulation over
 micro-batches and timesteps divides once, at the update, and does not depend on the packing.
@@ -14,15 +14,22 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from digen_jax.algorithms.corrections import accepted, check_rejection_bound
+from digen_jax.algorithms.corrections import (
+    accepted,
+    check_importance_cap,
+    check_rejection_bound,
+    decoupled,
+    importance_weight,
+)
 from digen_jax.algorithms.kl import gaussian_kl
 from digen_jax.algorithms.old_log_probs import OldLogProbs
 from digen_jax.algorithms.ratios import (
     check_smallest_sigma,
     guard_log_ratio,
     guard_loss_scale,
+    sequence_log_ratio,
     well_conditioned,
 )
 from digen_jax.algorithms.samples import blanked, weighted_sum
@@ -38,7 +45,8 @@ from digen_jax.algorithms.surrogates import (
     topr,
 )
 
-Ratio = Literal["plain", "guard"]  # "guard": GRPO-Guard's, with its scale of the loss
+# "guard": GRPO-Guard's, with its scale of the loss. The others: of a whole trajectory, over its trained steps.
+Ratio = Literal["plain", "guard", "sequence_mean", "sequence_sum"]
 Surrogate = Literal["clip", "cispo", "topr", "divergence"]  # "divergence": Flow-DPPO
 # "gaussian": without the step's factor sqrt(-dt), as in Flow-GRPO's code for images. "gaussian_dt": with
 # it, the KL proper. "velocity": the mean square of the velocities' difference.
@@ -58,6 +66,7 @@ class PolicyGradient:
     kl_threshold: float = 1e-5  # of "divergence", to the old policy
     positive_weight: float = 1.0  # of "topr"
     negative_weight: float = 1.0
+    importance_cap: float = 0.0  # 0: the ratio is to the policy that sampled, else see `decoupled`
     rejection_bound: float = 0.0  # of |log_prob - the sampler's|, beyond it no training; 0: none
     smallest_sigma: float = 0.0  # steps that begin below it are not trained
     kl_coefficient: float = 0.0  # 0: no reference is evaluated
@@ -71,6 +80,20 @@ class PolicyGradient:
         return "step" if self.advantage_std == "global" else "group"
 
     @property
+    def decoupled(self) -> bool:
+        """Whether the ratio is to the policy at the step's start, however old the one is that sampled.
+
+        The loss is then weighted by their ratio, up to `importance_cap`: truncated importance sampling, and
+        with a cap of inf decoupled PPO as in its paper (`corrections.importance_weight`).
+        """
+        return self.importance_cap > 0
+
+    @property
+    def of_trajectories(self) -> bool:
+        """Whether all trained steps of an image must be in one call of the loss."""
+        return self.ratio.startswith("sequence")
+
+    @property
     def needs_means(self) -> bool:
         """Whether the loss reads the means of x_next, the old policy's too."""
         return self.ratio == "guard" or self.surrogate == "divergence"
@@ -78,13 +101,14 @@ class PolicyGradient:
     @property
     def stores_means(self) -> bool:
         """Whether the sampler has to store its means."""
-        return self.needs_means and self.old_log_probs == "rollout"
+        return self.needs_means and self.old_log_probs == "rollout" and not self.decoupled
 
     @property
     def sums(self) -> tuple[str, ...]:
         """The names of the sums that `policy_gradient_loss` returns."""
         names = ["loss", "policy_loss", "ratio", "ratio_deviation", "clip_fraction", "approx_kl"]
         names += ["kl"] if self.kl_coefficient else []
+        names += ["importance_weight"] if self.decoupled else []
         names += ["left_out"] if self._leaves_out else []
         return (*names, "weight")
 
@@ -118,6 +142,13 @@ class PolicyGradient:
         check_smallest_sigma(self.smallest_sigma)
         if self.rejection_bound:
             check_rejection_bound(self.rejection_bound)
+        if self.importance_cap:
+            check_importance_cap(self.importance_cap)
+            if self.old_log_probs == "current":
+                raise ValueError(
+                    f"importance_cap is {self.importance_cap}, but with old_log_probs 'current' nothing is known of "
+                    "the policy that sampled: set that to 'rollout' or 'recomputed', or importance_cap to 0"
+                )
 
     def check_early(self, images: int, groups: int) -> None:
         """Whether training before a group is complete is exact, with groups of so many images.
@@ -151,12 +182,13 @@ class PolicyGradient:
 class Samples(NamedTuple):
     """What the loss reads of n transitions.
 
-    `log_prob`, `mean` and `kl` are of the policy being trained and have a gradient. `mean`, `old_mean` and
-    `std` may be None where the settings do not need means.
+    `log_prob`, `mean` and `kl` are of the policy being trained and have a gradient. The old policy is
+    the one that the ratio is to: that which sampled, or where the settings are `decoupled` the one
+    at the step's start. What the settings do not need may be None.
     """
 
     log_prob: Float[Array, "n"]
-    old_log_prob: Float[Array, "n"]  # see `old_log_probs`
+    old_log_prob: Float[Array, "n"]
     stored_log_prob: Float[Array, "n"]  # as the sampler computed it
     advantages: Float[Array, "n"]  # before clipping
     weight: Float[Array, "n"]  # 1, or 0 for padding
@@ -166,6 +198,8 @@ class Samples(NamedTuple):
     old_mean: Float[Array, "n ..."] | None = None
     std: Float[Array, "n"] | None = None
     kl: Float[Array, "n"] | None = None  # to the reference
+    behaviour_log_prob: Float[Array, "n"] | None = None  # where decoupled, of what sampled
+    trajectory: Int[Array, "n"] | None = None  # in [0, n), where ratios are of whole ones
 
 
 def policy_gradient_loss(
@@ -182,11 +216,11 @@ def policy_gradient_loss(
       where the settings have them, kl, and left_out, the number of samples that were. ratio and
       ratio_deviation are to the stored log_prob whatever the loss takes, whose own ratio says
       nothing where that is 1 by definition. Divided by the weight, left_out is by how many that were not.
-      clip_fraction counts the ratios (for "divergence" the
-      KLs to the old policy) beyond the bound.
+      clip_fraction counts the ratios (for "divergence" the KLs to the old policy) beyond the bound.
+      importance_weight, where the settings are decoupled, is what the policy's loss was multiplied by.
 
     Raises:
-      ValueError: the KL or the means missing that the settings need.
+      ValueError: the KL, the means or something else missing that the settings need.
     """
     _check_given(settings, samples)
     weight = given = samples.weight
@@ -195,13 +229,12 @@ def policy_gradient_loss(
     if settings.rejection_bound:
         log_ratio = samples.log_prob - samples.stored_log_prob
         weight = weight * accepted(log_ratio, settings.rejection_bound)
-    trained = weight > 0
-    parts = {name: part for name, part in samples._asdict().items() if part is not None}
-    samples = samples._replace(**dict(zip(parts, blanked(trained, *parts.values()), strict=True)))
+    samples = _blanked(samples, weight)
 
-    log_ratio = samples.log_prob - samples.old_log_prob
+    log_ratio, correction = _log_ratios(settings, samples, weight)
     to_sampler = jnp.exp(jax.lax.stop_gradient(samples.log_prob) - samples.stored_log_prob)
     policy_loss, outside = _surrogate(settings, samples, log_ratio)
+    policy_loss = correction * policy_loss
     terms = {
         "loss": policy_loss,
         "policy_loss": policy_loss,
@@ -210,6 +243,8 @@ def policy_gradient_loss(
         "clip_fraction": outside.astype(jnp.float32),
         "approx_kl": log_ratio**2 / 2,
     }
+    if settings.decoupled:
+        terms["importance_weight"] = correction
     if settings.kl_coefficient:
         terms |= {"loss": policy_loss + settings.kl_coefficient * samples.kl, "kl": samples.kl}
     sums = {name: weighted_sum(weight, term) for name, term in terms.items()}
@@ -247,6 +282,34 @@ def _surrogate(settings: PolicyGradient, samples: Samples, log_ratio: Array) -> 
     return loss, outside
 
 
+def _blanked(samples: Samples, weight: Array) -> Samples:
+    """All that is there in float32, with zeros where nothing is trained."""
+    parts = {k: part for k, part in samples._asdict().items() if part is not None}
+    parts.pop("trajectory", None)
+    return samples._replace(**dict(zip(parts, blanked(weight > 0, *parts.values()), strict=True)))
+
+
+def _log_ratios(
+    settings: PolicyGradient, samples: Samples, weight: Array
+) -> tuple[Array, Array | float]:
+    """The log-ratio of each sample, or its trajectory, to the old policy; and what its loss is multiplied by."""
+
+    def whole(log_ratio):
+        if not settings.of_trajectories:
+            return log_ratio
+        reduce = "mean" if settings.ratio == "sequence_mean" else "sum"
+        return sequence_log_ratio(
+            log_ratio, weight, samples.trajectory, len(samples.trajectory), reduce
+        )
+
+    if not settings.decoupled:
+        return whole(samples.log_prob - samples.old_log_prob), 1.0
+    log_ratio, to_behaviour = decoupled(
+        samples.log_prob, samples.old_log_prob, samples.behaviour_log_prob
+    )
+    return whole(log_ratio), importance_weight(whole(to_behaviour), settings.importance_cap)
+
+
 def _check_given(settings: PolicyGradient, samples: Samples) -> None:
     if settings.kl_coefficient and samples.kl is None:
         raise ValueError(f"kl_coefficient is {settings.kl_coefficient} but no kl was given")
@@ -256,3 +319,12 @@ def _check_given(settings: PolicyGradient, samples: Samples) -> None:
             f"ratio is {settings.ratio!r} and surrogate {settings.surrogate!r}, which need mean, old_mean "
             "and std, but not all of them were given"
         )
+    for name, needed in (
+        ("behaviour_log_prob", settings.decoupled),
+        ("trajectory", settings.of_trajectories),
+    ):
+        if needed and getattr(samples, name) is None:
+            raise ValueError(
+                f"ratio is {settings.ratio!r} and importance_cap {settings.importance_cap}, which need {name}, but "
+                "it was not given"
+            )

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import math
 import pathlib
 
@@ -135,6 +136,11 @@ def test_needs():
         ({"kl_threshold": 0.0}, "kl_threshold is 0.0"),
         ({"negative_weight": -1.0}, "negative_weight is -1.0"),
         ({"rejection_bound": 1e-8}, "rejection_bound is 1e-08"),
+        ({"importance_cap": 0.5}, "importance_cap is 0.5; it must be at least 1"),
+        (
+            {"importance_cap": 2.0, "old_log_probs": "current"},
+            "set that to 'rollout' or 'recomputed'",
+        ),
         ({"smallest_sigma": 1.0}, "smallest_sigma is 1.0"),
         ({"adv_clip": 0.0}, "adv_clip is 0.0"),
         ({"adv_clip": math.nan}, "adv_clip is nan"),
@@ -208,3 +214,72 @@ def test_means_that_are_needed_must_be_given(name):
     policy_gradient_loss(settings, samples)
     with pytest.raises(ValueError, match="ratio is 'guard' and surrogate 'clip', which need mean"):
         policy_gradient_loss(settings, samples._replace(**{name: None}))
+
+
+TRAJECTORY = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2, 2])  # the last one is padding
+WEIGHT = np.array([1.0] * 9 + [0.0])
+
+
+def corrected(log_prob, old, behaviour, advantages, whole, cap):
+    """The loss in float64: each sample's clipped surrogate by its trajectory's ratio, times the correction."""
+    total = 0.0
+    for i in range(9):
+        mine = [j for j in range(9) if TRAJECTORY[j] == TRAJECTORY[i]] if whole else [i]
+        put_together = np.mean if whole == "mean" else np.sum
+        ratio = math.exp(put_together([log_prob[j] - old[j] for j in mine]))
+        bounded = min(max(ratio, 0.8), 1.2)
+        weight = 1.0
+        if cap:
+            weight = min(math.exp(put_together([old[j] - behaviour[j] for j in mine])), cap)
+        total -= weight * min(advantages[i] * ratio, advantages[i] * bounded)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("ratio", "whole", "cap"),
+    [
+        ("plain", "", 1.1),
+        ("plain", "", math.inf),
+        ("sequence_mean", "mean", 0.0),
+        ("sequence_sum", "sum", 1.1),
+    ],
+)
+def test_corrected_and_sequence_losses_equal_float64_transcription(ratio, whole, cap):
+    rng = np.random.default_rng(3)
+    log_prob, old, behaviour, advantages = rng.normal(size=(4, 10)) * [[0.4], [0.2], [0.2], [1.5]]
+    settings = PolicyGradient(clip_range=0.2, ratio=ratio, importance_cap=cap)
+    settings.check()
+
+    def loss(log_prob):
+        f32 = [jnp.asarray(a, jnp.float32) for a in (old, old, advantages, WEIGHT, old, old)]
+        samples = Samples(log_prob, *f32)
+        if cap:
+            samples = samples._replace(behaviour_log_prob=jnp.asarray(behaviour, jnp.float32))
+        return policy_gradient_loss(settings, samples._replace(trajectory=jnp.asarray(TRAJECTORY)))
+
+    spoilt = log_prob.copy()
+    spoilt[9] = np.nan
+    (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(
+        jnp.asarray(spoilt, jnp.float32)
+    )
+    expected = functools.partial(
+        corrected, old=old, behaviour=behaviour, advantages=advantages, whole=whole, cap=cap
+    )
+    assert float(value) == pytest.approx(expected(log_prob), rel=1e-5)
+    h = 1e-6
+    slopes = [
+        (expected(log_prob + h * unit) - expected(log_prob - h * unit)) / (2 * h)
+        for unit in np.eye(10)
+    ]
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-4, atol=1e-6)
+    assert set(sums) == set(settings.sums) and ("importance_weight" in sums) == (cap > 0)
+    assert float(sums["clip_fraction"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"importance_cap": 2.0}, "behaviour_log_prob"), ({"ratio": "sequence_sum"}, "trajectory")],
+)
+def test_what_a_correction_needs_must_be_given(settings, name):
+    with pytest.raises(ValueError, match=f"which need {name}, but it was not given"):
+        policy_loss(PolicyGradient(**settings), *INPUTS, jnp.ones(8))
