@@ -5,15 +5,14 @@ import pathlib
 
 import pytest
 
+from tests.compiling import quick_flags
+
 ROOT = pathlib.Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "xla"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling is most of what the tests do: programs are not optimised, where no test asks for that (`optimised`).
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-)
+# Programs are not optimised, where no test asks for that (`optimised`).
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags(devices=8)}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from tests.compiling import quick_flags
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
 def environment(devices: int, **variables: str) -> dict[str, str]:
     """A process of its own: so many virtual devices, and programs that compile quickly and run slowly."""
-    flags = "--xla_backend_optimization_level=0"
-    flags += f" --xla_force_host_platform_device_count={devices}"
-    return os.environ | {"XLA_FLAGS": flags} | variables
+    return os.environ | {"XLA_FLAGS": quick_flags(devices)} | variables
 
 
 def load_config(name: str) -> Any:

@@ -74,7 +74,7 @@ def test_at_the_reference_it_pulls_to_the_preferred_image_and_away_from_the_othe
     fields["v_reference"] = fields["v"]
     terms, gradient = loss_of(fields)
     np.testing.assert_allclose(terms["loss"], math.log(2), rtol=1e-6)
-    np.testing.assert_array_equal(terms["accuracy"], 0)
+    np.testing.assert_allclose(terms["margin"], 0, atol=1e-6)
     pull = 3.0 / 4 * 2 * (fields["v"] - fields["target"]) / 6
     np.testing.assert_allclose(gradient["v"][:, 0], pull[:, 0], rtol=1e-5)
     np.testing.assert_allclose(gradient["v"][:, 1], -pull[:, 1], rtol=1e-5)

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from digen_jax.runtime import placement
+from tests.compiling import users_options
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,6 @@ def exact_and_split():
 @pytest.fixture(scope="module")
 def optimised():
     """Programs are compiled as in a run of a user's: fused sums round otherwise in every program."""
-    full = {"xla_backend_optimization_level": 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=full))
+        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=users_options()))
         yield
