@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks
+from digen_jax.algorithms.demands import needs_reference
+from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.flow.sampling import check_window
 from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Ode, make_step
@@ -86,8 +88,9 @@ def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
         family.latent_shape(config.model.height, config.model.width)
     with blame("config.sampler.steps: "):
         sigmas = make_sigmas(family.scheduler, sampler.steps)
-    with blame("config.sampler.window: "):
-        check_window(make_step(sampler.kind, sampler.noise_level), sigmas, *sampler.window)
+    if recipe.noisy_steps(config):
+        with blame("config.sampler.window: "):
+            check_window(make_step(sampler.kind, sampler.noise_level), sigmas, *sampler.window)
     with blame("config.lora.targets: "):
         split = functools.partial(make_policy(config, family).split, reference=False)
         tuned, _ = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
@@ -108,16 +111,14 @@ def connect(
     policy = make_policy(config, family)
     algorithm = recipe.algorithm_settings(config)
     step = make_step(config.sampler.kind, config.sampler.noise_level)
-    start, base = policy.split(
-        jax.random.key(config.seed), transformer, algorithm.kl_coefficient > 0
-    )
+    start, base = policy.split(jax.random.key(config.seed), transformer, needs_reference(algorithm))
     settings = SamplerSettings(
         config.model.height,
         config.model.width,
         config.sampler.steps,
         step,
         tuple(config.sampler.window),
-        algorithm.stores_means,
+        isinstance(algorithm, PolicyGradient) and algorithm.stores_means,
     )
     dtype = jnp.dtype(config.sampler.dtype) if config.sampler.dtype else None
     sampling = family.in_dtype(dtype) if dtype else family

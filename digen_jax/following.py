@@ -15,7 +15,7 @@ from digen_jax.interrupt import Interrupt
 from digen_jax.positions import Position, Positions
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import complete, drawn_groups
+from digen_jax.recipe import complete, drawn_groups, fixed_set_steps
 from digen_jax.runtime.evaluation import evaluate
 from digen_jax.runtime.executors.driver import Begun
 from digen_jax.runtime.executors.executors import Executors, follow
@@ -77,7 +77,11 @@ class Follower:
         self._held_out = read_prompt_file(config.evaluation.prompts)
         self._positions = Positions(workdir, config, self._system.trainer)
         prompts = prompt_batches(
-            config.prompts.file, drawn_groups(config), config.seed, workdir / "prompts"
+            config.prompts.file,
+            drawn_groups(config),
+            config.seed,
+            workdir / "prompts",
+            set_steps=fixed_set_steps(config),
         )
         state = self._system.trainer.init(self._system.start)
         found = self._positions.newest(state) or Position(0, state, None, {})

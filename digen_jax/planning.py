@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks, rewards
+from digen_jax.algorithms.demands import Algorithm, needs_reference, slow_copy
+from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.assemble import build, load_family, make_policy, open_pipeline
 from digen_jax.inference import run_config
 from digen_jax.metrics import read_metrics
@@ -60,7 +62,7 @@ def make_problem(
         calibration.costs,
         Scaling(calibration.worker_serial, config.sampler.fragment),
         Scaling(calibration.trainer_serial, config.trainer.micro_batch),
-        config.sampler.window[1],
+        recipe.trained_steps(config),
         calibration.scorers,
         footprint,
         device_memory,
@@ -246,16 +248,14 @@ def model_footprint(config: ConfigDict) -> Footprint:
             open_pipeline(config.model.folder), config.model.dtype, config.model.remat
         )
     policy, shapes = make_policy(config, family), family.shapes()
-    split = functools.partial(policy.split, reference=config.algorithm.kl_coefficient > 0)
+    algorithm = recipe.algorithm_settings(config)
+    split = functools.partial(policy.split, reference=needs_reference(algorithm))
     tuned, base = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
     frozen = {part: tree for part, tree in shapes.items() if part != "transformer"}
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
     if config.sampler.dtype:
         sent = jax.tree.map(lambda leaf: leaf.update(dtype=config.sampler.dtype), sent)
     latent = family.latent_shape(config.model.height, config.model.width)
-    stored = (
-        3 if recipe.algorithm_settings(config).stores_means else 2
-    )  # x, x_next and maybe its mean
     placement = config.placement if isinstance(config.placement, ConfigDict) else None
     rules = placement.rules if placement else recipe.reference().placement.rules
     sizes = functools.partial(_parameters, rules)
@@ -265,13 +265,21 @@ def model_footprint(config: ConfigDict) -> Footprint:
         base=sizes(base),
         sampler_base=sizes(sent[1]),
         frozen=sizes(frozen),
-        ema=config.trainer.ema > 0,
+        copies=(config.trainer.ema > 0) + (slow_copy(algorithm) is not None),
         activations=_residuals(policy, tuned, base, frozen, latent),
-        transition=4 * (stored * math.prod(latent) + 1),  # and log_prob, in float32
+        trajectory=_stored(algorithm, recipe.noisy_steps(config), latent),
         micro_batch=config.trainer.micro_batch,
         trainer_fsdp=placement.trainer.fsdp if placement else 1,
         worker_fsdp=placement.rollout.fsdp if placement else 1,
     )
+
+
+def _stored(algorithm: Algorithm, steps: int, latent: tuple[int, ...]) -> int:
+    """Bytes that are kept of an image until it is trained, in float32."""
+    size = math.prod(latent)
+    if not isinstance(algorithm, PolicyGradient):
+        return 4 * (size + 2)  # the image and its key
+    return 4 * steps * ((3 if algorithm.stores_means else 2) * size + 1)  # x, x_next, log_prob
 
 
 def _parameters(rules: Any, tree: Any) -> Parameters:

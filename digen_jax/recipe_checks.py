@@ -6,15 +6,15 @@ They run before anything compiles; each is a `ConfigError` of one sentence.
 import functools
 import operator
 import re
-from typing import Any, get_args
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
-from digen_jax.algorithms.policy_gradient import Kl, Ratio, Surrogate
-from digen_jax.flow.steps import KINDS, Ode, make_step
+from digen_jax.algorithm_checks import check_algorithm
+from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import algorithm_settings, scheduler_settings
+from digen_jax.recipe import scheduler_settings, trained_steps
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
 from digen_jax.settings import (
     ConfigError,
@@ -35,15 +35,7 @@ def check(config: ConfigDict) -> None:
     _check_batches(config)
     _check_window(config)
     _check_rules(config)
-    trained = tuple(kind for kind, step in KINDS.items() if not issubclass(step, Ode))
     for name, choices in (
-        ("sampler.kind", trained),
-        ("algorithm.name", ("policy_gradient",)),
-        ("algorithm.advantage_std", ("group", "global")),
-        ("algorithm.ratio", get_args(Ratio)),
-        ("algorithm.surrogate", get_args(Surrogate)),
-        ("algorithm.kl", get_args(Kl)),
-        ("algorithm.old_log_probs", ("auto", "rollout", "recomputed", "current")),
         ("model.dtype", ("float32", "bfloat16")),
         ("sampler.dtype", ("", "float32", "bfloat16")),
         ("runtime.tag_weights", ("in place", "resharded")),
@@ -51,16 +43,7 @@ def check(config: ConfigDict) -> None:
         check_choice(f"config.{name}", _value(config, name), choices)
     _check_candidates(config)
     _check_early(config)
-    with blame("config.algorithm."):
-        algorithm = algorithm_settings(config)
-        algorithm.check()
-        if config.runtime.early_groups:
-            algorithm.check_early(config.batch.images, config.batch.groups)
-        if algorithm.ratio == "guard" and config.sampler.kind == "cps":
-            raise ValueError(
-                "ratio is 'guard', which is for Gaussian log-probabilities, but config.sampler.kind is 'cps', "
-                "whose are none: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
-            )
+    check_algorithm(config)
     with blame("config.runtime.", (ConfigError,)):
         scheduler_settings(config).check()
     _check_stale(config)
@@ -81,7 +64,6 @@ def _check_numbers(config: ConfigDict) -> None:
         "model.width",
         "batch.groups",
         "sampler.steps",
-        "sampler.noise_level",
         "sampler.fragment",
         "lora.alpha",
         "trainer.micro_batch",
@@ -152,13 +134,14 @@ def _check_batches(config: ConfigDict) -> None:
         images,
         "as a fragment belongs to one update",
     )
-    check_divides(
-        "config.trainer.micro_batch",
-        trainer.micro_batch,
-        "config.sampler.fragment",
-        fragment,
-        "as micro-batches are cut from a fragment",
-    )
+    if config.algorithm.name != "diffusion_dpo":  # which trains pairs
+        check_divides(
+            "config.trainer.micro_batch",
+            trainer.micro_batch,
+            "config.sampler.fragment",
+            fragment,
+            "as micro-batches are cut from a fragment",
+        )
 
 
 def _check_window(config: ConfigDict) -> None:
@@ -168,7 +151,8 @@ def _check_window(config: ConfigDict) -> None:
             "config.sampler.window must be two whole numbers, the first trained step and how many "
             f"are trained, not {tuple(window)}"
         )
-    check_window("config.sampler.window", *window, config.sampler.steps)
+    if config.algorithm.name == "policy_gradient":
+        check_window("config.sampler.window", *window, config.sampler.steps)
     _check_pack(config)
 
 
@@ -182,12 +166,17 @@ def _check_pack(config: ConfigDict) -> None:
         pack,
         "as the steps of a pass are split evenly over that axis",
     )
-    steps = config.sampler.window[1]
+    steps = trained_steps(config)
     most = steps + -steps % time
     if pack > most:
+        forward = config.algorithm.name != "policy_gradient"
+        trained = (
+            "noise levels of config.algorithm.times"
+            if forward
+            else "trained steps of config.sampler.window"
+        )
         raise ConfigError(
-            f"config.trainer.pack = {pack} is more than the {steps} trained steps of config.sampler.window "
-            f"fill: set it to {most} or less"
+            f"config.trainer.pack = {pack} is more than the {steps} {trained} fill: set it to {most} or less"
         )
 
 
@@ -242,6 +231,11 @@ def _check_early(config: ConfigDict) -> None:
     early = f"config.runtime.early_groups = {config.runtime.early_groups}"
     if not config.runtime.early_groups:
         return
+    if config.algorithm.name != "policy_gradient":
+        raise ConfigError(
+            f"{early} is for policy_gradient, whose loss may be linear in the advantages, and not for "
+            f"{config.algorithm.name}: set it to 0"
+        )
     for name, value, needed, why in (
         ("runtime.staleness", config.runtime.staleness, 0, "older weights' ratios are not 1"),
         ("trainer.updates", config.trainer.updates, 1, "behind an update ratios are not 1"),
@@ -265,7 +259,7 @@ def _check_early(config: ConfigDict) -> None:
         images,
         f"as with {early} a fragment belongs to one group",
     )
-    if config.algorithm.advantage_std == "group" and fragment == images:
+    if config.algorithm.get("advantage_std") == "group" and fragment == images:
         raise ConfigError(
             f"{early} changes nothing where config.sampler.fragment = {fragment} is a whole group: set "
             "that to less, or config.runtime.early_groups to 0"
@@ -305,10 +299,13 @@ def check_devices(config: ConfigDict, devices: int) -> None:
         (sampling, "evaluation.batch"),
         (training, "trainer.micro_batch"),
     ):
+        value, name = _value(config, name), f"config.{name}"
+        if name == "config.trainer.micro_batch" and config.algorithm.name == "diffusion_dpo":
+            value, name = value // 2, f"{name} / 2, the pairs of a pass,"
         check_divides(
             f"the number of devices of config.placement.{mesh}",
             size,
-            f"config.{name}",
-            _value(config, name),
+            name,
+            value,
             "as images are split evenly over a mesh's devices",
         )

@@ -21,7 +21,7 @@ from digen_jax.planning import placed
 from digen_jax.positions import Position, Positions
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, is_automatic
+from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps, is_automatic
 from digen_jax.recipe_checks import check
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
@@ -91,7 +91,11 @@ class Run:
         held_out = read_prompt_file(config.evaluation.prompts)
         self.held_out = held_out[: config.evaluation.images or None]
         self.prompts = prompt_batches(
-            config.prompts.file, drawn_groups(config), config.seed, workdir / "prompts"
+            config.prompts.file,
+            drawn_groups(config),
+            config.seed,
+            workdir / "prompts",
+            set_steps=fixed_set_steps(config),
         )
         self.drawn: dict[int, Any] = {}  # places in the prompts, by steps drawn
         self.timeline = TraceFile(workdir / "timeline.json")

@@ -240,7 +240,7 @@ def test_the_footprint_is_the_models(base):
     files = {part: next((folder / part).glob("*.safetensors")) for part in ("transformer", "vae")}
     total = {part: sum(a.nbytes for a in load_file(file).values()) for part, file in files.items()}
     assert found.tuned.whole + found.base.whole == total["transformer"]
-    assert found.tuned.split == 0 and found.frozen.whole > total["vae"] and found.ema
+    assert found.tuned.split == 0 and found.frozen.whole > total["vae"] and found.copies == 1
     lora = model_footprint(complete(tiny_config(base, "lora")))
     assert lora.base.whole == total["transformer"] and 0 < lora.tuned.whole < found.tuned.whole / 2
     assert (found.published, found.sampler_base) == (found.tuned, found.base)
@@ -249,7 +249,7 @@ def test_the_footprint_is_the_models(base):
     assert half.published.whole == found.tuned.whole / 2 and half.tuned == found.tuned
     # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
     side = 32 // 4
-    assert found.transition == 4 * (2 * side * side * 4 + 1)
+    assert found.trajectory == 2 * 4 * (2 * side * side * 4 + 1)
 
 
 def test_activations_are_what_a_backward_pass_keeps(base):

@@ -24,6 +24,7 @@ from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.old_log_probs import OldLogProbs
 from digen_jax.algorithms.samples import blanked
 from digen_jax.algorithms.surrogates import check_clip_range, clipped
+from digen_jax.flow.noising import LogitNormalTimes
 
 # What a matching error e counts at noise level sigma: see `matching_log_prob`.
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
@@ -34,12 +35,15 @@ HUBER_EPS = 1e-10
 # How the slow copy of the second KL follows, once a step, after all its updates.
 SLOW_COPY = LinearDecay(start=0, slope=0.001, largest=0.3)
 
+TIMES = LogitNormalTimes(6, shift=3.0)
+
 
 @dataclasses.dataclass(frozen=True)
 class AWM:
     """Settings, with the values of the authors' code for Stable Diffusion 3.5 M on GenEval.
 
-    Its kl_coefficient is 0.003 for OCR and 1e-4 for PickScore, all else is equal.
+    Its kl_coefficient is 0.003 for OCR and 1e-4 for PickScore, all else is equal. Its noise levels are
+    drawn from the shifted schedule of Stable Diffusion 3, here from that model's training density.
     """
 
     weighting: Weighting = "ghuber"
@@ -52,6 +56,7 @@ class AWM:
     ema: LinearDecay = SLOW_COPY
     advantage_std: Literal["group", "global"] = "global"
     old_log_probs: OldLogProbs = "current"
+    times: LogitNormalTimes = TIMES
 
     @property
     def needs(self) -> Literal["group", "step"]:

@@ -21,9 +21,12 @@ from jaxtyping import Array, Bool, Float, Float32
 from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, LinearDecay
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.samples import blanked
+from digen_jax.flow.noising import ScheduleTimes
 
 # What of an advantage becomes a probability: see `reward_probabilities`.
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+
+TIMES = ScheduleTimes(9)  # of the sampler's 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,7 @@ class DiffusionNFT:
     weight_floor: float = 1e-5  # the smallest mean |x0_hat - x0| that the error is divided by
     advantage_std: Literal["group", "global"] = "global"
     decay_type: Literal[0, 1, 2] = 1
+    times: ScheduleTimes = TIMES
 
     @property
     def needs(self) -> Literal["group", "step"]:

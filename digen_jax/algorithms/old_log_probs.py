@@ -8,7 +8,11 @@ OldLogProbs = Literal["rollout", "recomputed", "current"]
 
 
 def choose_old_log_probs(
-    choice: Literal["auto"] | OldLogProbs, same_dtype: bool, stale: bool, updates: int
+    choice: Literal["auto"] | OldLogProbs,
+    same_dtype: bool,
+    stale: bool,
+    updates: int,
+    stored: bool = True,
 ) -> OldLogProbs:
     """What a config's `old_log_probs` means.
 
@@ -20,19 +24,21 @@ def choose_old_log_probs(
       same_dtype: whether sampler and trainer compute in the same dtype.
       stale: whether fragments may have been sampled by an older version than the step starts from.
       updates: optimizer updates a step.
+      stored: whether sampling computes any; else "auto" never is "rollout".
 
     Raises:
       ValueError: "current" where what is trained is not always what sampled.
     """
     fresh = not stale and updates == 1
     if choice == "auto":
-        if same_dtype:
+        if same_dtype and stored:
             return "rollout"
         return "current" if fresh else "recomputed"
     if choice == "current" and not fresh:
         reason = "with asynchrony" if stale else f"with {updates} updates a step"
+        others = "'recomputed' or 'rollout'" if stored else "'recomputed'"
         raise ValueError(
             f"old_log_probs is 'current', but {reason} the policy being trained is not the one that "
-            "sampled: set it to 'recomputed' or 'rollout'"
+            f"sampled: set it to {others}"
         )
     return choice

@@ -17,6 +17,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from digen_jax.algorithms.advantages import zero_std_groups
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.samples import blanked
+from digen_jax.flow.noising import LogitNormalTimes
+
+TIMES = LogitNormalTimes(1, shift=3.0)  # the training density of Stable Diffusion 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +27,16 @@ class DiffusionDPO:
     """Settings, with the value of Flow-GRPO's public code for Stable Diffusion 3.5 M.
 
     Flow-Factory's is 2000, and the paper's, for noise prediction, 2000 to 5000.
+
+    Online, with `set_steps` 0, the policy being trained samples. Offline the images are a set that the
+    policy before tuning samples: those of that many steps, over and over. They are sampled anew each
+    time, by the same weights and keys, so that they are the same and nothing has to be stored or saved;
+    each time they are trained at other noise levels.
     """
 
     beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
+    set_steps: int = 0  # steps whose images the fixed set holds; 0: online
+    times: LogitNormalTimes = TIMES
 
     @property
     def needs(self) -> Literal["group"]:
@@ -42,6 +52,11 @@ class DiffusionDPO:
         """Raises ValueError for a setting that cannot work, and says what to change."""
         if not 0 < self.beta < math.inf:
             raise ValueError(f"beta is {self.beta}; it must be positive and finite")
+        if self.set_steps < 0:
+            raise ValueError(
+                f"set_steps is {self.set_steps}; set it to the steps whose images are the fixed set, "
+                "or to 0 to train online"
+            )
 
 
 def diffusion_dpo_loss(
@@ -103,3 +118,22 @@ def preference_pairs(
             (members,) = np.nonzero(group_ids == group)
             pairs.append(members[[rewards[members].argmax(), rewards[members].argmin()]])
     return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+def pair_of_each_group(
+    rewards: Float[np.ndarray, "b"], group_ids: Int[np.ndarray, "b"], num_groups: int
+) -> tuple[Int[np.ndarray, "groups 2"], Float32[np.ndarray, "groups"]]:
+    """(pairs, weights): one pair for each group that there is, so that their number is fixed.
+
+    A group without a preference is there with its first image twice and weight 0; those of the others,
+    which are `preference_pairs`, have weight 1.
+
+    Raises:
+      ValueError: a reward that is not finite, or a group id out of range.
+    """
+    _, first = np.unique(group_ids, return_index=True)
+    pairs, weights = np.stack([first, first], axis=1), np.zeros(len(first), np.float32)
+    decided = preference_pairs(rewards, group_ids, num_groups)
+    places = np.searchsorted(group_ids[first], group_ids[decided[:, 0]])
+    pairs[places], weights[places] = decided, 1.0
+    return pairs, weights

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int, Key
 
 # Streams of an image's key, besides START and TRANSITION of `sampling`.
-FORWARD_NOISE, TRAINING_TIMES = 2, 3
+FORWARD_NOISE, TRAINING_TIMES, LATER_TURN = 2, 3, 4
 
 
 class Noised(NamedTuple):
@@ -108,6 +108,16 @@ def forward_noise(
         return jax.random.normal(jax.random.fold_in(key, number), shape)
 
     return jax.vmap(draw)(_stream(keys, FORWARD_NOISE), jnp.asarray(draws))
+
+
+def turn_keys(keys: Key[Array, "b"], turn: int) -> Key[Array, "b"]:
+    """The keys that images are trained by when it is their turn again: other noise, other noise levels.
+
+    In the first turn, 0, these are the images' own keys.
+    """
+    if not turn:
+        return keys
+    return jax.vmap(lambda key: jax.random.fold_in(key, turn))(_stream(keys, LATER_TURN))
 
 
 def noised(

@@ -94,6 +94,7 @@ def prompt_batches(
     seed: int,
     cache_dir: str | os.PathLike[str],
     shuffle: bool = True,
+    set_steps: int = 0,
     process_index: int = 0,
     process_count: int = 1,
 ) -> PromptBatches:
@@ -111,6 +112,7 @@ def prompt_batches(
         seed: the order's seed, not negative.
         cache_dir: where the dataset is built, unless this content has been built there before.
         shuffle: whether to leave the file's order.
+        set_steps: after so many steps the first ones come again, with their serials; 0: never.
         process_index: this host's number. Host h gets the h-th of process_count equal runs of
             neighbouring groups of each step.
         process_count: the number of hosts.
@@ -130,15 +132,17 @@ def prompt_batches(
     prompts = grain.MapDataset.source(source).seed(seed)
     if shuffle:
         prompts = prompts.shuffle()
-    steps = (
-        prompts.repeat()
-        .map_with_index(_record)
-        .batch(groups_per_step, drop_remainder=True, batch_fn=lambda records: records[part])
+    groups = prompts.repeat().map_with_index(_record)
+    if set_steps:
+        groups = groups[: set_steps * groups_per_step].repeat()
+    steps = groups.batch(
+        groups_per_step, drop_remainder=True, batch_fn=lambda records: records[part]
     )
     # Reading a step takes microseconds: threads that read ahead would cost more than they save.
     batches = steps.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     stream = {"prompt_file_hash": digest, "groups_per_step": groups_per_step, "seed": seed}
-    return PromptBatches(batches, stream | {"shuffle": shuffle})
+    fixed = {"set_steps": set_steps} if set_steps else {}
+    return PromptBatches(batches, stream | {"shuffle": shuffle} | fixed)
 
 
 def content_hash(path: str | os.PathLike[str], content: bytes) -> str:

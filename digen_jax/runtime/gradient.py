@@ -52,7 +52,7 @@ class GroupSums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The algorithm's loss as a function of parameters. `base` is the policy's (see `Policy`)."""
+    """The policy gradient's loss as a function of parameters. `base` is the policy's (see `Policy`)."""
 
     policy: Policy
     step: Step
@@ -123,11 +123,11 @@ class Objective:
     def _replay(self, tuned, base, shared, micro):
         conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
         velocity = self.policy.velocity(tuned, base, conditioning, shared.null)
-        return replay(velocity, micro.transitions, self.step, shared.sigma_max)
+        return replay(velocity, micro.samples, self.step, shared.sigma_max)
 
     def _samples(self, new: Replay, recomputed: Replay | None, micro: MicroBatch) -> Samples:
         """What the loss reads, the KL apart."""
-        t = micro.transitions
+        t = micro.samples
         match self.algorithm.old_log_probs:
             case "rollout":
                 old, old_mean = t.log_prob, t.mean
@@ -146,7 +146,7 @@ class Objective:
         """Of each sample, to the reference."""
         conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
         velocity = self.policy.reference(base, conditioning, shared.null)
-        t = micro.transitions
+        t = micro.samples
         reference = replay(velocity, t, self.step, shared.sigma_max)
         match self.algorithm.kl:
             case "velocity":

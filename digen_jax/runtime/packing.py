@@ -1,6 +1,7 @@
-"""A fragment cut into passes: which transitions one forward and backward pass takes, on which device.
+"""A fragment cut into passes: which samples one forward and backward pass takes, on which device.
 
-A pass takes k denoising steps of n images at once. The steps are split over the mesh axis "time", the
+A sample is a transition, or a final image at a noise level of the forward process. A pass takes k
+denoising steps, or noise levels, of n images at once. These are split over the mesh axis "time", the
 images over the others; within a pass every device's share is what lies on it already.
 """
 
@@ -8,20 +9,45 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int, Key
 
-from digen_jax.flow.sampling import Transitions
+from digen_jax.flow.noising import Times
+from digen_jax.flow.sampling import Trajectory, Transitions
 from digen_jax.runtime.placement import DeviceGroup
 
 
-class Experience(NamedTuple):
-    """A fragment as the trainer sees it: s trained transitions of b images."""
+class Endpoints(NamedTuple):
+    """Final images, of which the forward process makes samples: what is drawn depends on the keys alone.
 
-    transitions: Transitions
+    A pair of images that share noise and noise level is one of b, x0 `[b 2 ...]`, with one key.
+    """
+
+    x0: Float[Array, "b ..."]
+    keys: Key[Array, "b"]
+    sigmas: Float32[Array, "sigmas"]  # of the sampler
+
+
+class NoiseLevels(NamedTuple):
+    """Samples of the forward process: final images, and the noise level that each is to be brought to.
+
+    The noise itself is for a pass to draw, from the key and the number of the draw.
+    """
+
+    x0: Float[Array, "n ..."]
+    keys: Key[Array, "n"]
+    draws: Int[Array, "n"]
+    sigma: Float32[Array, "n"]
+
+
+class Experience(NamedTuple):
+    """A fragment as the trainer sees it: s transitions of b images, or b final images."""
+
+    samples: Transitions | Endpoints
     conditioning: Any  # of P prompts
     null: Any  # of the empty prompt
     rows: Int[Array, "b"]  # each image's prompt
-    advantages: Float[Array, "b"]
+    advantages: Float[Array, "b"]  # DiffusionNFT: the probability of being good; DPO reads none
+    weight: Float[Array, "b"]  # 0: the image is left out
     sigma_max: Float[Array, ""]  # sigmas[1] of the schedule
 
 
@@ -34,12 +60,19 @@ class Shared(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """What one forward and backward pass takes: n transitions, of whatever steps and images."""
+    """What one forward and backward pass takes: n samples, of whatever steps and images."""
 
-    transitions: Transitions
+    samples: Transitions | NoiseLevels
     rows: Int[Array, "n"]
     advantages: Float[Array, "n"]
-    weight: Float[Array, "n"]  # 0 for padding, else 1
+    weight: Float[Array, "n"]  # 0 for padding
+
+
+def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions | Endpoints:
+    """What is trained of a trajectory: the transitions that were stored, without any its end."""
+    if len(trajectory.transitions.sigma):
+        return trajectory.transitions
+    return Endpoints(trajectory.latents, keys, trajectory.sigmas)
 
 
 def shared(experience: Experience) -> Shared:
@@ -47,14 +80,17 @@ def shared(experience: Experience) -> Shared:
     return Shared(experience.conditioning, experience.null, experience.sigma_max)
 
 
-def passes(experience: Experience, images: int, steps: int, group: DeviceGroup) -> MicroBatch:
-    """All transitions of a fragment, cut into passes [m, steps, images, ...].
+def passes(
+    experience: Experience, images: int, steps: int, group: DeviceGroup, times: Times | None = None
+) -> MicroBatch:
+    """All samples of a fragment, cut into passes [m, steps, images, ...]; `times` draws the noise levels.
 
     Pass j of some steps holds the images j, j + c, j + 2c, ...: strided, not contiguous, so that every
     device's share of a pass already lies on it. Where `steps` does not divide the trained ones, the
     last is repeated with weight 0.
     """
-    s, b = experience.transitions.log_prob.shape
+    samples = _per_step(experience.samples, times)
+    s, b = samples.sigma.shape
     rounds, chunks = -(-s // steps), b // images
 
     def cut(a: Array) -> Array:
@@ -70,13 +106,25 @@ def passes(experience: Experience, images: int, steps: int, group: DeviceGroup) 
         """[b] -> [s b]."""
         return jnp.broadcast_to(a, (s, b))
 
-    t = experience.transitions
-    sigma, sigma_next = (jnp.broadcast_to(a[:, None], (s, b)) for a in (t.sigma, t.sigma_next))
-    transitions = t._replace(sigma=sigma, sigma_next=sigma_next)
     rows, advantages = per_step(experience.rows), per_step(experience.advantages)
     trained = (jnp.arange(rounds * steps) < s).astype(jnp.float32)
-    weight = jnp.broadcast_to(trained[:, None], (rounds * steps, b))
-    return jax.tree.map(cut, MicroBatch(transitions, rows, advantages, weight))
+    weight = trained[:, None] * experience.weight
+    return jax.tree.map(cut, MicroBatch(samples, rows, advantages, weight))
+
+
+def _per_step(samples: Transitions | Endpoints, times: Times | None) -> Transitions | NoiseLevels:
+    """All samples [s b ...]."""
+    if isinstance(samples, Endpoints):
+        sigma = times.draw(samples.keys, samples.sigmas)
+        s, b = sigma.shape
+        draws = jnp.broadcast_to(jnp.arange(s)[:, None], (s, b))
+        x0, keys = (jnp.broadcast_to(a, (s, *a.shape)) for a in (samples.x0, samples.keys))
+        return NoiseLevels(x0, keys, draws, sigma)
+    each = samples.log_prob.shape
+    sigma, sigma_next = (
+        jnp.broadcast_to(a[:, None], each) for a in (samples.sigma, samples.sigma_next)
+    )
+    return samples._replace(sigma=sigma, sigma_next=sigma_next)
 
 
 def merged(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:

@@ -39,6 +39,13 @@ class Policy:
         # Copies, as the trainer's updates consume the arrays of what is tuned.
         return jax.tree.map(jnp.copy, tuned), transformer
 
+    def untuned(self, base: Params) -> Params:
+        """A `tuned` that changes nothing; `base` was split with a reference."""
+        if self.lora is not None:
+            # One of its two factors is 0 at first, so that any key will do.
+            return lora_init(jax.random.key(0), base, self.lora, self.family.lists["transformer"])
+        return self._sorted_out(base)[1]
+
     def sampler_base(self, base: Params) -> Params:
         """The part of `base` that sampling needs: a reference kept for the KL is none of it."""
         return base if self.lora is not None else self._sorted_out(base)[0]

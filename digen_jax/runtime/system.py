@@ -65,6 +65,11 @@ class System(NamedTuple):
         """The first sampling mesh's."""
         return self.rollouts[0].evaluator
 
+    def untuned(self) -> Any:
+        """What is tuned as it was before tuning, whatever has become of `start`; `base` holds a reference."""
+        start = self.policy.untuned(self.base)
+        return jax.device_put(start, self.placement.trainer.params(start))
+
     def publish(self, tuned: Any) -> Weights:
         """Tuned parameters on the first sampling mesh, with all else that it needs.
 

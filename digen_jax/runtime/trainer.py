@@ -7,26 +7,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from digen_jax.algorithms.advantages import STD_EPS
-from digen_jax.algorithms.policy_gradient import PolicyGradient
+from digen_jax.algorithms.decay import decayed
+from digen_jax.algorithms.demands import (
+    Algorithm,
+    images_of_sample,
+    is_forward,
+    needs_behaviour,
+    samples_from_copy,
+    slow_copy,
+)
 from digen_jax.flow.steps import Step
 from digen_jax.runtime import early
 from digen_jax.runtime.early import OpenGroup
 from digen_jax.runtime.gradient import GroupSums, Metrics, Objective, Term, Totals, sum_passes
 from digen_jax.runtime.hosts import put
+from digen_jax.runtime.matching import MatchingObjective
 from digen_jax.runtime.packing import Experience, MicroBatch, passes, shared
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.policy import Policy
 
 
 class State(NamedTuple):
-    """What an update changes. `ema` is None where no average is kept."""
+    """What a step changes. `ema` is None where no average is kept, `copy` where the algorithm has no slow copy."""
 
     tuned: Any
     optimizer: Any
     ema: Any
+    copy: Any = None
 
     @property
     def evaluated(self) -> Any:
@@ -71,13 +81,18 @@ class Trainer:
         policy: Policy,
         group: DeviceGroup,
         step: Step,
-        algorithm: PolicyGradient,
+        algorithm: Algorithm,
         settings: TrainerSettings,
     ):
         self.policy, self.group, self.settings = policy, group, settings
         self.algorithm = algorithm
         self._optimizer = settings.optimizer()
-        self._objective = Objective(policy, step, algorithm)
+        self._decay = slow_copy(algorithm)
+        self._objective = (
+            MatchingObjective(policy, algorithm)
+            if is_forward(algorithm)
+            else Objective(policy, step, algorithm)
+        )
         self._begin = jax.jit(self._zeros)
         self._accumulate = jax.jit(self._scan, donate_argnums=4)
         self._begin_group = jax.jit(self._zeros_of_group)
@@ -85,6 +100,10 @@ class Trainer:
         self._empty = jax.jit(self._empty_totals)
         self._fold = jax.jit(self._folded, donate_argnums=0)
         self._update = jax.jit(self._apply, donate_argnums=0)
+        # A copy that is published is not consumed: samplers and the trainer still refer to the version.
+        self._follow = jax.jit(
+            self._followed, donate_argnums=() if samples_from_copy(algorithm) else 0
+        )
 
     def init(self, tuned: Any) -> State:
         """The state before the first update, sharded as the group's rules say.
@@ -95,7 +114,8 @@ class Trainer:
         tuned = jax.device_put(tuned, shardings.tuned)
         optimizer = jax.jit(self._optimizer.init, out_shardings=shardings.optimizer)(tuned)
         ema = jax.tree.map(jnp.copy, tuned) if self.settings.ema else None
-        return State(tuned, optimizer, ema)
+        copy = jax.tree.map(jnp.copy, tuned) if self._decay else None
+        return State(tuned, optimizer, ema, copy)
 
     def accumulate(
         self,
@@ -108,19 +128,23 @@ class Trainer:
         """Adds a fragment's gradient and sums to `totals`, which is consumed; None begins anew.
 
         `behaviour` holds the parameters that sampled the fragment, of the version at its step's start or an
-        older one. Only where the old log-probabilities are "recomputed" they are read.
+        older one. It is read where old log-probabilities are "recomputed", and by DiffusionNFT.
 
         Raises:
-          ValueError: they are to be recomputed, but `behaviour` is not given.
+          ValueError: it is read, but not given.
         """
-        if self.algorithm.old_log_probs != "recomputed":
+        if not needs_behaviour(self.algorithm):
             behaviour = None
         elif behaviour is None:
-            raise ValueError("old log-probabilities are recomputed, so accumulate needs behaviour")
+            raise ValueError("the policy that sampled is evaluated, so accumulate needs behaviour")
         if totals is None:
             totals = self._begin(state.tuned)
+        others = (behaviour,)
+        if is_forward(self.algorithm):
+            # DiffusionNFT reads its copy as the version that sampled.
+            others += (None if samples_from_copy(self.algorithm) else state.copy,)
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
-        totals = self._accumulate(state.tuned, base, behaviour, experience, totals)
+        totals = self._accumulate(state.tuned, base, others, experience, totals)
         return totals._replace(unscaled=unscaled)
 
     def accumulate_early(
@@ -173,7 +197,7 @@ class Trainer:
     def update(
         self, state: State, totals: Totals, reward_std: float | None = None
     ) -> tuple[State, Metrics]:
-        """One optimizer step; `state` is consumed.
+        """One optimizer step; `state` is consumed, but for its slow copy, which stays as it is.
 
         `reward_std` is the global std, of all rewards of the step: needed where `totals` holds groups that
         were closed before it was known.
@@ -181,11 +205,31 @@ class Trainer:
         Raises:
           ValueError: it is needed and not given.
         """
-        if totals.unscaled is None:
-            return self._update(state, totals, None)
-        if reward_std is None:
-            raise ValueError("groups were trained before the global std was known: give reward_std")
-        return self._update(state, totals, np.float32(1 / (reward_std + STD_EPS)))
+        scale = None
+        if totals.unscaled is not None:
+            if reward_std is None:
+                raise ValueError(
+                    "groups were trained before the global std was known: give reward_std"
+                )
+            scale = np.float32(1 / (reward_std + STD_EPS))
+        updated, metrics = self._update(state._replace(copy=None), totals, scale)
+        return updated._replace(copy=state.copy), metrics
+
+    def end_step(self, state: State, updates: int) -> State:
+        """The slow copy follows the trained parameters, after all updates of a step.
+
+        Args:
+          state: its copy is consumed, where that is not what is published.
+          updates: optimizer updates that were made so far, in all steps.
+        """
+        if self._decay is None:
+            return state
+        decay = np.float32(self._decay.at(updates))
+        return state._replace(copy=self._follow(state.copy, state.tuned, decay))
+
+    def published(self, state: State) -> Any:
+        """The behaviour policy between two steps: the trained parameters, or DiffusionNFT's old ones."""
+        return state.copy if samples_from_copy(self.algorithm) else state.tuned
 
     def _shardings(self, tuned: Any) -> State:
         """Where a state lies: the average and the moments like their parameters, counts everywhere."""
@@ -202,7 +246,9 @@ class Trainer:
     # ------------------------------------------------------------------------------ while tracing
 
     def _passes(self, experience: Experience) -> MicroBatch:
-        return passes(experience, self.settings.micro_batch, self.settings.pack, self.group)
+        images = self.settings.micro_batch // images_of_sample(self.algorithm)
+        times = self.algorithm.times if is_forward(self.algorithm) else None
+        return passes(experience, images, self.settings.pack, self.group, times)
 
     def _layout(self, sums: Totals | GroupSums | Term | None) -> Any:
         """Shardings of sums: a gradient is split like its parameters."""
@@ -235,9 +281,10 @@ class Trainer:
         )
 
     def _scan(
-        self, tuned: Any, base: Any, behaviour: Any, experience: Experience, totals: Totals
+        self, tuned: Any, base: Any, others: tuple, experience: Experience, totals: Totals
     ) -> Totals:
-        return self._sum(self._objective.gradient, (tuned, base, behaviour), experience, totals)
+        parameters = tuned, base, *others
+        return self._sum(self._objective.gradient, parameters, experience, totals)
 
     def _scan_group(
         self, tuned: Any, base: Any, experience: Experience, shift: Any, sums: GroupSums
@@ -253,6 +300,10 @@ class Trainer:
 
     def _folded(self, totals: Totals, sums: GroupSums, scale: Any) -> Totals:
         return self._laid_out(early.folded(totals, sums, scale, self.algorithm.kl_coefficient))
+
+    def _followed(self, copy: Any, tuned: Any, decay: Float[Array, ""]) -> Any:
+        mixed = decayed(copy, tuned, decay)
+        return jax.lax.with_sharding_constraint(mixed, self.group.params(mixed))
 
     def _apply(self, state: State, totals: Totals, scale: Any) -> tuple[State, Metrics]:
         if scale is not None:

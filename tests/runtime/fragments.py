@@ -66,7 +66,7 @@ def experience(
 ) -> Experience:
     """Some images as the trainer gets them, and of each the first steps."""
     prompts, all_images = sampled()
-    t = all_images.transitions
+    t = all_images.samples
     t = type(t)(*(part[:steps, images] for part in t[:3]), *(part[:steps] for part in t[3:5]))
     part = Images(0, ROWS[images], t, all_images.sigmas)
     return receive(parts, prompts, part, advantages[images])
@@ -98,7 +98,7 @@ def plain(tuning: str, old_log_prob: np.ndarray, steps: int = STEPS, by: float =
 @functools.cache
 def plain_of_stored(tuning: str, steps: int):
     """`plain` with the log-probabilities that were stored when the images were sampled."""
-    return plain(tuning, sampled()[1].transitions.log_prob, steps)
+    return plain(tuning, sampled()[1].samples.log_prob, steps)
 
 
 @functools.cache

@@ -45,7 +45,7 @@ def test_it_samples_by_the_rounded_network():
     c = config(sampler__window=(0, 4))
     system = toy.system(c)
     prompts, (fragment,) = toy.rollout(system, c, system.start)
-    t = jax.tree.map(jnp.asarray, jax.device_get(fragment.transitions))
+    t = jax.tree.map(jnp.asarray, jax.device_get(fragment.samples))
     step, sigmas = system.sampler.settings.step, fragment.sigmas
     rounded = system.publish(system.start)
     conditioning = jax.tree.map(lambda leaf: leaf[fragment.rows], prompts.conditioning)

@@ -135,14 +135,14 @@ def with_means():
     fields = {"algorithm__ratio": "guard"}
     parts = fragments.system(fragments.config("full", **fields))
     _, (images,) = toy.rollout(parts, fragments.config("full", images=12), parts.start)
-    t = jax.device_get(images.transitions)
-    np.testing.assert_array_equal(t.x_next, fragments.sampled()[1].transitions.x_next)
+    t = jax.device_get(images.samples)
+    np.testing.assert_array_equal(t.x_next, fragments.sampled()[1].samples.x_next)
     return t
 
 
 def experience(parts, means):
     prompts, images = fragments.sampled()
-    images = images._replace(transitions=with_means() if means else images.transitions)
+    images = images._replace(samples=with_means() if means else images.samples)
     return receive(parts, prompts, images, fragments.ADVANTAGES)
 
 
@@ -184,7 +184,7 @@ def test_an_update_without_a_single_sample_is_one_without_a_gradient():
     state = parts.trainer.init(fragments.tuned("lora"))
     before = jax.device_get(state.tuned)
     late = experience(parts, False)
-    late = late._replace(transitions=late.transitions._replace(sigma=late.transitions.sigma * 0.9))
+    late = late._replace(samples=late.samples._replace(sigma=late.samples.sigma * 0.9))
     state, metrics = parts.trainer.update(
         state, parts.trainer.accumulate(state, parts.base, late, None)
     )

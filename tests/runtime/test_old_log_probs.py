@@ -23,14 +23,14 @@ def built(tuning, old_log_probs, mesh=(2, 2, 1)):
 @functools.cache
 def with_wrong_stored():
     """What is stored, as if the sampler's arithmetic were much coarser than the trainer's."""
-    stored = fragments.sampled()[1].transitions.log_prob
+    stored = fragments.sampled()[1].samples.log_prob
     return stored + np.float32(0.02) * np.random.default_rng(5).normal(size=stored.shape)
 
 
 def experience(parts):
     given = fragments.experience(parts, ALL)
-    stored = jax.device_put(np.float32(with_wrong_stored()), given.transitions.log_prob.sharding)
-    return given._replace(transitions=given.transitions._replace(log_prob=stored))
+    stored = jax.device_put(np.float32(with_wrong_stored()), given.samples.log_prob.sharding)
+    return given._replace(samples=given.samples._replace(log_prob=stored))
 
 
 @pytest.mark.parametrize(("tuning", "by"), [("lora", 0.02), ("full", 0.02)])

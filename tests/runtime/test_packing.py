@@ -64,7 +64,7 @@ def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
 def compiled(parts, state, steps):
     """The compiled program that adds a fragment to the totals: its text."""
     experience = fragments.experience(parts, ALL, steps)
-    program, args = parts.trainer, (state.tuned, parts.base, None, experience)
+    program, args = parts.trainer, (state.tuned, parts.base, (None,), experience)
     totals = jax.eval_shape(program._begin, args[0])
     layout = program._layout(totals)
     given = jax.tree.map(
@@ -99,10 +99,10 @@ def sent_latents(text):
     return [kind for kind, shapes, back in found if not back and any(s[-3:] == end for s in shapes)]
 
 
-def merged_first(experience, images, steps, group):
+def merged_first(experience, images, steps, group, times):
     """As `passes`, but the steps and images of a pass are merged before they are constrained."""
-    s, b = experience.transitions.log_prob.shape
-    t = experience.transitions
+    s, b = experience.samples.log_prob.shape
+    t = experience.samples
     sigmas = (jnp.broadcast_to(a[:, None], (s, b)) for a in t[3:5])
     per_image = (jnp.broadcast_to(a, (s, b)) for a in (experience.rows, experience.advantages))
     micro = MicroBatch(type(t)(*t[:3], *sigmas), *per_image, jnp.ones((s, b)))

@@ -53,7 +53,7 @@ class Rollout:
         self.system = toy.system(self.config, family=attention_family())
         self.state = self.system.trainer.init(self.system.start)
         prompts, (fragment,) = toy.rollout(self.system, self.config, self.state.tuned)
-        self.transitions = jax.device_get(fragment.transitions)
+        self.transitions = jax.device_get(fragment.samples)
         advantages = np.linspace(-1, 1, 8, dtype=np.float32)
         self.experience = receive(self.system, prompts, fragment, advantages)
 
@@ -68,12 +68,12 @@ class Rollout:
 
         @jax.jit
         def program(tuned, base, experience):
-            steps = len(experience.transitions.sigma)
+            steps = len(experience.samples.sigma)
             rows = jnp.tile(experience.rows, steps)
             conditioning = jax.tree.map(lambda c: c[rows], experience.conditioning)
             velocity = self.system.policy.velocity(tuned, base, conditioning, experience.null)
             step = self.system.sampler.settings.step
-            found = replay(velocity, flatten(experience.transitions), step, experience.sigma_max)
+            found = replay(velocity, flatten(experience.samples), step, experience.sigma_max)
             return jax.tree.map(lambda a: a.reshape(steps, -1, *a.shape[1:]), found)
 
         return lambda experience: jax.device_get(
@@ -100,9 +100,9 @@ def rolled(request, exact_and_split, optimised):
 
 def shifted(experience, step):
     """One sigma, 1e-3 off."""
-    t = experience.transitions
+    t = experience.samples
     sigma = t.sigma.at[step].add(1e-3 if t.sigma[step] < 1 else -1e-3)
-    return experience._replace(transitions=t._replace(sigma=sigma))
+    return experience._replace(samples=t._replace(sigma=sigma))
 
 
 def test_the_first_updates_ratios_are_1(rolled):

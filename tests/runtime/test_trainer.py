@@ -65,7 +65,7 @@ def experiences(system, fragment):
     prompts, images = sampled()
     for start in range(0, 8, fragment):
         cut = slice(start, start + fragment)
-        t = images.transitions
+        t = images.samples
         part = t._replace(**{name: getattr(t, name)[:, cut] for name in t._fields[:3]})
         part = Images(0, ROWS[cut], part, images.sigmas)
         yield receive(system, prompts, part, ADVANTAGES[cut])

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float32
 from ml_collections import ConfigDict
 
+from digen_jax.algorithms.demands import needs_behaviour, set_steps
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, evaluate
 from digen_jax.runtime.executors.sampling import SamplingExecutor
@@ -53,19 +54,20 @@ class Executors:
     ):
         """`first` is the step that `state` is the start of, `kept` the older versions to be held."""
         self.system, self._config = system, config
-        self.steps = Steps(
-            batches, config.batch.images, config.sampler.fragment, config.seed, first
-        )
+        algorithm, sizes = system.trainer.algorithm, (config.batch.images, config.sampler.fragment)
+        self.steps = Steps(batches, *sizes, config.seed, first, set_steps(algorithm))
         apart = not system.placement.colocated
         self.last_update = config.trainer.updates - 1
         # What an update consumes is sampled from, or compared with, behind it only where these say so.
-        later = apart or system.trainer.algorithm.old_log_probs == "recomputed"
+        later = apart or needs_behaviour(algorithm)
         self.versions = Versions(later and (config.runtime.staleness > 0 or self.last_update > 0))
         for version, tuned in (kept or {}).items():
             self.versions.add(version, tuned, own=False)
-        self.versions.add(first, state.tuned)
-        std = config.algorithm.advantage_std
-        self.trainer = TrainingExecutor(system, self.steps, self.versions, state, std)
+        std = config.algorithm.get("advantage_std", "group")
+        self.trainer = TrainingExecutor(
+            system, self.steps, self.versions, state, std, config.trainer.updates
+        )
+        self.trainer.publish(first)
         rollouts = system.rollouts if apart else ()
         self.rollouts = {f"rollout {i}": self._sampling(one) for i, one in enumerate(rollouts)}
 

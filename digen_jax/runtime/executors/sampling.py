@@ -4,7 +4,8 @@ import jax
 
 from digen_jax.flow.sampling import Trajectory
 from digen_jax.runtime.executors.steps import Images, Steps
-from digen_jax.runtime.hosts import fetch
+from digen_jax.runtime.hosts import fetch, put
+from digen_jax.runtime.packing import Endpoints, trained_part
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.sampler import Prompts, Weights
 from digen_jax.runtime.scheduler.commands import Fragment
@@ -46,14 +47,16 @@ class SamplingExecutor:
             self.drop_fragment(fragment)
 
     def decode(self, fragment: Fragment) -> None:
-        """A fragment's pictures to the host, its transitions to the trainer mesh."""
+        """A fragment's pictures to the host, what is trained of it to the trainer mesh."""
         begun, step = self._begun.pop(fragment, None), self._steps.find(fragment)
         if step is None:
             return
         version, trajectory = begun
         pictures = self.rollout.sampler.decode(self._fixed, trajectory)
-        rows = step.rows[step.cut(fragment.index)]
-        images = Images(version, rows, trajectory.transitions, trajectory.sigmas)
+        cut = step.cut(fragment.index)
+        keys = put(step.training_keys[cut], self.rollout.group.batch)
+        samples = trained_part(trajectory, keys)
+        images = Images(version, step.rows[cut], samples, trajectory.sigmas)
         images = jax.block_until_ready(moved(images, self._trainer))
         self._steps.store(fragment, fetch(pictures), images)
 
@@ -68,11 +71,14 @@ class SamplingExecutor:
 
 def moved(images: Images, trainer: DeviceGroup) -> Images:
     """A fragment from a sampling mesh to the trainer mesh, its images split over the devices."""
-    transitions, whole = images.transitions, trainer.replicated
-    split = trainer.batch_of_steps
-    means = None if transitions.mean is None else split
-    shardings = type(transitions)(split, split, split, whole, whole, means)
+    samples, whole = images.samples, trainer.replicated
+    if isinstance(samples, Endpoints):
+        shardings = Endpoints(trainer.batch, trainer.batch, whole)
+    else:
+        split = trainer.batch_of_steps
+        means = None if samples.mean is None else split
+        shardings = type(samples)(split, split, split, whole, whole, means)
     return images._replace(
-        transitions=jax.device_put(transitions, shardings),
+        samples=jax.device_put(samples, shardings),
         sigmas=jax.device_put(images.sigmas, whole),
     )

@@ -10,7 +10,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Key
 
 from digen_jax.algorithms.advantages import group_advantages
+from digen_jax.flow.noising import turn_keys
 from digen_jax.flow.sampling import Transitions, image_keys
+from digen_jax.runtime.packing import Endpoints
 from digen_jax.runtime.sampler import Prompts
 from digen_jax.runtime.scheduler.commands import Fragment
 
@@ -20,7 +22,7 @@ class Images(NamedTuple):
 
     version: int  # of the policy that sampled them
     rows: Int[np.ndarray, "b"]  # each image's group within the step
-    transitions: Transitions
+    samples: Transitions | Endpoints
     sigmas: Float32[Array, "sigmas"]
 
 
@@ -34,7 +36,10 @@ class Step:
     records: list[dict[str, Any]]
     size: int  # images of a fragment
     rows: Int[np.ndarray, "n"]
-    keys: Key[Array, "n"]
+    keys: Key[Array, "n"]  # that the images are sampled by
+    training_keys: Key[
+        Array, "n"
+    ]  # that noise levels and noise are drawn by: the same in the first turn
     scores: Float32[np.ndarray, "n"]  # NaN where not scored yet
     prompts: Prompts | None = None
     sampled: dict[int, Images] = dataclasses.field(default_factory=dict)  # by fragment
@@ -42,13 +47,16 @@ class Step:
     dropped: set[int] = dataclasses.field(default_factory=set)  # begun fragments of no use
 
     @classmethod
-    def begin(cls, records: list[dict[str, Any]], images: int, size: int, seed: int) -> "Step":
-        """Nothing sampled yet; `images` a group, `size` a fragment."""
+    def begin(
+        cls, records: list[dict[str, Any]], images: int, size: int, seed: int, turn: int = 0
+    ) -> "Step":
+        """Nothing sampled yet; `images` a group, `size` a fragment. `turn`: the times it has been trained."""
         rows = np.repeat(np.arange(len(records), dtype=np.int32), images)
         serials = np.asarray([record["serial"] for record in records])[rows]
         numbers = np.tile(np.arange(images), len(records))
         keys = image_keys(jax.random.key(seed), serials, numbers)
-        return cls(records, size, rows, keys, np.full(len(rows), np.nan, np.float32))
+        unknown = np.full(len(rows), np.nan, np.float32)
+        return cls(records, size, rows, keys, turn_keys(keys, turn), unknown)
 
     @property
     def texts(self) -> list[str]:
@@ -97,22 +105,30 @@ class Step:
 class Steps:
     """The steps by number. Each draws its prompts when it is first asked for, in turn.
 
+    Where the images are a fixed set, `batches` comes round again after `set_steps` steps; 0: never.
     May be used by several threads.
     """
 
     def __init__(
-        self, batches: Iterator[list[dict[str, Any]]], images: int, size: int, seed: int, first: int
+        self,
+        batches: Iterator[list[dict[str, Any]]],
+        images: int,
+        size: int,
+        seed: int,
+        first: int,
+        set_steps: int = 0,
     ):
         self.first = first  # the step that is on
         self._batches, self._make = batches, (images, size, seed)
-        self._next = first
+        self._set_steps, self._next = set_steps, first
         self._steps: dict[int, Step] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> Step:
         with self._lock:
             while self._next <= number:
-                self._steps[self._next] = Step.begin(next(self._batches), *self._make)
+                turn = self._next // self._set_steps if self._set_steps else 0
+                self._steps[self._next] = Step.begin(next(self._batches), *self._make, turn)
                 self._next += 1
             return self._steps[number]
 

@@ -1,17 +1,23 @@
 """The trainer mesh's executor: accumulates fragments, updates, and keeps the published versions."""
 
+import functools
 import threading
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float32, Int
 
+from digen_jax.algorithms.demands import needs_behaviour, set_steps
+from digen_jax.algorithms.diffusion_nft import DiffusionNFT, reward_probabilities
+from digen_jax.algorithms.preference import DiffusionDPO, pair_of_each_group
 from digen_jax.runtime.early import OpenGroup
 from digen_jax.runtime.executors.sampling import moved
 from digen_jax.runtime.executors.steps import Images, Step, Steps
 from digen_jax.runtime.hosts import put
+from digen_jax.runtime.packing import Endpoints
 from digen_jax.runtime.sampler import Prompts, Weights
 from digen_jax.runtime.scheduler.commands import Fragment
 from digen_jax.runtime.system import Rollout, System
@@ -21,8 +27,19 @@ from digen_jax.runtime.trainer import Experience, State
 class TrainingExecutor:
     """Trains on its mesh; every method returns once its work is done."""
 
-    def __init__(self, system: System, steps: Steps, versions: "Versions", state: State, std: str):
+    def __init__(
+        self,
+        system: System,
+        steps: Steps,
+        versions: "Versions",
+        state: State,
+        std: str,
+        updates: int = 1,
+    ):
         self.state = state
+        self._updates = updates  # of a step
+        fixed = set_steps(system.trainer.algorithm) > 0
+        self._fixed = system.untuned() if fixed else None  # what samples a fixed set
         self._system, self._steps, self._versions = system, steps, versions
         self._std: Literal["group", "global"] = std
         self._totals = None
@@ -35,11 +52,14 @@ class TrainingExecutor:
         images = step.sampled.pop(fragment.index)
         if early:
             return self._train_early(step, step.cut(fragment.index), images)
-        advantages = step.advantages(fragment.index, self._std)
-        experience = receive(self._system, step.prompts, images, advantages)
         trainer, base = self._system.trainer, self._system.base
-        recomputed = trainer.algorithm.old_log_probs == "recomputed"
-        behaviour = self._versions[images.version] if recomputed else None
+        if isinstance(trainer.algorithm, DiffusionDPO):
+            advantages = step.scores[step.cut(fragment.index)]
+        else:
+            advantages = step.advantages(fragment.index, self._std)
+        experience = receive(self._system, step.prompts, images, advantages)
+        read = needs_behaviour(trainer.algorithm)
+        behaviour = self._versions[images.version] if read else None
         self._totals = jax.block_until_ready(
             trainer.accumulate(self.state, base, experience, self._totals, behaviour)
         )
@@ -69,7 +89,15 @@ class TrainingExecutor:
         self._history.append(metrics)
         jax.block_until_ready(self.state)
         if version is not None:
-            self._versions.add(version, self.state.tuned)
+            self.state = self._system.trainer.end_step(self.state, version * self._updates)
+            self.publish(version)
+
+    def publish(self, version: int) -> None:
+        """Makes the behaviour policy a version."""
+        tree = self._fixed
+        if tree is None:
+            tree = self._system.trainer.published(self.state)
+        self._versions.add(version, tree, own=tree is self.state.tuned)
 
     def metrics(self) -> dict[str, float]:
         """The means over a step's updates, which are forgotten."""
@@ -81,7 +109,7 @@ class TrainingExecutor:
 class Versions:
     """The weights of each version that may be asked for, on the trainer mesh.
 
-    The newest ones are the trainer's own arrays. With `keep` an update consumes a copy of them, as
+    The newest ones may be the trainer's own arrays. With `keep` an update consumes a copy of them, as
     something may still refer to the version; without it the version ends there.
     May be used by several threads.
     """
@@ -135,10 +163,28 @@ class Versions:
 def receive(
     system: System, prompts: Prompts, images: Images, advantages: Float32[Any, "b"]
 ) -> Experience:
-    """A fragment as the trainer takes it, on its mesh."""
-    group = system.placement.trainer
-    whole = group.replicated
+    """A fragment as the trainer takes it, on its mesh.
+
+    For diffusion DPO, which pairs the best and the worst image of each group, `advantages` are the rewards.
+    """
+    algorithm, group = system.trainer.algorithm, system.placement.trainer
     images = moved(images, group)
-    conditioning, null = jax.device_put(tuple(prompts), whole)
-    rows, advantages = put(images.rows, group.batch), put(advantages, group.batch)
-    return Experience(images.transitions, conditioning, null, rows, advantages, images.sigmas[1])
+    samples, rows, weight = images.samples, images.rows, np.ones(len(advantages), np.float32)
+    if isinstance(algorithm, DiffusionNFT):
+        advantages = reward_probabilities(algorithm, advantages)
+    if isinstance(algorithm, DiffusionDPO):
+        pairs, weight = pair_of_each_group(advantages, rows, int(rows.max()) + 1)
+        samples = _paired(samples, put(pairs, group.replicated), group.batch)
+        rows, advantages = rows[pairs[:, 0]], advantages[pairs[:, 0]]
+    conditioning, null = jax.device_put(tuple(prompts), group.replicated)
+    rows, advantages, weight = (put(a, group.batch) for a in (rows, advantages, weight))
+    return Experience(samples, conditioning, null, rows, advantages, weight, images.sigmas[1])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _paired(
+    samples: Endpoints, pairs: Int[Array, "groups 2"], sharding: NamedSharding
+) -> Endpoints:
+    """Pairs of images as one, with the key of the preferred image, which is the first."""
+    split = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+    return Endpoints(split(samples.x0[pairs]), split(samples.keys[pairs[:, 0]]), samples.sigmas)

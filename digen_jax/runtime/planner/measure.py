@@ -12,6 +12,8 @@ from digen_jax import rewards
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
+from digen_jax.runtime.hosts import put
+from digen_jax.runtime.packing import trained_part
 from digen_jax.runtime.scheduler.settings import Costs
 from digen_jax.runtime.system import System
 
@@ -45,13 +47,14 @@ def measure(system: System, config: Any, records: list[dict], reward: rewards.Re
             reward, config.reward.name, pictures, [record["prompt"] for record in shown], shown
         )
     )
-    images = Images(0, rows, made.transitions, made.sigmas)
+    samples = trained_part(made, put(keys, system.sampler.group.batch))
+    images = Images(0, rows, samples, made.sigmas)
     advantages = np.linspace(-1, 1, size, dtype=np.float32)
     local = jax.device_put(prompts, system.placement.trainer.replicated)
 
     def accumulate() -> Any:
         experience = receive(system, local, images, advantages)
-        return system.trainer.accumulate(state, system.base, experience, None)
+        return system.trainer.accumulate(state, system.base, experience, None, state.tuned)
 
     totals, train = timed(accumulate)
     update = _time_updates(system, state, totals)

@@ -80,11 +80,11 @@ def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[st
     return {
         "parameters": tuned + foot.base.on_device(fsdp),
         "gradient": (1 + early) * tuned,
-        "optimizer": (2 + foot.ema) * tuned,
+        "optimizer": (2 + foot.copies) * tuned,
         "kept versions": _versions(problem, candidate) * tuned,
         "frozen": foot.frozen.on_device(fsdp) if samples else 0.0,
         "activations": float(foot.activations * passing),
-        "trajectories": images * problem.transitions * foot.transition / candidate.trainer,
+        "trajectories": images * foot.trajectory / candidate.trainer,
     }
 
 
@@ -98,7 +98,7 @@ def _worker_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str
         "parameters": foot.sampler_base.on_device(fsdp),
         "kept versions": _versions(problem, candidate) * foot.published.on_device(fsdp),
         "frozen": foot.frozen.on_device(fsdp),
-        "trajectories": images * problem.transitions * foot.transition,
+        "trajectories": images * foot.trajectory,
     }
 
 

@@ -61,10 +61,10 @@ class Footprint:
       published: what of it a sampler is sent.
       sampler_base: what a sampler needs besides.
       frozen: text encoders and autoencoder, which sit where images are made.
-      ema: whether an average of the tuned parameters is kept.
-      activations: what the backward pass keeps of one transition.
-      transition: one stored step of one image.
-      micro_batch: transitions in one forward and backward pass of one step of a trajectory.
+      copies: of the tuned parameters beside them: an average, an algorithm's slow copy.
+      activations: what the backward pass keeps of one trained sample.
+      trajectory: what is stored of one image until it is trained.
+      micro_batch: samples in one forward and backward pass of one step of a trajectory.
       trainer_fsdp: the least size of the trainer mesh's axis fsdp, where it divides; it is made
         larger where the memory asks for it.
       worker_fsdp: the same of a rollout mesh.
@@ -75,9 +75,9 @@ class Footprint:
     base: Parameters
     sampler_base: Parameters
     frozen: Parameters
-    ema: bool
+    copies: int
     activations: int
-    transition: int
+    trajectory: int
     micro_batch: int
     trainer_fsdp: int = 1
     worker_fsdp: int = 1
@@ -94,7 +94,7 @@ class Problem:
       costs: on a worker and a trainer of one device each.
       worker: of generating and decoding a fragment.
       trainer: of training one, over the axes of the trainer mesh that split images.
-      transitions: trained steps of a trajectory, which the trainer mesh's axis `time` splits.
+      transitions: trained steps or noise levels of an image, which the trainer mesh's axis `time` splits.
       scorers: fragments scored at a time; 0: any number.
       footprint: what has to be held; None: memory is not predicted.
       device_memory: bytes; None: any amount.

@@ -90,9 +90,9 @@ FOOTPRINT = Footprint(
     base=Parameters(80, 4),
     sampler_base=Parameters(80, 2),
     frozen=Parameters(400, 6),
-    ema=True,
+    copies=1,
     activations=1000,
-    transition=10,
+    trajectory=10,
     micro_batch=8,
 )
 
@@ -111,13 +111,13 @@ def test_a_device_holds_what_is_counted_by_hand():
         "kept versions": 2 * tuned,
         "frozen": 400 / 2 + 6,
         "activations": 4 * 1000,
-        "trajectories": 16 * 1.5 * 4 * 10 / 4,
+        "trajectories": 16 * 1.5 * 10 / 4,
     }
     assert held.worker == {
         "parameters": 80 / 2 + 2,
         "kept versions": 2 * (400 / 2 + 4),
         "frozen": 400 / 2 + 6,
-        "trajectories": 2 * 1 * 4 * 10,
+        "trajectories": 2 * 1 * 10,
     }
     assert held.largest == sum(held.trainer.values())
 

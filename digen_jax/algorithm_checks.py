@@ -1,0 +1,100 @@
+"""What a complete config must be like for its algorithm: a part of `recipe_checks`."""
+
+from typing import get_args
+
+from ml_collections import ConfigDict
+
+from digen_jax.algorithms.demands import Algorithm, is_forward
+from digen_jax.algorithms.policy_gradient import Kl, PolicyGradient, Ratio, Surrogate
+from digen_jax.algorithms.preference import DiffusionDPO
+from digen_jax.flow.steps import KINDS, Ode
+from digen_jax.recipe import algorithm_settings, noisy_steps
+from digen_jax.settings import ConfigError, blame, check_choice, check_divides, check_positive
+
+WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
+NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
+
+
+def check_algorithm(config: ConfigDict) -> None:
+    """Refuses settings of the algorithm that cannot work, and a sampler that is not for it."""
+    section = config.algorithm
+    if section.name == "policy_gradient":
+        check_choice("config.sampler.kind", config.sampler.kind, NOISY)
+        check_positive("config.sampler.noise_level", config.sampler.noise_level)
+        for field, choices in (
+            ("advantage_std", ("group", "global")),
+            ("ratio", get_args(Ratio)),
+            ("surrogate", get_args(Surrogate)),
+            ("kl", get_args(Kl)),
+            ("old_log_probs", ("auto", "rollout", "recomputed", "current")),
+        ):
+            check_choice(f"config.algorithm.{field}", section[field], choices)
+    with blame("config.algorithm."):
+        algorithm = algorithm_settings(config)
+    _check_nested(config, algorithm)
+    with blame("config.algorithm."):
+        algorithm.check()
+        if isinstance(algorithm, PolicyGradient):
+            _check_policy_gradient(config, algorithm)
+    if is_forward(algorithm):
+        _check_forward(config)
+    if isinstance(algorithm, DiffusionDPO):
+        _check_pairs(config)
+
+
+def _check_nested(config: ConfigDict, algorithm: Algorithm) -> None:
+    """The settings that the algorithm's fields hold."""
+    if is_forward(algorithm):
+        with blame("config.algorithm.times."):
+            algorithm.times.check(config.sampler.steps)
+    if "ema" in config.algorithm:
+        with blame("config.algorithm.ema."):
+            algorithm.ema.check()
+
+
+def _check_policy_gradient(config: ConfigDict, algorithm: PolicyGradient) -> None:
+    if config.runtime.early_groups:
+        algorithm.check_early(config.batch.images, config.batch.groups)
+    if algorithm.ratio == "guard" and config.sampler.kind == "cps":
+        raise ValueError(
+            "ratio is 'guard', which is for Gaussian log-probabilities, but config.sampler.kind is 'cps', "
+            "whose are none: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
+        )
+
+
+def _check_forward(config: ConfigDict) -> None:
+    """Final images are trained, so that noise on the way there serves nothing and costs quality."""
+    name, sampler = config.algorithm.name, config.sampler
+    if noisy_steps(config) or sampler.kind not in WITHOUT_NOISE:
+        raise ConfigError(
+            f"config.algorithm.name = {name!r} trains final images, which are sampled without noise: set "
+            "config.sampler.window's length to 0, config.sampler.kind to 'ode' or 'dpm2', and "
+            "config.sampler.noise_level to 0"
+        )
+
+
+def _check_pairs(config: ConfigDict) -> None:
+    """A fragment holds whole groups, of each of which one pair is trained; a micro-batch holds whole pairs."""
+    images, fragment, micro = (
+        config.batch.images,
+        config.sampler.fragment,
+        config.trainer.micro_batch,
+    )
+    check_divides(
+        "config.batch.images",
+        images,
+        "config.sampler.fragment",
+        fragment,
+        "as diffusion_dpo chooses a pair of each group of a fragment",
+    )
+    if micro % 2:
+        raise ConfigError(
+            f"config.trainer.micro_batch = {micro} must be even, as diffusion_dpo trains pairs of images"
+        )
+    check_divides(
+        "config.trainer.micro_batch",
+        micro,
+        "twice the groups of a fragment",
+        2 * fragment // images,
+        "as diffusion_dpo trains one pair of images of each group",
+    )

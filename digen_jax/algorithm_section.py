@@ -1,0 +1,74 @@
+"""The config's section `algorithm`: its name chooses a settings class, whose fields are its fields.
+
+A field that holds settings itself, such as the noise levels `times`, is a section in it.
+"""
+
+import dataclasses
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from digen_jax.algorithms.awm import AWM
+from digen_jax.algorithms.demands import Algorithm
+from digen_jax.algorithms.diffusion_nft import DiffusionNFT
+from digen_jax.algorithms.policy_gradient import PolicyGradient
+from digen_jax.algorithms.preference import DiffusionDPO
+from digen_jax.settings import ConfigError, check_choice
+
+CLASSES = {
+    "policy_gradient": PolicyGradient,
+    "diffusion_nft": DiffusionNFT,
+    "awm": AWM,
+    "diffusion_dpo": DiffusionDPO,
+}
+# Where a config's defaults are others than the published values, which are those of the classes.
+DEFAULTS = {
+    "policy_gradient": dict(clip_range=1e-3, advantage_std="group", old_log_probs="auto"),
+    "awm": dict(old_log_probs="auto"),
+}
+
+
+def chosen(config: ConfigDict) -> str:
+    """The name of a config's algorithm, which may have been left out.
+
+    Raises:
+      ConfigError: there is no algorithm of that name.
+    """
+    given = config.get("algorithm")
+    name = given.get("name", "policy_gradient") if isinstance(given, ConfigDict) else None
+    if name is not None:
+        check_choice("config.algorithm.name", name, CLASSES)
+    return name or "policy_gradient"
+
+
+def section(name: str) -> dict[str, Any]:
+    """The section of an algorithm, every field at its default."""
+    return {"name": name, **dataclasses.asdict(CLASSES[name]()), **DEFAULTS.get(name, {})}
+
+
+def check_own(config: ConfigDict) -> None:
+    """Refuses fields of another algorithm than the chosen one; what is no field at all is not looked for.
+
+    Raises:
+      ConfigError: names the first such field, and the algorithms that have it.
+    """
+    name = chosen(config)
+    own, given = section(name), config.get("algorithm")
+    for field in given if isinstance(given, ConfigDict) else ():
+        others = [other for other in CLASSES if field in section(other)]
+        if field not in own and others:
+            raise ConfigError(
+                f"config.algorithm.{field} is a field of {' and '.join(others)}, but config.algorithm.name "
+                f"is {name!r}: leave it out of the config file, or where only the name was given on the "
+                f"command line, start from a recipe for {name}"
+            )
+
+
+def settings(given: ConfigDict, **changes: Any) -> Algorithm:
+    """The settings that a complete section describes, with some fields changed."""
+    kind = CLASSES[given.name]
+    fields = {field: value for field, value in given.items() if field != "name"} | changes
+    for field, default in vars(kind()).items():
+        if dataclasses.is_dataclass(default):
+            fields[field] = dataclasses.replace(default, **fields[field])
+    return kind(**fields)
