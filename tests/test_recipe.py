@@ -1,5 +1,7 @@
 """What a config may hold: every mistake is one sentence that names its field."""
 
+import dataclasses
+import json
 import pathlib
 import re
 
@@ -256,6 +258,128 @@ def test_current_log_probabilities_are_taken_for_one_update_and_refused_for_two(
     assert recipe.algorithm_settings(recipe.complete(given)).old_log_probs == "current"
     sentence = "config.algorithm.old_log_probs is 'current', but with 2 updates a step the policy"
     assert refused(changed(given, trainer__updates=2)).startswith(sentence)
+
+
+# ------------------------------------------------------------------------------ the forward process
+
+ODE = dict(sampler__kind="ode", sampler__window=(0, 0), sampler__noise_level=0.0)
+FORWARD = {
+    "diffusion_nft": ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=7))),
+    "awm": ODE | dict(algorithm=dict(name="awm")),
+    "diffusion_dpo": ODE | dict(algorithm=dict(name="diffusion_dpo"), trainer__micro_batch=24),
+}
+
+
+def of_method(given, name, **fields):
+    fields = {k: ConfigDict(v) if type(v) is dict else v for k, v in FORWARD[name].items()} | fields
+    return changed(given, **fields)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
+    full = recipe.complete(of_method(given, name))
+    recipe_checks.check(full)
+    recipe_checks.check_devices(full, 8)
+    settings = recipe.algorithm_settings(full)
+    own = {field.name for field in dataclasses.fields(settings)}
+    assert set(full.algorithm) == own | {"name"} and "times" in own
+    again = recipe.complete(ConfigDict(json.loads(full.to_json())))
+    assert recipe.algorithm_settings(again) == settings
+    count = {"diffusion_nft": 7, "awm": 6, "diffusion_dpo": 1}[name]
+    assert recipe.trained_steps(full) == settings.times.count == count
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "sentence"),
+    [
+        (
+            "diffusion_nft",
+            dict(sampler__window=(0, 4)),
+            "config.algorithm.name = 'diffusion_nft' trains final images, which are sampled without noise: set "
+            "config.sampler.window's length to 0, config.sampler.kind to 'ode' or 'dpm2'",
+        ),
+        ("awm", dict(sampler__kind="cps"), "config.algorithm.name = 'awm' trains final images"),
+        ("awm", dict(sampler__noise_level=0.8), "config.sampler.noise_level of ode is 0.8; set it"),
+        (
+            "diffusion_nft",
+            dict(sampler__steps=6),
+            "config.algorithm.times.count is 7; train 1 to 6, the sampler's steps",
+        ),
+        ("awm", dict(algorithm__times__std=0.0), "config.algorithm.times.std is 0.0; it must be"),
+        ("awm", dict(algorithm__ema__largest=1.0), "config.algorithm.ema.largest is 1.0; it must"),
+        ("awm", dict(algorithm__weighting="t"), "config.algorithm.weighting is 't'; set it to"),
+        (
+            "awm",
+            dict(algorithm__old_log_probs="current", runtime__staleness=1),
+            "config.algorithm.old_log_probs is 'current', but with asynchrony the policy being trained is "
+            "not the one that sampled: set it to 'recomputed'",
+        ),
+        (
+            "awm",
+            dict(trainer__pack=7),
+            "config.trainer.pack = 7 is more than the 6 noise levels of config.algorithm.times fill: set",
+        ),
+        (
+            "diffusion_nft",
+            dict(runtime__early_groups=2),
+            "config.runtime.early_groups = 2 is for policy_gradient, whose loss may be linear",
+        ),
+        (
+            "diffusion_nft",
+            dict(algorithm__clip_range=0.1),
+            "config.algorithm.clip_range is a field of policy_gradient and awm, but config.algorithm.name is "
+            "'diffusion_nft': leave it out of the config file, or where only the name was given on the "
+            "command line, start from a recipe for diffusion_nft",
+        ),
+        (
+            "awm",
+            dict(algorithm__wieghting="sigma"),
+            "config.algorithm.wieghting is not a field; did",
+        ),
+        (
+            "diffusion_dpo",
+            dict(algorithm__set_steps=-1),
+            "config.algorithm.set_steps is -1; set it",
+        ),
+        (
+            "diffusion_dpo",
+            dict(sampler__fragment=6, trainer__micro_batch=2),
+            "config.batch.images = 12 must divide config.sampler.fragment = 6, as diffusion_dpo chooses",
+        ),
+        (
+            "diffusion_dpo",
+            dict(trainer__micro_batch=3),
+            "config.trainer.micro_batch = 3 must be even, as diffusion_dpo trains pairs",
+        ),
+        (
+            "diffusion_dpo",
+            dict(trainer__micro_batch=16),
+            "config.trainer.micro_batch = 16 must divide twice the groups of a fragment = 24",
+        ),
+        (
+            "diffusion_dpo",
+            dict(trainer__micro_batch=4),
+            "the number of devices of config.placement.trainer = 4 must divide config.trainer.micro_batch / 2, "
+            "the pairs of a pass, = 2",
+        ),
+    ],
+)
+def test_what_cannot_train_on_the_forward_process_is_refused(given, name, fields, sentence):
+    assert refused(of_method(given, name, **fields), devices=8).startswith(sentence)
+
+
+def test_a_complete_config_does_not_become_another_algorithms_by_its_name(given):
+    full = recipe.complete(given)
+    full.algorithm.name = "awm"
+    sentence = "config.algorithm.clip_high is a field of policy_gradient, but config.algorithm.name is 'awm'"
+    assert refused(full).startswith(sentence)
+
+
+def test_awms_ratios_are_recomputed_where_they_are_not_1(given):
+    full = recipe.complete(of_method(given, "awm"))
+    assert recipe.algorithm_settings(full).old_log_probs == "current"
+    full.runtime.staleness = 1
+    assert recipe.algorithm_settings(full).old_log_probs == "recomputed"
 
 
 # ------------------------------------------------------------------------------ dynamic sampling

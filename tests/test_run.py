@@ -300,13 +300,19 @@ def at(when: int, action):
     return lambda step, scores: action(scores) if step == when else scores
 
 
+ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=(0, 0))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3),
         dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4),
+        ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),
+        ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),
+        ODE | dict(algorithm=dict(name="diffusion_dpo", set_steps=2)),
     ],
-    ids=["average, reference", "lora, two updates"],
+    ids=["average, reference", "lora, two updates", "DiffusionNFT", "AWM", "DPO, offline"],
 )
 def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
     c = config(tmp_path, **fields)
@@ -325,6 +331,8 @@ def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
     ends = [arrays(tmp_path / workdir) for workdir in ("broken", "unbroken")]
     assert ends[0] == ends[1]
     assert any("ema" in name for name in ends[0]) == ("trainer__ema" in fields)
+    copied = fields.get("algorithm", {}).get("name") in ("diffusion_nft", "awm")
+    assert any("copy" in name for name in ends[0]) == copied
 
 
 def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, train):

@@ -99,6 +99,15 @@ def test_restart_after_any_step_continues_the_unbroken_stream(seven, cache):
         assert take(restarted, 12 - done) == steps[done:]
 
 
+def test_a_fixed_set_comes_again_with_its_serials_and_goes_on_after_a_restart(seven, cache):
+    first = take(prompt_batches(seven, 3, 1, cache), 4)
+    batches = prompt_batches(seven, 3, 1, cache, set_steps=4)
+    assert take(batches, 6) == [*first, *first[:2]]
+    restarted = prompt_batches(seven, 3, 1, cache, set_steps=4)
+    restarted.set_state(json.loads(json.dumps(batches.get_state())))
+    assert take(restarted, 4) == [*first[2:], *first[:2]]
+
+
 @pytest.mark.parametrize(
     ("field", "other"),
     [("groups_per_step", 4), ("seed", 2), ("shuffle", False), ("prompt_file_hash", None)],

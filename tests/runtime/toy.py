@@ -95,7 +95,7 @@ def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def config(**fields) -> ConfigDict:
-    """A complete config of a small run; `fields` by dotted names, "__" for the dot."""
+    """A complete config of a small run; `fields` by dotted names, "__" for the dot, or whole sections."""
     c = dict(
         batch=dict(groups=2, images=4),
         sampler=dict(
@@ -105,8 +105,11 @@ def config(**fields) -> ConfigDict:
         evaluation=dict(batch=8),
     )
     for name, value in fields.items():
-        group, field = name.split("__")
-        c.setdefault(group, {})[field] = value
+        group, _, field = name.partition("__")
+        if field:
+            c.setdefault(group, {})[field] = value
+        else:
+            c[group] = value
     return recipe.complete(ConfigDict(c))
 
 

@@ -1,0 +1,356 @@
+"""DiffusionNFT, AWM and diffusion DPO in the trainer, against loops over single samples."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax.algorithms import decay
+from digen_jax.flow.sampling import image_keys
+from digen_jax.runtime.executors import training
+from digen_jax.runtime.executors.steps import Images
+from digen_jax.runtime.executors.training import Versions, receive
+from digen_jax.runtime.packing import Endpoints
+from digen_jax.runtime.sampler import Prompts
+from tests.runtime import toy
+from tests.runtime.test_trainer import LORA, adapted
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+GROUPS, IMAGES, COUNT = 4, 3, 3
+ROWS = np.repeat(np.arange(GROUPS, dtype=np.int32), IMAGES)
+# As rewards those of the third group prefer nothing; as advantages some are clipped.
+JUDGED = np.array([1.5, -0.4, -0.9, 0.2, -2.7, 0.3, 0.8, 0.8, 0.8, 0.1, 2.2, -0.8], np.float32)
+GUIDANCE, SCALE = 3.0, 3.0
+TIMES = dict(count=COUNT, mean=-0.3, std=1.2, shift=2.0)
+ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=(0, 0))
+METHODS = {
+    "diffusion_nft": dict(beta=0.3, adv_clip=2.0, kl_coefficient=0.2, times=dict(count=COUNT)),
+    "awm": dict(clip_range=0.01, adv_clip=2.0, kl_coefficient=0.2, times=TIMES)
+    | dict(ema_kl_coefficient=0.7, weighting="sigma", old_log_probs="recomputed"),
+    "diffusion_dpo": dict(beta=3.0, times=TIMES),
+}
+
+
+def config(name, tuning="full", mesh=(1, 1, 1), micro=4, pack=2, fragment=12, **fields):
+    """On a trainer mesh (time, data, fsdp)."""
+    algorithm = {f"algorithm__{field}": value for field, value in METHODS[name].items()}
+    shape = dict(batch__groups=GROUPS, batch__images=IMAGES, sampler__guidance=GUIDANCE)
+    meshes = toy.meshes((0, 1), (*mesh[1:], mesh[0]))
+    meshes["placement__rules"] = ((".*", "replicate" if tuning == "lora" else "fsdp"),)
+    cut = dict(sampler__fragment=fragment, trainer__micro_batch=micro, trainer__pack=pack)
+    lora = LORA if tuning == "lora" else {}
+    all_fields = ODE | algorithm | shape | meshes | cut | lora | dict(evaluation__batch=12) | fields
+    return toy.config(algorithm__name=name, **all_fields)
+
+
+# ------------------------------------------------------------------------------ the gradient
+
+
+def random(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X0 = random(1, len(ROWS), 4, 4, 4)
+SIGMAS = np.float32([1.0, 0.8, 0.6, 0.3, 0.0])
+PROMPTS = Prompts(
+    toy.Conditioning(random(2, GROUPS, toy.LETTERS, toy.TEXT), random(3, GROUPS, toy.TEXT)),
+    toy.Conditioning(random(4, 1, toy.LETTERS, toy.TEXT), random(5, 1, toy.TEXT)),
+)
+
+
+def keys():
+    return image_keys(jax.random.key(3), ROWS, np.tile(np.arange(IMAGES), GROUPS))
+
+
+@functools.cache
+def parameters(tuning):
+    """(trained, that sampled, slow copy): three different ones, on the host."""
+    start = toy.system(config("diffusion_dpo", tuning), devices=1).start
+    return tuple(jax.device_get(toy.moved(start, by)) for by in (0.05, 0.03, -0.04))
+
+
+def levels(name, key):
+    """An image's noise levels, drawn from its key alone."""
+    key = jax.random.fold_in(key, 3)
+    if name == "diffusion_nft":
+        return jax.random.permutation(key, SIGMAS[:-1])[:COUNT]
+    u = 1 / (1 + np.exp(-(-0.3 + 1.2 * jax.random.normal(key, (COUNT,)))))
+    return 2 * u / (1 + u)
+
+
+def nft(sample, v, old, copy, reference, r):
+    """The public code's loss, as its paper's supplement has it: arXiv 2509.16117."""
+    (x0, x, sigma, _) = sample
+
+    def off(u):
+        difference = (x - sigma * u) - x0
+        scale = jnp.maximum(jnp.abs(jax.lax.stop_gradient(difference)).mean(), 1e-5)
+        return (difference**2).mean() / scale
+
+    r = 0.5 + jnp.clip(r, -2, 2) / 4
+    good, bad = off(old + 0.3 * (v - old)), off(old - 0.3 * (v - old))
+    policy, kl = 2 * (r * good + (1 - r) * bad) / 0.3, ((v - reference) ** 2).mean()
+    terms = dict(policy_loss=policy, positive_loss=good, negative_loss=bad, kl=kl)
+    return terms | dict(loss=policy + 0.2 * kl, old_deviation=((v - old) ** 2).mean())
+
+
+def awm(sample, v, old, copy, reference, advantage):
+    """arXiv 2509.25050, its weight sigma."""
+    *_, sigma, target = sample
+    error, old_error = ((v - target) ** 2).mean(), ((old - target) ** 2).mean()
+    ratio = jnp.exp(sigma * (old_error - error))
+    advantage = jnp.clip(advantage, -2, 2) / 2
+    policy = -jnp.minimum(advantage * ratio, advantage * jnp.clip(ratio, 0.99, 1.01))
+    kl, ema_kl = ((v - reference) ** 2).mean(), ((v - copy) ** 2).mean()
+    terms = dict(policy_loss=policy, matching_error=error, ratio=ratio, kl=kl, ema_kl=ema_kl)
+    far = dict(clip_fraction=jnp.abs(ratio - 1) > 0.01, approx_kl=jnp.log(ratio) ** 2 / 2)
+    return terms | far | dict(loss=policy + 0.2 * kl + 0.7 * ema_kl)
+
+
+def dpo(samples, v, reference):
+    """Equation 14 of arXiv 2311.12908, of (preferred, dispreferred)."""
+    (win, lose), (base_win, base_lose) = (
+        [((u - sample[3]) ** 2).mean() for u, sample in zip(us, samples, strict=True)]
+        for us in (v, reference)
+    )
+    margin = -3.0 / 2 * ((win - base_win) - (lose - base_lose))
+    terms = dict(loss=-jnp.log(1 / (1 + jnp.exp(-margin))), margin=margin, accuracy=margin > 0)
+    return terms | dict(preferred_error=win, dispreferred_error=lose)
+
+
+@functools.cache
+def differentiated(name):
+    start, network = toy.ToyFamily().params()["transformer"], toy.ToyFamily().network
+
+    def velocity(params, x, sigma, prompt):
+        def v(context, pooled):
+            return network.apply({"params": params}, x[None], sigma[None], context, pooled)[0]
+
+        return v(*PROMPTS.null) + GUIDANCE * (v(*prompt) - v(*PROMPTS.null))
+
+    def loss(tuned, behaviour, copy, x0s, key, draw, sigma, judged, prompt):
+        noise = jax.random.normal(
+            jax.random.fold_in(jax.random.fold_in(key, 2), draw), x0s.shape[1:]
+        )
+        samples = [(x0, (1 - sigma) * x0 + sigma * noise, sigma, noise - x0) for x0 in x0s]
+        trees = [adapted(start, tree, SCALE) for tree in (tuned, behaviour, copy)]
+        v, old, slow, reference = (
+            [velocity(tree, x, sigma, prompt) for _, x, *_ in samples] for tree in (*trees, start)
+        )
+        if name == "diffusion_dpo":
+            terms = dpo(samples, v, reference)
+        else:
+            method = {"diffusion_nft": nft, "awm": awm}[name]
+            terms = method(samples[0], v[0], old[0], slow[0], reference[0], judged)
+        return terms["loss"], terms
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+@functools.cache
+def plain(name, tuning, left_out=()):
+    """(summed gradient, sums) in float64, by a loop over single samples."""
+    trees, found, sums = parameters(tuning), [], []
+    pairs = [(i,) for i in range(len(ROWS)) if i not in left_out]
+    if name == "diffusion_dpo":
+        of_group = [range(g * IMAGES, (g + 1) * IMAGES) for g in (0, 1, 3)]
+        pairs = [(max(g, key=JUDGED.__getitem__), min(g, key=JUDGED.__getitem__)) for g in of_group]
+    for images in pairs:
+        key, prompt = keys()[images[0]], [c[ROWS[images[0]]][None] for c in PROMPTS.conditioning]
+        for draw, sigma in enumerate(levels(name, key)):
+            given = X0[list(images)], key, draw, jnp.float32(sigma), JUDGED[images[0]], prompt
+            gradient, terms = differentiated(name)(*trees, *given)
+            found.append(jax.tree.map(np.float64, jax.device_get(gradient)))
+            sums.append({"weight": 1.0, **{term: float(value) for term, value in terms.items()}})
+    gradient = jax.tree.map(lambda *leaves: sum(leaves), *found)
+    return gradient, {term: sum(one[term] for one in sums) for term in sums[0]}
+
+
+def received(parts, part=slice(0, len(ROWS))):
+    """Some images as the trainer gets them."""
+    images = Images(0, ROWS[part], Endpoints(X0[part], keys()[part], SIGMAS), SIGMAS)
+    return receive(parts, PROMPTS, images, JUDGED[part])
+
+
+def accumulated(name, tuning, change=lambda experience: experience, **cut):
+    c = config(name, tuning, **cut)
+    time, data, fsdp = cut.get("mesh", (1, 1, 1))
+    parts = toy.system(c, time * data * fsdp)
+    trainer, (tuned, behaviour, copy) = parts.trainer, parameters(tuning)
+    state = trainer.init(tuned)
+    laid = [jax.device_put(tree, trainer.group.params(tree)) for tree in (behaviour, copy)]
+    state = state._replace(copy=laid[1] if name == "awm" else state.copy)
+    totals, size = None, c.sampler.fragment
+    for first in range(0, len(ROWS), size):
+        part = slice(first, first + size)
+        experience = change(received(parts, part))
+        totals = trainer.accumulate(state, parts.base, experience, totals, laid[0])
+    assert trainer._accumulate._cache_size() == 1
+    return totals
+
+
+def assert_equal(totals, expected):
+    gradient, sums = expected
+    assert toy.difference(totals.gradient, gradient) < 1e-5
+    assert set(totals.sums) == set(sums)
+    for term, value in sums.items():
+        np.testing.assert_allclose(totals.sums[term], value, rtol=2e-5, atol=1e-5, err_msg=term)
+
+
+CASES = [
+    ("diffusion_nft", "full", dict(micro=4, pack=2)),
+    ("diffusion_nft", "lora", dict(mesh=(2, 2, 1), micro=6, pack=2)),
+    ("awm", "full", dict(mesh=(1, 1, 2), micro=2, pack=1, fragment=6)),
+    ("awm", "lora", dict(micro=12, pack=3)),
+    ("diffusion_dpo", "full", dict(mesh=(1, 2, 1), micro=4, pack=2)),
+    ("diffusion_dpo", "lora", dict(micro=2, pack=1, fragment=6)),
+]
+
+
+@pytest.mark.parametrize(("name", "tuning", "cut"), CASES)
+def test_the_gradient_is_that_of_single_samples(name, tuning, cut):
+    expected = plain(name, tuning)
+    sums = expected[1]
+    assert sums["weight"] == COUNT * (3 if name == "diffusion_dpo" else len(ROWS))
+    if name == "awm":
+        assert 0 < sums["clip_fraction"] < sums["weight"]
+    assert_equal(accumulated(name, tuning, **cut), expected)
+
+
+def test_an_image_that_is_left_out_adds_nothing_whatever_it_is():
+    def spoilt(experience):
+        samples, bad = experience.samples, np.isin(np.arange(len(ROWS)), (2, 7))
+        x0 = jnp.where(bad[:, None, None, None], jnp.nan, samples.x0)
+        return experience._replace(
+            samples=samples._replace(x0=x0),
+            advantages=jnp.where(bad, jnp.inf, experience.advantages),
+            weight=jnp.where(bad, 0.0, experience.weight),
+        )
+
+    totals = accumulated("awm", "lora", spoilt, micro=12, pack=3)
+    assert_equal(totals, plain("awm", "lora", (2, 7)))
+
+
+def test_without_the_policy_that_sampled_diffusion_nft_is_not_trained():
+    parts = toy.system(config("diffusion_nft"), 1)
+    with pytest.raises(ValueError, match="accumulate needs behaviour"):
+        parts.trainer.accumulate(toy.fresh(parts), parts.base, received(parts), None)
+
+
+# ------------------------------------------------------------------------------ slow copies, versions
+
+# Adam with a large eps: rounding stays rounding.
+OPTIMIZER = dict(trainer__learning_rate=3.0, trainer__eps=1.0, trainer__clip_norm=1e3)
+
+
+def driven(monkeypatch, name, steps, devices=1, **fields):
+    """(states after each step, images of each call of the reward, metrics, trees by version) of a run."""
+    parts = toy.system(c := config(name, **OPTIMIZER | fields), devices)
+    calls, states, versions = [], [], {}
+    end_step, add = parts.trainer.end_step, Versions.add
+
+    def ended(state, updates):
+        state = end_step(state, updates)
+        states.append((jax.device_get(state), updates))
+        return state
+
+    def added(self, version, tree, own=True):
+        versions[version] = jax.device_get(tree)
+        add(self, version, tree, own)
+
+    def reward(images, prompts, metadata):
+        calls.append(np.asarray(images))
+        return toy.brightness(images, prompts, metadata)
+
+    monkeypatch.setattr(parts.trainer, "end_step", ended)
+    monkeypatch.setattr(Versions, "add", added)
+    batches = itertools.cycle(
+        itertools.islice(toy.batches(GROUPS), c.algorithm.get("set_steps") or 9)
+    )
+    _, history, _ = toy.drive(parts, c, steps, reward, batches=batches)
+    return parts, states, calls, history, versions
+
+
+def test_diffusion_nft_publishes_its_old_policy_which_follows(monkeypatch):
+    """Of two updates a step: the schedule counts updates, and the copy follows once."""
+    slow = decay.LinearDecay(start=0, slope=0.2, largest=0.7)
+    monkeypatch.setitem(decay.OLD_POLICY_DECAYS, 1, slow)
+    parts, states, calls, history, versions = driven(
+        monkeypatch, "diffusion_nft", 2, trainer__updates=2, fragment=6, micro=6
+    )
+    old = jax.device_get(parts.start)
+    assert [updates for _, updates in states] == [2, 4]
+    for (state, _), keep in zip(states, (0.4, 0.7), strict=True):
+        old = jax.tree.map(lambda a, b, k=keep: k * np.float64(a) + (1 - k) * b, old, state.tuned)
+        assert toy.difference(state.copy, old) < 1e-6
+        assert toy.difference(state.tuned, old) > 1e-4
+    for version, (state, _) in enumerate(states, 1):
+        jax.tree.map(np.testing.assert_array_equal, versions[version], state.copy)
+    # What the second step was sampled from.
+    weights = parts.publish(states[0][0].copy)
+    prompts = parts.sampler.encode(weights, [r["prompt"] for r in toy.records(GROUPS)])
+    keys = image_keys(jax.random.key(0), 14 + ROWS[:6], np.tile(np.arange(IMAGES), 2))
+    expected, _ = toy.draw_and_show(parts.sampler, weights, prompts, ROWS[:6], keys)
+    np.testing.assert_allclose(calls[2], expected, atol=1e-6)
+    assert all(line["old_deviation"] > 0 for line in history)  # of the second update
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
+def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch, name):
+    seen, ages = [], []
+    real = training.receive
+
+    def noted(system, prompts, images, judged):
+        seen.append(images.version)
+        return real(system, prompts, images, judged)
+
+    fields = toy.meshes((1, 1), (1, 1)) | dict(runtime__staleness=1, fragment=3, micro=3, pack=3)
+    parts = toy.system(c := config(name, **OPTIMIZER | fields), 2)
+    accumulate, kept, add = parts.trainer.accumulate, {}, Versions.add
+
+    def added(self, version, tree, own=True):
+        kept[version] = jax.device_get(tree)
+        add(self, version, tree, own)
+
+    def checked(state, base, experience, totals, behaviour):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(behaviour), kept[seen[-1]])
+        return accumulate(state, base, experience, totals, behaviour)
+
+    monkeypatch.setattr(training, "receive", noted)
+    monkeypatch.setattr(Versions, "add", added)
+    monkeypatch.setattr(parts.trainer, "accumulate", checked)
+    _, history, _ = toy.drive(parts, c, 3)
+    ages = [line["staleness"] for line in history]
+    assert max(ages) > 0 and ages[0] == 0
+    assert all(np.isfinite(line["loss"]) for line in history)
+
+
+def test_awms_copy_follows_and_is_not_what_is_published(monkeypatch):
+    fields = dict(algorithm__ema=dict(start=0, slope=0.3, largest=0.9))
+    parts, states, _, history, versions = driven(monkeypatch, "awm", 2, **fields)
+    copy = jax.device_get(parts.start)
+    for (state, _), keep in zip(states, (0.3, 0.6), strict=True):
+        copy = jax.tree.map(lambda a, b, k=keep: k * np.float64(a) + (1 - k) * b, copy, state.tuned)
+        assert toy.difference(state.copy, copy) < 1e-6
+    for version, (state, _) in enumerate(states, 1):
+        jax.tree.map(np.testing.assert_array_equal, versions[version], state.tuned)
+    assert history[0]["ema_kl"] == pytest.approx(0, abs=1e-9) and history[1]["ema_kl"] > 0
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_offline_the_images_are_a_set_of_the_start(monkeypatch, tuning):
+    fields = dict(algorithm__set_steps=2, tuning=tuning, micro=8)
+    parts, states, calls, history, versions = driven(monkeypatch, "diffusion_dpo", 3, **fields)
+    np.testing.assert_array_equal(calls[0], calls[2])
+    assert np.abs(calls[1] - calls[0]).max() > 0.01
+    start = parts.policy.transformer(versions[0], parts.base)
+    for version in (1, 2, 3):
+        tree = parts.policy.transformer(versions[version], parts.base)
+        assert toy.difference(tree, start) < 1e-6
+    assert toy.difference(states[-1][0].tuned, versions[3]) > 1e-3
+    # The same pairs at other noise levels.
+    assert history[2]["preferred_error"] != pytest.approx(history[0]["preferred_error"], rel=1e-3)
