@@ -9,8 +9,8 @@ from ml_collections import ConfigDict
 from digen_jax import algorithm_section
 from digen_jax.algorithms.demands import Algorithm
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
+from digen_jax.runtime.optimisation import TrainerSettings
 from digen_jax.runtime.scheduler.settings import Settings
-from digen_jax.runtime.trainer import TrainerSettings
 from digen_jax.settings import check_fields, check_types
 
 # What a resumed run may have otherwise: none of it changes what is computed in a step.

@@ -252,6 +252,16 @@ def test_the_footprint_is_the_models(base):
     assert found.trajectory == 2 * 4 * (2 * side * side * 4 + 1)
 
 
+def test_of_the_forward_process_noise_levels_are_trained_and_the_image_alone_is_stored(base):
+    config = tiny_config(base, "lora")
+    config.sampler = ConfigDict(dict(steps=4, kind="ode", noise_level=0.0, window=(0, 0)))
+    config.algorithm = ConfigDict(dict(name="awm", times=dict(count=5)))
+    config = complete(config)
+    assert make_problem(config, 4, calibration()).transitions == 5
+    found = model_footprint(config)
+    assert (found.trajectory, found.copies) == (4 * (8 * 8 * 4 + 2), 1)
+
+
 def test_activations_are_what_a_backward_pass_keeps(base):
     # Recomputed they are a block's input; guidance doubles the passes.
     kept = {}

@@ -1,6 +1,5 @@
 """The trainer mesh's executor: fragments of experience -> accumulated gradient -> update."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ from digen_jax.runtime.early import OpenGroup
 from digen_jax.runtime.gradient import GroupSums, Metrics, Objective, Term, Totals, sum_passes
 from digen_jax.runtime.hosts import put
 from digen_jax.runtime.matching import MatchingObjective
+from digen_jax.runtime.optimisation import TrainerSettings
 from digen_jax.runtime.packing import Experience, MicroBatch, passes, shared
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.policy import Policy
@@ -42,35 +42,6 @@ class State(NamedTuple):
     def evaluated(self) -> Any:
         """The parameters that are evaluated: the average where one is kept."""
         return self.tuned if self.ema is None else self.ema
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainerSettings:
-    """Optimisation, apart from the algorithm's own settings.
-
-    A forward and backward pass takes `pack` denoising steps of `micro_batch` images each.
-    """
-
-    micro_batch: int
-    learning_rate: float
-    warmup: int
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    clip_norm: float
-    ema: float
-    pack: int = 1
-
-    def optimizer(self) -> optax.GradientTransformation:
-        """AdamW after clipping by the global norm, its rate warmed up linearly."""
-        rate = optax.linear_schedule(
-            self.learning_rate / (self.warmup + 1), self.learning_rate, self.warmup
-        )
-        return optax.chain(
-            optax.clip_by_global_norm(self.clip_norm),
-            optax.adamw(rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay),
-        )
 
 
 class Trainer:

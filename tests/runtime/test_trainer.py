@@ -13,7 +13,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from digen_jax import recipe
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
-from digen_jax.runtime.trainer import Totals, Trainer, TrainerSettings
+from digen_jax.runtime.optimisation import TrainerSettings
+from digen_jax.runtime.trainer import Totals, Trainer
 from tests.runtime import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")

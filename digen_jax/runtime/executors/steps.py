@@ -39,7 +39,7 @@ class Step:
     keys: Key[Array, "n"]  # that the images are sampled by
     training_keys: Key[
         Array, "n"
-    ]  # that noise levels and noise are drawn by: the same in the first turn
+    ]  # that they are noised by: the same, until it is their turn again
     scores: Float32[np.ndarray, "n"]  # NaN where not scored yet
     prompts: Prompts | None = None
     sampled: dict[int, Images] = dataclasses.field(default_factory=dict)  # by fragment
@@ -50,7 +50,7 @@ class Step:
     def begin(
         cls, records: list[dict[str, Any]], images: int, size: int, seed: int, turn: int = 0
     ) -> "Step":
-        """Nothing sampled yet; `images` a group, `size` a fragment. `turn`: the times it has been trained."""
+        """Nothing sampled yet; `images` a group, `size` a fragment. `turn`: times that it was trained before."""
         rows = np.repeat(np.arange(len(records), dtype=np.int32), images)
         serials = np.asarray([record["serial"] for record in records])[rows]
         numbers = np.tile(np.arange(images), len(records))
