@@ -1,11 +1,12 @@
 """What a complete config must be like for its algorithm: a part of `recipe_checks`."""
 
-from typing import get_args
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 
+from digen_jax.algorithm_section import CLASSES
 from digen_jax.algorithms.demands import Algorithm, is_forward
-from digen_jax.algorithms.policy_gradient import Kl, PolicyGradient, Ratio, Surrogate
+from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
 from digen_jax.flow.steps import KINDS, Ode
 from digen_jax.recipe import algorithm_settings, noisy_steps
@@ -21,14 +22,10 @@ def check_algorithm(config: ConfigDict) -> None:
     if section.name == "policy_gradient":
         check_choice("config.sampler.kind", config.sampler.kind, NOISY)
         check_positive("config.sampler.noise_level", config.sampler.noise_level)
-        for field, choices in (
-            ("advantage_std", ("group", "global")),
-            ("ratio", get_args(Ratio)),
-            ("surrogate", get_args(Surrogate)),
-            ("kl", get_args(Kl)),
-            ("old_log_probs", ("auto", "rollout", "recomputed", "current")),
-        ):
-            check_choice(f"config.algorithm.{field}", section[field], choices)
+    for field, hint in get_type_hints(CLASSES[section.name]).items():
+        if get_origin(hint) is Literal:
+            auto = ("auto",) if field == "old_log_probs" else ()
+            check_choice(f"config.algorithm.{field}", section[field], auto + get_args(hint))
     with blame("config.algorithm."):
         algorithm = algorithm_settings(config)
     _check_nested(config, algorithm)

@@ -307,7 +307,7 @@ def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
         ),
         ("awm", dict(algorithm__times__std=0.0), "config.algorithm.times.std is 0.0; it must be"),
         ("awm", dict(algorithm__ema__largest=1.0), "config.algorithm.ema.largest is 1.0; it must"),
-        ("awm", dict(algorithm__weighting="t"), "config.algorithm.weighting is 't'; set it to"),
+        ("awm", dict(algorithm__weighting="t"), "config.algorithm.weighting is 't'; it must be"),
         (
             "awm",
             dict(algorithm__old_log_probs="current", runtime__staleness=1),

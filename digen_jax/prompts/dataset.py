@@ -134,15 +134,17 @@ def prompt_batches(
         prompts = prompts.shuffle()
     groups = prompts.repeat().map_with_index(_record)
     if set_steps:
-        groups = groups[: set_steps * groups_per_step].repeat()
+        # Not a slice repeated, which would go on in the stream.
+        fixed = grain.MapDataset.range(set_steps * groups_per_step).repeat()
+        groups = fixed.map(groups.__getitem__)
     steps = groups.batch(
         groups_per_step, drop_remainder=True, batch_fn=lambda records: records[part]
     )
     # Reading a step takes microseconds: threads that read ahead would cost more than they save.
     batches = steps.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     stream = {"prompt_file_hash": digest, "groups_per_step": groups_per_step, "seed": seed}
-    fixed = {"set_steps": set_steps} if set_steps else {}
-    return PromptBatches(batches, stream | {"shuffle": shuffle} | fixed)
+    stream |= {"shuffle": shuffle} | ({"set_steps": set_steps} if set_steps else {})
+    return PromptBatches(batches, stream)
 
 
 def content_hash(path: str | os.PathLike[str], content: bytes) -> str:

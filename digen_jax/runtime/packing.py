@@ -65,7 +65,7 @@ class MicroBatch(NamedTuple):
     samples: Transitions | NoiseLevels
     rows: Int[Array, "n"]
     advantages: Float[Array, "n"]
-    weight: Float[Array, "n"]  # 0 for padding
+    weight: Float[Array, "n"]  # 0 for padding, and of images that are left out
 
 
 def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions | Endpoints:

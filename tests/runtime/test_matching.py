@@ -354,3 +354,18 @@ def test_offline_the_images_are_a_set_of_the_start(monkeypatch, tuning):
     assert toy.difference(states[-1][0].tuned, versions[3]) > 1e-3
     # The same pairs at other noise levels.
     assert history[2]["preferred_error"] != pytest.approx(history[0]["preferred_error"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "diffusion_dpo"])
+def test_where_it_is_sampled_and_trained_changes_nothing(monkeypatch, name):
+    """Of two updates a step, with fragments of two groups, or of all of an update's on one device."""
+    apart = toy.meshes((2, 1), (1, 2), workers=1) | dict(fragment=6, micro=4, pack=3)
+    if name == "diffusion_nft":
+        apart |= dict(micro=6)
+    found = []
+    for devices, fields in ((1, dict(fragment=6, micro=2, pack=1)), (4, apart)):
+        with monkeypatch.context() as patch:
+            parts, states, *_ = driven(patch, name, 2, devices, trainer__updates=2, **fields)
+        start = jax.device_get(parts.start)
+        found.append(jax.tree.map(np.subtract, states[-1][0].tuned, start))
+    assert toy.difference(*found) < 1e-4
