@@ -58,7 +58,14 @@ def get_config(gpus: str = "1") -> ConfigDict:
     c.reward = ConfigDict(dict(name=""))
     c.batch = ConfigDict(dict(groups=groups, images=images))
     c.sampler = ConfigDict(
-        dict(steps=10, kind="flow", noise_level=0.7, window=(0, 9), guidance=4.5, fragment=n * each)
+        dict(
+            steps=10,
+            kind="flow",
+            noise_level=0.7,
+            window=dict(first=0, length=9),
+            guidance=4.5,
+            fragment=n * each,
+        )
     )
     c.algorithm = ConfigDict(
         dict(

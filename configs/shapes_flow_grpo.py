@@ -29,7 +29,14 @@ def get_config(length: str = "demo") -> ConfigDict:
     c.reward = ConfigDict(dict(name="shapes_geneval"))
     c.batch = ConfigDict(dict(groups=12, images=12))
     c.sampler = ConfigDict(
-        dict(steps=8, kind="cps", noise_level=0.5, window=(0, 4), guidance=1.0, fragment=144)
+        dict(
+            steps=8,
+            kind="cps",
+            noise_level=0.5,
+            window=dict(first=0, length=4),
+            guidance=1.0,
+            fragment=144,
+        )
     )
     c.algorithm = ConfigDict(
         dict(name="policy_gradient", clip_range=1e-3, adv_clip=5.0, advantage_std="group")

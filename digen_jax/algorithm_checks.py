@@ -65,7 +65,7 @@ def _check_forward(config: ConfigDict) -> None:
     if noisy_steps(config) or sampler.kind not in WITHOUT_NOISE:
         raise ConfigError(
             f"config.algorithm.name = {name!r} trains final images, which are sampled without noise: set "
-            "config.sampler.window's length to 0, config.sampler.kind to 'ode' or 'dpm2', and "
+            "config.sampler.window.length to 0, config.sampler.kind to 'ode' or 'dpm2', and "
             "config.sampler.noise_level to 0"
         )
 

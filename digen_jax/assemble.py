@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 from digen_jax import recipe, recipe_checks
 from digen_jax.algorithms.demands import needs_reference
 from digen_jax.algorithms.policy_gradient import PolicyGradient
-from digen_jax.flow.sampling import check_window
 from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Ode, make_step
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
@@ -90,7 +89,7 @@ def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
         sigmas = make_sigmas(family.scheduler, sampler.steps)
     if recipe.noisy_steps(config):
         with blame("config.sampler.window: "):
-            check_window(make_step(sampler.kind, sampler.noise_level), sigmas, *sampler.window)
+            recipe.window(config).check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
     with blame("config.lora.targets: "):
         split = functools.partial(make_policy(config, family).split, reference=False)
         tuned, _ = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
@@ -117,7 +116,7 @@ def connect(
         config.model.width,
         config.sampler.steps,
         step,
-        tuple(config.sampler.window),
+        recipe.noisy_steps(config),
         isinstance(algorithm, PolicyGradient) and algorithm.stores_means,
     )
     dtype = jnp.dtype(config.sampler.dtype) if config.sampler.dtype else None
@@ -135,6 +134,7 @@ def connect(
     return System(
         placement,
         policy,
+        recipe.draws(config),
         (first, *others),
         Trainer(policy, placement.trainer, step, algorithm, recipe.trainer_settings(config)),
         base,
@@ -197,5 +197,5 @@ def evaluation_sampler(
 ) -> Sampler:
     """As the config's sampler, but without noise, and with steps and guidance of its own."""
     model, steps = config.model, config.evaluation.steps or config.sampler.steps
-    settings = SamplerSettings(model.height, model.width, steps, Ode(), (0, 0))
+    settings = SamplerSettings(model.height, model.width, steps, Ode())
     return Sampler(Policy(family, guidance, lora), group, settings)

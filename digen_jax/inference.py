@@ -74,7 +74,7 @@ class Model(NamedTuple):
             *(b if a is None else a for a, b in zip(given, self.defaults, strict=True))
         )
         check_positive("the number of steps", chosen.steps)
-        settings = SamplerSettings(chosen.height, chosen.width, chosen.steps, Ode(), (0, 0))
+        settings = SamplerSettings(chosen.height, chosen.width, chosen.steps, Ode())
         with user_input():
             return Sampler(Policy(self.family, chosen.guidance), self.group, settings)
 

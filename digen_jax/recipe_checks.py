@@ -14,15 +14,15 @@ from digen_jax import rewards
 from digen_jax.algorithm_checks import check_algorithm
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import scheduler_settings, trained_steps
+from digen_jax.recipe import scheduler_settings
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
+from digen_jax.sampler_checks import check_sampler
 from digen_jax.settings import (
     ConfigError,
     blame,
     check_choice,
     check_divides,
     check_positive,
-    check_window,
 )
 
 
@@ -33,7 +33,7 @@ def check(config: ConfigDict) -> None:
             raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
     _check_numbers(config)
     _check_batches(config)
-    _check_window(config)
+    check_sampler(config)
     _check_rules(config)
     for name, choices in (
         ("model.dtype", ("float32", "bfloat16")),
@@ -141,42 +141,6 @@ def _check_batches(config: ConfigDict) -> None:
             "config.sampler.fragment",
             fragment,
             "as micro-batches are cut from a fragment",
-        )
-
-
-def _check_window(config: ConfigDict) -> None:
-    window = config.sampler.window
-    if len(window) != 2 or not all(type(number) is int for number in window):
-        raise ConfigError(
-            "config.sampler.window must be two whole numbers, the first trained step and how many "
-            f"are trained, not {tuple(window)}"
-        )
-    if config.algorithm.name == "policy_gradient":
-        check_window("config.sampler.window", *window, config.sampler.steps)
-    _check_pack(config)
-
-
-def _check_pack(config: ConfigDict) -> None:
-    """A pass takes `pack` steps, split over the mesh axis "time"; none of its parts is only padding."""
-    pack, time = config.trainer.pack, config.placement.trainer.time
-    check_divides(
-        "config.placement.trainer.time",
-        time,
-        "config.trainer.pack",
-        pack,
-        "as the steps of a pass are split evenly over that axis",
-    )
-    steps = trained_steps(config)
-    most = steps + -steps % time
-    if pack > most:
-        forward = config.algorithm.name != "policy_gradient"
-        trained = (
-            "noise levels of config.algorithm.times"
-            if forward
-            else "trained steps of config.sampler.window"
-        )
-        raise ConfigError(
-            f"config.trainer.pack = {pack} is more than the {steps} {trained} fill: set it to {most} or less"
         )
 
 

@@ -218,16 +218,6 @@ def check_divides(name_a: str, a: int, name_b: str, b: int, why: str) -> None:
         )
 
 
-def check_window(name: str, start: int, length: int, steps: int) -> None:
-    """Refuses a window of `length` denoising steps from `start` that is empty or leaves `steps`."""
-    if start < 0 or length < 1 or start + length > steps:
-        raise ConfigError(
-            f"{name} is {length} steps from step {start}, but the schedule has the {steps} steps "
-            f"0 to {steps - 1}: choose a start of at least 0, a length of at least 1, and "
-            f"start + length at most {steps}"
-        )
-
-
 def check_folder(name: str, path: str | Path) -> None:
     """Refuses a path that is not an existing folder."""
     if not Path(path).is_dir():

@@ -93,7 +93,7 @@ def refused(config, devices=8):
             "config.model.height and config.model.width: an image of 32x8000",
         ),
         (
-            dict(sampler__window=(4, 4)),
+            dict(sampler__window=dict(first=4, length=4)),
             "config.sampler.window: step 7 of the window [4, 8) has no noise (Cps from sigma 0.001 "
             "to 0); end the window before it",
         ),
@@ -195,7 +195,7 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
     assert {part: size(tree) for part, tree in system.rollouts[0].frozen.items()} == {
         part: count for part, count in tensors.items() if part != "transformer"
     }
-    assert system.sampler.settings.window == (0, 4)
+    assert system.sampler.settings.length == 4 and system.draws.window.first == 0
     assert len(system.sampler.sigmas) == 9 and system.policy.guidance == 1.0
     evaluator = system.evaluator
     assert evaluator.settings.step == Ode() and len(evaluator.sigmas) == 6

@@ -42,7 +42,7 @@ def by_our_sampler(base, kind):
     reader.close()
     assert found.step == config.steps
     policy = dataclasses.replace(system.policy, guidance=3.5)
-    settings = SamplerSettings(SIDE, SIDE, STEPS, Ode(), (0, 0))
+    settings = SamplerSettings(SIDE, SIDE, STEPS, Ode())
     sampler = Sampler(policy, system.placement.rollout, settings)
     weights = system.publish(found.arrays["ema" if kind == "full" else "tuned"])
     rows = np.arange(len(PROMPTS), dtype=np.int32)

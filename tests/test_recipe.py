@@ -9,6 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks
+from digen_jax.flow.windows import Window
 from digen_jax.settings import ConfigError
 
 
@@ -107,7 +108,17 @@ def test_what_trainer_and_algorithm_are_made_of(given):
         ("sampler__steps", 8.5, "config.sampler.steps must be a whole number, not 8.5"),
         ("model__remat", 1, "config.model.remat must be True or False, not 1"),
         ("trainer__eps", True, "config.trainer.eps must be a number, not True"),
-        ("sampler__window", 4, "config.sampler.window must be a tuple, not 4"),
+        ("sampler__window", 4, "config.sampler.window must be a section, such as dict("),
+        (
+            "sampler__window",
+            (1, 4),
+            "config.sampler.window must be a section, such as dict(first=1, length=4), not (1, 4)",
+        ),
+        (
+            "sampler__window__first",
+            0.0,
+            "config.sampler.window.first must be a whole number, not 0.0",
+        ),
         ("trainer", 3, "config.trainer"),
     ],
 )
@@ -197,19 +208,6 @@ def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentenc
             1.5,
             "config.sampler.noise_level of cps is 1.5; it must be at most 1",
         ),
-        (
-            "sampler__window",
-            (6, 4),
-            "config.sampler.window is 4 steps from step 6, but the schedule has the 8 steps 0 to 7",
-        ),
-        ("sampler__window", (0, 0), "config.sampler.window is 0 steps from step 0"),
-        (
-            "sampler__window",
-            (0, 1, 2),
-            "config.sampler.window must be two whole numbers, the first trained step and how many "
-            "are trained, not (0, 1, 2)",
-        ),
-        ("sampler__window", (0.0, 4), "config.sampler.window must be two whole numbers"),
     ],
 )
 def test_values_that_cannot_work_are_refused(given, field, value, sentence):
@@ -233,9 +231,88 @@ def test_sharding_rules_are_pairs_of_an_expression_and_a_tactic(given, rules, se
     assert refused(changed(given, placement__rules=rules)).startswith(sentence)
 
 
+MOVING = dict(mode="progressive", end=7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            dict(first=6),
+            "config.sampler.window.length is 4, first is 6 and end is None: the window must fit between "
+            "them, within the schedule's 8 steps",
+        ),
+        (dict(first=-1), "config.sampler.window.length is 4, first is -1 and end is None"),
+        (dict(length=0), "config.sampler.window.length is 0; it must be at least 1"),
+        (
+            dict(mode="moving"),
+            "config.sampler.window.mode is 'moving'; it must be one of 'fixed', 'ra",
+        ),
+        (
+            dict(end=6),
+            "config.sampler.window.end = 6 with config.sampler.window.mode = 'fixed': a window that moves "
+            "needs the step before which it stops, a fixed one has none, which is 0",
+        ),
+        (
+            dict(mode="random"),
+            "config.sampler.window.end = 0 with config.sampler.window.mode = 'random'",
+        ),
+        (
+            MOVING | dict(end=9),
+            "config.sampler.window.length is 4, first is 0 and end is 9: the window",
+        ),
+        (
+            MOVING | dict(end=3),
+            "config.sampler.window.length is 4, first is 0 and end is 3: the window",
+        ),
+        (MOVING | dict(interval=0), "config.sampler.window.interval is 0; it must be at least 1"),
+        (MOVING | dict(stride=0), "config.sampler.window.stride is 0; it must be at least 1"),
+        (dict(fraction=0.0), "config.sampler.window.fraction is 0.0; it must lie in (0, 1]"),
+        (dict(fraction=1.5), "config.sampler.window.fraction is 1.5; it must lie in (0, 1]"),
+        (
+            dict(fraction=0.2),
+            "config.sampler.window.fraction is 0.2, which of 4 denoising steps leaves none; raise it",
+        ),
+    ],
+)
+def test_windows_that_cannot_be_trained_are_refused(given, fields, sentence):
+    fields = {f"sampler__window__{name}": value for name, value in fields.items()}
+    assert refused(changed(given, **fields)).startswith(sentence)
+
+
+def test_a_moving_window_is_drawn_by_the_runs_own_seed(given):
+    fields = dict(mode="random", first=1, length=2, end=7, interval=3, stride=2, roll_back=False)
+    fields = {f"sampler__window__{name}": value for name, value in fields.items()}
+    full = recipe.complete(changed(given, seed=5, **fields))
+    recipe_checks.check(full)
+    assert recipe.window(full) == Window("random", 2, 1, 7, 3, 2, False, seed=5)
+    assert recipe.window(recipe.complete(ConfigDict())) == Window(length=4)
+
+
+def test_a_pass_takes_no_more_steps_than_an_image_trains(given):
+    given = changed(given, sampler__window__fraction=0.75, trainer__pack=3)
+    full = recipe.complete(given)
+    recipe_checks.check(full)
+    assert recipe.trained_steps(full) == 3
+    sentence = (
+        "config.trainer.pack = 4 is more than the 3 trained steps of config.sampler.window fill"
+    )
+    assert refused(changed(given, trainer__pack=4)).startswith(sentence)
+
+
+@pytest.mark.parametrize("kind", ["ode", "dpm2"])
+def test_start_noise_is_not_shared_where_nothing_else_is_random(given, kind):
+    given = changed(given, sampler__shared_noise=True)
+    recipe_checks.check(recipe.complete(given))
+    sentence = (
+        "config.sampler.shared_noise = True makes all images of a group equal, as a sampler of "
+    )
+    assert refused(changed(given, sampler__kind=kind)).startswith(sentence)
+
+
 def test_a_pass_may_be_filled_up_to_an_equal_share_of_steps_for_every_device(given):
     """Three steps over two devices along "time": two each, one of them padding."""
-    fields = dict(sampler__window=(0, 3), placement__trainer=dict(data=2, fsdp=1, time=2))
+    fields = dict(sampler__window=dict(length=3), placement__trainer=dict(data=2, fsdp=1, time=2))
     full = recipe.complete(changed(given, **fields, trainer__pack=4))
     recipe_checks.check(full)
     recipe_checks.check_devices(full, 8)
@@ -262,7 +339,7 @@ def test_current_log_probabilities_are_taken_for_one_update_and_refused_for_two(
 
 # ------------------------------------------------------------------------------ the forward process
 
-ODE = dict(sampler__kind="ode", sampler__window=(0, 0), sampler__noise_level=0.0)
+ODE = dict(sampler__kind="ode", sampler__window=dict(length=0), sampler__noise_level=0.0)
 FORWARD = {
     "diffusion_nft": ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=7))),
     "awm": ODE | dict(algorithm=dict(name="awm")),
@@ -294,9 +371,9 @@ def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
     [
         (
             "diffusion_nft",
-            dict(sampler__window=(0, 4)),
+            dict(sampler__window=dict(length=4)),
             "config.algorithm.name = 'diffusion_nft' trains final images, which are sampled without noise: set "
-            "config.sampler.window's length to 0, config.sampler.kind to 'ode' or 'dpm2'",
+            "config.sampler.window.length to 0, config.sampler.kind to 'ode' or 'dpm2'",
         ),
         ("awm", dict(sampler__kind="cps"), "config.algorithm.name = 'awm' trains final images"),
         ("awm", dict(sampler__noise_level=0.8), "config.sampler.noise_level of ode is 0.8; set it"),

@@ -34,7 +34,7 @@ def get_config():
         prompts=dict(file="prompts.jsonl"),
         reward=dict(name="blueness:mean", processes=0),
         batch=dict(groups=2, images=4),
-        sampler=dict(steps=4, window=(0, 2), fragment=8),
+        sampler=dict(steps=4, window=dict(first=0, length=2), fragment=8),
         trainer=dict(micro_batch=8, learning_rate=1e-3, ema=0.9),
         placement=dict(rollout=dict(data=2), trainer=dict(data=2)),
         evaluation=dict(prompts="prompts.jsonl", images=4, batch=8, every=2),
@@ -300,7 +300,7 @@ def at(when: int, action):
     return lambda step, scores: action(scores) if step == when else scores
 
 
-ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=(0, 0))
+ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=dict(length=0))
 
 
 @pytest.mark.parametrize(
@@ -308,11 +308,22 @@ ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=(0, 0)
     [
         dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3),
         dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4),
+        dict(
+            sampler__window=dict(mode="progressive", length=2, end=4, fraction=0.5),
+            sampler__shared_noise=True,
+        ),
         ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),
         ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),
         ODE | dict(algorithm=dict(name="diffusion_dpo", set_steps=2)),
     ],
-    ids=["average, reference", "lora, two updates", "DiffusionNFT", "AWM", "DPO, offline"],
+    ids=[
+        "average, reference",
+        "lora, two updates",
+        "a window that moves, random steps",
+        "DiffusionNFT",
+        "AWM",
+        "DPO, offline",
+    ],
 )
 def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
     c = config(tmp_path, **fields)

@@ -131,14 +131,6 @@ def test_divides():
         settings.check_divides("a", 4, "b", 3, "why")
 
 
-def test_window():
-    settings.check_window("config.window", 0, 8, 8)
-    settings.check_window("config.window", 7, 1, 8)
-    for start, length in ((6, 3), (-1, 2), (2, 0), (8, 1)):
-        with pytest.raises(ConfigError, match=r"config\.window is .*has the 8 steps 0 to 7"):
-            settings.check_window("config.window", start, length, 8)
-
-
 def test_choice_positive_and_folder(tmp_path):
     settings.check_choice("config.kind", "cps", ("cps", "flow"))
     with pytest.raises(ConfigError, match=r"'flwo'; did you mean 'flow'\? .* one of 'cps', 'flow'"):

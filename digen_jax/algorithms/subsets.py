@@ -67,6 +67,14 @@ def random_timesteps(
     Raises:
       ValueError: a fraction out of range, or under one step.
     """
+    count = share_of_timesteps(steps, fraction)
+    # numpy promises that a bit generator's raw stream stays the same, but not what is drawn from it
+    drawn = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(steps)
+    return np.sort(np.argsort(drawn, kind="stable")[:count])
+
+
+def share_of_timesteps(steps: int, fraction: float) -> int:
+    """How many of so many denoising steps `random_timesteps` draws, with its errors."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction is {fraction}; it must lie in (0, 1]")
     count = math.floor(fraction * steps + 1e-9)  # 0.29 * 100 is 28.999999999999996
@@ -74,6 +82,4 @@ def random_timesteps(
         raise ValueError(
             f"fraction is {fraction}, which of {steps} denoising steps leaves none; raise it"
         )
-    # numpy promises that a bit generator's raw stream stays the same, but not what is drawn from it
-    drawn = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(steps)
-    return np.sort(np.argsort(drawn, kind="stable")[:count])
+    return count

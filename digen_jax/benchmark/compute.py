@@ -20,7 +20,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from digen_jax import assemble, recipe, recipe_checks
-from digen_jax.flow.sampling import image_keys
 from digen_jax.launching import prepare
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.runtime.executors.steps import Images
@@ -180,9 +179,9 @@ class Roles:
         self.prompts = self.system.sampler.encode(self.system.publish(self.state.tuned), texts)
         rows = np.repeat(np.arange(batch.groups, dtype=np.int32), batch.images)
         numbers = np.tile(np.arange(batch.images), batch.groups)
-        keys = image_keys(jax.random.key(config.seed), rows, numbers)
+        drawn = self.system.draws.of(0, rows, numbers)
         cuts = [slice(i, i + size) for i in range(0, len(rows), size)]
-        self.fragments = [(rows[cut], keys[cut]) for cut in cuts]
+        self.fragments = [(rows[cut], drawn.cut(cut)) for cut in cuts]
 
     def sample(self, link: Connection) -> tuple[float, ...]:
         """A step's fragments, each sent on its way as soon as it is decoded."""
@@ -207,8 +206,8 @@ class Roles:
 
     def _sampled(self) -> Any:
         sampler, weights = self.system.sampler, self.system.publish(self.state.tuned)
-        for rows, keys in self.fragments:
-            made = sampler.generate(weights, self.prompts, rows, keys)
+        for rows, drawn in self.fragments:
+            made = sampler.generate(weights, self.prompts, rows, *drawn)
             np.asarray(sampler.decode(weights, made))  # for a reward, which nobody asks here
             yield jax.device_get(Images(0, rows, made.transitions, made.sigmas))
 

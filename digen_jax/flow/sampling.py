@@ -27,8 +27,10 @@ class Transitions(NamedTuple):
     x: Float[Array, "s b ..."]  # in the dtype they were stored in
     x_next: Float[Array, "s b ..."]
     log_prob: Float32[Array, "s b"]  # of the policy that sampled them
-    sigma: Float32[Array, "s"]
-    sigma_next: Float32[Array, "s"]
+    sigma: (
+        Float32[Array, "s"] | Float32[Array, "s b"]
+    )  # `[s b]` where each image has steps of its own
+    sigma_next: Float32[Array, "s"] | Float32[Array, "s b"]
     mean: Float32[Array, "s b ..."] | None = None  # of x_next, where `sample` was asked to store it
 
 
@@ -70,22 +72,19 @@ def start_noise(keys: Key[Array, "b"], shape: tuple[int, ...]) -> Float32[Array,
     return jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, START), shape))(keys)
 
 
-def group_start_noise(
-    root: Key[Array, ""], serials: Int[ArrayLike, "b"], shape: tuple[int, ...]
-) -> Float32[Array, "b ..."]:
-    """Start noise that all images of a group share: that of the group's image 0 (`start_noise`).
+def group_keys(root: Key[Array, ""], serials: Int[ArrayLike, "b"]) -> Key[Array, "b"]:
+    """The key of each image's group, which is that of its image 0: for start noise that a group shares.
 
-    Transition noise stays each image's own (its key's). It depends on the group's serial alone, whatever
-    batch the images come in. DanceGRPO's `init_same_noise` (arXiv 2505.07818) draws one noise for a
-    process's batch, in its scripts one prompt; Flow-GRPO's `same_latent` keys it by the prompt's text, the
-    epoch and the batch.
+    Transition noise stays each image's own (its key's). The shared noise depends on the group's serial
+    alone, whatever batch the images come in. DanceGRPO's `init_same_noise` (arXiv 2505.07818) draws one noise
+    for a process's batch, in its scripts one prompt; Flow-GRPO's `same_latent` keys it by the prompt's text,
+    the epoch and the batch.
 
     Args:
       root: as in `image_keys`.
       serials: each image's group.
-      shape: of one image.
     """
-    return start_noise(image_keys(root, serials, jnp.zeros_like(jnp.asarray(serials))), shape)
+    return image_keys(root, serials, jnp.zeros_like(jnp.asarray(serials)))
 
 
 def check_window(step: Step, sigmas: Float[np.ndarray, "sigmas"], start: int, length: int) -> None:
@@ -97,7 +96,7 @@ def check_window(step: Step, sigmas: Float[np.ndarray, "sigmas"], start: int, le
     steps = len(sigmas) - 1
     if length < 1:
         raise ValueError(f"the window has length {length}; train at least 1 step")
-    _check_inside(start, length, steps)
+    check_inside(start, length, steps)
     if isinstance(step, Ode):
         raise ValueError("the trained steps are ode steps; give them noise: flow, dance or cps")
     nothing, sigma = jnp.zeros(steps), jnp.asarray(sigmas, jnp.float32)
@@ -146,7 +145,7 @@ def sample(
     start, length = window
     sigmas = jnp.asarray(sigmas, jnp.float32)
     steps = len(sigmas) - 1
-    _check_inside(start, length, steps)
+    check_inside(start, length, steps)
     noise_keys = jax.vmap(lambda key: jax.random.fold_in(key, TRANSITION))(keys)
     solver = step if isinstance(step, Ode) else Ode()
 
@@ -198,18 +197,37 @@ def replay(
     return Replay(step.log_prob(transitions.x_next, mean, std), mean, std, v)
 
 
+def per_image(transitions: Transitions) -> Transitions:
+    """The same with a sigma for each image, `[s b]`."""
+    if transitions.sigma.ndim == 2:
+        return transitions
+
+    def of_images(sigma: Float32[Array, "s"]) -> Float32[Array, "s b"]:
+        return jnp.broadcast_to(sigma[:, None], transitions.log_prob.shape)
+
+    sigma, sigma_next = map(of_images, (transitions.sigma, transitions.sigma_next))
+    return transitions._replace(sigma=sigma, sigma_next=sigma_next)
+
+
+def own_steps(transitions: Transitions, steps: Int[Array, "k b"]) -> Transitions:
+    """Of each of the b images its own k steps: `[s b ...]` becomes `[k b ...]`, sigma `[k b]`."""
+
+    def of_image(image: Transitions, own: Int[Array, "k"]) -> Transitions:
+        return jax.tree.map(lambda a: a[own], image)
+
+    return jax.vmap(of_image, in_axes=1, out_axes=1)(per_image(transitions), steps)
+
+
 def flatten(transitions: Transitions) -> Transitions:
-    """Merges the leading axes `[s b]` into `[s*b]`, repeating each sigma for its b images."""
-    s, b = transitions.log_prob.shape
-    per_image = transitions._replace(
-        sigma=jnp.broadcast_to(transitions.sigma[:, None], (s, b)),
-        sigma_next=jnp.broadcast_to(transitions.sigma_next[:, None], (s, b)),
-    )
-    return jax.tree.map(lambda a: a.reshape(s * b, *a.shape[2:]), per_image)
+    """Merges the leading axes `[s b]` into `[s*b]`, with a sigma for each."""
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), per_image(transitions))
 
 
-def _check_inside(start: int | Array, length: int, steps: int) -> None:
-    """A traced start is only known to fit by its length."""
+def check_inside(start: int | Array, length: int, steps: int) -> None:
+    """Raises ValueError where the steps [start, start + length) are not among so many.
+
+    A traced start is only known to fit by its length.
+    """
     known = isinstance(start, int)
     if not 0 <= length <= steps or (known and not 0 <= start <= steps - length):
         raise ValueError(

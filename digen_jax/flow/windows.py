@@ -13,6 +13,8 @@ from jaxtyping import Float
 from digen_jax.flow.sampling import check_window
 from digen_jax.flow.steps import Step
 
+Mode = Literal["fixed", "random", "progressive"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Window:
@@ -37,7 +39,7 @@ class Window:
     strategies "decay" and "exp_decay") are left out.
     """
 
-    mode: Literal["fixed", "random", "progressive"] = "fixed"
+    mode: Mode = "fixed"
     length: int = 1
     first: int = 0
     end: int | None = None  # of a window that moves; MixGRPO: 2 steps before the schedule's end

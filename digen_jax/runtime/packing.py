@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Key
 
 from digen_jax.flow.noising import Times
-from digen_jax.flow.sampling import Trajectory, Transitions
+from digen_jax.flow.sampling import Trajectory, Transitions, per_image
 from digen_jax.runtime.placement import DeviceGroup
 
 
@@ -120,11 +120,7 @@ def _per_step(samples: Transitions | Endpoints, times: Times | None) -> Transiti
         draws = jnp.broadcast_to(jnp.arange(s)[:, None], (s, b))
         x0, keys = (jnp.broadcast_to(a, (s, *a.shape)) for a in (samples.x0, samples.keys))
         return NoiseLevels(x0, keys, draws, sigma)
-    each = samples.log_prob.shape
-    sigma, sigma_next = (
-        jnp.broadcast_to(a[:, None], each) for a in (samples.sigma, samples.sigma_next)
-    )
-    return samples._replace(sigma=sigma, sigma_next=sigma_next)
+    return per_image(samples)
 
 
 def merged(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from digen_jax.flow.sampling import Trajectory, sample, start_noise
+from digen_jax.flow.sampling import Trajectory, check_inside, own_steps, sample, start_noise
 from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Step
 from digen_jax.runtime.hosts import put
@@ -19,7 +19,7 @@ from digen_jax.runtime.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class SamplerSettings:
-    """How images are sampled. `window` is (first step, number of steps) that follow `step`.
+    """How images are sampled. `length` successive steps follow `step` and are stored, the others are without noise.
 
     `store_means` keeps the means of these steps, too.
     """
@@ -28,7 +28,7 @@ class SamplerSettings:
     width: int
     steps: int
     step: Step
-    window: tuple[int, int]
+    length: int = 0
     store_means: bool = False
 
 
@@ -50,8 +50,8 @@ class Prompts(NamedTuple):
 class Sampler:
     """Jitted encoding, generation and decoding on one mesh.
 
-    A program is compiled once for each number of prompts and of images; what an image looks like
-    depends on its key and prompt only, never on its batch.
+    A program is compiled once for each number of prompts and of images, whatever step the window begins at;
+    what an image looks like depends on its keys and prompt only, never on its batch.
     """
 
     def __init__(self, policy: Policy, group: DeviceGroup, settings: SamplerSettings):
@@ -78,17 +78,38 @@ class Sampler:
         prompts: Prompts,
         rows: Int[np.ndarray, "b"],
         keys: Key[Array, "b"],
+        start_keys: Key[Array, "b"] | None = None,
+        start: int = 0,
+        trained: Int[np.ndarray, "k b"] | None = None,
     ) -> Trajectory:
         """One fragment: image i shows prompt `rows[i]` and is drawn by `keys[i]`.
 
         Returns at once; the arrays are computed behind. The number of images must be a multiple of
         the mesh's devices.
+
+        Args:
+          weights: the published ones.
+          prompts: encoded.
+          rows: each image's prompt.
+          keys: of each image's noise.
+          start_keys: of the noise that each starts from; None: `keys`.
+          start: the first of the steps that are stored.
+          trained: of these each image's own, which alone are returned (`own_steps`); None: all.
+
+        Raises:
+          ValueError: steps outside the schedule.
         """
+        check_inside(start, self.settings.length, self.settings.steps)
+        batch = self.group.batch
+        keys = put(keys, batch)
         return self._generate(
             weights,
             prompts,
-            put(rows, self.group.batch),
-            put(keys, self.group.batch),
+            put(rows, batch),
+            keys,
+            keys if start_keys is None else put(start_keys, batch),
+            np.int32(start),
+            None if trained is None else put(trained, self.group.batch_of_steps),
         )
 
     def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b h w 3"]:
@@ -106,17 +127,24 @@ def _generate(
     prompts: Prompts,
     rows: Int[Array, "b"],
     keys: Key[Array, "b"],
+    start_keys: Key[Array, "b"],
+    start: Int[Array, ""],
+    trained: Int[Array, "k b"] | None,
 ) -> Trajectory:
     split = functools.partial(jax.lax.with_sharding_constraint, shardings=group.batch)
     conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
     velocity = policy.velocity(weights.tuned, weights.base, conditioning, prompts.null)
-    noise = split(start_noise(keys, shape))
-    return sample(
+    noise = split(start_noise(start_keys, shape))
+    trajectory = sample(
         velocity,
         noise,
         sigmas,
         settings.step,
         keys,
-        settings.window,
+        (start, settings.length),
         store_means=settings.store_means,
     )
+    if trained is None:
+        return trajectory
+    # Here already, so that what is not trained is neither kept nor sent to the trainer.
+    return trajectory._replace(transitions=own_steps(trajectory.transitions, trained))

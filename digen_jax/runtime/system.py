@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, Mesh
 
+from digen_jax.runtime.draws import Draws
 from digen_jax.runtime.placement import DeviceGroup, Placement
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, Weights
@@ -50,6 +51,7 @@ class System(NamedTuple):
 
     placement: Placement
     policy: Policy
+    draws: Draws
     rollouts: tuple[Rollout, ...]  # those of the placement; colocated the trainer's mesh itself
     trainer: Trainer
     base: Any  # on the trainer mesh, see Policy

@@ -10,8 +10,9 @@ from digen_jax.flow.sampling import (
     Transitions,
     check_window,
     flatten,
-    group_start_noise,
+    group_keys,
     image_keys,
+    own_steps,
     replay,
     sample,
     start_noise,
@@ -97,13 +98,13 @@ def test_randomness_follows_the_documented_folds():
 def test_a_group_may_share_its_start_noise():
     """It is that of its image 0, in any batch; what comes after is each image's own."""
     root, serials = jax.random.key(7), np.array([5, 5, 9, 5, 2])
-    noise = group_start_noise(root, serials, SHAPE)
+    noise = start_noise(group_keys(root, serials), SHAPE)
     assert noise.dtype == jnp.float32
     fold = jax.random.fold_in
     for serial, mine in zip(serials, noise, strict=True):
         expected = jax.random.normal(fold(fold(fold(root, serial), 0), 0), SHAPE)
         np.testing.assert_array_equal(mine, expected)
-    np.testing.assert_array_equal(group_start_noise(root, serials[3:], SHAPE), noise[3:])
+    np.testing.assert_array_equal(start_noise(group_keys(root, serials[3:]), SHAPE), noise[3:])
     assert np.abs(noise[0] - noise[2]).max() > 1 and np.abs(noise[0] - noise[4]).max() > 1
     keys = image_keys(root, serials[:2], np.arange(2))
     stored = sample(velocity, noise[:2], SIGMAS, FlowSde(0.7), keys, (1, 1)).transitions
@@ -184,6 +185,24 @@ def test_flatten_pairs_every_image_with_its_sigma():
         np.testing.assert_array_equal(flat.x_next[i], x[s, b] + 1)
         assert flat.log_prob[i] == x[s, b, 0]
         assert flat.sigma[i] == stacked.sigma[s] and flat.sigma_next[i] == stacked.sigma_next[s]
+
+
+@pytest.mark.parametrize("means", [False, True])
+def test_every_image_keeps_its_own_steps(means):
+    stored = run(keys_of([0, 1, 2]), FlowSde(0.7), 1, 4, means=means).transitions
+    steps = np.array([[0, 1, 0], [3, 2, 1]])
+    own = own_steps(stored, jnp.asarray(steps))
+    flat = flatten(own)
+    for k, b in np.ndindex(2, 3):
+        for mine, all_steps in zip(own, stored, strict=True):
+            if all_steps is None:
+                assert mine is None and not means
+                continue
+            expected = all_steps[steps[k, b]]
+            expected = expected if expected.ndim == 0 else expected[b]
+            np.testing.assert_array_equal(mine[k, b], expected)
+        assert flat.sigma[3 * k + b] == stored.sigma[steps[k, b]]
+        np.testing.assert_array_equal(flat.x[3 * k + b], own.x[k, b])
 
 
 @pytest.mark.parametrize(

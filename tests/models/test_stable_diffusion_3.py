@@ -52,7 +52,7 @@ def folder(request, base) -> pathlib.Path:
 def test_images_are_those_of_the_pipelines_default_call(folder, height, width, guidance):
     family, params = ours(folder)
     policy = Policy(family, family.default_guidance if guidance is None else guidance)
-    sampler = Sampler(policy, group(), SamplerSettings(height, width, 8, Ode(), (0, 0)))
+    sampler = Sampler(policy, group(), SamplerSettings(height, width, 8, Ode()))
     tuned, base = policy.split(jax.random.key(0), params["transformer"], reference=False)
     weights = Weights(tuned, base, params)
     rows = np.arange(len(PROMPTS), dtype=np.int32)

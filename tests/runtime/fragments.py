@@ -28,7 +28,7 @@ def config(tuning: str, mesh=(1, 1, 1), tactic="fsdp", images=4, **fields) -> Co
     shape = dict(
         batch__groups=GROUPS,
         sampler__steps=STEPS + 1,
-        sampler__window=(0, STEPS),
+        sampler__window=dict(first=0, length=STEPS),
         evaluation__batch=8,
     )
     full = gradient_config(tuning, fragment=images, micro=images, **shape | fields)
@@ -78,13 +78,25 @@ def _differentiated():
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-def plain(tuning: str, old_log_prob: np.ndarray, steps: int = STEPS, by: float = 0.05):
-    """(mean gradient in float64, ratios [s b]) by a loop over single transitions on one device."""
+def plain(
+    tuning: str,
+    old_log_prob: np.ndarray,
+    steps: int = STEPS,
+    by: float = 0.05,
+    drawn: np.ndarray | None = None,
+):
+    """(mean gradient in float64, ratios [s b]) by a loop over single transitions on one device.
+
+    `drawn` [s b] says which transitions there are, None: all.
+    """
+    drawn = np.ones((steps, len(ROWS)), bool) if drawn is None else drawn
     start = toy.ToyFamily(size=SIZE).params()["transformer"]
     prompts, (_, _, t, sigmas) = sampled()
     total, ratios = None, np.zeros((steps, len(ROWS)))
     for step in range(steps):
         for image, row in enumerate(ROWS):
+            if not drawn[step, image]:
+                continue
             sample = (t.x[step, image], t.x_next[step, image], old_log_prob[step, image])
             sample += (t.sigma[step], t.sigma_next[step], sigmas[1], ADVANTAGES[image])
             prompt = [part[row][None] for part in prompts.conditioning]
@@ -92,7 +104,7 @@ def plain(tuning: str, old_log_prob: np.ndarray, steps: int = STEPS, by: float =
             (_, ratios[step, image]), found = _differentiated()(*args)
             found = jax.tree.map(np.float64, jax.device_get(found))
             total = found if total is None else jax.tree.map(np.add, total, found)
-    return jax.tree.map(lambda a: a / ratios.size, total), ratios
+    return jax.tree.map(lambda a: a / drawn.sum(), total), ratios
 
 
 @functools.cache

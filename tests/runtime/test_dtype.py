@@ -42,7 +42,7 @@ def test_parameters_are_rounded_for_every_sampler_and_for_nobody_else(lora, weig
 
 def test_it_samples_by_the_rounded_network():
     """Its latents are those of the plain network, given rounded parameters and activations."""
-    c = config(sampler__window=(0, 4))
+    c = config(sampler__window=dict(first=0, length=4))
     system = toy.system(c)
     prompts, (fragment,) = toy.rollout(system, c, system.start)
     t = jax.tree.map(jnp.asarray, jax.device_get(fragment.samples))

@@ -26,7 +26,7 @@ ROWS = np.repeat(np.arange(GROUPS, dtype=np.int32), IMAGES)
 JUDGED = np.array([1.5, -0.4, -0.9, 0.2, -2.7, 0.3, 0.8, 0.8, 0.8, 0.1, 2.2, -0.8], np.float32)
 GUIDANCE, SCALE = 3.0, 3.0
 TIMES = dict(count=COUNT, mean=-0.3, std=1.2, shift=2.0)
-ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=(0, 0))
+ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=dict(length=0))
 METHODS = {
     "diffusion_nft": dict(beta=0.3, adv_clip=2.0, kl_coefficient=0.2, times=dict(count=COUNT)),
     "awm": dict(clip_range=0.01, adv_clip=2.0, kl_coefficient=0.2, times=TIMES)

@@ -22,7 +22,7 @@ def split(exact_and_split):
     return toy.system(
         toy.config(
             **toy.meshes((1, 4), (2, 2)),
-            sampler__window=(1, 2),
+            sampler__window=dict(first=1, length=2),
             sampler__steps=STEPS,
             sampler__guidance=GUIDANCE,
             evaluation__guidance=GUIDANCE,
@@ -33,14 +33,17 @@ def split(exact_and_split):
 @pytest.fixture(scope="module")
 def alone(exact_and_split):
     """One device."""
-    config = toy.config(sampler__window=(1, 2), sampler__steps=STEPS, sampler__guidance=GUIDANCE)
+    config = toy.config(
+        sampler__window=dict(first=1, length=2), sampler__steps=STEPS, sampler__guidance=GUIDANCE
+    )
     return toy.system(config, devices=1)
 
 
 def generate(system, cut=slice(None), tuned=None):
     weights = system.publish(system.start if tuned is None else tuned)
     prompts = system.sampler.encode(weights, PROMPTS)
-    return jax.device_get(toy.draw_and_show(system.sampler, weights, prompts, ROWS[cut], KEYS[cut]))
+    given = weights, prompts, ROWS[cut], KEYS[cut]
+    return jax.device_get(toy.draw_and_show(system.sampler, *given, start=1))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,7 @@ def test_images_differ_by_key_and_by_prompt(split, whole):
             assert np.abs(images[i] - images[j]).max() > 0.01
     weights = split.publish(split.start)
     prompts = split.sampler.encode(weights, PROMPTS)
-    others, _ = toy.draw_and_show(split.sampler, weights, prompts, (ROWS + 1) % 3, KEYS)
+    others, _ = toy.draw_and_show(split.sampler, weights, prompts, (ROWS + 1) % 3, KEYS, start=1)
     assert np.abs(images - others).max((1, 2, 3)).min() > 0.01
 
 

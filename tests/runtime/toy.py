@@ -99,7 +99,12 @@ def config(**fields) -> ConfigDict:
     c = dict(
         batch=dict(groups=2, images=4),
         sampler=dict(
-            steps=4, kind="flow", noise_level=0.7, window=(0, 2), guidance=3.0, fragment=8
+            steps=4,
+            kind="flow",
+            noise_level=0.7,
+            window=dict(first=0, length=2),
+            guidance=3.0,
+            fragment=8,
         ),
         trainer=dict(micro_batch=4),
         evaluation=dict(batch=8),
@@ -149,7 +154,7 @@ def brightness(images, prompts, metadata):
 def rollout(system: System, config: ConfigDict, tuned: Any):
     """(prompts, the images of each fragment) of the step with `records`, from published weights."""
     batch, size = config.batch, config.sampler.fragment
-    steps = Steps(iter([records(batch.groups)]), batch.images, size, config.seed, 0)
+    steps = Steps(iter([records(batch.groups)]), batch.images, size, system.draws, 0)
     executor = SamplingExecutor(system.rollouts[0], steps, system.placement.trainer)
     executor.weights[0] = system.publish(tuned)
     executor.encode(0)
@@ -159,9 +164,9 @@ def rollout(system: System, config: ConfigDict, tuned: Any):
     return steps[0].prompts, list(steps[0].sampled.values())
 
 
-def draw_and_show(sampler, weights, prompts, rows, keys):
+def draw_and_show(sampler, weights, prompts, rows, keys, **drawn):
     """(images, trajectory) of a fragment."""
-    trajectory = sampler.generate(weights, prompts, rows, keys)
+    trajectory = sampler.generate(weights, prompts, rows, keys, **drawn)
     return sampler.decode(weights, trajectory), trajectory
 
 

@@ -55,7 +55,7 @@ class Executors:
         """`first` is the step that `state` is the start of, `kept` the older versions to be held."""
         self.system, self._config = system, config
         algorithm, sizes = system.trainer.algorithm, (config.batch.images, config.sampler.fragment)
-        self.steps = Steps(batches, *sizes, config.seed, first, set_steps(algorithm))
+        self.steps = Steps(batches, *sizes, system.draws, first, set_steps(algorithm))
         apart = not system.placement.colocated
         self.last_update = config.trainer.updates - 1
         # What an update consumes is sampled from, or compared with, behind it only where these say so.

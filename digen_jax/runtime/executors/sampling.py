@@ -40,7 +40,7 @@ class SamplingExecutor:
             return
         cut = step.cut(fragment.index)
         trajectory = self.rollout.sampler.generate(
-            weights, self._prompts[fragment.step], step.rows[cut], step.keys[cut]
+            weights, self._prompts[fragment.step], step.rows[cut], *step.drawn.cut(cut)
         )
         self._begun[fragment] = version, jax.block_until_ready(trajectory)
         if self._steps.find(fragment) is None:
@@ -77,7 +77,8 @@ def moved(images: Images, trainer: DeviceGroup) -> Images:
     else:
         split = trainer.batch_of_steps
         means = None if samples.mean is None else split
-        shardings = type(samples)(split, split, split, whole, whole, means)
+        sigma = split if samples.sigma.ndim == 2 else whole
+        shardings = type(samples)(split, split, split, sigma, sigma, means)
     return images._replace(
         samples=jax.device_put(samples, shardings),
         sigmas=jax.device_put(images.sigmas, whole),

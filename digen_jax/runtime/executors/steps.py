@@ -5,13 +5,13 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Key
 
 from digen_jax.algorithms.advantages import group_advantages
 from digen_jax.flow.noising import turn_keys
-from digen_jax.flow.sampling import Transitions, image_keys
+from digen_jax.flow.sampling import Transitions
+from digen_jax.runtime.draws import Drawn, Draws
 from digen_jax.runtime.packing import Endpoints
 from digen_jax.runtime.sampler import Prompts
 from digen_jax.runtime.scheduler.commands import Fragment
@@ -36,10 +36,10 @@ class Step:
     records: list[dict[str, Any]]
     size: int  # images of a fragment
     rows: Int[np.ndarray, "n"]
-    keys: Key[Array, "n"]  # that the images are sampled by
+    drawn: Drawn
     training_keys: Key[
         Array, "n"
-    ]  # that they are noised by: the same, until it is their turn again
+    ]  # of their noise in training: their own, until their turn comes again
     scores: Float32[np.ndarray, "n"]  # NaN where not scored yet
     prompts: Prompts | None = None
     sampled: dict[int, Images] = dataclasses.field(default_factory=dict)  # by fragment
@@ -48,15 +48,21 @@ class Step:
 
     @classmethod
     def begin(
-        cls, records: list[dict[str, Any]], images: int, size: int, seed: int, turn: int = 0
+        cls,
+        number: int,
+        records: list[dict[str, Any]],
+        images: int,
+        size: int,
+        draws: Draws,
+        turn: int = 0,
     ) -> "Step":
         """Nothing sampled yet; `images` a group, `size` a fragment. `turn`: times that it was trained before."""
         rows = np.repeat(np.arange(len(records), dtype=np.int32), images)
         serials = np.asarray([record["serial"] for record in records])[rows]
         numbers = np.tile(np.arange(images), len(records))
-        keys = image_keys(jax.random.key(seed), serials, numbers)
+        drawn = draws.of(number, serials, numbers)
         unknown = np.full(len(rows), np.nan, np.float32)
-        return cls(records, size, rows, keys, turn_keys(keys, turn), unknown)
+        return cls(records, size, rows, drawn, turn_keys(drawn.keys, turn), unknown)
 
     @property
     def texts(self) -> list[str]:
@@ -114,12 +120,12 @@ class Steps:
         batches: Iterator[list[dict[str, Any]]],
         images: int,
         size: int,
-        seed: int,
+        draws: Draws,
         first: int,
         set_steps: int = 0,
     ):
         self.first = first  # the step that is on
-        self._batches, self._make = batches, (images, size, seed)
+        self._batches, self._make = batches, (images, size, draws)
         self._set_steps, self._next = set_steps, first
         self._steps: dict[int, Step] = {}
         self._lock = threading.Lock()
@@ -128,7 +134,8 @@ class Steps:
         with self._lock:
             while self._next <= number:
                 turn = self._next // self._set_steps if self._set_steps else 0
-                self._steps[self._next] = Step.begin(next(self._batches), *self._make, turn)
+                records = next(self._batches)
+                self._steps[self._next] = Step.begin(self._next, records, *self._make, turn)
                 self._next += 1
             return self._steps[number]
 

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from digen_jax import rewards
-from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
 from digen_jax.runtime.hosts import put
@@ -34,12 +33,12 @@ def measure(system: System, config: Any, records: list[dict], reward: rewards.Re
     size = config.sampler.fragment
     rows = np.repeat(np.arange(len(records), dtype=np.int32), config.batch.images)[:size]
     numbers = np.tile(np.arange(config.batch.images), len(records))[:size]
-    keys = image_keys(jax.random.key(config.seed), rows, numbers)
+    drawn = system.draws.of(0, rows, numbers)
     texts = [record["prompt"] for record in records]
     state = system.trainer.init(system.start)
     weights, publish = timed(lambda: system.publish(state.tuned))
     prompts, encode = timed(lambda: system.sampler.encode(weights, texts))
-    made, generate = timed(lambda: system.sampler.generate(weights, prompts, rows, keys))
+    made, generate = timed(lambda: system.sampler.generate(weights, prompts, rows, *drawn))
     decoded, decode = timed(lambda: system.sampler.decode(weights, made))
     pictures, shown = np.asarray(decoded), [records[row] for row in rows]
     _, score = timed(

@@ -1,0 +1,54 @@
+"""What the images of a step are drawn by: of the step's number and their groups' serials alone.
+
+So it is the same wherever and whenever a fragment is sampled, by whichever version, and in a resumed run.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+from digen_jax.algorithms.subsets import random_timesteps
+from digen_jax.flow.sampling import group_keys, image_keys
+from digen_jax.flow.windows import Window
+
+
+class Drawn(NamedTuple):
+    """What some images of a step are sampled by beside their prompts: the last arguments of `Sampler.generate`."""
+
+    keys: Key[Array, "n"]
+    start_keys: Key[Array, "n"]  # of their start noise: the same ones where it is not shared
+    start: int  # the window's first step
+    trained: Int[np.ndarray, "k n"] | None  # each image's own steps of the window; None: all
+
+    def cut(self, part: slice) -> "Drawn":
+        """Of these images some."""
+        trained = None if self.trained is None else self.trained[:, part]
+        return Drawn(self.keys[part], self.start_keys[part], self.start, trained)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """The draws of a run's steps. Of its window an image trains a random share (`random_timesteps`).
+
+    With `shared_noise` all images of a group start from one noise (`group_keys`).
+    """
+
+    seed: int
+    window: Window | None  # None: no step is noisy
+    fraction: float = 1.0
+    shared_noise: bool = False
+
+    def of(self, step: int, serials: Int[np.ndarray, "n"], images: Int[np.ndarray, "n"]) -> Drawn:
+        """Those of images in a step, by their groups' serials and their numbers in the group."""
+        root, trained = jax.random.key(self.seed), None
+        keys = image_keys(root, serials, images)
+        start_keys = group_keys(root, serials) if self.shared_noise else keys
+        if self.window and self.fraction < 1:
+            seeds = ((self.seed, int(s), int(i)) for s, i in zip(serials, images, strict=True))
+            drawn = [random_timesteps(seed, self.window.length, self.fraction) for seed in seeds]
+            trained = np.stack(drawn, axis=1).astype(np.int32)
+        start = self.window.start(step) if self.window else 0
+        return Drawn(keys, start_keys, start, trained)
