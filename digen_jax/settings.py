@@ -108,6 +108,7 @@ def check_overrides(argv: Sequence[str]) -> None:
     fields = _flat(read(*path.split(":", 1)[1:]))
     for override in filter(None, map(OVERRIDE.match, argv)):
         _check_known(override[1], fields)
+        _check_group(override[1], override.string[override.end() :], fields)
 
 
 def _config_path(argv: Sequence[str]) -> str | None:
@@ -142,6 +143,15 @@ def _check_known(name: str, fields: dict[str, Any], free: Collection[str] = ()) 
             raise ConfigError(f"{parent} is one value and has no fields: {name} cannot be set")
         if field not in fields:
             raise ConfigError(f"{field} is not a field; {_nearest(field, fields)}")
+
+
+def _check_group(name: str, given: str, fields: dict[str, Any]) -> None:
+    """Refuses one value for a group of fields; all of them in braces are taken."""
+    if isinstance(fields.get(name), ConfigDict) and given and not given.startswith("{"):
+        some = next(iter(fields[name]), "field")
+        raise ConfigError(
+            f"{name} is a group of fields, not {given}: set each by its name, such as --{name}.{some}=..."
+        )
 
 
 def _nearest(name: str, fields: dict[str, Any]) -> str:

@@ -98,6 +98,10 @@ def refused(config, devices=8):
             "to 0); end the window before it",
         ),
         (
+            dict(sampler__window=dict(mode="random", length=2, end=8)),
+            "config.sampler.window: step 7 of the window [6, 8) has no noise",
+        ),
+        (
             dict(lora__rank=4, lora__targets="nothing"),
             "config.lora.targets: lora targets 'nothing' matches none of the ",
         ),

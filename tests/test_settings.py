@@ -184,6 +184,11 @@ def launch(folder: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess
             "config.free.new is not a field; "
             "config.free is empty: set its fields in the config file",
         ),
+        (
+            "--config.sampler=(0, 4)",
+            "config.sampler is a group of fields, not (0, 4): set each by its name, such as "
+            "--config.sampler.guidance=...",
+        ),
         ("--config.seed=1", "config.seed is 1: set it to 0"),
         ("extra", "'extra' belongs to no option: write --option='its value'"),
     ],

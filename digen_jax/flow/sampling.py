@@ -21,15 +21,14 @@ class Transitions(NamedTuple):
     """Reverse steps x -> x_next that can be replayed: s steps of b images, as sampled.
 
     Indexing the first axis of every field gives leading axes `[b]` and a scalar sigma, `flatten`
-    gives `[n]` and sigma `[n]`: these two forms are what `replay` takes.
+    gives `[n]` and sigma `[n]`: these two forms are what `replay` takes. Where each image has steps of its
+    own (`own_steps`) sigma is `[s b]`.
     """
 
     x: Float[Array, "s b ..."]  # in the dtype they were stored in
     x_next: Float[Array, "s b ..."]
     log_prob: Float32[Array, "s b"]  # of the policy that sampled them
-    sigma: (
-        Float32[Array, "s"] | Float32[Array, "s b"]
-    )  # `[s b]` where each image has steps of its own
+    sigma: Float32[Array, "s"] | Float32[Array, "s b"]
     sigma_next: Float32[Array, "s"] | Float32[Array, "s b"]
     mean: Float32[Array, "s b ..."] | None = None  # of x_next, where `sample` was asked to store it
 

@@ -16,17 +16,22 @@ from digen_jax.flow.windows import Window
 
 
 class Drawn(NamedTuple):
-    """What some images of a step are sampled by beside their prompts: the last arguments of `Sampler.generate`."""
+    """What some images of a step are sampled by beside their prompts: the last arguments of `Sampler.generate`.
+
+    `start_keys` are those of start noise that is shared, None: the images' own. `start` is the window's
+    first step, `trained` holds each image's own steps of the window, None: all of them.
+    """
 
     keys: Key[Array, "n"]
-    start_keys: Key[Array, "n"]  # of their start noise: the same ones where it is not shared
-    start: int  # the window's first step
-    trained: Int[np.ndarray, "k n"] | None  # each image's own steps of the window; None: all
+    start_keys: Key[Array, "n"] | None
+    start: int
+    trained: Int[np.ndarray, "k n"] | None
 
     def cut(self, part: slice) -> "Drawn":
         """Of these images some."""
+        start_keys = None if self.start_keys is None else self.start_keys[part]
         trained = None if self.trained is None else self.trained[:, part]
-        return Drawn(self.keys[part], self.start_keys[part], self.start, trained)
+        return Drawn(self.keys[part], start_keys, self.start, trained)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +49,10 @@ class Draws:
     def of(self, step: int, serials: Int[np.ndarray, "n"], images: Int[np.ndarray, "n"]) -> Drawn:
         """Those of images in a step, by their groups' serials and their numbers in the group."""
         root, trained = jax.random.key(self.seed), None
-        keys = image_keys(root, serials, images)
-        start_keys = group_keys(root, serials) if self.shared_noise else keys
+        start_keys = group_keys(root, serials) if self.shared_noise else None
         if self.window and self.fraction < 1:
             seeds = ((self.seed, int(s), int(i)) for s, i in zip(serials, images, strict=True))
             drawn = [random_timesteps(seed, self.window.length, self.fraction) for seed in seeds]
             trained = np.stack(drawn, axis=1).astype(np.int32)
         start = self.window.start(step) if self.window else 0
-        return Drawn(keys, start_keys, start, trained)
+        return Drawn(image_keys(root, serials, images), start_keys, start, trained)

@@ -164,13 +164,13 @@ def test_what_is_drawn_does_not_depend_on_the_other_images():
     part = drawn.cut(slice(1, 3))
     np.testing.assert_array_equal(part.trained, drawn.trained[:, 1:3])
     data = jax.random.key_data
-    of_groups = image_keys(jax.random.key(5), serials[1:3], [0, 0])
+    of_groups = image_keys(jax.random.key(5), serials[1:3], 0 * serials[1:3])
     np.testing.assert_array_equal(data(part.start_keys), data(of_groups))
     own = image_keys(jax.random.key(5), serials[1:3], images[1:3])
     np.testing.assert_array_equal(data(part.keys), data(own))
     plain = Draws(5, window).of(2, serials, images)
-    assert plain.trained is None and plain.cut(slice(2)).trained is None
-    np.testing.assert_array_equal(data(plain.start_keys), data(plain.keys))
+    for none in (plain, plain.cut(slice(2))):
+        assert none.trained is none.start_keys is None
 
 
 @pytest.mark.parametrize(("mesh", "pack"), [((1, 1, 1), 1), ((2, 2, 1), 2)])
