@@ -17,12 +17,7 @@ pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
 # A tenth of Flow-GRPO's own clip range, 1e-4. As the clip range itself it makes the trainer's
 # clip_fraction the number of ratios that are further than this from 1.
 LIMIT = 1e-5
-KINDS = {
-    "flow": (0.7, 8),
-    "dance": (0.3, 8),
-    "cps": (0.8, 7),
-    "flow_capped": (0.7, 8),
-}  # noise level, steps with noise
+KINDS = {"flow": (0.7, 8), "dance": (0.3, 8), "cps": (0.8, 7)}  # noise level, steps with noise
 
 
 def attention_family():
