@@ -73,9 +73,9 @@ def get_config(gpus: str = "1") -> ConfigDict:
             clip_range=1e-4,
             adv_clip=5.0,
             kl_coefficient=0.04,
-            advantage_std="global",
         )
     )
+    c.advantages = ConfigDict(dict(std="global"))
     c.lora = ConfigDict(dict(rank=32, alpha=64.0, targets=ATTENTION))
     c.trainer = ConfigDict(
         dict(

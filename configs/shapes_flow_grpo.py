@@ -38,9 +38,8 @@ def get_config(length: str = "demo") -> ConfigDict:
             fragment=144,
         )
     )
-    c.algorithm = ConfigDict(
-        dict(name="policy_gradient", clip_range=1e-3, adv_clip=5.0, advantage_std="group")
-    )
+    c.algorithm = ConfigDict(dict(name="policy_gradient", clip_range=1e-3, adv_clip=5.0))
+    c.advantages = ConfigDict(dict(std="group"))
     c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=rate, ema=ema))
     c.placement = ConfigDict(
         dict(rollout=dict(data=4, fsdp=1), trainer=dict(data=2, fsdp=2), rules=((".*", "fsdp"),))

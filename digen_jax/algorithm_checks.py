@@ -9,7 +9,7 @@ from digen_jax.algorithms.demands import Algorithm, is_forward
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
 from digen_jax.flow.steps import KINDS, Ode
-from digen_jax.recipe import algorithm_settings, noisy_steps
+from digen_jax.recipe import advantage_settings, algorithm_settings, noisy_steps
 from digen_jax.settings import ConfigError, blame, check_choice, check_divides, check_positive
 
 WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
@@ -51,7 +51,8 @@ def _check_nested(config: ConfigDict, algorithm: Algorithm) -> None:
 
 def _check_policy_gradient(config: ConfigDict, algorithm: PolicyGradient) -> None:
     if config.runtime.early_groups:
-        algorithm.check_early(config.batch.images, config.batch.groups)
+        advantages = advantage_settings(config)
+        algorithm.check_early(advantages, config.batch.images, config.batch.groups)
     if algorithm.ratio == "guard" and config.sampler.kind == "cps":
         raise ValueError(
             "ratio is 'guard', which is for Gaussian log-probabilities, but config.sampler.kind is 'cps', "
@@ -77,6 +78,12 @@ def _check_pairs(config: ConfigDict) -> None:
         config.sampler.fragment,
         config.trainer.micro_batch,
     )
+    chosen = config.advantages.best_and_worst
+    if chosen:
+        raise ConfigError(
+            f"config.advantages.best_and_worst = {chosen} chooses what diffusion_dpo chooses itself, one pair of "
+            "each group: set it to 0"
+        )
     check_divides(
         "config.batch.images",
         images,

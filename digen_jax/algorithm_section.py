@@ -23,7 +23,7 @@ CLASSES = {
 }
 # Where a config's defaults are others than the published values, which are those of the classes.
 DEFAULTS = {
-    "policy_gradient": dict(clip_range=1e-3, advantage_std="group", old_log_probs="auto"),
+    "policy_gradient": dict(clip_range=1e-3, old_log_probs="auto"),
     "awm": dict(old_log_probs="auto"),
 }
 

@@ -139,6 +139,7 @@ def connect(
         Trainer(policy, placement.trainer, step, algorithm, recipe.trainer_settings(config)),
         base,
         start,
+        recipe.advantage_settings(config),
     )
 
 

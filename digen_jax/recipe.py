@@ -7,10 +7,12 @@ A recipe in configs/ states the fields that matter to it; `complete` fills in th
 from ml_collections import ConfigDict
 
 from digen_jax import algorithm_section
-from digen_jax.algorithms.demands import Algorithm
+from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.algorithms.demands import Algorithm, needs
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.algorithms.subsets import share_of_timesteps
 from digen_jax.flow.windows import Window
+from digen_jax.rewards import names_in
 from digen_jax.runtime.draws import Draws
 from digen_jax.runtime.optimisation import TrainerSettings
 from digen_jax.runtime.scheduler.settings import Settings
@@ -35,7 +37,8 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
             ),
             prompts=dict(file="assets/prompts/shapes_train.jsonl"),
             reward=dict(
-                name="shapes_geneval",  # or module:function
+                name="shapes_geneval",  # or module:function; or several, with commas between them
+                weights=(),  # of several, one each; empty: all 1
                 processes=1,  # that score beside generation; 0: a thread of this one
             ),
             batch=dict(groups=12, images=12),  # groups a step, images a group
@@ -59,6 +62,14 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
                 dtype="",  # of its arithmetic, and of the weights that it is sent; "": as the trainer's
             ),
             algorithm=algorithm_section.section(algorithm),
+            advantages=dict(
+                baseline="group_mean",  # or "leave_one_out", as in RLOO
+                std="group",  # that divides; or "global", "none"
+                ddof=0,  # 0: the population's std; 1: a sample's
+                combine="rewards",  # several, weighed and added up, then their advantages; or "advantages", "gdpo"
+                best_and_worst=0,  # train so many of the best and of the worst of a group; 0: all
+                drop_zero_std=False,  # leave groups of equal rewards out of loss, KL and means
+            ),
             lora=dict(rank=0, alpha=1.0, targets=".*"),  # rank 0: all weights are tuned
             trainer=dict(
                 micro_batch=144,  # images in one forward and backward pass
@@ -144,7 +155,8 @@ def algorithm_settings(config: ConfigDict) -> Algorithm:
         return algorithm_section.settings(config.algorithm)
     old = choose_old_log_probs(
         config.algorithm.old_log_probs,
-        same_dtype=not config.sampler.dtype,  # else the weights are rounded, too
+        # Else the weights are rounded, too, which an importance weight to what sampled corrects.
+        same_dtype=not config.sampler.dtype or config.algorithm.get("importance_cap", 0) > 0,
         stale=config.runtime.staleness > 0,
         updates=config.trainer.updates,
         stored=config.algorithm.name == "policy_gradient",
@@ -180,6 +192,12 @@ def draws(config: ConfigDict) -> Draws:
     return Draws(config.seed, noisy, sampler.window.fraction, sampler.shared_noise)
 
 
+def advantage_settings(config: ConfigDict) -> AdvantageSettings:
+    """How rewards become advantages, and which images train."""
+    weights = config.reward.weights or (1.0,) * len(names_in(config.reward.name))
+    return AdvantageSettings(**config.advantages, reward_weights=tuple(map(float, weights)))
+
+
 def trainer_settings(config: ConfigDict) -> TrainerSettings:
     """The trainer's."""
     return TrainerSettings(**{k: v for k, v in config.trainer.items() if k != "updates"})
@@ -191,14 +209,15 @@ def scheduler_settings(config: ConfigDict) -> Settings:
     Strictly on policy, fragments are trained in their order, unless that is to be early: a run is then
     the same to the last bit whenever it is done again.
     """
-    runtime, needs = config.runtime, algorithm_settings(config).needs
+    runtime = config.runtime
+    complete_first = needs(algorithm_settings(config), advantage_settings(config))
     return Settings(
         steps=config.steps,
         groups=config.batch.groups,
         images=config.batch.images,
         fragment_images=config.sampler.fragment,
         updates=config.trainer.updates,
-        readiness=f"early_{needs}" if runtime.early_groups else needs,
+        readiness=f"early_{complete_first}" if runtime.early_groups else complete_first,
         open_groups=runtime.early_groups,
         ordered=runtime.staleness == 0 and not runtime.early_groups,
         staleness=runtime.staleness,

@@ -13,8 +13,14 @@ from ml_collections import ConfigDict
 from digen_jax import rewards
 from digen_jax.algorithm_checks import check_algorithm
 from digen_jax.flow.steps import make_step
+from digen_jax.group_checks import (
+    check_advantages,
+    check_candidates,
+    check_early,
+    check_weights,
+)
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import scheduler_settings
+from digen_jax.recipe import advantage_settings, scheduler_settings
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
 from digen_jax.sampler_checks import check_sampler
 from digen_jax.settings import (
@@ -32,6 +38,8 @@ def check(config: ConfigDict) -> None:
         if not _value(config, name):
             raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
     _check_numbers(config)
+    check_weights(config)
+    check_advantages(config)
     _check_batches(config)
     check_sampler(config)
     _check_rules(config)
@@ -41,8 +49,8 @@ def check(config: ConfigDict) -> None:
         ("runtime.tag_weights", ("in place", "resharded")),
     ):
         check_choice(f"config.{name}", _value(config, name), choices)
-    _check_candidates(config)
-    _check_early(config)
+    check_candidates(config)
+    check_early(config)
     check_algorithm(config)
     with blame("config.runtime.", (ConfigError,)):
         scheduler_settings(config).check()
@@ -135,11 +143,15 @@ def _check_batches(config: ConfigDict) -> None:
         "as a fragment belongs to one update",
     )
     if config.algorithm.name != "diffusion_dpo":  # which trains pairs
+        trained = advantage_settings(config).kept(fragment, batch.images)
+        chosen = ""
+        if trained < fragment:
+            chosen = " / config.batch.images * 2 * config.advantages.best_and_worst"
         check_divides(
             "config.trainer.micro_batch",
             trainer.micro_batch,
-            "config.sampler.fragment",
-            fragment,
+            f"config.sampler.fragment{chosen}",
+            trained,
             "as micro-batches are cut from a fragment",
         )
 
@@ -151,82 +163,6 @@ def _check_stale(config: ConfigDict) -> None:
             f"config.runtime.staleness = {runtime.staleness} changes nothing, as config.runtime.stale_share = "
             f"{runtime.stale_share} of a step is less than config.sampler.fragment = {config.sampler.fragment} "
             f"images or a group: give one of them room, or set config.runtime.staleness to 0"
-        )
-
-
-def _check_candidates(config: ConfigDict) -> None:
-    """Refuses dynamic sampling that cannot work.
-
-    Raises:
-      ConfigError: fewer candidates than groups, or groups that share fragments.
-    """
-    most, redundant = config.runtime.max_candidates, config.runtime.redundant_groups
-    least = config.batch.groups + redundant
-    if redundant and not most:
-        raise ConfigError(
-            f"config.runtime.redundant_groups = {redundant} is for dynamic sampling, which is off: set "
-            f"config.runtime.max_candidates to {least} or more, or config.runtime.redundant_groups to 0"
-        )
-    if not most:
-        return
-    if most < least:
-        raise ConfigError(
-            f"config.runtime.max_candidates = {most} must be at least config.batch.groups + "
-            f"config.runtime.redundant_groups = {least}, or 0 for no dynamic sampling"
-        )
-    check_divides(
-        "config.sampler.fragment",
-        config.sampler.fragment,
-        "config.batch.images",
-        config.batch.images,
-        "as with config.runtime.max_candidates a group that is replaced must not share a fragment",
-    )
-
-
-def _check_early(config: ConfigDict) -> None:
-    """Refuses training before groups are complete where it is not exact, or nothing would be early.
-
-    What the algorithm must be like for it is for `PolicyGradient.check_early` to say.
-
-    Raises:
-      ConfigError: ratios that are not 1, groups that may be replaced, or fragments that are not less
-        than what has to be waited for otherwise.
-    """
-    early = f"config.runtime.early_groups = {config.runtime.early_groups}"
-    if not config.runtime.early_groups:
-        return
-    if config.algorithm.name != "policy_gradient":
-        raise ConfigError(
-            f"{early} is for policy_gradient, whose loss may be linear in the advantages, and not for "
-            f"{config.algorithm.name}: set it to 0"
-        )
-    for name, value, needed, why in (
-        ("runtime.staleness", config.runtime.staleness, 0, "older weights' ratios are not 1"),
-        ("trainer.updates", config.trainer.updates, 1, "behind an update ratios are not 1"),
-        (
-            "runtime.max_candidates",
-            config.runtime.max_candidates,
-            0,
-            "only of a complete group it is known whether it is replaced",
-        ),
-    ):
-        if value != needed:
-            raise ConfigError(
-                f"{early} cannot go with config.{name} = {value}, as {why}: set that to {needed}, or "
-                "config.runtime.early_groups to 0"
-            )
-    fragment, images = config.sampler.fragment, config.batch.images
-    check_divides(
-        "config.sampler.fragment",
-        fragment,
-        "config.batch.images",
-        images,
-        f"as with {early} a fragment belongs to one group",
-    )
-    if config.algorithm.get("advantage_std") == "group" and fragment == images:
-        raise ConfigError(
-            f"{early} changes nothing where config.sampler.fragment = {fragment} is a whole group: set "
-            "that to less, or config.runtime.early_groups to 0"
         )
 
 

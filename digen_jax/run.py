@@ -224,7 +224,13 @@ class Run:
             name, batch = self.config.reward.name, self.config.evaluation.batch
             weights = self.system.publish(tuned)
             return evaluate(
-                self.system.evaluator, weights, records, self.rewards.score, name, batch
+                self.system.evaluator,
+                weights,
+                records,
+                self.rewards.score,
+                name,
+                batch,
+                reward_weights=self.system.advantages.reward_weights,
             )
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:

@@ -17,6 +17,8 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
+# Fields that older configs have, and where they have gone.
+MOVED = {"config.algorithm.advantage_std": "config.advantages.std"}
 KINDS = {
     bool: ("True or False", (bool,)),
     int: ("a whole number", (int,)),
@@ -156,6 +158,8 @@ def _check_group(name: str, given: str, fields: dict[str, Any]) -> None:
 
 def _nearest(name: str, fields: dict[str, Any]) -> str:
     """A hint for an unknown field: the like of it beside it, else elsewhere, else all beside it."""
+    if name in MOVED:
+        return f"it is {MOVED[name]} now"
     parent, field = name.rsplit(".", 1)
     everywhere = {known.rsplit(".", 1)[1]: known for known in fields}
     siblings = {last: f"{parent}.{last}" for last in everywhere if f"{parent}.{last}" in fields}

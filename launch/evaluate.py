@@ -17,7 +17,14 @@ from digen_jax.settings import ConfigError, check_positive, run_main, user_input
 _MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
 _LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A .jsonl or .txt file; else the run's held-out.")
-_REWARD = flags.DEFINE_string("reward", None, "A reward or module:function; else the run's.")
+_REWARD = flags.DEFINE_string(
+    "reward", None, "A reward or module:function, or several with commas; else the run's."
+)
+_WEIGHTS = flags.DEFINE_list(
+    "reward_weights",
+    [],
+    "Of several rewards a number each; else all 1, of the run's own the run's.",
+)
 _GUIDANCE = flags.DEFINE_list(
     "guidance", [], "A number, or several with commas; else the run's or the model's."
 )
@@ -46,7 +53,7 @@ def main() -> None:
     from digen_jax.runtime.evaluation import evaluate, score_table
 
     guidances = _guidances()
-    prompts, images, reward = _task()
+    prompts, images, reward, weights = _task()
     with user_input():
         records = read_prompt_file(prompts)[:images]
         score = rewards.resolve(reward)
@@ -60,17 +67,18 @@ def main() -> None:
         guidance = f"{sampler.policy.guidance:g}"
         progress = _progress(f"guidance {guidance}")
         found[guidance] = evaluate(
-            sampler, model.weights, records, score, reward, batch, _SEED.value, progress
+            sampler, model.weights, records, score, reward, batch, _SEED.value, progress, weights
         ).by_task()
     print(f"{reward}, mean and standard error, {samplers[0].settings.steps} steps")
     print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
     if _OUTPUT.value:
-        _write(found, prompts, reward, samplers[0].settings)
+        _write(found, prompts, (reward, weights), samplers[0].settings)
 
 
-def _task() -> tuple[str, int | None, str]:
-    """(prompt file, how many of its prompts, reward), as given or else the run's own."""
+def _task() -> tuple[str, int | None, str, tuple[float, ...]]:
+    """(prompt file, how many of its prompts, rewards, their weights), as given or else the run's own."""
     from digen_jax.inference import is_run, run_config
+    from digen_jax.recipe import advantage_settings
 
     prompts, reward, images = _PROMPTS.value, _REWARD.value, _IMAGES.value
     if images is not None:
@@ -79,10 +87,30 @@ def _task() -> tuple[str, int | None, str]:
         run = run_config(pathlib.Path(_MODEL.value))
         if prompts is None:
             images = images or run.evaluation.images or None
-        return prompts or run.evaluation.prompts, images, reward or run.reward.name
+        own = None if reward else advantage_settings(run).reward_weights
+        reward = reward or run.reward.name
+        return prompts or run.evaluation.prompts, images, reward, _weights(reward, own)
     if not (prompts and reward):
         raise ConfigError("a pipeline has no task of its own: give --prompts and --reward")
-    return prompts, images, reward
+    return prompts, images, reward, _weights(reward)
+
+
+def _weights(reward: str, own: tuple[float, ...] | None = None) -> tuple[float, ...]:
+    """The numbers of --reward_weights, one for each reward; else `own`, else 1."""
+    from digen_jax.rewards import names_in
+
+    count, given = len(names_in(reward)), ",".join(_WEIGHTS.value)
+    if not given:
+        return own or (1.0,) * count
+    try:
+        weights = tuple(map(float, _WEIGHTS.value))
+    except ValueError:
+        weights = ()
+    if len(weights) != count:
+        raise ConfigError(
+            f"--reward_weights={given} must be {count} numbers, as {reward!r} has so many rewards"
+        )
+    return weights
 
 
 def _guidances() -> list[float | None]:
@@ -102,12 +130,15 @@ def _progress(head: str) -> Any:
     return lambda batches: tqdm(batches, head, unit="batch", disable=not sys.stderr.isatty())
 
 
-def _write(found: dict[str, Any], prompts: str, reward: str, settings: Any) -> None:
+def _write(
+    found: dict[str, Any], prompts: str, reward: tuple[str, tuple[float, ...]], settings: Any
+) -> None:
     result = {
         "model": _MODEL.value,
         "lora": _LORA.value,
         "prompts": prompts,
-        "reward": reward,
+        "reward": reward[0],
+        "reward_weights": reward[1],
         "seed": _SEED.value,
         "steps": settings.steps,
         "height": settings.height,

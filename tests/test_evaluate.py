@@ -39,12 +39,25 @@ def test_a_runs_evaluation_is_repeated_from_its_checkpoint(base, tmp_path):
     assert result["steps"] == 5 and result["prompts"] == str(prompt_file(base))
     assert list(result["guidance"]) == ["2", "7.5"]
     found = result["guidance"]["2"]
+    both = "tests.tiny_runs:redness", "tests.tiny_runs:darkness"
     assert {name: score["images"] for name, score in found.items()} == {
         "all": 5,
         "colors": 2,
         "counting": 2,
+        both[0]: 5,
+        both[1]: 5,
     }
-    for name, metric in (("all", "reward"), ("colors", "colors"), ("counting", "counting")):
+    assert (result["reward"], result["reward_weights"]) == (", ".join(both), [1.0, 0.25])
+    for line, kind in ((logged, "evaluation/reward"), (logged, "reward")):
+        each = [line[f"{'evaluation/' * (kind != 'reward')}reward_of/{name}"] for name in both]
+        assert line[kind] == pytest.approx(each[0] + 0.25 * each[1], abs=1e-5)
+    of_each = [(name, f"reward_of/{name}") for name in both]
+    for name, metric in (
+        ("all", "reward"),
+        ("colors", "colors"),
+        ("counting", "counting"),
+        *of_each,
+    ):
         assert found[name]["mean"] == pytest.approx(logged[f"evaluation/{metric}"], abs=1e-5)
         assert f"{found[name]['mean']:.3f} ± {found[name]['standard_error']:.3f}" in done.stdout
     assert abs(result["guidance"]["7.5"]["all"]["mean"] - found["all"]["mean"]) > 1e-4
@@ -72,6 +85,10 @@ def test_scores_are_given_for_each_task_with_their_standard_error():
     [
         ([], "a pipeline has no task of its own: give --prompts and --reward"),
         (["--prompts=PROMPTS", "--reward=nicest"], "unknown reward 'nicest'"),
+        (
+            ["--prompts=PROMPTS", "--reward=shapes_geneval", "--reward_weights=1,2"],
+            "--reward_weights=1,2 must be 1 numbers, as 'shapes_geneval' has so many rewards",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_read(base, arguments, sentence):

@@ -9,6 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks
+from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.flow.windows import Window
 from digen_jax.settings import ConfigError
 
@@ -120,6 +121,11 @@ def test_what_trainer_and_algorithm_are_made_of(given):
             "config.sampler.window.first must be a whole number, not 0.0",
         ),
         ("trainer", 3, "config.trainer"),
+        (
+            "algorithm__advantage_std",
+            "group",
+            "config.algorithm.advantage_std is not a field; it is config.advantages.std now",
+        ),
     ],
 )
 def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentence):
@@ -177,7 +183,7 @@ def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentenc
             "flow_dpo",
             "config.algorithm.name is 'flow_dpo'; it must be one of 'policy_",
         ),
-        ("algorithm__advantage_std", "batch", "config.algorithm.advantage_std is 'batch'; it must"),
+        ("advantages__std", "batch", "config.advantages.std is 'batch'; it must"),
         (
             "algorithm__old_log_probs",
             "stored",
@@ -318,6 +324,123 @@ def test_a_pass_may_be_filled_up_to_an_equal_share_of_steps_for_every_device(giv
     recipe_checks.check_devices(full, 8)
     assert recipe.trainer_settings(full).pack == 4
     assert refused(changed(given, trainer__pack=6)).endswith("fill: set it to 4 or less")
+
+
+# ------------------------------------------------------------------------------ advantages, rewards
+
+TWO = dict(reward__name="shapes_geneval, json:dumps")
+
+
+def test_what_advantages_are_made_of(given):
+    full = recipe.complete(changed(given, advantages__std="none", advantages__drop_zero_std=True))
+    expected = AdvantageSettings(std="none", drop_zero_std=True)
+    assert recipe.advantage_settings(full) == expected
+    full = recipe.complete(changed(given, **TWO))
+    recipe_checks.check(full)
+    assert recipe.advantage_settings(full).reward_weights == (1.0, 1.0)
+    full = recipe.complete(changed(given, reward__weights=[2, -0.5]))  # as read from JSON
+    recipe_checks.check(full)
+    assert recipe.advantage_settings(full).reward_weights == (2.0, -0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "readiness"),
+    [
+        (dict(), "group"),
+        (dict(advantages__std="none"), "group"),
+        (dict(advantages__std="global"), "step"),
+        (TWO | dict(advantages__combine="advantages"), "group"),
+        (TWO | dict(advantages__combine="gdpo"), "step"),
+    ],
+)
+def test_the_scheduler_waits_for_what_advantages_need(given, fields, readiness):
+    full = recipe.complete(changed(given, **fields))
+    recipe_checks.check(full)
+    assert recipe.scheduler_settings(full).readiness == readiness
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            dict(advantages__baseline="mean"),
+            "config.advantages.baseline is 'mean'; it must be one of 'group_mean'",
+        ),
+        (dict(advantages__ddof=2), "config.advantages.ddof is 2; it must be one of 0, 1"),
+        (
+            dict(advantages__std="none", advantages__ddof=1),
+            "config.advantages.ddof is 1, but std is 'none'; set ddof to 0",
+        ),
+        (dict(advantages__combine="sum"), "config.advantages.combine is 'sum'; it must be one of"),
+        (
+            dict(advantages__combine="gdpo"),
+            "config.advantages.combine is 'gdpo', but reward_weights has a single weight; set combine "
+            "to 'rewards'",
+        ),
+        (
+            TWO | dict(advantages__combine="gdpo", advantages__std="global"),
+            "config.advantages.combine is 'gdpo', which standardises each reward in its group, but std "
+            "is 'global'",
+        ),
+        (
+            dict(advantages__best_and_worst=7),
+            "config.advantages.best_and_worst is 7; it must lie in [0, 6], half of the 12 images",
+        ),
+        (dict(advantages__best_and_worst=-1), "config.advantages.best_and_worst is -1; it must"),
+        (
+            dict(advantages__best_and_worst=2, sampler__fragment=6),
+            "config.batch.images = 12 must divide config.sampler.fragment = 6, as with "
+            "config.advantages.best_and_worst = 2 a fragment holds whole groups: set "
+            "config.sampler.fragment to 12",
+        ),
+        (
+            dict(advantages__best_and_worst=2, sampler__fragment=24, trainer__micro_batch=24),
+            "config.trainer.micro_batch = 24 must divide config.sampler.fragment / config.batch.images "
+            "* 2 * config.advantages.best_and_worst = 8, as micro-batches are cut from a fragment",
+        ),
+        (
+            dict(reward__weights=(1.0, 0.5)),
+            "config.reward.weights = (1.0, 0.5) must have a weight for each of the 1 rewards of "
+            "config.reward.name = 'shapes_geneval', or be ()",
+        ),
+        (
+            TWO | dict(reward__weights=(1.0,)),
+            "config.reward.weights = (1.0,) must have a weight for",
+        ),
+        (
+            TWO | dict(reward__weights=(0.0, 0.0)),
+            "config.reward.weights = (0.0, 0.0) leaves nothing",
+        ),
+        (
+            TWO | dict(reward__weights=(1.0, float("inf"))),
+            "config.reward.weights = (1.0, inf) must hold finite numbers",
+        ),
+        (dict(reward__weights=("1.0",)), "config.reward.weights = ('1.0',) must hold finite"),
+        (
+            dict(reward__name="shapes_geneval,shapes"),
+            "config.reward.name: unknown reward 'shapes': use one of",
+        ),
+        (
+            dict(reward__name="json:dumps,json:dumps"),
+            "config.reward.name: reward 'json:dumps' is named twice",
+        ),
+    ],
+)
+def test_advantages_and_rewards_that_do_not_fit_are_refused(given, fields, sentence):
+    assert refused(changed(given, **fields)).startswith(sentence)
+
+
+def test_devices_divide_the_images_that_are_kept(given):
+    """Of 24 images 8 are trained: four devices divide them, as the micro-batch says."""
+    fields = dict(advantages__best_and_worst=2, sampler__fragment=24)
+    full = recipe.complete(changed(given, **fields, trainer__micro_batch=8))
+    recipe_checks.check(full)
+    recipe_checks.check_devices(full, 8)
+    fields = changed(given, **fields, trainer__micro_batch=2)
+    sentence = (
+        "the number of devices of config.placement.trainer = 4 must divide config.trainer.micro"
+    )
+    assert refused(fields, devices=8).startswith(sentence)
 
 
 # ------------------------------------------------------------------------------ old log-probabilities
@@ -536,7 +659,7 @@ EARLY = dict(
             "config.algorithm.adv_clip is 3.0; to train before a group is complete set it to sqrt(11)",
         ),
         (
-            dict(algorithm__advantage_std="global"),
+            dict(advantages__std="global"),
             "config.algorithm.adv_clip is 5.0; to train before a group is complete set it to sqrt(132)",
         ),
         (
@@ -549,6 +672,23 @@ EARLY = dict(
             "config.runtime.early_groups = 2 changes nothing where config.sampler.fragment = 12 is a "
             "whole group: set that to less, or config.runtime.early_groups to 0",
         ),
+        (
+            TWO,
+            "config.runtime.early_groups = 2 cannot go with config.reward.name = shapes_geneval, "
+            "json:dumps, as it is shown to be exact for a single reward only: set that to shapes_geneval",
+        ),
+        *(
+            (
+                {f"advantages__{name}": value},
+                f"config.advantages.{name} is {value!r}; to train before",
+            )
+            for name, value in (
+                ("baseline", "leave_one_out"),
+                ("std", "none"),
+                ("ddof", 1),
+                ("drop_zero_std", True),
+            )
+        ),
         (dict(runtime__early_groups=-1), "config.runtime.early_groups must be 0 or more, not -1"),
     ],
 )
@@ -560,7 +700,7 @@ def test_training_early_where_that_is_not_exact_is_refused(given, fields, senten
     ("fields", "readiness"),
     [
         ({}, "early_group"),
-        (dict(algorithm__advantage_std="global", algorithm__adv_clip=12.0), "early_step"),
+        (dict(advantages__std="global", algorithm__adv_clip=12.0), "early_step"),
     ],
 )
 def test_training_early_is_for_the_scheduler_what_the_algorithm_needs(given, fields, readiness):

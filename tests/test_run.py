@@ -303,11 +303,24 @@ def at(when: int, action):
 ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=dict(length=0))
 
 
+def evenness(images, prompts, metadata):
+    """A second reward."""
+    return -images.std((1, 2, 3), dtype=np.float64)
+
+
+GDPO = dict(
+    reward__name=f"{__name__}:reward, {__name__}:evenness",
+    reward__weights=(1.0, 0.5),
+    advantages__combine="gdpo",
+)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3),
-        dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4),
+        dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3)
+        | dict(advantages__best_and_worst=1, advantages__drop_zero_std=True),
+        dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4) | GDPO,
         dict(
             sampler__window=dict(mode="progressive", length=2, end=4, fraction=0.5),
             sampler__shared_noise=True,
@@ -317,8 +330,8 @@ ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=dict(l
         ODE | dict(algorithm=dict(name="diffusion_dpo", set_steps=2)),
     ],
     ids=[
-        "average, reference",
-        "lora, two updates",
+        "average, reference, best and worst",
+        "lora, two updates, two rewards",
         "a window that moves, random steps",
         "DiffusionNFT",
         "AWM",
@@ -344,6 +357,12 @@ def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
     assert any("ema" in name for name in ends[0]) == ("trainer__ema" in fields)
     copied = fields.get("algorithm", {}).get("name") in ("diffusion_nft", "awm")
     assert any("copy" in name for name in ends[0]) == copied
+    assert all(line["gradient_norm"] > 0 for line in history[1:])
+    for line, of in ((history[1], ""), (history[0], "evaluation/")):
+        each = [line.get(f"{of}reward_of/{__name__}:{name}") for name in ("reward", "evenness")]
+        assert (None in each) == ("reward__weights" not in fields)
+        if "reward__weights" in fields:
+            assert line[f"{of}reward"] == pytest.approx(each[0] + 0.5 * each[1], abs=1e-6)
 
 
 def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, train):

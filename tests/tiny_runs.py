@@ -26,6 +26,11 @@ def redness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.
     return images[..., 0].mean((1, 2)) - images[..., 1:].mean((1, 2, 3))
 
 
+def darkness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.ndarray:
+    """Another one."""
+    return 1 - images.mean((1, 2, 3))
+
+
 def once(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> pathlib.Path:
     """What `make` puts at `path`, made by the first of the test processes that asks for it."""
     with FileLock(path.with_name(f"{path.name}.lock")):
@@ -54,7 +59,7 @@ def prompt_file(base: pathlib.Path) -> pathlib.Path:
 
 
 def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
-    """Few images, steps so large that they show; "full" keeps an average of the weights."""
+    """Few images, steps so large that they show; "full" keeps an average of the weights, and has two rewards."""
     prompts = str(prompt_file(base))
     c = ConfigDict()
     c.steps = 2
@@ -71,6 +76,8 @@ def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
     c.pictures = ConfigDict(dict(every=2, images=2))
     if kind == "full":
         c.trainer.ema = 0.5
+        c.reward.name += ", tests.tiny_runs:darkness"
+        c.reward.weights = (1.0, 0.25)
     else:
         c.lora = ConfigDict(dict(rank=4, alpha=8.0, targets=TARGETS))
         c.trainer.learning_rate = 0.2

@@ -66,6 +66,10 @@ class AdvantageSettings:
         """What must be scored before any of it can train; a fragment of a group never suffices."""
         return "step" if self.std == "global" or self.combine == "gdpo" else "group"
 
+    def kept(self, fragment: int, images: int) -> int:
+        """How many images of a fragment are given to the trainer, of whole groups of so many."""
+        return fragment // images * 2 * self.best_and_worst or fragment
+
     def check(self, images: int, groups: int) -> None:
         """Raises ValueError for what cannot work with `groups` groups of so many images."""
         choices = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
@@ -87,6 +91,32 @@ class AdvantageSettings:
                 f"half of the {images} images of a group"
             )
         self._check_rewards()
+
+    def check_early(self) -> None:
+        """Whether advantages are (reward - the group's mean) / a std, and all images train.
+
+        Raises ValueError otherwise: then training before a group is complete (`runtime.early`) is not
+        exact. Without a std that would be so, too, but nothing bounds such advantages, so that it
+        could not be told beforehand whether they are clipped.
+        """
+        for name, allowed in (
+            ("baseline", ("group_mean",)),
+            ("std", ("group", "global")),
+            ("ddof", (0,)),
+            ("best_and_worst", (0,)),
+            ("drop_zero_std", (False,)),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"{name} is {value!r}; to train before a group is complete set it to "
+                    f"{' or '.join(map(repr, allowed))}"
+                )
+        if len(self.reward_weights) > 1:
+            raise ValueError(
+                f"reward_weights is {self.reward_weights}; to train before a group is complete give a "
+                "single reward"
+            )
 
     def _check_rewards(self) -> None:
         weights = self.reward_weights
@@ -164,37 +194,6 @@ def trained_images(
     return trained
 
 
-def group_advantages(
-    rewards: Float[np.ndarray, "b"],
-    group_ids: Int[np.ndarray, "b"],
-    num_groups: int,
-    std: Std,
-    eps: float = STD_EPS,
-    baseline: Baseline = "group_mean",
-    ddof: DDof = 0,
-) -> Float32[np.ndarray, "b"]:
-    """(reward - baseline) / (std + eps); by default as in Flow-GRPO (arXiv 2505.05470).
-
-    Args:
-      rewards: one number an image.
-      group_ids: each image's group, in [0, num_groups).
-      num_groups: groups in the batch.
-      std: "group": of the rewards of the image's group. "global": of all rewards given, which must
-        then be the whole step's. "none": nothing is divided by.
-      eps: added to the std, in units of the reward.
-      baseline: "group_mean": the mean of the image's group. "leave_one_out": of the others in it, as in
-        RLOO (arXiv 2402.14740).
-      ddof: 0: the population's std. 1: a sample's, that of a lone image being 0.
-
-    Raises:
-      ValueError: a reward that is not finite, a group id out of range, or an image alone in its
-        group whose baseline are the others.
-    """
-    rewards = _checked(rewards, group_ids, num_groups)
-    found = _standardised(rewards, group_ids, num_groups, baseline, std, ddof, eps)
-    return found.astype(np.float32)
-
-
 def zero_std_groups(
     rewards: Float[np.ndarray, "b"] | Float[np.ndarray, "b k"],
     group_ids: Int[np.ndarray, "b"],
@@ -251,7 +250,6 @@ def _standardised(
     baseline: Baseline,
     std: Std,
     ddof: DDof,
-    eps: float = STD_EPS,
 ) -> np.ndarray:
     sizes = np.bincount(group_ids, minlength=num_groups)[group_ids]
     # first to the group's lowest: then equal rewards have advantages that are exactly 0
@@ -259,9 +257,9 @@ def _standardised(
     centred = above - np.bincount(group_ids, above, num_groups)[group_ids] / sizes
     if std == "group":
         squares = np.bincount(group_ids, centred**2, num_groups)[group_ids]
-        scale = np.sqrt(squares / np.maximum(sizes - ddof, 1)) + eps
+        scale = np.sqrt(squares / np.maximum(sizes - ddof, 1)) + STD_EPS
     else:
-        scale = _global_std(rewards, ddof) + eps if std == "global" else 1.0
+        scale = _global_std(rewards, ddof) + STD_EPS if std == "global" else 1.0
     if baseline == "leave_one_out":
         alone = np.flatnonzero(sizes == 1)
         if alone.size:

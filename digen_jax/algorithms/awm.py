@@ -54,14 +54,8 @@ class AWM:
     kl_coefficient: float = 0.001  # 0: no reference is evaluated
     ema_kl_coefficient: float = 1.0  # 0: no slow copy is kept
     ema: LinearDecay = SLOW_COPY
-    advantage_std: Literal["group", "global"] = "global"
     old_log_probs: OldLogProbs = "current"
     times: LogitNormalTimes = TIMES
-
-    @property
-    def needs(self) -> Literal["group", "step"]:
-        """What must be scored before any of it can train: a group, or for a global std the step."""
-        return "step" if self.advantage_std == "global" else "group"
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -87,10 +81,6 @@ class AWM:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be finite and not negative")
-        if self.advantage_std not in ("group", "global"):
-            raise ValueError(
-                f"advantage_std is {self.advantage_std!r}; set it to 'group' or 'global'"
-            )
         if self.old_log_probs not in ("current", "recomputed"):
             raise ValueError(
                 f"old_log_probs is {self.old_log_probs!r}; set it to 'current' or 'recomputed', as "

@@ -1,5 +1,8 @@
 """What the runtime has to know of an algorithm, whichever it is: which policies it reads, and what it trains."""
 
+from typing import Literal
+
+from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.awm import AWM
 from digen_jax.algorithms.decay import LinearDecay
 from digen_jax.algorithms.diffusion_nft import DiffusionNFT
@@ -9,6 +12,11 @@ from digen_jax.algorithms.preference import DiffusionDPO
 # Those that train final images at noise levels of the forward process, whatever sampled them.
 ForwardProcess = DiffusionNFT | AWM | DiffusionDPO
 Algorithm = PolicyGradient | ForwardProcess
+
+
+def needs(algorithm: Algorithm, advantages: AdvantageSettings) -> Literal["group", "step"]:
+    """What must be scored before any of it can train; diffusion DPO chooses a pair of each group."""
+    return "group" if isinstance(algorithm, DiffusionDPO) else advantages.needs
 
 
 def is_forward(algorithm: Algorithm) -> bool:

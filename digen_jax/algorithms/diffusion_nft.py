@@ -42,14 +42,8 @@ class DiffusionNFT:
     advantage_mode: AdvantageMode = "all"
     kl_coefficient: float = 1e-4  # 0: no reference is evaluated
     weight_floor: float = 1e-5  # the smallest mean |x0_hat - x0| that the error is divided by
-    advantage_std: Literal["group", "global"] = "global"
     decay_type: Literal[0, 1, 2] = 1
     times: ScheduleTimes = TIMES
-
-    @property
-    def needs(self) -> Literal["group", "step"]:
-        """What must be scored before any of it can train: a group, or for a global std the step."""
-        return "step" if self.advantage_std == "global" else "group"
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -76,10 +70,6 @@ class DiffusionNFT:
             raise ValueError(
                 f"advantage_mode is {self.advantage_mode!r}; "
                 f"set it to one of {', '.join(get_args(AdvantageMode))}"
-            )
-        if self.advantage_std not in ("group", "global"):
-            raise ValueError(
-                f"advantage_std is {self.advantage_std!r}; set it to 'group' or 'global'"
             )
         if self.decay_type not in OLD_POLICY_DECAYS:
             raise ValueError(f"decay_type is {self.decay_type}; set it to 0, 1 or 2")

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.corrections import (
     accepted,
     check_importance_cap,
@@ -71,13 +72,7 @@ class PolicyGradient:
     smallest_sigma: float = 0.0  # steps that begin below it are not trained
     kl_coefficient: float = 0.0  # 0: no reference is evaluated
     kl: Kl = "gaussian"
-    advantage_std: Literal["group", "global"] = "global"
     old_log_probs: OldLogProbs = "rollout"
-
-    @property
-    def needs(self) -> Literal["group", "step"]:
-        """What must be scored before any of it can train: a group, or for a global std the step."""
-        return "step" if self.advantage_std == "global" else "group"
 
     @property
     def decoupled(self) -> bool:
@@ -150,16 +145,17 @@ class PolicyGradient:
                     "the policy that sampled: set that to 'rollout' or 'recomputed', or importance_cap to 0"
                 )
 
-    def check_early(self, images: int, groups: int) -> None:
+    def check_early(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
         """Whether training before a group is complete is exact, with groups of so many images.
 
         The largest advantage of G images is sqrt(G - 1) by the std (of the population) of their group,
         and by the global one of P groups sqrt((G - 1) P): clipped, the loss is not linear in the rewards.
 
         Raises:
-          ValueError: advantages could be clipped, the ratio is not always 1, or the loss is another one
-            than Flow-GRPO's, for which alone this is shown.
+          ValueError: advantages are not linear in the rewards or could be clipped, the ratio is not always
+            1, or the loss is another one than Flow-GRPO's, for which alone this is shown.
         """
+        advantages.check_early()
         if self.old_log_probs != "current":
             raise ValueError(
                 f"old_log_probs is {self.old_log_probs!r}; to train before a group is complete set it to "
@@ -170,12 +166,12 @@ class PolicyGradient:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; to train before a group is complete set it to {plain!r}"
                 )
-        square = (images - 1) * (groups if self.advantage_std == "global" else 1)
+        square = (images - 1) * (groups if advantages.std == "global" else 1)
         if square > self.adv_clip**2:
             raise ValueError(
                 f"adv_clip is {self.adv_clip}; to train before a group is complete set it to "
                 f"sqrt({square}) or more, above which no advantage is ({groups} groups of {images} "
-                f"images, advantage_std {self.advantage_std!r})"
+                f"images, std {advantages.std!r})"
             )
 
 

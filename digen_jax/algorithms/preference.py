@@ -7,7 +7,6 @@ public code samples from the reference, which it keeps, or renews from the train
 
 import dataclasses
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +36,6 @@ class DiffusionDPO:
     beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
     set_steps: int = 0  # steps whose images the fixed set holds; 0: online
     times: LogitNormalTimes = TIMES
-
-    @property
-    def needs(self) -> Literal["group"]:
-        """What must be scored before any of it can train: a group, of which a pair is chosen."""
-        return "group"
 
     @property
     def terms(self) -> tuple[str, ...]:

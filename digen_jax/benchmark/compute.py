@@ -22,8 +22,9 @@ from ml_collections import ConfigDict
 from digen_jax import assemble, recipe, recipe_checks
 from digen_jax.launching import prepare
 from digen_jax.prompts.files import read_prompt_file
+from digen_jax.runtime.executors.sampling import moved
 from digen_jax.runtime.executors.steps import Images
-from digen_jax.runtime.executors.training import receive
+from digen_jax.runtime.executors.training import receive, taken
 from digen_jax.runtime.system import System
 from digen_jax.settings import ConfigError, check_positive
 
@@ -182,6 +183,7 @@ class Roles:
         drawn = self.system.draws.of(0, rows, numbers)
         cuts = [slice(i, i + size) for i in range(0, len(rows), size)]
         self.fragments = [(rows[cut], drawn.cut(cut)) for cut in cuts]
+        self.trained = self.system.advantages.kept(size, batch.images)
 
     def sample(self, link: Connection) -> tuple[float, ...]:
         """A step's fragments, each sent on its way as soon as it is decoded."""
@@ -214,7 +216,10 @@ class Roles:
     def _train(self, fragments: Any) -> None:
         trainer, totals = self.system.trainer, None
         for images in fragments:
-            advantages = np.linspace(-1, 1, len(images.rows), dtype=np.float32)
+            if self.trained < len(images.rows):
+                mesh = self.system.placement.trainer
+                images = taken(moved(images, mesh), np.arange(self.trained), mesh)
+            advantages = np.linspace(-1, 1, self.trained, dtype=np.float32)
             experience = receive(self.system, self.prompts, images, advantages)
             totals = trainer.accumulate(
                 self.state, self.system.base, experience, totals, self.state.tuned

@@ -95,8 +95,9 @@ class WaitingExecutors:
         seconds = self._waits.seconds(Score(0, fragment))
         return np.zeros((images, 1, 1, 3)), [""] * images, [{"seconds": seconds}] * images
 
-    def scored(self, fragment: Fragment, scores: Float[np.ndarray, "b"]) -> None:
-        """Nobody looks at the scores."""
+    def scored(self, fragment: Fragment, scores: Float[np.ndarray, "b"]) -> Float[np.ndarray, "b"]:
+        """Nobody but the scheduler looks at the scores."""
+        return scores
 
     def end_step(self) -> dict[str, float]:
         """There is nothing to tell beside what the driver measures."""

@@ -1,15 +1,18 @@
 """Rewards: functions from images, prompts and metadata to one score an image.
 
 A reward is `f(images [b, h, w, 3] in [0, 1], prompts, metadata) -> scores [b]`, numpy on the host.
+Several, named with commas between them, are one function with a column of scores for each, [b, k];
+where a single number is wanted, that is their weighted sum (`total`).
 """
 
+import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from digen_jax.settings import ConfigError
 
@@ -18,14 +21,64 @@ Reward = Callable[..., np.ndarray]
 BUILT_IN = {"shapes_geneval": "digen_jax.rewards.shapes:shapes_geneval"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Several:
+    """Rewards that score the same images, one after the other."""
+
+    rewards: tuple[Reward, ...]
+    names: tuple[str, ...]
+
+    def __call__(
+        self, images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
+    ) -> Float32[np.ndarray, "b k"]:
+        """A column for each; what is wrong with one is said of that one."""
+        pairs = zip(self.rewards, self.names, strict=True)
+        columns = [call(reward, name, images, prompts, metadata) for reward, name in pairs]
+        return np.stack(columns, axis=1)
+
+
+def names_in(name: str) -> tuple[str, ...]:
+    """The single names of `a` or of `a, module:b`."""
+    return tuple(part.strip() for part in name.split(","))
+
+
 def resolve(name: str) -> Reward:
-    """The reward of a name: a built-in one, or the user's own as "module:function".
+    """The reward of a name, built-in or the user's own as "module:function"; `Several` of names with commas.
 
     The user's module is looked for in the current directory first, then wherever Python looks.
 
     Raises:
-      ConfigError: there is no such reward, module or function.
+      ConfigError: there is no such reward, module or function, or one is named twice.
     """
+    names = names_in(name)
+    twice = [one for one in names if names.count(one) > 1]
+    if twice:
+        raise ConfigError(
+            f"reward {twice[0]!r} is named twice: name it once, with the sum of weights"
+        )
+    if len(names) > 1:
+        return Several(tuple(map(_resolve, names)), names)
+    return _resolve(names[0])
+
+
+def total(
+    scores: Float[np.ndarray, "b"] | Float[np.ndarray, "b k"], weights: Sequence[float]
+) -> Float32[np.ndarray, "b"]:
+    """The one number an image that is shown and compared: the weighted sum of its rewards' scores."""
+    columns = scores.reshape(len(scores), len(weights)).astype(np.float64)
+    # no matrix product: it may add up the rows of equal images in different orders
+    return (columns * np.asarray(weights)).sum(axis=1).astype(np.float32)
+
+
+def each(
+    name: str, scores: Float[np.ndarray, "b"] | Float[np.ndarray, "b k"]
+) -> dict[str, Float[np.ndarray, "b"]]:
+    """Of several rewards each one's own scores by its name; of a single one nothing, as it is the total."""
+    names = names_in(name)
+    return dict(zip(names, scores.T, strict=True)) if len(names) > 1 else {}
+
+
+def _resolve(name: str) -> Reward:
     module_name, colon, function = BUILT_IN.get(name, name).partition(":")
     if not (module_name and colon and function):
         raise ConfigError(
@@ -47,27 +100,30 @@ def call(
     images: Float[np.ndarray, "b h w 3"],
     prompts: list[str],
     metadata: list[dict],
-) -> Float[np.ndarray, "b"]:
-    """The reward's scores as float32, checked; `name` is what errors call it.
+) -> Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]:
+    """The reward's scores as float32, checked, [b] or for a name of k rewards [b, k]; errors say the name.
 
     Raises:
-      ConfigError: the scores are not one finite number an image. What the reward itself raises
-        passes through.
+      ConfigError: the scores are not one finite number an image and reward. What the reward itself
+        raises passes through.
     """
-    scores = _as_array(reward(images, prompts, metadata), name)
-    if scores.shape != (len(images),):
+    scores, count = _as_array(reward(images, prompts, metadata), name), len(names_in(name))
+    shape = (len(images),) if count == 1 else (len(images), count)
+    if scores.shape != shape:
+        numbers = "one number" if count == 1 else f"{count} numbers"
         raise ConfigError(
-            f"reward {name!r} returned shape {scores.shape} for {len(images)} images: return one "
-            f"number an image, shape ({len(images)},)"
+            f"reward {name!r} returned shape {scores.shape} for {len(images)} images: return {numbers} "
+            f"an image, shape {shape}"
         )
     if not np.issubdtype(scores.dtype, np.number) and scores.dtype != bool:
         raise ConfigError(f"reward {name!r} returned {scores.dtype} values: return numbers")
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused
         scores = scores.astype(np.float32)
     if not np.isfinite(scores).all():
-        worst = int(np.argmin(np.isfinite(scores)))
+        where = tuple(np.argwhere(~np.isfinite(scores))[0])
+        worst = int(where[0])
         raise ConfigError(
-            f"reward {name!r} returned {scores[worst]} for image {worst} ({prompts[worst]!r}): "
+            f"reward {name!r} returned {scores[where]} for image {worst} ({prompts[worst]!r}): "
             "return finite numbers"
         )
     return scores

@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from digen_jax import rewards
 from digen_jax.settings import ConfigError
@@ -25,7 +25,7 @@ from digen_jax.settings import ConfigError
 class Scored(NamedTuple):
     """A batch's scores, and the seconds that the reward took for them."""
 
-    scores: Float[np.ndarray, "b"]
+    scores: Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.call`
     seconds: float
 
 
@@ -36,8 +36,8 @@ class RewardPool:
     """Scores batches of images, several at a time, without holding up who asks.
 
     Args:
-      reward: the function.
-      name: what errors call it.
+      reward: the function; of several (`rewards.Several`) all score a batch, one after the other.
+      name: what errors call it; of several all names, with commas between them.
       processes: that score side by side; 0 is a thread in this process. A function that no other
         process can import, such as one from a notebook's cell, gets a thread too, which is said.
     """
@@ -80,7 +80,7 @@ class RewardPool:
 
     def score(
         self, images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
-    ) -> Float[np.ndarray, "b"]:
+    ) -> Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]:
         """The scores, once they are there."""
         return self.submit(images, prompts, metadata).result().scores
 
@@ -105,7 +105,8 @@ class RewardPool:
 
 def _sendable(reward: rewards.Reward) -> bytes | None:
     """The reward as a spawned process can read it, or None."""
-    if getattr(reward, "__module__", "__main__") == "__main__":
+    single = reward.rewards if isinstance(reward, rewards.Several) else (reward,)
+    if any(getattr(one, "__module__", "__main__") == "__main__" for one in single):
         return None
     try:
         return pickle.dumps(reward)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -30,24 +31,28 @@ class Score(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """One image a prompt and its score."""
+    """One image a prompt and its score, of several rewards their weighted sum."""
 
     records: list[dict[str, Any]]
     images: UInt8[np.ndarray, "n h w 3"]
     scores: Float[np.ndarray, "n"]
+    each: Mapping[str, Float[np.ndarray, "n"]] = MappingProxyType({})  # see `rewards.each`
 
     def metrics(self) -> dict[str, float]:
-        """Mean reward, over everything and for each task of the prompt file."""
+        """Mean reward, over everything and for each task of the prompt file; of several also each one's."""
         return {
             "evaluation/reward": float(self.scores.mean()),
+            **{
+                f"evaluation/reward_of/{name}": float(own.mean()) for name, own in self.each.items()
+            },
             **{
                 f"evaluation/{tag}": mean for tag, mean in by_tag(self.records, self.scores).items()
             },
         }
 
     def by_task(self) -> dict[str, Score]:
-        """The score of everything as "all", then that of each task of the prompt file."""
-        parts = {"all": self.scores, **_split_by_tag(self.records, self.scores)}
+        """The score of everything as "all", that of each task of the prompt file, of several rewards each one's."""
+        parts = {"all": self.scores, **_split_by_tag(self.records, self.scores), **self.each}
         return {name: _score(part) for name, part in parts.items()}
 
 
@@ -60,10 +65,12 @@ def evaluate(
     batch: int,
     seed: int = SEED,
     progress: Progress = iter,
+    reward_weights: Sequence[float] = (1.0,),
 ) -> Evaluation:
     """Samples one image for each record and scores it.
 
-    Image i depends on the seed, i, its prompt and the weights only.
+    Image i depends on the seed, i, its prompt and the weights only. Of several rewards (`name` has
+    commas) there is one of `reward_weights` for each.
     """
     images, scores = [], []
     for start in progress(range(0, len(records), batch)):
@@ -71,7 +78,9 @@ def evaluate(
         shown = sample_images(sampler, weights, [r["prompt"] for r in part], start, batch, seed)
         scores.append(rewards.call(reward, name, shown, [r["prompt"] for r in part], part))
         images.append(to_uint8(shown))
-    return Evaluation(list(records), np.concatenate(images), np.concatenate(scores))
+    images, scores = np.concatenate(images), np.concatenate(scores)
+    total = rewards.total(scores, reward_weights)
+    return Evaluation(list(records), images, total, rewards.each(name, scores))
 
 
 def sample_images(

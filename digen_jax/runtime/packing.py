@@ -47,7 +47,7 @@ class Experience(NamedTuple):
     null: Any  # of the empty prompt
     rows: Int[Array, "b"]  # each image's prompt
     advantages: Float[Array, "b"]  # DiffusionNFT: the probability of being good; DPO reads none
-    weight: Float[Array, "b"]  # 0: the image is left out
+    weight: Float[Array, "b"]  # 1, or 0: the image is in no sum
     sigma_max: Float[Array, ""]  # sigmas[1] of the schedule
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, Mesh
 
+from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.runtime.draws import Draws
 from digen_jax.runtime.placement import DeviceGroup, Placement
 from digen_jax.runtime.policy import Policy
@@ -56,6 +57,7 @@ class System(NamedTuple):
     trainer: Trainer
     base: Any  # on the trainer mesh, see Policy
     start: Any  # what is tuned, before the first update; the trainer's `init` takes it over
+    advantages: AdvantageSettings
 
     @property
     def sampler(self) -> Sampler:

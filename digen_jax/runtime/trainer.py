@@ -1,6 +1,6 @@
 """The trainer mesh's executor: fragments of experience -> accumulated gradient -> update."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ class Trainer:
         self._accumulate = jax.jit(self._scan, donate_argnums=4)
         self._begin_group = jax.jit(self._zeros_of_group)
         self._accumulate_group = jax.jit(self._scan_group, donate_argnums=4)
-        self._empty = jax.jit(self._empty_totals)
+        self._empty = jax.jit(self._empty_totals, static_argnums=1)
         self._fold = jax.jit(self._folded, donate_argnums=0)
         self._update = jax.jit(self._apply, donate_argnums=0)
         # A copy that is published is not consumed: samplers and the trainer still refer to the version.
@@ -140,15 +140,18 @@ class Trainer:
         args = (state.tuned, base, experience, np.float32(shift), sums)
         return OpenGroup(known, self._accumulate_group(*args))
 
-    def close(self, group: OpenGroup, totals: Totals | None) -> Totals:
+    def close(
+        self, group: OpenGroup, totals: Totals | None, std: Literal["group", "global"]
+    ) -> Totals:
         """Folds a complete group into `totals`, which is consumed; None begins anew.
+
+        `std` is what its advantages are divided by: that of the group, or of the step at the update.
 
         Raises:
           ValueError: an advantage of the group would have been clipped, so the fold is not its gradient.
         """
-        global_std = self.algorithm.advantage_std == "global"
         scale = None
-        if not global_std:
+        if std == "group":
             centred = group.rewards - group.rewards.mean()
             scale = 1 / (group.rewards.std() + STD_EPS)
             largest = float(np.abs(centred).max() * scale)
@@ -160,15 +163,18 @@ class Trainer:
                 )
             scale = np.float32(scale)
         if totals is None:
-            totals = self._empty(group.sums)
-        elif global_std and totals.unscaled is None:
-            totals = totals._replace(unscaled=self._empty(group.sums).unscaled)
+            totals = self._empty(group.sums, std)
+        elif std == "global" and totals.unscaled is None:
+            totals = totals._replace(unscaled=self._empty(group.sums, std).unscaled)
         return self._fold(totals, group.sums, scale)
 
     def update(
         self, state: State, totals: Totals, reward_std: float | None = None
     ) -> tuple[State, Metrics]:
         """One optimizer step; `state` is consumed, but for its slow copy, which stays as it is.
+
+        Where every image was left out the gradient is 0, and the update Adam's for that: its moments
+        decay, and by what is left of them, and by the weight decay, the parameters still move.
 
         `reward_std` is the global std, of all rewards of the step: needed where `totals` holds groups that
         were closed before it was known.
@@ -263,9 +269,9 @@ class Trainer:
         sums = early.recentred(sums, shift)
         return self._sum(self._objective.linear, (tuned, base), experience, sums)
 
-    def _empty_totals(self, sums: GroupSums) -> Totals:
+    def _empty_totals(self, sums: GroupSums, std: str) -> Totals:
         totals = self._objective.no_totals(sums.plain.gradient)
-        if self.algorithm.advantage_std == "global":
+        if std == "global":
             totals = totals._replace(unscaled=jax.tree.map(jnp.zeros_like, sums.plain))
         return self._laid_out(totals)
 

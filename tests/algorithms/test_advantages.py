@@ -12,7 +12,6 @@ from digen_jax.algorithms.advantages import (
     STD_EPS,
     AdvantageSettings,
     advantages,
-    group_advantages,
     trained_images,
     zero_std_groups,
 )
@@ -76,32 +75,9 @@ def assert_close(ours, expected):
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("std", ["group", "global"])
-def test_golden(std):
-    ours = group_advantages(GOLDEN["adv_rewards"], GOLDEN["adv_group"], 3, std)
-    assert ours.dtype == np.float32
-    np.testing.assert_allclose(ours, GOLDEN[f"adv_flow_grpo_{std}_std"], rtol=1e-6)
-
-
-@pytest.mark.parametrize("std", ["group", "global"])
-def test_equals_the_definition_for_interleaved_uneven_groups(std):
-    rng = np.random.default_rng(0)
-    groups = np.array([2, 0, 2, 2, 0, 3, 2, 0, 3])
-    rewards = rng.normal(size=9).astype(np.float32) + 1000
-    ours = group_advantages(rewards, groups, 5, std, eps=1e-2)
-    values = [float(reward) for reward in rewards]
-    for i, group in enumerate(groups):
-        mine = [value for value, other in zip(values, groups, strict=True) if other == group]
-        scope = mine if std == "group" else values
-        centre = sum(scope) / len(scope)
-        deviation = (sum((value - centre) ** 2 for value in scope) / len(scope)) ** 0.5
-        expected = (values[i] - sum(mine) / len(mine)) / (deviation + 1e-2)
-        assert ours[i] == pytest.approx(expected, rel=1e-5)
-
-
 def test_a_single_image_or_equal_rewards_teach_nothing():
     rewards, groups = np.array([0.1, 0.1, 0.1, 0.7, 1.0, 0.0]), np.array([0, 0, 0, 1, 2, 2])
-    ours = group_advantages(rewards, groups, 3, "group")
+    ours = advantages(AdvantageSettings(std="group"), rewards, groups, 3)
     np.testing.assert_allclose(ours[:4], 0, atol=1e-9)
     np.testing.assert_allclose(ours[4:], [1, -1], rtol=1e-3)
     np.testing.assert_array_equal(zero_std_groups(rewards, groups, 4), [True, True, False, False])
@@ -118,7 +94,7 @@ def test_a_single_image_or_equal_rewards_teach_nothing():
 )
 def test_refused(rewards, groups, message):
     with pytest.raises(ValueError, match=message):
-        group_advantages(np.array(rewards), np.array(groups), 2, "group")
+        advantages(AdvantageSettings(), np.array(rewards), np.array(groups), 2)
     with pytest.raises(ValueError, match=message):
         zero_std_groups(np.array(rewards), np.array(groups), 2)
 
@@ -159,10 +135,11 @@ def test_neither_order_nor_numbering_nor_a_groups_level_matter(setting, data):
 
 def test_leaving_oneself_out_keeps_the_baseline_free_of_ones_own_reward():
     rewards, groups = np.array([1.0, 4.0, 7.0, 0.0, 2.0]), np.array([0, 0, 0, 1, 1])
-    ours = group_advantages(rewards, groups, 2, "none", baseline="leave_one_out")
+    setting = AdvantageSettings("leave_one_out", "none")
+    ours = advantages(setting, rewards, groups, 2)
     np.testing.assert_array_equal(ours, [1 - 5.5, 0, 7 - 2.5, -2, 2])
     more = rewards + np.array([0, 0, 3.0, 0, 0])
-    change = group_advantages(more, groups, 2, "none", baseline="leave_one_out") - ours
+    change = advantages(setting, more, groups, 2) - ours
     np.testing.assert_array_equal(change, [-1.5, -1.5, 3, 0, 0])
 
 
@@ -189,9 +166,9 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(setting):
 
 def test_a_sample_std_of_a_lone_image_is_0():
     rewards, groups = np.array([0.3, 1.0, 3.0]), np.array([1, 0, 0])
-    ours = group_advantages(rewards, groups, 2, "group", eps=1e-9, ddof=1)
-    np.testing.assert_allclose(ours, [0, -(0.5**0.5), 0.5**0.5], rtol=1e-6)
-    alone = group_advantages(np.array([5.0]), np.array([0]), 1, "global", ddof=1)
+    ours = advantages(AdvantageSettings(std="group", ddof=1), rewards, groups, 2)
+    np.testing.assert_allclose(ours, [0, -(0.5**0.5), 0.5**0.5], rtol=1e-4)
+    alone = advantages(AdvantageSettings(ddof=1), np.array([5.0]), np.array([0]), 1)
     np.testing.assert_array_equal(alone, [0])
 
 
@@ -287,6 +264,24 @@ def test_settings_that_cannot_work_are_refused(changes, images, groups, message)
         object.__setattr__(setting, name, value)  # past the check of types, as a config's values
     with pytest.raises(ValueError, match=message):
         setting.check(images, groups)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"baseline": "leave_one_out"}, "baseline is 'leave_one_out'; to train .* 'group_mean'"),
+        ({"std": "none"}, "std is 'none'; to train before .* set it to 'group' or 'global'"),
+        ({"ddof": 1}, "ddof is 1; to train before a group is complete set it to 0"),
+        ({"best_and_worst": 1}, "best_and_worst is 1"),
+        ({"drop_zero_std": True}, "drop_zero_std is True"),
+        ({"reward_weights": (1.0, 2.0)}, "give a single reward"),
+    ],
+)
+def test_what_early_training_cannot_make_up_for_is_refused(changes, message):
+    for std in ("group", "global"):
+        AdvantageSettings(std=std).check_early()
+        with pytest.raises(ValueError, match=message):
+            AdvantageSettings(**{"std": std} | changes).check_early()
 
 
 def test_settings_at_their_limits_are_not_refused():

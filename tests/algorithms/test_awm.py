@@ -205,11 +205,6 @@ def test_inputs_are_needed_only_where_the_settings_ask_for_them(missing, change)
     assert set(awm_loss(settings, **arrays, trained=trained)) == set(settings.terms)
 
 
-def test_declarations():
-    assert AWM(advantage_std="group").needs == "group"
-    assert AWM(advantage_std="global").needs == "step"
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -222,7 +217,6 @@ def test_declarations():
         ({"advantage_max": math.inf}, "advantage_max is inf"),
         ({"kl_coefficient": -1.0}, "kl_coefficient is -1.0"),
         ({"ema_kl_coefficient": math.nan}, "ema_kl_coefficient is nan"),
-        ({"advantage_std": "none"}, "advantage_std is 'none'"),
         ({"old_log_probs": "rollout"}, "sampling computes no matching error"),
         ({"ema": LinearDecay(0, 0.1, 1.0)}, "largest is 1.0"),
     ],

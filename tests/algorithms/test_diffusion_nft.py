@@ -211,8 +211,6 @@ def test_reference_is_needed_only_with_a_kl():
 
 
 def test_declarations():
-    assert DiffusionNFT(advantage_std="group").needs == "group"
-    assert DiffusionNFT(advantage_std="global").needs == "step"
     assert DiffusionNFT(decay_type=2).old_policy == LinearDecay(75, 0.0075, 0.999)
 
 
@@ -226,7 +224,6 @@ def test_declarations():
         ({"kl_coefficient": -0.1}, "kl_coefficient is -0.1"),
         ({"kl_coefficient": math.inf}, "kl_coefficient is inf"),
         ({"advantage_mode": "best"}, "advantage_mode is 'best'; set it to one of all, positive"),
-        ({"advantage_std": "batch"}, "advantage_std is 'batch'"),
         ({"decay_type": 3}, "decay_type is 3; set it to 0, 1 or 2"),
     ],
 )

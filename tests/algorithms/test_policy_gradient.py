@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.advantages import group_advantages
+from digen_jax.algorithms.advantages import AdvantageSettings, advantages
 from digen_jax.algorithms.kl import gaussian_kl
 from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 
@@ -119,11 +119,6 @@ def test_kl_enters_the_loss_with_its_gradient():
     np.testing.assert_allclose(gradient, closed_form, rtol=1e-5)
 
 
-def test_needs():
-    assert PolicyGradient(advantage_std="group").needs == "group"
-    assert PolicyGradient(advantage_std="global").needs == "step"
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -155,7 +150,7 @@ def test_refused_settings(setting, message):
 
 def test_good_settings_pass():
     PolicyGradient().check()
-    PolicyGradient(clip_range=0.2, kl_coefficient=0.04, advantage_std="group").check()
+    PolicyGradient(clip_range=0.2, kl_coefficient=0.04).check()
 
 
 def test_kl_coefficient_without_kl_is_refused():
@@ -174,27 +169,27 @@ def test_the_ratio_that_is_reported_is_to_the_stored_log_prob():
     assert (float(sums["clip_fraction"]), float(sums["approx_kl"])) == (0.0, 0.0)
 
 
-CURRENT = PolicyGradient(old_log_probs="current", advantage_std="group", adv_clip=3.0)
+CURRENT = PolicyGradient(old_log_probs="current", adv_clip=3.0)
+BY_GROUP, BY_STEP = AdvantageSettings(std="group"), AdvantageSettings(std="global")
 
 
 def test_early_training_is_allowed_where_no_advantage_can_be_clipped():
-    CURRENT.check_early(images=10, groups=100)
-    dataclasses.replace(CURRENT, advantage_std="global").check_early(images=4, groups=3)
+    CURRENT.check_early(BY_GROUP, images=10, groups=100)
+    CURRENT.check_early(BY_STEP, images=4, groups=3)
 
 
 def test_the_largest_advantages_are_those_that_the_check_assumes():
     """One image above all others of its group, and the other groups without variance at its mean."""
     rewards, groups = np.full(12, 1e6), np.repeat(np.arange(3), 4)
     rewards[4:8] = 4e6, 0, 0, 0
-    for std, square in (("group", 3), ("global", 9)):
-        assert group_advantages(rewards, groups, 3, std).max() == pytest.approx(square**0.5)
+    for settings, square in ((BY_GROUP, 3), (BY_STEP, 9)):
+        assert advantages(settings, rewards, groups, 3).max() == pytest.approx(square**0.5)
 
 
 @pytest.mark.parametrize(
     ("change", "images", "groups", "message"),
     [
         ({}, 11, 1, "adv_clip is 3.0; to train before a group is complete set it to sqrt.10. or"),
-        ({"advantage_std": "global"}, 4, 4, "set it to sqrt.12. or more"),
         ({"old_log_probs": "rollout"}, 4, 1, "old_log_probs is 'rollout'; to train before a group"),
         ({"old_log_probs": "recomputed"}, 4, 1, "set it to 'current'"),
         ({"surrogate": "topr"}, 4, 1, "surrogate is 'topr'; to train .* set it to 'clip'"),
@@ -203,7 +198,14 @@ def test_the_largest_advantages_are_those_that_the_check_assumes():
 )
 def test_early_training_that_is_not_exact_is_refused(change, images, groups, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CURRENT, **change).check_early(images, groups)
+        dataclasses.replace(CURRENT, **change).check_early(BY_GROUP, images, groups)
+
+
+def test_early_training_with_advantages_that_are_clipped_or_not_linear_is_refused():
+    with pytest.raises(ValueError, match=r"set it to sqrt\(12\) or more"):
+        CURRENT.check_early(BY_STEP, 4, 4)
+    with pytest.raises(ValueError, match="baseline is 'leave_one_out'"):
+        CURRENT.check_early(dataclasses.replace(BY_GROUP, baseline="leave_one_out"), 4, 1)
 
 
 @pytest.mark.parametrize("name", ["mean", "old_mean", "std"])

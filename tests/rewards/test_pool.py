@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from digen_jax import rewards
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.settings import ConfigError
 
@@ -20,6 +21,9 @@ import numpy as np
 def mean(images, prompts, metadata):
     assert prompts == [record["prompt"] for record in metadata]
     return images.mean((1, 2, 3), dtype=np.float64)
+
+def darkness(images, prompts, metadata):
+    return 1 - images.mean((1, 2, 3), dtype=np.float64)
 
 def where(images, prompts, metadata):
     return [os.getpid(), "jax" in sys.modules, os.environ["JAX_PLATFORMS"] == "cpu"]
@@ -77,6 +81,23 @@ def test_scores_are_the_rewards(pool, processes):
     scores = pool("mean", processes).score(IMAGES, PROMPTS, METADATA)
     assert scores.dtype == np.float32
     np.testing.assert_allclose(scores, [IMAGES[i].mean() for i in range(3)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_several_rewards_have_a_column_each_and_their_own_names(mine, processes):
+    names = "pooled_rewards:mean, pooled_rewards:darkness"
+    scorer = RewardPool(rewards.resolve(names), names, processes)
+    scores = scorer.score(IMAGES, PROMPTS, METADATA)
+    assert scores.dtype == np.float32 and scores.shape == (3, 2)
+    means = [IMAGES[i].mean() for i in range(3)]
+    np.testing.assert_allclose(scores, np.stack([means, 1 - np.array(means)], axis=1), rtol=1e-6)
+    scorer.close()
+    for wrong in ("nan", "short"):
+        names = f"pooled_rewards:mean,pooled_rewards:{wrong}"
+        scorer = RewardPool(rewards.resolve(names), names, processes)
+        with pytest.raises(ConfigError, match=f"reward 'pooled_rewards:{wrong}' returned"):
+            scorer.score(IMAGES, PROMPTS, METADATA)
+        scorer.close()
 
 
 def test_a_process_is_another_one_without_jax_and_without_an_accelerator(pool):

@@ -34,6 +34,37 @@ def test_a_users_own_function_is_found_in_the_current_directory(folder):
     assert rewards.resolve("my_reward:redness")(IMAGES, PROMPTS, METADATA) == 7
 
 
+def test_several_names_are_one_function_with_a_column_each(folder):
+    (folder / "two_rewards.py").write_text(
+        "def red(images, *_):\n    return images[:, 0, 0, 0]\n"
+        "def blue(images, *_):\n    return images[:, 0, 0, 2].tolist()\n"
+    )
+    name = "two_rewards:red , two_rewards:blue"
+    both = rewards.resolve(name)
+    assert both.names == rewards.names_in(name) == ("two_rewards:red", "two_rewards:blue")
+    images = np.arange(3 * 8 * 8 * 3, dtype=np.float32).reshape(3, 8, 8, 3) / 576
+    scores = rewards.call(both, name, images, PROMPTS, METADATA)
+    np.testing.assert_array_equal(scores, images[:, 0, 0, ::2])
+    total = rewards.total(scores, (2.0, -1.0))
+    assert total.dtype == np.float32
+    np.testing.assert_allclose(total, 2 * images[:, 0, 0, 0] - images[:, 0, 0, 2], rtol=1e-6)
+    each = rewards.each(name, scores)
+    assert list(each) == ["two_rewards:red", "two_rewards:blue"]
+    np.testing.assert_array_equal(each["two_rewards:blue"], scores[:, 1])
+    assert rewards.each("two_rewards:red", total) == {}
+
+
+def test_of_one_reward_the_total_is_itself():
+    scores = np.float32([0.1, 1e-30, 3e38])
+    np.testing.assert_array_equal(rewards.total(scores, (1.0,)), scores)
+    np.testing.assert_array_equal(rewards.total(scores[:, None], (1.0,)), scores)
+
+
+def test_a_reward_that_is_named_twice_is_refused():
+    with pytest.raises(ValueError, match="'shapes_geneval' is named twice"):
+        rewards.resolve("shapes_geneval, shapes_geneval")
+
+
 @pytest.mark.parametrize("name", ["shape_geneval", "module:", ":function", ""])
 def test_an_unknown_name_is_refused(name):
     expected = f"unknown reward '{name}': use one of shapes_geneval, or module:function"

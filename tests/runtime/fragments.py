@@ -84,12 +84,15 @@ def plain(
     steps: int = STEPS,
     by: float = 0.05,
     drawn: np.ndarray | None = None,
+    advantages: np.ndarray = ADVANTAGES,
 ):
     """(mean gradient in float64, ratios [s b]) by a loop over single transitions on one device.
 
-    `drawn` [s b] says which transitions there are, None: all.
+    `drawn` [s b] says which transitions there are, None: all. An image whose advantage is NaN is left
+    out, and its ratios are 0.
     """
     drawn = np.ones((steps, len(ROWS)), bool) if drawn is None else drawn
+    drawn = drawn & ~np.isnan(advantages)
     start = toy.ToyFamily(size=SIZE).params()["transformer"]
     prompts, (_, _, t, sigmas) = sampled()
     total, ratios = None, np.zeros((steps, len(ROWS)))
@@ -98,7 +101,7 @@ def plain(
             if not drawn[step, image]:
                 continue
             sample = (t.x[step, image], t.x_next[step, image], old_log_prob[step, image])
-            sample += (t.sigma[step], t.sigma_next[step], sigmas[1], ADVANTAGES[image])
+            sample += (t.sigma[step], t.sigma_next[step], sigmas[1], advantages[image])
             prompt = [part[row][None] for part in prompts.conditioning]
             args = (tuned(tuning, by), start, SCALE, sample, prompt, tuple(prompts.null))
             (_, ratios[step, image]), found = _differentiated()(*args)

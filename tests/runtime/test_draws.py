@@ -39,7 +39,7 @@ def steps_of(parts, count):
     """The first steps of a run, all of the same groups, as they are sampled by the start."""
     config, system = parts
     size, same = config.sampler.fragment, itertools.repeat(toy.records(GROUPS))
-    steps = Steps(same, IMAGES, size, system.draws, 0)
+    steps = Steps(same, IMAGES, size, system.draws, 0, system.advantages)
     executor = SamplingExecutor(system.rollouts[0], steps, system.placement.trainer)
     executor.weights[0] = system.publish(system.start)
     for number in range(count):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.algorithms.advantages import group_advantages
+from digen_jax.algorithms.advantages import AdvantageSettings, advantages
 from digen_jax.runtime.early import settled
 from digen_jax.runtime.trainer import Trainer
 from tests.runtime import fragments, toy
@@ -24,21 +24,21 @@ ORDERS = [(0, 1, 2, 3, 4, 5), (5, 2, 0, 4, 1, 3), (3, 1, 5, 0, 2, 4)]
 
 def built(tuning, mesh, kl, std, images=2, **fields):
     """(system, state) whose advantages are never clipped and whose ratios are 1."""
-    settings = dict(trainer__pack=2, algorithm__advantage_std=std) | fields
+    settings = dict(trainer__pack=2, advantages__std=std) | fields
     config = fragments.config(tuning, mesh, images=images, **settings)
     config.algorithm.update(kl_coefficient=kl, adv_clip=6.0, old_log_probs="current")
     parts = fragments.system(config)
-    parts.trainer.algorithm.check_early(4, 3)
+    parts.trainer.algorithm.check_early(parts.advantages, 4, 3)
     return parts, parts.trainer.init(fragments.tuned(tuning))
 
 
 def ordinary(parts, state, std, rewards=REWARDS):
     """The step's totals with every advantage known beforehand."""
-    advantages = group_advantages(rewards, fragments.ROWS, 3, std)
+    known = advantages(AdvantageSettings(std=std), rewards, fragments.ROWS, 3)
     totals = None
     for fragment in range(6):
         cut = slice(2 * fragment, 2 * fragment + 2)
-        experience = fragments.experience(parts, cut, advantages=advantages)
+        experience = fragments.experience(parts, cut, advantages=known)
         totals = parts.trainer.accumulate(state, parts.base, experience, totals)
     return totals
 
@@ -52,7 +52,8 @@ def early(parts, state, order, rewards=REWARDS):
         args = (state, parts.base, experience, rewards[cut], groups.get(number))
         groups[number] = parts.trainer.accumulate_early(*args)
         if len(groups[number].rewards) == 4:
-            totals = parts.trainer.close(groups.pop(number), totals)
+            std = parts.advantages.std
+            totals = parts.trainer.close(groups.pop(number), totals, std)
     assert not groups
     return totals
 
@@ -101,17 +102,17 @@ def test_a_group_without_variance_gives_no_gradient_and_counts():
 
 def test_groups_that_were_complete_and_groups_that_were_not_share_an_update():
     parts, state = built("lora", (1, 2, 1), 0.3, "group")
-    trainer, advantages = parts.trainer, group_advantages(REWARDS, fragments.ROWS, 3, "group")
+    trainer, known = parts.trainer, advantages(parts.advantages, REWARDS, fragments.ROWS, 3)
     expected, totals, group = ordinary(parts, state, "group"), None, None
     for fragment in (4, 0, 1, 5, 2, 3):
         cut = slice(2 * fragment, 2 * fragment + 2)
-        experience = fragments.experience(parts, cut, advantages=advantages)
+        experience = fragments.experience(parts, cut, advantages=known)
         if fragment < 4:
             totals = trainer.accumulate(state, parts.base, experience, totals)
         else:
             group = trainer.accumulate_early(state, parts.base, experience, REWARDS[cut], group)
         if fragment == 5:
-            totals = trainer.close(group, totals)
+            totals = trainer.close(group, totals, "group")
     assert toy.difference(fragments.mean(totals), fragments.mean(expected)) < 1e-5
 
 

@@ -304,9 +304,9 @@ def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch, 
     seen, ages = [], []
     real = training.receive
 
-    def noted(system, prompts, images, judged):
+    def noted(system, prompts, images, *judged):
         seen.append(images.version)
-        return real(system, prompts, images, judged)
+        return real(system, prompts, images, *judged)
 
     fields = toy.meshes((1, 1), (1, 1)) | dict(runtime__staleness=1, fragment=3, micro=3, pack=3)
     parts = toy.system(c := config(name, **OPTIMIZER | fields), 2)

@@ -154,7 +154,8 @@ def brightness(images, prompts, metadata):
 def rollout(system: System, config: ConfigDict, tuned: Any):
     """(prompts, the images of each fragment) of the step with `records`, from published weights."""
     batch, size = config.batch, config.sampler.fragment
-    steps = Steps(iter([records(batch.groups)]), batch.images, size, system.draws, 0)
+    given = iter([records(batch.groups)])
+    steps = Steps(given, batch.images, size, system.draws, 0, system.advantages)
     executor = SamplingExecutor(system.rollouts[0], steps, system.placement.trainer)
     executor.weights[0] = system.publish(tuned)
     executor.encode(0)

@@ -51,8 +51,8 @@ class Driver:
 
     Args:
       executors: what carries out commands, such as `Executors`. Of it are asked `devices` (of each
-        worker, the trainer last), `do`, `to_score`, `scored`, `end_step` and `tuned`; `state` and
-        `evaluate` only by who wants them of the driver.
+        worker, the trainer last), `do`, `to_score`, `scored`, which says what the scheduler is told of
+        each image, `end_step` and `tuned`; `state` and `evaluate` only by who wants them of the driver.
       scheduler: before its first event.
       rewards: scores; closed by who opened it.
       begun: what was in flight when the run was saved; None: nothing.
@@ -237,10 +237,9 @@ class Driver:
         """Scores have come: the timeline shows the reward's own time, the scheduler reckons with all of it."""
         try:
             scores, seconds = done.result()
-            self.executors.scored(command.fragment, scores)
+            values = tuple(map(float, self.executors.scored(command.fragment, scores)))
             now = self.now()
-            values = tuple(map(float, scores))
-            self._orders.announce("scored", (command.fragment, values))
+            self._orders.announce("scored", (command.fragment, scores.tolist()))
             self._completed(command, max(asked, now - seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float32
 from ml_collections import ConfigDict
 
+from digen_jax import rewards
 from digen_jax.algorithms.demands import needs_behaviour, set_steps
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, evaluate
@@ -35,6 +36,8 @@ from digen_jax.runtime.scheduler.commands import (
 from digen_jax.runtime.system import System, tag_group
 from digen_jax.runtime.trainer import State
 
+Scores = Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.call`
+
 
 class Executors:
     """The sampling meshes' executors, by worker, and the trainer's; they share steps and versions.
@@ -55,7 +58,8 @@ class Executors:
         """`first` is the step that `state` is the start of, `kept` the older versions to be held."""
         self.system, self._config = system, config
         algorithm, sizes = system.trainer.algorithm, (config.batch.images, config.sampler.fragment)
-        self.steps = Steps(batches, *sizes, system.draws, first, set_steps(algorithm))
+        drawn = system.draws, first, system.advantages
+        self.steps = Steps(batches, *sizes, *drawn, set_steps(algorithm))
         apart = not system.placement.colocated
         self.last_update = config.trainer.updates - 1
         # What an update consumes is sampled from, or compared with, behind it only where these say so.
@@ -63,9 +67,8 @@ class Executors:
         self.versions = Versions(later and (config.runtime.staleness > 0 or self.last_update > 0))
         for version, tuned in (kept or {}).items():
             self.versions.add(version, tuned, own=False)
-        std = config.algorithm.get("advantage_std", "group")
         self.trainer = TrainingExecutor(
-            system, self.steps, self.versions, state, std, config.trainer.updates
+            system, self.steps, self.versions, state, config.trainer.updates
         )
         self.trainer.publish(first)
         rollouts = system.rollouts if apart else ()
@@ -133,12 +136,17 @@ class Executors:
         """The arguments of the reward for a decoded fragment."""
         return self.steps.of(fragment).to_score(fragment.index)
 
-    def scored(self, fragment: Fragment, scores: Float32[np.ndarray, "b"]) -> None:
-        """A fragment's scores have come, wherever they were given: its pictures are needed no more."""
-        step = self.steps.find(fragment)
+    def scored(self, fragment: Fragment, scores: Scores) -> Float32[np.ndarray, "b"]:
+        """A fragment's scores have come, wherever they were given: its pictures are needed no more.
+
+        Returns:
+          What the scheduler compares images by, of several rewards their weighted sum.
+        """
+        step, weights = self.steps.find(fragment), self.system.advantages.reward_weights
         if step is not None:
             step.decoded.pop(fragment.index, None)
-            step.scores[step.cut(fragment.index)] = scores
+            step.scores[step.cut(fragment.index)] = scores.reshape(-1, len(weights))
+        return rewards.total(scores, weights)
 
     def _samplers(self) -> Iterator[SamplingExecutor]:
         """Those that there are at present."""
@@ -147,7 +155,7 @@ class Executors:
     def end_step(self) -> dict[str, float]:
         """The step that is on has ended: the metrics of its rewards and updates."""
         step = self.steps.end()
-        return self.trainer.metrics() | reward_metrics(step)
+        return self.trainer.metrics() | reward_metrics(step, self._config.reward.name)
 
     def tuned(self, version: int) -> Any:
         """A version that is held, on the trainer mesh."""
@@ -158,19 +166,22 @@ class Executors:
         worker: str,
         tree: Any,
         records: Sequence[dict[str, Any]],
-        score: Callable[..., Float32[np.ndarray, "b"]],
+        score: Callable[..., Scores],
     ) -> Evaluation:
         """Images and scores of tuned parameters, sampled by a worker between its commands."""
         rollout, config = self.sampling(worker).rollout, self._config
         weights = jax.block_until_ready(rollout.weights(tree))
         name, batch = config.reward.name, config.evaluation.batch
-        return evaluate(rollout.evaluator, weights, records, score, name, batch)
+        of_rewards = self.system.advantages.reward_weights
+        return evaluate(
+            rollout.evaluator, weights, records, score, name, batch, reward_weights=of_rewards
+        )
 
     def _sampling(self, rollout: Any) -> SamplingExecutor:
         return SamplingExecutor(rollout, self.steps, self.system.placement.trainer)
 
 
-def replay(executors: Executors, rewards: RewardPool, log: list[Command]) -> State:
+def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> State:
     """Carries out the commands of a recorded log one after the other; the state behind the last.
 
     An order in which the scheduler sent commands is one in which everything is there in time, and
@@ -178,7 +189,7 @@ def replay(executors: Executors, rewards: RewardPool, log: list[Command]) -> Sta
     """
     for command in log:
         if isinstance(command, Score):
-            scores = rewards.score(*executors.to_score(command.fragment))
+            scores = pool.score(*executors.to_score(command.fragment))
             executors.scored(command.fragment, scores)
             continue
         follow(executors, command)

@@ -3,12 +3,13 @@
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Key
 
-from digen_jax.algorithms.advantages import group_advantages
+from digen_jax import rewards
+from digen_jax.algorithms.advantages import AdvantageSettings, advantages, trained_images
 from digen_jax.flow.noising import turn_keys
 from digen_jax.flow.sampling import Transitions
 from digen_jax.runtime.draws import Drawn, Draws
@@ -26,6 +27,14 @@ class Images(NamedTuple):
     sigmas: Float32[Array, "sigmas"]
 
 
+class Lesson(NamedTuple):
+    """The images of a fragment that are given to the trainer, and what it makes of each."""
+
+    places: Int[np.ndarray, "k"]  # within the fragment
+    advantages: Float32[np.ndarray, "k"]
+    weight: Float32[np.ndarray, "k"]  # 0: of a group that is dropped
+
+
 @dataclasses.dataclass
 class Step:
     """One step: image j is the (j mod G)-th of group j // G. What is ready lies on the trainer mesh.
@@ -39,8 +48,9 @@ class Step:
     drawn: Drawn
     training_keys: Key[
         Array, "n"
-    ]  # of their noise in training: their own, until their turn comes again
-    scores: Float32[np.ndarray, "n"]  # NaN where not scored yet
+    ]  # of training's noise: the images' own, until it is their turn again
+    scores: Float32[np.ndarray, "n k"]  # a column for each reward; NaN where not scored yet
+    settings: AdvantageSettings
     prompts: Prompts | None = None
     sampled: dict[int, Images] = dataclasses.field(default_factory=dict)  # by fragment
     decoded: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # pictures to score
@@ -54,6 +64,7 @@ class Step:
         images: int,
         size: int,
         draws: Draws,
+        settings: AdvantageSettings,
         turn: int = 0,
     ) -> "Step":
         """Nothing sampled yet; `images` a group, `size` a fragment. `turn`: times that it was trained before."""
@@ -61,8 +72,8 @@ class Step:
         serials = np.asarray([record["serial"] for record in records])[rows]
         numbers = np.tile(np.arange(images), len(records))
         drawn = draws.of(number, serials, numbers)
-        unknown = np.full(len(rows), np.nan, np.float32)
-        return cls(records, size, rows, drawn, turn_keys(drawn.keys, turn), unknown)
+        scores = np.full((len(rows), len(settings.reward_weights)), np.nan, np.float32)
+        return cls(records, size, rows, drawn, turn_keys(drawn.keys, turn), scores, settings)
 
     @property
     def texts(self) -> list[str]:
@@ -77,12 +88,17 @@ class Step:
     def members(self) -> Bool[np.ndarray, "n"]:
         """The images of the groups that form the step, once these are known and scored."""
         dropped = np.isin(np.arange(len(self.rows)) // self.size, list(self.dropped))
-        return np.isfinite(self.scores) & ~dropped
+        return np.isfinite(self.scores).all(axis=1) & ~dropped
+
+    @property
+    def values(self) -> Float32[np.ndarray, "n"]:
+        """The one number of each image: its reward, of several the weighted sum."""
+        return rewards.total(self.scores, self.settings.reward_weights)
 
     @property
     def reward_std(self) -> float:
         """The std of the rewards of the groups that form the step."""
-        return float(self.scores[self.members].std(dtype=np.float64))
+        return float(self.values[self.members].std(dtype=np.float64))
 
     @property
     def generated(self) -> int:
@@ -97,15 +113,19 @@ class Step:
         shown = [self.records[row] for row in self.rows[self.cut(index)]]
         return self.decoded.pop(index), [record["prompt"] for record in shown], shown
 
-    def advantages(self, index: int, std: Literal["group", "global"]) -> Float32[np.ndarray, "b"]:
-        """A fragment's advantages, once its groups, or for a global std all of them, are scored."""
-        cut = self.cut(index)
-        members = np.isin(self.rows, self.rows[cut]) if std == "group" else self.members
-        found = np.zeros(len(self.rows), np.float32)
-        found[members] = group_advantages(
-            self.scores[members], self.rows[members], len(self.records), std
-        )
-        return found[cut]
+    def lesson(self, index: int) -> Lesson:
+        """What of a fragment trains, once what `AdvantageSettings.needs` is scored.
+
+        However many groups are dropped, as many images are given to the trainer.
+        """
+        cut, settings = self.cut(index), self.settings
+        members = np.isin(self.rows, self.rows[cut]) if settings.needs == "group" else self.members
+        mine = np.isin(np.flatnonzero(members), np.arange(cut.start, cut.stop))
+        known = self.scores[members], self.rows[members], len(self.records)
+        given = trained_images(dataclasses.replace(settings, drop_zero_std=False), *known)[mine]
+        weight = trained_images(settings, *known)[mine].astype(np.float32)
+        found = advantages(settings, *known)[mine]
+        return Lesson(np.flatnonzero(given), found[given], weight[given])
 
 
 class Steps:
@@ -122,10 +142,11 @@ class Steps:
         size: int,
         draws: Draws,
         first: int,
+        settings: AdvantageSettings,
         set_steps: int = 0,
     ):
         self.first = first  # the step that is on
-        self._batches, self._make = batches, (images, size, draws)
+        self._batches, self._make = batches, (images, size, draws, settings)
         self._set_steps, self._next = set_steps, first
         self._steps: dict[int, Step] = {}
         self._lock = threading.Lock()

@@ -1,12 +1,14 @@
 """What a run's driver notes down: the timeline, and of each step the metrics of its runtime."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from digen_jax.algorithms.advantages import zero_std_groups
+from digen_jax import rewards
+from digen_jax.algorithms.advantages import trained_images
 from digen_jax.runtime.evaluation import by_tag
 from digen_jax.runtime.executors.steps import Step
 from digen_jax.runtime.scheduler.commands import (
@@ -131,15 +133,22 @@ class Summary:
         return done
 
 
-def reward_metrics(step: Step) -> dict[str, Any]:
-    """Mean and spread of the rewards of the groups that form a step, over all and for each task."""
-    scores, rows = step.scores[step.members], step.rows[step.members]
+def reward_metrics(step: Step, name: str) -> dict[str, Any]:
+    """Mean and spread of the rewards of the groups that form a step, over all and for each task.
+
+    Of several rewards these are those of the weighted sum, beside each one's own mean. `name` is theirs.
+    """
+    members = step.members
+    scores, rows = step.values[members], step.rows[members]
     shown, groups = [step.records[row] for row in rows], len(np.unique(rows))
-    still = zero_std_groups(scores, rows, len(step.records))
+    each = rewards.each(name, step.scores[members])
+    teaching = dataclasses.replace(step.settings, best_and_worst=0, drop_zero_std=True)
+    taught = trained_images(teaching, step.scores[members], rows, len(step.records))
     metrics = {
         "reward": float(scores.mean()),
         "reward_std": float(scores.std()),
-        "zero_std_groups": float(still.sum() / groups),
+        "zero_std_groups": len(np.unique(rows[~taught])) / groups,
+        **{f"reward_of/{one}": float(own.mean()) for one, own in each.items()},
         **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
         **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},
     }

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from digen_jax.runtime.executors.sampling import moved
 from digen_jax.runtime.executors.steps import Images, Step, Steps
 from digen_jax.runtime.hosts import put
 from digen_jax.runtime.packing import Endpoints
+from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.sampler import Prompts, Weights
 from digen_jax.runtime.scheduler.commands import Fragment
 from digen_jax.runtime.system import Rollout, System
@@ -28,20 +29,13 @@ class TrainingExecutor:
     """Trains on its mesh; every method returns once its work is done."""
 
     def __init__(
-        self,
-        system: System,
-        steps: Steps,
-        versions: "Versions",
-        state: State,
-        std: str,
-        updates: int = 1,
+        self, system: System, steps: Steps, versions: "Versions", state: State, updates: int = 1
     ):
         self.state = state
         self._updates = updates  # of a step
         fixed = set_steps(system.trainer.algorithm) > 0
         self._fixed = system.untuned() if fixed else None  # what samples a fixed set
         self._system, self._steps, self._versions = system, steps, versions
-        self._std: Literal["group", "global"] = std
         self._totals = None
         self._groups: dict[int, OpenGroup] = {}  # those that are trained early, by number
         self._history: list[dict[str, jax.Array]] = []  # of the step's updates
@@ -53,11 +47,7 @@ class TrainingExecutor:
         if early:
             return self._train_early(step, step.cut(fragment.index), images)
         trainer, base = self._system.trainer, self._system.base
-        if isinstance(trainer.algorithm, DiffusionDPO):
-            advantages = step.scores[step.cut(fragment.index)]
-        else:
-            advantages = step.advantages(fragment.index, self._std)
-        experience = receive(self._system, step.prompts, images, advantages)
+        experience = self._experience(step, fragment.index, images)
         read = needs_behaviour(trainer.algorithm)
         behaviour = self._versions[images.version] if read else None
         self._totals = jax.block_until_ready(
@@ -65,9 +55,19 @@ class TrainingExecutor:
         )
         return None
 
+    def _experience(self, step: Step, index: int, images: Images) -> Experience:
+        """A scored fragment as the trainer takes it."""
+        system = self._system
+        if isinstance(system.trainer.algorithm, DiffusionDPO):
+            return receive(system, step.prompts, images, step.values[step.cut(index)])
+        lesson = step.lesson(index)
+        if len(lesson.places) < len(images.rows):
+            images = taken(images, lesson.places, system.placement.trainer)
+        return receive(system, step.prompts, images, lesson.advantages, lesson.weight)
+
     def _train_early(self, step: Step, cut: slice, images: Images) -> None:
         """Adds a fragment to its group's sums, and these to the update's with the group's last one."""
-        trainer, number, scores = self._system.trainer, int(step.rows[cut.start]), step.scores[cut]
+        trainer, number, scores = self._system.trainer, int(step.rows[cut.start]), step.values[cut]
         # Whatever they will be: nobody may read them.
         advantages = np.full_like(scores, np.nan)
         experience = receive(self._system, step.prompts, images, advantages)
@@ -77,7 +77,8 @@ class TrainingExecutor:
         if len(group.rewards) < np.count_nonzero(step.rows == number):
             self._groups[number] = group
         else:
-            self._totals = jax.block_until_ready(trainer.close(group, self._totals))
+            std = self._system.advantages.std
+            self._totals = jax.block_until_ready(trainer.close(group, self._totals, std))
 
     def update(self, version: int | None) -> None:
         """One optimizer update; the step's last one makes a version."""
@@ -160,31 +161,62 @@ class Versions:
             return tuned
 
 
+def taken(images: Images, places: Int[np.ndarray, "k"], trainer: DeviceGroup) -> Images:
+    """The images at some places of a fragment that lies on the trainer mesh, in their order, split as before.
+
+    A place may come more than once. The devices divide the number of places.
+    """
+    samples, at = images.samples, put(places, trainer.replicated)
+    if isinstance(samples, Endpoints):
+        x0, keys = _gathered((samples.x0, samples.keys), at, 0, trainer.batch)
+        samples = Endpoints(x0, keys, samples.sigmas)
+    else:
+        samples = _gathered(samples, at, 1, trainer.batch_of_steps)
+    return images._replace(rows=images.rows[places], samples=samples)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _gathered(tree: Any, places: Int[Array, "..."], axis: int, sharding: NamedSharding) -> Any:
+    """Of arrays whose axis `axis` is that of the images those at `places`; what has no such axis stays as it is."""
+
+    def gather(a: Array) -> Array:
+        if a.ndim <= axis:
+            return a
+        return jax.lax.with_sharding_constraint(a[(slice(None),) * axis + (places,)], sharding)
+
+    return jax.tree.map(gather, tree)
+
+
 def receive(
-    system: System, prompts: Prompts, images: Images, advantages: Float32[Any, "b"]
+    system: System,
+    prompts: Prompts,
+    images: Images,
+    advantages: Float32[Any, "b"],
+    weight: Float32[Any, "b"] | None = None,
 ) -> Experience:
-    """A fragment as the trainer takes it, on its mesh.
+    """A fragment as the trainer takes it, on its mesh; `weight` None: all images train.
 
     For diffusion DPO, which pairs the best and the worst image of each group, `advantages` are the rewards.
     """
     algorithm, group = system.trainer.algorithm, system.placement.trainer
     images = moved(images, group)
-    samples, rows, weight = images.samples, images.rows, np.ones(len(advantages), np.float32)
+    samples, rows = images.samples, images.rows
+    weight = np.ones(len(rows), np.float32) if weight is None else weight
     if isinstance(algorithm, DiffusionNFT):
         advantages = reward_probabilities(algorithm, advantages)
     if isinstance(algorithm, DiffusionDPO):
         pairs, weight = pair_of_each_group(advantages, rows, int(rows.max()) + 1)
-        samples = _paired(samples, put(pairs, group.replicated), group.batch)
+        samples = _paired(samples, pairs, group)
         rows, advantages = rows[pairs[:, 0]], advantages[pairs[:, 0]]
     conditioning, null = jax.device_put(tuple(prompts), group.replicated)
-    rows, advantages, weight = (put(a, group.batch) for a in (rows, advantages, weight))
-    return Experience(samples, conditioning, null, rows, advantages, weight, images.sigmas[1])
+    each = (put(a, group.batch) for a in (rows, advantages, weight))
+    return Experience(samples, conditioning, null, *each, images.sigmas[1])
 
 
-@functools.partial(jax.jit, static_argnums=2)
 def _paired(
-    samples: Endpoints, pairs: Int[Array, "groups 2"], sharding: NamedSharding
+    samples: Endpoints, pairs: Int[np.ndarray, "groups 2"], group: DeviceGroup
 ) -> Endpoints:
     """Pairs of images as one, with the key of the preferred image, which is the first."""
-    split = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
-    return Endpoints(split(samples.x0[pairs]), split(samples.keys[pairs[:, 0]]), samples.sigmas)
+    x0 = _gathered(samples.x0, put(pairs, group.replicated), 0, group.batch)
+    keys = _gathered(samples.keys, put(pairs[:, 0], group.replicated), 0, group.batch)
+    return Endpoints(x0, keys, samples.sigmas)

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from digen_jax import rewards
+from digen_jax.runtime.executors.sampling import moved
 from digen_jax.runtime.executors.steps import Images
-from digen_jax.runtime.executors.training import receive
+from digen_jax.runtime.executors.training import receive, taken
 from digen_jax.runtime.hosts import put
 from digen_jax.runtime.packing import trained_part
 from digen_jax.runtime.scheduler.settings import Costs
@@ -46,13 +47,18 @@ def measure(system: System, config: Any, records: list[dict], reward: rewards.Re
             reward, config.reward.name, pictures, [record["prompt"] for record in shown], shown
         )
     )
-    samples = trained_part(made, put(keys, system.sampler.group.batch))
+    samples = trained_part(made, put(drawn.keys, system.sampler.group.batch))
     images = Images(0, rows, samples, made.sigmas)
     advantages = np.linspace(-1, 1, size, dtype=np.float32)
     local = jax.device_put(prompts, system.placement.trainer.replicated)
 
+    trainer, count = system.placement.trainer, system.advantages.kept(size, config.batch.images)
+
     def accumulate() -> Any:
-        experience = receive(system, local, images, advantages)
+        given = moved(images, trainer)
+        if count < size:
+            given = taken(given, np.arange(count), trainer)
+        experience = receive(system, local, given, advantages[:count])
         return system.trainer.accumulate(state, system.base, experience, None, state.tuned)
 
     totals, train = timed(accumulate)

@@ -68,7 +68,7 @@ def config(layout, most=MOST, **fields):
 
 @functools.cache
 def system(layout, most=MOST, std="group"):
-    return toy.system(config(layout, most, algorithm__advantage_std=std))
+    return toy.system(config(layout, most, advantages__std=std))
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def run(layout, std="group", most=MOST, steps=STEPS, **options):
     start = jax.device_get(parts.start)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts.trainer, "update", spy)
-        c = config(layout, most, algorithm__advantage_std=std)
+        c = config(layout, most, advantages__std=std)
         state, history, log = toy.drive(parts, c, steps, some_equal, **options)
     change = jax.tree.map(np.subtract, jax.device_get(state.tuned), start)
     return jax.device_get(gradients[0]), change, history, log

@@ -63,7 +63,7 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
         algorithm__clip_range=0.2,
         algorithm__kl_coefficient=0.1,
         algorithm__old_log_probs=old_log_probs,
-        algorithm__advantage_std=std,
+        advantages__std=std,
         runtime__early_groups=early,
         runtime__tag_fragments=24 if tag else 0,
         runtime__tag_weights=tag or "in place",
