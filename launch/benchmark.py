@@ -1,15 +1,19 @@
-"""How fast the runtime is, with waits in place of device work or real compute on two cores; what asynchrony costs.
+"""How fast the runtime is, with waits in place of device work or real compute on two cores; what asynchrony costs, and
+which algorithms learn.
 
 python launch/benchmark.py runtime [--devices=8 --ratios=1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
     --config.trainer.micro_batch=12 [--rounds=5 --output=cores.json]
 python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --workdir runs/asynchrony --config.steps=60 \
     --config.sampler.fragment=36 --config.trainer.micro_batch=36 --config.runtime.staleness=1 [--seeds=3]
+python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
+    [--only=cispo,topr --seeds=3 --output=algorithms.json]
 """
 
 import dataclasses
 import json
 import pathlib
+import runpy
 import sys
 from typing import Any
 
@@ -34,13 +38,15 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the jitter.")
 _LEARN = flags.DEFINE_integer("learn", 3, "First steps, of which the simulator knows the costs.")
 _STEPS = flags.DEFINE_integer("steps", 5, "Steps after these, which are measured.")
 
-# Of "compute", which does not use its placement, and of "asynchrony".
+# Of "compute", which does not use its placement, of "asynchrony", and of "algorithms", which takes all of the
+# file's ALGORITHMS with the same overrides.
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Steps in turn, and as many on a core each.")
 
-# Of "asynchrony".
+# Of "asynchrony" and "algorithms".
 _WORKDIR = flags.DEFINE_string("workdir", None, "For all its runs; give it again to continue.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs with it and runs without it.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind.")
+_ONLY = flags.DEFINE_list("only", [], "Algorithms to train now; none: all.")
 
 
 def runtime() -> None:
@@ -96,21 +102,60 @@ def compute() -> None:
 
 def asynchrony() -> int | None:
     """Train with and without asynchrony, from a few seeds; returns the exit code where a signal stopped it."""
-    output, config = _output(), _config()
-    if _WORKDIR.value is None:
-        raise ConfigError("say where its runs may lie, by --workdir=runs/asynchrony for example")
+    output, config, workdir = _output(), _config(), _workdir("asynchrony")
     from digen_jax.benchmark.asynchrony import Comparison, check, compare
     from digen_jax.launching import prepare
 
     check(config, _SEEDS.value)
     prepare(config.placement.cpu_devices)
-    workdir = pathlib.Path(_WORKDIR.value)
     found = compare(config, _SEEDS.value, workdir)
     if not isinstance(found, Comparison):
         return found
     print(f"\n{found.describe()}\n{workdir / 'asynchrony.png'} shows how the runs went.")
     _write(output, dataclasses.asdict(found))
     return None
+
+
+def algorithms() -> int | None:
+    """Train with every algorithm, from a few seeds; returns the exit code where a signal stopped it."""
+    output, config, workdir = _output(), _config(), _workdir("algorithms")
+    configs = _all_configs()
+    from digen_jax.benchmark.algorithms import check, compare
+    from digen_jax.launching import prepare
+
+    check(configs, _SEEDS.value, _ONLY.value)
+    prepare(config.placement.cpu_devices)
+    table, code = compare(configs, _SEEDS.value, workdir, _ONLY.value)
+    print(
+        f"\n{table.describe()}\n\n{workdir} has this as algorithms.md, and the curves as algorithms.png."
+    )
+    _write(output, {row.name: row.record() for row in table.rows})
+    return code
+
+
+def _workdir(name: str) -> pathlib.Path:
+    if _WORKDIR.value is None:
+        raise ConfigError(f"say where its runs may lie, by --workdir=runs/{name} for example")
+    return pathlib.Path(_WORKDIR.value)
+
+
+def _all_configs() -> dict[str, Any]:
+    """The config of each of the file's algorithms, by name, with the overrides of the command line."""
+    from digen_jax.recipe import complete
+
+    flag = flags.FLAGS["config"]
+    path = config_flags.get_config_filename(flag).split(":")[0]
+    file = runpy.run_path(path)
+    if "ALGORITHMS" not in file:
+        raise ConfigError(
+            f"{path} has no ALGORITHMS by name: give configs/shapes_algorithms.py or one like it"
+        )
+    configs = {}
+    for name in file["ALGORITHMS"]:
+        config = file["get_config"](name)
+        config.update_from_flattened_dict(config_flags.get_override_values(flag))
+        configs[name] = complete(config)
+    return configs
 
 
 def _config() -> Any:
@@ -153,4 +198,11 @@ def _write(path: pathlib.Path | None, numbers: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    run_main({"runtime": runtime, "compute": compute, "asynchrony": asynchrony})
+    run_main(
+        {
+            "runtime": runtime,
+            "compute": compute,
+            "asynchrony": asynchrony,
+            "algorithms": algorithms,
+        }
+    )

@@ -11,6 +11,7 @@ from digen_jax.benchmark.variants import VARIANTS
 from tests.pipelines import ROOT
 
 SHAPES = "--config=configs/shapes_flow_grpo.py"
+ALL = "--config=configs/shapes_algorithms.py"
 
 
 def run_script(*arguments):
@@ -44,7 +45,7 @@ def test_the_script_measures_every_variant(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "say which one to run: runtime or compute or asynchrony"),
+        ((), "say which one to run: runtime or compute or asynchrony or algorithms"),
         (("runtim",), "the first word is 'runtim'; did you mean 'runtime'?"),
         (("runtime", "fast"), "'fast' belongs to no option"),
         (("runtime", "--ratios=1:4,3"), "--ratios: '3' must be two numbers such as 4:1"),
@@ -55,6 +56,8 @@ def test_the_script_measures_every_variant(tmp_path):
         (("compute", SHAPES), "config.sampler.fragment = 144 is a whole step of 144 images"),
         (("asynchrony", SHAPES), "say where its runs may lie, by --workdir"),
         (("asynchrony", SHAPES, "--workdir=x"), "config.runtime.staleness = 0 is no asynchrony"),
+        (("algorithms", SHAPES, "--workdir=x"), "shapes_flow_grpo.py has no ALGORITHMS by name"),
+        (("algorithms", ALL, "--workdir=x", "--only=dance"), "did you mean 'dance_grpo'?"),
         (("compute", "--config=none.py"), "there is no config file none.py"),
         (("runtime", "--output=/nowhere/speed.json"), "give a file in a folder that exists"),
     ],

@@ -6,17 +6,23 @@ Every run has a workdir of its own, so the whole goes on where it was stopped.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from collections.abc import Mapping
+from statistics import fmean
 
 from ml_collections import ConfigDict
 
 from digen_jax import pictures, recipe, recipe_checks
+from digen_jax.benchmark.cells import (
+    check_seeds,
+    check_workdirs,
+    held_out,
+    mean_and_error,
+    train_cells,
+    workdir,
+)
 from digen_jax.metrics import read_metrics
-from digen_jax.run import train
 from digen_jax.settings import ConfigError
 
-REWARD = "evaluation/reward"
 KINDS = ("off", "on")
 
 
@@ -98,11 +104,6 @@ class Comparison:
         pictures.plot_curves(means, curves, path, "reward on held-out prompts")
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, by the sample's deviation."""
-    return fmean(values), stdev(values) / math.sqrt(len(values))
-
-
 def compare(config: ConfigDict, seeds: int, folder: pathlib.Path) -> Comparison | int:
     """Trains with and without asynchrony from each seed.
 
@@ -118,17 +119,15 @@ def compare(config: ConfigDict, seeds: int, folder: pathlib.Path) -> Comparison 
       ConfigError: something of the config cannot work, or nothing would be asynchronous.
     """
     check(config, seeds)
-    folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[Outcome]] = {kind: [] for kind in KINDS}
-    for seed in range(config.seed, config.seed + seeds):
-        for kind in KINDS:
-            workdir = folder / f"{kind}-{seed}"
-            print(f"\nasynchrony {kind}, seed {seed}: {workdir}", flush=True)
-            code = train(variant(config, kind, seed), workdir)
-            if code is not None:
-                return code
-            found[kind].append(outcome(workdir))
-    comparison = Comparison(tuple(found["off"]), tuple(found["on"]))
+    chosen = range(config.seed, config.seed + seeds)
+    configs = {kind: variant(config, kind) for kind in KINDS}
+    check_workdirs(configs, chosen, folder)
+    code = train_cells(configs, chosen, folder)
+    if code is not None:
+        return code
+    comparison = Comparison(
+        *(tuple(outcome(workdir(folder, kind, seed)) for seed in chosen) for kind in KINDS)
+    )
     comparison.draw(folder / "asynchrony.png")
     return comparison
 
@@ -139,8 +138,7 @@ def check(config: ConfigDict, seeds: int) -> None:
     Raises:
       ConfigError: says what to change.
     """
-    if seeds < 2:
-        raise ConfigError(f"seeds must be at least 2 for a standard error, not {seeds}")
+    check_seeds(seeds)
     if recipe.is_automatic(config):
         raise ConfigError(
             "config.placement = 'auto' may choose no rollout mesh at all: set one for this comparison"
@@ -156,17 +154,15 @@ def check(config: ConfigDict, seeds: int) -> None:
     recipe_checks.check(config)
 
 
-def variant(config: ConfigDict, kind: str, seed: int) -> ConfigDict:
-    """The config of a run."""
+def variant(config: ConfigDict, kind: str) -> ConfigDict:
+    """The config of a kind's runs."""
     changed = config.copy_and_resolve_references()
-    changed.seed = seed
     if kind == "off":
         changed.runtime.staleness = 0
     return changed
 
 
-def outcome(workdir: pathlib.Path) -> Outcome:
+def outcome(path: pathlib.Path) -> Outcome:
     """What the metrics of a finished run say."""
-    lines = read_metrics(workdir / "metrics.jsonl")
-    rewards = {line["step"]: line[REWARD] for line in lines if REWARD in line}
-    return Outcome(rewards, fmean(line["staleness"] for line in lines if line["step"]))
+    lines = read_metrics(path / "metrics.jsonl")
+    return Outcome(held_out(lines), fmean(line["staleness"] for line in lines if line["step"]))

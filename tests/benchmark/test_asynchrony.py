@@ -75,7 +75,7 @@ def test_each_seed_is_trained_with_and_without_it(config, built, tmp_path, monke
     assert found.off[0].rewards[0] == found.on[0].rewards[0]
     assert found.off[0].after != found.off[1].after
     assert Image.open(tmp_path / "asynchrony.png").width > 500
-    assert capsys.readouterr().out.count("This run is finished") == 2
+    assert capsys.readouterr().out.count("finished before") == 2
 
 
 def ends(*rewards: float) -> tuple[Outcome, ...]:

@@ -1,0 +1,243 @@
+"""Every algorithm from the same start on the same number of images: real runs over a few seeds.
+
+One *learns* where its mean gain on the held-out prompts, over all seeds, is at least 0.05 and more than two
+of its standard errors.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from digen_jax import pictures, recipe_checks
+from digen_jax.benchmark.cells import (
+    check_seeds,
+    check_workdirs,
+    cost,
+    held_out,
+    is_finished,
+    mean_and_error,
+    train_cells,
+    workdir,
+)
+from digen_jax.metrics import read_metrics
+from digen_jax.settings import ConfigError, blame, check_choice
+
+GAIN, ERRORS = 0.05, 2  # see `Row.learns`
+HEAD = "| algorithm | gain | reward at the end | images | seconds a cell | CPU-seconds a cell | learns |"
+
+
+class Point(NamedTuple):
+    """An evaluation on the held-out prompts."""
+
+    images: int  # seen in training until then
+    seconds: float  # of training until then, evaluations apart
+    reward: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a finished cell came to; `seconds` and `cpu_seconds` are of all of it."""
+
+    points: tuple[Point, ...]
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Reward at the end less that of the base."""
+        return self.reward - self.points[0].reward
+
+    @property
+    def reward(self) -> float:
+        """At the end."""
+        return self.points[-1].reward
+
+    @property
+    def images(self) -> int:
+        """Seen in training, in all."""
+        return self.points[-1].images
+
+    def record(self) -> dict[str, Any]:
+        """All numbers, for a JSON file."""
+        points = [point._asdict() for point in self.points]
+        return dict(points=points, seconds=self.seconds, cpu_seconds=self.cpu_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An algorithm: the outcomes of its finished cells by seed, and the seeds that are missing."""
+
+    name: str
+    outcomes: Mapping[int, Outcome]
+    missing: tuple[int, ...]
+
+    @property
+    def gain(self) -> tuple[float, float | None] | None:
+        """(mean, its standard error) over the seeds; of one seed without error, of none None."""
+        gains = [outcome.gain for outcome in self.outcomes.values()]
+        return mean_and_error(gains) if len(gains) > 1 else (gains[0], None) if gains else None
+
+    @property
+    def learns(self) -> bool | None:
+        """Whether the gain is at least 0.05 and more than two standard errors; None while seeds are missing."""
+        if self.missing:
+            return None
+        mean, error = self.gain
+        return mean >= GAIN and mean > ERRORS * error
+
+    def mean(self, name: str) -> float:
+        """The mean over the seeds of an attribute of `Outcome`."""
+        return fmean(getattr(outcome, name) for outcome in self.outcomes.values())
+
+    def curve(self) -> list[Point]:
+        """The points' means over the seeds."""
+        columns = zip(*(outcome.points for outcome in self.outcomes.values()), strict=True)
+        return [Point(*map(fmean, zip(*points, strict=True))) for points in columns]
+
+    def record(self) -> dict[str, Any]:
+        """All numbers, for a JSON file."""
+        cells = {seed: outcome.record() for seed, outcome in self.outcomes.items()}
+        return dict(gain=self.gain, learns=self.learns, seeds=cells, missing=self.missing)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The rows of all algorithms, finished or not."""
+
+    rows: tuple[Row, ...]
+
+    def describe(self) -> str:
+        """A Markdown table of what is finished, and below it what is not."""
+        lines = [HEAD, "| --- |" + " ---: |" * 5 + " --- |"]
+        lines += [_line(row) for row in self.rows if row.outcomes]
+        base = {round(o.points[0].reward, 3) for row in self.rows for o in row.outcomes.values()}
+        if base:
+            lines += ["", f"Held-out reward of the base: {', '.join(map(str, sorted(base)))}."]
+        missing = [
+            f"{row.name} {', '.join(map(str, row.missing))}" for row in self.rows if row.missing
+        ]
+        if missing:
+            lines += ["", f"Not finished (algorithm, seeds): {'; '.join(missing)}."]
+        return "\n".join(lines)
+
+    def draw(self, path: pathlib.Path) -> None:
+        """Held-out reward against images and against seconds, means over the seeds, into a PNG file."""
+        points = {row.name: row.curve() for row in self.rows if row.outcomes}
+        curves = {name: [point._asdict() for point in curve] for name, curve in points.items()}
+        panels = {"images seen": "images", "seconds of training": "seconds"}
+        pictures.plot_panels(curves, panels, "reward", path, "reward on held-out prompts")
+
+    def write(self, folder: pathlib.Path) -> None:
+        """The table as algorithms.md, the curves as algorithms.png; nothing where nothing is finished."""
+        if any(row.outcomes for row in self.rows):
+            (folder / "algorithms.md").write_text(self.describe() + "\n")
+            self.draw(folder / "algorithms.png")
+
+
+def _line(row: Row) -> str:
+    mean, error = row.gain
+    cells = [
+        row.name,
+        f"{mean:+.3f}" + ("" if error is None else f" ± {error:.3f}"),
+        f"{row.mean('reward'):.3f}",
+        f"{row.mean('images'):.0f}",
+        f"{row.mean('seconds'):.0f}",
+        f"{row.mean('cpu_seconds'):.0f}",
+        {True: "yes", False: "no", None: "seeds missing"}[row.learns],
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def compare(
+    configs: Mapping[str, ConfigDict],
+    seeds: int,
+    folder: pathlib.Path,
+    only: Collection[str] = (),
+) -> tuple[Table, int | None]:
+    """Trains the cells that are not finished, seed by seed.
+
+    Args:
+      configs: complete, by the algorithms' names.
+      seeds: the first one's config.seed and those after it.
+      folder: gets a workdir for every cell, the table and the curves.
+      only: the names of those to train; of none, all of them. The table has all that is finished.
+
+    Returns:
+      The table; and the exit code where a signal stopped a run, else None.
+
+    Raises:
+      ConfigError: something of a config cannot work, or is not the same for all.
+    """
+    check(configs, seeds, only)
+    first = next(iter(configs.values())).seed
+    chosen = range(first, first + seeds)
+    check_workdirs(configs, chosen, folder)
+    wanted = {name: config for name, config in configs.items() if name in only or not only}
+    code = train_cells(wanted, chosen, folder)
+    table = Table(tuple(read_row(name, one, chosen, folder) for name, one in configs.items()))
+    table.write(folder)
+    return table, code
+
+
+def check(configs: Mapping[str, ConfigDict], seeds: int, only: Collection[str] = ()) -> None:
+    """Refuses what would not be a comparison.
+
+    Raises:
+      ConfigError: says what to change.
+    """
+    check_seeds(seeds)
+    for name in only:
+        check_choice("a name in --only", name, configs)
+    (first, base), *others = ((name, shared(config)) for name, config in configs.items())
+    for name, fields in others:
+        for field, value in fields.items():
+            if value != base[field]:
+                raise ConfigError(
+                    f"{field} of {name} is not that of {first}, so that the two cannot be compared: make it the same"
+                )
+    for name, config in configs.items():
+        with blame(f"{name}: ", (ConfigError,)):
+            recipe_checks.check(config)
+
+
+def shared(config: ConfigDict) -> dict[str, Any]:
+    """What has to be the same of all, or the numbers would not be about the algorithms."""
+    fields = {f"config.{name}": config[name] for name in ("seed", "steps", "model", "prompts")}
+    return fields | {
+        "config.batch.groups * config.batch.images": step_images(config),
+        "config.evaluation": config.evaluation,
+        "config.placement.cpu_devices": config.placement.cpu_devices,
+    }
+
+
+def step_images(config: ConfigDict) -> int:
+    """Images of a step."""
+    return config.batch.groups * config.batch.images
+
+
+def read_row(name: str, config: ConfigDict, seeds: Sequence[int], folder: pathlib.Path) -> Row:
+    """What an algorithm's cells in a folder have come to."""
+    paths = {seed: workdir(folder, name, seed) for seed in seeds}
+    finished = {seed: path for seed, path in paths.items() if is_finished(path, config)}
+    outcomes = {seed: read_outcome(path, config) for seed, path in finished.items()}
+    return Row(name, outcomes, tuple(seed for seed in seeds if seed not in finished))
+
+
+def read_outcome(path: pathlib.Path, config: ConfigDict) -> Outcome:
+    """What the metrics of a finished cell say."""
+    lines = read_metrics(path / "metrics.jsonl")
+    images = step_images(config)
+    seconds = [images / line["images_per_second"] if line["step"] else 0.0 for line in lines]
+    until = dict(zip((line["step"] for line in lines), itertools.accumulate(seconds), strict=True))
+    # One that was trained less far at first has been evaluated there, too.
+    points = tuple(
+        Point(step * images, until[step], reward)
+        for step, reward in held_out(lines).items()
+        if step % config.evaluation.every == 0 or step == config.steps
+    )
+    return Outcome(points, *cost(path))

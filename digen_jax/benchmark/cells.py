@@ -1,0 +1,133 @@
+"""Real runs over a few seeds, each a cell with a workdir of its own, so that all goes on where it was stopped."""
+
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from digen_jax.checkpoint import claim_workdir, finished_step
+from digen_jax.recipe import MAY_CHANGE
+from digen_jax.run import train
+from digen_jax.settings import ConfigError
+
+REWARD = "evaluation/reward"
+
+
+class Cost(NamedTuple):
+    """What a cell took so far, compilation and evaluations included.
+
+    A call that was killed, and not stopped by a signal that it could answer, is not in it.
+    """
+
+    seconds: float
+    cpu_seconds: float  # of this process and of those that scored for it
+
+
+def workdir(folder: pathlib.Path, name: str, seed: int) -> pathlib.Path:
+    """Where a cell lies."""
+    return folder / f"{name}-{seed}"
+
+
+def check_seeds(seeds: int) -> None:
+    """Raises ConfigError for too few seeds to say how far runs differ."""
+    if seeds < 2:
+        raise ConfigError(f"seeds must be at least 2 for a standard error, not {seeds}")
+
+
+def check_workdirs(
+    configs: Mapping[str, ConfigDict], seeds: Sequence[int], folder: pathlib.Path
+) -> None:
+    """Refuses cells that were begun with another config, before any is trained.
+
+    Args:
+      configs: complete, by the names of the cells.
+      seeds: of the cells of each.
+      folder: holds their workdirs.
+
+    Raises:
+      ConfigError: names the workdir, and the fields that differ; or another process has it.
+    """
+    for name, config in configs.items():
+        for seed in seeds:
+            path = workdir(folder, name, seed)
+            if path.is_dir():
+                claim_workdir(path, with_seed(config, seed).to_dict(), MAY_CHANGE).close()
+            if (finished_step(path) or 0) > config.steps:
+                raise ConfigError(
+                    f"config.steps = {config.steps}, but the run in {path} has done {finished_step(path)} "
+                    f"steps: give as many, or choose another workdir"
+                )
+
+
+def train_cells(
+    configs: Mapping[str, ConfigDict], seeds: Sequence[int], folder: pathlib.Path
+) -> int | None:
+    """Trains what is not finished, seed by seed, so that one stopped early has something of each name.
+
+    Args:
+      configs: complete, by the names of the cells.
+      seeds: each config is trained from each of them.
+      folder: gets a workdir for every cell.
+
+    Returns:
+      None once all are finished; the exit code where a signal stopped one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        for name, config in configs.items():
+            path = workdir(folder, name, seed)
+            print(f"\n{name}, seed {seed}: {path}", flush=True)
+            if is_finished(path, config):
+                print("finished before")
+                continue
+            code = _train_timed(with_seed(config, seed), path)
+            if code is not None:
+                return code
+    return None
+
+
+def with_seed(config: ConfigDict, seed: int) -> ConfigDict:
+    """A config with another seed."""
+    changed = config.copy_and_resolve_references()
+    changed.seed = seed
+    return changed
+
+
+def is_finished(path: pathlib.Path, config: ConfigDict) -> bool:
+    """Whether the cell in a workdir has done all its steps."""
+    return finished_step(path) == config.steps
+
+
+def held_out(lines: Collection[Mapping[str, Any]]) -> dict[int, float]:
+    """Reward on the held-out prompts by the steps done, from a run's metrics."""
+    return {line["step"]: line[REWARD] for line in lines if REWARD in line}
+
+
+def cost(path: pathlib.Path) -> Cost:
+    """What the cell in a workdir has taken."""
+    file = path / "cost.json"
+    return Cost(**json.loads(file.read_text())) if file.exists() else Cost(0.0, 0.0)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error, by the sample's deviation."""
+    return fmean(values), stdev(values) / math.sqrt(len(values))
+
+
+def _train_timed(config: ConfigDict, path: pathlib.Path) -> int | None:
+    """As `train`; adds to the workdir's cost."""
+    before, began = os.times(), time.perf_counter()
+    code = train(config, path)
+    after, seconds = os.times(), time.perf_counter() - began
+    # User and system time, of the process itself and of its children that have ended.
+    spent = sum(after[:4]) - sum(before[:4])
+    last = cost(path)
+    total = Cost(last.seconds + seconds, last.cpu_seconds + spent)
+    (path / "cost.json").write_text(json.dumps(total._asdict()) + "\n")
+    return code
