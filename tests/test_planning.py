@@ -254,7 +254,7 @@ def test_the_footprint_is_the_models(base):
 
 def test_of_the_forward_process_noise_levels_are_trained_and_the_image_alone_is_stored(base):
     config = tiny_config(base, "lora")
-    config.sampler = ConfigDict(dict(steps=4, kind="ode", noise_level=0.0, window=dict(length=0)))
+    config.sampler.update(kind="ode", noise_level=0.0, window=dict(length=0))
     config.algorithm = ConfigDict(dict(name="awm", times=dict(count=5)))
     config = complete(config)
     assert make_problem(config, 4, calibration()).transitions == 5
