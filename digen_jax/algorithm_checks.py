@@ -9,7 +9,7 @@ from digen_jax.algorithms.demands import Algorithm, is_forward
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
 from digen_jax.flow.steps import KINDS, Ode
-from digen_jax.recipe import advantage_settings, algorithm_settings, noisy_steps
+from digen_jax.recipe import advantage_settings, algorithm_settings, noisy_steps, trained_steps
 from digen_jax.settings import ConfigError, blame, check_choice, check_divides, check_positive
 
 WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
@@ -33,6 +33,8 @@ def check_algorithm(config: ConfigDict) -> None:
         algorithm.check()
         if isinstance(algorithm, PolicyGradient):
             _check_policy_gradient(config, algorithm)
+    if isinstance(algorithm, PolicyGradient):
+        _check_trajectories(config, algorithm)
     if is_forward(algorithm):
         _check_forward(config)
     if isinstance(algorithm, DiffusionDPO):
@@ -57,6 +59,23 @@ def _check_policy_gradient(config: ConfigDict, algorithm: PolicyGradient) -> Non
         raise ValueError(
             "ratio is 'guard', which is for Gaussian log-probabilities, but config.sampler.kind is 'cps', "
             "whose are none: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
+        )
+
+
+def _check_trajectories(config: ConfigDict, algorithm: PolicyGradient) -> None:
+    """Ratios of whole trajectories want all steps of an image in one pass, on one device."""
+    if not algorithm.of_trajectories:
+        return
+    time, pack, steps = config.placement.trainer.time, config.trainer.pack, trained_steps(config)
+    ratio = f"config.algorithm.ratio = {algorithm.ratio!r} puts the steps of an image together"
+    if time > 1:
+        raise ConfigError(
+            f"{ratio}, but config.placement.trainer.time = {time} splits them: set that to 1"
+        )
+    if pack < steps:
+        raise ConfigError(
+            f"{ratio}, so that a pass has to hold them all: set config.trainer.pack to {steps}, and "
+            "config.trainer.micro_batch as much lower as memory needs"
         )
 
 

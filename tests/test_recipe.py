@@ -827,3 +827,20 @@ def test_an_error_inside_the_users_reward_keeps_its_traceback(given, tmp_path, m
     with pytest.raises((ModuleNotFoundError, ValueError)) as caught:
         recipe_checks.check(recipe.complete(changed(given, reward__name=f"{name}:f")))
     assert not isinstance(caught.value, ConfigError)
+
+
+def test_ratios_of_trajectories_want_all_steps_of_an_image_in_a_pass(given):
+    whole = changed(given, algorithm__ratio="sequence_mean", sampler__window__length=3)
+    assert refused(whole).startswith(
+        "config.algorithm.ratio = 'sequence_mean' puts the steps of an image together, so that a pass has to hold "
+        "them all: set config.trainer.pack to 3"
+    )
+    whole.trainer = ConfigDict(dict(pack=3))
+    recipe_checks.check(recipe.complete(whole))
+    split = changed(whole, trainer__pack=4, placement__trainer__time=2)
+    assert "config.placement.trainer.time = 2 splits them: set that to 1" in refused(split)
+
+
+def test_where_what_sampled_is_corrected_for_it_is_what_was_stored(given):
+    given = changed(given, sampler__dtype="bfloat16", algorithm__importance_cap=2.0)
+    assert recipe.algorithm_settings(recipe.complete(given)).old_log_probs == "rollout"

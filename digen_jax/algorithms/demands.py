@@ -39,6 +39,11 @@ def needs_behaviour(algorithm: Algorithm) -> bool:
     return algorithm.old_log_probs == "recomputed"
 
 
+def needs_start(algorithm: Algorithm) -> bool:
+    """Whether training reads the parameters that its step began with, updates later."""
+    return isinstance(algorithm, PolicyGradient) and algorithm.decoupled
+
+
 def slow_copy(algorithm: Algorithm) -> LinearDecay | None:
     """How a slow copy of the trained parameters follows, once a step; None where none is kept."""
     match algorithm:

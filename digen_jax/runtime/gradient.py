@@ -72,19 +72,32 @@ class Objective:
         return GroupSums(none, none, none if self.algorithm.kl_coefficient else None, known)
 
     def gradient(
-        self, tuned: Any, base: Any, behaviour: Any, shared: Shared, micro: MicroBatch
+        self,
+        tuned: Any,
+        base: Any,
+        behaviour: Any,
+        proximal: Any,
+        shared: Shared,
+        micro: MicroBatch,
     ) -> Totals:
         """The summed gradient and metrics of one pass.
 
-        `behaviour` sampled the transitions; read only where log-probabilities are recomputed.
+        `behaviour` sampled the transitions; read only where log-probabilities are recomputed. `proximal`
+        are the parameters at the step's start, None: `tuned`; read only where the loss is decoupled.
         """
-        recomputed = None
+        recomputed = start = None
         if self.algorithm.old_log_probs == "recomputed":
             recomputed = self._replay(behaviour, base, shared, micro)
+        if self.algorithm.decoupled and proximal is not None:
+            start = self._replay(proximal, base, shared, micro)
 
         def loss(tuned):
             new = self._replay(tuned, base, shared, micro)
             samples = self._samples(new, recomputed, micro)
+            if self.algorithm.decoupled:
+                samples = _decoupled(
+                    samples, jax.lax.stop_gradient(new) if start is None else start
+                )
             if self.algorithm.kl_coefficient:
                 samples = samples._replace(kl=self._kl(new, base, shared, micro))
             return policy_gradient_loss(self.algorithm, samples)
@@ -140,7 +153,7 @@ class Objective:
         samples = Samples(new.log_prob, old, *known)
         if self.algorithm.needs_means:
             samples = samples._replace(mean=new.mean, old_mean=old_mean, std=new.std)
-        return samples
+        return samples._replace(trajectory=micro.image)
 
     def _kl(self, new: Replay, base, shared, micro):
         """Of each sample, to the reference."""
@@ -156,6 +169,14 @@ class Objective:
             case "gaussian":
                 scale = self.step.diffusion(t.sigma, t.sigma_next, shared.sigma_max)
                 return gaussian_kl(new.mean, reference.mean, scale)
+
+
+def _decoupled(samples: Samples, start: Replay) -> Samples:
+    """The same with the policy at the step's start for the old one; what sampled stays, for its weight."""
+    old_mean = None if samples.mean is None else start.mean
+    return samples._replace(
+        old_log_prob=start.log_prob, old_mean=old_mean, behaviour_log_prob=samples.old_log_prob
+    )
 
 
 def sum_passes(

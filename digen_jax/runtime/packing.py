@@ -66,6 +66,9 @@ class MicroBatch(NamedTuple):
     rows: Int[Array, "n"]
     advantages: Float[Array, "n"]
     weight: Float[Array, "n"]  # 0 for padding, and of images that are left out
+    image: Int[Array, "n"] | None = (
+        None  # which of the pass; of each device's own where it has them apart
+    )
 
 
 def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions | Endpoints:
@@ -133,9 +136,14 @@ def merged(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:
         a = a.reshape(time, k // time, devices, n // devices, *rest).swapaxes(1, 2)
         return jax.lax.with_sharding_constraint(a.reshape(k * n, *rest), group.merged)
 
-    return jax.tree.map(merge, micro)
+    return jax.tree.map(merge, _numbered(micro))
 
 
 def merged_on_device(micro: MicroBatch) -> MicroBatch:
     """The share of one device, [steps, images, ...] -> [steps*images, ...]."""
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), micro)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), _numbered(micro))
+
+
+def _numbered(micro: MicroBatch) -> MicroBatch:
+    """[steps, images, ...] with the images' numbers."""
+    return micro._replace(image=jax.lax.broadcasted_iota(jnp.int32, micro.weight.shape, 1))

@@ -95,11 +95,13 @@ class Trainer:
         experience: Experience,
         totals: Totals | None,
         behaviour: Any = None,
+        proximal: Any = None,
     ) -> Totals:
         """Adds a fragment's gradient and sums to `totals`, which is consumed; None begins anew.
 
         `behaviour` holds the parameters that sampled the fragment, of the version at its step's start or an
         older one. It is read where old log-probabilities are "recomputed", and by DiffusionNFT.
+        `proximal` holds those at the step's start, None: `state` has them still. It is read by decoupled losses.
 
         Raises:
           ValueError: it is read, but not given.
@@ -111,7 +113,9 @@ class Trainer:
         if totals is None:
             totals = self._begin(state.tuned)
         others = (behaviour,)
-        if is_forward(self.algorithm):
+        if not is_forward(self.algorithm):
+            others += (proximal if self.algorithm.decoupled else None,)
+        else:
             # DiffusionNFT reads its copy as the version that sampled.
             others += (None if samples_from_copy(self.algorithm) else state.copy,)
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)

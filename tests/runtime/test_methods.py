@@ -54,6 +54,13 @@ def dual(a, new, old, noise, dt):
     return -jnp.where(a < 0, jnp.maximum(inner, 1.02 * a), inner)
 
 
+def decoupled(a, new, old, noise, dt):
+    """In the first update of a step, to whose start nothing has changed: only the weight is not 1."""
+    w = jnp.minimum(jnp.exp(new.log_prob - old.log_prob), 1.004)
+    r = jnp.exp(new.log_prob - jax.lax.stop_gradient(new.log_prob))
+    return -jax.lax.stop_gradient(w) * a * r
+
+
 METHODS = {
     "flow_grpo": (flow_grpo, {}),
     "velocity kl": (flow_grpo, dict(kl="velocity")),
@@ -64,6 +71,7 @@ METHODS = {
     "topr": (topr, dict(surrogate="topr", negative_weight=0.5)),
     "dual clip, clip higher": (dual, dict(dual_clip=1.02, clip_high=2 * CLIP)),
     "rejection": (flow_grpo, dict(rejection_bound=BOUND)),
+    "decoupled": (decoupled, dict(importance_cap=1.004)),
     "late steps": (flow_grpo, dict(smallest_sigma=SMALLEST)),
     "capped noise": (flow_grpo, dict(kind="flow_capped")),
 }
@@ -196,3 +204,56 @@ def test_an_update_without_a_single_sample_is_one_without_a_gradient():
     )
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.tuned), before)
     assert metrics["gradient_norm"] == 0 and np.isfinite(metrics["loss"])
+
+
+@jax.jit
+@functools.partial(jax.grad, has_aux=True)
+def of_trajectory(tuned, proximal, start, samples, sigma_max, advantage, prompt, null):
+    """One image's loss by the ratio of all its steps to the step's start, weighted by that one's to the sampler."""
+    to_start = to_sampler = kl = 0.0
+    for step in range(fragments.STEPS):
+        sample = (*(part[step] for part in samples), sigma_max)
+        new, old, sampler = (
+            Policy(params, sample, prompt, null, capped=False)
+            for params in (adapted(start, tuned, fragments.SCALE), proximal, start)
+        )
+        to_start += (new.log_prob - old.log_prob) / fragments.STEPS
+        to_sampler += (old.log_prob - sampler.log_prob) / fragments.STEPS
+        kl += jnp.mean((new.mean - sampler.mean) ** 2) / (2 * new.g**2)
+    advantage = jnp.clip(advantage, -ADV_CLIP, ADV_CLIP)
+    r, w = jnp.exp(to_start), jnp.minimum(jnp.exp(to_sampler), 1.004)
+    each = -w * jnp.minimum(advantage * r, advantage * bounded(r))
+    return fragments.STEPS * each + KL * kl, (r, w)
+
+
+def test_a_trajectorys_ratio_to_the_steps_start_is_weighted_by_that_ones_to_the_sampler():
+    fields = dict(algorithm__ratio="sequence_mean", algorithm__importance_cap=1.004)
+    fields["trainer__pack"] = fragments.STEPS
+    parts = fragments.system(fragments.config("lora", (1, 2, 2), images=4, **fields))
+    state, snapshot = parts.trainer.init(fragments.tuned("lora")), fragments.tuned("lora", 0.02)
+    proximal = jax.device_put(snapshot, jax.tree.map(lambda leaf: leaf.sharding, state.tuned))
+    given = experience(parts, False)
+    totals = parts.trainer.accumulate(state, parts.base, given, None, None, proximal)
+
+    start = toy.ToyFamily(size=fragments.SIZE).params()["transformer"]
+    snapshot = adapted(jax.tree.map(jnp.asarray, start), snapshot, fragments.SCALE)
+    prompts, (_, _, t, sigmas) = fragments.sampled()
+    steps, total, seen = [(s, n) for s, n in zip(t.sigma, t.sigma_next, strict=True)], None, []
+    for image, row in enumerate(fragments.ROWS):
+        samples = t.x[:, image], t.x_next[:, image], *np.transpose(steps)
+        gradient, both = of_trajectory(
+            fragments.tuned("lora"), snapshot, start, samples, sigmas[1],
+            fragments.ADVANTAGES[image], [part[row][None] for part in prompts.conditioning],
+            tuple(prompts.null),
+        )  # fmt: skip
+        seen.append(both)
+        found = jax.tree.map(np.float64, jax.device_get(gradient))
+        total = found if total is None else jax.tree.map(np.add, total, found)
+    ratios, weights = np.array(seen).T
+    assert (np.abs(ratios - 1) > CLIP).any() and (np.abs(ratios - 1) < CLIP).any()
+    assert weights.min() < 0.994 and weights.max() > 0.998
+    expected = jax.tree.map(lambda leaf: leaf / totals.sums["weight"], total)
+    assert toy.difference(fragments.mean(totals), expected) < 1e-5
+    np.testing.assert_allclose(
+        totals.sums["importance_weight"], fragments.STEPS * weights.sum(), rtol=1e-5
+    )

@@ -11,7 +11,7 @@ from jaxtyping import Float32
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
-from digen_jax.algorithms.demands import needs_behaviour, set_steps
+from digen_jax.algorithms.demands import needs_behaviour, needs_start, set_steps
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, evaluate
 from digen_jax.runtime.executors.sampling import SamplingExecutor
@@ -63,7 +63,7 @@ class Executors:
         apart = not system.placement.colocated
         self.last_update = config.trainer.updates - 1
         # What an update consumes is sampled from, or compared with, behind it only where these say so.
-        later = apart or needs_behaviour(algorithm)
+        later = apart or needs_behaviour(algorithm) or needs_start(algorithm)
         self.versions = Versions(later and (config.runtime.staleness > 0 or self.last_update > 0))
         for version, tuned in (kept or {}).items():
             self.versions.add(version, tuned, own=False)

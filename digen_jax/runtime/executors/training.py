@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float32, Int
 
-from digen_jax.algorithms.demands import needs_behaviour, set_steps
+from digen_jax.algorithms.demands import needs_behaviour, needs_start, set_steps
 from digen_jax.algorithms.diffusion_nft import DiffusionNFT, reward_probabilities
 from digen_jax.algorithms.preference import DiffusionDPO, pair_of_each_group
 from digen_jax.runtime.early import OpenGroup
@@ -51,9 +51,17 @@ class TrainingExecutor:
         read = needs_behaviour(trainer.algorithm)
         behaviour = self._versions[images.version] if read else None
         self._totals = jax.block_until_ready(
-            trainer.accumulate(self.state, base, experience, self._totals, behaviour)
+            trainer.accumulate(
+                self.state, base, experience, self._totals, behaviour, self._proximal()
+            )
         )
         return None
+
+    def _proximal(self) -> Any:
+        """The parameters at the step's start, where they are needed and an update has changed them."""
+        if not needs_start(self._system.trainer.algorithm) or not self._history:
+            return None
+        return self._versions[self._steps.first]
 
     def _experience(self, step: Step, index: int, images: Images) -> Experience:
         """A scored fragment as the trainer takes it."""
