@@ -140,6 +140,26 @@ def test_two_updates_train_one_half_of_the_groups_each(alone):
     assert toy.difference(change, expected) < 1e-5
 
 
+def test_a_decoupled_loss_is_given_the_parameters_at_the_steps_start(monkeypatch):
+    config = toy.config(trainer__updates=2, algorithm__importance_cap=2.0, sampler__fragment=4)
+    system = toy.system(config, devices=1)
+    accumulate, seen = system.trainer.accumulate, []
+
+    def noted(state, base, experience, totals, behaviour, proximal):
+        seen.append((jax.device_get(state.tuned), jax.device_get(proximal), behaviour))
+        return accumulate(state, base, experience, totals, behaviour, proximal)
+
+    monkeypatch.setattr(system.trainer, "accumulate", noted)
+    toy.drive(system, config, 2)
+    starts = [0, 0, 2, 2]  # of the fragments, one an update, two a step
+    for (_, proximal, behaviour), start in zip(seen, starts, strict=True):
+        assert behaviour is None
+        if proximal is not None:
+            jax.tree.map(np.testing.assert_array_equal, proximal, seen[start][0])
+    assert [proximal is None for _, proximal, _ in seen] == [True, False, True, False]
+    assert toy.difference(seen[3][1], seen[3][0]) > 1e-4
+
+
 # ------------------------------------------------------------------------------ what can go wrong
 
 
