@@ -20,7 +20,8 @@ from digen_jax.settings import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[1]
 GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
-SD35 = "sd35_medium_flow_grpo"
+SD35 = "sd35_medium"
+RECIPES = runpy.run_path(str(ROOT / "configs" / f"{SD35}.py"))["RECIPES"]
 
 # What the hub repository says, as far as it changes the networks.
 TRANSFORMER = {
@@ -163,22 +164,23 @@ def test_what_sd35_leaves_to_the_user_must_be_given(name):
         recipe_checks.check(config)
 
 
-@pytest.mark.parametrize("gpus", ["0", "-1", "two", ""])
-def test_sd35_wants_a_number_of_gpus(gpus):
-    with pytest.raises(ConfigError, match="number of GPUs"):
-        load(SD35, gpus)
+@pytest.mark.parametrize("argument", ["geneval,0", "ocr,-1", "ocr,two", "8", "", "geneva,8"])
+def test_sd35_wants_a_recipe_and_a_number_of_gpus(argument):
+    with pytest.raises(ConfigError, match=r"recipe and a number of GPUs.* recipes are geneval, "):
+        load(SD35, argument)
 
 
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("gpus", ["1", "2", "4", "8", "64"])
-def test_sd35_divides_among_the_gpus(gpus):
-    config = recipe.complete(load(SD35, gpus))
+def test_sd35_divides_among_the_gpus(name, gpus):
+    config = load(SD35, f"{name},{gpus}")
     recipe_checks.check(config)
     recipe_checks.check_devices(config, int(gpus))
 
 
 def test_sd35_has_the_published_batch():
     """48 groups of 24 in two updates, whatever the number of GPUs; nine images a GPU at once."""
-    config = recipe.complete(load(SD35, "8"))
+    config = load(SD35, "geneval,8")
     assert (config.batch.groups, config.batch.images, config.trainer.updates) == (48, 24, 2)
     assert config.sampler.fragment == config.trainer.micro_batch == 9 * 8
 
@@ -201,7 +203,7 @@ def test_no_t5_of_sd35_is_downloaded(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
-    config = load(SD35, str(gpus))
+    config = load(SD35, f"geneval,{gpus}")
     config.model.folder = str(medium)
     config = recipe.complete(config)
     system = assemble.build(config, jax.devices()[:gpus])
