@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, a shared compile cache, and shapes checked at run time for every test."""
 
+import gc
 import os
 import pathlib
 
@@ -32,6 +33,13 @@ def base(tmp_path_factory):
     """The folder of what is made once for all tests, whichever process they run in."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def pytest_collection_finish():
+    """What is imported stays; with a million objects of traced programs each collection of all takes a second."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_collection_modifyitems(items):

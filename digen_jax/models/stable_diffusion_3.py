@@ -199,31 +199,11 @@ class StableDiffusion3:
 
     def shapes(self) -> Params:
         """The parameter trees as `jax.ShapeDtypeStruct`, nothing allocated."""
-        return self._shapes
-
-    @functools.cached_property
-    def _shapes(self) -> Params:
-        # Tracing every component takes seconds, and each one that is read asks for them.
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return _shapes(self.transformer, self.vae, self.text_encoders)
 
     def init(self, key: Array) -> Params:
         """Fresh random parameters of every component, for training from scratch."""
-        keys = jax.random.split(key, 4)
-        config = self.transformer.config
-        x = jnp.zeros((1, 2 * config.patch_size, 2 * config.patch_size, config.in_channels))
-        context = jnp.zeros((1, 2, config.joint_attention_dim))
-        pooled = jnp.zeros((1, config.pooled_projection_dim))
-        factor = 2 ** len(self.vae.config.block_out_channels)
-        images = jnp.zeros((1, factor, factor, 3))
-        ids = jnp.zeros((1, 2), jnp.int32)
-        return {
-            "transformer": self.transformer.init(keys[0], x, jnp.ones(1), context, pooled)[
-                "params"
-            ],
-            "vae": self.vae.init(keys[1], images, method="reconstruct")["params"],
-            "text_encoder": self.text_encoders[0].init(keys[2], ids)["params"],
-            "text_encoder_2": self.text_encoders[1].init(keys[3], ids)["params"],
-        }
+        return _init(self.transformer, self.vae, self.text_encoders, key)
 
     def read(
         self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = jnp.float32
@@ -237,3 +217,29 @@ class StableDiffusion3:
             dtype=dtype,
             ignore=self.ignored.get(part, ()),
         )
+
+
+@functools.cache
+def _shapes(transformer: Any, vae: Any, text_encoders: tuple[Any, Any]) -> Params:
+    # Tracing every component takes seconds; each one that is read asks for them, and so does each time that
+    # a folder is opened.
+    return jax.eval_shape(
+        functools.partial(_init, transformer, vae, text_encoders), jax.random.key(0)
+    )
+
+
+def _init(transformer: Any, vae: Any, text_encoders: tuple[Any, Any], key: Array) -> Params:
+    keys = jax.random.split(key, 4)
+    config = transformer.config
+    x = jnp.zeros((1, 2 * config.patch_size, 2 * config.patch_size, config.in_channels))
+    context = jnp.zeros((1, 2, config.joint_attention_dim))
+    pooled = jnp.zeros((1, config.pooled_projection_dim))
+    factor = 2 ** len(vae.config.block_out_channels)
+    images = jnp.zeros((1, factor, factor, 3))
+    ids = jnp.zeros((1, 2), jnp.int32)
+    return {
+        "transformer": transformer.init(keys[0], x, jnp.ones(1), context, pooled)["params"],
+        "vae": vae.init(keys[1], images, method="reconstruct")["params"],
+        "text_encoder": text_encoders[0].init(keys[2], ids)["params"],
+        "text_encoder_2": text_encoders[1].init(keys[3], ids)["params"],
+    }
