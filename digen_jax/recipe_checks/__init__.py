@@ -11,18 +11,18 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
-from digen_jax.algorithm_checks import check_algorithm
 from digen_jax.flow.steps import make_step
-from digen_jax.group_checks import (
+from digen_jax.prompts.files import read_prompt_file
+from digen_jax.recipe import advantage_settings, scheduler_settings
+from digen_jax.recipe_checks.algorithm import check_algorithm
+from digen_jax.recipe_checks.groups import (
     check_advantages,
     check_candidates,
     check_early,
     check_weights,
 )
-from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import advantage_settings, scheduler_settings
+from digen_jax.recipe_checks.sampler import check_sampler
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
-from digen_jax.sampler_checks import check_sampler
 from digen_jax.settings import (
     ConfigError,
     blame,
