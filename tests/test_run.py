@@ -327,7 +327,7 @@ GDPO = dict(
         ),
         ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),
         ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),
-        ODE | dict(algorithm=dict(name="diffusion_dpo", set_steps=2)),
+        ODE | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2)),
     ],
     ids=[
         "average, reference, best and worst",

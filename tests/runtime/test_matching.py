@@ -316,9 +316,9 @@ def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch, 
         kept[version] = jax.device_get(tree)
         add(self, version, tree, own)
 
-    def checked(state, base, experience, totals, behaviour):
+    def checked(state, base, experience, totals, behaviour, proximal):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(behaviour), kept[seen[-1]])
-        return accumulate(state, base, experience, totals, behaviour)
+        return accumulate(state, base, experience, totals, behaviour, proximal)
 
     monkeypatch.setattr(training, "receive", noted)
     monkeypatch.setattr(Versions, "add", added)
