@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax import run
+from digen_jax import recipe, run
 from digen_jax.benchmark.algorithms import Outcome, Point, Row, Table, check, compare
 from digen_jax.benchmark.cells import Cost, cost
 from digen_jax.metrics import read_metrics
@@ -41,6 +41,7 @@ def toy_config(base, surrogate):
         reward__name=f"{__name__}:brightness",
         reward__processes=0,
         algorithm__surrogate=surrogate,
+        algorithm__negative_weight=0.25,  # of topr, which near a ratio of 1 is else the same
         trainer__learning_rate=0.1,
     )
     c.steps, c.seed = 2, 5
@@ -55,11 +56,11 @@ def built(monkeypatch):
     def build(config, devices):
         surrogate = config.algorithm.surrogate
         seen.append((config.seed, surrogate))
-        # Compiled once, whatever the seed, which the system reads only where there is a LoRA.
+        # Compiled once, whatever the seed, of which but for a LoRA only the draws know.
         if surrogate not in systems:
             systems[surrogate] = toy.system(config, 1)
         system = systems[surrogate]
-        return system._replace(start=toy.moved(system.start, 0.0))
+        return system._replace(start=toy.moved(system.start, 0.0), draws=recipe.draws(config))
 
     monkeypatch.setattr(run, "build", build)
     return seen
