@@ -22,11 +22,12 @@ awm             AWM (arXiv 2509.25050): matching losses, weighted by advantages
 diffusion_dpo   diffusion DPO (arXiv 2311.12908) of the best and the worst of each group
 dpo_offline     the same on a fixed set, that the model before tuning generated
 
-A step has two updates, as with one all ratios would be 1 and most of these the same. With flow_grpo at 2e-4 and seed
-0 the second one's ratios are off 1 by 7e-4 on average in the first step, when Adam's updates are largest, and by 2e-4
-from the fifth on: the clip range of 1e-3 acts on a fifth of the second update's samples there, and on one in a hundred
-later. From the ratios' size the KL to the policy that sampled comes to some 4e-6, and ten times that in the first
-step, so that Flow-DPPO's published bound of 1e-5 should act there, too.
+A policy gradient has two updates a step, as with one all ratios would be 1 and most of these the same. With
+flow_grpo at 2e-4 and seed 0 the second one's ratios are off 1 by 7e-4 on average in the first step, when Adam's
+updates are largest, and by 2e-4 from the fifth on: the clip range of 1e-3 acts on a fifth of the second
+update's samples there, and on one in a hundred later. From the ratios' size the KL to the policy that sampled
+comes to some 4e-6, and ten times that in the first step, so that Flow-DPPO's published bound of 1e-5 should act
+there, too.
 
 Measured so far, seed 0 only, 32 steps, base 0.324 on the held-out prompts, so that none is known to learn yet:
 flow_grpo 0.406, flow_grpo_fast 0.402, flow_capped 0.394, flow_cps 0.376, flow_dppo 0.370, grpo_guard 0.359;

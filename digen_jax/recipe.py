@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from digen_jax import algorithm_section
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.algorithms.demands import Algorithm, needs
+from digen_jax.algorithms.demands import Algorithm, needs, set_steps
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.algorithms.subsets import share_of_timesteps
 from digen_jax.flow.windows import Window
@@ -239,7 +239,7 @@ def drawn_groups(config: ConfigDict) -> int:
 
 def fixed_set_steps(config: ConfigDict) -> int:
     """Steps after which prompts and images come again, as they are a fixed set; 0: they never do."""
-    return config.algorithm.get("set_steps", 0)
+    return set_steps(algorithm_settings(config))
 
 
 def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:

@@ -6,7 +6,7 @@ import importlib.metadata
 def quick_flags(devices: int) -> str:
     """XLA_FLAGS for so many virtual devices, and programs that compile quickly and run slowly."""
     flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-    # A third less to do in all; later versions have one kind of emitters, do not know the flag and end at it.
+    # A sixth of the suite's CPU time less; later versions have one kind of emitters, and end at an unknown flag.
     if _jaxlib() < (0, 11):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     return " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"])

@@ -53,6 +53,7 @@ def test_the_script_measures_every_variant(tmp_path):
         (("runtime", "--jitter=2"), "jitter must lie in [0, 1), not be 2.0"),
         (("compute",), "say what to compute, by --config"),
         (("compute", SHAPES, "--rounds=0"), "rounds must be above 0"),
+        (("compute", f"{ALL}:awm"), "config.algorithm.name = 'awm' trains final images, but what"),
         (("compute", SHAPES), "config.sampler.fragment = 144 is a whole step of 144 images"),
         (("asynchrony", SHAPES), "say where its runs may lie, by --workdir"),
         (("asynchrony", SHAPES, "--workdir=x"), "config.runtime.staleness = 0 is no asynchrony"),

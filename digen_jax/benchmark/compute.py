@@ -91,6 +91,11 @@ def compare(
     if len(cores) < 2:
         raise ConfigError("two processes need two cores to be pinned to: run it on such a machine")
     recipe_checks.check(recipe.complete(recipe.with_placement(config, recipe.one_device())))
+    if config.algorithm.name != "policy_gradient":
+        raise ConfigError(
+            f"config.algorithm.name = {config.algorithm.name!r} trains final images, but what is sent from process to "
+            "process here are transitions: set it to 'policy_gradient'"
+        )
     images, size = config.batch.groups * config.batch.images, config.sampler.fragment
     if images <= size:
         raise ConfigError(

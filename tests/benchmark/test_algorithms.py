@@ -1,7 +1,6 @@
 """Algorithms compared: real runs of the toy family, and what is made of their ends."""
 
 import json
-import os
 import pathlib
 import runpy
 import signal
@@ -15,15 +14,12 @@ from digen_jax.benchmark.algorithms import Outcome, Point, Row, Table, check, co
 from digen_jax.benchmark.cells import Cost, cost
 from digen_jax.metrics import read_metrics
 from digen_jax.settings import ConfigError
+from tests.benchmark.conftest import brightness
 from tests.runtime import toy
 from tests.tiny_runs import prompt_file
 
 ROOT = pathlib.Path(__file__).parents[2]
 ALGORITHMS = runpy.run_path(str(ROOT / "configs" / "shapes_algorithms.py"))
-
-
-def brightness(images, prompts, metadata):
-    return images.mean((1, 2, 3), dtype=np.float64)
 
 
 @pytest.fixture
@@ -38,7 +34,7 @@ def toy_config(base, surrogate):
         prompts__file=str(prompt_file(base)),
         evaluation__prompts=str(prompt_file(base)),
         evaluation__every=2,
-        reward__name=f"{__name__}:brightness",
+        reward__name=f"{brightness.__module__}:brightness",
         reward__processes=0,
         algorithm__surrogate=surrogate,
         algorithm__negative_weight=0.25,  # of topr, which near a ratio of 1 is else the same
@@ -66,16 +62,9 @@ def built(monkeypatch):
     return seen
 
 
-def test_cells_are_trained_once_seed_by_seed(configs, built, tmp_path, monkeypatch):
+def test_cells_are_trained_once_seed_by_seed(configs, built, tmp_path, stop_in_third):
     """Stopped in the third of four cells; then of one algorithm only, then of all."""
-    write = run.MetricsLog.write
-
-    def stop(log, step, line):
-        write(log, step, line)
-        if len(built) == 3 and step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(run.MetricsLog, "write", stop)
+    stop_in_third(built)
     table, code = compare(configs, 2, tmp_path)
     assert code == 128 + signal.SIGTERM
     assert [row.missing for row in table.rows] == [(6,), (6,)]

@@ -1,6 +1,5 @@
 """Runs with and without asynchrony: real ones of the toy family, and what is said of their ends."""
 
-import os
 import signal
 
 import numpy as np
@@ -11,12 +10,9 @@ from digen_jax import run
 from digen_jax.benchmark.asynchrony import Comparison, Outcome, check, compare
 from digen_jax.metrics import read_metrics
 from digen_jax.settings import ConfigError
+from tests.benchmark.conftest import brightness
 from tests.runtime import toy
 from tests.tiny_runs import prompt_file
-
-
-def brightness(images, prompts, metadata):
-    return images.mean((1, 2, 3), dtype=np.float64)
 
 
 @pytest.fixture
@@ -26,7 +22,7 @@ def config(base):
         prompts__file=str(prompt_file(base)),
         evaluation__prompts=str(prompt_file(base)),
         evaluation__every=2,
-        reward__name=f"{__name__}:brightness",
+        reward__name=f"{brightness.__module__}:brightness",
         reward__processes=0,
         sampler__fragment=4,
         trainer__learning_rate=0.1,
@@ -49,16 +45,9 @@ def built(monkeypatch):
     return seen
 
 
-def test_each_seed_is_trained_with_and_without_it(config, built, tmp_path, monkeypatch, capsys):
+def test_each_seed_is_trained_with_and_without_it(config, built, tmp_path, stop_in_third, capsys):
     """Stopped in the third of four runs, the same call does what is left."""
-    write = run.MetricsLog.write
-
-    def stop(log, step, line):
-        write(log, step, line)
-        if len(built) == 3 and step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(run.MetricsLog, "write", stop)
+    stop_in_third(built)
     assert compare(config, 2, tmp_path) == 128 + signal.SIGTERM
     assert not (tmp_path / "asynchrony.png").exists()
     found = compare(config, 2, tmp_path)

@@ -14,7 +14,7 @@ def get_config() -> Any:
     config.autoencoder.batch = config.transformer.batch = 16
     short = dict(steps=40, warmup=4, checkpoint_every=16, log_every=2)
     config.autoencoder.fit.update(short, learning_rate=0.01)
-    # Muon's matrices are a third of what there is to compile; they have tests of their own.
+    # Without Muon, which has tests of its own, there is less to compile.
     config.transformer.fit.update(short, learning_rate=0.005, muon_rate=0.0)
     return config
 

@@ -57,9 +57,16 @@ class Executors:
     ):
         """`first` is the step that `state` is the start of, `kept` the older versions to be held."""
         self.system, self._config = system, config
-        algorithm, sizes = system.trainer.algorithm, (config.batch.images, config.sampler.fragment)
-        drawn = system.draws, first, system.advantages
-        self.steps = Steps(batches, *sizes, *drawn, set_steps(algorithm))
+        algorithm = system.trainer.algorithm
+        self.steps = Steps(
+            batches,
+            config.batch.images,
+            config.sampler.fragment,
+            system.draws,
+            first,
+            system.advantages,
+            set_steps(algorithm),
+        )
         apart = not system.placement.colocated
         self.last_update = config.trainer.updates - 1
         # What an update consumes is sampled from, or compared with, behind it only where these say so.
