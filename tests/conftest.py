@@ -20,11 +20,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from jaxtyping import install_import_hook  # noqa: E402
 
-# Plain Python without arrays, in which a simulation makes millions of calls.
-UNCHECKED = ("scheduler", "simulator", "planner")
-parts = [*ROOT.glob("digen_jax/*"), *ROOT.glob("digen_jax/runtime/*")]
-names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in parts]
-checked = [name for name in names if not name.endswith(("runtime", *UNCHECKED))]
+# The modules that state shapes; a simulation is plain Python, and makes millions of calls.
+sources = [path for path in ROOT.glob("digen_jax/**/*.py") if "jaxtyping" in path.read_text()]
+names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
+checked = [name.removesuffix(".__init__") for name in names]
 install_import_hook(checked, "beartype.beartype")
 
 
