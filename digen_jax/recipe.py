@@ -83,6 +83,8 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
                 weight_decay=0.0,
                 clip_norm=1.0,
                 ema=0.0,  # decay of the average that is evaluated and exported; 0: none
+                ema_warm_up=False,  # a smaller decay at first: (1 + n) / (10 + n) after n updates
+                ema_every=1,  # the average follows each so many updates
             ),
             # Or "auto": the planner's choice, from costs that are measured first.
             placement=dict(

@@ -51,12 +51,12 @@ _ONLY = flags.DEFINE_list("only", [], "Algorithms to train now; none: all.")
 
 def runtime() -> None:
     """Measure every tactic with waits in place of device work, and print the tables."""
+    check_positive("--devices", _DEVICES.value)
+    output, ratios = _output(), list(map(_ratio, _RATIOS.value))
     from digen_jax.benchmark.report import accuracy, introduction, record, table
     from digen_jax.benchmark.runtime import Run, compare
     from digen_jax.benchmark.variants import VARIANTS, Work
 
-    check_positive("--devices", _DEVICES.value)
-    output = _output()
     work = Work(
         devices=_DEVICES.value,
         seconds=_SECONDS.value,
@@ -65,7 +65,7 @@ def runtime() -> None:
         score=_SCORE.value,
     )
     run = Run(_LEARN.value, _STEPS.value, _JITTER.value, _SEED.value)
-    works = [dataclasses.replace(work, generate=g, train=t) for g, t in map(_ratio, _RATIOS.value)]
+    works = [dataclasses.replace(work, generate=g, train=t) for g, t in ratios]
     for each in works:
         each.check()
     run.check()

@@ -1,7 +1,7 @@
 """Slow copies of the trained parameters: DiffusionNFT's old policy, and averages to be evaluated.
 
 A copy follows by copy <- decay copy + (1 - decay) current, with a decay that depends on the number of
-optimizer updates made. Schedules are plain functions on the host.
+optimizer updates made.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class EmaDecay:
     """
 
     decay: float
-    warm_up: bool = True
+    warm_up: bool = False
     every: int = 1  # the average follows each so many updates (8 in Flow-GRPO, 1 in DiffusionNFT)
 
     def check(self) -> None:
@@ -63,14 +63,17 @@ class EmaDecay:
         if self.every < 1:
             raise ValueError(f"every is {self.every}; it must be at least 1")
 
-    def at(self, updates: int) -> float:
+    def at(self, updates: Int[ArrayLike, ""]) -> float | Float[Array, ""]:
         """The decay after so many updates; 1, which leaves the average alone, between two turns.
 
         The public code's turns are where (n + 1) is a multiple of `every`; these are too.
         """
-        if (updates + 1) % self.every:
-            return 1.0
-        return min(self.decay, (1 + updates) / (10 + updates)) if self.warm_up else self.decay
+        decay = self.decay
+        if self.warm_up:
+            decay = jnp.minimum(decay, (1 + updates) / (10 + updates))
+        if self.every > 1:
+            decay = jnp.where((updates + 1) % self.every == 0, decay, 1.0)
+        return decay
 
 
 def decayed(copy: Any, current: Any, decay: Float[ArrayLike, ""]) -> Any:

@@ -14,6 +14,7 @@ import optax.contrib
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+from digen_jax.algorithms.decay import EmaDecay
 from digen_jax.checkpoint import Checkpointer, template_of
 from digen_jax.metrics import MetricsLog
 
@@ -69,7 +70,7 @@ def fit(
     replicated, split = (
         NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data"))
     )
-    optimizer = settings.optimizer()
+    optimizer, average = settings.optimizer(), EmaDecay(settings.ema, warm_up=True)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state, inputs, step):
@@ -78,13 +79,12 @@ def fit(
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["params"])
         new = optax.apply_updates(state["params"], updates)
         # A young average would be mostly the random start: let its memory grow with the step.
-        decay = jnp.minimum(settings.ema, (1 + step) / (10 + step))
-        ema = optax.incremental_update(new, state["ema"], 1 - decay)
+        ema = optax.incremental_update(new, state["ema"], 1 - average.at(step))
         metrics["gradient_norm"] = optax.global_norm(gradient)
         return {"params": new, "optimizer": optimizer_state, "ema": ema}, metrics
 
-    average = jax.tree.map(jnp.copy, params)
-    state = {"params": params, "optimizer": optimizer.init(params), "ema": average}
+    ema = jax.tree.map(jnp.copy, params)
+    state = {"params": params, "optimizer": optimizer.init(params), "ema": ema}
     state = jax.device_put(state, replicated)
     checkpoints = Checkpointer(workdir / "checkpoints", settings.checkpoint_every, keep=1)
     log = MetricsLog(workdir)

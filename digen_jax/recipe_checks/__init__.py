@@ -80,6 +80,7 @@ def _check_numbers(config: ConfigDict) -> None:
         "trainer.learning_rate",
         "trainer.eps",
         "trainer.clip_norm",
+        "trainer.ema_every",
         "placement.rollout.fsdp",
         "placement.rollout.workers",
         "placement.trainer.data",

@@ -3,6 +3,9 @@
 import dataclasses
 
 import optax
+from jaxtyping import Array, Int
+
+from digen_jax.algorithms.decay import EmaDecay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +23,15 @@ class TrainerSettings:
     eps: float
     weight_decay: float
     clip_norm: float
-    ema: float
+    ema: float  # 0: no average is kept
+    ema_warm_up: bool = False
+    ema_every: int = 1
     pack: int = 1
+
+    @property
+    def average(self) -> EmaDecay:
+        """How the average of the parameters follows them."""
+        return EmaDecay(self.ema, self.ema_warm_up, self.ema_every)
 
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW after clipping by the global norm, its rate warmed up linearly."""
@@ -32,3 +42,8 @@ class TrainerSettings:
             optax.clip_by_global_norm(self.clip_norm),
             optax.adamw(rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay),
         )
+
+
+def updates_made(state: optax.OptState) -> Int[Array, ""]:
+    """How many updates an optimizer of `TrainerSettings` has made; all counts in its state are this one."""
+    return optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]

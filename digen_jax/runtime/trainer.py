@@ -24,7 +24,7 @@ from digen_jax.runtime.early import OpenGroup
 from digen_jax.runtime.gradient import GroupSums, Metrics, Objective, Term, Totals, sum_passes
 from digen_jax.runtime.hosts import put
 from digen_jax.runtime.matching import MatchingObjective
-from digen_jax.runtime.optimisation import TrainerSettings
+from digen_jax.runtime.optimisation import TrainerSettings, updates_made
 from digen_jax.runtime.packing import Experience, MicroBatch, passes, shared
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.policy import Policy
@@ -295,7 +295,8 @@ class Trainer:
         tuned = optax.apply_updates(state.tuned, updates)
         ema = state.ema
         if ema is not None:
-            ema = optax.incremental_update(tuned, ema, 1 - self.settings.ema)
+            decay = self.settings.average.at(updates_made(optimizer))
+            ema = decayed(ema, tuned, decay)
         metrics = {name: total / weight for name, total in totals.sums.items() if name != "weight"}
         metrics["gradient_norm"] = optax.global_norm(gradient)
         metrics["update_norm"] = optax.global_norm(updates)

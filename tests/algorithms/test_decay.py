@@ -26,16 +26,16 @@ def test_published_decays_pass_their_check():
 
 
 def test_ema_is_constant_or_warmed_up():
-    warmed, constant = EmaDecay(0.9), EmaDecay(0.9, warm_up=False)
+    warmed, constant = EmaDecay(0.9, warm_up=True), EmaDecay(0.9)
     for updates, decay in {0: 0.1, 1: 2 / 11, 8: 0.5, 79: 80 / 89, 80: 0.9, 500: 0.9}.items():
-        assert warmed.at(updates) == pytest.approx(decay, rel=1e-12)
+        assert warmed.at(updates) == pytest.approx(decay, rel=1e-6)  # float32
         assert constant.at(updates) == 0.9
 
 
 def test_ema_takes_turns():
-    decay = EmaDecay(0.9, warm_up=False, every=8)
+    decay = EmaDecay(0.9, every=8)
     assert [n for n in range(40) if decay.at(n) != 1] == [7, 15, 23, 31, 39]
-    assert decay.at(7) == 0.9
+    assert float(decay.at(7)) == np.float32(0.9)
 
 
 def test_decayed_equals_float64():
@@ -72,7 +72,7 @@ def test_dtypes_are_the_copys_and_the_mixing_is_float32():
 
 
 def test_an_average_is_the_sum_that_its_decays_say():
-    decay, values = EmaDecay(0.8), np.random.default_rng(1).normal(size=12)
+    decay, values = EmaDecay(0.8, warm_up=True), np.random.default_rng(1).normal(size=12)
     average = jnp.float32(values[0])
     for n, value in enumerate(values[1:], 1):
         average = decayed(average, jnp.float32(value), decay.at(n))

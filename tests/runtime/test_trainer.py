@@ -239,6 +239,21 @@ def test_updates_clip_warm_up_decay_and_average():
     assert trainer._update._cache_size() == 1  # the layout of the state is stable
 
 
+def test_an_average_is_warmed_up_and_takes_turns():
+    """By the number of updates made, which a state that is restored brings along."""
+    trainer = make_trainer(ema=0.9, ema_warm_up=True, ema_every=2)
+    start = toy.draw(np.random.default_rng(2), (8, 6))
+    state, average = trainer.init({"kernel": start}), start.astype(np.float64)
+    for count, gradient in enumerate(gradients(5), start=1):
+        sums = {"weight": jnp.float32(8)}
+        state, _ = trainer.update(jax.tree.map(jnp.copy, state), Totals({"kernel": gradient}, sums))
+        if count % 2:
+            decay = min(0.9, (1 + count) / (10 + count))
+            average = decay * average + (1 - decay) * np.asarray(state.tuned["kernel"])
+        assert toy.difference(state.ema, {"kernel": average}) < 1e-6
+    assert toy.difference(state.ema, {"kernel": start}) > 0.01
+
+
 def test_the_state_lies_as_the_rules_say_before_and_after_an_update():
     """Rules that are anchored at the parameter's own path hold for its moments and average too."""
     trainer = make_trainer(rules=(("^split/kernel$", "fsdp"), ("^whole/kernel$", "replicate")))
