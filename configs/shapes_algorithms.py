@@ -29,17 +29,17 @@ update's samples there, and on one in a hundred later. From the ratios' size the
 comes to some 4e-6, and ten times that in the first step, so that Flow-DPPO's published bound of 1e-5 should act
 there, too.
 
-Tried so far, one run each at seed 0, 32 steps, held-out prompts, base 0.324: awm 0.531 and diffusion_nft 0.467 at the
-settings below; with another learning rate (2e-4 or 3e-4) or window (the first two or the first four steps) than
-now diffusion_dpo 0.474, gspo 0.428, flow_cps 0.376 to 0.415, topr 0.413, flow_grpo 0.404 to 0.407,
-flow_grpo_fast 0.402, grpo_guard 0.396 (0.326 and 0.359 with four steps, of which it weighs the later, noisier ones
-more than others do), tis 0.396, flow_capped 0.394, flow_dppo 0.370 and 0.393, mix_grpo 0.387 (0.302 where its window
-went on to the sixth step). Runs of one recipe that differ in little differ by 0.02 to 0.03. dance_grpo came to
-0.394 at the settings below, and in ten runs with others to 0.239 to 0.361, so that this one may be luck. Taken apart,
-its parts learn, but less than flow_grpo: with dance's noise of 2 alone 0.359 (0.380 after 16 steps), with the best
-and the worst 4 of 12 alone 0.383. With little noise from one start most groups are of equal rewards, and teach
-nothing (0.3: half to three quarters of them; 2.0: a fifth).
-A cell took 101 to 167 seconds on two cores.
+Tried so far, one run each at seed 0, 32 steps, held-out prompts, base 0.324: awm 0.531, diffusion_nft 0.467, flow_cps
+0.396, flow_grpo_fast 0.376, flow_grpo 0.370 and flow_capped 0.369 at the settings below; with another learning rate
+(2e-4 or 3e-4) or window (the first two or the first four steps) than now diffusion_dpo 0.474, gspo 0.428, flow_cps
+0.376 to 0.415, topr 0.413, flow_grpo 0.404 to 0.407, flow_grpo_fast 0.402, grpo_guard 0.396 (0.326 and 0.359 with
+four steps, of which it weighs the later, noisier ones more than others do), tis 0.396, flow_capped 0.394, flow_dppo
+0.370 and 0.393, mix_grpo 0.387 (0.302 where its window went on to the sixth step). Runs of one recipe that differ in
+little differ by 0.02 to 0.04. dance_grpo came to 0.394 at the settings below, and in ten runs with others to 0.239 to
+0.361, so that this one may be luck. Taken apart, its parts learn, but less than flow_grpo: with dance's noise of 2
+alone 0.359 (0.380 after 16 steps), with the best and the worst 4 of 12 alone 0.383. With little noise from one start
+most groups are of equal rewards, and teach nothing (0.3: half to three quarters of them; 2.0: a fifth). Such a run
+took 101 to 167 seconds on two cores, where no other was beside it.
 """
 
 import math

@@ -113,6 +113,12 @@ def _check_numbers(config: ConfigDict) -> None:
     for name in ("trainer.b1", "trainer.b2", "trainer.ema"):
         if not 0 <= _value(config, name) < 1:
             raise ConfigError(f"config.{name} must lie in [0, 1), not be {_value(config, name)}")
+    trainer = config.trainer
+    if not trainer.ema and (trainer.ema_warm_up or trainer.ema_every > 1):
+        raise ConfigError(
+            "config.trainer.ema = 0 keeps no average that ema_warm_up or ema_every could be about: give it a "
+            "decay such as 0.9, or leave these at False and 1"
+        )
     if config.batch.images < 2:
         raise ConfigError(
             f"config.batch.images = {config.batch.images}: a group needs 2 images or more, or its "
