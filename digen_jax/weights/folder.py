@@ -87,6 +87,12 @@ def read_model_index(folder: Folder) -> dict[str, Any]:
     return index
 
 
+def absent_components(folder: Folder) -> list[str]:
+    """The components that a pipeline's `model_index.json` names, but that its folder does not hold."""
+    entries = {k: v for k, v in read_model_index(folder).items() if isinstance(v, list)}
+    return [name for name in entries if not pathlib.Path(folder, name).is_dir()]
+
+
 # -------------------------------------------------------------------------------------- reading
 
 
