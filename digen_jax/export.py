@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from digen_jax.inference import TunedRun, all_devices, read_run
+from digen_jax.inference import TunedRun, all_devices, defaults_of_run, read_run
 from digen_jax.settings import ConfigError
 from digen_jax.weights.folder import (
     absent_components,
@@ -47,7 +47,9 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
         write_lora(output, run.tuned, run.policy.lora.alpha, _lists(run))
     else:
         write = functools.partial(_write_transformer, run)
-        copy_pipeline(run.folder, output, {"transformer": write})
+        sampling = defaults_of_run(run.config)
+        own = {"steps": sampling.steps, "guidance": sampling.guidance}
+        copy_pipeline(run.folder, output, {"transformer": write}, own)
     return run
 
 

@@ -47,8 +47,10 @@ def check(config: ConfigDict) -> None:
         ("model.dtype", ("float32", "bfloat16")),
         ("sampler.dtype", ("", "float32", "bfloat16")),
         ("runtime.tag_weights", ("in place", "resharded")),
+        ("wandb.mode", ("online", "offline", "disabled", "shared")),
     ):
         check_choice(f"config.{name}", _value(config, name), choices)
+    _check_wandb(config)
     check_candidates(config)
     check_early(config)
     check_algorithm(config)
@@ -215,4 +217,12 @@ def check_devices(config: ConfigDict, devices: int) -> None:
             name,
             value,
             "as images are split evenly over a mesh's devices",
+        )
+
+
+def _check_wandb(config: ConfigDict) -> None:
+    given = [name for name, value in config.wandb.items() if value and name != "mode"]
+    if given and not config.wandb.project:
+        raise ConfigError(
+            f"config.wandb.{given[0]} does nothing without config.wandb.project: name the project, too"
         )
