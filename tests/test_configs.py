@@ -201,7 +201,7 @@ def test_no_t5_of_sd35_is_downloaded(monkeypatch, tmp_path):
     assert assemble.open_pipeline(load(SD35).model.folder) == tmp_path
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("gpus", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
     config = load(SD35, f"geneval,{gpus}")
     config.model.folder = str(medium)
