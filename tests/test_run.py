@@ -18,6 +18,7 @@ from digen_jax import run
 from digen_jax.checkpoint import finished_step
 from digen_jax.metrics import TIMING, read_metrics, without_timing
 from digen_jax.settings import ConfigError
+from tests.cases import quick
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
 from tests.runtime import toy
 from tests.test_metrics import scalars
@@ -331,29 +332,27 @@ GDPO = dict(
 )
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
+KINDS_OF_STATE = [
+    (
         dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3)
         | dict(advantages__best_and_worst=1, advantages__drop_zero_std=True),
-        dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4) | GDPO,
-        pytest.param(
-            dict(
-                sampler__window=dict(mode="progressive", length=2, end=4, fraction=0.5),
-                sampler__shared_noise=True,
-            ),
-            marks=pytest.mark.slow,
+    ),
+    (dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4) | GDPO,),
+    (
+        dict(
+            sampler__window=dict(mode="progressive", length=2, end=4, fraction=0.5),
+            sampler__shared_noise=True,
         ),
-        ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),
-        pytest.param(
-            ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ODE | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2)),
-            marks=pytest.mark.slow,
-        ),
-    ],
+    ),
+    (ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),),
+    (ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),),
+    (ODE | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2)),),
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    quick(KINDS_OF_STATE, 0, 3),
     ids=[
         "average, reference, best and worst",
         "lora, two updates, two rewards",
