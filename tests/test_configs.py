@@ -17,6 +17,7 @@ from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
 from digen_jax.settings import ConfigError
+from tests.cases import quick
 
 ROOT = pathlib.Path(__file__).parents[1]
 GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
@@ -201,7 +202,7 @@ def test_no_t5_of_sd35_is_downloaded(monkeypatch, tmp_path):
     assert assemble.open_pipeline(load(SD35).model.folder) == tmp_path
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("gpus", quick([(1,), (8,)], 0))
 def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
     config = load(SD35, f"geneval,{gpus}")
     config.model.folder = str(medium)

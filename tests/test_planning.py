@@ -71,6 +71,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_script_times_a_fragment_on_the_devices_at_hand(base):
     done = run_script(
         "plan.py",

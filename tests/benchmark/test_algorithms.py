@@ -62,6 +62,7 @@ def built(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_cells_are_trained_once_seed_by_seed(configs, built, tmp_path, stop_in_third):
     """Stopped in the third of four cells; then of one algorithm only, then of all."""
     stop_in_third(built)
