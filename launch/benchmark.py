@@ -30,7 +30,6 @@ _RATIOS = flags.DEFINE_list(
     "ratios", ["1:4", "1:1", "4:1", "8:1"], "Device-seconds of generation to those of training."
 )
 _SECONDS = flags.DEFINE_float("seconds", 0.6, "Of a step if all devices were always busy.")
-_SWITCH = flags.DEFINE_float("switch", 0.05, "A change of the trainer's role, as a share of that.")
 _PUBLISH = flags.DEFINE_float("publish", 0.02, "A publication of weights, as a share of that.")
 _SCORE = flags.DEFINE_float("score", 0.1, "The scorer's work on a step, as a share of that.")
 _JITTER = flags.DEFINE_float("jitter", 0.2, "Of every wait, as a share of it.")
@@ -60,7 +59,6 @@ def runtime() -> None:
     work = Work(
         devices=_DEVICES.value,
         seconds=_SECONDS.value,
-        switch=_SWITCH.value,
         publish=_PUBLISH.value,
         score=_SCORE.value,
     )

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import runpy
 
 import huggingface_hub
@@ -154,6 +155,22 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
     recipe_checks.check(recipe.complete(load("shapes_flow_grpo", "long")))
     with pytest.raises(ConfigError, match="must be demo or long"):
         load("shapes_flow_grpo", "longer")
+
+
+def switches():
+    """What README's part on the runtime says can be switched on, for each of its items and paragraphs."""
+    section = (ROOT / "README.md").read_text().split("## Who works when\n")[1].split("\n## ")[0]
+    items = re.split(r"\n\n|\n- ", section.split("On several hosts")[0])
+    found = [re.findall(r"--config\.([\w.]+)=([\w.]+)", item) for item in items]
+    return [item for item in found if item]
+
+
+@pytest.mark.parametrize("given", switches(), ids=lambda given: given[0][0])
+def test_readmes_runtime_switches_suit_the_demo_as_it_is_written(given):
+    fields = {name: int(value) if value.isdigit() else value for name, value in given}
+    config = load("shapes_flow_grpo")
+    config.update_from_flattened_dict(fields)
+    recipe_checks.check(config, 8)
 
 
 @pytest.mark.parametrize("name", ["reward.name", "prompts.file", "evaluation.prompts"])
