@@ -1,18 +1,23 @@
-# make demo: set everything up and tune the embedded model.   make test: set everything up and run the tests.
+# make demo: set everything up and tune the embedded model.   make test: set everything up and run the tests;
+# make test-slow: those that take long (sweeps, many random configurations, kills).
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV := .venv/$(VERSION)
 RUN := $(VENV)/bin/python
+PYTEST := $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-slow lint format clean
 
 demo: $(VENV)/train
 	$(RUN) launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes
 
-# Its many processes share the modules' bytecode, wherever the shell turns that off.
-test: export PYTHONDONTWRITEBYTECODE =
+# Their many processes share the modules' bytecode, wherever the shell turns that off.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/dev
-	$(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/dev
+	$(PYTEST) -m slow
 
 lint: $(VENV)/dev
 	$(RUN) -m ruff check .

@@ -60,10 +60,9 @@ def build(config: ConfigDict, devices: Sequence[jax.Device]) -> System:
     """All parts of a run, after every check that needs no weights; `config` is complete.
 
     Raises:
-      ConfigError: the first mistake found, in one sentence.
+      ConfigError: what `recipe_checks.check` finds, or the model's first mistake.
     """
-    recipe_checks.check(config)
-    recipe_checks.check_devices(config, len(devices))
+    recipe_checks.check(config, len(devices))
     placement = make_placement(config.placement, devices)
     with blame("config.model.folder: "):
         folder = open_pipeline(config.model.folder)

@@ -211,41 +211,13 @@ def plot_curves(
             raise ValueError(f"no line of the metrics has {metric!r}: it cannot be drawn")
         steps, values = map(np.asarray, zip(*points, strict=True))
         _draw_curve(axes, steps, values, name, f"C{number}", dense=len(points) > len(metrics) / 2)
-    _label(axes, "step", label)
+    label_axes(axes, "step", label)
     axes.legend(frameon=False, loc="best")
     figure.savefig(path)
 
 
-def plot_panels(
-    curves: Mapping[str, Sequence[Mapping[str, Any]]],
-    panels: Mapping[str, str],
-    height: str,
-    path: Path | str,
-    label: str,
-) -> None:
-    """Draws the same curves over several axes side by side into a PNG file, with one legend.
-
-    Args:
-      curves: the points of each, by the name in the legend.
-      panels: for each horizontal axis, by what it shows, the entry of a point to draw over.
-      height: the entry of a point that is drawn.
-      path: the PNG file.
-      label: what the vertical axis shows.
-    """
-    figure = Figure(figsize=(6 * len(panels), 5), dpi=150, layout="constrained")
-    parts = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (below, entry) in zip(parts, panels.items(), strict=True):
-        for number, (name, points) in enumerate(curves.items()):
-            # Ten colours, the next ten curves dashed, and so on.
-            style = dict(color=f"C{number % 10}", linestyle=("-", "--", ":")[number // 10 % 3])
-            x, y = ([point[key] for point in points] for key in (entry, height))
-            axes.plot(x, y, marker="o", markersize=4, label=name, **style)
-        _label(axes, below, label)
-    figure.legend(*axes.get_legend_handles_labels(), frameon=False, loc="outside right center")
-    figure.savefig(path)
-
-
-def _label(axes: Any, x: str, y: str) -> None:
+def label_axes(axes: Any, x: str, y: str) -> None:
+    """Names of both axes, and no more lines around them than are needed."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.spines[["top", "right"]].set_visible(False)

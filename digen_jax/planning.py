@@ -20,6 +20,7 @@ from digen_jax.inference import run_config
 from digen_jax.metrics import read_metrics
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.runtime.placement import fsdp_spec, mesh_sizes
+from digen_jax.runtime.planner import candidate as of
 from digen_jax.runtime.planner.calibration import Calibration, per_device
 from digen_jax.runtime.planner.candidate import Candidate
 from digen_jax.runtime.planner.measure import UNMEASURED, measure
@@ -78,7 +79,7 @@ def auto_placement(
 ) -> dict[str, dict[str, int]]:
     """The best placement by simulation: the config's sections `placement.rollout` and `.trainer`.
 
-    Of the tactics only those that the config has switched on are reckoned with.
+    What is simulated of each is what the run would do there: with the tactics that the config has switched on.
 
     Args:
       config: complete; what it says of the placement is not read.
@@ -96,7 +97,12 @@ def auto_placement(
         problem.settings, staleness=runtime.staleness, tag_fragments=runtime.tag_fragments
     )
     problem = dataclasses.replace(problem, settings=settings)
-    found = [c for c in candidates(problem) if _runs(config, problem, c)]
+    own = dataclasses.replace(recipe.scheduler_settings(config), steps=1)
+    found = [
+        c
+        for c in candidates(problem)
+        if (not c.workers or of.settings(problem, c) == own) and _runs(config, problem, c)
+    ]
     best = search(Simulations(problem), found, budget(found))
     return placement_section(problem, best.candidate)
 

@@ -69,7 +69,7 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
             )
         config = placed(config, workdir)
     config = complete(config)
-    check(config)
+    check(config, jax.device_count())
     with claim_workdir(workdir, config.to_dict(), MAY_CHANGE):
         finished = finished_step(workdir) or 0
         if finished < config.steps:

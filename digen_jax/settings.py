@@ -30,7 +30,16 @@ KINDS = {
 
 
 class ConfigError(ValueError):
-    """A mistake in what the user asked for; its text is one sentence that says what to change."""
+    """A mistake in what the user asked for; its text is one sentence that says what to change.
+
+    Mistakes that were found `together` are one argument each, and each a line of the text.
+    """
+
+    def __str__(self) -> str:
+        if len(self.args) < 2:
+            return super().__str__()
+        sentences = [" ".join(sentence.split()) for sentence in self.args]
+        return "\n  ".join([f"{len(sentences)} things must change:", *sentences])
 
 
 @contextlib.contextmanager
@@ -41,7 +50,8 @@ def blame(
     try:
         yield
     except errors as error:
-        raise ConfigError(f"{field}{error}") from error
+        sentences = error.args if isinstance(error, ConfigError) else [error]
+        raise ConfigError(*(f"{field}{sentence}" for sentence in sentences)) from error
 
 
 @contextlib.contextmanager
@@ -85,7 +95,8 @@ def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
     try:
         app.run(checked, flags_parser=parse_flags)
     except ConfigError as error:
-        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error) if len(error.args) > 1 else " ".join(str(error).split())
+        print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -205,6 +216,37 @@ def check_types(config: ConfigDict, reference: ConfigDict, path: str = "config")
             words, accepted = KINDS[kind]
             if not isinstance(given, accepted) or (isinstance(given, bool) and kind is not bool):
                 raise ConfigError(f"{path}.{name} must be {words}, not {given!r}")
+
+
+@contextlib.contextmanager
+def together() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
+    """Lets several checks find their mistakes, so that a user reads of all at once.
+
+        with together() as one:
+            for name in names:
+                with one():
+                    check_positive(name, values[name])
+
+    What is inside `one` must not need that an earlier check has passed.
+
+    Raises:
+      ConfigError: behind the block, the only one that was raised in it, or one with the sentences of all.
+    """
+    errors: list[ConfigError] = []
+
+    @contextlib.contextmanager
+    def one() -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            errors.append(error)
+
+    with one():
+        yield one
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError(*dict.fromkeys(sentence for error in errors for sentence in error.args))
 
 
 def check_positive(name: str, value: float | int) -> None:

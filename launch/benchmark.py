@@ -8,6 +8,7 @@ python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --wor
     --config.sampler.fragment=36 --config.trainer.micro_batch=36 --config.runtime.staleness=1 [--seeds=3]
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
+python launch/benchmark.py algorithms --cells=assets/readme/algorithms.csv --workdir runs/algorithms    # draws it again
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.settings import ConfigError, check_positive, run_main
+from digen_jax.settings import ConfigError, check_positive, run_main, user_input
 
 _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for all numbers.")
 
@@ -30,7 +31,6 @@ _RATIOS = flags.DEFINE_list(
     "ratios", ["1:4", "1:1", "4:1", "8:1"], "Device-seconds of generation to those of training."
 )
 _SECONDS = flags.DEFINE_float("seconds", 0.6, "Of a step if all devices were always busy.")
-_SWITCH = flags.DEFINE_float("switch", 0.05, "A change of the trainer's role, as a share of that.")
 _PUBLISH = flags.DEFINE_float("publish", 0.02, "A publication of weights, as a share of that.")
 _SCORE = flags.DEFINE_float("score", 0.1, "The scorer's work on a step, as a share of that.")
 _JITTER = flags.DEFINE_float("jitter", 0.2, "Of every wait, as a share of it.")
@@ -47,6 +47,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Steps in turn, and as many on a cor
 _WORKDIR = flags.DEFINE_string("workdir", None, "For all its runs; give it again to continue.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind.")
 _ONLY = flags.DEFINE_list("only", [], "Algorithms to train now; none: all.")
+_CELLS = flags.DEFINE_string("cells", None, "An algorithms.csv to draw again; nothing is trained.")
 
 
 def runtime() -> None:
@@ -60,7 +61,6 @@ def runtime() -> None:
     work = Work(
         devices=_DEVICES.value,
         seconds=_SECONDS.value,
-        switch=_SWITCH.value,
         publish=_PUBLISH.value,
         score=_SCORE.value,
     )
@@ -118,6 +118,8 @@ def asynchrony() -> int | None:
 
 def algorithms() -> int | None:
     """Train with every algorithm, from a few seeds; returns the exit code where a signal stopped it."""
+    if _CELLS.value is not None:
+        return _redraw(pathlib.Path(_CELLS.value), _workdir("algorithms"))
     output, config, workdir = _output(), _config(), _workdir("algorithms")
     configs = _all_configs()
     from digen_jax.benchmark.algorithms import check, compare
@@ -127,10 +129,23 @@ def algorithms() -> int | None:
     prepare(config.placement.cpu_devices)
     table, code = compare(configs, _SEEDS.value, workdir, _ONLY.value)
     print(
-        f"\n{table.describe()}\n\n{workdir} has this as algorithms.md, and the curves as algorithms.png."
+        f"\n{table.describe()}\n\n{workdir} has this as algorithms.md, its cells as algorithms.csv, and it all drawn "
+        "as algorithms.png."
     )
     _write(output, {row.name: row.record() for row in table.rows})
     return code
+
+
+def _redraw(cells: pathlib.Path, workdir: pathlib.Path) -> None:
+    from digen_jax.benchmark.algorithms import read_cells
+
+    table = read_cells(cells)
+    with user_input():
+        workdir.mkdir(parents=True, exist_ok=True)
+        table.write(workdir)
+    print(
+        f"{table.describe()}\n\n{workdir} has this as algorithms.md, and drawn as algorithms.png."
+    )
 
 
 def _workdir(name: str) -> pathlib.Path:

@@ -44,3 +44,30 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     """Whole runs come first: with something short at the end, several test processes end together."""
     items.sort(key=lambda item: len(item.path.parts))
+
+
+left_out = pytest.StashKey[int]()
+
+
+def pytest_deselected(items):
+    config = items[0].config
+    config.stash[left_out] = config.stash.get(left_out, 0) + len(items)
+
+
+def pytest_sessionfinish(session):
+    """A test process of several tells the one that prints, which collects nothing itself."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(left_out, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    if output := getattr(node, "workeroutput", None):
+        node.config.stash[left_out] = output["left_out"]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if (count := config.stash.get(left_out, 0)) and config.option.markexpr:
+        terminalreporter.write_line(
+            f'{count} tests were left out by -m "{config.option.markexpr}".'
+        )

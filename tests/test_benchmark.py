@@ -12,6 +12,7 @@ SHAPES = "--config=configs/shapes_flow_grpo.py"
 ALL = "--config=configs/shapes_algorithms.py"
 
 
+@pytest.mark.slow
 def test_the_script_measures_every_variant(tmp_path):
     output = tmp_path / "speed.json"
     few = ("--devices=3", "--ratios=2:1", "--seconds=0.1", "--learn=1", "--steps=1")

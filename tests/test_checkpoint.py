@@ -223,6 +223,7 @@ def test_killed_in_the_middle_of_a_save_the_one_before_is_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_started_again_only_the_last_save_may_be_lost(tmp_path):
     reached = 0
     for delay in (0.02, 0.05):

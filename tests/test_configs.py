@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import runpy
 
 import huggingface_hub
@@ -17,6 +18,7 @@ from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
 from digen_jax.settings import ConfigError
+from tests.cases import quick
 
 ROOT = pathlib.Path(__file__).parents[1]
 GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
@@ -155,6 +157,22 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
         load("shapes_flow_grpo", "longer")
 
 
+def switches():
+    """What README's part on the runtime says can be switched on, for each of its items and paragraphs."""
+    section = (ROOT / "README.md").read_text().split("## Who works when\n")[1].split("\n## ")[0]
+    items = re.split(r"\n\n|\n- ", section.split("On several hosts")[0])
+    found = [re.findall(r"--config\.([\w.]+)=([\w.]+)", item) for item in items]
+    return [item for item in found if item]
+
+
+@pytest.mark.parametrize("given", switches(), ids=lambda given: given[0][0])
+def test_readmes_runtime_switches_suit_the_demo_as_it_is_written(given):
+    fields = {name: int(value) if value.isdigit() else value for name, value in given}
+    config = load("shapes_flow_grpo")
+    config.update_from_flattened_dict(fields)
+    recipe_checks.check(config, 8)
+
+
 @pytest.mark.parametrize("name", ["reward.name", "prompts.file", "evaluation.prompts"])
 def test_what_sd35_leaves_to_the_user_must_be_given(name):
     config = recipe.complete(load(SD35))
@@ -201,7 +219,7 @@ def test_no_t5_of_sd35_is_downloaded(monkeypatch, tmp_path):
     assert assemble.open_pipeline(load(SD35).model.folder) == tmp_path
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("gpus", quick([(1,), (8,)], 0))
 def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
     config = load(SD35, f"geneval,{gpus}")
     config.model.folder = str(medium)

@@ -105,17 +105,28 @@ def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, start: dict) 
     assert toy.difference(*moves) < 1e-3
 
 
-def test_two_processes_train_as_one_does_killed_stopped_and_continued(folder):
+@pytest.fixture(scope="module")
+def unbroken(folder) -> tuple[pathlib.Path, dict]:
+    """(the workdir of a run of one process, the parameters that it started from)."""
     alone(folder, "one")
     history = read_metrics(folder / "one" / "metrics.jsonl")
     assert history[3]["evaluation/reward"] > history[0]["evaluation/reward"] + 0.001
     assert all(line["gradient_norm"] > 0.001 for line in history[1:])
-    start = {
-        name: layer
-        for name, layer in toy.ToyFamily().params()["transformer"].items()
-        if name != "places"
-    }
+    start = toy.ToyFamily().params()["transformer"]
+    return folder / "one", {name: layer for name, layer in start.items() if name != "places"}
 
+
+def test_two_processes_train_as_one_does(folder, unbroken):
+    first, second = together(folder, toy_run("together"))
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert first[1].startswith("colocated: 4 devices (cpu) of 2 processes sample and train in turn")
+    assert "reward on 5 held-out prompts" in first[1] and second[1] == ""
+    assert finished_step(folder / "together") == 3
+    assert_same_run(folder / "together", *unbroken)
+
+
+@pytest.mark.slow
+def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, unbroken):
     # The second process is killed in the second step: the first one ends, too, and says so.
     (code, said, errors), (killed, *_) = together(folder, toy_run("two"), f"2 {signal.SIGKILL:d} 1")
     assert killed == -signal.SIGKILL and code not in (0, 2), errors
@@ -131,18 +142,19 @@ def test_two_processes_train_as_one_does_killed_stopped_and_continued(folder):
 
     shutil.copytree(folder / "two", folder / "two, then one")
     alone(folder, "two, then one")
-    assert_same_run(folder / "two, then one", folder / "one", start)
+    assert_same_run(folder / "two, then one", *unbroken)
 
     first, second = together(folder, toy_run("two"))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert "reward on 5 held-out prompts" in first[1] and second[1] == ""
     assert finished_step(folder / "two") == 3
-    assert_same_run(folder / "two", folder / "one", start)
+    assert_same_run(folder / "two", *unbroken)
     for shown in ("after.npz", "before.npz"):
         images = [np.load(folder / one / "pictures" / shown)["images"] for one in ("two", "one")]
         assert np.abs(np.subtract(*images, dtype=np.int32)).max() <= 1
 
 
+@pytest.mark.slow
 def test_what_several_processes_cannot_do_yet_is_one_sentence_from_each(folder):
     (folder / "config.py").write_text(
         "from ml_collections import ConfigDict\n\n"

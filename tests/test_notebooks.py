@@ -42,10 +42,12 @@ def test_is_stored_valid_and_without_outputs(path):
             assert cell.execution_count is None
 
 
+@pytest.mark.slow
 def test_quickstart_says_that_its_one_device_does_everything(quickstart):
     assert "".join(printed(quickstart["load"])).startswith("colocated: the one device (cpu)")
 
 
+@pytest.mark.slow
 def test_quickstart_installs_nothing_where_the_package_is_there(quickstart):
     assert quickstart["install"] == []
 
@@ -63,17 +65,20 @@ def test_the_package_is_found_beside_its_clone(tmp_path):
     assert pathlib.Path(eval(shown.data["text/plain"])).parents[1].samefile(ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", ["sample", "reward", "look", "curve"])
 def test_quickstart_shows_its_pictures(quickstart, cell):
     assert ["image/png" in output.data for output in quickstart[cell]] == [True]
 
 
+@pytest.mark.slow
 def test_quickstart_learns(quickstart):
     shown = rewards(quickstart["tune"])
     assert len(shown) == 14
     assert sum(shown[-4:]) / 4 > sum(shown[:4]) / 4 + 0.2
 
 
+@pytest.mark.slow
 def test_quickstart_warns_of_nothing(quickstart):
     alarms = [text for outputs in quickstart.values() for text in printed(outputs, "stderr")]
     # Where ipywidgets is not installed, tqdm says that its bars will be plain.

@@ -161,23 +161,6 @@ def test_curves_are_drawn_from_the_lines_that_have_them(tmp_path):
         pictures.plot_curves(lines, {"x": "reward/none"}, path)
 
 
-def test_panels_draw_the_same_curves_over_other_axes(tmp_path):
-    heights = {"a": (0.1, 0.4, 0.2), "b": (0.2, 0.5, 0.9)}
-    curves = {
-        name: [{"images": 50 * i, "seconds": i**2, "reward": y} for i, y in enumerate(values)]
-        for name, values in heights.items()
-    }
-    path, panels = tmp_path / "panels.png", {"pictures": "images", "time": "seconds"}
-    pictures.plot_panels(curves, panels, "reward", path, "reward")
-    drawn = np.asarray(Image.open(path).convert("RGB")).astype(int)
-    halves = np.array_split(drawn[:, : drawn.shape[1] * 9 // 10], 2, axis=1)
-    for colour in ((31, 119, 180), (255, 127, 14)):
-        left, right = ((half == colour).all(-1) for half in halves)
-        assert min(left.sum(), right.sum()) > 200
-        # Half of the images are seen in a quarter of the time.
-        assert np.argwhere(left)[:, 1].max() > 600 and (left[:, :600] != right[:, :600]).any()
-
-
 def test_running_mean_is_a_mean_of_what_is_there():
     values = np.array([1.0, 2.0, 3.0, 10.0])
     np.testing.assert_allclose(pictures._running_mean(values, 1), [1.5, 2, 5, 6.5])

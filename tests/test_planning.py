@@ -1,5 +1,6 @@
 """Plans for configs: the script as a user runs it, costs from their sources, `placement = "auto"`."""
 
+import dataclasses
 import json
 import re
 
@@ -16,12 +17,14 @@ from digen_jax.planning import (
     placement_section,
     read_run_costs,
 )
-from digen_jax.recipe import complete, with_placement
+from digen_jax.recipe import complete, scheduler_settings, with_placement
 from digen_jax.recipe_checks import check_devices
+from digen_jax.runtime.planner import candidate as of
 from digen_jax.runtime.planner.calibration import Calibration, read_calibration
 from digen_jax.runtime.planner.candidate import Candidate
 from digen_jax.runtime.planner.plan import make_plan, table, why
 from digen_jax.runtime.scheduler.settings import Costs
+from digen_jax.runtime.simulator.simulate import simulate
 from digen_jax.settings import ConfigError
 from tests.pipelines import load_config
 from tests.runtime import toy
@@ -71,6 +74,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_script_times_a_fragment_on_the_devices_at_hand(base):
     done = run_script(
         "plan.py",
@@ -178,6 +182,59 @@ def test_auto_is_the_choice_as_a_section_of_the_config():
     assert rollout["data"] > 0
     config.evaluation.batch = 12
     check_devices(complete(with_placement(config, ConfigDict(section))), 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"staleness": 1, "tag_fragments": 12},
+        {"staleness": 1},
+        {"tag_fragments": 3},
+        {"early_groups": 2, "tag_fragments": 3},
+    ],
+)
+def test_what_is_simulated_of_a_placement_is_what_its_run_does(fields):
+    """Colocated too, which trains each group as it is scored: the scheduler is told the same by either clock."""
+    config = shapes(4)
+    config.runtime.update(fields)
+    if "early_groups" in fields:
+        config.algorithm.old_log_probs = "current"
+    problem = make_problem(config, 4, calibration())
+    tactics = dict(
+        gap=True,
+        tag=config.runtime.tag_fragments > 0,
+        asynchrony=config.runtime.staleness > 0,
+    )
+    settings = dataclasses.replace(
+        problem.settings,
+        tag_fragments=config.runtime.tag_fragments,
+        staleness=config.runtime.staleness,
+    )
+    problem = dataclasses.replace(problem, settings=settings)
+    run = dataclasses.replace(scheduler_settings(config), steps=1)
+    assert of.settings(problem, Candidate(2, 1, 2, **tactics)) == run
+    # Colocated neither tactic changes anything.
+    own = dict(staleness=0, tag_fragments=0, ordered=not config.runtime.early_groups)
+    assert of.settings(problem, Candidate(0, 0, 4)) == dataclasses.replace(run, **own)
+
+
+def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_already():
+    """It was taken to wait for the whole step's scores (29.2 s), so that a split of 28.8 s was chosen."""
+    config, costs = shapes(), calibration(score_latency=4.0)
+    config.runtime.staleness = 1
+    assert auto_placement(config, 4, costs)["rollout"]["data"] == 0
+
+    def seconds(candidate):
+        told = of.layout(problem, candidate), of.costs(problem, candidate)
+        run = dataclasses.replace(scheduler_settings(config), steps=1)  # as a real run has them
+        return simulate(*told, run, 8).step_seconds
+
+    problem = make_problem(config, 4, costs)
+    splits = [Candidate(4 - n, 1, n, gap=True, asynchrony=True) for n in (1, 2, 3)]
+    colocated = seconds(Candidate(0, 0, 4))
+    assert colocated == pytest.approx(144 * 0.7 / 4)
+    assert min(map(seconds, splits)) > 1.11 * colocated
 
 
 def test_a_placement_that_no_batch_fits_is_not_chosen():

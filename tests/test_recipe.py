@@ -141,6 +141,70 @@ def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentenc
     assert refused(changed(given, **{field: value})).startswith(sentence)
 
 
+# ------------------------------------------------------------------------------ several mistakes
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentences"),
+    [
+        (
+            dict(
+                trainer__learning_rate=-1.0,
+                model__dtype="f",
+                advantages__std="sum",
+                reward__name="json:no",
+            ),
+            [
+                "config.reward.name: ",
+                "config.trainer.learning_rate must be above 0, not -1.0",
+                "config.model.dtype is 'f'; it must be one of",
+                "config.advantages.std is 'sum'; it must be one of",
+            ],
+        ),
+        (
+            dict(placement__trainer=dict(data=8, fsdp=1, time=2)),
+            [
+                "config.placement.trainer.time = 2 must divide config.trainer.pack = 1",
+                "config.placement.rollout wants 4 and config.placement.trainer 16 devices, but there are 8",
+            ],
+        ),
+        (
+            dict(runtime__early_groups=2),
+            [
+                "config.sampler.fragment = 144 must divide config.batch.images = 12, as with config.runtime."
+                "early_groups = 2 a fragment belongs to one group: set config.sampler.fragment and "
+                "config.trainer.micro_batch to 4",
+                "config.algorithm.old_log_probs is 'rollout'; to train before a group is complete set it",
+            ],
+        ),
+    ],
+)
+def test_several_mistakes_are_listed_at_once(given, fields, sentences):
+    with pytest.raises(ConfigError) as caught:
+        recipe_checks.check(recipe.complete(changed(given, **fields)), 8)
+    head, *lines = str(caught.value).splitlines()
+    assert head == f"{len(sentences)} things must change:"
+    for line, sentence in zip(lines, sentences, strict=True):
+        assert line.startswith(f"  {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "change"),
+    [
+        ("max_candidates", 24, "set config.sampler.fragment and config.trainer.micro_batch to 12"),
+        ("staleness", 1, "set config.sampler.fragment and config.trainer.micro_batch to 72, or"),
+    ],
+)
+def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
+    given, field, value, change
+):
+    given = changed(given, **{f"runtime__{field}": value})
+    refused(given, change)
+    size = int(re.search(r"micro_batch to (\d+)", change)[1])
+    sizes = dict(sampler__fragment=size, trainer__micro_batch=size)
+    recipe_checks.check(recipe.complete(changed(given, **sizes)), 8)
+
+
 # ------------------------------------------------------------------------------ values
 
 
@@ -325,7 +389,8 @@ def test_start_noise_is_not_shared_where_nothing_else_is_random(given, kind):
     sentence = (
         "config.sampler.shared_noise = True makes all images of a group equal, as a sampler of "
     )
-    assert refused(changed(given, sampler__kind=kind)).startswith(sentence)
+    forward = dict(algorithm__name="awm", sampler__window=dict(length=0), sampler__noise_level=0.0)
+    assert refused(changed(given, sampler__kind=kind, **forward)).startswith(sentence)
 
 
 def test_a_pass_may_be_filled_up_to_an_equal_share_of_steps_for_every_device(given):

@@ -18,6 +18,7 @@ from digen_jax import run
 from digen_jax.checkpoint import finished_step
 from digen_jax.metrics import TIMING, read_metrics, without_timing
 from digen_jax.settings import ConfigError
+from tests.cases import quick
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
 from tests.runtime import toy
 from tests.test_metrics import scalars
@@ -209,6 +210,22 @@ def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
         assert all(end <= start + 1000 for (_, end), (start, _) in itertools.pairwise(spans))
 
 
+def test_killed_in_the_middle_of_a_save_a_run_equals_an_unbroken_one(folder):
+    command = ("-m", "tests.toy_process", "--config=toy.py")
+    command += ("--config.steps=2", "--config.checkpoint.every=1")
+    killed = (*command, "--workdir=killed")
+
+    code, said = launch(folder, *killed, event="os.rename checkpoints/2")
+    assert code == -signal.SIGKILL, said
+    assert len(lines(folder / "killed")) == 3 and saved(folder / "killed") == ["1"]
+
+    code, said = launch(folder, *killed)
+    assert (code, "continuing after step 1" in said) == (0, True), said
+    assert launch(folder, *command, "--workdir=untouched")[0] == 0
+    assert_same_run(folder / "killed", folder / "untouched")
+
+
+@pytest.mark.slow
 def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder):
     command = ("-m", "tests.toy_process", "--config=toy.py")
     longer = (*command, "--workdir=broken")
@@ -315,20 +332,27 @@ GDPO = dict(
 )
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
+KINDS_OF_STATE = [
+    (
         dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3)
         | dict(advantages__best_and_worst=1, advantages__drop_zero_std=True),
-        dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4) | GDPO,
+    ),
+    (dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4) | GDPO,),
+    (
         dict(
             sampler__window=dict(mode="progressive", length=2, end=4, fraction=0.5),
             sampler__shared_noise=True,
         ),
-        ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),
-        ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),
-        ODE | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2)),
-    ],
+    ),
+    (ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),),
+    (ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),),
+    (ODE | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2)),),
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    quick(KINDS_OF_STATE, 0, 3),
     ids=[
         "average, reference, best and worst",
         "lora, two updates, two rewards",

@@ -214,3 +214,25 @@ def test_good_overrides_arrive_and_a_bug_keeps_its_traceback(tmp_path):
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ValueError: a bug" in done.stderr
+
+
+def test_mistakes_that_are_found_together_are_one_error_of_a_sentence_each():
+    def values(**given):
+        with settings.together() as one:
+            for name, value in given.items():
+                with one(), settings.blame("config.", (ConfigError,)):
+                    settings.check_positive(name, value)
+
+    values(a=1, b=2)
+    with pytest.raises(ConfigError) as caught:
+        values(a=1, b=0)
+    assert str(caught.value) == "config.b must be above 0, not 0"
+    with pytest.raises(ConfigError) as caught, settings.together() as one:
+        with one():
+            values(a=0, b=-1, c=3)
+        with one():
+            values(a=0)
+        raise ConfigError("d is\n1")
+    assert str(caught.value) == (
+        "3 things must change:\n  config.a must be above 0, not 0\n  config.b must be above 0, not -1\n  d is 1"
+    )

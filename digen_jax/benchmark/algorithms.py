@@ -4,6 +4,7 @@ One *learns* where its mean gain on the held-out prompts, over all seeds, is at 
 of its standard errors.
 """
 
+import csv
 import dataclasses
 import itertools
 import pathlib
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from digen_jax import pictures, recipe_checks
+from digen_jax import recipe_checks
 from digen_jax.benchmark.cells import (
     check_seeds,
     check_workdirs,
@@ -24,9 +25,18 @@ from digen_jax.benchmark.cells import (
     train_cells,
     workdir,
 )
+from digen_jax.benchmark.family_plot import draw
 from digen_jax.metrics import read_metrics
-from digen_jax.settings import ConfigError, blame, check_choice
+from digen_jax.settings import ConfigError, blame, check_choice, user_input
 
+FAMILIES = {
+    "policy_gradient": "policy gradients",
+    "diffusion_nft": "forward process",
+    "awm": "forward process",
+    "diffusion_dpo": "preference",
+}
+CELLS = ("algorithm", "family", "seed", "images", "seconds", "reward")
+COSTS = ("cell_seconds", "cell_cpu_seconds")
 GAIN, ERRORS = 0.05, 2  # see `Row.learns`
 HEAD = "| algorithm | gain | reward at the end | images | seconds a cell | CPU-seconds a cell | learns |"
 
@@ -73,6 +83,7 @@ class Row:
     """An algorithm: the outcomes of its finished cells by seed, and the seeds that are missing."""
 
     name: str
+    family: str
     outcomes: Mapping[int, Outcome]
     missing: tuple[int, ...]
 
@@ -93,11 +104,6 @@ class Row:
     def mean(self, name: str) -> float:
         """The mean over the seeds of an attribute of `Outcome`."""
         return fmean(getattr(outcome, name) for outcome in self.outcomes.values())
-
-    def curve(self) -> list[Point]:
-        """The points' means over the seeds."""
-        columns = zip(*(outcome.points for outcome in self.outcomes.values()), strict=True)
-        return [Point(*map(fmean, zip(*points, strict=True))) for points in columns]
 
     def record(self) -> dict[str, Any]:
         """All numbers, for a JSON file."""
@@ -126,17 +132,56 @@ class Table:
         return "\n".join(lines)
 
     def draw(self, path: pathlib.Path) -> None:
-        """Held-out reward against images and against seconds, means over the seeds, into a PNG file."""
-        points = {row.name: row.curve() for row in self.rows if row.outcomes}
-        curves = {name: [point._asdict() for point in curve] for name, curve in points.items()}
-        panels = {"images seen": "images", "seconds of training": "seconds"}
-        pictures.plot_panels(curves, panels, "reward", path, "reward on held-out prompts")
+        """The families' held-out reward against images and against seconds, and every gain, into a PNG file."""
+        runs, gains = {}, {}
+        for row in self.rows:
+            if row.outcomes:
+                points = [[p._asdict() for p in one.points] for one in row.outcomes.values()]
+                runs.setdefault(row.family, []).extend(points)
+                gains.setdefault(row.family, {})[row.name] = row.gain
+        draw(runs, gains, path)
+
+    def write_cells(self, path: pathlib.Path) -> None:
+        """A CSV file of what is finished, a line for each evaluation, from which `read_cells` makes the table again."""
+        with path.open("w", newline="") as file:
+            lines = csv.writer(file)
+            lines.writerow((*CELLS, *COSTS))
+            for row in self.rows:
+                for seed, one in row.outcomes.items():
+                    costs = (round(one.seconds, 1), round(one.cpu_seconds, 1))
+                    for images, seconds, reward in one.points:
+                        point = (images, round(seconds, 1), round(reward, 6))
+                        lines.writerow((row.name, row.family, seed, *point, *costs))
 
     def write(self, folder: pathlib.Path) -> None:
-        """The table as algorithms.md, the curves as algorithms.png; nothing where nothing is finished."""
+        """As algorithms.md, .csv and .png; nothing where nothing is finished."""
         if any(row.outcomes for row in self.rows):
             (folder / "algorithms.md").write_text(self.describe() + "\n")
+            self.write_cells(folder / "algorithms.csv")
             self.draw(folder / "algorithms.png")
+
+
+def read_cells(path: pathlib.Path) -> Table:
+    """The table that `Table.write_cells` wrote, of its finished cells.
+
+    Raises:
+      ConfigError: the file cannot be read, or is another table.
+    """
+    with user_input(), path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    if not lines or set(lines[0]) != {*CELLS, *COSTS}:
+        raise ConfigError(
+            f"{path} is no table of cells: its first line must be {','.join((*CELLS, *COSTS))}"
+        )
+    outcomes = {}
+    with blame(f"{path}: "):
+        for line in lines:
+            cells = outcomes.setdefault((line["algorithm"], line["family"]), {})
+            costs = [float(line[name]) for name in COSTS]
+            before = cells.get(int(line["seed"]), Outcome((), *costs)).points
+            point = Point(int(line["images"]), float(line["seconds"]), float(line["reward"]))
+            cells[int(line["seed"])] = Outcome((*before, point), *costs)
+    return Table(tuple(Row(*names, cells, ()) for names, cells in outcomes.items()))
 
 
 def _line(row: Row) -> str:
@@ -225,7 +270,8 @@ def read_row(name: str, config: ConfigDict, seeds: Sequence[int], folder: pathli
     paths = {seed: workdir(folder, name, seed) for seed in seeds}
     finished = {seed: path for seed, path in paths.items() if is_finished(path, config)}
     outcomes = {seed: read_outcome(path, config) for seed, path in finished.items()}
-    return Row(name, outcomes, tuple(seed for seed in seeds if seed not in finished))
+    missing = tuple(seed for seed in seeds if seed not in finished)
+    return Row(name, FAMILIES[config.algorithm.name], outcomes, missing)
 
 
 def read_outcome(path: pathlib.Path, config: ConfigDict) -> Outcome:

@@ -42,8 +42,7 @@ def introduction(work: Work, run: Run) -> str:
 def table(work: Work, rows: Mapping[str, Measured]) -> str:
     """A ratio's waits and bound, and a line for every variant.
 
-    Speed-ups are of images per device and second, over plain disaggregation and over colocated with
-    switch cost.
+    Speed-ups are of images per device and second, over plain disaggregation and over colocated.
     """
     least = next(iter(rows.values())).bound
     title = (

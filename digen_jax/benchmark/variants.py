@@ -22,7 +22,7 @@ class Work:
       devices: all alike.
       generate, train: the ratio of their device-seconds.
       seconds: of a step if all devices were busy always: the bound (G + T)/N.
-      encode, update, publish, switch: as shares of that bound.
+      encode, update, publish: as shares of that bound.
       score: of a step's images by the one scorer, as a share of the bound.
       groups, images, fragment: groups of a step, images of a group and of a fragment.
       transitions: trained steps of a trajectory, which TSP splits.
@@ -35,7 +35,6 @@ class Work:
     encode: float = 0.005
     update: float = 0.01
     publish: float = 0.02
-    switch: float = 0.05
     score: float = 0.1
     groups: int = 16
     images: int = 8
@@ -52,7 +51,7 @@ class Work:
             raise ConfigError(f"devices must be at least 2 to be split, not {self.devices}")
         for name in ("generate", "train", "seconds"):
             check_positive(name, getattr(self, name))
-        for name in ("encode", "update", "publish", "switch", "score"):
+        for name in ("encode", "update", "publish", "score"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
 
@@ -68,7 +67,6 @@ class Work:
             encode=self.encode * self.seconds,
             update=self.update * self.seconds,
             publish=self.publish * self.seconds,
-            switch=self.switch * self.seconds,
             score=self.score * self.seconds / (self.groups * self.images),
         )
         fragments = self.groups * self.images // self.fragment
@@ -88,20 +86,14 @@ class Variant:
     problem: Callable[[Problem], Problem] = lambda problem: problem
 
 
-def colocated(problem: Problem, switch: bool = True) -> Problem:
-    """All devices sample, then all train: a fragment has as many images for each of them as a worker has.
-
-    The weights lie where they are needed; `switch` False: roles change for nothing.
-    """
-    costs = dataclasses.replace(problem.costs, publish=0.0)
-    if not switch:
-        costs = dataclasses.replace(costs, switch=0.0)
+def colocated(problem: Problem) -> Problem:
+    """All devices sample, then all train: a fragment has as many images for each of them as a worker has."""
     settings = problem.settings
     images = settings.groups * settings.images
     size = math.gcd(images, settings.fragment_images * problem.devices)
     settings = dataclasses.replace(settings, fragment_images=size)
     free = Scaling()
-    return dataclasses.replace(problem, settings=settings, costs=costs, worker=free, trainer=free)
+    return dataclasses.replace(problem, settings=settings, worker=free, trainer=free)
 
 
 def _apart(**tactics: bool | int) -> Callable[[Candidate], bool]:
@@ -112,9 +104,6 @@ def _apart(**tactics: bool | int) -> Callable[[Candidate], bool]:
 
 PLAIN, COLOCATED = "plain", "colocated"
 VARIANTS = (
-    Variant(
-        "colocated, free switch", lambda c: not c.workers, lambda p: colocated(p, switch=False)
-    ),
     Variant(COLOCATED, lambda c: not c.workers, colocated),
     Variant(
         PLAIN,

@@ -1,8 +1,9 @@
 """What a complete config must be like: all checks that need no model to be built.
 
-They run before anything compiles; each is a `ConfigError` of one sentence.
+They run before anything compiles. Each mistake is a sentence of a `ConfigError`, and all that can be told at once are.
 """
 
+import dataclasses
 import functools
 import operator
 import re
@@ -14,12 +15,15 @@ from digen_jax import rewards
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.recipe import advantage_settings, scheduler_settings
-from digen_jax.recipe_checks.algorithm import check_algorithm
+from digen_jax.recipe_checks.algorithm import check_algorithm, check_algorithm_choices
 from digen_jax.recipe_checks.groups import (
+    check_advantage_choices,
     check_advantages,
     check_candidates,
     check_early,
+    check_early_fragments,
     check_weights,
+    smaller_fragments,
 )
 from digen_jax.recipe_checks.sampler import check_sampler
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
@@ -29,103 +33,138 @@ from digen_jax.settings import (
     check_choice,
     check_divides,
     check_positive,
+    together,
 )
 
 
-def check(config: ConfigDict) -> None:
-    """Refuses what cannot work; `config` is complete. Reads the prompt files, nothing slow."""
-    for name in ("model.folder", "prompts.file", "reward.name", "evaluation.prompts"):
-        if not _value(config, name):
-            raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
-    _check_numbers(config)
-    check_weights(config)
-    check_advantages(config)
-    _check_batches(config)
-    check_sampler(config)
-    _check_rules(config)
-    for name, choices in (
-        ("model.dtype", ("float32", "bfloat16")),
-        ("sampler.dtype", ("", "float32", "bfloat16")),
-        ("runtime.tag_weights", ("in place", "resharded")),
-        ("wandb.mode", ("online", "offline", "disabled", "shared")),
-    ):
-        check_choice(f"config.{name}", _value(config, name), choices)
-    _check_wandb(config)
-    check_candidates(config)
-    check_early(config)
-    check_algorithm(config)
-    with blame("config.runtime.", (ConfigError,)):
-        scheduler_settings(config).check()
-    _check_stale(config)
-    with blame("config.sampler."):
-        make_step(config.sampler.kind, config.sampler.noise_level)
-    with blame("config.reward.name: ", (ConfigError,)):
-        rewards.resolve(config.reward.name)
-    for name in ("prompts.file", "evaluation.prompts"):
-        with blame(f"config.{name}: "):
-            read_prompt_file(_value(config, name))
+def check(config: ConfigDict, devices: int | None = None) -> None:
+    """Refuses what cannot work; `config` is complete. Reads the prompt files, nothing slow.
+
+    A check is a function of the config that raises `ConfigError` with one sentence. A new one goes into one of
+    the STAGES at the end of this module: all checks of a stage are made, those of a later stage only if the
+    stages before found nothing. A check with several independent sentences collects them by `together`.
+
+    Args:
+      config: complete.
+      devices: how many there are, where the meshes are to be checked, too.
+
+    Raises:
+      ConfigError: the sentences of all mistakes that can be told at once.
+    """
+    fields, groups, cuts, step = STAGES
+    if devices is not None:
+        groups = *groups, functools.partial(_check_meshes, devices=devices)
+        step = *step, functools.partial(check_devices, devices=devices)
+    with together() as one:
+        with one():
+            _check_given(config)
+        for stage in (fields, groups, cuts, step):
+            with together() as each:
+                for refuse in stage:
+                    with each():
+                        refuse(config)
+
+
+def _check_given(config: ConfigDict) -> None:
+    """What has to be given: the model's folder, prompt files that can be read, and a reward."""
+    with together() as one:
+        for name in ("model.folder", "prompts.file", "reward.name", "evaluation.prompts"):
+            with one():
+                if not _value(config, name):
+                    raise ConfigError(
+                        f"config.{name} is not given: add --config.{name}=... to the command"
+                    )
+                if name == "reward.name":
+                    with blame("config.reward.name: ", (ConfigError,)):
+                        rewards.resolve(config.reward.name)
+                elif name != "model.folder":
+                    with blame(f"config.{name}: "):
+                        read_prompt_file(_value(config, name))
 
 
 def _check_numbers(config: ConfigDict) -> None:
     """Every number that must be positive, or may be 0, or lies in [0, 1)."""
-    for name in (
-        "steps",
-        "model.height",
-        "model.width",
-        "batch.groups",
-        "sampler.steps",
-        "sampler.fragment",
-        "lora.alpha",
-        "trainer.micro_batch",
-        "trainer.pack",
-        "trainer.updates",
-        "trainer.learning_rate",
-        "trainer.eps",
-        "trainer.clip_norm",
-        "trainer.ema_every",
-        "placement.rollout.fsdp",
-        "placement.rollout.workers",
-        "placement.trainer.data",
-        "placement.trainer.fsdp",
-        "placement.trainer.time",
-        "placement.cpu_devices",
-        "evaluation.every",
-        "evaluation.batch",
-        "pictures.every",
-        "pictures.images",
-        "checkpoint.every",
-        "checkpoint.keep",
-    ):
-        check_positive(f"config.{name}", _value(config, name))
-    for name in (
-        "seed",
-        "lora.rank",
-        "trainer.warmup",
-        "trainer.weight_decay",
-        "placement.rollout.data",
-        "reward.processes",
-        "runtime.max_candidates",
-        "runtime.redundant_groups",
-        "runtime.early_groups",
-        "evaluation.steps",
-        "evaluation.images",
-    ):
-        if not _value(config, name) >= 0:
-            raise ConfigError(f"config.{name} must be 0 or more, not {_value(config, name)}")
-    for name in ("trainer.b1", "trainer.b2", "trainer.ema"):
-        if not 0 <= _value(config, name) < 1:
-            raise ConfigError(f"config.{name} must lie in [0, 1), not be {_value(config, name)}")
+    with together() as one:
+        for name in (
+            "steps",
+            "model.height",
+            "model.width",
+            "batch.groups",
+            "sampler.steps",
+            "sampler.fragment",
+            "lora.alpha",
+            "trainer.micro_batch",
+            "trainer.pack",
+            "trainer.updates",
+            "trainer.learning_rate",
+            "trainer.eps",
+            "trainer.clip_norm",
+            "trainer.ema_every",
+            "placement.rollout.fsdp",
+            "placement.rollout.workers",
+            "placement.trainer.data",
+            "placement.trainer.fsdp",
+            "placement.trainer.time",
+            "placement.cpu_devices",
+            "evaluation.every",
+            "evaluation.batch",
+            "pictures.every",
+            "pictures.images",
+            "checkpoint.every",
+            "checkpoint.keep",
+        ):
+            with one():
+                check_positive(f"config.{name}", _value(config, name))
+        for name in (
+            "seed",
+            "lora.rank",
+            "trainer.warmup",
+            "trainer.weight_decay",
+            "placement.rollout.data",
+            "reward.processes",
+            "runtime.max_candidates",
+            "runtime.redundant_groups",
+            "runtime.early_groups",
+            "evaluation.steps",
+            "evaluation.images",
+        ):
+            with one():
+                if not _value(config, name) >= 0:
+                    raise ConfigError(
+                        f"config.{name} must be 0 or more, not {_value(config, name)}"
+                    )
+        for name in ("trainer.b1", "trainer.b2", "trainer.ema"):
+            with one():
+                if not 0 <= _value(config, name) < 1:
+                    raise ConfigError(
+                        f"config.{name} must lie in [0, 1), not be {_value(config, name)}"
+                    )
+        if config.batch.images < 2:
+            raise ConfigError(
+                f"config.batch.images = {config.batch.images}: a group needs 2 images or more, or its "
+                "images cannot be better than one another"
+            )
+
+
+def _check_average(config: ConfigDict) -> None:
     trainer = config.trainer
     if not trainer.ema and (trainer.ema_warm_up or trainer.ema_every > 1):
         raise ConfigError(
             "config.trainer.ema = 0 keeps no average that ema_warm_up or ema_every could be about: give it a "
             "decay such as 0.9, or leave these at False and 1"
         )
-    if config.batch.images < 2:
-        raise ConfigError(
-            f"config.batch.images = {config.batch.images}: a group needs 2 images or more, or its "
-            "images cannot be better than one another"
-        )
+
+
+def _check_choices(config: ConfigDict) -> None:
+    with together() as one:
+        for name, choices in (
+            ("model.dtype", ("float32", "bfloat16")),
+            ("sampler.dtype", ("", "float32", "bfloat16")),
+            ("runtime.tag_weights", ("in place", "resharded")),
+            ("wandb.mode", ("online", "offline", "disabled", "shared")),
+        ):
+            with one():
+                check_choice(f"config.{name}", _value(config, name), choices)
 
 
 def _value(config: ConfigDict, name: str) -> Any:
@@ -151,6 +190,15 @@ def _check_batches(config: ConfigDict) -> None:
         images,
         "as a fragment belongs to one update",
     )
+    count = config.advantages.best_and_worst
+    if count:
+        check_divides(
+            "config.batch.images",
+            batch.images,
+            "config.sampler.fragment",
+            fragment,
+            f"as with config.advantages.best_and_worst = {count} a fragment holds whole groups",
+        )
     if config.algorithm.name != "diffusion_dpo":  # which trains pairs
         trained = advantage_settings(config).kept(fragment, batch.images)
         chosen = ""
@@ -167,12 +215,31 @@ def _check_batches(config: ConfigDict) -> None:
 
 def _check_stale(config: ConfigDict) -> None:
     runtime, settings = config.runtime, scheduler_settings(config)
-    if runtime.staleness and not settings.stale_units:
-        raise ConfigError(
-            f"config.runtime.staleness = {runtime.staleness} changes nothing, as config.runtime.stale_share = "
-            f"{runtime.stale_share} of a step is less than config.sampler.fragment = {config.sampler.fragment} "
-            f"images or a group: give one of them room, or set config.runtime.staleness to 0"
-        )
+    if not runtime.staleness or settings.stale_units:
+        return
+    images = settings.groups * settings.images // settings.updates
+    sizes = [
+        size
+        for size in range(1, settings.fragment_images)
+        if images % size == 0 and dataclasses.replace(settings, fragment_images=size).stale_units
+    ]
+    room = smaller_fragments(config, sizes) if sizes else "config.runtime.stale_share higher"
+    raise ConfigError(
+        f"config.runtime.staleness = {runtime.staleness} changes nothing, as config.runtime.stale_share = "
+        f"{runtime.stale_share} of a step is less than config.sampler.fragment = {config.sampler.fragment} "
+        f"images or a group: set {room}, or config.runtime.staleness to 0"
+    )
+
+
+def _check_scheduler(config: ConfigDict) -> None:
+    with blame("config.runtime.", (ConfigError,)):
+        scheduler_settings(config).check()
+    _check_stale(config)
+
+
+def _check_noise_level(config: ConfigDict) -> None:
+    with blame("config.sampler."):
+        make_step(config.sampler.kind, config.sampler.noise_level)
 
 
 def _check_rules(config: ConfigDict) -> None:
@@ -190,6 +257,10 @@ def _check_rules(config: ConfigDict) -> None:
                 f"config.placement.rules: {pattern!r} is no regular expression: {error}"
             ) from error
         check_choice(f"the tactic of {pattern!r} in config.placement.rules", tactic, tuple(TACTICS))
+
+
+def _check_meshes(config: ConfigDict, devices: int) -> None:
+    mesh_sizes(config.placement, devices)
 
 
 def check_devices(config: ConfigDict, devices: int) -> None:
@@ -226,3 +297,23 @@ def _check_wandb(config: ConfigDict) -> None:
         raise ConfigError(
             f"config.wandb.{given[0]} does nothing without config.wandb.project: name the project, too"
         )
+
+
+STAGES = (
+    # Each field alone.
+    (
+        _check_numbers,
+        _check_choices,
+        _check_wandb,
+        check_weights,
+        check_advantage_choices,
+        check_algorithm_choices,
+        _check_rules,
+    ),
+    # What a group is, and what is sampled of an image.
+    (_check_average, check_advantages, check_sampler, check_early),
+    # How a step is cut, and what the algorithm demands of that.
+    (_check_batches, check_candidates, check_early_fragments, check_algorithm),
+    # A step as a whole.
+    (_check_noise_level, _check_scheduler),
+)

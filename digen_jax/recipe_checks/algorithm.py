@@ -10,22 +10,37 @@ from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
 from digen_jax.flow.steps import KINDS, Ode
 from digen_jax.recipe import advantage_settings, algorithm_settings, noisy_steps, trained_steps
-from digen_jax.settings import ConfigError, blame, check_choice, check_divides, check_positive
+from digen_jax.settings import (
+    ConfigError,
+    blame,
+    check_choice,
+    check_divides,
+    check_positive,
+    together,
+)
 
 WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
 NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
 
 
-def check_algorithm(config: ConfigDict) -> None:
-    """Refuses settings of the algorithm that cannot work, and a sampler that is not for it."""
+def check_algorithm_choices(config: ConfigDict) -> None:
+    """Refuses words that the algorithm does not know, and a sampler that is not for it."""
     section = config.algorithm
-    if section.name == "policy_gradient":
-        check_choice("config.sampler.kind", config.sampler.kind, NOISY)
-        check_positive("config.sampler.noise_level", config.sampler.noise_level)
-    for field, hint in get_type_hints(CLASSES[section.name]).items():
-        if get_origin(hint) is Literal:
-            auto = ("auto",) if field == "old_log_probs" else ()
-            check_choice(f"config.algorithm.{field}", section[field], auto + get_args(hint))
+    with together() as one:
+        if section.name == "policy_gradient":
+            with one():
+                check_choice("config.sampler.kind", config.sampler.kind, NOISY)
+            with one():
+                check_positive("config.sampler.noise_level", config.sampler.noise_level)
+        for field, hint in get_type_hints(CLASSES[section.name]).items():
+            if get_origin(hint) is Literal:
+                auto = ("auto",) if field == "old_log_probs" else ()
+                with one():
+                    check_choice(f"config.algorithm.{field}", section[field], auto + get_args(hint))
+
+
+def check_algorithm(config: ConfigDict) -> None:
+    """Refuses settings of the algorithm that cannot work together."""
     with blame("config.algorithm."):
         algorithm = algorithm_settings(config)
     _check_nested(config, algorithm)

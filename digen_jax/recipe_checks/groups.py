@@ -1,6 +1,7 @@
 """What a complete config must say of its groups, their rewards and advantages: a part of `recipe_checks`."""
 
 import math
+from collections.abc import Sequence
 from typing import get_args
 
 from ml_collections import ConfigDict
@@ -8,7 +9,7 @@ from ml_collections import ConfigDict
 from digen_jax.algorithms.advantages import Baseline, Combine, DDof, Std
 from digen_jax.recipe import advantage_settings
 from digen_jax.rewards import names_in
-from digen_jax.settings import ConfigError, blame, check_choice, check_divides
+from digen_jax.settings import ConfigError, blame, check_choice, together
 
 
 def check_weights(config: ConfigDict) -> None:
@@ -30,23 +31,20 @@ def check_weights(config: ConfigDict) -> None:
         )
 
 
+def check_advantage_choices(config: ConfigDict) -> None:
+    """Refuses words that no advantage knows."""
+    choices = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
+    with together() as one:
+        for name, choice in choices.items():
+            value = config.advantages[name]
+            with one():
+                check_choice(f"config.advantages.{name}", value, get_args(choice))
+
+
 def check_advantages(config: ConfigDict) -> None:
     """Refuses advantages that groups of this size do not have; the rewards' weights are checked."""
-    choices = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
-    for name, choice in choices.items():
-        value = config.advantages[name]
-        check_choice(f"config.advantages.{name}", value, get_args(choice))
     with blame("config.advantages."):
         advantage_settings(config).check(config.batch.images, config.batch.groups)
-    count = config.advantages.best_and_worst
-    if count:
-        check_divides(
-            "config.batch.images",
-            config.batch.images,
-            "config.sampler.fragment",
-            config.sampler.fragment,
-            f"as with config.advantages.best_and_worst = {count} a fragment holds whole groups",
-        )
 
 
 def check_candidates(config: ConfigDict) -> None:
@@ -69,12 +67,10 @@ def check_candidates(config: ConfigDict) -> None:
             f"config.runtime.max_candidates = {most} must be at least config.batch.groups + "
             f"config.runtime.redundant_groups = {least}, or 0 for no dynamic sampling"
         )
-    check_divides(
-        "config.sampler.fragment",
-        config.sampler.fragment,
-        "config.batch.images",
-        config.batch.images,
+    _check_one_group(
+        config,
         "as with config.runtime.max_candidates a group that is replaced must not share a fragment",
+        config.batch.images,
     )
 
 
@@ -98,39 +94,67 @@ def check_early(config: ConfigDict) -> None:
             f"{early} is for policy_gradient, whose loss may be linear in the advantages, and not for "
             f"{config.algorithm.name}: set it to 0"
         )
-    for name, value, needed, why in (
-        ("runtime.staleness", config.runtime.staleness, 0, "older weights' ratios are not 1"),
-        ("trainer.updates", config.trainer.updates, 1, "behind an update ratios are not 1"),
-        (
-            "runtime.max_candidates",
-            config.runtime.max_candidates,
-            0,
-            "only of a complete group it is known whether it is replaced",
-        ),
-        (
-            "reward.name",
-            ", ".join(names),
-            names[0],
-            "it is shown to be exact for a single reward only",
-        ),
-    ):
-        if value != needed:
-            raise ConfigError(
-                f"{early} cannot go with config.{name} = {value}, as {why}: set that to {needed}, or "
-                "config.runtime.early_groups to 0"
-            )
+    with together() as one:
+        for name, value, needed, why in (
+            ("runtime.staleness", config.runtime.staleness, 0, "older weights' ratios are not 1"),
+            ("trainer.updates", config.trainer.updates, 1, "behind an update ratios are not 1"),
+            (
+                "runtime.max_candidates",
+                config.runtime.max_candidates,
+                0,
+                "only of a complete group it is known whether it is replaced",
+            ),
+            (
+                "reward.name",
+                ", ".join(names),
+                names[0],
+                "it is shown to be exact for a single reward only",
+            ),
+        ):
+            if value != needed:
+                with one():
+                    raise ConfigError(
+                        f"{early} cannot go with config.{name} = {value}, as {why}: set that to {needed}, or "
+                        "config.runtime.early_groups to 0"
+                    )
+        if len(names) == 1:
+            with one(), blame("config.advantages."):
+                advantage_settings(config).check_early()
+
+
+def check_early_fragments(config: ConfigDict) -> None:
+    """Refuses fragments of several groups, or no smaller than what has to be waited for otherwise."""
+    early = f"config.runtime.early_groups = {config.runtime.early_groups}"
     fragment, images = config.sampler.fragment, config.batch.images
-    check_divides(
-        "config.sampler.fragment",
-        fragment,
-        "config.batch.images",
-        images,
-        f"as with {early} a fragment belongs to one group",
-    )
-    if config.advantages.std == "group" and fragment == images:
+    if not config.runtime.early_groups:
+        return
+    less = config.advantages.std == "group"
+    most = images // 2 if less else images
+    _check_one_group(config, f"as with {early} a fragment belongs to one group", most)
+    if less and fragment == images:
         raise ConfigError(
             f"{early} changes nothing where config.sampler.fragment = {fragment} is a whole group: set "
             "that to less, or config.runtime.early_groups to 0"
         )
-    with blame("config.advantages."):
-        advantage_settings(config).check_early()
+
+
+def _check_one_group(config: ConfigDict, why: str, most: int) -> None:
+    """Refuses fragments of several groups; `why` says why, and at most so many images are advised."""
+    fragment, images = config.sampler.fragment, config.batch.images
+    if images % fragment:
+        sizes = [size for size in range(1, most + 1) if images % size == 0]
+        raise ConfigError(
+            f"config.sampler.fragment = {fragment} must divide config.batch.images = {images}, {why}: "
+            f"set {smaller_fragments(config, sizes)}"
+        )
+
+
+def smaller_fragments(config: ConfigDict, sizes: Sequence[int]) -> str:
+    """What to set for the largest of some sizes that the meshes can split, the micro-batch included."""
+    meshes = (config.placement.rollout, config.placement.trainer)
+    split = math.lcm(*(max(1, mesh.data * mesh.fsdp) for mesh in meshes))
+    size = max([size for size in sizes if size % split == 0] or sizes)
+    fields = "config.sampler.fragment"
+    if size % config.trainer.micro_batch:
+        fields += " and config.trainer.micro_batch"
+    return f"{fields} to {size}"

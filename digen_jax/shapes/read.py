@@ -1,9 +1,16 @@
 """Reads a picture of flat shapes from its pixels: background, colours, components, classes.
 
 Every pixel is taken as a mixture of the background and one colour of the vocabulary. Connected
-pixels that are at least half one colour are an object; how much of each pixel it covers is its
-silhouette, which is scaled to a fixed area and compared with the silhouettes of all classes. Works
-at any picture size.
+pixels that are at least half one colour are an object, and so are touching ones of nearly the same
+colour; how much of each pixel it covers is its silhouette, which is scaled to a fixed area and
+compared with the silhouettes of all classes. Works at any picture size.
+
+Measured on 200 pictures of the embedded model (half of them tuned), judged by eye with their prompts:
+of 96 right ones 12 are rejected, of 104 wrong ones 9 accepted; where the observer was sure, 4 of 76
+and 1 of 84 (`tests/shapes/test_judged_pictures.py`). What it still misses: stars and rings that are
+small, blurred or askew, which it takes for no shape or for another, and flattened circles. What it
+still accepts: lumpy circles, triangles and hearts that an observer would rather not, and a shape
+with a small piece broken off.
 """
 
 from functools import cache
@@ -17,13 +24,25 @@ from digen_jax.shapes.render import coverage
 from digen_jax.shapes.vocabulary import COLORS, SHAPES
 
 MIN_AREA = 8 / 1024  # of the picture; less is dirt
-MAX_MISMATCH = 0.3  # relative distance to the nearest silhouette, beyond which it is no shape
+# Relative distance to a class's nearest silhouette, beyond which it is none of that class. Any lump
+# is near a circle, and any that narrows downwards near a heart, so that these two must fit better.
+MAX_MISMATCH = {
+    "circle": 0.16,
+    "triangle": 0.33,
+    "cross": 0.33,
+    "star": 0.33,
+    "ring": 0.33,
+    "heart": 0.22,
+}
+MAX_DETOUR = 0.05  # beyond the nearest class's distance, for another that is within its own limit
 MAX_COLOR_DISTANCE = 0.35  # in RGB, beyond which a colour has no name
+MIN_CONTRAST = 0.3  # in RGB, of touching objects; the vocabulary's nearest colours are 0.41 apart
 _FAINT = 0.1  # RGB distance from the background below which a pixel is background
 _GRID = 20  # samples a side of a scaled silhouette
 _EXTENT = 1.0  # half the side of that grid, in units of the square root of the area
 _NAMES = tuple(COLORS)
 _PALETTE = np.array(list(COLORS.values()), np.float32)
+_LIMITS = np.array([MAX_MISMATCH[shape] for shape in SHAPES])
 
 
 def find_objects(image: Float[np.ndarray, "h w 3"]) -> list[Detection]:
@@ -34,6 +53,7 @@ def find_objects(image: Float[np.ndarray, "h w 3"]) -> list[Detection]:
     image = np.asarray(image, np.float32)
     background = estimate_background(image)
     labels, palette_index = _segment(image, background)
+    labels = _joined(image, background, labels)
     boxes = ndimage.find_objects(labels)
     large = [
         number
@@ -91,6 +111,57 @@ def _segment(
     return labels, palette_index
 
 
+def _joined(
+    image: Float[np.ndarray, "h w 3"],
+    background: Float[np.ndarray, "h w 3"],
+    labels: Int[np.ndarray, "h w"],
+) -> Int[np.ndarray, "h w"]:
+    """The components, touching ones of nearly one colour made one: an object of an uneven colour.
+
+    The largest one's number stays, and its colour decides what else joins, so that the blurred rim
+    between two objects does not make them one.
+    """
+    pairs = _touching(labels)
+    color = {
+        number: _color(image, background, labels == number)
+        for number in {i for p in pairs for i in p}
+    }
+    area = np.bincount(labels.ravel())
+    part_of = np.arange(len(area))
+    for pair in sorted(pairs, key=lambda p: np.linalg.norm(color[p[0]] - color[p[1]])):
+        smaller, larger = sorted((int(part_of[i]) for i in pair), key=lambda i: area[i])
+        if np.linalg.norm(color[smaller] - color[larger]) < MIN_CONTRAST:
+            part_of[part_of == smaller] = larger
+    return part_of[labels]
+
+
+def _touching(labels: Int[np.ndarray, "h w"]) -> list[tuple[int, int]]:
+    """The pairs of components that have neighbouring pixels, diagonal ones included."""
+    pairs = set()
+    for one, other in (
+        (labels[:, 1:], labels[:, :-1]),
+        (labels[1:], labels[:-1]),
+        (labels[1:, 1:], labels[:-1, :-1]),
+        (labels[1:, :-1], labels[:-1, 1:]),
+    ):
+        meet = (one != other) & (one > 0) & (other > 0)
+        pairs |= {
+            (min(a, b), max(a, b))
+            for a, b in zip(one[meet].tolist(), other[meet].tolist(), strict=True)
+        }
+    return sorted(pairs)
+
+
+def _color(
+    image: Float[np.ndarray, "h w 3"],
+    background: Float[np.ndarray, "h w 3"],
+    inside: Bool[np.ndarray, "h w"],
+) -> Float[np.ndarray, "3"]:
+    """The mean colour of the half of a component that stands out most from the background."""
+    strength = ((image[inside] - background[inside]) ** 2).sum(-1)
+    return image[inside][strength >= np.median(strength)].mean(axis=0)
+
+
 def _silhouette(
     image: np.ndarray, background: np.ndarray, labels: np.ndarray, number: int, box: tuple
 ) -> tuple[Float[np.ndarray, "3"], Float[np.ndarray, "g g"]]:
@@ -99,12 +170,9 @@ def _silhouette(
     near = tuple(slice(max(side.start - reach, 0), side.stop + reach) for side in box)
     inside = labels[near] == number
     behind = background[near]
-    delta = image[near] - behind
-    strength = (delta**2).sum(-1)
-    core = inside & (strength >= np.median(strength[inside]))
-    color = image[near][core].mean(axis=0)
+    color = _color(image[near], behind, inside)
     towards = color - behind
-    share = np.clip((delta * towards).sum(-1) / (towards**2).sum(-1), 0, 1)
+    share = np.clip(((image[near] - behind) * towards).sum(-1) / (towards**2).sum(-1), 0, 1)
     edge = ndimage.binary_dilation(inside, np.ones((3, 3)), iterations=reach) & (labels[near] == 0)
     return color, _scaled(np.where(inside | edge, share, 0))
 
@@ -159,12 +227,13 @@ def _detection(
     box: tuple, size: tuple[int, int], palette_index: int, color: np.ndarray, mismatch: np.ndarray
 ) -> Detection:
     """One component's class, if it resembles one, and its colour, if that has a name."""
-    nearest = int(mismatch.argmin())
+    fits = (mismatch <= _LIMITS) & (mismatch <= mismatch.min() + MAX_DETOUR)
+    nearest = int(np.where(fits, mismatch, np.inf).argmin())
     named = np.linalg.norm(color - _PALETTE[palette_index]) <= MAX_COLOR_DISTANCE
     rows, columns = box
     height, width = size
     return Detection(
-        label=SHAPES[nearest] if mismatch[nearest] <= MAX_MISMATCH else None,
+        label=SHAPES[nearest] if fits.any() else None,
         color=_NAMES[palette_index] if named else None,
         box=(
             columns.start / width,
@@ -172,7 +241,7 @@ def _detection(
             columns.stop / width,
             rows.stop / height,
         ),
-        confidence=float(max(0.0, 1 - mismatch[nearest])),
+        confidence=float(max(0.0, 1 - mismatch[nearest if fits.any() else mismatch.argmin()])),
     )
 
 

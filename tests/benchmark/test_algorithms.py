@@ -10,7 +10,18 @@ import pytest
 from PIL import Image
 
 from digen_jax import recipe, run
-from digen_jax.benchmark.algorithms import Outcome, Point, Row, Table, check, compare
+from digen_jax.benchmark import family_plot
+from digen_jax.benchmark.algorithms import (
+    CELLS,
+    COSTS,
+    Outcome,
+    Point,
+    Row,
+    Table,
+    check,
+    compare,
+    read_cells,
+)
 from digen_jax.benchmark.cells import Cost, cost
 from digen_jax.metrics import read_metrics
 from digen_jax.settings import ConfigError
@@ -62,6 +73,7 @@ def built(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_cells_are_trained_once_seed_by_seed(configs, built, tmp_path, stop_in_third):
     """Stopped in the third of four cells; then of one algorithm only, then of all."""
     stop_in_third(built)
@@ -80,6 +92,7 @@ def test_cells_are_trained_once_seed_by_seed(configs, built, tmp_path, stop_in_t
     assert [row.missing for row in table.rows] == [(), ()]
     assert (tmp_path / "algorithms.md").read_text() == table.describe() + "\n"
     assert Image.open(tmp_path / "algorithms.png").width > 1000
+    assert read_cells(tmp_path / "algorithms.csv").describe() == table.describe()
     assert "Not finished" not in table.describe()
 
     clip, topr = (row.outcomes for row in table.rows)
@@ -124,10 +137,12 @@ def test_the_table_has_means_over_the_seeds():
         1: outcome(0.32, 0.34, 0.36),
         2: outcome(0.32, 0.40, 0.45, cpu_seconds=180.0),
     }
-    rows = Row("good", whole, ()), Row("begun", {0: outcome(0.32, 0.3, 0.3)}, (1, 2))
+    rows = (
+        Row("good", "f", whole, ()),
+        Row("begun", "f", {0: outcome(0.32, 0.3, 0.3)}, (1, 2)),
+    )
     assert rows[0].gain == pytest.approx((0.09, np.sqrt(0.0021 / 3)))
-    assert rows[0].curve()[1] == pytest.approx((100, 40, 0.38))
-    table = Table((*rows, Row("none", {}, (0, 1, 2)))).describe().splitlines()
+    table = Table((*rows, Row("none", "f", {}, (0, 1, 2)))).describe().splitlines()
     assert table[2] == "| good | +0.090 ± 0.026 | 0.410 | 200 | 87 | 160 | yes |"
     assert table[3] == "| begun | -0.020 | 0.300 | 200 | 90 | 150 | seeds missing |"
     assert table[5] == "Held-out reward of the base: 0.32."
@@ -136,6 +151,55 @@ def test_the_table_has_means_over_the_seeds():
     record = json.loads(json.dumps(rows[1].record()))
     assert record["gain"] == pytest.approx([-0.02, None]) and record["missing"] == [1, 2]
     assert record["learns"] is None and record["seeds"]["0"]["points"][2]["images"] == 200
+
+
+def test_the_picture_has_a_line_with_bars_for_each_family(tmp_path):
+    """18 made algorithms of three families; what is written as cells and read again is the same table."""
+    rng = np.random.default_rng(0)
+    families = {
+        "policy gradients": (14, 0.08),
+        "forward process": (2, 0.2),
+        "preference": (2, 0.12),
+    }
+    rows = []
+    for family, (count, gain) in families.items():
+        for i in range(count):
+            ends = {seed: 0.32 + gain + 0.02 * rng.standard_normal() for seed in range(3)}
+            cells = {seed: outcome(0.32, (0.32 + end) / 2, end) for seed, end in ends.items()}
+            rows.append(Row(f"{family} {i}", family, cells, ()))
+    table = Table(tuple(rows))
+    table.write(tmp_path)
+    again = tmp_path / "again"
+    again.mkdir()
+    read_cells(tmp_path / "algorithms.csv").write(again)
+    for name in ("algorithms.csv", "algorithms.md"):
+        assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
+    drawn = np.asarray(Image.open(tmp_path / "algorithms.png").convert("RGB")).astype(int)
+    for colour in ((31, 119, 180), (255, 127, 14), (44, 160, 44)):
+        parts = np.array_split((drawn == colour).all(-1), 3, axis=1)
+        assert all(part.sum() > 150 for part in parts)
+    assert not (drawn == (214, 39, 40)).all(-1).any()  # there is no fourth
+
+
+def test_deviations_are_those_of_a_familys_runs():
+    curves = [[{"images": 5, "reward": reward}] for reward in (0.3, 0.4, 0.8)]
+    x, mean, deviation = family_plot._summary(curves, "images")
+    assert (x, mean) == ([5], pytest.approx([0.5]))
+    assert deviation == pytest.approx([np.std([0.3, 0.4, 0.8], ddof=1)])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "is no table of cells: its first line must be algorithm,family,seed,images"),
+        ("a,b\n1,2\n", "is no table of cells"),
+        (f"{','.join((*CELLS, *COSTS))}\nx,f,0,many,1,0.5,1,1\n", "cells.csv: invalid literal"),
+    ],
+)
+def test_another_table_is_refused(text, sentence, tmp_path):
+    (tmp_path / "cells.csv").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        read_cells(tmp_path / "cells.csv")
 
 
 @pytest.mark.parametrize(
@@ -151,8 +215,8 @@ def test_the_table_has_means_over_the_seeds():
 )
 def test_to_learn_is_to_gain_enough_and_surely(gains, learns):
     outcomes = {seed: outcome(0.0, gain) for seed, gain in enumerate(gains)}
-    assert Row("it", outcomes, ()).learns is learns
-    assert Row("it", outcomes, (2,)).learns is None
+    assert Row("it", "f", outcomes, ()).learns is learns
+    assert Row("it", "f", outcomes, (2,)).learns is None
 
 
 def test_what_would_be_no_comparison_is_refused(configs):

@@ -45,6 +45,7 @@ def built(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_each_seed_is_trained_with_and_without_it(config, built, tmp_path, stop_in_third, capsys):
     """Stopped in the third of four runs, the same call does what is left."""
     stop_in_third(built)

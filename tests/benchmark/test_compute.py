@@ -23,6 +23,7 @@ def build(config, devices):
     return toy.system(config, len(devices))
 
 
+@pytest.mark.slow
 def test_fragments_by_a_link_train_as_fragments_at_hand(config):
     at_hand, apart = Roles(config, build), Roles(config, build)
     start = jax.device_get(at_hand.state.tuned)
@@ -38,6 +39,7 @@ def test_fragments_by_a_link_train_as_fragments_at_hand(config):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_two_processes_on_a_core_each(config):
     rounds = []
     speed = compare(config, 1, lambda: rounds.append(1), build)

@@ -10,6 +10,7 @@ import pytest
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages
 from digen_jax.runtime.early import settled
 from digen_jax.runtime.trainer import Trainer
+from tests.cases import quick
 from tests.runtime import fragments, toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -76,7 +77,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("tuning", "mesh", "kl", "std"), CASES)
+@pytest.mark.parametrize(("tuning", "mesh", "kl", "std"), quick(CASES, 0, 2))
 def test_the_update_is_that_of_training_complete_groups(tuning, mesh, kl, std):
     parts, state = built(tuning, mesh, kl, std, trainer__eps=1.0)
     expected, measured = updated(parts, state, ordinary(parts, state, std), std)

@@ -15,6 +15,7 @@ from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import Versions, receive
 from digen_jax.runtime.packing import Endpoints
 from digen_jax.runtime.sampler import Prompts
+from tests.cases import quick
 from tests.runtime import toy
 from tests.runtime.test_trainer import LORA, adapted
 
@@ -299,7 +300,7 @@ def test_diffusion_nft_publishes_its_old_policy_which_follows(monkeypatch):
     assert all(line["old_deviation"] > 0 for line in history)  # of the second update
 
 
-@pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
+@pytest.mark.parametrize("name", quick([("diffusion_nft",), ("awm",)], 0))
 def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch, name):
     seen, ages = [], []
     real = training.receive
@@ -341,7 +342,7 @@ def test_awms_copy_follows_and_is_not_what_is_published(monkeypatch):
     assert history[0]["ema_kl"] == pytest.approx(0, abs=1e-9) and history[1]["ema_kl"] > 0
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("tuning", quick([("full",), ("lora",)], 0))
 def test_offline_the_images_are_a_set_of_the_start(monkeypatch, tuning):
     fields, keys, real = dict(algorithm__set_steps=2, tuning=tuning, micro=8), [], training.receive
 
@@ -364,7 +365,7 @@ def test_offline_the_images_are_a_set_of_the_start(monkeypatch, tuning):
     assert not np.isin(keys[2], keys[0]).any()
 
 
-@pytest.mark.parametrize("name", ["diffusion_nft", "diffusion_dpo"])
+@pytest.mark.parametrize("name", quick([("diffusion_nft",), ("diffusion_dpo",)], 1))
 def test_where_it_is_sampled_and_trained_changes_nothing(monkeypatch, name):
     """Of two updates a step, with fragments of two groups, or of all of an update's on one device."""
     apart = toy.meshes((2, 1), (1, 2), workers=1) | dict(fragment=6, micro=4, pack=3)

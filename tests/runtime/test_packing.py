@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.runtime import gradient, trainer
 from digen_jax.runtime.packing import MicroBatch
+from tests.cases import quick
 from tests.runtime import fragments, toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -38,7 +39,9 @@ def built(tuning, tactic, pack, mesh, images):
     return parts, parts.trainer.init(fragments.tuned(tuning))
 
 
-@pytest.mark.parametrize(("tuning", "tactic", "steps", "pack", "mesh", "images"), CASES)
+@pytest.mark.parametrize(
+    ("tuning", "tactic", "steps", "pack", "mesh", "images"), quick(CASES, 1, 4, 7, 10)
+)
 def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
     tuning, tactic, steps, pack, mesh, images
 ):

@@ -10,6 +10,7 @@ import pytest
 from digen_jax.flow.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3 import FROZEN, SD3Config, SD3Transformer
 from digen_jax.runtime.executors.training import receive
+from tests.cases import quick
 from tests.runtime import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
@@ -93,7 +94,7 @@ class Rollout:
         return x_next - std[..., None, None, None] * np.stack([noise(i) for i in range(len(std))])
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=quick([(kind,) for kind in KINDS], 0))
 def rolled(request, exact_and_split, optimised):
     return Rollout(request.param)
 

@@ -15,6 +15,7 @@ from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
 from digen_jax.runtime.optimisation import TrainerSettings
 from digen_jax.runtime.trainer import Totals, Trainer
+from tests.cases import quick
 from tests.runtime import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -159,7 +160,7 @@ def test_the_plain_loop_clips_some_ratios_and_not_others(tuning):
 
 @pytest.mark.parametrize(
     ("tuning", "cut"),
-    [("full", cut) for cut in CUTS] + [("lora", "one device"), ("lora", "2x2 + 1x4")],
+    quick([("full", c) for c in CUTS] + [("lora", "one device"), ("lora", "2x2 + 1x4")], 2, 5),
 )
 def test_the_accumulated_gradient_is_the_plain_loops(tuning, cut):
     totals = accumulated(tuning, cut)

@@ -91,6 +91,9 @@ def test_a_shape_that_touches_the_border_is_read(shape):
         pytest.param(
             lambda x, y: (abs(np.hypot(x - 16, y - 16) - 5) < 1.5) & (y < 18), id="broken ring"
         ),
+        pytest.param(lambda x, y: (abs(x - 16) < 4.4) & (abs(y - 16) < 3.4), id="oblong"),
+        pytest.param(lambda x, y: np.hypot((x - 16) / 1.35, y - 16) < 5, id="ellipse"),
+        pytest.param(lambda x, y: abs(x - 16) + abs(y - 16) < 6, id="diamond"),
     ],
 )
 def test_what_is_no_shape_has_no_label(inside):
@@ -120,6 +123,27 @@ def test_touching_objects_of_different_colors_are_two():
     image = image + share * (np.array(COLORS["yellow"], np.float32) - image)
     found = sorted((d.label, d.color) for d in find_objects(image))
     assert found == [("circle", "blue"), ("circle", "yellow")]
+
+
+def test_an_object_of_an_uneven_color_is_one():
+    """Its colour goes from red to orange: each half is nearer to another word."""
+    image = render(Scene((Object("triangle", "red", 0.5, 0.5, 0.2),), GRAY))
+    share = (image[..., 0] - 0.5)[..., None] / (COLORS["red"][0] - 0.5)
+    along = np.linspace(0.15, 0.75, 32, dtype=np.float32)[:, None, None]
+    color = (1 - along) * np.array(COLORS["red"]) + along * np.array(COLORS["orange"])
+    (found,) = find_objects((0.5 + share * (color - 0.5)).astype(np.float32))
+    assert found.label == "triangle"
+
+
+@pytest.mark.parametrize("blur", [0.0, 0.5, 0.8])
+def test_touching_objects_of_near_colors_are_two(blur):
+    """Red and yellow, with a rim between them that is orange where it is blurred."""
+    image = draw_mask(lambda x, y: np.hypot(x - 10, y - 16) < 5)
+    mask = ((image - 0.5) / (np.array(COLORS["blue"], np.float32) - 0.5)).mean(-1, keepdims=True)
+    image = 0.5 + mask * (np.array(COLORS["red"], np.float32) - 0.5)
+    image += mask[:, ::-1] * (np.array(COLORS["yellow"], np.float32) - image)
+    found = find_objects(ndimage.gaussian_filter(image, (blur, blur, 0)))
+    assert {"red", "yellow"} <= {thing.color for thing in found}
 
 
 @pytest.mark.parametrize("color", [(0.5, 0.5, 0.5), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)])

@@ -16,7 +16,8 @@ class Candidate:
       worker_devices: of each of them.
       data: devices of the trainer mesh over which images are split, its axes data x fsdp.
       time: devices over which the steps of a trajectory are split; above 1 this is TSP.
-      gap: fragments are trained while others are generated; else all are generated first.
+      gap: fragments are trained while others are generated; else all are generated and scored first.
+        Colocated all are generated first, in any case, and trained as they are scored.
       tag: the trainer may generate.
       asynchrony: idle workers may begin the next step.
     """
@@ -65,20 +66,25 @@ def layout(problem: Problem, candidate: Candidate) -> Layout:
 def costs(problem: Problem, candidate: Candidate) -> Costs:
     """What commands take with the candidate's trainer mesh.
 
-    Steps that `time` does not divide are filled up, so ceil(s / time) of s are each device's.
+    Steps that `time` does not divide are filled up, so ceil(s / time) of s are each device's. Colocated the
+    weights lie where they are needed, and nothing is published.
     """
     longest = -(-problem.transitions // candidate.time)
     devices = candidate.data * problem.transitions / longest
     seconds = problem.costs.train * problem.trainer.seconds(devices)
-    return dataclasses.replace(problem.costs, train=seconds)
+    publish = problem.costs.publish if candidate.workers else 0.0
+    return dataclasses.replace(problem.costs, train=seconds, publish=publish)
 
 
 def settings(problem: Problem, candidate: Candidate) -> Settings:
-    """The scheduler's, with the candidate's tactics on and the others off."""
-    readiness = problem.settings.readiness if candidate.gap else "step"
+    """The scheduler's, as `recipe.scheduler_settings` has them with the candidate's tactics on and the others off.
+
+    Without GAP they are none that a config can ask for: that is what GAP is compared with.
+    """
+    whole = candidate.workers and not candidate.gap
+    readiness = "step" if whole else problem.settings.readiness
     changes = {"readiness": readiness}
     if not candidate.asynchrony:
-        # As `recipe.scheduler_settings` has it.
         changes |= {"staleness": 0, "ordered": readiness not in EARLY}
     if not candidate.tag:
         changes["tag_fragments"] = 0

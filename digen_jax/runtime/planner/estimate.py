@@ -19,7 +19,7 @@ def lower_bound(problem: Problem, candidate: Candidate) -> float:
     """No step of the steady state takes less on average."""
     step = Step.of(problem, candidate)
     if not step.workers:
-        return max(step.busy + step.switch + step.fragments * step.assist, step.scoring)
+        return step.colocated
     return max(step.generation, step.scoring, step.best_share(step.way))
 
 
@@ -48,7 +48,8 @@ class Step:
     start: float  # until a worker can generate by new weights; early fragments need prompts before
     score: float  # a fragment
     scoring: float  # all of a step by the scorers there are
-    switch: float  # the trainer's role to and fro, and its own weights and prompts
+    turn: float  # of the trainer's role, each way
+    switch: float  # both ways, and its own weights and prompts
 
     @classmethod
     def of(cls, problem: Problem, candidate: Candidate) -> "Step":
@@ -77,8 +78,18 @@ class Step:
             start=costs.publish + (0.0 if early else costs.encode),
             score=score,
             scoring=score * count / problem.scorers if problem.scorers else 0.0,
+            turn=costs.switch,
             switch=2 * costs.switch + costs.publish + costs.encode,
         )
+
+    @property
+    def colocated(self) -> float:
+        """All is generated, then trained in turn as it is scored; the last gate is the last to open."""
+        generated = self.fragments * self.assist
+        first = max(generated, self.gate * self.assist + self.score)
+        scored = max(generated + self.score, self.assist + self.scoring)
+        last = scored + self.gate * self.train + self.last_update
+        return self.switch - self.turn + max(first + self.turn + self.busy, last)
 
     @property
     def busy(self) -> float:

@@ -160,7 +160,6 @@ def _colocated_loss(plan: Plan, colocated: Prediction) -> str:
         "its generation does not scale": sampling * (problem.worker.seconds(used) - 1 / used),
         f"only {used} of its devices can share a fragment": sampling * (1 / used - 1 / devices),
         "all devices switch roles": 2 * costs.switch,
-        "all devices wait for publication": costs.publish,
         "all devices wait for updates": costs.update * settings.updates,
         "all devices encode the prompts": costs.encode,
         "all devices wait for rewards": colocated.bubbles.get("reward", 0.0) / devices,

@@ -15,6 +15,7 @@ from digen_jax.runtime.executors.executors import Executors, replay
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
 from digen_jax.runtime.scheduler.commands import DropFragments, Fragment, Generate, Train, Update
+from tests.cases import quick
 from tests.runtime import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -111,7 +112,8 @@ def plain(std):
 
 
 @pytest.mark.parametrize(
-    ("layout", "std"), [*((layout, "group") for layout in LAYOUTS), ("one device", "global")]
+    ("layout", "std"),
+    quick([*((layout, "group") for layout in LAYOUTS), ("one device", "global")], 1),
 )
 def test_a_step_is_that_of_the_chosen_groups_alone(late, layout, std):
     gradient, change, history, log = run(layout, std)

@@ -12,6 +12,7 @@ from digen_jax.runtime.planner.search import Simulations, budget, search
 from digen_jax.runtime.planner.space import candidates
 from digen_jax.runtime.scheduler.settings import Costs, Settings
 from digen_jax.runtime.simulator.simulate import Disturbance, Layout, Mesh, simulate
+from tests.cases import quick
 
 FRAGMENTS, DEVICES = 8, 8
 
@@ -55,9 +56,8 @@ def exhaustive(problem):
 
         # `longest` of four steps are a device's, and its share of the images.
         linear = trainer[0] * 4 / longest
-        own = Costs(
-            **{**vars(costs), "train": costs.train * amdahl(problem.trainer.serial, linear)}
-        )
+        train = costs.train * amdahl(problem.trainer.serial, linear)
+        own = Costs(**vars(costs) | {"train": train, "publish": costs.publish if size else 0.0})
         fields = {"readiness": readiness, "tag_fragments": tags, "staleness": staleness}
         mesh = Mesh(size, 1 / amdahl(problem.worker.serial, size)) if size else None
         n = trainer[0] * trainer[1]
@@ -81,7 +81,8 @@ def exhaustive(problem):
         longest = longest if 4 % time else 4
         if rest == 0:
             count += 1
-            best = min(best, seconds(0, 0, mesh, longest, "step", 0, 0))
+            # All generated, it trains each group as it is scored, with the weights it has.
+            best = min(best, seconds(0, 0, mesh, longest, settings.readiness, 0, 0))
         for size in range(1, rest + 1):
             if rest % size == 0:
                 for readiness, tags, staleness in itertools.product(
@@ -93,7 +94,7 @@ def exhaustive(problem):
     return best, count
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", quick([(seed,) for seed in range(4)], 0))
 def test_the_choice_is_within_1_percent_of_the_best_after_5_percent_of_the_simulations(seed):
     problem = random_problem(seed)
     simulations, found = Simulations(problem), candidates(problem)

@@ -30,7 +30,7 @@ PLAIN = Settings(2, groups=2, images=2, fragment_images=1, staleness=0)
 runs = settings(
     derandomize=True,
     deadline=None,
-    max_examples=1000,
+    max_examples=100,
     suppress_health_check=[HealthCheck.too_slow],
 )
 
@@ -98,7 +98,16 @@ def test_every_run_ends_by_the_rules(plan, seed, trouble, workers, flat_share):
     found.referee.finish()
 
 
-@settings(runs, max_examples=100)
+@pytest.mark.slow
+@settings(runs, max_examples=1000)
+@some_runs
+def test_very_many_runs_end_by_the_rules(plan, seed, trouble, workers, flat_share):
+    found = world(plan, seed, trouble, workers, flat_share)
+    found.run()
+    found.referee.finish()
+
+
+@runs
 @some_runs
 def test_equal_events_give_equal_commands_also_from_the_middle(
     plan, seed, trouble, workers, flat_share
