@@ -1,4 +1,4 @@
-"""TensorBoard's event file, as far as scalars need it, without TensorFlow or torch.
+"""TensorBoard's event file, as far as scalars, pictures and a text need it, without TensorFlow or torch.
 
 A file is a row of TFRecords (length, masked CRC-32C of the length, message, masked CRC-32C of the
 message), each holding one `Event` protocol buffer. tensorboardX writes the same but imports torch
@@ -14,7 +14,10 @@ from pathlib import Path
 
 # Field numbers of event.proto and summary.proto, and protocol buffer wire types.
 WALL_TIME, STEP, FILE_VERSION, SUMMARY, SESSION_LOG = 1, 2, 3, 5, 7
-VALUE, TAG, SIMPLE_VALUE, STATUS, START = 1, 1, 2, 1, 1
+VALUE, TAG, SIMPLE_VALUE, IMAGE, TENSOR, METADATA, STATUS, START = 1, 1, 2, 4, 8, 9, 1, 1
+IMAGE_HEIGHT, IMAGE_WIDTH, IMAGE_COLORS, IMAGE_DATA = 1, 2, 3, 4
+TENSOR_TYPE, TENSOR_STRING, STRING_TYPE, PLUGIN, PLUGIN_NAME = 1, 8, 7, 1, 1
+PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by a PNG's colour type
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
@@ -52,6 +55,25 @@ def scalars_event(wall_time: float, step: int, scalars: Mapping[str, float]) -> 
         for name, value in scalars.items()
     ]
     return _moment(wall_time, step) + _bytes(SUMMARY, b"".join(values))
+
+
+def picture_event(wall_time: float, step: int, name: str, png: bytes) -> bytes:
+    """An `Event` with a picture, given as the bytes of a PNG file."""
+    # The header is a PNG's first chunk.
+    width, height, _, kind = struct.unpack(">IIBB", png[16:26])
+    sizes = {IMAGE_HEIGHT: height, IMAGE_WIDTH: width, IMAGE_COLORS: PNG_CHANNELS[kind]}
+    image = b"".join(_key(field, VARINT) + _varint(number) for field, number in sizes.items())
+    value = _bytes(TAG, name.encode()) + _bytes(IMAGE, image + _bytes(IMAGE_DATA, png))
+    return _moment(wall_time, step) + _bytes(SUMMARY, _bytes(VALUE, value))
+
+
+def text_event(wall_time: float, step: int, name: str, markdown: str) -> bytes:
+    """An `Event` with a text, which TensorBoard's text plugin shows."""
+    kind = _key(TENSOR_TYPE, VARINT) + _varint(STRING_TYPE)
+    tensor = _bytes(TENSOR, kind + _bytes(TENSOR_STRING, markdown.encode()))
+    plugin = _bytes(METADATA, _bytes(PLUGIN, _bytes(PLUGIN_NAME, b"text")))
+    value = _bytes(TAG, name.encode()) + plugin + tensor
+    return _moment(wall_time, step) + _bytes(SUMMARY, _bytes(VALUE, value))
 
 
 def opening_events(wall_time: float) -> list[bytes]:

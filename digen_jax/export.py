@@ -6,9 +6,15 @@ from typing import Any
 
 import jax
 
-from digen_jax.inference import TunedRun, all_devices, read_run
+from digen_jax.inference import TunedRun, all_devices, defaults_of_run, read_run
 from digen_jax.settings import ConfigError
-from digen_jax.weights.folder import copy_pipeline, read_json, write_params
+from digen_jax.weights.folder import (
+    absent_components,
+    copy_pipeline,
+    read_json,
+    read_model_index,
+    write_params,
+)
 from digen_jax.weights.lora import write_lora
 
 
@@ -41,8 +47,22 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
         write_lora(output, run.tuned, run.policy.lora.alpha, _lists(run))
     else:
         write = functools.partial(_write_transformer, run)
-        copy_pipeline(run.folder, output, {"transformer": write})
+        sampling = defaults_of_run(run.config)
+        own = {"steps": sampling.steps, "guidance": sampling.guidance}
+        copy_pipeline(run.folder, output, {"transformer": write}, own)
     return run
+
+
+def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
+    """The lines of Python that load in diffusers what was exported to `output`."""
+    whole = (output / "model_index.json").exists()
+    source = str(output) if whole else run.config.model.folder
+    # diffusers wants to be told of each component that is not there, although model_index.json says so.
+    without = absent_components(output if whole else run.folder)
+    name = read_model_index(run.folder)["_class_name"]
+    arguments = ", ".join([repr(source), *(f"{part}=None" for part in without)])
+    lines = [f"from diffusers import {name}", f"pipe = {name}.from_pretrained({arguments})"]
+    return "\n".join(lines + ([] if whole else [f"pipe.load_lora_weights({str(output)!r})"]))
 
 
 def _write_transformer(run: TunedRun, folder: pathlib.Path) -> None:

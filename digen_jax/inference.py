@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 from ml_collections import ConfigDict
 from PIL import Image
 
@@ -16,12 +16,13 @@ from digen_jax.assemble import load_family, make_policy, open_pipeline, read_fro
 from digen_jax.checkpoint import read_checkpoint
 from digen_jax.flow.steps import Ode
 from digen_jax.pictures import image_grid, to_uint8
-from digen_jax.runtime.evaluation import Progress, sample_images
+from digen_jax.progress import watched
+from digen_jax.runtime.evaluation import Evaluation, sample_images
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.settings import ConfigError, check_positive, user_input
-from digen_jax.weights.folder import read_json
+from digen_jax.weights.folder import SAMPLING, read_json
 from digen_jax.weights.lora import merge, read_lora
 
 # More would make a picture that nobody can look at.
@@ -107,14 +108,12 @@ def open_model(
         if is_run(name):
             run = read_run(name, group, dtype)
             config, folder, family = run.config, run.folder, run.policy.family
-            transformer, defaults = run.transformer(), _defaults_of_run(config)
+            transformer, defaults = run.transformer(), defaults_of_run(config)
         else:
             config, folder = None, open_pipeline(name)
             family = load_family(folder, dtype or "float32")
             transformer = read_part(family, folder, "transformer", group)
-            defaults = Defaults(
-                *family.default_size(), family.default_steps, family.default_guidance
-            )
+            defaults = _defaults_of_folder(folder, family)
         if lora is not None:
             transformer = _with_lora(family, transformer, lora, group)
         frozen = read_frozen(family, folder, group)
@@ -176,22 +175,35 @@ def sample_to_folder(
     output: pathlib.Path,
     batch: int,
     seed: int,
-    progress: Progress = iter,
+    images: int = 1,
 ) -> None:
-    """One PNG a prompt, numbered and named by it, and `grid.png` with the first of them.
+    """So many PNGs a prompt, numbered and named by it, and `grid.png` with the first of them.
 
-    Image i depends on the seed, i and its prompt, not on the batch.
+    Image j of prompt i depends on the seed, i, j and the prompt, not on the batch.
     """
     output.mkdir(parents=True, exist_ok=True)
-    batch = model.batch(batch, len(prompts))
+    every = [prompt for prompt in prompts for _ in range(images)]
+    batch = model.batch(batch, len(every))
     shown = []
-    for first in progress(range(0, len(prompts), batch)):
-        part = list(prompts[first : first + batch])
-        images = to_uint8(sample_images(sampler, model.weights, part, first, batch, seed))
-        for number, (image, prompt) in enumerate(zip(images, part, strict=True), first):
-            Image.fromarray(image).save(output / f"{number:05d}_{slug(prompt)}.png")
-        shown += list(images[: LARGEST_GRID - len(shown)])
-    _grid(np.stack(shown), prompts).save(output / "grid.png")
+    for first in watched(range(0, len(every), batch), "sampling", "batch"):
+        part = every[first : first + batch]
+        drawn = to_uint8(sample_images(sampler, model.weights, part, first, batch, seed, images))
+        for number, (image, prompt) in enumerate(zip(drawn, part, strict=True), first):
+            which = f"{number // images:05d}" + (f"_{number % images:02d}" if images > 1 else "")
+            Image.fromarray(image).save(output / f"{which}_{slug(prompt)}.png")
+        shown += list(drawn[: LARGEST_GRID - len(shown)])
+    _grid(np.stack(shown), every).save(output / "grid.png")
+
+
+def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
+    """An evaluation's pictures as PNGs that are named by score and prompt, and `grid.png` with the first of them."""
+    output.mkdir(parents=True, exist_ok=True)
+    prompts = [record["prompt"] for record in found.records]
+    for number, (image, prompt) in enumerate(zip(found.images, prompts, strict=True)):
+        name = f"{number:05d}_{found.scores[number]:.3f}_{slug(prompt)}.png"
+        Image.fromarray(image).save(output / name)
+    shown = slice(LARGEST_GRID)
+    _grid(found.images[shown], prompts, found.scores[shown]).save(output / "grid.png")
 
 
 def slug(prompt: str) -> str:
@@ -199,12 +211,29 @@ def slug(prompt: str) -> str:
     return re.sub(r"\W+", "-", prompt).strip("-")[:48].rstrip("-").lower() or "empty"
 
 
-def _grid(images: UInt8[np.ndarray, "n h w 3"], prompts: Sequence[str]) -> Image.Image:
+def _grid(
+    images: UInt8[np.ndarray, "n h w 3"],
+    prompts: Sequence[str],
+    scores: Float[np.ndarray, "n"] | None = None,
+) -> Image.Image:
     columns = min(8, len(images), max(4, round(len(images) ** 0.5)))
-    return image_grid(images, prompts[: len(images)], columns)
+    return image_grid(images, prompts[: len(images)], columns, scores)
 
 
-def _defaults_of_run(config: ConfigDict) -> Defaults:
+def _defaults_of_folder(folder: pathlib.Path, family: Any) -> Defaults:
+    """As the pipeline's own `SAMPLING` says, or where it says nothing as diffusers' pipeline samples."""
+    defaults = {"steps": family.default_steps, "guidance": family.default_guidance}
+    path = folder / SAMPLING
+    own = read_json(path) if path.exists() else {}
+    for name, value in own.items():
+        if name not in defaults or type(value) not in (int, type(defaults[name])):
+            raise ConfigError(
+                f"{path} has {name!r}: {value!r}; it may have steps, a whole number, and guidance, a number"
+            )
+    return Defaults(*family.default_size(), **defaults | own)
+
+
+def defaults_of_run(config: ConfigDict) -> Defaults:
     """As the run's own evaluation samples."""
     model, evaluation = config.model, config.evaluation
     steps = evaluation.steps or config.sampler.steps

@@ -1,4 +1,4 @@
-"""The numbers of a run: metrics.jsonl, the same for TensorBoard, optionally wandb, a progress bar.
+"""The record of a run: metrics.jsonl, the same numbers and the pictures for TensorBoard, optionally wandb.
 
 metrics.jsonl is the record and the event file is made from it, so the two cannot disagree. A
 checkpoint stores `MetricsLog.position()`; a resumed run calls `cut_back` with it and writes on, and
@@ -9,20 +9,19 @@ import importlib.util
 import json
 import math
 import os
-import sys
+import re
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from tqdm import tqdm
-
 from digen_jax import event_file
 from digen_jax.settings import ConfigError
 
 TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
 CLOCK = "seconds/clock"
+PICTURE = re.compile(r"([a-z_]+)_(\d{6})\.png")  # in `workdir`/pictures: of what, after which step
 
 
 def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,17 +53,23 @@ class MetricsLog:
       workdir: the run's folder; whole lines already in its metrics.jsonl are kept.
       wandb: arguments of `wandb.init` (project, name, ...), or None for no wandb. A resumed run
         goes on in the same wandb run, which ignores the steps that it already has.
+      config: of the run, shown by both.
 
     Raises:
       ConfigError: wandb is asked for and not installed.
     """
 
-    def __init__(self, workdir: Path | str, wandb: dict[str, Any] | None = None):
-        self.folder = Path(workdir)
+    def __init__(
+        self,
+        workdir: Path | str,
+        wandb: dict[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ):
+        self.folder, self._config = Path(workdir), config
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "metrics.jsonl"
         self.path.touch()
-        self._wandb = None if wandb is None else _start_wandb(self.folder, wandb)
+        self._wandb = None if wandb is None else _start_wandb(self.folder, wandb, config)
         self.cut_back(len(read_metrics(self.path)))
 
     def write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
@@ -79,16 +84,22 @@ class MetricsLog:
         for name, value in scalars.items():
             if not math.isfinite(value):
                 raise ValueError(f"metric {name} is {value} at step {step}: the run has gone wrong")
-        if self._events is None:
-            self._events = event_file.replace_events(
-                self.folder / "tensorboard", [_event(line) for line in read_metrics(self.path)]
-            )
+        events = self._event_file()
         line = {"step": step, CLOCK: time.time(), **scalars}
         _append(self.path, json.dumps(line, allow_nan=False).encode() + b"\n")
-        _append(self._events, event_file.record(_event(line)))
+        _append(events, event_file.record(_event(line)))
         self._position += 1
         if self._wandb is not None:
             self._wandb.log(scalars, step=step)
+
+    def picture(self, path: Path) -> None:
+        """Shows `workdir`/pictures/NAME_000020.png as NAME at step 20; before that step's `write`."""
+        name, step = _picture(path)
+        _append(self._event_file(), event_file.record(_picture_event(path)))
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.log({f"pictures/{name}": wandb.Image(str(path))}, step=step)
 
     def position(self) -> int:
         """The number of lines, now safe on the disk: a checkpoint stores it for `cut_back`."""
@@ -116,6 +127,19 @@ class MetricsLog:
         # The event file is made anew from the lines at the next write.
         self._events: Path | None = None
 
+    def _event_file(self) -> Path:
+        """The event file; after `cut_back` a new one with what is on the record."""
+        if self._events is None:
+            lines = read_metrics(self.path)
+            last = lines[-1]["step"] if lines else -1
+            found = (self.folder / "pictures").glob("*.png")
+            pictures = [p for p in sorted(found) if PICTURE.fullmatch(p.name)]
+            events = [_config_event(self._config)] if self._config else []
+            events += [_event(line) for line in lines]
+            events += [_picture_event(p) for p in pictures if _picture(p)[1] <= last]
+            self._events = event_file.replace_events(self.folder / "tensorboard", events)
+        return self._events
+
     def close(self) -> None:
         """Ends the wandb run; the files are whole after every write."""
         if self._wandb is not None:
@@ -133,7 +157,27 @@ def _event(line: Mapping[str, Any]) -> bytes:
     return event_file.scalars_event(line[CLOCK], line["step"], scalars)
 
 
-def _start_wandb(workdir: Path, options: dict[str, Any]) -> Any:
+def _picture(path: Path) -> tuple[str, int]:
+    """What a picture of a run shows, and after which step."""
+    name, step = PICTURE.fullmatch(path.name).groups()
+    return name, int(step)
+
+
+def _picture_event(path: Path) -> bytes:
+    name, step = _picture(path)
+    return event_file.picture_event(
+        path.stat().st_mtime, step, f"pictures/{name}", path.read_bytes()
+    )
+
+
+def _config_event(config: Mapping[str, Any]) -> bytes:
+    # Four spaces make a block of code of TensorBoard's Markdown.
+    lines = json.dumps(config, indent=2, default=str).splitlines()
+    text = "\n".join(f"    {line}" for line in lines)
+    return event_file.text_event(time.time(), 0, "config", text)
+
+
+def _start_wandb(workdir: Path, options: dict[str, Any], config: Mapping[str, Any] | None) -> Any:
     """A wandb run whose id is kept in the workdir, so that a resumed run continues it."""
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
@@ -144,56 +188,5 @@ def _start_wandb(workdir: Path, options: dict[str, Any]) -> Any:
     identity = workdir / "wandb_id.txt"
     if not identity.exists():
         identity.write_text(uuid.uuid4().hex)
-    return wandb.init(dir=str(workdir), id=identity.read_text(), resume="allow", **options)
-
-
-class Progress:
-    """A progress bar with reward, images/s and time left; plain lines where nobody watches.
-
-    Args:
-      total: steps of the whole run.
-      done: steps done before this process began.
-      every: steps from one plain line to the next, where stderr is not a terminal.
-    """
-
-    def __init__(self, total: int, done: int = 0, every: int = 10):
-        self._total, self._every = total, every
-        self._first: tuple[int, float] | None = None
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            file=sys.stderr,
-            disable=not sys.stderr.isatty(),
-            dynamic_ncols=True,
-            bar_format="{percentage:3.0f}% |{bar}| step {n_fmt} of {total_fmt}{postfix}",
-        )
-
-    def update(
-        self,
-        step: int,
-        reward: SupportsFloat,
-        images_per_second: SupportsFloat,
-        utilisation: SupportsFloat,
-    ) -> None:
-        """Shows that `step` steps are done, with reward, speed and utilisation (to 1) of the last one."""
-        now = time.monotonic()
-        # The first step is compilation for the most part and says nothing about the others.
-        self._first = self._first or (step, now)
-        speed = f"{float(images_per_second):.1f} images/s, {float(utilisation):.0%} busy"
-        numbers = f"reward {float(reward):.3f}, {speed}"
-        if step > self._first[0]:
-            seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
-            numbers += f", {tqdm.format_interval(seconds)} left"
-        if not self._bar.disable:
-            self._bar.set_postfix_str(numbers, refresh=False)
-            self._bar.update(step - self._bar.n)
-        elif step % self._every == 0 or step in (self._first[0], self._total):
-            print(f"step {step} of {self._total}: {numbers}", file=sys.stderr, flush=True)
-
-    def note(self, text: str) -> None:
-        """Writes a line above the bar."""
-        self._bar.write(text, file=sys.stderr)
-
-    def close(self) -> None:
-        """Leaves the bar as it is and ends its line."""
-        self._bar.close()
+    same = dict(dir=str(workdir), id=identity.read_text(), resume="allow")
+    return wandb.init(config=config and dict(config), **same, **options)

@@ -5,19 +5,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib
 import numpy as np
 from jaxtyping import Float, Num, UInt8
 from matplotlib.figure import Figure
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+
+from digen_jax.fonts import text_width, write
 
 PAPER, INK, PALE, EDGE = "#ffffff", "#24292f", "#8c959f", "#d0d7de"
 GOOD, MIDDLING, BAD = "#1a7f37", "#9a6700", "#cf222e"
 SMALLEST, LARGEST = 160, 384
 GAP, FRAME, BADGE = 18, 4, 28
-# matplotlib's own font knows far more letters than the one inside Pillow.
-FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
-NUMBER, TEXT, HEADING = (ImageFont.truetype(FONT, size) for size in (13, 14, 18))
+NUMBER, TEXT, HEADING = 13, 14, 18  # heights of letters
 LINE, HEADING_LINE = 19, 30
 SCALES = {"nearest": Image.Resampling.NEAREST, "lanczos": Image.Resampling.LANCZOS}
 
@@ -104,18 +103,18 @@ def _sheet(
 
     canvas = Image.new("RGB", (GAP + columns * (cell + GAP), top + sum(heights)), PAPER)
     draw = ImageDraw.Draw(canvas)
-    draw.text((GAP, GAP), title, INK, HEADING)
+    write(draw, (GAP, GAP), title, INK, HEADING)
     for i, text in enumerate(texts):
         x = GAP + (i % columns) * (cell + GAP)
         y = top + sum(heights[: i // columns])
         for j, picture in enumerate(pictures[i]):
             if heads and i < columns:
-                draw.text((x + j * step + FRAME, y - HEADING_LINE), heads[j], PALE, HEADING)
+                write(draw, (x + j * step + FRAME, y - HEADING_LINE), heads[j], PALE, HEADING)
             score = None if scores is None else float(scores[i, j])
             _paste(canvas, picture, (x + j * step, y), score)
         below = y + height + 2 * FRAME + GAP // 3
         for number, line in enumerate(text):
-            draw.text((x + FRAME, below + number * LINE), line, INK, TEXT)
+            write(draw, (x + FRAME, below + number * LINE), line, INK, TEXT)
     return canvas
 
 
@@ -134,12 +133,12 @@ def _wrapped(text: str, width: int) -> list[str]:
     """Lines no wider than `width` pixels, broken at spaces, within a word only where it must be."""
     lines = [""]
     for word in text.split():
-        if TEXT.getlength(f"{lines[-1]} {word}".strip()) <= width:
+        if text_width(f"{lines[-1]} {word}".strip(), TEXT) <= width:
             lines[-1] = f"{lines[-1]} {word}".strip()
             continue
         lines += [""] if lines[-1] else []
         for letter in word:
-            if TEXT.getlength(lines[-1] + letter) > width:
+            if text_width(lines[-1] + letter, TEXT) > width:
                 lines.append("")
             lines[-1] += letter
     return lines
@@ -169,7 +168,7 @@ def _colour(score: float) -> str:
 def _badge(score: float) -> Image.Image:
     """A tick, a cross or a number on the score's colour; drawn large and reduced, to be smooth."""
     number = "" if score in (0, 1) else f"{score:.2f}"
-    width = BADGE if not number else math.ceil(NUMBER.getlength(number)) + 12
+    width = BADGE if not number else math.ceil(text_width(number, NUMBER)) + 12
     large = Image.new("RGBA", (width * 4, BADGE * 4))
     draw = ImageDraw.Draw(large)
     draw.rounded_rectangle((0, -40, width * 4 + 40, BADGE * 4 - 1), 32, _colour(score))
@@ -180,7 +179,7 @@ def _badge(score: float) -> Image.Image:
         draw.line([(36, 78), (80, 34)], PAPER, 13)
     badge = large.resize((width, BADGE), Image.Resampling.LANCZOS)
     if number:
-        ImageDraw.Draw(badge).text((7, 6), number, PAPER, NUMBER)
+        write(ImageDraw.Draw(badge), (7, 6), number, PAPER, NUMBER)
     return badge
 
 

@@ -4,6 +4,8 @@ A recipe in configs/ states the fields that matter to it; `complete` fills in th
 `reference`. What cannot work is for `recipe_checks` to say.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from digen_jax import algorithm_section
@@ -113,7 +115,8 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
             ),
             pictures=dict(every=20, images=12),
             checkpoint=dict(every=20, keep=2),
-            wandb=dict(),  # arguments of wandb.init; empty: no wandb
+            # Arguments of wandb.init; without a project no wandb.
+            wandb=dict(project="", entity="", name="", group="", notes="", tags=(), mode="online"),
         )
     )
 
@@ -237,6 +240,12 @@ def drawn_groups(config: ConfigDict) -> int:
     known, and the place in the file after a step depend on nothing that happens in it.
     """
     return config.runtime.max_candidates or config.batch.groups
+
+
+def wandb_options(config: ConfigDict) -> dict[str, Any] | None:
+    """What `wandb.init` is given; None where no project is named."""
+    given = {name: value for name, value in config.wandb.items() if value}
+    return given if config.wandb.project else None
 
 
 def fixed_set_steps(config: ConfigDict) -> int:

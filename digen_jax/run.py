@@ -11,14 +11,16 @@ import numpy as np
 from jaxtyping import Float
 from ml_collections import ConfigDict
 
-from digen_jax import pictures, rewards
+from digen_jax import pictures, recipe, rewards
 from digen_jax.assemble import build, make_driver
 from digen_jax.checkpoint import claim_workdir, finished_step, mark_finished
+from digen_jax.environment import note_start
 from digen_jax.following import follow_run
 from digen_jax.interrupt import Interrupt
-from digen_jax.metrics import MetricsLog, Progress, read_metrics
+from digen_jax.metrics import MetricsLog, read_metrics
 from digen_jax.planning import placed
 from digen_jax.positions import Position, Positions
+from digen_jax.progress import Progress
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps, is_automatic
@@ -100,7 +102,7 @@ class Run:
         self.drawn: dict[int, Any] = {}  # places in the prompts, by steps drawn
         self.timeline = TraceFile(workdir / "timeline.json")
         self.shown: list[list[Interval]] = []  # of the last steps
-        self.log = MetricsLog(workdir, config.wandb.to_dict() or None)
+        self.log = MetricsLog(workdir, recipe.wandb_options(config), config.to_dict())
         self.positions = Positions(workdir, config, self.system.trainer)
         self.folder = workdir / "pictures"
         self.folder.mkdir(exist_ok=True)
@@ -110,7 +112,9 @@ class Run:
         print(self.system.placement.describe(), flush=True)
         with closing(self.rewards):
             with Interrupt() as interrupt, closing(self.log), closing(self.positions):
-                position = self.advance(self.resume(), interrupt)
+                position = self.resume()
+                note_start(self.workdir, position.done, [])
+                position = self.advance(position, interrupt)
             if position.done < self.config.steps:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
                 return 128 + interrupt.asked
@@ -188,6 +192,8 @@ class Run:
         self.show_timeline(done)
         line |= self.look(done, state)
         self.log.write(done, line)
+        if "evaluation/reward" in line:
+            self.draw_curve()
         position = Position(done, state, begun, self.places(done))
         if self.positions.due(done):
             self.save(position)
@@ -209,7 +215,9 @@ class Run:
         if shown:
             title = f"after step {done}" if done else "before tuning"
             grid = pictures.image_grid(images, captions, 6, scores[:count], title)
-            grid.save(self.folder / f"step_{done:06d}.png")
+            path = self.folder / f"step_{done:06d}.png"
+            grid.save(path)
+            self.log.picture(path)
         if not evaluated:
             return {}
         file = self.folder / ("after.npz" if done else "before.npz")
@@ -233,6 +241,14 @@ class Run:
                 reward_weights=self.system.advantages.reward_weights,
             )
 
+    def draw_curve(self) -> None:
+        """The reward so far, as a picture."""
+        pictures.plot_curves(
+            read_metrics(self.workdir / "metrics.jsonl"),
+            {"training": "reward", "held-out prompts": "evaluation/reward"},
+            self.folder / "curve.png",
+        )
+
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
         """The prompts of the steps after `done`; notes down where each step's end."""
         for number, records in enumerate(self.prompts, done + 1):
@@ -249,6 +265,7 @@ class Run:
             steps = f"steps {first} to {done}" if first < done else f"step {done}"
             path = self.folder / f"timeline_{done:06d}.png"
             draw([interval for step in self.shown for interval in step], path, steps)
+            self.log.picture(path)
 
     def places(self, done: int) -> dict[str, Any]:
         """How far the prompts and the metrics are after `done` steps."""
@@ -277,11 +294,7 @@ class Run:
             last["scores"][:count],
             title="held-out prompts, the same noise before and after tuning",
         ).save(self.folder / "before_after.png")
-        pictures.plot_curves(
-            read_metrics(self.workdir / "metrics.jsonl"),
-            {"training": "reward", "held-out prompts": "evaluation/reward"},
-            self.folder / "curve.png",
-        )
+        self.draw_curve()
         print(table(self.held_out, first["scores"], last["scores"]))
         print(where(self.workdir))
         mark_finished(self.workdir, position.done)
@@ -311,6 +324,7 @@ def where(workdir: pathlib.Path) -> str:
         "timeline.json": "the same of all steps, for ui.perfetto.dev",
         "commands.jsonl": "what the scheduler told them to do, in order",
         "metrics.jsonl": "every number, a line a step",
+        "starts.jsonl": "versions, commit, devices and command of each start",
         "tensorboard/": "the same for TensorBoard",
         "checkpoints/": "to continue, evaluate or export",
     }

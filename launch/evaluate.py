@@ -7,7 +7,6 @@ python launch/evaluate.py --model runs/shapes
 
 import json
 import pathlib
-import sys
 from typing import Any
 
 from absl import flags
@@ -36,6 +35,7 @@ _SEED = flags.DEFINE_integer("seed", 2**20, "Of the noise; as it stands, that of
 _BATCH = flags.DEFINE_integer("batch", 32, "Images at once.")
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of the network's arithmetic.")
 _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for the numbers.")
+_PICTURES = flags.DEFINE_string("pictures", None, "A folder for all pictures with their scores.")
 flags.mark_flags_as_required(["model"])
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     import jax
 
     from digen_jax import rewards
-    from digen_jax.inference import open_model
+    from digen_jax.inference import evaluation_to_folder, open_model
     from digen_jax.prompts.files import read_prompt_file
     from digen_jax.runtime.evaluation import evaluate, score_table
 
@@ -65,10 +65,13 @@ def main() -> None:
     found = {}
     for sampler in samplers:
         guidance = f"{sampler.policy.guidance:g}"
-        progress = _progress(f"guidance {guidance}")
-        found[guidance] = evaluate(
-            sampler, model.weights, records, score, reward, batch, _SEED.value, progress, weights
-        ).by_task()
+        head = f"guidance {guidance}"
+        evaluation = evaluate(
+            sampler, model.weights, records, score, reward, batch, _SEED.value, weights, head
+        )
+        found[guidance] = evaluation.by_task()
+        if _PICTURES.value:
+            evaluation_to_folder(evaluation, pathlib.Path(_PICTURES.value, head.replace(" ", "_")))
     print(f"{reward}, mean and standard error, {samplers[0].settings.steps} steps")
     print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
     if _OUTPUT.value:
@@ -121,13 +124,6 @@ def _guidances() -> list[float | None]:
         raise ConfigError(
             f"--guidance={','.join(_GUIDANCE.value)} must be a number, or several with commas"
         ) from error
-
-
-def _progress(head: str) -> Any:
-    """A progress bar over batches, where somebody watches."""
-    from tqdm import tqdm
-
-    return lambda batches: tqdm(batches, head, unit="batch", disable=not sys.stderr.isatty())
 
 
 def _write(

@@ -26,13 +26,12 @@ def main() -> None:
 
     prepare()
 
-    from digen_jax.export import export
+    from digen_jax.export import export, how_to_load
 
     workdir, output = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
     run = export(workdir, output, _LORA.value)
-    whole = (output / "model_index.json").exists()
-    load = "DiffusionPipeline.from_pretrained" if whole else "pipe.load_lora_weights"
-    print(f"{workdir} after step {run.step} lies in {output}: load it by {load}({str(output)!r})")
+    print(f"{workdir} after step {run.step} lies in {output}; to load it:")
+    print(how_to_load(run, output))
 
 
 if __name__ == "__main__":

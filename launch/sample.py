@@ -4,16 +4,16 @@ python launch/sample.py --model assets/shapes-sd3 --prompt "a red circle above a
 """
 
 import pathlib
-import sys
 
 from absl import flags
 
-from digen_jax.settings import ConfigError, run_main, user_input
+from digen_jax.settings import ConfigError, check_positive, run_main, user_input
 
 _MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
 _LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "What to draw; may be given several times.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A .jsonl or .txt file of prompts instead.")
+_IMAGES = flags.DEFINE_integer("images", 1, "How many of each prompt.")
 _OUTPUT = flags.DEFINE_string("output", None, "The folder for the images.")
 _SEED = flags.DEFINE_integer("seed", 0, "The same seed gives the same images, whatever the batch.")
 _STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; else the run's or the model's.")
@@ -30,10 +30,10 @@ def main() -> None:
     from digen_jax.launching import prepare
 
     prompts = _read_prompts()
+    check_positive("--images", _IMAGES.value)
     prepare()
 
     import jax
-    from tqdm import tqdm
 
     from digen_jax.inference import open_model, sample_to_folder
 
@@ -41,11 +41,9 @@ def main() -> None:
     sampler = model.sampler(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value)
     output = pathlib.Path(_OUTPUT.value)
 
-    def progress(batches):
-        return tqdm(batches, unit="batch", disable=not sys.stderr.isatty())
-
-    sample_to_folder(model, sampler, prompts, output, _BATCH.value, _SEED.value, progress)
-    print(f"{len(prompts)} image{'s' * (len(prompts) > 1)} and grid.png lie in {output}")
+    sample_to_folder(model, sampler, prompts, output, _BATCH.value, _SEED.value, _IMAGES.value)
+    count = len(prompts) * _IMAGES.value
+    print(f"{count} image{'s' * (count > 1)} and grid.png lie in {output}")
 
 
 def _read_prompts() -> list[str]:

@@ -1,9 +1,13 @@
+import io
 import zlib
 
 import numpy as np
 import pytest
+from PIL import Image
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter, masked_crc32c
+from tensorboardX.summary import text
 
 from digen_jax import event_file
 
@@ -31,6 +35,25 @@ def test_scalars_event_means_to_protobuf_what_was_put_in(step):
     assert {v.tag: v.simple_value for v in event.summary.value} == {
         name: float(np.float32(value)) for name, value in scalars.items()
     }
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("RGB", 3), ("RGBA", 4), ("L", 1)])
+def test_picture_event_is_what_tensorboardx_makes_of_the_same_file(mode, channels):
+    file = io.BytesIO()
+    Image.new(mode, (5, 3), 7).save(file, "PNG")
+    event = Event.FromString(event_file.picture_event(3.5, 20, "pictures/step", file.getvalue()))
+    (found,) = event.summary.value
+    size = dict(height=3, width=5, colorspace=channels, encoded_image_string=file.getvalue())
+    assert (event.wall_time, event.step, found.tag) == (3.5, 20, "pictures/step")
+    assert found.image == Summary.Image(**size)
+
+
+def test_text_event_is_for_the_text_plugin():
+    event = Event.FromString(event_file.text_event(1.0, 0, "config", "größe = 1"))
+    (found,), (expected,) = event.summary.value, text("config", "größe = 1").value
+    assert found.metadata == expected.metadata
+    assert found.tensor.dtype == expected.tensor.dtype
+    assert found.tensor.string_val == expected.tensor.string_val
 
 
 def test_opening_events_are_the_version_and_a_session_start():

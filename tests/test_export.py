@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -18,7 +16,7 @@ from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
 from digen_jax.runtime.sampler import Sampler, SamplerSettings
 from digen_jax.settings import ConfigError
-from tests.pipelines import ROOT
+from tests.scripts import run_script
 from tests.tiny_runs import oracle, pipeline, tiny_config, trained
 
 PROMPTS = ["a photo of a red circle", "two blue stars", "a green square", "a photo of a circle"]
@@ -102,11 +100,14 @@ def test_what_cannot_be_exported_is_one_sentence(base, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_script_says_how_to_load_what_it_wrote(base, tmp_path):
-    run, output = trained(base, "lora"), tmp_path / "lora"
-    command = [sys.executable, ROOT / "launch" / "export.py", f"--workdir={run}"]
-    done = subprocess.run(
-        [*command, f"--output={output}"], capture_output=True, text=True, cwd=ROOT
-    )
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_lines_that_the_script_prints_load_what_it_wrote(base, tmp_path, kind):
+    run, output = trained(base, kind), tmp_path / "tuned"
+    done = run_script("export.py", f"--workdir={run}", f"--output={output}")
     assert done.returncode == 0, done.stderr
-    assert f"after step 2 lies in {output}: load it by pipe.load_lora_weights(" in done.stdout
+    first, *code = done.stdout.splitlines()
+    assert first == f"{run} after step 2 lies in {output}; to load it:"
+    scope: dict = {}
+    exec("\n".join(code), scope)
+    scope["pipe"].set_progress_bar_config(disable=True)
+    check_same_but_not_the_base(by_diffusers(scope["pipe"]), base, kind)

@@ -1,20 +1,20 @@
-import io
 import json
 import os
 import pathlib
 import struct
 import subprocess
 import sys
-import types
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from digen_jax import metrics
-from digen_jax.metrics import MetricsLog, Progress, read_metrics, without_timing
+from digen_jax.metrics import MetricsLog, read_metrics, without_timing
 from digen_jax.settings import ConfigError
 
 PACKAGE = pathlib.Path(metrics.__file__).parent
@@ -30,8 +30,20 @@ def write(log: MetricsLog, steps) -> None:
         log.write(step, values(step))
 
 
+def tags(workdir: pathlib.Path) -> list[tuple]:
+    """(step, name, kind of value) of every summary in the folder."""
+    found = events(workdir)
+    return [(e.step, v.tag, v.WhichOneof("value")) for e in found for v in e.summary.value]
+
+
 def scalars(workdir: pathlib.Path) -> list[tuple]:
-    """(step, name, value) of every event in the folder, checksums verified."""
+    """(step, name, value) of every number in the folder's events."""
+    values = [(e.step, v) for e in events(workdir) for v in e.summary.value]
+    return [(step, v.tag, v.simple_value) for step, v in values if v.HasField("simple_value")]
+
+
+def events(workdir: pathlib.Path) -> list[Event]:
+    """Every event in the folder, checksums verified."""
     found = []
     for path in sorted((workdir / "tensorboard").iterdir()):
         data = path.read_bytes()
@@ -40,8 +52,7 @@ def scalars(workdir: pathlib.Path) -> list[tuple]:
             body, data = data[: size + 16], data[size + 16 :]
             assert struct.unpack("<I", body[8:12])[0] == masked_crc32c(body[:8])
             assert struct.unpack("<I", body[-4:])[0] == masked_crc32c(body[12:-4])
-            event = Event.FromString(body[12:-4])
-            found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+            found.append(Event.FromString(body[12:-4]))
     return found
 
 
@@ -168,61 +179,84 @@ def test_wandb_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch):
         MetricsLog(tmp_path, wandb={"project": "digen"})
 
 
-def test_wandb_gets_the_values_and_a_resumed_run_the_same_id(tmp_path, monkeypatch):
-    begun, logged = [], []
-    run = types.SimpleNamespace(log=lambda v, step: logged.append((step, v)), finish=lambda: None)
-    fake = types.ModuleType("wandb")
-    fake.__spec__ = types.SimpleNamespace()
-    fake.init = lambda **options: begun.append(options) or run
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+def test_wandb_gets_values_pictures_and_config_and_a_resumed_run_the_same_id(tmp_path):
+    picture = drawn(tmp_path, "step_000001.png")
     for step in range(2):
-        log = MetricsLog(tmp_path, wandb={"project": "digen"})
-        log.write(step, {"a": np.float32(step)})
+        log = MetricsLog(tmp_path, {"project": "digen", "mode": "offline"}, {"seed": 3})
+        if step:
+            log.picture(picture)
+        log.write(step, {"a": np.float32(step + 0.5)})
         log.close()
-    assert logged == [(0, {"a": 0.0}), (1, {"a": 1.0})]
-    assert begun[0] == begun[1]
-    assert begun[0] | {"id": "", "dir": ""} == {
-        "project": "digen",
-        "resume": "allow",
-        "id": "",
-        "dir": "",
-    }
+        time.sleep(1.1)  # wandb names the folders of runs by the second
+    runs = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    identity = (tmp_path / "wandb_id.txt").read_text()
+    assert [run.name for run in runs] == [f"run-{identity}.wandb"] * 2
+    history, config = [], []
+    for run in runs:
+        found, settings = recorded(run)
+        history += found
+        config += settings
+    assert [(line["_step"], line["a"]) for line in history] == [(0, 0.5), (1, 1.5)]
+    assert history[1]["pictures/step._type"] == "image-file"
+    assert config == [{"seed": 3}] * 2
 
 
-def test_progress_without_a_terminal_is_a_line_every_few_steps(monkeypatch, capsys):
-    clock = iter([100.0, *(110.0 + 2 * i for i in range(20))])
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
-    progress = Progress(12, done=2, every=5)
-    for step in range(3, 13):
-        progress.update(step, np.float32(step / 100), 6.25, 0.5)
-    progress.note("saved")
-    progress.close()
-    assert capsys.readouterr().err.splitlines() == [
-        "step 3 of 12: reward 0.030, 6.2 images/s, 50% busy",
-        "step 5 of 12: reward 0.050, 6.2 images/s, 50% busy, 00:42 left",
-        "step 10 of 12: reward 0.100, 6.2 images/s, 50% busy, 00:06 left",
-        "step 12 of 12: reward 0.120, 6.2 images/s, 50% busy, 00:00 left",
-        "saved",
-    ]
+def recorded(path: pathlib.Path) -> tuple[list[dict], list[dict]]:
+    """(lines of the history, config) in a file that wandb keeps of a run: LevelDB's log of its protocol buffers."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole, history, config = path.read_bytes(), 7, b"", [], []
+    while place < len(data):
+        if 32768 - place % 32768 < 7:  # the rest of a block
+            place += 32768 - place % 32768
+        _, size, kind = struct.unpack_from("<IHB", data, place)
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind not in (1, 4):  # neither all of a record nor its end
+            continue
+        record, whole = Record.FromString(whole), b""
+        items = record.history.item
+        if items:
+            names = [item.key or ".".join(item.nested_key) for item in items]
+            history.append(dict(zip(names, [json.loads(i.value_json) for i in items], strict=True)))
+        if record.HasField("run"):
+            settings = {i.key: json.loads(i.value_json) for i in record.run.config.update}
+            config.append({key: value for key, value in settings.items() if key != "_wandb"})
+    return history, config
 
 
-def test_progress_on_a_terminal_is_a_bar(monkeypatch):
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", stream)
-    progress = Progress(4, done=1)
-    progress.update(2, 0.5, 3.0, 0.9)
-    progress.update(3, 0.625, 3.0, 0.9)
-    progress.close()
-    last = stream.getvalue().split("\r")[-1]
-    assert "75%" in last
-    assert "step 3 of 4, reward 0.625, 3.0 images/s, 90% busy, 00:00 left" in last
+def drawn(workdir: pathlib.Path, name: str) -> pathlib.Path:
+    """A picture of a run."""
+    path = workdir / "pictures" / name
+    path.parent.mkdir(exist_ok=True)
+    Image.new("RGB", (4, 3)).save(path)
+    return path
+
+
+def shown(workdir: pathlib.Path) -> list[tuple[int, str]]:
+    """Step and name of everything in the event files that is no number."""
+    return [(step, tag) for step, tag, kind in tags(workdir) if kind != "simple_value"]
+
+
+def test_pictures_and_config_are_events_that_a_resumed_run_keeps(tmp_path):
+    log = MetricsLog(tmp_path, config={"seed": 3})
+    for step in (1, 2):
+        log.picture(drawn(tmp_path, f"step_{step:06d}.png"))
+        log.write(step, {"a": step})
+    log.picture(drawn(tmp_path, "timeline_000003.png"))  # step 3 is never written down
+    drawn(tmp_path, "before_after.png")
+    expected = [(0, "config"), (1, "pictures/step"), (2, "pictures/step")]
+    assert shown(tmp_path) == [*expected, (3, "pictures/timeline")]
+    for kept in (2, 1):
+        log.cut_back(kept)
+        log.write(kept + 1, {"a": 0})
+        assert shown(tmp_path) == expected[: kept + 1]
 
 
 def test_the_runs_bookkeeping_imports_neither_torch_nor_tensorflow():
     code = (
         "import json, sys\n"
-        "from digen_jax import checkpoint, event_file, metrics, pictures, settings\n"
+        "from digen_jax import checkpoint, event_file, metrics, pictures, progress, settings\n"
         "print(json.dumps([m for m in ('torch', 'tensorflow', 'diffusers') if m in sys.modules]))"
     )
     run = [sys.executable, "-c", code]

@@ -7,7 +7,8 @@ import nbclient
 import nbformat
 import pytest
 
-NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+ROOT = pathlib.Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,19 @@ def test_quickstart_says_that_its_one_device_does_everything(quickstart):
 @pytest.mark.slow
 def test_quickstart_installs_nothing_where_the_package_is_there(quickstart):
     assert quickstart["install"] == []
+
+
+def test_the_package_is_found_beside_its_clone(tmp_path):
+    # As in Colab once its runtime was restarted: the folder is taken for a package without __init__.
+    (tmp_path / "digen_jax").symlink_to(ROOT)
+    notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", nbformat.NO_CONVERT)
+    notebook.cells = [cell for cell in notebook.cells if cell.id == "install"]
+    notebook.cells.append(nbformat.v4.new_code_cell("import digen_jax.recipe\ndigen_jax.__file__"))
+    resources = {"metadata": {"path": str(tmp_path)}}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute(env=environment)
+    (shown,) = notebook.cells[-1].outputs
+    assert pathlib.Path(eval(shown.data["text/plain"])).parents[1].samefile(ROOT)
 
 
 @pytest.mark.slow

@@ -82,10 +82,19 @@ def test_whole_numbers_become_floats_where_floats_belong(given):
     assert type(full.sampler.steps) is int
 
 
-def test_wandb_takes_any_fields(given):
+def test_wandb_is_off_until_a_project_is_named(given):
+    assert recipe.wandb_options(recipe.complete(given)) is None
     full = recipe.complete(changed(given, wandb__project="shapes", wandb__tags=["a"]))
     recipe_checks.check(full)
-    assert full.wandb.project == "shapes"
+    assert recipe.wandb_options(full) == {"project": "shapes", "tags": ["a"], "mode": "online"}
+
+
+def test_wandb_without_a_project_is_refused(given):
+    full = recipe.complete(changed(given, wandb__name="first"))
+    with pytest.raises(
+        ConfigError, match=r"config.wandb.name does nothing without config.wandb.pro"
+    ):
+        recipe_checks.check(full)
 
 
 def test_what_trainer_and_algorithm_are_made_of(given):

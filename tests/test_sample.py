@@ -11,17 +11,18 @@ from PIL import Image
 from digen_jax.export import export
 from digen_jax.inference import is_run, open_model, run_config, sample_to_folder, slug
 from digen_jax.settings import ConfigError
+from tests.pipelines import ROOT
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, trained
 
 PROMPTS = ["a red circle", "two blue stars", "a green square above a red circle"]
-NAMES = ["00000_a-red-circle.png", "00001_two-blue-stars.png"]
-NAMES += ["00002_a-green-square-above-a-red-circle.png", "grid.png"]
+SLUGS = ["a-red-circle", "two-blue-stars", "a-green-square-above-a-red-circle"]
+NAMES = [*(f"0000{number}_{name}.png" for number, name in enumerate(SLUGS)), "grid.png"]
 
 
-def draw(model, folder, batch=2, prompts=PROMPTS, seed=7, **sampling):
+def draw(model, folder, batch=2, prompts=PROMPTS, seed=7, images=1, **sampling):
     sampling = dict(guidance=None, steps=None, height=None, width=None) | sampling
-    sample_to_folder(model, model.sampler(**sampling), prompts, folder, batch, seed)
+    sample_to_folder(model, model.sampler(**sampling), prompts, folder, batch, seed, images)
     return pictures(folder)
 
 
@@ -62,6 +63,32 @@ def test_a_repeated_prompt_is_another_image_and_another_seed_too(base, tmp_path)
     first, second = draw(model, tmp_path / "7", **sampling)
     third, _ = draw(model, tmp_path / "8", seed=8, **sampling)
     assert abs(first - second).max() > 20 and abs(first - third).max() > 20
+
+
+def test_images_of_a_prompt_are_numbered_and_the_first_is_that_of_one_alone(base, tmp_path):
+    model = open_model(str(pipeline(base)), jax.devices()[:1])
+    sampling = dict(prompts=PROMPTS[:2], steps=3, guidance=2.0)
+    one = draw(model, tmp_path / "one", **sampling)
+    three = draw(model, tmp_path / "three", batch=4, images=3, **sampling)
+    names = [f"0000{i}_0{j}_{name}.png" for i, name in enumerate(SLUGS[:2]) for j in range(3)]
+    assert sorted(file.name for file in (tmp_path / "three").iterdir()) == [*names, "grid.png"]
+    assert abs(three[::3] - one).max() <= 1
+    assert abs(three[0] - three[1]).max() > 20 and abs(three[1] - three[2]).max() > 20
+
+
+def test_the_embedded_model_is_sampled_as_its_own_file_says():
+    model = open_model(str(ROOT / "assets" / "shapes-sd3"), jax.devices()[:1])
+    assert model.defaults == (32, 32, 8, 2.0)
+
+
+def test_an_exported_model_is_sampled_as_its_run_evaluated(base, tmp_path):
+    export(trained(base, "full"), tmp_path / "tuned")
+    assert open_model(str(tmp_path / "tuned"), jax.devices()[:1]).defaults == (32, 32, 5, 2.0)
+    (tmp_path / "tuned" / "sampling.json").write_text('{"steps": 2.5}')
+    with pytest.raises(
+        ConfigError, match=r"sampling.json has 'steps': 2.5; it may have steps, a whole"
+    ):
+        open_model(str(tmp_path / "tuned"), jax.devices()[:1])
 
 
 def test_a_run_is_drawn_as_its_lora_on_the_model_it_started_from(base, tmp_path):

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from digen_jax.flow.schedule import SchedulerConfig
 from digen_jax.models import autoencoder_kl, clip_text, sd3
+from digen_jax.models.precision import exact_products
 from digen_jax.weights import folder as weights
 
 Params = dict[str, Any]
@@ -138,6 +139,7 @@ class StableDiffusion3:
             )
         )
 
+    @exact_products
     def encode(self, params: Params, ids: TokenIds) -> Conditioning:
         """Both CLIPs' penultimate states side by side, zero-padded to the joint width; their pooled embeddings."""
         states, pooled = zip(
@@ -156,6 +158,7 @@ class StableDiffusion3:
 
     # ---------------------------------------------------------------- the network
 
+    @exact_products
     def velocity(
         self,
         variables: Params,
@@ -168,6 +171,7 @@ class StableDiffusion3:
 
     # ---------------------------------------------------------------- latents <-> images
 
+    @exact_products
     def decode(self, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """Images in [0, 1]."""
         raw = autoencoder_kl.unscale_latents(self.vae.config, latents)

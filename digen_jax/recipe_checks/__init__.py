@@ -161,6 +161,7 @@ def _check_choices(config: ConfigDict) -> None:
             ("model.dtype", ("float32", "bfloat16")),
             ("sampler.dtype", ("", "float32", "bfloat16")),
             ("runtime.tag_weights", ("in place", "resharded")),
+            ("wandb.mode", ("online", "offline", "disabled", "shared")),
         ):
             with one():
                 check_choice(f"config.{name}", _value(config, name), choices)
@@ -290,11 +291,20 @@ def check_devices(config: ConfigDict, devices: int) -> None:
         )
 
 
+def _check_wandb(config: ConfigDict) -> None:
+    given = [name for name, value in config.wandb.items() if value and name != "mode"]
+    if given and not config.wandb.project:
+        raise ConfigError(
+            f"config.wandb.{given[0]} does nothing without config.wandb.project: name the project, too"
+        )
+
+
 STAGES = (
     # Each field alone.
     (
         _check_numbers,
         _check_choices,
+        _check_wandb,
         check_weights,
         check_advantage_choices,
         check_algorithm_choices,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float, Float32
 
+from digen_jax.rewards.mistakes import blamed, check_callable
 from digen_jax.settings import ConfigError
 
 Reward = Callable[..., np.ndarray]
@@ -48,7 +49,8 @@ def resolve(name: str) -> Reward:
     The user's module is looked for in the current directory first, then wherever Python looks.
 
     Raises:
-      ConfigError: there is no such reward, module or function, or one is named twice.
+      ConfigError: there is no such reward, module or function, it cannot be imported or called, or one is
+        named twice.
     """
     names = names_in(name)
     twice = [one for one in names if names.count(one) > 1]
@@ -88,9 +90,10 @@ def _resolve(name: str) -> Reward:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module = _import(module_name, name)
-    reward = getattr(module, function, None)
-    if not callable(reward):
+    if not hasattr(module, function):
         raise ConfigError(f"reward {name!r}: module {module_name} has no function {function!r}")
+    reward = getattr(module, function)
+    check_callable(reward, name)
     return reward
 
 
@@ -104,10 +107,11 @@ def call(
     """The reward's scores as float32, checked, [b] or for a name of k rewards [b, k]; errors say the name.
 
     Raises:
-      ConfigError: the scores are not one finite number an image and reward. What the reward itself
-        raises passes through.
+      ConfigError: the reward raises something, or its scores are not one finite number an image and reward.
     """
-    scores, count = _as_array(reward(images, prompts, metadata), name), len(names_in(name))
+    with blamed(name, "raised"):
+        returned = reward(images, prompts, metadata)
+    scores, count = _as_array(returned, name), len(names_in(name))
     shape = (len(images),) if count == 1 else (len(images), count)
     if scores.shape != shape:
         numbers = "one number" if count == 1 else f"{count} numbers"
@@ -115,7 +119,7 @@ def call(
             f"reward {name!r} returned shape {scores.shape} for {len(images)} images: return {numbers} "
             f"an image, shape {shape}"
         )
-    if not np.issubdtype(scores.dtype, np.number) and scores.dtype != bool:
+    if scores.dtype.kind not in "biuf":
         raise ConfigError(f"reward {name!r} returned {scores.dtype} values: return numbers")
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused
         scores = scores.astype(np.float32)
@@ -130,6 +134,8 @@ def call(
 
 
 def _as_array(scores: object, name: str) -> np.ndarray:
+    if scores is None:
+        raise ConfigError(f"reward {name!r} returned None: return one number an image")
     try:
         return np.asarray(scores)
     except ValueError as error:  # lists of different lengths
@@ -139,13 +145,14 @@ def _as_array(scores: object, name: str) -> np.ndarray:
 
 
 def _import(module_name: str, name: str) -> object:
-    """The module; an import error inside it is the user's own and passes through."""
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(
-            f"reward {name!r}: there is no module {module_name!r} in {os.getcwd()} or among the "
-            "installed packages"
-        ) from error
+    """The module; ConfigError where it is not there, or says where in the user's own code it fails."""
+    with blamed(name, "cannot be imported:"):
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            raise ConfigError(
+                f"reward {name!r}: there is no module {module_name!r} in {os.getcwd()} or among the "
+                "installed packages"
+            ) from error

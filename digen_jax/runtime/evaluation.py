@@ -1,7 +1,7 @@
 """Rewards of a model on a fixed prompt file: every prompt its own fixed noise, none in the sampler."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,11 +12,9 @@ from jaxtyping import Float, UInt8
 from digen_jax import rewards
 from digen_jax.flow.sampling import image_keys
 from digen_jax.pictures import to_uint8
+from digen_jax.progress import watched
 from digen_jax.runtime.hosts import fetch
 from digen_jax.runtime.sampler import Sampler, Weights
-
-# Wraps the batches that are gone through, such as `tqdm.tqdm`; `iter` shows nothing.
-Progress = Callable[[Iterable[int]], Iterable[int]]
 
 # The same for all runs, whatever their own seed, so that their evaluations can be compared.
 SEED = 2**20
@@ -64,16 +62,16 @@ def evaluate(
     name: str,
     batch: int,
     seed: int = SEED,
-    progress: Progress = iter,
     reward_weights: Sequence[float] = (1.0,),
+    head: str = "evaluating",
 ) -> Evaluation:
     """Samples one image for each record and scores it.
 
     Image i depends on the seed, i, its prompt and the weights only. Of several rewards (`name` has
-    commas) there is one of `reward_weights` for each.
+    commas) there is one of `reward_weights` for each. `head` is what the progress is called.
     """
     images, scores = [], []
-    for start in progress(range(0, len(records), batch)):
+    for start in watched(range(0, len(records), batch), head, "batch"):
         part = list(records[start : start + batch])
         shown = sample_images(sampler, weights, [r["prompt"] for r in part], start, batch, seed)
         scores.append(rewards.call(reward, name, shown, [r["prompt"] for r in part], part))
@@ -84,13 +82,21 @@ def evaluate(
 
 
 def sample_images(
-    sampler: Sampler, weights: Weights, prompts: list[str], first: int, batch: int, seed: int = SEED
+    sampler: Sampler,
+    weights: Weights,
+    prompts: list[str],
+    first: int,
+    batch: int,
+    seed: int = SEED,
+    of_each: int = 1,
 ) -> Float[np.ndarray, "n h w 3"]:
-    """Images first, first + 1, ... of a seed, one a prompt; at most `batch`, filled up to it."""
+    """Images first, first + 1, ... of a seed, one for each of `prompts`; at most `batch`, filled up to it.
+
+    Where every prompt of a list has several images, one after the other, `of_each` says how many.
+    """
     padded = prompts + prompts[-1:] * (batch - len(prompts))
-    keys = image_keys(
-        jax.random.key(seed), np.arange(first, first + batch), np.zeros(batch, np.int32)
-    )
+    numbers = np.arange(first, first + batch, dtype=np.int32)
+    keys = image_keys(jax.random.key(seed), numbers // of_each, numbers % of_each)
     rows = np.arange(batch, dtype=np.int32)
     trajectory = sampler.generate(weights, sampler.encode(weights, padded), rows, keys)
     return fetch(sampler.decode(weights, trajectory))[: len(prompts)]

@@ -31,6 +31,9 @@ Folder = str | pathlib.Path
 
 # The file name each library looks for.
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+# Beside model_index.json, where a model is best sampled otherwise than by its pipeline's default: steps, guidance.
+# diffusers does not read it.
+SAMPLING = "sampling.json"
 # Hub repositories often hold the pipeline again as one file at the root, and half-precision twins.
 HUB_FILES = ["*.json", "*/*.txt", "*/*.model", "LICENSE*", "*/*.safetensors"]
 HUB_FILES += [f"{stem}*.safetensors" for stem in STEMS.values()] + ["*lora_weights.safetensors"]
@@ -85,6 +88,12 @@ def read_model_index(folder: Folder) -> dict[str, Any]:
     if "_class_name" not in index:
         raise ValueError(f"{path} has no _class_name, so it does not describe a pipeline")
     return index
+
+
+def absent_components(folder: Folder) -> list[str]:
+    """The components that a pipeline's `model_index.json` names, but that its folder does not hold."""
+    entries = {k: v for k, v in read_model_index(folder).items() if isinstance(v, list)}
+    return [name for name in entries if not pathlib.Path(folder, name).is_dir()]
 
 
 # -------------------------------------------------------------------------------------- reading
@@ -194,13 +203,16 @@ def _dump(value: Mapping[str, Any]) -> str:
 
 
 def copy_pipeline(
-    source: Folder, target: Folder, replace: Mapping[str, Callable[[pathlib.Path], None]]
+    source: Folder,
+    target: Folder,
+    replace: Mapping[str, Callable[[pathlib.Path], None]],
+    sampling: Mapping[str, Any],
 ) -> None:
     """A new pipeline folder with the source's components, those in `replace` written anew.
 
-    `replace["transformer"](folder)` must fill the folder it is given. A component whose folder the
-    source lacks is entered as null, as diffusers does for one that was not loaded. The target must
-    not exist, and appears only when it is complete.
+    `replace["transformer"](folder)` must fill the folder it is given. `sampling` is the content of
+    `SAMPLING`. A component whose folder the source lacks is entered as null, as diffusers does for
+    one that was not loaded. The target must not exist, and appears only when it is complete.
     """
     source, target = pathlib.Path(source), pathlib.Path(target)
     index = read_model_index(source)
@@ -223,5 +235,6 @@ def copy_pipeline(
                 index[part] = [None, None]
         for licence in source.glob("LICENSE*"):
             shutil.copy(licence, pipeline)
+        (pipeline / SAMPLING).write_text(_dump(sampling), encoding="utf-8")
         (pipeline / "model_index.json").write_text(_dump(index), encoding="utf-8")
         os.replace(pipeline, target)

@@ -1,3 +1,4 @@
+import pickle
 import re
 import sys
 
@@ -6,6 +7,7 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.rewards.shapes import shapes_geneval
+from digen_jax.settings import ConfigError
 
 IMAGES = np.zeros((3, 8, 8, 3), np.float32)
 PROMPTS = ["one", "two", "three"]
@@ -80,15 +82,73 @@ def test_a_missing_module_is_named(folder, name):
 
 def test_a_missing_function_is_named(folder):
     (folder / "other_reward.py").write_text("number = 3\n")
-    for function in ("redness", "number"):
-        with pytest.raises(ValueError, match=f"module other_reward has no function '{function}'"):
-            rewards.resolve(f"other_reward:{function}")
+    with pytest.raises(ConfigError, match="module other_reward has no function 'redness'"):
+        rewards.resolve("other_reward:redness")
 
 
-def test_an_import_error_inside_the_users_module_stays_what_it_is(folder):
-    (folder / "broken_reward.py").write_text("import no_such_dependency\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        rewards.resolve("broken_reward:f")
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("f = 3", r"is a int: name a function$"),
+        (
+            "class f:\n    pass",
+            r"is a class: name a function, or an instance of it that the module makes$",
+        ),
+        (
+            "def f(images):\n    pass",
+            r"takes \(images\): it must take \(images, prompts, metadata\)$",
+        ),
+        ("def f(a, b, c, d):\n    pass", r"takes \(a, b, c, d\): it must take"),
+        ("def f(:\n", r"cannot be imported: SyntaxError: .*\n  .*mistaken.py, line 1: def f\(:$"),
+        (
+            "\nimport no_such",
+            r"ModuleNotFoundError: .*'no_such'\n  .*mistaken.py, line 2, in <module>: im",
+        ),
+        (
+            "import sys\nsys.exit(3)",
+            r"cannot be imported: SystemExit: 3\n  .*mistaken.py, line 2, in",
+        ),
+        (
+            "import json\njson.loads('{')",
+            r"JSONDecodeError: .*\n  .*mistaken.py, line 2, in <module>: j.*$",
+        ),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused_when_it_is_named(folder, code, sentence):
+    (folder / "mistaken.py").write_text(code)
+    with pytest.raises(ConfigError, match=rf"(?s)^reward 'mistaken:f' .*{sentence}"):
+        rewards.resolve("mistaken:f")
+
+
+@pytest.mark.parametrize(
+    "form", ["lambda *_: 1", "lambda i, p, m, k=2: 1", "(lambda i, prompts, metadata: 1)"]
+)
+def test_arguments_may_have_any_names(folder, form):
+    (folder / "lenient.py").write_text(f"f = {form}\n")
+    assert rewards.resolve("lenient:f")(IMAGES, PROMPTS, METADATA) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("return images[:, 9]", "IndexError: index 9 is out of bounds for axis 1 with size 8"),
+        ("return np.stack([])", "ValueError: need at least one array to stack"),
+        ("sys.exit()", "SystemExit"),
+        ("assert False", "AssertionError"),
+    ],
+)
+def test_what_a_reward_raises_is_said_with_the_users_own_lines(folder, line, error):
+    inner = f"import sys\nimport numpy as np\ndef inner(images):\n    {line}\n"
+    (folder / "raising.py").write_text(f"{inner}def f(images, *_):\n    return inner(images)\n")
+    with pytest.raises(ConfigError) as caught:
+        rewards.call(rewards.resolve("raising:f"), "raising:f", IMAGES, PROMPTS, METADATA)
+    file = folder / "raising.py"
+    assert str(caught.value).splitlines() == [
+        f"reward 'raising:f' raised {error}",
+        f"  {file}, line 6, in f: return inner(images)",
+        f"  {file}, line 4, in inner: {line}",
+    ]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.parametrize("scores", [[0, 1, 1], [True, False, True], np.float64([0.5, -2, 1e9])])
@@ -113,6 +173,12 @@ def test_a_value_that_is_not_finite_is_refused(value, shown):
         call([0.0, value, 1.0])
 
 
-def test_scores_that_are_no_numbers_are_refused():
-    with pytest.raises(ValueError, match=r"'mine:f' returned .* values: return numbers"):
-        call(["a", "b", "c"])
+@pytest.mark.parametrize("scores", [["a", "b", "c"], [1j, 2, 3], [None, 1, 2], [{}, {}, {}]])
+def test_scores_that_are_no_numbers_are_refused(scores):
+    with pytest.raises(ConfigError, match=r"'mine:f' returned .* values: return numbers"):
+        call(scores)
+
+
+def test_nothing_returned_is_refused():
+    with pytest.raises(ConfigError, match="'mine:f' returned None: return one number an image"):
+        call(None)

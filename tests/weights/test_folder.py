@@ -304,9 +304,9 @@ def test_a_tuned_pipeline_is_exported_whole(tmp_path):
     def write(path: pathlib.Path) -> None:
         folder.write_params(path, tuned, lists, config)
 
-    folder.copy_pipeline(source, tmp_path / "new" / "tuned", {"transformer": write})
+    folder.copy_pipeline(source, tmp_path / "new" / "tuned", {"transformer": write}, {"steps": 9})
     assert files(tmp_path / "new") == ["tuned"]
-    copied = ["LICENSE.md", "model_index.json", "scheduler", "transformer", "vae"]
+    copied = ["LICENSE.md", "model_index.json", "sampling.json", "scheduler", "transformer", "vae"]
     assert files(tmp_path / "new" / "tuned") == copied
     pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(
         tmp_path / "new" / "tuned", **toy.ENCODERS
@@ -322,15 +322,15 @@ def test_a_tuned_pipeline_is_exported_whole(tmp_path):
 def test_what_cannot_be_exported_is_named(tmp_path):
     source = pipeline(tmp_path / "base")
     with pytest.raises(ValueError, match="base has no component unet, only scheduler"):
-        folder.copy_pipeline(source, tmp_path / "tuned", {"unet": lambda path: None})
+        folder.copy_pipeline(source, tmp_path / "tuned", {"unet": lambda path: None}, {})
     with pytest.raises(ValueError, match="base exists already"):
-        folder.copy_pipeline(source, source, {})
+        folder.copy_pipeline(source, source, {}, {})
 
     def fails(path):
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"):
-        folder.copy_pipeline(source, tmp_path / "tuned", {"vae": fails})
+        folder.copy_pipeline(source, tmp_path / "tuned", {"vae": fails}, {})
     assert files(tmp_path) == ["base"]
 
 

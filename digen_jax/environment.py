@@ -1,0 +1,76 @@
+"""By what a run was computed: versions, commit, devices and command, a line for each time that it was started."""
+
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import jax
+
+PACKAGES = (
+    "digen_jax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "transformers",
+)
+
+
+def note_start(workdir: pathlib.Path, done: int, changes: list[str]) -> None:
+    """Appends a line to `workdir`/starts.jsonl.
+
+    Args:
+      workdir: the run's.
+      done: steps that were done before.
+      changes: what differs from the config of the start before, as sentences.
+    """
+    line = {"done": done, "changes": changes, **environment()}
+    with (workdir / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """What may make a difference to what is computed, or how fast. It starts JAX's devices."""
+    devices = jax.devices()
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "devices": {"kind": devices[0].device_kind, "count": len(devices)},
+        "processes": jax.process_count(),
+    }
+
+
+def commit(folder: pathlib.Path = pathlib.Path(__file__).parent) -> str | None:
+    """The commit of the code, "+" behind it where files were changed since; None where git does not know."""
+    found = _git(folder, "rev-parse", "HEAD")
+    if found is None:
+        return None
+    return found + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: pathlib.Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,93 @@
+"""How far something is, on a terminal as a bar, elsewhere as a line now and then."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import SupportsFloat, TypeVar
+
+from tqdm import tqdm
+
+Item = TypeVar("Item")
+
+EVERY = 20.0  # seconds from one line to the next where nobody watches
+
+
+def watched(
+    items: Iterable[Item], head: str, unit: str, total: int | None = None, done: int = 0
+) -> Iterator[Item]:
+    """The items one after the other, and on stderr how many of them are done.
+
+    Without a terminal nothing is said of what takes less than `EVERY` seconds.
+
+    Args:
+      items: what is gone through.
+      head: what is going on, such as "evaluating".
+      unit: what one item is, such as "batch".
+      total: how many there are in all; None: `len(items)`.
+      done: how many of these were done before.
+    """
+    total = len(items) if total is None else total
+    if sys.stderr.isatty():
+        yield from tqdm(items, head, total, unit=unit, initial=done, leave=False)
+        return
+    begun = said = time.monotonic()
+    for number, item in enumerate(items, start=done + 1):
+        yield item
+        now = time.monotonic()
+        if now - said >= EVERY:
+            left = (now - begun) / (number - done) * (total - number)
+            text = f"{head}: {unit} {number} of {total}, {tqdm.format_interval(left)} left"
+            print(text, file=sys.stderr, flush=True)
+            said = now
+
+
+class Progress:
+    """A progress bar with reward, images/s and time left; plain lines where nobody watches.
+
+    Args:
+      total: steps of the whole run.
+      done: steps done before this process began.
+      every: steps from one plain line to the next, where stderr is not a terminal.
+    """
+
+    def __init__(self, total: int, done: int = 0, every: int = 10):
+        self._total, self._every = total, every
+        self._first: tuple[int, float] | None = None
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            file=sys.stderr,
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            bar_format="{percentage:3.0f}% |{bar}| step {n_fmt} of {total_fmt}{postfix}",
+        )
+
+    def update(
+        self,
+        step: int,
+        reward: SupportsFloat,
+        images_per_second: SupportsFloat,
+        utilisation: SupportsFloat,
+    ) -> None:
+        """Shows that `step` steps are done, with reward, speed and utilisation (to 1) of the last one."""
+        now = time.monotonic()
+        # The first step is compilation for the most part and says nothing about the others.
+        self._first = self._first or (step, now)
+        speed = f"{float(images_per_second):.1f} images/s, {float(utilisation):.0%} busy"
+        numbers = f"reward {float(reward):.3f}, {speed}"
+        if step > self._first[0]:
+            seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
+            numbers += f", {tqdm.format_interval(seconds)} left"
+        if not self._bar.disable:
+            self._bar.set_postfix_str(numbers, refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif step % self._every == 0 or step in (self._first[0], self._total):
+            print(f"step {step} of {self._total}: {numbers}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Writes a line above the bar."""
+        self._bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        """Leaves the bar as it is and ends its line."""
+        self._bar.close()

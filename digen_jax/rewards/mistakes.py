@@ -1,0 +1,80 @@
+"""What goes wrong in a user's reward, as one text: which reward, what, and where in the user's own code."""
+
+import inspect
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from digen_jax.settings import ConfigError
+
+ARGUMENTS = ("images", "prompts", "metadata")
+# Code that the user has not written: this package, Python's own modules, installed packages.
+FOREIGN = [
+    Path(__file__).resolve().parents[1],
+    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
+]
+
+
+@contextmanager
+def blamed(name: str, doing: str) -> Iterator[None]:
+    """Turns whatever a user's code raises, `sys.exit` too, into a ConfigError that can go between processes.
+
+    Args:
+      name: the reward's.
+      doing: what it did, such as "raised" or "cannot be imported:".
+
+    Raises:
+      ConfigError: names the reward and the error, with the lines of the user's own code that led there.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise ConfigError(
+            "\n".join([f"reward {name!r} {doing} {what}", *own_lines(error)])
+        ) from error
+
+
+def own_lines(error: BaseException) -> list[str]:
+    """Where an error came from, a line for each place in the user's own code, the last one innermost."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return [f"  {error.filename}, line {error.lineno}: {(error.text or '').strip()}"]
+    frames = traceback.extract_tb(error.__traceback__)
+    return [
+        f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"
+        for frame in frames
+        if _own(frame.filename)
+    ]
+
+
+def check_callable(reward: object, name: str) -> None:
+    """Refuses what cannot be called with images, prompts and metadata.
+
+    Raises:
+      ConfigError: it is a class or nothing that can be called, or takes other arguments.
+    """
+    if isinstance(reward, type):
+        raise ConfigError(
+            f"reward {name!r} is a class: name a function, or an instance of it that the module makes"
+        )
+    if not callable(reward):
+        raise ConfigError(f"reward {name!r} is a {type(reward).__name__}: name a function")
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # of some that are written in C it is not known
+        return
+    try:
+        signature.bind(*ARGUMENTS)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {name!r} takes {signature}: it must take ({', '.join(ARGUMENTS)})"
+        ) from error
+
+
+def _own(file: str) -> bool:
+    path = Path(file).resolve()
+    return not file.startswith("<") and not any(path.is_relative_to(one) for one in FOREIGN)
