@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import zero_std_groups
+from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.samples import blanked
 from digen_jax.flow.noising import LogitNormalTimes
@@ -36,6 +37,10 @@ class DiffusionDPO:
 
     beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
     set_steps: int = 0  # steps whose images the fixed set holds; 0: online
+    guidance: float = (
+        1.0  # of what is trained; a config's 0 is the sampler's: `algorithms.guidance`
+    )
+    reference_guidance: float = 1.0  # a config's 0, which is its default, is `guidance`
     times: LogitNormalTimes = TIMES
 
     @property
@@ -47,6 +52,7 @@ class DiffusionDPO:
         """Raises ValueError for a setting that cannot work, and says what to change."""
         if not 0 < self.beta < math.inf:
             raise ValueError(f"beta is {self.beta}; it must be positive and finite")
+        check_guidance(self.guidance, self.reference_guidance, has_reference=True)
         if self.set_steps < 0:
             raise ValueError(
                 f"set_steps is {self.set_steps}; set it to the steps whose images are the fixed set, "
