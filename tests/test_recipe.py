@@ -554,6 +554,30 @@ def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
         ),
         (
             "diffusion_dpo",
+            dict(advantages__best_and_worst=2),
+            "config.advantages.best_and_worst = 2 cannot change which pair of each group diffusion_dpo trains, its "
+            "best and its worst image: set it to 0",
+        ),
+        (
+            "diffusion_dpo",
+            TWO
+            | dict(advantages__ddof=1, advantages__drop_zero_std=True, advantages__std="global"),
+            "config.advantages.ddof = 1 and config.advantages.drop_zero_std = True and config.advantages.std = "
+            "'global' cannot change which pair of each group diffusion_dpo trains, its best and its worst image: "
+            "set them to 0 and False and 'group'",
+        ),
+        (
+            "diffusion_dpo",
+            TWO | dict(advantages__combine="gdpo", advantages__baseline="leave_one_out"),
+            "config.advantages.combine is 'gdpo', which standardises each reward",
+        ),
+        (
+            "diffusion_dpo",
+            TWO | dict(advantages__combine="advantages", advantages__baseline="leave_one_out"),
+            "config.advantages.baseline = 'leave_one_out' cannot change",
+        ),
+        (
+            "diffusion_dpo",
             dict(algorithm__set_steps=-1),
             "config.algorithm.set_steps is -1; set it",
         ),
@@ -582,6 +606,21 @@ def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
 )
 def test_what_cannot_train_on_the_forward_process_is_refused(given, name, fields, sentence):
     assert refused(of_method(given, name, **fields), devices=8).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("fields", "readiness"),
+    [
+        (dict(), "group"),
+        (dict(advantages__combine="gdpo"), "group"),
+        (dict(advantages__combine="advantages", advantages__std="none"), "group"),
+        (dict(advantages__combine="advantages", advantages__std="global"), "step"),
+    ],
+)
+def test_pairs_wait_for_what_orders_a_group(given, fields, readiness):
+    full = recipe.complete(of_method(given, "diffusion_dpo", **TWO, **fields))
+    recipe_checks.check(full)
+    assert recipe.scheduler_settings(full).readiness == readiness
 
 
 @pytest.mark.parametrize("name", FORWARD)

@@ -327,7 +327,10 @@ GDPO = dict(
         ),
         ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),
         ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),
-        ODE | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2)),
+        ODE
+        | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2))
+        | GDPO
+        | dict(advantages__combine="advantages", advantages__std="global"),
     ],
     ids=[
         "average, reference, best and worst",
@@ -335,7 +338,7 @@ GDPO = dict(
         "a window that moves, random steps",
         "DiffusionNFT",
         "AWM",
-        "DPO, offline",
+        "DPO, offline, two rewards",
     ],
 )
 def test_every_kind_of_state_is_resumed(tmp_path, train, fields):

@@ -1,7 +1,8 @@
 """Diffusion DPO (arXiv 2311.12908) for flow matching: preferences between two images of a prompt.
 
-Online, the pairs are the best and the worst image of each group; offline, they come from a set that was
-generated once. The loss is the same. What samples and what is the reference is the caller's: Flow-GRPO's
+Online, the pairs are the best and the worst image of each group by their advantage, which of several rewards
+is what the config's section `advantages` makes of them; offline, they come from a set that was generated once.
+The loss is the same. What samples and what is the reference is the caller's: Flow-GRPO's
 public code samples from the reference, which it keeps, or renews from the trained policy now and then.
 """
 
@@ -107,7 +108,9 @@ def preference_pairs(
 
     Of equal images the first given is taken. A group whose rewards are all equal, or with a single
     image, prefers nothing and has no pair. (Flow-GRPO's public code takes its first two images,
-    Flow-Factory's the same image twice.)
+    Flow-Factory's the same image twice.) `rewards` may be any numbers of that order, such as
+    `advantages.ranking`: of several rewards Flow-GRPO (scripts/train_sd3_dpo.py, ac4c86e) compares the
+    weighted sum, Flow-Factory (src/flow_factory/trainers/dpo.py, a0b2bc5) the advantages, GDPO's in its example.
 
     Raises:
       ValueError: a reward that is not finite, or a group id out of range.

@@ -163,14 +163,19 @@ def differentiated(name, guidance, with_kl):
     return jax.jit(jax.grad(loss, has_aux=True))
 
 
+def best_and_worst(values, groups):
+    """The pairs (preferred, dispreferred) of some groups."""
+    members = [range(group * IMAGES, (group + 1) * IMAGES) for group in groups]
+    return tuple((max(m, key=values.__getitem__), min(m, key=values.__getitem__)) for m in members)
+
+
 @functools.cache
-def plain(name, tuning, guidance, with_kl, left_out=()):
+def plain(name, tuning, guidance, with_kl, left_out=(), chosen=None):
     """(summed gradient, sums) in float64, by a loop over single samples."""
     trees, found, sums = parameters(tuning), [], []
     pairs = [(i,) for i in range(len(ROWS)) if i not in left_out]
     if name == "diffusion_dpo":
-        of_group = [range(g * IMAGES, (g + 1) * IMAGES) for g in (0, 1, 3)]
-        pairs = [(max(g, key=JUDGED.__getitem__), min(g, key=JUDGED.__getitem__)) for g in of_group]
+        pairs = chosen or best_and_worst(JUDGED, (0, 1, 3))
     for images in pairs:
         key, prompt = keys()[images[0]], [c[ROWS[images[0]]][None] for c in PROMPTS.conditioning]
         for draw, sigma in enumerate(levels(name, key)):
