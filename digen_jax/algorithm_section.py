@@ -24,7 +24,9 @@ CLASSES = {
 # Where a config's defaults are others than the published values, which are those of the classes.
 DEFAULTS = {
     "policy_gradient": dict(clip_range=1e-3, old_log_probs="auto"),
-    "awm": dict(old_log_probs="auto"),
+    "diffusion_nft": dict(reference_guidance=0.0),
+    "awm": dict(old_log_probs="auto", reference_guidance=0.0),
+    "diffusion_dpo": dict(reference_guidance=0.0),
 }
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks
-from digen_jax.algorithms.demands import needs_reference
+from digen_jax.algorithms.demands import Algorithm, is_forward, needs_reference
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Ode, make_step
@@ -97,9 +97,18 @@ def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
 
 
 def make_policy(config: ConfigDict, family: Any) -> Policy:
-    """What is tuned, and the guidance it is sampled and trained with."""
+    """What is tuned, and the guidance it is sampled with."""
     lora = LoraConfig(**config.lora) if config.lora.rank else None
     return Policy(family, config.sampler.guidance, lora)
+
+
+def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
+    """The policy as the trainer evaluates it: policy gradients at the sampler's guidance, others at their own."""
+    if not is_forward(algorithm):
+        return policy
+    return dataclasses.replace(
+        policy, guidance=algorithm.guidance, reference_guidance=algorithm.reference_guidance
+    )
 
 
 def connect(
@@ -135,7 +144,13 @@ def connect(
         policy,
         recipe.draws(config),
         (first, *others),
-        Trainer(policy, placement.trainer, step, algorithm, recipe.trainer_settings(config)),
+        Trainer(
+            trained_policy(policy, algorithm),
+            placement.trainer,
+            step,
+            algorithm,
+            recipe.trainer_settings(config),
+        ),
         base,
         start,
         recipe.advantage_settings(config),

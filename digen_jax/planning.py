@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from digen_jax import recipe, recipe_checks, rewards
 from digen_jax.algorithms.demands import Algorithm, needs_reference, slow_copy
 from digen_jax.algorithms.policy_gradient import PolicyGradient
-from digen_jax.assemble import build, load_family, make_policy, open_pipeline
+from digen_jax.assemble import build, load_family, make_policy, open_pipeline, trained_policy
 from digen_jax.inference import run_config
 from digen_jax.metrics import read_metrics
 from digen_jax.prompts.files import read_prompt_file
@@ -244,7 +244,7 @@ def model_footprint(config: ConfigDict) -> Footprint:
     """The sizes of a config's model, from shapes alone: nothing is read or allocated.
 
     Activations are what the transformer's backward pass keeps of one transition as it is written,
-    before the compiler saves any of it; guidance is included.
+    before the compiler saves any of it; the guidance that is trained with is included.
 
     Raises:
       ConfigError: the model's folder cannot be used.
@@ -272,7 +272,7 @@ def model_footprint(config: ConfigDict) -> Footprint:
         sampler_base=sizes(sent[1]),
         frozen=sizes(frozen),
         copies=(config.trainer.ema > 0) + (slow_copy(algorithm) is not None),
-        activations=_residuals(policy, tuned, base, frozen, latent),
+        activations=_residuals(trained_policy(policy, algorithm), tuned, base, frozen, latent),
         trajectory=_stored(algorithm, recipe.noisy_steps(config), latent),
         micro_batch=config.trainer.micro_batch,
         trainer_fsdp=placement.trainer.fsdp if placement else 1,

@@ -11,7 +11,8 @@ from ml_collections import ConfigDict
 from digen_jax import algorithm_section
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.demands import Algorithm, needs, set_steps
-from digen_jax.algorithms.old_log_probs import choose_old_log_probs
+from digen_jax.algorithms.guidance import choose_guidance
+from digen_jax.algorithms.old_log_probs import OldLogProbs, choose_old_log_probs
 from digen_jax.algorithms.subsets import share_of_timesteps
 from digen_jax.flow.windows import Window
 from digen_jax.rewards import names_in
@@ -155,10 +156,19 @@ def one_device() -> ConfigDict:
 
 
 def algorithm_settings(config: ConfigDict) -> Algorithm:
-    """The algorithm's own settings."""
-    if "old_log_probs" not in config.algorithm:
-        return algorithm_section.settings(config.algorithm)
-    old = choose_old_log_probs(
+    """The algorithm's own settings, with what they leave to others resolved."""
+    section, resolved = config.algorithm, {}
+    if "old_log_probs" in section:
+        resolved["old_log_probs"] = _old_log_probs(config)
+    if "guidance" in section:
+        given = section.guidance, section.reference_guidance
+        found = choose_guidance(*given, config.sampler.guidance)
+        resolved |= zip(("guidance", "reference_guidance"), found, strict=True)
+    return algorithm_section.settings(section, **resolved)
+
+
+def _old_log_probs(config: ConfigDict) -> OldLogProbs:
+    return choose_old_log_probs(
         config.algorithm.old_log_probs,
         # Else the weights are rounded, too, which an importance weight to what sampled corrects.
         same_dtype=not config.sampler.dtype or config.algorithm.get("importance_cap", 0) > 0,
@@ -166,7 +176,6 @@ def algorithm_settings(config: ConfigDict) -> Algorithm:
         updates=config.trainer.updates,
         stored=config.algorithm.name == "policy_gradient",
     )
-    return algorithm_section.settings(config.algorithm, old_log_probs=old)
 
 
 def noisy_steps(config: ConfigDict) -> int:

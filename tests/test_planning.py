@@ -304,11 +304,15 @@ def test_the_footprint_is_the_models(base):
     assert found.trajectory == 2 * 4 * (2 * side * side * 4 + 1)
 
 
-def test_of_the_forward_process_noise_levels_are_trained_and_the_image_alone_is_stored(base):
-    config = tiny_config(base, "lora")
+def forward(config, **fields):
+    """The config for AWM."""
     config.sampler.update(kind="ode", noise_level=0.0, window=dict(length=0))
-    config.algorithm = ConfigDict(dict(name="awm", times=dict(count=5)))
-    config = complete(config)
+    config.algorithm = ConfigDict(dict(name="awm", **fields))
+    return config
+
+
+def test_of_the_forward_process_noise_levels_are_trained_and_the_image_alone_is_stored(base):
+    config = complete(forward(tiny_config(base, "lora"), times=dict(count=5)))
     assert make_problem(config, 4, calibration()).transitions == 5
     found = model_footprint(config)
     assert (found.trajectory, found.copies) == (4 * (8 * 8 * 4 + 2), 1)
@@ -323,6 +327,10 @@ def test_activations_are_what_a_backward_pass_keeps(base):
         kept[remat, guidance] = model_footprint(config).activations
     assert kept[True, 1.0] < 0.5 * kept[False, 1.0]
     assert kept[False, 2.0] == pytest.approx(2 * kept[False, 1.0], rel=0.1)
+    # What counts is the guidance of training, which is not always the sampler's.
+    config = complete(forward(tiny_config(base, "full")))
+    config.sampler.guidance = 4.5
+    assert model_footprint(config).activations == kept[False, 1.0]
     # At least a block's inputs: 4 image and 16 text tokens of width 16 in float32.
     assert kept[True, 1.0] > 3 * 4 * 16 * 4
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 
@@ -608,10 +609,46 @@ def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
             "'diffusion_nft': leave it out of the config file, or where only the name was given on the "
             "command line, start from a recipe for diffusion_nft",
         ),
+        ("awm", dict(algorithm__guidance=-1.0), "config.algorithm.guidance is -1.0; it must be"),
+        (
+            "diffusion_dpo",
+            dict(algorithm__reference_guidance=math.nan),
+            "config.algorithm.reference_guidance is nan; it must be finite",
+        ),
+        (
+            "diffusion_nft",
+            dict(algorithm__reference_guidance=4.5, algorithm__kl_coefficient=0.0),
+            "config.algorithm.reference_guidance is 4.5 and guidance 1.0, but with kl_coefficient 0 no reference "
+            "is evaluated: leave",
+        ),
         (
             "awm",
             dict(algorithm__wieghting="sigma"),
             "config.algorithm.wieghting is not a field; did",
+        ),
+        (
+            "diffusion_dpo",
+            dict(advantages__best_and_worst=2),
+            "config.advantages.best_and_worst = 2 cannot change which pair of each group diffusion_dpo trains, its "
+            "best and its worst image: set it to 0",
+        ),
+        (
+            "diffusion_dpo",
+            TWO
+            | dict(advantages__ddof=1, advantages__drop_zero_std=True, advantages__std="global"),
+            "config.advantages.ddof = 1 and config.advantages.drop_zero_std = True and config.advantages.std = "
+            "'global' cannot change which pair of each group diffusion_dpo trains, its best and its worst image: "
+            "set them to 0 and False and 'group'",
+        ),
+        (
+            "diffusion_dpo",
+            TWO | dict(advantages__combine="gdpo", advantages__baseline="leave_one_out"),
+            "config.advantages.combine is 'gdpo', which standardises each reward",
+        ),
+        (
+            "diffusion_dpo",
+            TWO | dict(advantages__combine="advantages", advantages__baseline="leave_one_out"),
+            "config.advantages.baseline = 'leave_one_out' cannot change",
         ),
         (
             "diffusion_dpo",
@@ -643,6 +680,45 @@ def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
 )
 def test_what_cannot_train_on_the_forward_process_is_refused(given, name, fields, sentence):
     assert refused(of_method(given, name, **fields), devices=8).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("fields", "readiness"),
+    [
+        (dict(), "group"),
+        (dict(advantages__combine="gdpo"), "group"),
+        (dict(advantages__combine="advantages", advantages__std="none"), "group"),
+        (dict(advantages__combine="advantages", advantages__std="global"), "step"),
+    ],
+)
+def test_pairs_wait_for_what_orders_a_group(given, fields, readiness):
+    full = recipe.complete(of_method(given, "diffusion_dpo", **TWO, **fields))
+    recipe_checks.check(full)
+    assert recipe.scheduler_settings(full).readiness == readiness
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (dict(), (1.0, 1.0)),
+        (dict(algorithm__guidance=0.0), (4.5, 4.5)),
+        (dict(algorithm__guidance=2.0), (2.0, 2.0)),
+        (dict(algorithm__guidance=0.0, algorithm__reference_guidance=1.0), (4.5, 1.0)),
+    ],
+)
+def test_training_has_a_guidance_of_its_own(given, name, fields, expected):
+    full = recipe.complete(of_method(given, name, sampler__guidance=4.5, **fields))
+    recipe_checks.check(full)
+    settings = recipe.algorithm_settings(full)
+    assert (settings.guidance, settings.reference_guidance) == expected
+
+
+def test_a_policy_gradient_replays_with_the_samplers_guidance(given):
+    sentence = (
+        "config.algorithm.guidance is a field of diffusion_nft and awm and diffusion_dpo, but"
+    )
+    assert refused(changed(given, algorithm__guidance=1.0)).startswith(sentence)
 
 
 def test_a_complete_config_does_not_become_another_algorithms_by_its_name(given):

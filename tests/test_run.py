@@ -346,7 +346,12 @@ KINDS_OF_STATE = [
     ),
     (ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),),
     (ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),),
-    (ODE | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2)),),
+    (
+        ODE
+        | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2))
+        | GDPO
+        | dict(advantages__combine="advantages", advantages__std="global"),
+    ),
 ]
 
 
@@ -359,7 +364,7 @@ KINDS_OF_STATE = [
         "a window that moves, random steps",
         "DiffusionNFT",
         "AWM",
-        "DPO, offline",
+        "DPO, offline, two rewards",
     ],
 )
 def test_every_kind_of_state_is_resumed(tmp_path, train, fields):

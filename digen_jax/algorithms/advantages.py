@@ -66,6 +66,11 @@ class AdvantageSettings:
         """What must be scored before any of it can train; a fragment of a group never suffices."""
         return "step" if self.std == "global" or self.combine == "gdpo" else "group"
 
+    @property
+    def ranking_needs(self) -> Literal["group", "step"]:
+        """What must be scored before `ranking` is known: a std that several rewards share changes no order."""
+        return "step" if self.std == "global" and self.combine == "advantages" else "group"
+
     def kept(self, fragment: int, images: int) -> int:
         """How many images of a fragment are given to the trainer, of whole groups of so many."""
         return fragment // images * 2 * self.best_and_worst or fragment
@@ -180,11 +185,8 @@ def trained_images(
       ValueError: as `advantages`; or a group too small for `best_and_worst`.
     """
     rewards = _columns(settings, rewards, group_ids, num_groups)
-    if settings.combine == "rewards":
-        # ranks as the advantages do, but loses no difference to rounding
-        scores = taught = _weighted_sum(settings, rewards)
-    else:
-        scores = _combined(settings, rewards, group_ids, num_groups)
+    scores = taught = ranking(settings, rewards, group_ids, num_groups)
+    if settings.combine != "rewards":
         taught = rewards[:, np.asarray(settings.reward_weights) != 0]
     trained = np.ones(len(rewards), bool)
     if settings.drop_zero_std:
@@ -192,6 +194,27 @@ def trained_images(
     if settings.best_and_worst:
         trained &= best_and_worst(scores, group_ids, settings.best_and_worst)
     return trained
+
+
+def ranking(
+    settings: AdvantageSettings,
+    rewards: Float[np.ndarray, "n"] | Float[np.ndarray, "n k"],
+    group_ids: Int[np.ndarray, "n"],
+    num_groups: int,
+) -> Float[np.ndarray, "n"]:
+    """Numbers that order the images of each group as their advantages do, and are equal where these are.
+
+    Takes what `advantages` takes: all rewards of what `settings.ranking_needs`.
+
+    Raises:
+      ValueError: as `advantages`.
+    """
+    rewards = _columns(settings, rewards, group_ids, num_groups)
+    if settings.combine == "rewards" or settings.std == "none":
+        return _weighted_sum(settings, rewards)  # which loses no difference to rounding
+    # Else rewards that cancel out would be ordered by rounding errors.
+    combined = _combined(settings, rewards, group_ids, num_groups)
+    return np.round(combined / np.abs(settings.reward_weights).sum(), 12)
 
 
 def zero_std_groups(

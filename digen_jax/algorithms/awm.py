@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from digen_jax.algorithms.decay import LinearDecay
+from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.old_log_probs import OldLogProbs
 from digen_jax.algorithms.samples import blanked
@@ -55,6 +56,10 @@ class AWM:
     ema_kl_coefficient: float = 1.0  # 0: no slow copy is kept
     ema: LinearDecay = SLOW_COPY
     old_log_probs: OldLogProbs = "current"
+    guidance: float = (
+        1.0  # of what is trained; a config's 0 is the sampler's: `algorithms.guidance`
+    )
+    reference_guidance: float = 1.0  # a config's 0, which is its default, is `guidance`
     times: LogitNormalTimes = TIMES
 
     @property
@@ -81,6 +86,7 @@ class AWM:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be finite and not negative")
+        check_guidance(self.guidance, self.reference_guidance, self.kl_coefficient > 0)
         if self.old_log_probs not in ("current", "recomputed"):
             raise ValueError(
                 f"old_log_probs is {self.old_log_probs!r}; set it to 'current' or 'recomputed', as "

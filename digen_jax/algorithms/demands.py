@@ -15,8 +15,9 @@ Algorithm = PolicyGradient | ForwardProcess
 
 
 def needs(algorithm: Algorithm, advantages: AdvantageSettings) -> Literal["group", "step"]:
-    """What must be scored before any of it can train; diffusion DPO chooses a pair of each group."""
-    return "group" if isinstance(algorithm, DiffusionDPO) else advantages.needs
+    """What must be scored before any of it can train; diffusion DPO reads how a group is ranked."""
+    chooses = isinstance(algorithm, DiffusionDPO)
+    return advantages.ranking_needs if chooses else advantages.needs
 
 
 def is_forward(algorithm: Algorithm) -> bool:

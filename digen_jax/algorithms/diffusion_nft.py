@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
 from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, LinearDecay
+from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.samples import blanked
 from digen_jax.flow.noising import ScheduleTimes
@@ -43,6 +44,10 @@ class DiffusionNFT:
     kl_coefficient: float = 1e-4  # 0: no reference is evaluated
     weight_floor: float = 1e-5  # the smallest mean |x0_hat - x0| that the error is divided by
     decay_type: Literal[0, 1, 2] = 1
+    guidance: float = (
+        1.0  # of what is trained; a config's 0 is the sampler's: `algorithms.guidance`
+    )
+    reference_guidance: float = 1.0  # a config's 0, which is its default, is `guidance`
     times: ScheduleTimes = TIMES
 
     @property
@@ -66,6 +71,7 @@ class DiffusionNFT:
             raise ValueError(
                 f"kl_coefficient is {self.kl_coefficient}; it must be finite and not negative"
             )
+        check_guidance(self.guidance, self.reference_guidance, self.kl_coefficient > 0)
         if self.advantage_mode not in get_args(AdvantageMode):
             raise ValueError(
                 f"advantage_mode is {self.advantage_mode!r}; "

@@ -1,7 +1,8 @@
 """Diffusion DPO (arXiv 2311.12908) for flow matching: preferences between two images of a prompt.
 
-Online, the pairs are the best and the worst image of each group; offline, they come from a set that was
-generated once. The loss is the same. What samples and what is the reference is the caller's: Flow-GRPO's
+Online, the pairs are the best and the worst image of each group by their advantage, which of several rewards
+is what the config's section `advantages` makes of them; offline, they come from a set that was generated once.
+The loss is the same. What samples and what is the reference is the caller's: Flow-GRPO's
 public code samples from the reference, which it keeps, or renews from the trained policy now and then.
 """
 
@@ -14,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import zero_std_groups
+from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.samples import blanked
 from digen_jax.flow.noising import LogitNormalTimes
@@ -36,6 +38,10 @@ class DiffusionDPO:
 
     beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
     set_steps: int = 0  # steps whose images the fixed set holds; 0: online
+    guidance: float = (
+        1.0  # of what is trained; a config's 0 is the sampler's: `algorithms.guidance`
+    )
+    reference_guidance: float = 1.0  # a config's 0, which is its default, is `guidance`
     times: LogitNormalTimes = TIMES
 
     @property
@@ -47,6 +53,7 @@ class DiffusionDPO:
         """Raises ValueError for a setting that cannot work, and says what to change."""
         if not 0 < self.beta < math.inf:
             raise ValueError(f"beta is {self.beta}; it must be positive and finite")
+        check_guidance(self.guidance, self.reference_guidance, has_reference=True)
         if self.set_steps < 0:
             raise ValueError(
                 f"set_steps is {self.set_steps}; set it to the steps whose images are the fixed set, "
@@ -101,7 +108,9 @@ def preference_pairs(
 
     Of equal images the first given is taken. A group whose rewards are all equal, or with a single
     image, prefers nothing and has no pair. (Flow-GRPO's public code takes its first two images,
-    Flow-Factory's the same image twice.)
+    Flow-Factory's the same image twice.) `rewards` may be any numbers of that order, such as
+    `advantages.ranking`: of several rewards Flow-GRPO (scripts/train_sd3_dpo.py, ac4c86e) compares the
+    weighted sum, Flow-Factory (src/flow_factory/trainers/dpo.py, a0b2bc5) the advantages, GDPO's in its example.
 
     Raises:
       ValueError: a reward that is not finite, or a group id out of range.

@@ -105,6 +105,22 @@ def _check_forward(config: ConfigDict) -> None:
         )
 
 
+def _check_ranking(config: ConfigDict) -> None:
+    """A pair depends on the order of a group's images alone, so that most of `advantages` has nothing to act on."""
+    section = config.advantages
+    without = dict(baseline="group_mean", ddof=0, best_and_worst=0, drop_zero_std=False)
+    if section.combine == "rewards":
+        without["std"] = "group"
+    idle = {name: value for name, value in without.items() if section[name] != value}
+    if idle:
+        given = " and ".join(f"config.advantages.{name} = {section[name]!r}" for name in idle)
+        it = "it" if len(idle) == 1 else "them"
+        raise ConfigError(
+            f"{given} cannot change which pair of each group diffusion_dpo trains, its best and its worst image: "
+            f"set {it} to {' and '.join(map(repr, idle.values()))}"
+        )
+
+
 def _check_pairs(config: ConfigDict) -> None:
     """A fragment holds whole groups, of each of which one pair is trained; a micro-batch holds whole pairs."""
     images, fragment, micro = (
@@ -112,12 +128,7 @@ def _check_pairs(config: ConfigDict) -> None:
         config.sampler.fragment,
         config.trainer.micro_batch,
     )
-    chosen = config.advantages.best_and_worst
-    if chosen:
-        raise ConfigError(
-            f"config.advantages.best_and_worst = {chosen} chooses what diffusion_dpo chooses itself, one pair of "
-            "each group: set it to 0"
-        )
+    _check_ranking(config)
     check_divides(
         "config.batch.images",
         images,

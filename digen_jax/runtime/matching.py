@@ -23,7 +23,8 @@ from digen_jax.runtime.policy import Policy
 class MatchingObjective:
     """The loss of DiffusionNFT, AWM or diffusion DPO as a function of parameters.
 
-    `base` is the policy's (see `Policy`). The noise is drawn in the pass, from each image's key.
+    `base` is the policy's (see `Policy`), whose guidances are those of training. The noise is drawn in the
+    pass, from each image's key.
     """
 
     policy: Policy

@@ -27,6 +27,7 @@ class Policy:
     family: Any
     guidance: float = 1.0
     lora: LoraConfig | None = None
+    reference_guidance: float | None = None  # None: as `guidance`
 
     def split(self, key: Array, transformer: Params, reference: bool) -> tuple[Params, Params]:
         """(tuned, base) before the first update; `reference` says whether the start is kept."""
@@ -60,8 +61,10 @@ class Policy:
     def velocity(self, tuned: Params, base: Params, conditioning: Any, null: Any) -> Velocity:
         """The guided velocity of the policy, to be called while tracing."""
         if self.lora is None:
-            return self._guided({"params": self.transformer(tuned, base)}, conditioning, null)
-        guided = self._guided({"params": base, "lora": tuned}, conditioning, null)
+            variables = {"params": self.transformer(tuned, base)}
+            return self._guided(variables, conditioning, null, self.guidance)
+        variables = {"params": base, "lora": tuned}
+        guided = self._guided(variables, conditioning, null, self.guidance)
 
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
             with lora_layers(self.lora.scale):
@@ -71,20 +74,21 @@ class Policy:
 
     def reference(self, base: Params, conditioning: Any, null: Any) -> Velocity:
         """The guided velocity of the model before tuning."""
-        return self._guided({"params": base}, conditioning, null)
+        guidance = self.guidance if self.reference_guidance is None else self.reference_guidance
+        return self._guided({"params": base}, conditioning, null, guidance)
 
-    def _guided(self, variables: Params, conditioning: Any, null: Any) -> Velocity:
+    def _guided(self, variables: Params, conditioning: Any, null: Any, guidance: float) -> Velocity:
         """Classifier-free guidance (arXiv 2207.12598); `null` is the empty prompt's, one row."""
 
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
-            if self.guidance == 1:
+            if guidance == 1:
                 return self.family.velocity(variables, x, sigma, conditioning)
             pairs = jax.tree.map(
                 lambda n, c: _interleave(jnp.broadcast_to(n, c.shape), c), null, conditioning
             )
             v = self.family.velocity(variables, _interleave(x, x), _interleave(sigma, sigma), pairs)
             v_null, v_prompt = v[0::2], v[1::2]
-            return v_null + self.guidance * (v_prompt - v_null)
+            return v_null + guidance * (v_prompt - v_null)
 
         return velocity
 

@@ -12,6 +12,7 @@ from digen_jax.algorithms.advantages import (
     STD_EPS,
     AdvantageSettings,
     advantages,
+    ranking,
     trained_images,
     zero_std_groups,
 )
@@ -224,6 +225,31 @@ def test_needs_is_what_an_advantage_depends_on(setting):
     assert (advantages(setting, within, GROUPS, 5)[mine] != plain[mine]).all()
     changed = (advantages(setting, elsewhere, GROUPS, 5)[mine] != plain[mine]).any()
     assert setting.needs == ("step" if changed else "group")
+
+
+@pytest.mark.parametrize("setting", MODES, ids=label)
+def test_a_ranking_orders_each_group_as_the_advantages_do(setting):
+    expected, mine = advantages(setting, REWARDS, GROUPS, 5), GROUPS == 2
+    found = ranking(setting, REWARDS, GROUPS, 5)
+    for group in np.unique(GROUPS):
+        one = group == GROUPS
+        np.testing.assert_array_equal(np.argsort(found[one]), np.argsort(expected[one]))
+    if setting.ranking_needs == "group":
+        np.testing.assert_array_equal(ranking(setting, REWARDS[mine], GROUPS[mine], 5), found[mine])
+    else:
+        assert (setting.combine, setting.std) == ("advantages", "global")
+
+
+@pytest.mark.parametrize("combine", ["rewards", "advantages", "gdpo"])
+def test_rewards_that_cancel_out_rank_nothing(combine):
+    """Not even by rounding errors, which the last advantages have."""
+    rewards = np.array([[1, 0], [0, 1], [0, 1], [2, 1]], np.float64)
+    setting = AdvantageSettings(std="group", reward_weights=(1.0, 1.0), combine=combine)
+    first, *others = ranking(setting, rewards, np.array([0, 0, 0, 1]), 2)[:3]
+    assert others == [first, first]
+    np.testing.assert_allclose(
+        advantages(setting, rewards, np.array([0, 0, 0, 1]), 2)[:3], 0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,13 @@ GROUPS, IMAGES, COUNT = 4, 3, 3
 ROWS = np.repeat(np.arange(GROUPS, dtype=np.int32), IMAGES)
 # As rewards those of the third group prefer nothing; as advantages some are clipped.
 JUDGED = np.array([1.5, -0.4, -0.9, 0.2, -2.7, 0.3, 0.8, 0.8, 0.8, 0.1, 2.2, -0.8], np.float32)
-GUIDANCE, SCALE = 3.0, 3.0
+SCALE, SAMPLED = 3.0, 4.5  # of LoRA; the sampler's guidance
+# The fields of a config, and what they mean: the guidance of the policies, and of the reference.
+GUIDANCE = {
+    "published": ({}, (1.0, 1.0)),
+    "as sampled": (dict(algorithm__guidance=0.0), (SAMPLED, SAMPLED)),
+    "own": (dict(algorithm__guidance=2.0, algorithm__reference_guidance=1.5), (2.0, 1.5)),
+}
 TIMES = dict(count=COUNT, mean=-0.3, std=1.2, shift=2.0)
 ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=dict(length=0))
 METHODS = {
@@ -39,7 +45,7 @@ METHODS = {
 def config(name, tuning="full", mesh=(1, 1, 1), micro=4, pack=2, fragment=12, **fields):
     """On a trainer mesh (time, data, fsdp)."""
     algorithm = {f"algorithm__{field}": value for field, value in METHODS[name].items()}
-    shape = dict(batch__groups=GROUPS, batch__images=IMAGES, sampler__guidance=GUIDANCE)
+    shape = dict(batch__groups=GROUPS, batch__images=IMAGES, sampler__guidance=SAMPLED)
     meshes = toy.meshes((0, 1), (*mesh[1:], mesh[0]))
     meshes["placement__rules"] = ((".*", "replicate" if tuning == "lora" else "fsdp"),)
     cut = dict(sampler__fragment=fragment, trainer__micro_batch=micro, trainer__pack=pack)
@@ -95,8 +101,8 @@ def nft(sample, v, old, copy, reference, r):
     r = 0.5 + jnp.clip(r, -2, 2) / 4
     good, bad = off(old + 0.3 * (v - old)), off(old - 0.3 * (v - old))
     policy, kl = 2 * (r * good + (1 - r) * bad) / 0.3, ((v - reference) ** 2).mean()
-    terms = dict(policy_loss=policy, positive_loss=good, negative_loss=bad, kl=kl)
-    return terms | dict(loss=policy + 0.2 * kl, old_deviation=((v - old) ** 2).mean())
+    terms = dict(policy_loss=policy, positive_loss=good, negative_loss=bad)
+    return terms | dict(old_deviation=((v - old) ** 2).mean(), kl=kl)
 
 
 def awm(sample, v, old, copy, reference, advantage):
@@ -109,7 +115,7 @@ def awm(sample, v, old, copy, reference, advantage):
     kl, ema_kl = ((v - reference) ** 2).mean(), ((v - copy) ** 2).mean()
     terms = dict(policy_loss=policy, matching_error=error, ratio=ratio, kl=kl, ema_kl=ema_kl)
     far = dict(clip_fraction=jnp.abs(ratio - 1) > 0.01, approx_kl=jnp.log(ratio) ** 2 / 2)
-    return terms | far | dict(loss=policy + 0.2 * kl + 0.7 * ema_kl)
+    return terms | far
 
 
 def dpo(samples, v, reference):
@@ -124,14 +130,17 @@ def dpo(samples, v, reference):
 
 
 @functools.cache
-def differentiated(name):
+def differentiated(name, guidance, with_kl):
+    own, of_reference = GUIDANCE[guidance][1]
     start, network = toy.ToyFamily().params()["transformer"], toy.ToyFamily().network
 
-    def velocity(params, x, sigma, prompt):
+    def velocity(params, x, sigma, prompt, guidance):
         def v(context, pooled):
             return network.apply({"params": params}, x[None], sigma[None], context, pooled)[0]
 
-        return v(*PROMPTS.null) + GUIDANCE * (v(*prompt) - v(*PROMPTS.null))
+        if guidance == 1:
+            return v(*prompt)
+        return v(*PROMPTS.null) + guidance * (v(*prompt) - v(*PROMPTS.null))
 
     def loss(tuned, behaviour, copy, x0s, key, draw, sigma, judged, prompt):
         noise = jax.random.normal(
@@ -140,31 +149,39 @@ def differentiated(name):
         samples = [(x0, (1 - sigma) * x0 + sigma * noise, sigma, noise - x0) for x0 in x0s]
         trees = [adapted(start, tree, SCALE) for tree in (tuned, behaviour, copy)]
         v, old, slow, reference = (
-            [velocity(tree, x, sigma, prompt) for _, x, *_ in samples] for tree in (*trees, start)
+            [velocity(tree, x, sigma, prompt, at) for _, x, *_ in samples]
+            for tree, at in zip((*trees, start), (own, own, own, of_reference), strict=True)
         )
         if name == "diffusion_dpo":
             terms = dpo(samples, v, reference)
         else:
             method = {"diffusion_nft": nft, "awm": awm}[name]
             terms = method(samples[0], v[0], old[0], slow[0], reference[0], judged)
+            kl = 0.2 * terms["kl"] if with_kl else 0.0 * terms.pop("kl")
+            terms["loss"] = terms["policy_loss"] + kl + 0.7 * terms.get("ema_kl", 0)
         return terms["loss"], terms
 
     return jax.jit(jax.grad(loss, has_aux=True))
 
 
+def best_and_worst(values, groups):
+    """The pairs (preferred, dispreferred) of some groups."""
+    members = [range(group * IMAGES, (group + 1) * IMAGES) for group in groups]
+    return tuple((max(m, key=values.__getitem__), min(m, key=values.__getitem__)) for m in members)
+
+
 @functools.cache
-def plain(name, tuning, left_out=()):
+def plain(name, tuning, guidance, with_kl, left_out=(), chosen=None):
     """(summed gradient, sums) in float64, by a loop over single samples."""
     trees, found, sums = parameters(tuning), [], []
     pairs = [(i,) for i in range(len(ROWS)) if i not in left_out]
     if name == "diffusion_dpo":
-        of_group = [range(g * IMAGES, (g + 1) * IMAGES) for g in (0, 1, 3)]
-        pairs = [(max(g, key=JUDGED.__getitem__), min(g, key=JUDGED.__getitem__)) for g in of_group]
+        pairs = chosen or best_and_worst(JUDGED, (0, 1, 3))
     for images in pairs:
         key, prompt = keys()[images[0]], [c[ROWS[images[0]]][None] for c in PROMPTS.conditioning]
         for draw, sigma in enumerate(levels(name, key)):
             given = X0[list(images)], key, draw, jnp.float32(sigma), JUDGED[images[0]], prompt
-            gradient, terms = differentiated(name)(*trees, *given)
+            gradient, terms = differentiated(name, guidance, with_kl)(*trees, *given)
             found.append(jax.tree.map(np.float64, jax.device_get(gradient)))
             sums.append({"weight": 1.0, **{term: float(value) for term, value in terms.items()}})
     gradient = jax.tree.map(lambda *leaves: sum(leaves), *found)
@@ -203,23 +220,27 @@ def assert_equal(totals, expected):
 
 
 CASES = [
-    ("diffusion_nft", "full", dict(micro=4, pack=2)),
-    ("diffusion_nft", "lora", dict(mesh=(2, 2, 1), micro=6, pack=2)),
-    ("awm", "full", dict(mesh=(1, 1, 2), micro=2, pack=1, fragment=6)),
-    ("awm", "lora", dict(micro=12, pack=3)),
-    ("diffusion_dpo", "full", dict(mesh=(1, 2, 1), micro=4, pack=2)),
-    ("diffusion_dpo", "lora", dict(micro=2, pack=1, fragment=6)),
+    ("diffusion_nft", "full", "published", True, dict(micro=4, pack=2)),
+    ("diffusion_nft", "lora", "published", False, dict(mesh=(2, 2, 1), micro=6, pack=2)),
+    ("diffusion_nft", "lora", "own", True, dict(mesh=(2, 2, 1), micro=6, pack=2)),
+    ("awm", "full", "published", True, dict(mesh=(1, 1, 2), micro=2, pack=1, fragment=6)),
+    ("awm", "lora", "published", False, dict(micro=12, pack=3)),
+    ("awm", "lora", "as sampled", True, dict(micro=12, pack=3)),
+    ("diffusion_dpo", "full", "published", True, dict(mesh=(1, 2, 1), micro=4, pack=2)),
+    ("diffusion_dpo", "lora", "own", True, dict(micro=2, pack=1, fragment=6)),
 ]
 
 
-@pytest.mark.parametrize(("name", "tuning", "cut"), CASES)
-def test_the_gradient_is_that_of_single_samples(name, tuning, cut):
-    expected = plain(name, tuning)
+@pytest.mark.parametrize(("name", "tuning", "guidance", "with_kl", "cut"), CASES)
+def test_the_gradient_is_that_of_single_samples(name, tuning, guidance, with_kl, cut):
+    """Sampled with guidance: unless the config says otherwise, the published losses are trained without."""
+    expected = plain(name, tuning, guidance, with_kl)
     sums = expected[1]
     assert sums["weight"] == COUNT * (3 if name == "diffusion_dpo" else len(ROWS))
     if name == "awm":
         assert 0 < sums["clip_fraction"] < sums["weight"]
-    assert_equal(accumulated(name, tuning, **cut), expected)
+    fields = GUIDANCE[guidance][0] | ({} if with_kl else dict(algorithm__kl_coefficient=0.0))
+    assert_equal(accumulated(name, tuning, **fields, **cut), expected)
 
 
 def test_an_image_that_is_left_out_adds_nothing_whatever_it_is():
@@ -232,8 +253,9 @@ def test_an_image_that_is_left_out_adds_nothing_whatever_it_is():
             weight=jnp.where(bad, 0.0, experience.weight),
         )
 
-    totals = accumulated("awm", "lora", spoilt, micro=12, pack=3)
-    assert_equal(totals, plain("awm", "lora", (2, 7)))
+    fields = dict(algorithm__kl_coefficient=0.0, micro=12, pack=3)
+    totals = accumulated("awm", "lora", spoilt, **fields)
+    assert_equal(totals, plain("awm", "lora", "published", False, (2, 7)))
 
 
 def test_without_the_policy_that_sampled_diffusion_nft_is_not_trained():

@@ -3,13 +3,13 @@
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Key
+from jaxtyping import Array, Bool, Float, Float32, Int, Key
 
 from digen_jax import rewards
-from digen_jax.algorithms.advantages import AdvantageSettings, advantages, trained_images
+from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
 from digen_jax.flow.noising import turn_keys
 from digen_jax.flow.sampling import Transitions
 from digen_jax.runtime.draws import Drawn, Draws
@@ -118,14 +118,26 @@ class Step:
 
         However many groups are dropped, as many images are given to the trainer.
         """
-        cut, settings = self.cut(index), self.settings
-        members = np.isin(self.rows, self.rows[cut]) if settings.needs == "group" else self.members
-        mine = np.isin(np.flatnonzero(members), np.arange(cut.start, cut.stop))
-        known = self.scores[members], self.rows[members], len(self.records)
+        settings = self.settings
+        known, mine = self._known(index, settings.needs)
         given = trained_images(dataclasses.replace(settings, drop_zero_std=False), *known)[mine]
         weight = trained_images(settings, *known)[mine].astype(np.float32)
         found = advantages(settings, *known)[mine]
         return Lesson(np.flatnonzero(given), found[given], weight[given])
+
+    def ranking(self, index: int) -> Float[np.ndarray, "b"]:
+        """How the images of a fragment are ordered, once what `AdvantageSettings.ranking_needs` is scored."""
+        known, mine = self._known(index, self.settings.ranking_needs)
+        return ranking(self.settings, *known)[mine]
+
+    def _known(
+        self, index: int, needs: Literal["group", "step"]
+    ) -> tuple[tuple[np.ndarray, np.ndarray, int], Bool[np.ndarray, "m"]]:
+        """((scores, groups, number of groups) of the images of a fragment's groups or the step, which are its own)."""
+        cut = self.cut(index)
+        members = np.isin(self.rows, self.rows[cut]) if needs == "group" else self.members
+        mine = np.isin(np.flatnonzero(members), np.arange(cut.start, cut.stop))
+        return (self.scores[members], self.rows[members], len(self.records)), mine
 
 
 class Steps:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from digen_jax.algorithms.demands import needs_behaviour, needs_start, set_steps
 from digen_jax.algorithms.diffusion_nft import DiffusionNFT, reward_probabilities
@@ -67,7 +67,7 @@ class TrainingExecutor:
         """A scored fragment as the trainer takes it."""
         system = self._system
         if isinstance(system.trainer.algorithm, DiffusionDPO):
-            return receive(system, step.prompts, images, step.values[step.cut(index)])
+            return receive(system, step.prompts, images, step.ranking(index))
         lesson = step.lesson(index)
         if len(lesson.places) < len(images.rows):
             images = taken(images, lesson.places, system.placement.trainer)
@@ -199,12 +199,13 @@ def receive(
     system: System,
     prompts: Prompts,
     images: Images,
-    advantages: Float32[Any, "b"],
+    advantages: Float[Any, "b"],
     weight: Float32[Any, "b"] | None = None,
 ) -> Experience:
     """A fragment as the trainer takes it, on its mesh; `weight` None: all images train.
 
-    For diffusion DPO, which pairs the best and the worst image of each group, `advantages` are the rewards.
+    For diffusion DPO, which pairs the best and the worst image of each group, `advantages` are any numbers of
+    their order.
     """
     algorithm, group = system.trainer.algorithm, system.placement.trainer
     images = moved(images, group)
@@ -215,7 +216,7 @@ def receive(
     if isinstance(algorithm, DiffusionDPO):
         pairs, weight = pair_of_each_group(advantages, rows, int(rows.max()) + 1)
         samples = _paired(samples, pairs, group)
-        rows, advantages = rows[pairs[:, 0]], advantages[pairs[:, 0]]
+        rows, advantages = rows[pairs[:, 0]], np.zeros(len(pairs), np.float32)  # not read
     conditioning, null = jax.device_put(tuple(prompts), group.replicated)
     each = (put(a, group.batch) for a in (rows, advantages, weight))
     return Experience(samples, conditioning, null, *each, images.sigmas[1])
