@@ -122,9 +122,7 @@ class Executors:
                 last = command.update == self.last_update
                 self.trainer.update(command.step + 1 if last else None)
             case Publish():
-                executor = self.sampling(command.worker)
-                weights = self.versions.send(command.version, executor.rollout)
-                executor.weights[command.version] = weights
+                self._publish(command.version, self.sampling(command.worker))
             case DropVersion():
                 self.versions.drop(command.version)
                 for executor in self._samplers():
@@ -138,6 +136,15 @@ class Executors:
                 pass  # The programs of both roles and their arrays are there at any time.
             case _:
                 raise TypeError(f"{command} is not for the executors")
+
+    def _publish(self, version: int, executor: SamplingExecutor) -> None:
+        """Brings a version to a sampling mesh; one that is gone, before or meanwhile, is asked for no more."""
+        weights = self.versions.send(version, executor.rollout)
+        if weights is not None:
+            executor.weights[version] = weights
+        # A version is dropped from the trainer before it is dropped from the sampling meshes.
+        if version not in self.versions:
+            executor.drop_version(version)
 
     def to_score(self, fragment: Fragment) -> tuple:
         """The arguments of the reward for a decoded fragment."""

@@ -133,6 +133,9 @@ class Versions:
     def __getitem__(self, version: int) -> Any:
         return self._trees[version]
 
+    def __contains__(self, version: int) -> bool:
+        return version in self._trees
+
     def add(self, version: int, tuned: Any, own: bool = True) -> None:
         """A version's weights; `own`: the arrays are the trainer's, whose next update consumes them."""
         with self._changed:
@@ -144,9 +147,11 @@ class Versions:
         with self._changed:
             self._trees.pop(version, None)
 
-    def send(self, version: int, rollout: Rollout) -> Weights:
-        """A version on a sampling mesh, once it is there; any thread may ask."""
+    def send(self, version: int, rollout: Rollout) -> Weights | None:
+        """A version on a sampling mesh, once it is there; None where it has ended. Any thread may ask."""
         with self._changed:
+            if version not in self._trees:
+                return None
             tuned = self._trees[version]
             self._readers += 1
         try:

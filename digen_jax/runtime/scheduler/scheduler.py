@@ -95,6 +95,10 @@ class Scheduler:
         saving.rewind(scheduler.state, steps)
         return scheduler
 
+    def is_superseded(self, command: Command) -> bool:
+        """Whether a command sends a version that the worker needs no more, as there is a newer one."""
+        return isinstance(command, Publish) and self.state.is_superseded(command)
+
     @property
     def has_rollout(self) -> bool:
         """Whether there is any rollout worker at present."""
@@ -188,6 +192,8 @@ class Scheduler:
                 if state.batch.next_set():
                     state.end_step(out)
         self._go_on(worker, out)
+        if isinstance(command, Publish) and worker is not state.trainer:
+            state.publish_newest(worker, out)
 
     def _go_on(self, worker: Worker | None, out: list[Command]) -> None:
         """Takes a rollout worker's task further, or gives it up where it became superfluous."""
@@ -231,6 +237,11 @@ class Scheduler:
         """The work of a failed command is done again, elsewhere if it can be."""
         state, command = self.state, event.command
         worker = state.worker(getattr(command, "worker", ""))
+        if isinstance(command, Publish) and state.is_superseded(command):
+            worker.arriving.discard(command.version)
+            if worker is not state.trainer:
+                state.publish_newest(worker, out)
+            return
         state.fail(command, event.reason)
         if worker is not None and worker.busy == command.serial:
             worker.busy = None
