@@ -79,20 +79,20 @@ class Scheduler:
         return scheduler
 
     @classmethod
-    def resume(cls, saved: dict[str, Any], steps: int | None = None) -> "Scheduler":
+    def resume(cls, saved: dict[str, Any], **changed: Any) -> "Scheduler":
         """The scheduler in a new process: workers have to join again, nothing is in flight.
 
         What was begun is begun again, by the version that began it.
 
         Args:
           saved: what `save` gave.
-          steps: of the whole run, where that is to have another number of them now.
+          changed: settings that are to be others now, such as the number of steps.
 
         Raises:
           ValueError: it was saved after a part of a step was trained.
         """
         scheduler = cls.restore(saved)
-        saving.rewind(scheduler.state, steps)
+        saving.rewind(scheduler.state, **changed)
         return scheduler
 
     def is_superseded(self, command: Command) -> bool:

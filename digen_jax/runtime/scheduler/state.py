@@ -269,11 +269,13 @@ class State:
         """Counts a failure of a piece of work.
 
         Raises:
-          SchedulerError: it failed more often than `retries` allows.
+          SchedulerError: it failed more often than `retries`, or `score_retries`, allows.
         """
+        settings = self.settings
+        retries = settings.score_retries if isinstance(command, Score) else settings.retries
         key = self.work(command)
         self.failures[key] = self.failures.get(key, 0) + 1
-        if self.failures[key] > self.settings.retries:
+        if self.failures[key] > retries:
             raise SchedulerError(
                 f"{key} failed {self.failures[key]} times, the last time with: {reason}"
             )
