@@ -72,7 +72,7 @@ class Process:
           Gone: the process died, or was killed at the limit (Late).
           Exception: what `rewards.call` or the reward raises.
         """
-        if self._process.poll() is not None:
+        if self._link.closed or self._process.poll() is not None:
             self._start()
         late = threading.Event()
         timer = threading.Timer(limit, self._kill, [late])
@@ -84,6 +84,7 @@ class Process:
             found = self._link.recv()
         except (EOFError, OSError):
             self._kill()
+            self._link.close()
             if late.is_set():
                 raise Late(f"took more than {limit:g} seconds and was killed") from None
             raise Gone(f"died in its process ({self._end()}), for want of memory perhaps") from None
@@ -98,7 +99,7 @@ class Process:
         with self._lock:
             self._closed = True
             self._kill()
-        self._process.wait()
+        self._end()
         _running.discard(self)
 
     def _start(self) -> None:
@@ -130,7 +131,10 @@ class Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _end(self) -> str:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "and cannot be killed"
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 

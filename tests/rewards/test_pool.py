@@ -1,6 +1,5 @@
 import multiprocessing
 import os
-import pathlib
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from digen_jax import rewards
 from digen_jax.ending import Stopped
 from digen_jax.rewards.pool import RewardPool, for_ever
 from digen_jax.settings import ConfigError
+from tests.scripts import ends
 
 IMAGES = np.arange(3 * 4 * 4 * 3, dtype=np.float32).reshape(3, 4, 4, 3) / 144
 PROMPTS = ["one", "two", "three"]
@@ -155,23 +155,6 @@ def test_a_process_that_dies_is_said_to_have_died(pool):
     for _ in range(2):
         with pytest.raises(Stopped, match=r"reward 'mine:f' died in its process \(exit code 3\)"):
             scorer.score(IMAGES, PROMPTS, METADATA)
-
-
-def is_alive(process: int) -> bool:
-    """Whether there is such a process, dead ones that nobody has waited for apart."""
-    try:
-        return (
-            pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        )
-    except FileNotFoundError:
-        return False
-
-
-def ends(process: int) -> bool:
-    deadline = time.monotonic() + 30
-    while is_alive(process) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_alive(process)
 
 
 @pytest.mark.parametrize(("way", "retries"), [("hangs", 1), ("SIGKILL", 2)])
