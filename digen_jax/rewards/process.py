@@ -141,10 +141,12 @@ class Process:
 _running: set[Process] = set()
 
 
-@at_leaving
 def _kill_all() -> None:
     for process in list(_running):
         process._kill()
+
+
+at_leaving(_kill_all)
 
 
 # -------------------------------------------------------------------------------- in the process
