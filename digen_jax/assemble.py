@@ -21,6 +21,7 @@ from digen_jax.runtime.executors.driver import Begun, Driver
 from digen_jax.runtime.executors.executors import Executors
 from digen_jax.runtime.executors.log import CommandLog
 from digen_jax.runtime.executors.orders import Orders
+from digen_jax.runtime.executors.watch import Watch
 from digen_jax.runtime.placement import DeviceGroup, Placement, make_placement
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, SamplerSettings
@@ -167,6 +168,7 @@ def make_driver(
     begun: Begun | None = None,
     log: CommandLog | list[Command] | None = None,
     orders: Orders | None = None,
+    watch: Watch | None = None,
 ) -> Driver:
     """What drives a run from a step on.
 
@@ -180,16 +182,17 @@ def make_driver(
       begun: what was in flight when `state` was saved; None: nothing, as before the first step.
       log: gets all commands in their order.
       orders: tells other processes what is done as it begins.
+      watch: has what takes too long given up; None: nothing is.
     """
     if begun is None and first:
         raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
     executors = Executors(system, config, state, batches, first, begun.kept if begun else {})
     scheduler = (
-        Scheduler.resume(begun.scheduler, config.steps)
+        Scheduler.resume(begun.scheduler, steps=config.steps, score_retries=config.reward.retries)
         if begun
         else Scheduler(recipe.scheduler_settings(config), GUESSED)
     )
-    return Driver(executors, scheduler, rewards, begun, log, orders)
+    return Driver(executors, scheduler, rewards, begun, log, orders, watch)
 
 
 def read_part(family: Any, folder: pathlib.Path, part: str, group: DeviceGroup) -> Any:

@@ -22,7 +22,15 @@ from digen_jax.runtime.scheduler.settings import Settings
 from digen_jax.settings import ConfigError, check_fields, check_types
 
 # What a resumed run may have otherwise: none of it changes what is computed in a step.
-MAY_CHANGE = ("checkpoint", "pictures", "placement.cpu_devices", "steps", "wandb")
+MAY_CHANGE = (
+    "checkpoint",
+    "pictures",
+    "placement.cpu_devices",
+    "reward.retries",
+    "runtime.deadline",
+    "steps",
+    "wandb",
+)
 
 
 def reference(algorithm: str = "policy_gradient") -> ConfigDict:
@@ -42,7 +50,10 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
             reward=dict(
                 name="shapes_geneval",  # or module:function; or several, with commas between them
                 weights=(),  # of several, one each; empty: all 1
-                processes=1,  # that score beside generation; 0: a thread of this one
+                # That score beside generation; 0: a thread of this one, which nothing can end: where the reward
+                # hangs in it (`runtime.deadline`) the run saves and stops, while a process is killed and replaced.
+                processes=1,
+                retries=2,  # of pictures on which it raises an exception, dies or hangs; then the run saves and stops
             ),
             batch=dict(groups=12, images=12),  # groups a step, images a group
             sampler=dict(
@@ -105,6 +116,9 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
                 max_candidates=0,  # groups tried for a step, as those of equal rewards are replaced; 0: none are
                 redundant_groups=0,  # generated beside those needed, so that no replacement is waited for
                 early_groups=0,  # that may be in training at a time before they are complete; 0: none
+                # Seconds after which a command or a reward counts as hung, or ten times as many as it was
+                # measured to take, if these are more; compilation does not count. 0: never.
+                deadline=1800.0,
             ),
             evaluation=dict(
                 prompts="assets/prompts/shapes_heldout.jsonl",
@@ -239,6 +253,7 @@ def scheduler_settings(config: ConfigDict) -> Settings:
         tag_fragments=runtime.tag_fragments,
         max_candidates=runtime.max_candidates,
         redundant_groups=runtime.redundant_groups,
+        score_retries=config.reward.retries,
     )
 
 

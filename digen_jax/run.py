@@ -1,5 +1,6 @@
 """A whole training run in a workdir: claim it, continue where it was left, train, show the results."""
 
+import functools
 import pathlib
 import time
 from collections.abc import Iterator
@@ -27,9 +28,12 @@ from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps
 from digen_jax.recipe_checks import check
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
+from digen_jax.runtime.executors.clock import paused
 from digen_jax.runtime.executors.driver import Driver
 from digen_jax.runtime.executors.log import CommandLog
 from digen_jax.runtime.executors.orders import Orders, is_first, leading, several
+from digen_jax.runtime.executors.watch import Watch, end_process
+from digen_jax.runtime.scheduler.deadlines import Deadline
 from digen_jax.runtime.timeline import Interval
 from digen_jax.runtime.timeline_files import TraceFile, draw
 from digen_jax.runtime.trainer import State
@@ -50,6 +54,7 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
 
     Raises:
       ConfigError: a mistake in what was asked for, or in what the reward returns.
+      Stopped: what the run cannot go on without hangs or dies, such as the reward.
     """
     if not is_first():
         return follow_run(config, workdir)
@@ -86,7 +91,16 @@ class Run:
     def __init__(self, config: ConfigDict, workdir: pathlib.Path, orders: Orders):
         self.config, self.workdir, self.orders = config, workdir, orders
         reward = config.reward
-        self.rewards = RewardPool(rewards.resolve(reward.name), reward.name, reward.processes)
+        deadline = Deadline(config.runtime.deadline)
+        self.rewards = RewardPool(
+            rewards.resolve(reward.name),
+            reward.name,
+            reward.processes,
+            reward.retries,
+            deadline.seconds,
+        )
+        # Of several processes one may wait long for what another one compiles.
+        self.watch = Watch(Deadline(0) if several() else deadline)
         self.system = build(config, jax.devices())
         orders.announce("built")
         self.driver: Driver | None = None
@@ -110,7 +124,7 @@ class Run:
     def train(self) -> int | None:
         """From the last checkpoint to the last step, then the results; returns as `train` does."""
         print(self.system.placement.describe(), flush=True)
-        with closing(self.rewards):
+        with closing(self.watch), closing(self.rewards):
             with Interrupt() as interrupt, closing(self.log), closing(self.positions):
                 position = self.resume()
                 note_start(self.workdir, position.done, [])
@@ -160,6 +174,7 @@ class Run:
             position.begun,
             CommandLog(self.workdir / "commands.jsonl", position.done),
             self.orders,
+            self.watch,
         )
         with closing(Progress(self.config.steps, position.done)) as progress, closing(self.driver):
             try:
@@ -231,15 +246,18 @@ class Run:
                 return self.driver.evaluate(tuned, records)
             name, batch = self.config.reward.name, self.config.evaluation.batch
             weights = self.system.publish(tuned)
-            return evaluate(
-                self.system.evaluator,
-                weights,
-                records,
-                self.rewards.score,
-                name,
-                batch,
-                reward_weights=self.system.advantages.reward_weights,
-            )
+            late = functools.partial(end_process, "this process")
+            with self.watch.over_batches(late) as progress:
+                return evaluate(
+                    self.system.evaluator,
+                    weights,
+                    records,
+                    paused()(self.rewards.score),
+                    name,
+                    batch,
+                    progress=progress,
+                    reward_weights=self.system.advantages.reward_weights,
+                )
 
     def draw_curve(self) -> None:
         """The reward so far, as a picture."""

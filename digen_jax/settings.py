@@ -16,6 +16,8 @@ from typing import Any
 from absl import app, flags
 from ml_collections import ConfigDict
 
+from digen_jax.ending import STOPPED, Stopped, without_the_hung
+
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
 # Fields that older configs have, and where they have gone.
 MOVED = {"config.algorithm.advantage_std": "config.advantages.std"}
@@ -40,6 +42,10 @@ class ConfigError(ValueError):
             return super().__str__()
         sentences = [" ".join(sentence.split()) for sentence in self.args]
         return "\n  ".join([f"{len(sentences)} things must change:", *sentences])
+
+    def shown(self) -> str:
+        """As a script prints it: one sentence on one line."""
+        return str(self) if len(self.args) > 1 else " ".join(str(self).split())
 
 
 @contextlib.contextmanager
@@ -69,6 +75,8 @@ def user_input() -> Iterator[None]:
 def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
     """Runs a script's `main()` once absl has read the flags; a `ConfigError` is one line, code 2.
 
+    So is `ending.Stopped`, code 75. Where a thread hangs the process does not wait for it.
+
     Of several, by their names, the first word of the command line says which one.
     A file given by `--config` and its overrides `--config.some.field=value` are checked first,
     because config_flags answers a misspelt field with a traceback.
@@ -92,12 +100,13 @@ def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
         flags.FLAGS.set_gnu_getopt(several)
         return app.parse_flags_with_usage(argv)
 
-    try:
-        app.run(checked, flags_parser=parse_flags)
-    except ConfigError as error:
-        text = str(error) if len(error.args) > 1 else " ".join(str(error).split())
-        print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
-        sys.exit(2)
+    with without_the_hung():
+        try:
+            app.run(checked, flags_parser=parse_flags)
+        except (ConfigError, Stopped) as error:
+            text = error.shown() if isinstance(error, ConfigError) else str(error)
+            print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
+            sys.exit(2 if isinstance(error, ConfigError) else STOPPED)
 
 
 def check_overrides(argv: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from typing import Any
 
 from tests.pipelines import ROOT, environment
@@ -39,6 +40,24 @@ def run_forked(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(
             command, process.exitcode, *(file.read_text() for file in files)
         )
+
+
+def is_alive(process: int) -> bool:
+    """Whether there is such a process, dead ones that nobody has waited for apart."""
+    try:
+        return (
+            pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
+    except FileNotFoundError:
+        return False
+
+
+def ends(process: int) -> bool:
+    """Waits for the end of any process, and says whether it came."""
+    deadline = time.monotonic() + 30
+    while is_alive(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_alive(process)
 
 
 def _run(command: list[str], files: list[pathlib.Path]) -> None:

@@ -122,6 +122,8 @@ def _check_numbers(config: ConfigDict) -> None:
             "trainer.weight_decay",
             "placement.rollout.data",
             "reward.processes",
+            "reward.retries",
+            "runtime.deadline",
             "runtime.max_candidates",
             "runtime.redundant_groups",
             "runtime.early_groups",

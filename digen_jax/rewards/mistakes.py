@@ -17,16 +17,24 @@ FOREIGN = [
 ]
 
 
+class RewardFailed(ConfigError):
+    """A user's code raised something: a line that says what, and one for each place in that code."""
+
+    def shown(self) -> str:
+        """As a script prints it, line by line."""
+        return str(self)
+
+
 @contextmanager
 def blamed(name: str, doing: str) -> Iterator[None]:
-    """Turns whatever a user's code raises, `sys.exit` too, into a ConfigError that can go between processes.
+    """Turns whatever a user's code raises, `sys.exit` too, into a RewardFailed, which can go between processes.
 
     Args:
       name: the reward's.
       doing: what it did, such as "raised" or "cannot be imported:".
 
     Raises:
-      ConfigError: names the reward and the error, with the lines of the user's own code that led there.
+      RewardFailed: names the reward and the error, with the lines of the user's own code that led there.
     """
     try:
         yield

@@ -1,35 +1,70 @@
-"""Scoring beside generation: the reward in spawned processes of its own, or in a thread of this one.
+"""Scoring beside generation: the reward in processes of its own, or in a thread of this one."""
 
-A process that scores gets the reward and pictures as numbers; it imports JAX only where the user's
-reward does, and then without an accelerator.
-"""
-
-import concurrent.futures
-import multiprocessing
-import os
+import math
 import pickle
-import signal
+import queue
 import sys
 import threading
-import time
-from concurrent.futures.process import BrokenProcessPool
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float32
 
 from digen_jax import rewards
-from digen_jax.settings import ConfigError
+from digen_jax.ending import Stopped, hangs
+from digen_jax.rewards.mistakes import RewardFailed
+from digen_jax.rewards.process import Gone, Process, Scored, timed
 
 
-class Scored(NamedTuple):
-    """A batch's scores, and the seconds that the reward took for them."""
-
-    scores: Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.call`
-    seconds: float
+def for_ever(expected: float | None) -> float:
+    """No limit to the seconds of a batch."""
+    return math.inf
 
 
-Future = concurrent.futures.Future
+class Thread:
+    """Scores in a thread of this process. A reward that hangs in it cannot be killed.
+
+    Args:
+      reward, name: see `RewardPool`.
+    """
+
+    def __init__(self, reward: rewards.Reward, name: str):
+        self._reward, self._name = reward, name
+        self._asked: queue.SimpleQueue = queue.SimpleQueue()
+        self._hangs = False
+        threading.Thread(target=self._work, name="reward", daemon=True).start()
+
+    def score(self, batch: tuple[Any, ...], limit: float = math.inf) -> Scored:
+        """Scores a batch; Stopped where it takes more seconds than the limit, and from then on."""
+        future = Future()
+        if not self._hangs:
+            self._asked.put((future, batch))
+        try:
+            return future.result(0 if self._hangs else min(limit, threading.TIMEOUT_MAX))
+        except TimeoutError:
+            if future.done() and not self._hangs:
+                raise  # the reward's own
+        self._hangs = True
+        hangs("reward")
+        raise Stopped(
+            f"reward {self._name!r} took more than {limit:g} seconds in a thread of this process, where it cannot "
+            "be killed and asked again: mend it, set config.reward.processes to 1 or more, or raise "
+            "config.runtime.deadline, and the same command goes on"
+        )
+
+    def close(self) -> None:
+        """Ends the thread once what it does is done."""
+        self._asked.put(None)
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            future, batch = asked
+            try:
+                future.set_result(timed(self._reward, self._name, batch))
+            except BaseException as error:
+                future.set_exception(error)
 
 
 class RewardPool:
@@ -40,71 +75,131 @@ class RewardPool:
       name: what errors call it; of several all names, with commas between them.
       processes: that score side by side; 0 is a thread in this process. A function that no other
         process can import, such as one from a notebook's cell, gets a thread too, which is said.
+      retries: times that `score` asks again where the reward fails.
+      limit: seconds that a batch may take of which so many are expected, None: nothing is known yet. A
+        process that takes longer is killed and another one started.
     """
 
-    def __init__(self, reward: rewards.Reward, name: str, processes: int):
+    def __init__(
+        self,
+        reward: rewards.Reward,
+        name: str,
+        processes: int,
+        retries: int = 0,
+        limit: Callable[[float | None], float] = for_ever,
+    ):
         self.reward, self.name = reward, name
+        self._retries, self._limit = retries, limit
         payload = _sendable(reward) if processes else None
         if processes and payload is None:
             print(
                 f"reward {name!r} is in no file that another process could import: it scores in a thread",
                 file=sys.stderr,
             )
-        self._remote = payload is not None
-        if self._remote:
-            self._pool: Any = concurrent.futures.ProcessPoolExecutor(
-                processes, multiprocessing.get_context("spawn"), _begin, (payload, name)
-            )
-            self._pool.submit(_nothing)  # starts a process while the model is being read
-        else:
-            self._pool = concurrent.futures.ThreadPoolExecutor(1, "reward")
+        self._scorers: list[Process | Thread] = (
+            [Thread(reward, name)]
+            if payload is None
+            else [Process(payload, name) for _ in range(processes)]
+        )
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._closed = False
+        self._images, self._seconds = 0, 0.0  # that were scored
+        self._keepers = [
+            threading.Thread(target=self._keep, args=(scorer,), name="rewards", daemon=True)
+            for scorer in self._scorers
+        ]
+        for keeper in self._keepers:
+            keeper.start()
 
     def submit(
         self, images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Future:
-        """A future `Scored`; where the reward fails it raises what `rewards.call` does.
+        """A future `Scored`, asked for once.
 
-        A reward whose process dies raises ConfigError.
+        It raises what `rewards.call` does; Gone, where its process died or was killed at its
+        limit; Stopped, where a thread hangs.
         """
-        if not self._remote:
-            return self._pool.submit(_score, self.reward, self.name, images, prompts, metadata)
-        outer = Future()
-        outer.set_running_or_notify_cancel()
-        try:
-            inner = self._pool.submit(_score_here, images, prompts, metadata)
-        except BrokenProcessPool:
-            outer.set_exception(self._died())
-        else:
-            inner.add_done_callback(lambda done: self._pass_on(done, outer))
-        return outer
+        future = Future()
+        if self._closed:
+            future.cancel()
+        self._jobs.put((future, (images, prompts, metadata)))
+        return future
 
     def score(
         self, images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]:
-        """The scores, once they are there."""
-        return self.submit(images, prompts, metadata).result().scores
+        """The scores, once they are there; asked for again where the reward fails.
+
+        Raises:
+          Exception: see `final`.
+        """
+        for left in reversed(range(self._retries + 1)):
+            future = self.submit(images, prompts, metadata)
+            error = future.exception()
+            if error is None:
+                return future.result().scores
+            if not may_pass(error):
+                raise error
+            if left:
+                self.tell(error)
+        raise self.final(error)
+
+    def tell(self, error: BaseException) -> None:
+        """Says that the reward has failed, and is asked again."""
+        what = f"reward {self.name!r} {error}" if isinstance(error, Gone) else error
+        print(f"{what}\n  it is asked again", file=sys.stderr, flush=True)
+
+    def final(self, error: BaseException) -> BaseException:
+        """What to raise once the reward has failed on the same pictures as often as it is asked.
+
+        RewardFailed, or Stopped where its process died or hung.
+        """
+        failures = self._retries + 1
+        often = f"{failures} times" if failures > 1 else "once"
+        if not isinstance(error, Gone):
+            return RewardFailed(f"{error}\n  it has failed {often} on the same pictures")
+        return Stopped(
+            f"reward {self.name!r} {error}, having failed {often} on the same pictures: {error.advice}; "
+            "the same command goes on"
+        )
 
     def close(self) -> None:
-        """Ends the processes; what has not begun is forgotten."""
-        self._pool.shutdown(wait=not self._remote, cancel_futures=True)
+        """Kills the processes; a thread ends once what it does is done. What has not begun is forgotten."""
+        self._closed = True
+        for scorer in self._scorers:
+            self._jobs.put(None)
+            if isinstance(scorer, Process):
+                scorer.close()
+        for keeper in self._keepers:
+            keeper.join()
+        for scorer in self._scorers:
+            scorer.close()
 
-    def _pass_on(self, done: Future, outer: Future) -> None:
-        if done.cancelled():
-            return outer.set_exception(RuntimeError("the pool of rewards was closed"))
-        error = done.exception()
-        if isinstance(error, BrokenProcessPool):
-            error = self._died()
-        return outer.set_exception(error) if error else outer.set_result(done.result())
+    def _keep(self, scorer: Process | Thread) -> None:
+        """Has one batch after the other scored."""
+        while (job := self._jobs.get()) is not None:
+            future, batch = job
+            if self._closed or not future.set_running_or_notify_cancel():
+                future.cancel()
+                continue
+            expected = self._seconds / self._images * len(batch[0]) if self._images else None
+            try:
+                found = scorer.score(batch, self._limit(expected))
+            except BaseException as error:
+                future.set_exception(CancelledError() if self._closed else error)
+            else:
+                self._images += len(batch[0])
+                self._seconds += found.seconds
+                future.set_result(found)
 
-    def _died(self) -> ConfigError:
-        return ConfigError(
-            f"the process of reward {self.name!r} has died, for want of memory perhaps: "
-            "set config.reward.processes = 0 to see what it says"
-        )
+
+def may_pass(error: BaseException) -> bool:
+    """Whether it makes sense to ask a reward again that failed so: not where what it returns is wrong."""
+    return isinstance(error, RewardFailed | Gone)
 
 
 def _sendable(reward: rewards.Reward) -> bytes | None:
-    """The reward as a spawned process can read it, or None."""
+    """The reward as another process can read it, or None."""
     single = reward.rewards if isinstance(reward, rewards.Several) else (reward,)
     if any(getattr(one, "__module__", "__main__") == "__main__" for one in single):
         return None
@@ -112,36 +207,3 @@ def _sendable(reward: rewards.Reward) -> bytes | None:
         return pickle.dumps(reward)
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
-
-
-def _score(reward: rewards.Reward, name: str, *batch: Any) -> Scored:
-    begin = time.perf_counter()
-    scores = rewards.call(reward, name, *batch)
-    return Scored(scores, time.perf_counter() - begin)
-
-
-# ------------------------------------------------------------------------------ in its processes
-
-_reward: tuple[rewards.Reward, str] | None = None
-
-
-def _begin(payload: bytes, name: str) -> None:
-    """Prepares a process. Ctrl-C is for the run to answer, and its end is the process's end."""
-    global _reward
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    _reward = pickle.loads(payload), name
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _score_here(*batch: Any) -> Scored:
-    return _score(*_reward, *batch)
-
-
-def _nothing() -> None:
-    """Work for a process that is to start."""

@@ -1,7 +1,7 @@
 """Rewards of a model on a fixed prompt file: every prompt its own fixed noise, none in the sampler."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,6 +15,9 @@ from digen_jax.pictures import to_uint8
 from digen_jax.progress import watched
 from digen_jax.runtime.hosts import fetch
 from digen_jax.runtime.sampler import Sampler, Weights
+
+# Goes through the batches, such as with a deadline for each; `iter` does no more than that.
+Progress = Callable[[Iterable[int]], Iterable[int]]
 
 # The same for all runs, whatever their own seed, so that their evaluations can be compared.
 SEED = 2**20
@@ -64,14 +67,15 @@ def evaluate(
     seed: int = SEED,
     reward_weights: Sequence[float] = (1.0,),
     head: str = "evaluating",
+    progress: Progress = iter,
 ) -> Evaluation:
     """Samples one image for each record and scores it.
 
     Image i depends on the seed, i, its prompt and the weights only. Of several rewards (`name` has
-    commas) there is one of `reward_weights` for each. `head` is what the progress is called.
+    commas) there is one of `reward_weights` for each. `head` is what is shown of its progress.
     """
     images, scores = [], []
-    for start in watched(range(0, len(records), batch), head, "batch"):
+    for start in progress(watched(range(0, len(records), batch), head, "batch")):
         part = list(records[start : start + batch])
         shown = sample_images(sampler, weights, [r["prompt"] for r in part], start, batch, seed)
         scores.append(rewards.call(reward, name, shown, [r["prompt"] for r in part], part))

@@ -2,20 +2,25 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
 
 from digen_jax import rewards
-from digen_jax.rewards.pool import RewardPool
+from digen_jax.ending import Stopped
+from digen_jax.rewards.mistakes import RewardFailed
+from digen_jax.rewards.pool import RewardPool, for_ever
 from digen_jax.settings import ConfigError
+from tests.scripts import ends
 
 IMAGES = np.arange(3 * 4 * 4 * 3, dtype=np.float32).reshape(3, 4, 4, 3) / 144
 PROMPTS = ["one", "two", "three"]
 METADATA = [{"prompt": prompt} for prompt in PROMPTS]
 
 REWARDS = """
-import os, sys, time
+import os, signal, subprocess, sys, threading, time
 import numpy as np
 
 def mean(images, prompts, metadata):
@@ -46,6 +51,30 @@ def bug(images, prompts, metadata):
 
 def dies(images, prompts, metadata):
     os._exit(3)
+
+def fails(images, prompts, metadata):
+    # As often as a prompt says, in the way that another one says; the folder remembers the processes.
+    folder, way, times = prompts
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    if len(os.listdir(folder)) > int(times):
+        return images.mean((1, 2, 3), dtype=np.float64)
+    if way == "hangs":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        os.rename(os.path.join(folder, str(os.getpid())), os.path.join(folder, str(child.pid)))
+        time.sleep(600)
+    os.kill(os.getpid(), getattr(signal, way))
+
+def fails_at_first(images, prompts, metadata):
+    asked.append(len(asked))
+    if len(asked) <= int(prompts[2]):
+        raise KeyError("a bug that passes")
+    return images.mean((1, 2, 3), dtype=np.float64)
+
+def hangs(images, prompts, metadata):
+    release.wait(60)
+    return [0.0] * len(images)
+
+asked, release = [], threading.Event()
 """
 
 
@@ -66,9 +95,9 @@ def mine(tmp_path_factory):
 def pool(mine):
     opened = []
 
-    def open_pool(reward, processes=1):
+    def open_pool(reward, processes=1, **options):
         reward = getattr(mine, reward) if isinstance(reward, str) else reward
-        opened.append(RewardPool(reward, "mine:f", processes))
+        opened.append(RewardPool(reward, "mine:f", processes, **options))
         return opened[-1]
 
     yield open_pool
@@ -112,12 +141,14 @@ def test_a_process_is_another_one_without_jax_and_without_an_accelerator(pool):
     [
         ("nan", ConfigError, r"'mine:f' returned nan for image 1 \('two'\)"),
         ("short", ConfigError, r"'mine:f' returned shape \(1,\) for 3 images"),
-        ("bug", KeyError, "a bug of the user's"),
+        (
+            "bug",
+            RewardFailed,
+            r"'mine:f' raised KeyError: .a bug of the user's.\n  .*, in bug: raise",
+        ),
     ],
 )
-def test_a_wrong_reward_is_named_and_the_users_errors_pass(
-    pool, processes, reward, error, sentence
-):
+def test_a_wrong_reward_is_named_with_the_users_own_lines(pool, processes, reward, error, sentence):
     with pytest.raises(error, match=sentence):
         pool(reward, processes).score(IMAGES, PROMPTS, METADATA)
 
@@ -125,8 +156,83 @@ def test_a_wrong_reward_is_named_and_the_users_errors_pass(
 def test_a_process_that_dies_is_said_to_have_died(pool):
     scorer = pool("dies")
     for _ in range(2):
-        with pytest.raises(ConfigError, match="the process of reward 'mine:f' has died"):
+        with pytest.raises(Stopped, match=r"reward 'mine:f' died in its process \(exit code 3\)"):
             scorer.score(IMAGES, PROMPTS, METADATA)
+
+
+@pytest.mark.parametrize(("way", "retries"), [("hangs", 1), ("SIGKILL", 2)])
+def test_a_process_that_hangs_or_dies_is_replaced_and_asked_again(
+    pool, tmp_path, capfd, way, retries
+):
+    """What hangs is killed with all that it has started."""
+    limits = iter([10.0, 120.0])
+    limit = (lambda expected: next(limits)) if way == "hangs" else for_ever
+    scorer = pool("fails", retries=retries, limit=limit)
+    prompts = [str(tmp_path), way, str(retries)]
+    scores = scorer.score(IMAGES, prompts, METADATA)
+    np.testing.assert_allclose(scores, IMAGES.mean((1, 2, 3)), rtol=1e-6)
+    said = capfd.readouterr().err
+    what = {"hangs": "took more than 10 seconds and was killed"}.get(way, f"({way})")
+    assert said.count(what) == said.count("it is asked again") == retries
+    failed = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)[:retries]
+    assert all(ends(int(path.name)) for path in failed)
+    assert "Traceback" not in said
+
+
+def test_what_hangs_for_ever_is_given_up_by_name(pool):
+    scorer = pool("hangs", retries=1, limit=lambda expected: 3.0)
+    sentence = r"'mine:f' took more than 3 seconds and was killed, having failed 2 times.*deadline"
+    with pytest.raises(Stopped, match=sentence):
+        scorer.score(IMAGES, PROMPTS, METADATA)
+
+
+def test_a_limit_is_told_what_was_measured(pool):
+    told = []
+    scorer = pool("mean", limit=lambda expected: told.append(expected) or 60.0)
+    seconds = scorer.submit(IMAGES, PROMPTS, METADATA).result().seconds
+    scorer.score(IMAGES[:2], PROMPTS[:2], METADATA[:2])
+    assert told == [None, pytest.approx(seconds / 3 * 2)]
+
+
+@pytest.mark.parametrize("retries", [1, 2])
+def test_a_reward_that_raises_is_asked_again_as_often_as_that(pool, mine, capfd, retries):
+    mine.asked.clear()
+    scorer, prompts = pool("fails_at_first", 0, retries=retries), ["", "", "2"]
+    if retries == 2:
+        np.testing.assert_allclose(
+            scorer.score(IMAGES, prompts, METADATA), IMAGES.mean((1, 2, 3)), rtol=1e-6
+        )
+    else:
+        with pytest.raises(
+            RewardFailed, match=r"(?s)a bug that passes.*failed 2 times on the same"
+        ):
+            scorer.score(IMAGES, prompts, METADATA)
+    assert len(mine.asked) == retries + 1
+    assert capfd.readouterr().err.count("it is asked again") == retries
+
+
+def test_a_thread_that_hangs_stops_the_run_by_name_and_is_not_asked_again(pool, mine, monkeypatch):
+    noted = []
+    monkeypatch.setattr("digen_jax.rewards.pool.hangs", noted.append)
+    scorer = pool("hangs", 0, retries=2, limit=lambda expected: 0.2)
+    for _ in range(2):
+        with pytest.raises(Stopped, match=r"'mine:f' took more than 0.2 seconds in a thread"):
+            scorer.score(IMAGES, PROMPTS, METADATA)
+    assert noted[0] == "reward"
+    mine.release.set()
+
+
+def test_closing_ends_the_processes_whatever_they_do(pool, tmp_path):
+    scorer = pool("fails")
+    future = scorer.submit(IMAGES, [str(tmp_path), "hangs", "1"], METADATA)
+    later = scorer.submit(IMAGES, PROMPTS, METADATA)
+    while not (begun := list(tmp_path.iterdir())):
+        time.sleep(0.05)
+    begin = time.monotonic()
+    scorer.close()
+    assert time.monotonic() - begin < 10
+    assert all(ends(int(path.name)) for path in begun)
+    assert isinstance(future.exception(), CancelledError) and later.cancelled()
 
 
 def test_asking_does_not_wait_and_two_processes_score_side_by_side(pool, tmp_path):

@@ -17,8 +17,10 @@ from digen_jax.flow.schedule import SchedulerConfig
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
+from digen_jax.runtime.executors.watch import Watch
 from digen_jax.runtime.placement import make_placement
 from digen_jax.runtime.scheduler.commands import Fragment
+from digen_jax.runtime.scheduler.deadlines import Deadline
 from digen_jax.runtime.system import System
 from digen_jax.runtime.trainer import State
 
@@ -201,10 +203,12 @@ def fresh(system: System) -> State:
 @contextlib.contextmanager
 def driver(system: System, config: ConfigDict, reward=brightness, **options):
     """A driver from the beginning of a run, which scores in a thread; `options` are its own."""
-    rewards = RewardPool(reward, "mine", 0)
+    deadline = Deadline(config.runtime.deadline)
+    rewards = RewardPool(reward, "mine", 0, config.reward.retries, deadline.seconds)
     options.setdefault("state", fresh(system))
     given = options.pop("batches", None) or batches(recipe.drawn_groups(config))
-    with contextlib.closing(rewards):
+    watch = options.setdefault("watch", Watch(deadline))
+    with contextlib.closing(watch), contextlib.closing(rewards):
         found = assemble.make_driver(system, config, batches=given, rewards=rewards, **options)
         with contextlib.closing(found):
             yield found

@@ -1,34 +1,78 @@
-"""Seconds of work without those of compilation, which a first call spends and no later one."""
+"""Seconds of work: without those of compilation, which a first call spends and no later one, nor of pauses."""
 
 import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from typing import TypeVar
 
 import jax
+
+COMPILING = "/jax/core/compile"
+LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # what follows is the compiler
+
+Value = TypeVar("Value")
 
 _thread = threading.local()
 
 
 class Stopwatch:
-    """The seconds of a block, once it is left."""
+    """The seconds of a block: `so_far` within it, for any thread, and `seconds` once it is left."""
 
     def __init__(self):
         self.seconds = 0.0
-        self.compiling: list[tuple[float, float]] = []
+        self.began = time.perf_counter()
+        self._apart: list[tuple[float, float]] = []  # spans that do not count
+        self._since: float | None = None  # such a span that goes on
+
+    def so_far(self) -> float:
+        """Seconds of work up to now."""
+        since, now = self._since, time.perf_counter()
+        spans = [*self._apart, *([(since, now)] if since is not None else [])]
+        return max(0.0, now - self.began - _length(spans, self.began))
+
+    def restarted(self, value: Value) -> Value:
+        """Begins again from 0 where `value` comes, which is given back."""
+        self.began = time.perf_counter()
+        return value
+
+    def pause(self) -> None:
+        """From now on nothing counts."""
+        self._since = time.perf_counter()
+
+    def go_on(self, apart: float = 0.0) -> None:
+        """From now on everything counts again, but for the last `apart` seconds."""
+        now = time.perf_counter()
+        self._since = None
+        self._apart.append((now - apart, now))
 
 
 @contextlib.contextmanager
 def measured() -> Iterator[Stopwatch]:
-    """Takes the time of a block in this thread, apart from tracing and compiling in it."""
-    watch = _thread.watch = Stopwatch()
-    begin = time.perf_counter()
+    """Takes the time of a block in this thread, apart from tracing and compiling in it and from pauses."""
+    outer, watch = getattr(_thread, "watch", None), Stopwatch()
+    _thread.watch = watch
     try:
         yield watch
     finally:
-        _thread.watch = None
-        end = time.perf_counter()
-        watch.seconds = max(0.0, end - begin - _length(watch.compiling, begin))
+        _thread.watch = outer
+        watch.go_on()
+        watch.seconds = watch.so_far()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """A block in which this thread waits for what others do: none of its own work."""
+    watch = getattr(_thread, "watch", None)
+    if watch is None:
+        yield
+        return
+    begin = time.perf_counter()
+    watch.pause()
+    try:
+        yield
+    finally:
+        watch.go_on(time.perf_counter() - begin)
 
 
 def _length(spans: list[tuple[float, float]], begin: float) -> float:
@@ -41,11 +85,13 @@ def _length(spans: list[tuple[float, float]], begin: float) -> float:
 
 
 def _compiled(event: str, seconds: float, **_: object) -> None:
-    """JAX tells how long it has just traced or compiled in this thread."""
+    """JAX tells how long it has just traced, lowered or compiled in this thread."""
     watch = getattr(_thread, "watch", None)
-    if watch is not None and event.startswith("/jax/core/compile"):
-        now = time.perf_counter()
-        watch.compiling.append((now - seconds, now))
+    if watch is None or not event.startswith(COMPILING):
+        return
+    watch.go_on(seconds)
+    if event == LOWERED:
+        watch.pause()
 
 
 jax.monitoring.register_event_duration_secs_listener(_compiled)

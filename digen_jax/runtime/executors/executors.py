@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from digen_jax import rewards
 from digen_jax.algorithms.demands import needs_behaviour, needs_start, set_steps
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.evaluation import Evaluation, evaluate
+from digen_jax.runtime.evaluation import Evaluation, Progress, evaluate
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
 from digen_jax.runtime.executors.summary import reward_metrics
@@ -107,6 +107,12 @@ class Executors:
         """A worker's executor; the trainer's is its assistant."""
         return self.assistant if worker == TRAINER else self.rollouts[worker]
 
+    def give_up(self, worker: str) -> None:
+        """A sampling mesh failed or hangs: what it may still come back with is not taken."""
+        executor = self.rollouts.pop(worker)
+        executor.given_up = True
+        self.versions.give_up(executor.rollout)
+
     def do(self, command: Command) -> None:
         """Carries a command out; a Score is the rewards' to do."""
         match command:
@@ -122,9 +128,7 @@ class Executors:
                 last = command.update == self.last_update
                 self.trainer.update(command.step + 1 if last else None)
             case Publish():
-                executor = self.sampling(command.worker)
-                weights = self.versions.send(command.version, executor.rollout)
-                executor.weights[command.version] = weights
+                self._publish(command.version, self.sampling(command.worker))
             case DropVersion():
                 self.versions.drop(command.version)
                 for executor in self._samplers():
@@ -138,6 +142,15 @@ class Executors:
                 pass  # The programs of both roles and their arrays are there at any time.
             case _:
                 raise TypeError(f"{command} is not for the executors")
+
+    def _publish(self, version: int, executor: SamplingExecutor) -> None:
+        """Brings a version to a sampling mesh; one that is gone, before or meanwhile, is asked for no more."""
+        weights = self.versions.send(version, executor.rollout)
+        if weights is not None:
+            executor.weights[version] = weights
+        # A version is dropped from the trainer before it is dropped from the sampling meshes.
+        if version not in self.versions:
+            executor.drop_version(version)
 
     def to_score(self, fragment: Fragment) -> tuple:
         """The arguments of the reward for a decoded fragment."""
@@ -174,6 +187,7 @@ class Executors:
         tree: Any,
         records: Sequence[dict[str, Any]],
         score: Callable[..., Scores],
+        progress: Progress = iter,
     ) -> Evaluation:
         """Images and scores of tuned parameters, sampled by a worker between its commands."""
         rollout, config = self.sampling(worker).rollout, self._config
@@ -181,7 +195,14 @@ class Executors:
         name, batch = config.reward.name, config.evaluation.batch
         of_rewards = self.system.advantages.reward_weights
         return evaluate(
-            rollout.evaluator, weights, records, score, name, batch, reward_weights=of_rewards
+            rollout.evaluator,
+            weights,
+            records,
+            score,
+            name,
+            batch,
+            progress=progress,
+            reward_weights=of_rewards,
         )
 
     def _sampling(self, rollout: Any) -> SamplingExecutor:
@@ -194,8 +215,12 @@ def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> State:
     An order in which the scheduler sent commands is one in which everything is there in time, and
     the trainer gets them in the order in which it got them then: equal inputs lead to equal bits.
     """
+    scored = set()
     for command in log:
         if isinstance(command, Score):
+            if command.fragment in scored:
+                continue  # the reward had failed
+            scored.add(command.fragment)
             scores = pool.score(*executors.to_score(command.fragment))
             executors.scored(command.fragment, scores)
             continue

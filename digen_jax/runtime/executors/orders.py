@@ -7,7 +7,6 @@ that down; the others do one entry after the other, so that all enqueue the same
 import contextlib
 import itertools
 import json
-import os
 import sys
 import threading
 import traceback
@@ -17,6 +16,8 @@ from typing import Any
 import jax
 from jax._src import distributed  # JAX has no public way to its key-value store
 
+from digen_jax import ending
+from digen_jax.ending import Stopped
 from digen_jax.interrupt import Interrupt
 from digen_jax.runtime.scheduler.saving import pack, unpack
 from digen_jax.settings import ConfigError
@@ -117,7 +118,7 @@ def leading() -> Iterator[Orders]:
     except BaseException as error:
         if orders.torn:
             leave(error)
-        known = isinstance(error, ConfigError)
+        known = isinstance(error, ConfigError | Stopped)
         orders.announce("end", (str(error) if known else f"the first process: {error!r}", None))
         raise
 
@@ -127,7 +128,7 @@ def leave(error: BaseException) -> None:
 
     JAX misses it and ends them, with a message.
     """
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | Stopped):
         print(error, file=sys.stderr)
     else:
         traceback.print_exception(error)
@@ -135,7 +136,5 @@ def leave(error: BaseException) -> None:
     print(
         f"process {number} has failed, which ends all: the same command goes on from the last checkpoint",
         file=sys.stderr,
-        flush=True,
     )
-    sys.stdout.flush()
-    os._exit(1)
+    ending.leave(1)

@@ -18,6 +18,7 @@ class SamplingExecutor:
     def __init__(self, rollout: Rollout, steps: Steps, trainer: DeviceGroup):
         self.rollout = rollout
         self.weights: dict[int, Weights] = {}
+        self.given_up = False
         self._steps, self._trainer = steps, trainer
         self._fixed = Weights(None, rollout.base, rollout.frozen)
         self._prompts: dict[int, Prompts] = {}
@@ -58,7 +59,9 @@ class SamplingExecutor:
         samples = trained_part(trajectory, keys)
         images = Images(version, step.rows[cut], samples, trajectory.sigmas)
         images = jax.block_until_ready(moved(images, self._trainer))
-        self._steps.store(fragment, fetch(pictures), images)
+        pictures = fetch(pictures)
+        if not self.given_up:  # else another mesh makes the fragment
+            self._steps.store(fragment, pictures, images)
 
     def drop_fragment(self, fragment: Fragment) -> None:
         """Frees a fragment in the making."""

@@ -109,9 +109,9 @@ class Step:
         return len(np.unique(self.rows[begun]))
 
     def to_score(self, index: int) -> tuple[np.ndarray, list[str], list[dict[str, Any]]]:
-        """(pictures, prompts, metadata) of a decoded fragment, whose pictures are given away."""
+        """(pictures, prompts, metadata) of a decoded fragment."""
         shown = [self.records[row] for row in self.rows[self.cut(index)]]
-        return self.decoded.pop(index), [record["prompt"] for record in shown], shown
+        return self.decoded[index], [record["prompt"] for record in shown], shown
 
     def lesson(self, index: int) -> Lesson:
         """What of a fragment trains, once what `AdvantageSettings.needs` is scored.

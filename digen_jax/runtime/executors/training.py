@@ -14,6 +14,7 @@ from digen_jax.algorithms.demands import needs_behaviour, needs_start, set_steps
 from digen_jax.algorithms.diffusion_nft import DiffusionNFT, reward_probabilities
 from digen_jax.algorithms.preference import DiffusionDPO, pair_of_each_group
 from digen_jax.runtime.early import OpenGroup
+from digen_jax.runtime.executors.clock import paused
 from digen_jax.runtime.executors.sampling import moved
 from digen_jax.runtime.executors.steps import Images, Step, Steps
 from digen_jax.runtime.hosts import put
@@ -127,11 +128,15 @@ class Versions:
         self._keep = keep
         self._trees: dict[int, Any] = {}
         self._own: int | None = None  # the version whose arrays are the trainer's own
-        self._readers = 0
+        self._readers: list[tuple[Rollout, int]] = []  # with the versions that they read
+        self._hung: set[int] = set()  # versions that a mesh may read for ever
         self._changed = threading.Condition()
 
     def __getitem__(self, version: int) -> Any:
         return self._trees[version]
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._trees
 
     def add(self, version: int, tuned: Any, own: bool = True) -> None:
         """A version's weights; `own`: the arrays are the trainer's, whose next update consumes them."""
@@ -144,17 +149,27 @@ class Versions:
         with self._changed:
             self._trees.pop(version, None)
 
-    def send(self, version: int, rollout: Rollout) -> Weights:
-        """A version on a sampling mesh, once it is there; any thread may ask."""
+    def send(self, version: int, rollout: Rollout) -> Weights | None:
+        """A version on a sampling mesh, once it is there; None where it has ended. Any thread may ask."""
         with self._changed:
+            if version not in self._trees:
+                return None
             tuned = self._trees[version]
-            self._readers += 1
+            reader = rollout, version
+            self._readers.append(reader)
         try:
             return jax.block_until_ready(rollout.weights(tuned))
         finally:
             with self._changed:
-                self._readers -= 1
+                self._readers = [one for one in self._readers if one is not reader]
                 self._changed.notify_all()
+
+    def give_up(self, rollout: Rollout) -> None:
+        """Nobody waits for a sampling mesh any more; what it reads is never consumed."""
+        with self._changed:
+            self._hung |= {version for reader, version in self._readers if reader is rollout}
+            self._readers = [one for one in self._readers if one[0] is not rollout]
+            self._changed.notify_all()
 
     def to_consume(self, tuned: Any) -> Any:
         """What an update is to consume in place of the trainer's arrays, which may be a version's."""
@@ -164,9 +179,10 @@ class Versions:
                 return tuned
             if self._keep:
                 return jax.tree.map(jnp.copy, tuned)
-            self._changed.wait_for(lambda: not self._readers)
+            with paused():  # the trainer: who reads has a deadline of its own
+                self._changed.wait_for(lambda: not self._readers)
             del self._trees[version]
-            return tuned
+            return jax.tree.map(jnp.copy, tuned) if version in self._hung else tuned
 
 
 def taken(images: Images, places: Int[np.ndarray, "k"], trainer: DeviceGroup) -> Images:

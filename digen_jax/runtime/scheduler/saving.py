@@ -48,10 +48,10 @@ def unpack(value: Any) -> Any:
     return CLASSES[kind](**{k: unpack(v) for k, v in value.items() if k != "is"})
 
 
-def rewind(now: state.State, steps: int | None = None) -> None:
+def rewind(now: state.State, **changed: Any) -> None:
     """Forgets the workers and all that is in flight; versions that groups have begun by stay fixed.
 
-    `steps`, where given, replaces the number of steps of the run.
+    `changed` are settings that are others from now on, such as the number of steps.
 
     Raises:
       ValueError: a part of the step that is on was trained.
@@ -64,8 +64,7 @@ def rewind(now: state.State, steps: int | None = None) -> None:
     now.evaluations = {
         version: state.Evaluation(version, list(range(count)), count) for version in now.evaluations
     }
-    if steps is not None:
-        now.settings = dataclasses.replace(now.settings, steps=steps)
+    now.settings = dataclasses.replace(now.settings, **changed)
     now.batches = {
         step: old.rewound() for step, old in now.batches.items() if step < now.settings.steps
     }

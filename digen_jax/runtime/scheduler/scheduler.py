@@ -79,21 +79,25 @@ class Scheduler:
         return scheduler
 
     @classmethod
-    def resume(cls, saved: dict[str, Any], steps: int | None = None) -> "Scheduler":
+    def resume(cls, saved: dict[str, Any], **changed: Any) -> "Scheduler":
         """The scheduler in a new process: workers have to join again, nothing is in flight.
 
         What was begun is begun again, by the version that began it.
 
         Args:
           saved: what `save` gave.
-          steps: of the whole run, where that is to have another number of them now.
+          changed: settings that are to be others now, such as the number of steps.
 
         Raises:
           ValueError: it was saved after a part of a step was trained.
         """
         scheduler = cls.restore(saved)
-        saving.rewind(scheduler.state, steps)
+        saving.rewind(scheduler.state, **changed)
         return scheduler
+
+    def is_superseded(self, command: Command) -> bool:
+        """Whether a command sends a version that the worker needs no more, as there is a newer one."""
+        return isinstance(command, Publish) and self.state.is_superseded(command)
 
     @property
     def has_rollout(self) -> bool:
@@ -188,6 +192,8 @@ class Scheduler:
                 if state.batch.next_set():
                     state.end_step(out)
         self._go_on(worker, out)
+        if isinstance(command, Publish) and worker is not state.trainer:
+            state.publish_newest(worker, out)
 
     def _go_on(self, worker: Worker | None, out: list[Command]) -> None:
         """Takes a rollout worker's task further, or gives it up where it became superfluous."""
@@ -231,6 +237,11 @@ class Scheduler:
         """The work of a failed command is done again, elsewhere if it can be."""
         state, command = self.state, event.command
         worker = state.worker(getattr(command, "worker", ""))
+        if isinstance(command, Publish) and state.is_superseded(command):
+            worker.arriving.discard(command.version)
+            if worker is not state.trainer:
+                state.publish_newest(worker, out)
+            return
         state.fail(command, event.reason)
         if worker is not None and worker.busy == command.serial:
             worker.busy = None

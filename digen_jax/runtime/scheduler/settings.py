@@ -45,6 +45,7 @@ class Settings:
     max_candidates: int = 0
     redundant_groups: int = 0
     retries: int = 2  # of one piece of work, before its failure ends the run
+    score_retries: int = 2  # the same of a score
     evaluate_every: int = 0  # versions; 0: never
     evaluation_fragments: int = 1
     checkpoint_every: int = 0  # steps; 0: never
@@ -93,7 +94,7 @@ class Settings:
         for name in ("steps", "groups", "images", "fragment_images", "updates"):
             check_positive(name, getattr(self, name))
         check_choice("readiness", self.readiness, READINESS)
-        for name in ("staleness", "tag_fragments", "redundant_groups", "retries"):
+        for name in ("staleness", "tag_fragments", "redundant_groups", "retries", "score_retries"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
         if not 0 <= self.stale_share <= 1:

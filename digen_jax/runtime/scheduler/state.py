@@ -138,7 +138,7 @@ class State:
         for worker in (self.trainer, *self.rollout.values()):
             worker.encoded = {step for step in worker.encoded if step is None or step >= self.step}
         for worker in self.rollout.values():
-            self.publish(worker, self.version, out)
+            self.publish_newest(worker, out)
         self.open_batches()
         self.rate = None
         every = self.settings.checkpoint_every
@@ -164,6 +164,20 @@ class State:
         worker.arriving.add(version)
         command = Publish(self.next_serial(), worker.name, version)
         self.send(command, out, worker if worker is self.trainer else None)
+
+    def publish_newest(self, worker: Worker, out: list[Command]) -> None:
+        """Sends a rollout worker the newest version, once nothing else is on its way to it.
+
+        So of the versions that come while one is being sent the worker gets only the last.
+        """
+        if not worker.arriving and self.version not in worker.held:
+            self.publish(worker, self.version, out)
+
+    def is_superseded(self, command: Publish) -> bool:
+        """Whether there is a newer version than the one being sent, and the worker's task is not by that one."""
+        worker = self.worker(command.worker)
+        task = worker and worker.task
+        return command.version < self.version and (not task or task.version != command.version)
 
     def score(self, fragment: Fragment, out: list[Command]) -> None:
         """Asks for a fragment's values."""
@@ -255,11 +269,13 @@ class State:
         """Counts a failure of a piece of work.
 
         Raises:
-          SchedulerError: it failed more often than `retries` allows.
+          SchedulerError: it failed more often than `retries`, or `score_retries`, allows.
         """
+        settings = self.settings
+        retries = settings.score_retries if isinstance(command, Score) else settings.retries
         key = self.work(command)
         self.failures[key] = self.failures.get(key, 0) + 1
-        if self.failures[key] > self.settings.retries:
+        if self.failures[key] > retries:
             raise SchedulerError(
                 f"{key} failed {self.failures[key]} times, the last time with: {reason}"
             )

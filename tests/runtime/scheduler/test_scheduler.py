@@ -226,6 +226,39 @@ def test_a_slow_worker_leaves_the_last_fragment_to_a_fast_one():
         assert sum(isinstance(c, Generate) for c in flying) == expected
 
 
+def late_publication(steps=4):
+    """Version 1 is on its way to r1 while r0, which makes a step's one fragment, takes the run to its last step."""
+    plan = dataclasses.replace(PLAIN, steps=steps, groups=1, fragment_images=2, retries=0)
+    scheduler, flying = joined(plan)
+    until_generating(scheduler, flying)
+    late, sent = None, []
+    while scheduler.state.step < steps - 1:
+        command = next(c for c in flying if c is not late)
+        flying.remove(command)
+        values = (0.0, 1.0) if command.kind == "score" else ()
+        new = scheduler.handle(Completed(0.0, command, 1.0, values))
+        flying += [c for c in new if c.answered]
+        sent += [c for c in new if isinstance(c, Publish) and c.worker == "r1"]
+        late = late or next(iter(sent), None)
+    return scheduler, late, sent
+
+
+def test_of_the_versions_that_come_while_one_is_sent_a_worker_gets_the_last():
+    scheduler, late, sent = late_publication()
+    assert [c.version for c in sent] == [1]
+    (newest,) = (c for c in scheduler.handle(Completed(1.0, late, 1.0)) if isinstance(c, Publish))
+    assert (newest.worker, newest.version) == ("r1", 3)
+
+
+def test_a_publication_that_fails_once_it_is_superseded_is_not_held_against_its_worker():
+    scheduler, late, _ = late_publication()
+    assert scheduler.is_superseded(late)
+    (newest,) = (c for c in scheduler.handle(Failed(1.0, late, "gone")) if isinstance(c, Publish))
+    assert (newest.worker, newest.version) == ("r1", 3) and not scheduler.is_superseded(newest)
+    with pytest.raises(SchedulerError, match="publishing version 3 to r1 failed 1 times"):
+        scheduler.handle(Failed(2.0, newest, "the link is down"))
+
+
 def test_workers_stay_apart_from_a_step_ahead_when_strictly_on_policy():
     for staleness, share, expected in ((0, 0.5, set()), (1, 0.5, {0, 1}), (1, 1.0, {0, 1, 2, 3})):
         plan = dataclasses.replace(PLAIN, staleness=staleness, stale_share=share)

@@ -1,0 +1,205 @@
+"""A process that scores: how it is started, asked and killed, and what goes on in it.
+
+It is a group of its own, so that what the reward starts is killed with it, and ends with the process
+that asks. It imports JAX only where the user's reward does, and then without an accelerator.
+"""
+
+import contextlib
+import json
+import math
+import multiprocessing.connection
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32
+
+from digen_jax import rewards
+from digen_jax.ending import at_leaving
+from digen_jax.rewards.mistakes import blamed
+
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from digen_jax.rewards.process import serve; serve(int(sys.argv[2]))"
+)
+
+
+class Scored(NamedTuple):
+    """A batch's scores, and the seconds that the reward took for them."""
+
+    scores: Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.call`
+    seconds: float
+
+
+class Gone(RuntimeError):
+    """A process died while it scored, or took too long and was killed; the text ends the sentence "reward x ..."."""
+
+    advice = "set config.reward.processes = 0 to see what it says"
+
+
+class Late(Gone):
+    """It took too long."""
+
+    advice = "mend it, or raise config.runtime.deadline"
+
+
+class Process:
+    """One that scores, started again after it has died. For one thread; `close` is for any.
+
+    Args:
+      payload: the reward, pickled.
+      name: what errors call it.
+    """
+
+    def __init__(self, payload: bytes, name: str):
+        self._told = payload, name
+        self._lock = threading.Lock()
+        self._closed = False
+        self._start()
+
+    def score(self, batch: tuple[Any, ...], limit: float = math.inf) -> Scored:
+        """Scores a batch (images, prompts, metadata) within so many seconds.
+
+        Raises:
+          Gone: the process died, or was killed at the limit (Late).
+          ConfigError: see `rewards.call`.
+        """
+        if self._link.closed or self._process.poll() is not None:
+            self._start()
+        late = threading.Event()
+        timer = threading.Timer(limit, self._kill, [late])
+        timer.daemon = True
+        if limit < math.inf:
+            timer.start()
+        try:
+            self._link.send(batch)
+            found = self._link.recv()
+        except (EOFError, OSError):
+            self._kill()
+            self._link.close()
+            if late.is_set():
+                raise Late(f"took more than {limit:g} seconds and was killed") from None
+            raise Gone(f"died in its process ({self._end()}), for want of memory perhaps") from None
+        finally:
+            timer.cancel()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """Kills the process, and begins no other one."""
+        with self._lock:
+            self._closed = True
+            self._kill()
+        self._end()
+        _running.discard(self)
+
+    def _start(self) -> None:
+        """Begins a process, which is told at once what it is to score by."""
+        here, there = socket.socketpair()
+        with self._lock, here, there:
+            if self._closed:
+                raise Gone("was closed")
+            path = json.dumps([str(folder) for folder in sys.path])
+            command = [sys.executable, "-c", START, path, str(there.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                pass_fds=[there.fileno()],
+                start_new_session=True,
+            )
+            self._link = multiprocessing.connection.Connection(here.detach())
+        _running.add(self)
+        with contextlib.suppress(OSError):  # where it has died already, `score` says so
+            self._link.send(self._told)
+
+    def _kill(self, late: threading.Event | None = None) -> None:
+        """Kills the process and all that it started."""
+        if late is not None:
+            late.set()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _end(self) -> str:
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "and cannot be killed"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+_running: set[Process] = set()
+
+
+def _kill_all() -> None:
+    for process in list(_running):
+        process._kill()
+
+
+at_leaving(_kill_all)
+
+
+# -------------------------------------------------------------------------------- in the process
+
+
+def serve(descriptor: int) -> None:
+    """Scores batches as they come, until who asks has gone."""
+    # Signals to all processes of a job are for the run to answer. No SIG_IGN, which children would inherit.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    os.set_inheritable(descriptor, False)
+    link = multiprocessing.connection.Connection(descriptor)
+    told: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(link, told), daemon=True).start()
+    payload, name = told.get()
+    try:
+        with blamed(name, "cannot be imported in its process:"):
+            reward, failed = pickle.loads(payload), None
+    except BaseException as error:
+        reward, failed = None, error
+    while True:
+        batch = told.get()
+        try:
+            if failed is not None:
+                raise failed
+            answer: Any = timed(reward, name, batch)
+        except BaseException as error:
+            answer = _sendable(error)
+        link.send(answer)
+
+
+def _listen(link: multiprocessing.connection.Connection, told: queue.SimpleQueue) -> None:
+    """Takes what comes, also while the reward is at work, so that the other end's end is this one's."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            told.put(link.recv())
+    os.killpg(0, signal.SIGKILL)
+
+
+def timed(reward: rewards.Reward, name: str, batch: tuple[Any, ...]) -> Scored:
+    """A batch's scores, and how long they took."""
+    begin = time.perf_counter()
+    scores = rewards.call(reward, name, *batch)
+    return Scored(scores, time.perf_counter() - begin)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """An error as another process can read it, with where it came from."""
+    where = "".join(traceback.format_exception(error))
+    try:
+        error = pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(f"In the process of the reward:\n{where}")
+    return error

@@ -1,0 +1,90 @@
+"""A sampling mesh's threads: each does one call after the other, and may be given up while it is in one."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+
+class Worker:
+    """A sampling mesh's thread, and the one that brings it weights."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.thread, self.publisher = Line(name), Line(f"publish to {name}")
+        self.failed = {self.thread: 0, self.publisher: 0}  # times in a row
+
+    def close(self) -> None:
+        """Ends the threads once what they do is done; what has not begun is forgotten."""
+        for line in (self.thread, self.publisher):
+            line.close()
+
+    def give_up(self) -> None:
+        """The same, without a wait for what they do."""
+        for line in (self.thread, self.publisher):
+            line.give_up()
+
+
+class Line:
+    """Calls are done in their order. Unlike a ThreadPoolExecutor's its thread holds up no exit of Python's."""
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open = True
+        self._current: Future | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
+        """What the call returns, in its turn; cancelled where the line was closed."""
+        future = Future()
+        with self._lock:
+            if self._open:
+                self._calls.put((future, call, arguments))
+            else:
+                future.cancel()
+        return future
+
+    def close(self) -> None:
+        """Waits for the end of the call that is on, unless it is given up; what has not begun is forgotten."""
+        self._forget()
+        self._ended.wait()
+
+    def give_up(self) -> None:
+        """Forgets the call that is on, too: who waits for it is told, and its thread is left alone."""
+        self._forget()
+        current = self._current
+        if current is not None:
+            with suppress(InvalidStateError):
+                current.set_exception(CancelledError())
+        self._ended.set()
+
+    def _forget(self) -> None:
+        with self._lock, suppress(queue.Empty):
+            self._open = False
+            self._calls.put(None)
+            while (waiting := self._calls.get_nowait()) is not None:
+                waiting[0].cancel()
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (waiting := self._calls.get()) is not None:
+            self._current, call, arguments = waiting
+            if self._current.set_running_or_notify_cancel():
+                _fulfil(self._current, call, arguments)
+            self._current = None
+        self._ended.set()
+
+
+def _fulfil(future: Future, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Does a call; nobody wants to know what becomes of one that was given up."""
+    with suppress(InvalidStateError):
+        try:
+            result = call(*arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
