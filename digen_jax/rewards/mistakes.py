@@ -42,7 +42,7 @@ def blamed(name: str, doing: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
-        raise ConfigError(
+        raise RewardFailed(
             "\n".join([f"reward {name!r} {doing} {what}", *own_lines(error)])
         ) from error
 
