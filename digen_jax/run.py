@@ -27,6 +27,7 @@ from digen_jax.prompts.files import read_prompt_file
 from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps, is_automatic
 from digen_jax.recipe_checks import check
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.rewards.trial import try_out
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
 from digen_jax.runtime.executors.clock import paused
 from digen_jax.runtime.executors.driver import Driver
@@ -99,12 +100,14 @@ class Run:
             reward.retries,
             deadline.seconds,
         )
+        held_out = read_prompt_file(config.evaluation.prompts)
+        files = read_prompt_file(config.prompts.file), held_out
+        try_out(self.rewards.score, files, config.model.height, config.model.width)
         # Of several processes one may wait long for what another one compiles.
         self.watch = Watch(Deadline(0) if several() else deadline)
         self.system = build(config, jax.devices())
         orders.announce("built")
         self.driver: Driver | None = None
-        held_out = read_prompt_file(config.evaluation.prompts)
         self.held_out = held_out[: config.evaluation.images or None]
         self.prompts = prompt_batches(
             config.prompts.file,

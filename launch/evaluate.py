@@ -5,6 +5,7 @@ python launch/evaluate.py --model assets/shapes-sd3 --prompts assets/prompts/sha
 python launch/evaluate.py --model runs/shapes
 """
 
+import functools
 import json
 import pathlib
 from typing import Any
@@ -50,6 +51,7 @@ def main() -> None:
     from digen_jax import rewards
     from digen_jax.inference import evaluation_to_folder, open_model
     from digen_jax.prompts.files import read_prompt_file
+    from digen_jax.rewards.trial import try_out
     from digen_jax.runtime.evaluation import evaluate, score_table
 
     guidances = _guidances()
@@ -61,6 +63,8 @@ def main() -> None:
     samplers = [
         model.sampler(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances
     ]
+    size = samplers[0].settings
+    try_out(functools.partial(rewards.call, score, reward), [records], size.height, size.width)
     batch = model.batch(_BATCH.value, len(records))
     found = {}
     for sampler in samplers:
