@@ -406,7 +406,7 @@ def test_a_pass_may_be_filled_up_to_an_equal_share_of_steps_for_every_device(giv
 
 # ------------------------------------------------------------------------------ advantages, rewards
 
-TWO = dict(reward__name="shapes_geneval, json:dumps")
+TWO = dict(reward__name="shapes_geneval, tests.runtime.toy:brightness")
 
 
 def test_what_advantages_are_made_of(given):
@@ -828,7 +828,8 @@ EARLY = dict(
         (
             TWO,
             "config.runtime.early_groups = 2 cannot go with config.reward.name = shapes_geneval, "
-            "json:dumps, as it is shown to be exact for a single reward only: set that to shapes_geneval",
+            "tests.runtime.toy:brightness, as it is shown to be exact for a single reward only: set that to "
+            "shapes_geneval",
         ),
         *(
             (

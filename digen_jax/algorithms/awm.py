@@ -56,10 +56,8 @@ class AWM:
     ema_kl_coefficient: float = 1.0  # 0: no slow copy is kept
     ema: LinearDecay = SLOW_COPY
     old_log_probs: OldLogProbs = "current"
-    guidance: float = (
-        1.0  # of what is trained; a config's 0 is the sampler's: `algorithms.guidance`
-    )
-    reference_guidance: float = 1.0  # a config's 0, which is its default, is `guidance`
+    guidance: float = 1.0  # of training, see `guidance.py`; in a config 0: the sampler's
+    reference_guidance: float = 1.0  # in a config 0, its default: as `guidance`
     times: LogitNormalTimes = TIMES
 
     @property

@@ -16,8 +16,9 @@ Algorithm = PolicyGradient | ForwardProcess
 
 def needs(algorithm: Algorithm, advantages: AdvantageSettings) -> Literal["group", "step"]:
     """What must be scored before any of it can train; diffusion DPO reads how a group is ranked."""
-    chooses = isinstance(algorithm, DiffusionDPO)
-    return advantages.ranking_needs if chooses else advantages.needs
+    if isinstance(algorithm, DiffusionDPO):
+        return advantages.ranking_needs
+    return advantages.needs
 
 
 def is_forward(algorithm: Algorithm) -> bool:

@@ -44,10 +44,8 @@ class DiffusionNFT:
     kl_coefficient: float = 1e-4  # 0: no reference is evaluated
     weight_floor: float = 1e-5  # the smallest mean |x0_hat - x0| that the error is divided by
     decay_type: Literal[0, 1, 2] = 1
-    guidance: float = (
-        1.0  # of what is trained; a config's 0 is the sampler's: `algorithms.guidance`
-    )
-    reference_guidance: float = 1.0  # a config's 0, which is its default, is `guidance`
+    guidance: float = 1.0  # of training, see `guidance.py`; in a config 0: the sampler's
+    reference_guidance: float = 1.0  # in a config 0, its default: as `guidance`
     times: ScheduleTimes = TIMES
 
     @property

@@ -22,7 +22,7 @@ import math
 
 
 def choose_guidance(guidance: float, reference: float, sampler: float) -> tuple[float, float]:
-    """(guidance, that of the reference) as a config means them: 0 is the sampler's, of the reference the policy's."""
+    """(guidance, that of the reference) which a config means: its 0 stands for the sampler's, and for `guidance`."""
     guidance = guidance or sampler
     return guidance, reference or guidance
 

@@ -38,10 +38,8 @@ class DiffusionDPO:
 
     beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
     set_steps: int = 0  # steps whose images the fixed set holds; 0: online
-    guidance: float = (
-        1.0  # of what is trained; a config's 0 is the sampler's: `algorithms.guidance`
-    )
-    reference_guidance: float = 1.0  # a config's 0, which is its default, is `guidance`
+    guidance: float = 1.0  # of training, see `guidance.py`; in a config 0: the sampler's
+    reference_guidance: float = 1.0  # in a config 0, its default: as `guidance`
     times: LogitNormalTimes = TIMES
 
     @property

@@ -157,8 +157,10 @@ def differentiated(name, guidance, with_kl):
         else:
             method = {"diffusion_nft": nft, "awm": awm}[name]
             terms = method(samples[0], v[0], old[0], slow[0], reference[0], judged)
-            kl = 0.2 * terms["kl"] if with_kl else 0.0 * terms.pop("kl")
-            terms["loss"] = terms["policy_loss"] + kl + 0.7 * terms.get("ema_kl", 0)
+            if not with_kl:
+                del terms["kl"]
+            kl, ema_kl = terms.get("kl", 0), terms.get("ema_kl", 0)
+            terms["loss"] = terms["policy_loss"] + 0.2 * kl + 0.7 * ema_kl
         return terms["loss"], terms
 
     return jax.jit(jax.grad(loss, has_aux=True))
