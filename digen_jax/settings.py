@@ -57,7 +57,7 @@ def blame(
         yield
     except errors as error:
         sentences = error.args if isinstance(error, ConfigError) else [error]
-        raise ConfigError(*(f"{field}{sentence}" for sentence in sentences)) from error
+        raise ConfigError(*(" ".join(f"{field}{one}".split()) for one in sentences)) from error
 
 
 @contextlib.contextmanager
