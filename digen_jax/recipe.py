@@ -99,6 +99,7 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
                 ema=0.0,  # decay of the average that is evaluated and exported; 0: none
                 ema_warm_up=False,  # a smaller decay at first: (1 + n) / (10 + n) after n updates
                 ema_every=1,  # the average follows each so many updates
+                ema_repeats=1,  # so often each time: to go by code that mixes it at every micro-batch
             ),
             # Or "auto": the planner's choice, from costs that are measured first.
             placement=dict(

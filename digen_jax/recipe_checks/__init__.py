@@ -100,6 +100,7 @@ def _check_numbers(config: ConfigDict) -> None:
             "trainer.eps",
             "trainer.clip_norm",
             "trainer.ema_every",
+            "trainer.ema_repeats",
             "placement.rollout.fsdp",
             "placement.rollout.workers",
             "placement.trainer.data",
@@ -150,10 +151,10 @@ def _check_numbers(config: ConfigDict) -> None:
 
 def _check_average(config: ConfigDict) -> None:
     trainer = config.trainer
-    if not trainer.ema and (trainer.ema_warm_up or trainer.ema_every > 1):
+    if not trainer.ema and (trainer.ema_warm_up or trainer.ema_every * trainer.ema_repeats > 1):
         raise ConfigError(
-            "config.trainer.ema = 0 keeps no average that ema_warm_up or ema_every could be about: give it a "
-            "decay such as 0.9, or leave these at False and 1"
+            "config.trainer.ema = 0 keeps no average that ema_warm_up, ema_every or ema_repeats could be "
+            "about: give it a decay such as 0.9, or leave these at False, 1 and 1"
         )
 
 
