@@ -233,6 +233,12 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
         ("seed", -1, "config.seed must be 0 or more, not -1"),
         ("lora__rank", -4, "config.lora.rank must be 0 or more, not -4"),
         ("lora__alpha", 0.0, "config.lora.alpha must be above 0, not 0.0"),
+        ("lora__init", "gausian", "config.lora.init is 'gausian'; did you mean 'gaussian'"),
+        (
+            "lora__start",
+            "tuned",
+            "config.lora.start = 'tuned' is a LoRA to continue, but config.lora.",
+        ),
         ("trainer__pack", 0, "config.trainer.pack must be above 0, not 0"),
         (
             "trainer__pack",
