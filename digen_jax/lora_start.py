@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
@@ -38,7 +37,7 @@ def read_start(name: str, config: LoraConfig, template: Tree, lists: tuple[str, 
             raise ValueError(
                 f"{opened.file} holds numbers that are not finite, in {'/'.join(path)}"
             )
-    return jax.tree.map(jnp.asarray, factors)
+    return factors
 
 
 def _check_same(opened: LoraFile, config: LoraConfig, targets: set[str]) -> None:
@@ -55,15 +54,13 @@ def _check_same(opened: LoraFile, config: LoraConfig, targets: set[str]) -> None
         raise ConfigError(
             f"{file} {said}, but config.lora.alpha is {config.alpha:g}: set that to {alpha or rank:g}"
         )
-    for layers, have in (
+    for layers, differs in (
         (targets - opened.layers, "matches {}, for which {} has no factors"),
         (opened.layers - targets, "does not match {}, for which {} has factors"),
     ):
         if layers:
-            some = f"{min(layers)}" + (
-                f" and {len(layers) - 1} more layers" if layers != {min(layers)} else ""
-            )
+            more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
             raise ConfigError(
-                f"config.lora.targets = {config.targets!r} {have.format(some, file)}: make it match the "
-                f"{len(opened.layers)} layers of the LoRA"
+                f"config.lora.targets = {config.targets!r} {differs.format(min(layers) + more, file)}: "
+                f"make it match the {len(opened.layers)} layers of the LoRA"
             )

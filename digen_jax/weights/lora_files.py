@@ -110,23 +110,24 @@ def open_lora(folder: str | pathlib.Path, prefix: str = "transformer") -> LoraFi
     """A LoRA in a folder, PEFT's or diffusers', or in a file of diffusers'.
 
     `prefix` is the component's name in a pipeline, by which diffusers' tensors begin; PEFT's have no
-    such name. Where a folder has both files, PEFT's is read, as it always says alpha.
+    such name. Where a folder has both files, PEFT's is read. Settings are those of `adapter_config.json`,
+    where a folder has one, else what diffusers' file says itself.
 
     Raises:
-      ValueError: there is neither, no LoRA is in it, it has several ranks, or settings that plain LoRA
+      ValueError: there is no file, no LoRA is in it, it has several ranks, or settings that plain LoRA
         has not; each named.
     """
     folder = pathlib.Path(folder).expanduser()
-    if (folder / PEFT_CONFIG).exists():
+    config = folder / PEFT_CONFIG
+    if (folder / PEFT_FILE).exists():
         file, prefix = folder / PEFT_FILE, PEFT_PREFIX
-        settings = read_json(folder / PEFT_CONFIG)
     elif (folder / FILE).exists() or not folder.is_dir():
-        file, settings = folder / FILE if folder.is_dir() else folder, None
+        file = folder / FILE if folder.is_dir() else folder
     else:
-        raise ValueError(f"{folder} holds no LoRA: neither {PEFT_CONFIG} of PEFT nor {FILE}")
+        raise ValueError(f"{folder} holds no LoRA: neither {PEFT_FILE} nor {FILE}")
     tensors = open_file(file)
-    if settings is None:
-        settings = _metadata(file, prefix)
+    peft = prefix == PEFT_PREFIX or config.exists()
+    settings = read_json(config) if peft else _metadata(file, prefix)
     return LoraFile(file, tensors, prefix, *_rank_and_alpha(file, tensors, prefix, settings))
 
 

@@ -407,6 +407,14 @@ def test_a_diffusers_file_without_alpha_has_its_rank(tmp_path):
     with pytest.raises(ConfigError, match="says nothing of alpha, so that it is its rank 3, but"):
         read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
     read_start(str(tmp_path), dataclasses.replace(TOY, alpha=3), toy.template(), toy.LISTS)
+    (tmp_path / PEFT_CONFIG).write_text('{"lora_alpha": 5}')  # as some are published
+    read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
+
+
+def test_a_start_without_pefts_config_is_refused(real, pefts, tmp_path):
+    shutil.copy(pefts[0] / PEFT_FILE, tmp_path)
+    with pytest.raises(ValueError, match=r"adapter_config.json is missing"):
+        read_start(str(tmp_path), LORA, real[2], sd3.LISTS)
 
 
 def test_a_start_with_nan_is_refused(tmp_path):
@@ -478,7 +486,7 @@ def test_a_lora_that_does_not_fit_is_named(tmp_path, change, metadata, message):
 
 
 def test_a_file_without_lora_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no LoRA: neither adapter_config.json of PEFT nor"):
+    with pytest.raises(ValueError, match=r"holds no LoRA: neither adapter_model.safetensors nor"):
         read_lora(tmp_path, toy.template(), toy.LISTS)
     with pytest.raises(ValueError, match=r"nowhere is missing"):
         read_lora(tmp_path / "nowhere", toy.template(), toy.LISTS)
