@@ -35,9 +35,9 @@ Where this departs from the sources:
 - one GPU has the batch of `general_ocr_sd3_1gpu` (8 groups of 8) whatever the recipe.
 
 GRPO-Guard's clip range is within float32: the clip acts on the log-ratio, which between sampling and replay
-by the same weights was 2e-8 on average and 8e-8 at most (the embedded model on a CPU, 10 steps;
-`pytest -s -m slow tests/runtime/test_ratios.py -k guard` prints it), as log-probabilities between 1 and 2 are
-resolved to 1.2e-7 and the first step's std is 0.7. It would be lost in bfloat16.
+by the same weights was 1.5e-8 at most (the embedded model on a CPU, 10 steps; `pytest -s -m slow
+tests/runtime/test_ratios.py -k guard` prints it), and where a log-probability between 1 and 2 is rounded
+otherwise 8e-8: it is resolved to 1.2e-7, times the first step's std of 0.7. In bfloat16 the range would be lost.
 
 Expected result: not measured here, for want of such a GPU. Published, with the T5 and on 32 GPUs, for Flow-GRPO:
 GenEval 0.63 before, 0.95 after. The tests check all shapes of a step at this size.

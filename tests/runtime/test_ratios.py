@@ -144,7 +144,7 @@ def test_a_sigma_shifted_by_a_thousandth_fails_these_checks(rolled, step):
 
 @pytest.mark.slow
 def test_rounding_is_far_below_grpo_guards_published_range(monkeypatch):
-    """Sampled and replayed by the same weights the guard's log-ratio is 0, but for rounding."""
+    """Sampled and replayed by the same weights the guard's log-ratio is 0, but for rounding; that range is 2e-6."""
     root = pathlib.Path(__file__).parents[2]
     monkeypatch.chdir(root)
     config = runpy.run_path(str(root / "configs" / "shapes_algorithms.py"))["get_config"](
