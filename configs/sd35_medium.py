@@ -11,11 +11,14 @@ licence there and log in with `hf auth login`, or set model.folder to a copy.
 geneval, ocr, pickscore              Flow-GRPO (arXiv 2505.05470); they differ in the KL's coefficient
 geneval_fast_nocfg,                  Flow-GRPO-Fast: three noisy steps at a random place in the first half, cps, without
     pickscore_fast_nocfg             guidance and without KL, clip range 1e-5
+geneval_guard, ocr_guard,            GRPO-Guard (arXiv 2510.22319): clip range 2e-6, of pickscore_guard 4e-6, group std,
+    pickscore_guard                  without KL
 nft_geneval, nft_ocr, nft_pickscore  DiffusionNFT (arXiv 2509.16117), without guidance
 
 Sources: the papers and their public code. github.com/yifan123/flow_grpo: `geneval_sd3`, `general_ocr_sd3`,
 `pickscore_sd3`, `geneval_sd3_fast_nocfg`, `pickscore_sd3_fast_nocfg`, for one GPU `general_ocr_sd3_1gpu`, in
-config/grpo.py; the LoRA and the EMA in scripts/train_sd3.py. github.com/NVlabs/DiffusionNFT: `sd3_geneval`,
+config/grpo.py; `geneval_sd3_rationorm`, `general_ocr_sd3_rationorm`, `pickscore_hps_sd3_ratio_norm` in
+config/grpo_guard.py; the LoRA and the EMA in scripts/train_sd3.py. github.com/NVlabs/DiffusionNFT: `sd3_geneval`,
 `sd3_ocr`, `sd3_pickscore` in config/nft.py, read in copies of that repository.
 
 Where this departs from the sources:
@@ -25,9 +28,16 @@ Where this departs from the sources:
   first step to 5e-3 in the ninth (the embedded model on a CPU, 128 pixels, Flow-GRPO's sampler), against a
   clip range of 1e-4;
 - noise in the nine trained steps only, none in the tenth; an update's groups are cut by index, not
-  shuffled; groups with equal rewards stay in the loss, for the sake of their KL;
-- LoRA's A starts as in PEFT's default, not Gaussian;
+  shuffled. Of Flow-GRPO and GRPO-Guard groups of equal rewards are dropped, from the KL, too, where the
+  sources drop each image whose advantage is 0 and deal out the rest to both updates alike, with some of
+  the dropped to fill micro-batches;
+- each image has its own std and KL in GRPO-Guard's ratio, not the batch's means;
 - one GPU has the batch of `general_ocr_sd3_1gpu` (8 groups of 8) whatever the recipe.
+
+GRPO-Guard's clip range is within float32: the clip acts on the log-ratio, which between sampling and replay
+by the same weights was 1.5e-8 at most (the embedded model on a CPU, 10 steps; `pytest -s -m slow
+tests/runtime/test_ratios.py -k guard` prints it), and where a log-probability between 1 and 2 is rounded
+otherwise 8e-8: it is resolved to 1.2e-7, times the first step's std of 0.7. In bfloat16 the range would be lost.
 
 Expected result: not measured here, for want of such a GPU. Published, with the T5 and on 32 GPUs, for Flow-GRPO:
 GenEval 0.63 before, 0.95 after. The tests check all shapes of a step at this size.
@@ -41,6 +51,11 @@ from digen_jax.settings import ConfigError
 # The linear layers of the joint attention; not those of the second attention over the image alone.
 ATTENTION = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 
+# After every micro-batch the sources mix the average, so as often at each of its turns as an update has
+# micro-batches: of 48 * 24 images or 64 * 18 by 32 GPUs with 9 at once in 2 updates, 1152 / (32 * 9) / 2; for
+# GRPO-Guard by 16 GPUs, 1152 / (16 * 9) / 2; and of 8 * 8 by one GPU with 8 at once, 64 / 8 / 2.
+REPEATS, REPEATS_OF_GUARD, REPEATS_ON_ONE = 2, 4, 4
+
 FAST = dict(
     sampler=dict(
         kind="cps",
@@ -49,15 +64,29 @@ FAST = dict(
         window=dict(mode="random", first=0, end=5, length=3),
     ),
     algorithm=dict(clip_range=1e-5),
+    advantages=dict(drop_zero_std=True),
     evaluation=dict(guidance=1.0),
 )
 
 
+GUIDED = dict(kind="flow", noise_level=0.7, guidance=4.5, window=dict(first=0, length=9))
+
+
 def flow_grpo(kl_coefficient: float) -> dict:
-    window = dict(first=0, length=9)
     return dict(
-        sampler=dict(kind="flow", noise_level=0.7, guidance=4.5, window=window),
+        sampler=GUIDED,
         algorithm=dict(clip_range=1e-4, adv_clip=5.0, kl_coefficient=kl_coefficient),
+        advantages=dict(drop_zero_std=True),
+    )
+
+
+def guard(clip_range: float) -> dict:
+    return dict(
+        sampler=GUIDED,
+        algorithm=dict(ratio="guard", clip_range=clip_range, adv_clip=5.0),
+        advantages=dict(std="group", drop_zero_std=True),
+        trainer=dict(learning_rate=1e-4, ema_repeats=REPEATS_OF_GUARD),
+        evaluation=dict(every=30),
     )
 
 
@@ -65,7 +94,7 @@ def nft(updates: int = 1, **algorithm: float) -> dict:
     return dict(
         sampler=dict(kind="dpm2", noise_level=0.0, guidance=1.0, window=dict(length=0)),
         algorithm=dict(name="diffusion_nft", kl_coefficient=1e-4, **algorithm),
-        trainer=dict(updates=updates, ema_every=1),
+        trainer=dict(updates=updates, ema_every=1, ema_repeats=1),
         evaluation=dict(guidance=1.0),
     )
 
@@ -77,6 +106,9 @@ RECIPES = {
     "pickscore": flow_grpo(kl_coefficient=0.01),
     "geneval_fast_nocfg": FAST,
     "pickscore_fast_nocfg": FAST | dict(batch=dict(groups=64, images=18)),
+    "geneval_guard": guard(clip_range=2e-6),
+    "ocr_guard": guard(clip_range=2e-6),
+    "pickscore_guard": guard(clip_range=4e-6),
     "nft_geneval": nft(beta=1.0, decay_type=1),
     "nft_ocr": nft(updates=2, beta=0.1, decay_type=2),
     "nft_pickscore": nft(beta=1.0, decay_type=1),
@@ -104,7 +136,7 @@ def base(n: int) -> ConfigDict:
     c.sampler = ConfigDict(dict(steps=10, fragment=n * each))
     c.algorithm = ConfigDict()
     c.advantages = ConfigDict(dict(std="global"))
-    c.lora = ConfigDict(dict(rank=32, alpha=64.0, targets=ATTENTION))
+    c.lora = ConfigDict(dict(rank=32, alpha=64.0, targets=ATTENTION, init="gaussian"))
     c.trainer = ConfigDict(
         dict(
             # As many as are sampled at once: kernels, and with them roundings, go by the batch.
@@ -116,6 +148,7 @@ def base(n: int) -> ConfigDict:
             ema=0.9,
             ema_warm_up=True,
             ema_every=8,
+            ema_repeats=REPEATS,
         )
     )
     # Sampling and training take turns, so on the same devices neither waits for the other's.
@@ -147,4 +180,6 @@ def get_config(argument: str = "geneval,1") -> ConfigDict:
     c.update(RECIPES[name])
     if n == 1:
         c.batch.update(groups=8, images=8)
+        if c.algorithm.get("name") != "diffusion_nft":
+            c.trainer.ema_repeats = REPEATS_ON_ONE
     return complete(c)  # so that every field can be given on the command line

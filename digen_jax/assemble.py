@@ -15,6 +15,7 @@ from digen_jax.algorithms.demands import Algorithm, is_forward, needs_reference
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Ode, make_step
+from digen_jax.lora_start import read_start
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.driver import Begun, Driver
@@ -69,10 +70,15 @@ def build(config: ConfigDict, devices: Sequence[jax.Device]) -> System:
         folder = open_pipeline(config.model.folder)
         family = load_family(folder, config.model.dtype, config.model.remat)
     check_model(config, family, placement)
+    start = None
+    if config.lora.start:
+        with blame("config.lora.start: "):
+            shapes, lists = family.shapes()["transformer"], family.lists["transformer"]
+            start = read_start(config.lora.start, make_policy(config, family).lora, shapes, lists)
     with blame("config.model.folder: "):
         transformer = read_part(family, folder, "transformer", placement.trainer)
         frozen = read_frozen(family, folder, placement.rollout)
-    return connect(config, placement, family, transformer, frozen)
+    return connect(config, placement, family, transformer, frozen, start)
 
 
 def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
@@ -99,7 +105,8 @@ def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
 
 def make_policy(config: ConfigDict, family: Any) -> Policy:
     """What is tuned, and the guidance it is sampled with."""
-    lora = LoraConfig(**config.lora) if config.lora.rank else None
+    fields = {field: value for field, value in config.lora.items() if field != "start"}
+    lora = LoraConfig(**fields) if config.lora.rank else None
     return Policy(family, config.sampler.guidance, lora)
 
 
@@ -113,9 +120,17 @@ def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
 
 
 def connect(
-    config: ConfigDict, placement: Placement, family: Any, transformer: Any, frozen: Any
+    config: ConfigDict,
+    placement: Placement,
+    family: Any,
+    transformer: Any,
+    frozen: Any,
+    lora: Any = None,
 ) -> System:
-    """The parts of a run around a model whose `transformer` lies on the trainer mesh, `frozen` on the rollout's."""
+    """The parts of a run around a model whose `transformer` lies on the trainer mesh, `frozen` on the rollout's.
+
+    `lora` holds the factors to begin with, None: fresh ones.
+    """
     policy = make_policy(config, family)
     algorithm = recipe.algorithm_settings(config)
     step = make_step(config.sampler.kind, config.sampler.noise_level)
@@ -153,7 +168,7 @@ def connect(
             recipe.trainer_settings(config),
         ),
         base,
-        start,
+        start if lora is None else lora,
         recipe.advantage_settings(config),
     )
 

@@ -15,7 +15,7 @@ from digen_jax.weights.folder import (
     read_model_index,
     write_params,
 )
-from digen_jax.weights.lora import write_lora
+from digen_jax.weights.lora_files import write_lora
 
 
 def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None) -> TunedRun:

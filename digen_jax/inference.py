@@ -23,7 +23,8 @@ from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.settings import ConfigError, check_positive, user_input
 from digen_jax.weights.folder import SAMPLING, read_json
-from digen_jax.weights.lora import merge, read_lora
+from digen_jax.weights.lora import merge
+from digen_jax.weights.lora_files import read_lora
 
 # More would make a picture that nobody can look at.
 LARGEST_GRID = 64
@@ -97,7 +98,7 @@ def open_model(
     Args:
       name: a diffusers pipeline folder, a hub id "owner/name", or the workdir of a training run.
       devices: images are split over all of them.
-      lora: a folder or file with a LoRA in diffusers' format, which is merged into the transformer.
+      lora: a folder with a LoRA in diffusers' or PEFT's format, which is merged into the transformer.
       dtype: of the network's arithmetic; None takes the run's, or float32.
 
     Raises:

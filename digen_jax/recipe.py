@@ -84,7 +84,13 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
                 best_and_worst=0,  # train so many of the best and of the worst of a group; 0: all
                 drop_zero_std=False,  # leave groups of equal rewards out of loss, KL and means
             ),
-            lora=dict(rank=0, alpha=1.0, targets=".*"),  # rank 0: all weights are tuned
+            lora=dict(
+                rank=0,  # 0: all weights are tuned
+                alpha=1.0,
+                targets=".*",
+                init="kaiming",  # of the first factor: PEFT's default; or "gaussian", of std 1 / rank
+                start="",  # a LoRA to continue, of this rank, alpha and layers: PEFT's or diffusers' folder, or hub id
+            ),
             trainer=dict(
                 micro_batch=144,  # images in one forward and backward pass
                 pack=1,  # denoising steps of each of them in it
@@ -99,6 +105,7 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
                 ema=0.0,  # decay of the average that is evaluated and exported; 0: none
                 ema_warm_up=False,  # a smaller decay at first: (1 + n) / (10 + n) after n updates
                 ema_every=1,  # the average follows each so many updates
+                ema_repeats=1,  # so often each time: to go by code that mixes it at every micro-batch
             ),
             # Or "auto": the planner's choice, from costs that are measured first.
             placement=dict(

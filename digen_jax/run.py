@@ -155,9 +155,12 @@ class Run:
         return found
 
     def begin(self, state: State) -> Position:
-        """The position before the first step; the first line of metrics is the base model's."""
+        """The position before the first step; the first line of metrics is the model's before tuning."""
         count = len(self.held_out)
-        print(f"compiling, and evaluating the base model on {count} held-out prompts", flush=True)
+        print(
+            f"compiling, and evaluating the model before tuning on {count} held-out prompts",
+            flush=True,
+        )
         self.log.cut_back(0)
         self.log.write(0, self.look(0, state))
         return Position(0, state, None, self.places(0))

@@ -203,6 +203,31 @@ def test_sd35_has_the_published_batch():
     assert config.sampler.fragment == config.trainer.micro_batch == 9 * 8
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_sd35_has_the_published_average_and_start(name):
+    """Its turns are repeated for the source's micro-batches of an update, whatever ours are."""
+    flow_grpo, guard = not name.startswith("nft"), name.endswith("guard")
+    for gpus, repeats in ((1, 4), (2, 4 if guard else 2), (8, 4 if guard else 2)):
+        config = load(SD35, f"{name},{gpus}")
+        trainer = config.trainer
+        expected = (0.9, True, 8, repeats) if flow_grpo else (0.9, True, 1, 1)
+        assert expected == (
+            trainer.ema,
+            trainer.ema_warm_up,
+            trainer.ema_every,
+            trainer.ema_repeats,
+        )
+        assert (config.lora.init, config.advantages.drop_zero_std) == ("gaussian", flow_grpo)
+
+
+def test_sd35_has_grpo_guards_published_range():
+    config = load(SD35, "pickscore_guard,8")
+    algorithm = recipe.algorithm_settings(config)
+    assert (algorithm.clip_range, algorithm.high, algorithm.kl_coefficient) == (4e-6, 4e-6, 0)
+    assert (config.trainer.learning_rate, config.advantages.std) == (1e-4, "group")
+    assert load(SD35, "geneval_guard,8").algorithm.clip_range == 2e-6
+
+
 def test_no_t5_of_sd35_is_downloaded(monkeypatch, tmp_path):
     needed = [f"{part}/model.safetensors" for part in ("text_encoder", "text_encoder_2")]
     needed += ["transformer/diffusion_pytorch_model.safetensors", "model_index.json"]

@@ -14,6 +14,8 @@ from digen_jax.checkpoint import Checkpointer, template_of
 from digen_jax.export import export
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
+from digen_jax.metrics import read_metrics
+from digen_jax.run import train
 from digen_jax.runtime.sampler import Sampler, SamplerSettings
 from digen_jax.settings import ConfigError
 from tests.scripts import run_script
@@ -88,6 +90,22 @@ def test_a_lora_gives_the_images_of_the_run(base, tmp_path):
     images = by_diffusers(pipe)
     pipe.unload_lora_weights()
     check_same_but_not_the_base(images, base, "lora")
+
+
+def test_a_run_continues_an_exported_lora(base, tmp_path):
+    """Its first pictures are the tuned ones, bit for bit; its KL is to the base model, so above 0 at once."""
+    tuned, workdir = trained(base, "lora"), tmp_path / "run"
+    export(tuned, tmp_path / "lora")
+    config = tiny_config(base, "lora")
+    config.steps = 1
+    config.lora.start = str(tmp_path / "lora")
+    config.algorithm.kl_coefficient = 0.1
+    train(config, workdir)
+    before = np.load(workdir / "pictures" / "before.npz")
+    after = np.load(tuned / "pictures" / "after.npz")
+    np.testing.assert_array_equal(before["images"], after["images"])
+    np.testing.assert_array_equal(before["scores"], after["scores"])
+    assert read_metrics(workdir / "metrics.jsonl")[1]["kl"] > 1e-3
 
 
 def test_what_cannot_be_exported_is_one_sentence(base, tmp_path):

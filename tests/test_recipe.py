@@ -233,6 +233,12 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
         ("seed", -1, "config.seed must be 0 or more, not -1"),
         ("lora__rank", -4, "config.lora.rank must be 0 or more, not -4"),
         ("lora__alpha", 0.0, "config.lora.alpha must be above 0, not 0.0"),
+        ("lora__init", "gausian", "config.lora.init is 'gausian'; did you mean 'gaussian'"),
+        (
+            "lora__start",
+            "tuned",
+            "config.lora.start = 'tuned' is a LoRA to continue, but config.lora.",
+        ),
         ("trainer__pack", 0, "config.trainer.pack must be above 0, not 0"),
         (
             "trainer__pack",
@@ -251,6 +257,8 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
         ("trainer__ema_every", 0, "config.trainer.ema_every must be above 0, not 0"),
         ("trainer__ema_every", 8, "config.trainer.ema = 0 keeps no average that"),
         ("trainer__ema_warm_up", True, "config.trainer.ema = 0 keeps no average that"),
+        ("trainer__ema_repeats", 0, "config.trainer.ema_repeats must be above 0, not 0"),
+        ("trainer__ema_repeats", 2, "config.trainer.ema = 0 keeps no average that"),
         ("trainer__b2", 1.5, "config.trainer.b2 must lie in [0, 1), not be 1.5"),
         ("batch__images", 1, "config.batch.images = 1: a group needs 2 images or more"),
         ("model__dtype", "float16", "config.model.dtype is 'float16'; did you mean"),

@@ -50,11 +50,18 @@ class EmaDecay:
 
     Warmed up it is min(decay, (1 + n) / (10 + n)) after n updates, the one just made included, as in
     the code that Flow-GRPO, DiffusionNFT and AWM share (n is one lower in diffusers' EMAModel).
+
+    Flow-GRPO's scripts (yifan123/flow_grpo, scripts/train_sd3.py, ac4c86e) call it after every
+    micro-batch with the number of updates so far, so that a turn is taken once for each of the
+    micro-batches that an update accumulates: `repeats`. DiffusionNFT's (NVlabs/DiffusionNFT,
+    scripts/train_nft_sd3.py, 24af555) calls it once an update, AWM's
+    (scxue/advantage_weighted_matching, scripts/train_sd3_awm.py, be51372) once an epoch.
     """
 
     decay: float
     warm_up: bool = False
     every: int = 1  # the average follows each so many updates (8 in Flow-GRPO, 1 in DiffusionNFT)
+    repeats: int = 1  # so often at each of its turns, which takes the decay to that power
 
     def check(self) -> None:
         """Raises ValueError for a setting that cannot work, and says what to change."""
@@ -62,6 +69,8 @@ class EmaDecay:
             raise ValueError(f"decay is {self.decay}; it must lie in [0, 1)")
         if self.every < 1:
             raise ValueError(f"every is {self.every}; it must be at least 1")
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
 
     def at(self, updates: Int[ArrayLike, ""]) -> float | Float[Array, ""]:
         """The decay after so many updates; 1, which leaves the average alone, between two turns.
@@ -71,6 +80,7 @@ class EmaDecay:
         decay = self.decay
         if self.warm_up:
             decay = jnp.minimum(decay, (1 + updates) / (10 + updates))
+        decay = decay**self.repeats
         if self.every > 1:
             decay = jnp.where((updates + 1) % self.every == 0, decay, 1.0)
         return decay

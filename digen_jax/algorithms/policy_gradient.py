@@ -61,7 +61,7 @@ class PolicyGradient:
     clip_range: float = 1e-4  # the ratio is clipped to [1 - clip_range, 1 + clip_high]
     clip_high: float = 0.0  # 0: as clip_range
     dual_clip: float = 0.0  # bound of a bad sample's ratio; 0: none
-    adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip]
+    adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip]; not for "divergence"
     ratio: Ratio = "plain"
     surrogate: Surrogate = "clip"
     kl_threshold: float = 1e-5  # of "divergence", to the old policy
@@ -271,7 +271,7 @@ def _surrogate(settings: PolicyGradient, samples: Samples, log_ratio: Array) -> 
             loss = topr(samples.log_prob, log_ratio, advantages, *weights)
         case "divergence":
             kl = gaussian_kl(samples.mean, samples.old_mean, samples.std)
-            loss = divergence_masked(log_ratio, advantages, kl, settings.kl_threshold)
+            loss = divergence_masked(log_ratio, samples.advantages, kl, settings.kl_threshold)
             outside = kl >= settings.kl_threshold
     if settings.ratio == "guard":
         loss = loss * guard_loss_scale(samples.dt)

@@ -25,7 +25,10 @@ def guard_log_ratio(
     the step: with both taken out it is (mean - old_mean) times the noise, at every step, and a clip
     range means the same everywhere. Public codes (Flow-GRPO's, verl-omni) take the std averaged over
     the batch, which is this where a batch holds one step only; here it is each sample's own, so that
-    steps may be mixed.
+    steps may be mixed. Flow-GRPO's (scripts/train_sd3_GRPO_Guard.py, 2e2f712) averages the KL over the
+    batch, too: it reduces the axes `range(1, log_prob.ndim)`, which are none, and torch's
+    `mean(dim=())` is over all. The paper and verl-omni (diffusion_algos.py, a1139ba) have each
+    sample's own KL, as here.
 
     Args:
       log_prob: Gaussian, with its 1 / (2 std^2): of flow and dance steps. Not of cps, which leaves

@@ -1,9 +1,10 @@
 """Policy-gradient losses per sample, each a function of log-ratios and advantages.
 
 A log-ratio is log_prob - old_log_prob, with gradient, or what `ratios` makes of it. Advantages have
-none, and are clipped by the caller. The caller weighs the losses, sums them and divides once, at the
-update; rows without weight must be blanked first (`samples.blanked`). Ratios are bounded before exp,
-so that one beyond its bound cannot overflow, and its gradient is 0 and not NaN.
+none, and are clipped by the caller, but for `divergence_masked`. The caller weighs the losses, sums
+them and divides once, at the update; rows without weight must be blanked first (`samples.blanked`).
+Ratios are bounded before exp, so that one beyond its bound cannot overflow, and its gradient is 0 and
+not NaN.
 """
 
 import math
@@ -93,7 +94,10 @@ def divergence_masked(
     arXiv 2606.11025. Too far: kl >= threshold, `kl` being `gaussian_kl` to the old policy's mean with
     the step's whole std (verl-omni and UniRL: 1e-5; their `add_kl_coefficient=False` leaves the std
     out). Away: A > 0 and r > 1, or A < 0 and r < 1. What leads back is never masked, nor ever
-    clipped. A masked sample counts in the denominator, as one that PPO clips does.
+    clipped. Advantages are not clipped either, in both of these codes (verl-project/verl-omni,
+    verl_omni/trainer/diffusion/diffusion_algos.py, a1139ba; Tencent-Hunyuan/UniRL,
+    unirl/algorithms/flowdppo.py, 1a7b501). A masked sample counts in the denominator, as one that PPO
+    clips does.
     """
     away = jnp.sign(advantages) * log_ratio > 0
     masked = jax.lax.stop_gradient(away & (kl >= threshold))

@@ -25,9 +25,13 @@ class Window:
     "random": each place is equally likely, drawn anew every `interval` training steps. With an
     interval of 1 it is Flow-GRPO-Fast (arXiv 2505.05470; `sde_window_size` is `length` and
     `sde_window_range` is (first, end)) and MixGRPO's "random" strategy. Implementations differ in what
-    shares a draw: Flow-GRPO-Fast's paper has a draw a prompt, its public code one a process (reseeded by
-    the process's number before each draw, so that a device keeps its place), MixGRPO's one a training
-    step and process, without a seed; verl-omni draws once a training step, by a seed. So does this.
+    shares a draw. Flow-GRPO-Fast's paper has a draw a prompt. Its public code draws in each call of
+    the sampler, so that all images of the call share a place: for SD3 and FLUX anew each time, from
+    a generator that is seeded once a process (flow_grpo/diffusers_patch/
+    sd3_pipeline_with_logprob_fast.py, 3d02fd9); for Qwen-Image and BAGEL it seeds with the process's
+    number before each draw, so that a device keeps its place (qwenimage_pipeline_with_logprob.py,
+    4b13ec7). MixGRPO's draws once a training step and process, without a seed; verl-omni once a
+    training step, by a seed. So does this.
 
     "progressive": from `first`, `stride` steps towards the data every `interval` training steps
     (MixGRPO, arXiv 2507.21802: `group_size` is `length`, `iters_per_group` is `interval`). With a

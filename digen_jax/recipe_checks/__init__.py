@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import operator
 import re
-from typing import Any
+from typing import Any, get_args
 
 from ml_collections import ConfigDict
 
@@ -35,6 +35,7 @@ from digen_jax.settings import (
     check_positive,
     together,
 )
+from digen_jax.weights.lora import Init
 
 
 def check(config: ConfigDict, devices: int | None = None) -> None:
@@ -100,6 +101,7 @@ def _check_numbers(config: ConfigDict) -> None:
             "trainer.eps",
             "trainer.clip_norm",
             "trainer.ema_every",
+            "trainer.ema_repeats",
             "placement.rollout.fsdp",
             "placement.rollout.workers",
             "placement.trainer.data",
@@ -150,10 +152,10 @@ def _check_numbers(config: ConfigDict) -> None:
 
 def _check_average(config: ConfigDict) -> None:
     trainer = config.trainer
-    if not trainer.ema and (trainer.ema_warm_up or trainer.ema_every > 1):
+    if not trainer.ema and (trainer.ema_warm_up or trainer.ema_every * trainer.ema_repeats > 1):
         raise ConfigError(
-            "config.trainer.ema = 0 keeps no average that ema_warm_up or ema_every could be about: give it a "
-            "decay such as 0.9, or leave these at False and 1"
+            "config.trainer.ema = 0 keeps no average that ema_warm_up, ema_every or ema_repeats could be "
+            "about: give it a decay such as 0.9, or leave these at False, 1 and 1"
         )
 
 
@@ -163,10 +165,20 @@ def _check_choices(config: ConfigDict) -> None:
             ("model.dtype", ("float32", "bfloat16")),
             ("sampler.dtype", ("", "float32", "bfloat16")),
             ("runtime.tag_weights", ("in place", "resharded")),
+            ("lora.init", get_args(Init)),
             ("wandb.mode", ("online", "offline", "disabled", "shared")),
         ):
             with one():
                 check_choice(f"config.{name}", _value(config, name), choices)
+
+
+def _check_start(config: ConfigDict) -> None:
+    """Refuses a LoRA to continue where none is tuned."""
+    if config.lora.start and not config.lora.rank:
+        raise ConfigError(
+            f"config.lora.start = {config.lora.start!r} is a LoRA to continue, but config.lora.rank = 0 tunes "
+            "all weights: set config.lora.rank, config.lora.alpha and config.lora.targets to that LoRA's"
+        )
 
 
 def _value(config: ConfigDict, name: str) -> Any:
@@ -313,7 +325,7 @@ STAGES = (
         _check_rules,
     ),
     # What a group is, and what is sampled of an image.
-    (_check_average, check_advantages, check_sampler, check_early),
+    (_check_average, _check_start, check_advantages, check_sampler, check_early),
     # How a step is cut, and what the algorithm demands of that.
     (_check_batches, check_candidates, check_early_fragments, check_algorithm),
     # A step as a whole.

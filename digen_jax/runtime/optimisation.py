@@ -26,12 +26,13 @@ class TrainerSettings:
     ema: float  # 0: no average is kept
     ema_warm_up: bool = False
     ema_every: int = 1
+    ema_repeats: int = 1
     pack: int = 1
 
     @property
     def average(self) -> EmaDecay:
         """How the average of the parameters follows them."""
-        return EmaDecay(self.ema, self.ema_warm_up, self.ema_every)
+        return EmaDecay(self.ema, self.ema_warm_up, self.ema_every, self.ema_repeats)
 
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW after clipping by the global norm, its rate warmed up linearly."""

@@ -73,7 +73,7 @@ class Policy:
         return velocity
 
     def reference(self, base: Params, conditioning: Any, null: Any) -> Velocity:
-        """The guided velocity of the model before tuning."""
+        """The guided velocity of the base model, without a LoRA that was continued."""
         guidance = self.guidance if self.reference_guidance is None else self.reference_guidance
         return self._guided({"params": base}, conditioning, null, guidance)
 

@@ -70,7 +70,7 @@ class System(NamedTuple):
         return self.rollouts[0].evaluator
 
     def untuned(self) -> Any:
-        """What is tuned as it was before tuning, whatever has become of `start`; `base` holds a reference."""
+        """What leaves the base model as it is, whatever `start` was; `base` holds a reference."""
         start = self.policy.untuned(self.base)
         return jax.device_put(start, self.placement.trainer.params(start))
 

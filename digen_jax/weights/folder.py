@@ -36,7 +36,8 @@ STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 SAMPLING = "sampling.json"
 # Hub repositories often hold the pipeline again as one file at the root, and half-precision twins.
 HUB_FILES = ["*.json", "*/*.txt", "*/*.model", "LICENSE*", "*/*.safetensors"]
-HUB_FILES += [f"{stem}*.safetensors" for stem in STEMS.values()] + ["*lora_weights.safetensors"]
+HUB_FILES += [f"{stem}*.safetensors" for stem in STEMS.values()]
+HUB_FILES += ["*lora_weights.safetensors", "adapter_model.safetensors"]
 HUB_IGNORED = ["*.fp16.*", "*.fp16-*", "*.bf16.*", "*.non_ema.*", "*onnx*"]
 
 

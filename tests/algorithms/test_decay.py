@@ -38,6 +38,46 @@ def test_ema_takes_turns():
     assert float(decay.at(7)) == np.float32(0.9)
 
 
+def flow_grpos_loop(weights, micro_batches):
+    """scripts/train_sd3.py in float64: the average at the start of each epoch, of two updates.
+
+    `weights` are those after 0, 1, 2, ... updates. The average is mixed after every micro-batch, by
+    the number of updates that were made by then.
+    """
+    average, updates, seen = weights[0], 0, [weights[0]]
+    for _ in range((len(weights) - 1) // 2):
+        for micro_batch in range(1, micro_batches + 1):
+            if micro_batch % (micro_batches // 2) == 0:
+                updates += 1
+            if (updates + 1) % 8 == 0:
+                decay = min((1 + updates) / (10 + updates), 0.9)
+                average += (1 - decay) * (weights[updates] - average)
+        seen.append(average)
+    return seen
+
+
+# Flow-GRPO has 4 micro-batches an epoch on its 32 GPUs, so 16 on 8; the lag is in updates.
+@pytest.mark.parametrize(("micro_batches", "lag"), [(4, 35.1), (16, 7.05), (2, 73.0)])
+def test_an_average_with_repeats_is_flow_grpos(micro_batches, lag):
+    decay = EmaDecay(0.9, warm_up=True, every=8, repeats=micro_batches // 2)
+
+    def ours(weights):
+        average, seen = weights[0], [weights[0]]
+        for n in range(1, len(weights)):
+            part = float(decay.at(n))
+            average = part * average + (1 - part) * weights[n]
+            seen += [average] if n % 2 == 0 else []
+        return seen
+
+    walk = np.random.default_rng(0).normal(size=401).cumsum()
+    expected = flow_grpos_loop(walk, micro_batches)
+    np.testing.assert_allclose(ours(walk), expected, rtol=0, atol=1e-6 * np.abs(walk).max())
+    # Of weights that are the number of updates: how old what is evaluated after 60 n epochs is.
+    line = np.arange(1201.0)
+    for seen in (ours(line), flow_grpos_loop(line, micro_batches)):
+        assert 1200 - seen[600] == pytest.approx(lag, rel=1e-3)
+
+
 def test_decayed_equals_float64():
     rng = np.random.default_rng(0)
     shapes = {"a": (3, 4), "b": {"c": (5,)}}
@@ -93,6 +133,7 @@ def test_an_average_is_the_sum_that_its_decays_say():
         (EmaDecay(1.0), "decay is 1.0"),
         (EmaDecay(-0.1), "decay is -0.1"),
         (EmaDecay(0.9, every=0), "every is 0"),
+        (EmaDecay(0.9, repeats=0), "repeats is 0"),
     ],
 )
 def test_refused_settings(settings, message):

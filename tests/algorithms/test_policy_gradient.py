@@ -11,6 +11,7 @@ import pytest
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages
 from digen_jax.algorithms.kl import gaussian_kl
 from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
+from tests.algorithms.packing import close
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
 SETTINGS = PolicyGradient(clip_range=1e-4, adv_clip=5.0)
@@ -40,12 +41,61 @@ def transcription(log_prob, old, advantage, clip_range, adv_clip):
     return -min(advantage * ratio, advantage * clipped)
 
 
-def test_golden():
+@functools.partial(jax.jit, static_argnums=0)
+def golden_loss(settings, log_prob, mean, advantages):
+    """The mean of the full loss over the golden file's samples, with its gradient to log_prob and mean."""
+    sqrt_dt = float(GOLDEN["sqrt_dt"])
+    ones, old = jnp.ones(8), jnp.asarray(GOLDEN["loss_old_log_prob"])
+    rest = dict(
+        stored_log_prob=old,
+        weight=ones,
+        sigma=0.5 * ones,
+        dt=-(sqrt_dt**2) * ones,
+        old_mean=jnp.asarray(GOLDEN["old_mean"]),
+        std=float(GOLDEN["diffusion_coefficient"]) * sqrt_dt * ones,
+    )
+
+    def loss(log_prob, mean):
+        samples = Samples(log_prob, old, advantages=advantages, mean=mean, **rest)
+        total, sums = policy_gradient_loss(settings, samples)
+        return total / sums["weight"]
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(log_prob, mean)
+
+
+GOLDEN_CASES = {
+    "flow_grpo": (SETTINGS, {"flow_grpo_grad": 0}),
+    "guard": (
+        dataclasses.replace(SETTINGS, ratio="guard"),
+        {"guard_grad_log_prob": 0, "guard_grad_mean": 1},
+    ),
+    "dppo": (
+        dataclasses.replace(SETTINGS, surrogate="divergence", kl_threshold=1e-5),
+        {"dppo_grad_log_prob": 0},
+    ),
+}
+GOLDEN_INPUTS = tuple(
+    jnp.asarray(GOLDEN[name]) for name in ("loss_log_prob", "new_mean", "loss_advantages")
+)
+
+
+@pytest.mark.parametrize("name", GOLDEN_CASES)
+def test_golden(name):
+    """All through the function that training calls; one advantage of the eight is beyond the clip."""
     assert (SETTINGS.clip_range, SETTINGS.adv_clip) == (GOLDEN["clip_range"], GOLDEN["adv_clip"])
-    loss, gradient = jax.value_and_grad(mean_loss)(*INPUTS)
-    assert float(loss) == pytest.approx(float(GOLDEN["flow_grpo_loss"]), rel=1e-5)
-    reference = GOLDEN["flow_grpo_grad"]
-    assert np.abs(gradient - reference).max() <= 1e-5 * np.abs(reference).max()
+    assert (np.abs(GOLDEN["loss_advantages"]) > SETTINGS.adv_clip).sum() == 1
+    settings, references = GOLDEN_CASES[name]
+    loss, gradients = golden_loss(settings, *GOLDEN_INPUTS)
+    assert float(loss) == pytest.approx(float(GOLDEN[f"{name}_loss"]), rel=1e-5)
+    for key, which in references.items():
+        close(gradients[which], GOLDEN[key])
+
+
+def test_flow_dppo_masks_what_is_too_far_and_moves_away():
+    """The two golden samples that are too far both lead back; advantages reversed, both move away."""
+    log_prob, mean, advantages = GOLDEN_INPUTS
+    _, (away, _) = golden_loss(GOLDEN_CASES["dppo"][0], log_prob, mean, -advantages)
+    np.testing.assert_array_equal(np.flatnonzero(away == 0), [0, 5])
 
 
 def test_loss_and_gradient_equal_float64_transcription():

@@ -1,51 +1,32 @@
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 from digen_jax.algorithms.ratios import (
     carried_by_step,
     check_smallest_sigma,
     guard_log_ratio,
-    guard_loss_scale,
     sequence_log_ratio,
     well_conditioned,
 )
 from digen_jax.algorithms.samples import blanked, weighted_sum
 from digen_jax.algorithms.surrogates import clipped
 from digen_jax.flow.steps import DanceSde, FlowSde
-from tests.algorithms.packing import check_junk, check_split, close
-
-GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "flow_rl.npz")
+from tests.algorithms.packing import check_junk, check_split
 
 
 def guard_total(clip, adv_clip):
     """The whole loss of GRPO-Guard, summed."""
+    settings = PolicyGradient(ratio="guard", clip_range=clip, adv_clip=adv_clip)
 
     def total(weight, log_prob, mean, old, old_mean, advantages, std, dt):
-        log_prob, mean, old, old_mean = blanked(weight > 0, log_prob, mean, old, old_mean)
-        log_ratio = guard_log_ratio(log_prob, old, mean, old_mean, std)
-        advantages = jnp.clip(advantages, -adv_clip, adv_clip)
-        loss = clipped(log_ratio, advantages, clip, clip) * guard_loss_scale(dt)
-        return weighted_sum(weight, loss)
+        sigma = jnp.full_like(dt, 0.5)
+        samples = Samples(log_prob, old, old, advantages, weight, sigma, dt, mean, old_mean, std)
+        return policy_gradient_loss(settings, samples)[0]
 
     return total
-
-
-def test_golden_guard():
-    names = "loss_log_prob", "new_mean", "loss_old_log_prob", "old_mean", "loss_advantages"
-    arrays = [jnp.asarray(GOLDEN[name]) for name in names]
-    sqrt_dt = float(GOLDEN["sqrt_dt"])
-    std = jnp.full(8, float(GOLDEN["diffusion_coefficient"]) * sqrt_dt)
-    total = guard_total(float(GOLDEN["clip_range"]), float(GOLDEN["adv_clip"]))
-    loss, (of_log_prob, of_mean) = jax.value_and_grad(total, argnums=(1, 2))(
-        jnp.ones(8), *arrays, std, jnp.full(8, -(sqrt_dt**2))
-    )
-    close(loss / 8, GOLDEN["guard_loss"])
-    close(of_log_prob / 8, GOLDEN["guard_grad_log_prob"])
-    close(of_mean / 8, GOLDEN["guard_grad_mean"])
 
 
 def mixed_steps(n=12):

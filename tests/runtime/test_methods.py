@@ -107,7 +107,9 @@ def differentiated(name):
     def loss(tuned, start, sample, advantage, prompt, null):
         new = Policy(adapted(start, tuned, fragments.SCALE), sample, prompt, null, capped)
         old = Policy(start, sample, prompt, null, capped)
-        value = method(jnp.clip(advantage, -ADV_CLIP, ADV_CLIP), new, old, new.noise, new.dt)
+        if method is not flow_dppo:
+            advantage = jnp.clip(advantage, -ADV_CLIP, ADV_CLIP)
+        value = method(advantage, new, old, new.noise, new.dt)
         match settings.get("kl"):
             case "velocity":
                 kl = jnp.mean((new.velocity - old.velocity) ** 2)

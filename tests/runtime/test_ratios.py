@@ -1,14 +1,19 @@
 """The importance ratios of a first update: the trainer's program against the sampler's."""
 
 import functools
+import pathlib
+import runpy
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from digen_jax import assemble
+from digen_jax.algorithms.ratios import guard_log_ratio
 from digen_jax.flow.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3 import FROZEN, SD3Config, SD3Transformer
+from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
 from tests.cases import quick
 from tests.runtime import toy
@@ -36,6 +41,22 @@ def attention_family():
         qk_norm="rms_norm",
     )
     return toy.ToyFamily(SD3Transformer(network), (8, 8, 4), FROZEN)
+
+
+def replaying(system):
+    """The program (tuned, base, experience) -> Replay of all its transitions in one batch, as [s b]."""
+
+    @jax.jit
+    def program(tuned, base, experience):
+        steps = len(experience.samples.sigma)
+        rows = jnp.tile(experience.rows, steps)
+        conditioning = jax.tree.map(lambda c: c[rows], experience.conditioning)
+        velocity = system.policy.velocity(tuned, base, conditioning, experience.null)
+        step = system.sampler.settings.step
+        found = replay(velocity, flatten(experience.samples), step, experience.sigma_max)
+        return jax.tree.map(lambda a: a.reshape(steps, -1, *a.shape[1:]), found)
+
+    return program
 
 
 class Rollout:
@@ -67,16 +88,7 @@ class Rollout:
     def replay(self):
         """All transitions in one batch on the trainer mesh: their [s b] log_prob, mean and std."""
 
-        @jax.jit
-        def program(tuned, base, experience):
-            steps = len(experience.samples.sigma)
-            rows = jnp.tile(experience.rows, steps)
-            conditioning = jax.tree.map(lambda c: c[rows], experience.conditioning)
-            velocity = self.system.policy.velocity(tuned, base, conditioning, experience.null)
-            step = self.system.sampler.settings.step
-            found = replay(velocity, flatten(experience.samples), step, experience.sigma_max)
-            return jax.tree.map(lambda a: a.reshape(steps, -1, *a.shape[1:]), found)
-
+        program = replaying(self.system)
         return lambda experience: jax.device_get(
             program(self.state.tuned, self.system.base, experience)
         )
@@ -128,3 +140,33 @@ def test_a_sigma_shifted_by_a_thousandth_fails_these_checks(rolled, step):
     deviation = np.abs(found.mean - rolled.sampled_means(found.std)).max((1, 2, 3, 4))
     assert deviation[step] > 1e-4
     assert np.delete(deviation, step).max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_rounding_is_far_below_grpo_guards_published_range(monkeypatch):
+    """Sampled and replayed by the same weights the guard's log-ratio is 0, but for rounding; that range is 2e-6."""
+    root = pathlib.Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    config = runpy.run_path(str(root / "configs" / "shapes_algorithms.py"))["get_config"](
+        "grpo_guard"
+    )
+    config.sampler.update(steps=10, window=dict(first=0, length=9), fragment=24)
+    config.trainer.micro_batch = 24
+    system = assemble.build(config, jax.devices()[:1])
+    tuned, rows = system.trainer.init(system.start).tuned, np.arange(24, dtype=np.int32) // 12
+    weights = system.publish(tuned)
+    prompts = system.sampler.encode(weights, ["a photo of a red star", "two blue rings"])
+    keys = image_keys(jax.random.key(0), rows, np.arange(24))
+    sampled = system.sampler.generate(weights, prompts, rows, keys)
+    fragment = Images(0, rows, sampled.transitions, sampled.sigmas)
+    experience = receive(system, prompts, fragment, np.ones(24, np.float32))
+
+    found, program = [], replaying(system)
+    for i in range(9):  # batches of the sampler's size, as the trainer's
+        one = jax.tree.map(lambda a, i=i: a[i : i + 1], experience.samples)
+        new = program(tuned, system.base, experience._replace(samples=one))
+        new, one = jax.tree.map(lambda a: a[0], (new, one))
+        found += [guard_log_ratio(new.log_prob, one.log_prob, new.mean, one.mean, new.std)]
+    found = np.stack(found)
+    print(f"guard log-ratio: rms {np.sqrt((found**2).mean()):.1e}, max {np.abs(found).max():.1e}")
+    assert np.abs(found).max() < 2e-7

@@ -232,6 +232,8 @@ HUB = [
     "tokenizer/merges.txt",
     "tokenizer_3/spiece.model",
     "text_encoder_3/model-00001-of-00002.safetensors",
+    "adapter_config.json",  # a LoRA's, as PEFT saves it
+    "adapter_model.safetensors",
 ]
 NOT_NEEDED = [
     "sd3_medium_incl_clips_t5xxlfp16.safetensors",

@@ -1,6 +1,8 @@
+import dataclasses
 import functools
 import json
 import pathlib
+import shutil
 
 import diffusers
 import jax
@@ -15,9 +17,12 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from peft.utils import get_peft_model_state_dict
 
+from digen_jax.lora_start import read_start
 from digen_jax.models import sd3
+from digen_jax.settings import ConfigError
 from digen_jax.weights import folder, tensors
-from digen_jax.weights.lora import LoraConfig, lora_init, lora_layers, merge, read_lora, write_lora
+from digen_jax.weights.lora import LoraConfig, lora_init, lora_layers, merge
+from digen_jax.weights.lora_files import PEFT_CONFIG, PEFT_FILE, read_lora, write_lora
 from tests.models import parity
 from tests.weights import toy
 
@@ -154,17 +159,27 @@ def test_compute_type_stays_what_the_network_says():
     )
 
 
-def test_initial_factors_are_pefts():
+@pytest.mark.parametrize(
+    ("init", "pefts", "std"), [("kaiming", True, 1200**-0.5), ("gaussian", "gaussian", 1 / 50)]
+)
+def test_initial_factors_are_pefts(init, pefts, std):
+    """Their distribution: the std by formula, and the quantiles of PEFT's own draw."""
     template = {"linear_1": {"kernel": jax.ShapeDtypeStruct((400, 8), jnp.bfloat16)}}
-    a, b = lora_init(KEY, template, LoraConfig(50, 1.0, "linear_1"), ())["linear_1"].values()
+    config = LoraConfig(50, 1.0, "linear_1", init)
+    a, b = lora_init(KEY, template, config, ())["linear_1"].values()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(400, 8))
-    reference = peft.get_peft_model(model, peft.LoraConfig(r=50, target_modules=["0"]))
-    theirs = reference.base_model.model[0].lora_A["default"].weight.detach()
+    settings = peft.LoraConfig(r=50, target_modules=["0"], init_lora_weights=pefts)
+    reference = peft.get_peft_model(model, settings)
+    theirs = reference.base_model.model[0].lora_A["default"].weight.detach().numpy()
     assert (a.shape, b.shape, a.dtype) == ((400, 50), (50, 8), jnp.float32)
-    assert abs(float(a.std()) / float(theirs.std()) - 1) < 0.02
-    assert abs(float(jnp.abs(a).max()) / float(theirs.abs().max()) - 1) < 0.001
     assert not b.any()
+    assert float(a.std()) == pytest.approx(std, rel=0.02)
+    assert float(theirs.std()) == pytest.approx(std, rel=0.02)
+    shares = np.linspace(0, 1, 21)[1:-1]
+    np.testing.assert_allclose(
+        np.quantile(a, shares), np.quantile(theirs, shares), rtol=0, atol=0.05 * std
+    )
 
 
 def test_initial_factors_do_not_depend_on_how_layers_are_scanned():
@@ -309,6 +324,105 @@ def test_a_lora_that_diffusers_saved_is_read(real, tmp_path, alpha):
     assert relative(ours(real, lora, read_alpha / rank), expected) < 1e-5
 
 
+@pytest.fixture(scope="module")
+def pefts(real, tmp_path_factory):
+    """A LoRA that PEFT saved as Flow-GRPO's code does, and what diffusers with PEFT computes by it."""
+    path = tmp_path_factory.mktemp("peft")
+    settings = dict(r=3, lora_alpha=7, init_lora_weights="gaussian", target_modules=MODULES)
+    model = peft.get_peft_model(load(real[0]), peft.LoraConfig(**settings))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(path)
+    return path, theirs(peft.PeftModel.from_pretrained(load(real[0]), path).eval())
+
+
+def test_a_lora_that_peft_saved_is_read(real, pefts):
+    path, expected = pefts
+    assert {file.name for file in path.iterdir()} >= {PEFT_CONFIG, PEFT_FILE}
+    lora, rank, alpha = read_lora(path, real[2], sd3.LISTS)
+    assert (rank, alpha) == (3, 7.0)
+    assert jax.tree.map(jnp.shape, lora) == jax.tree.map(jnp.shape, real[3])
+    assert relative(expected, theirs(load(real[0]))) > 1e-2
+    assert relative(ours(real, lora), expected) < 1e-5
+
+
+def edited(pefts, path, change):
+    """PEFT's folder with some of its settings changed."""
+    shutil.copytree(pefts[0], path)
+    settings = json.loads((path / PEFT_CONFIG).read_text()) | change
+    (path / PEFT_CONFIG).write_text(json.dumps(settings))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_rslora": True}, "has use_rslora=True, supported is only use_rslora=False"),
+        ({"peft_type": "LOHA"}, "has peft_type=LOHA, supported is only peft_type=LORA"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa, supported is only init_l"),
+        ({"lora_alpha": "7"}, "has lora_alpha=7, which must be a positive number"),
+        ({"lora_alpha": 9}, "has alpha 9, but config.lora.alpha is 7: set that to 9"),
+        ({"r": 8}, "says rank 8, but its tensors have rank 3"),
+    ],
+)
+def test_a_start_with_other_settings_is_refused(real, pefts, tmp_path, change, message):
+    folder = edited(pefts, tmp_path / "lora", change)
+    with pytest.raises(ValueError, match=message):
+        read_start(folder, LORA, real[2], sd3.LISTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(rank=4), "has rank 3, but config.lora.rank is 4: set that to 3"),
+        (dict(alpha=3.0), "has alpha 7, but config.lora.alpha is 3: set that to 7"),
+        (
+            dict(targets=r"transformer_blocks\.\d+\.attn\..*"),
+            r"does not match context_embedder and \d+ more layers, for which .* has factors",
+        ),
+        (
+            dict(targets=r"transformer_blocks\..*(attn2?|ff)\..*|context_embedder"),
+            r"targets = .* matches transformer_blocks\.0\.ff\.\S+ and \d+ more .* no factors: make it",
+        ),
+    ],
+)
+def test_a_start_that_is_not_what_is_tuned_is_refused(real, pefts, change, message):
+    with pytest.raises(ConfigError, match=message):
+        read_start(str(pefts[0]), dataclasses.replace(LORA, **change), real[2], sd3.LISTS)
+
+
+def test_a_start_is_read_from_both_formats(real, pefts, tmp_path):
+    expected, _, _ = read_lora(pefts[0], real[2], sd3.LISTS)
+    write_lora(tmp_path, expected, LORA.alpha, sd3.LISTS)
+    for path in (pefts[0], tmp_path):
+        start = read_start(str(path), LORA, real[2], sd3.LISTS)
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), start, expected))
+
+
+def test_a_diffusers_file_without_alpha_has_its_rank(tmp_path):
+    write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    safetensors.torch.save_file(safetensors.torch.load_file(file), file)
+    with pytest.raises(ConfigError, match="says nothing of alpha, so that it is its rank 3, but"):
+        read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
+    read_start(str(tmp_path), dataclasses.replace(TOY, alpha=3), toy.template(), toy.LISTS)
+    (tmp_path / PEFT_CONFIG).write_text('{"lora_alpha": 5}')  # as some are published
+    read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
+
+
+def test_a_start_without_pefts_config_is_refused(real, pefts, tmp_path):
+    shutil.copy(pefts[0] / PEFT_FILE, tmp_path)
+    with pytest.raises(ValueError, match=r"adapter_config.json is missing"):
+        read_start(str(tmp_path), LORA, real[2], sd3.LISTS)
+
+
+def test_a_start_with_nan_is_refused(tmp_path):
+    write_lora(tmp_path, jax.tree.map(lambda a: a * jnp.nan, toy_lora()), TOY.alpha, toy.LISTS)
+    with pytest.raises(ValueError, match="holds numbers that are not finite, in "):
+        read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
+
+
 def test_our_own_file_comes_back_bit_by_bit_onto_a_mesh(real, tmp_path):
     _, _, params, lora = real
     write_lora(tmp_path, lora, LORA.alpha, sd3.LISTS)
@@ -372,8 +486,10 @@ def test_a_lora_that_does_not_fit_is_named(tmp_path, change, metadata, message):
 
 
 def test_a_file_without_lora_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"pytorch_lora_weights.safetensors is missing"):
+    with pytest.raises(ValueError, match=r"holds no LoRA: neither adapter_model.safetensors nor"):
         read_lora(tmp_path, toy.template(), toy.LISTS)
+    with pytest.raises(ValueError, match=r"nowhere is missing"):
+        read_lora(tmp_path / "nowhere", toy.template(), toy.LISTS)
     write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS, prefix="unet")
     with pytest.raises(ValueError, match=r"holds no tensor transformer.\*.lora_A.weight"):
         read_lora(tmp_path, toy.template(), toy.LISTS)

@@ -1,0 +1,194 @@
+"""A LoRA's files: diffusers' `pytorch_lora_weights.safetensors`, and PEFT's folders (`save_pretrained`).
+
+PEFT's hold `adapter_config.json` and `adapter_model.safetensors`; Flow-GRPO, DiffusionNFT and AWM
+publish these. Diffusers' hold one file, whose metadata may say what PEFT's config does, alpha with it.
+"""
+
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from digen_jax.weights.folder import read_json
+from digen_jax.weights.lora import dense_layers
+from digen_jax.weights.tensors import (
+    StoredTensor,
+    Tree,
+    file_metadata,
+    file_tensors,
+    open_file,
+    read_tree,
+    write_file,
+)
+
+FILE = "pytorch_lora_weights.safetensors"
+METADATA = "lora_adapter_metadata"
+PEFT_FILE, PEFT_CONFIG, PEFT_PREFIX = (
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "base_model.model",
+)
+# Our leaf names and torch's module names; both factors are stored like a Dense kernel.
+FACTORS = {"a": "lora_A", "b": "lora_B"}
+# PEFT settings by which the same tensors mean something else; only these values are read. Some ways
+# to begin (init_lora_weights) change the base model, too.
+PLAIN = {
+    "peft_type": ("LORA",),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "fan_in_fan_out": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "init_lora_weights": (True, False, "gaussian"),
+}
+
+
+class LoraFile(NamedTuple):
+    """A LoRA's tensors, of which only the headers are read, and what is said of them."""
+
+    file: pathlib.Path
+    tensors: dict[str, StoredTensor]
+    prefix: str  # of the tensors' names
+    rank: int
+    alpha: float | None  # None: it is not said, and diffusers takes the rank
+
+    @property
+    def layers(self) -> set[str]:
+        """The torch names of the layers that have a tensor."""
+        start = f"{self.prefix}."
+        return {name.rsplit(".lora_", 1)[0].removeprefix(start) for name in self.tensors}
+
+
+def write_lora(
+    folder: str | pathlib.Path,
+    lora: Tree,
+    alpha: float | int,
+    lists: tuple[str, ...],
+    prefix: str = "transformer",
+) -> None:
+    """Write `pytorch_lora_weights.safetensors`, which `pipe.load_lora_weights(folder)` reads.
+
+    `prefix` is the component's name in the pipeline. Diffusers takes alpha from the metadata that
+    is written too; without it alpha would be the rank.
+    """
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = dict(file_tensors(_as_modules(lora, prefix), lists))
+    layers = sorted({name.removeprefix(f"{prefix}.").rsplit(".", 2)[0] for name in tensors})
+    rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
+    settings = {"r": rank, "lora_alpha": alpha, "target_modules": layers}
+    adapter = {f"{prefix}.{key}": value for key, value in settings.items()}
+    write_file(folder / FILE, tensors, {METADATA: json.dumps(adapter, indent=2, sort_keys=True)})
+
+
+def read_lora(
+    folder: str | pathlib.Path,
+    template: Tree,
+    lists: tuple[str, ...],
+    prefix: str = "transformer",
+    shardings: Any = None,
+) -> tuple[dict[str, Any], int, float]:
+    """(lora, rank, alpha) from what `open_lora` opens.
+
+    `template` is the network's parameters or their shapes. A layer that the network lacks, a
+    missing or misshapen factor, and a setting that plain LoRA has not are each a ValueError that
+    names it.
+    """
+    opened = open_lora(folder, prefix)
+    alpha = opened.rank if opened.alpha is None else opened.alpha
+    return read_opened(opened, template, lists, shardings), opened.rank, float(alpha)
+
+
+def open_lora(folder: str | pathlib.Path, prefix: str = "transformer") -> LoraFile:
+    """A LoRA in a folder, PEFT's or diffusers', or in a file of diffusers'.
+
+    `prefix` is the component's name in a pipeline, by which diffusers' tensors begin; PEFT's have no
+    such name. Where a folder has both files, PEFT's is read. Settings are those of `adapter_config.json`,
+    where a folder has one, else what diffusers' file says itself.
+
+    Raises:
+      ValueError: there is no file, no LoRA is in it, it has several ranks, or settings that plain LoRA
+        has not; each named.
+    """
+    folder = pathlib.Path(folder).expanduser()
+    config = folder / PEFT_CONFIG
+    if (folder / PEFT_FILE).exists():
+        file, prefix = folder / PEFT_FILE, PEFT_PREFIX
+    elif (folder / FILE).exists() or not folder.is_dir():
+        file = folder / FILE if folder.is_dir() else folder
+    else:
+        raise ValueError(f"{folder} holds no LoRA: neither {PEFT_FILE} nor {FILE}")
+    tensors = open_file(file)
+    peft = prefix == PEFT_PREFIX or config.exists()
+    settings = read_json(config) if peft else _metadata(file, prefix)
+    return LoraFile(file, tensors, prefix, *_rank_and_alpha(file, tensors, prefix, settings))
+
+
+def read_opened(
+    opened: LoraFile, template: Tree, lists: tuple[str, ...], shardings: Any = None
+) -> dict[str, Any]:
+    """The factors of a LoRA that was opened, in float32; see `read_lora`."""
+    adapted, rank = opened.layers, opened.rank
+    factors = {}
+    for path, kernel, layers in dense_layers(template, lists):
+        if adapted.intersection(layers):
+            *stack, inputs, outputs = kernel.shape
+            factors[*path, "a"] = jax.ShapeDtypeStruct((*stack, inputs, rank), jnp.float32)
+            factors[*path, "b"] = jax.ShapeDtypeStruct((*stack, rank, outputs), jnp.float32)
+    modules = _as_modules(unflatten_dict(factors), opened.prefix)
+    read = flatten_dict(read_tree(opened.tensors, modules, lists, shardings))
+    short, skip = {module: leaf for leaf, module in FACTORS.items()}, opened.prefix.count(".") + 1
+    lora = {(*path[skip:-2], short[path[-2]]): leaf for path, leaf in read.items()}
+    return unflatten_dict(lora)
+
+
+def _as_modules(lora: Tree, prefix: str) -> dict[str, Any]:
+    """The tree whose tensor names are the file's: factors are kernels of modules lora_A, lora_B."""
+    return unflatten_dict(
+        {
+            (*prefix.split("."), *path, FACTORS[leaf], "kernel"): factor
+            for (*path, leaf), factor in flatten_dict(lora).items()
+        }
+    )
+
+
+def _metadata(file: pathlib.Path, prefix: str) -> dict[str, Any]:
+    """PEFT's settings as diffusers saves them in the file's header, empty where it did not."""
+    text = file_metadata(file).get(METADATA, "{}")
+    try:
+        return {key.removeprefix(f"{prefix}."): value for key, value in json.loads(text).items()}
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{file} has metadata {METADATA} that is no JSON object") from error
+
+
+def _rank_and_alpha(
+    file: pathlib.Path, tensors: Mapping[str, Any], prefix: str, settings: Mapping[str, Any]
+) -> tuple[int, float | None]:
+    """Rank from the tensors; alpha from PEFT's settings, None where they do not say it."""
+    ranks = {
+        tensor.shape[0]
+        for name, tensor in tensors.items()
+        if name.startswith(f"{prefix}.") and name.endswith(".lora_A.weight")
+    }
+    if not ranks:
+        raise ValueError(f"{file} holds no tensor {prefix}.*.lora_A.weight, so no LoRA of {prefix}")
+    if len(ranks) > 1:
+        raise ValueError(f"{file} mixes the ranks {sorted(ranks)}; only a single rank is supported")
+    rank = ranks.pop()
+    for key, plain in PLAIN.items():
+        if settings.get(key) is not None and settings[key] not in plain:
+            supported = " or ".join(f"{key}={value}" for value in plain)
+            raise ValueError(f"{file} has {key}={settings[key]}, supported is only {supported}")
+    if settings.get("r", rank) != rank:
+        raise ValueError(f"{file} says rank {settings['r']}, but its tensors have rank {rank}")
+    alpha = settings.get("lora_alpha")
+    if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < math.inf):
+        raise ValueError(f"{file} has lora_alpha={alpha}, which must be a positive number")
+    return rank, alpha
