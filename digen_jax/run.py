@@ -102,10 +102,14 @@ class Run:
         )
         held_out = read_prompt_file(config.evaluation.prompts)
         files = read_prompt_file(config.prompts.file), held_out
-        try_out(self.rewards.score, files, config.model.height, config.model.width)
+        try:
+            try_out(self.rewards.score, files, config.model.height, config.model.width)
+            self.system = build(config, jax.devices())
+        except Exception:
+            self.rewards.close()
+            raise
         # Of several processes one may wait long for what another one compiles.
         self.watch = Watch(Deadline(0) if several() else deadline)
-        self.system = build(config, jax.devices())
         orders.announce("built")
         self.driver: Driver | None = None
         self.held_out = held_out[: config.evaluation.images or None]
