@@ -49,7 +49,7 @@ def folder(request, base) -> pathlib.Path:
     return ROOT / "assets" / request.param
 
 
-@pytest.mark.parametrize(("height", "width", "guidance"), [(32, 32, 3.5), (48, 64, None)])
+@pytest.mark.parametrize(("height", "width", "guidance"), quick([(32, 32, 3.5), (48, 64, None)], 0))
 def test_images_are_those_of_the_pipelines_default_call(folder, height, width, guidance):
     family, params = ours(folder)
     policy = Policy(family, family.default_guidance if guidance is None else guidance)
