@@ -3,7 +3,7 @@
 # make constraints: take the newest versions that requirements*.txt allow, for make test and make test-slow to judge.
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-TESTED := 3.11 3.12 3.13
+PYTHONS := 3.11 3.12 3.13
 VENV := .venv/$(VERSION)
 RUN := $(VENV)/bin/python
 # Exact versions: a release of tomorrow changes nothing here.
@@ -38,7 +38,7 @@ clean:
 # version; here they would stand in the way of those of a JAX for CUDA.
 constraints: $(VENV)/bin/python
 	$(RUN) -m pip install -q --disable-pip-version-check uv
-	for version in $(TESTED); do \
+	for version in $(PYTHONS); do \
 	    $(RUN) -m uv pip compile -q --universal --no-header --no-annotate --python-version $$version \
 	        requirements-dev.txt -o .cache/constraints.txt --upgrade || exit 1; \
 	    grep -vE '^(nvidia|cuda|triton)' .cache/constraints.txt > constraints/$$version.txt || exit 1; \
@@ -48,7 +48,7 @@ $(VENV)/bin/python: | constraints/$(VERSION).txt
 	$(PYTHON) -m venv $(VENV)
 
 constraints/$(VERSION).txt:
-	@echo "This has been tested with Python $(TESTED), not with $(VERSION): name one, such as make demo PYTHON=python3.13" >&2
+	@echo "There are exact versions for Python $(PYTHONS), not for $(VERSION): name one, such as make demo PYTHON=python3.12" >&2
 	@exit 1
 
 $(VENV)/train: requirements.txt constraints/$(VERSION).txt | $(VENV)/bin/python
