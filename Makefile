@@ -1,12 +1,16 @@
 # make demo: set everything up and tune the embedded model.   make test: set everything up and run the tests;
-# make test-slow: those that take long (sweeps, many random configurations, kills).
+# make test-slow: those that take long (sweeps, many random configurations, kills);
+# make constraints: take the newest versions that requirements*.txt allow, for make test and make test-slow to judge.
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PYTHONS := 3.11 3.12 3.13
 VENV := .venv/$(VERSION)
 RUN := $(VENV)/bin/python
+# Exact versions: a release of tomorrow changes nothing here.
+INSTALL := $(RUN) -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt
 PYTEST := $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow lint format constraints clean
 
 demo: $(VENV)/train
 	$(RUN) launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes
@@ -30,13 +34,27 @@ format: $(VENV)/dev
 clean:
 	rm -rf .venv .cache .pytest_cache .ruff_cache
 
-$(VENV)/bin/python:
+# uv resolves for all systems at once and installs nothing. torch names its CUDA libraries itself, each by its
+# version; here they would stand in the way of those of a JAX for CUDA.
+constraints: $(VENV)/bin/python
+	$(RUN) -m pip install -q --disable-pip-version-check uv
+	for version in $(PYTHONS); do \
+	    $(RUN) -m uv pip compile -q --universal --no-header --no-annotate --python-version $$version \
+	        requirements-dev.txt -o .cache/constraints.txt --upgrade || exit 1; \
+	    grep -vE '^(nvidia|cuda|triton)' .cache/constraints.txt > constraints/$$version.txt || exit 1; \
+	done
+
+$(VENV)/bin/python: | constraints/$(VERSION).txt
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/train: requirements.txt | $(VENV)/bin/python
-	$(RUN) -m pip install -q --disable-pip-version-check -r requirements.txt -e .
+constraints/$(VERSION).txt:
+	@echo "There are exact versions for Python $(PYTHONS), not for $(VERSION): name one, such as make demo PYTHON=python3.12" >&2
+	@exit 1
+
+$(VENV)/train: requirements.txt constraints/$(VERSION).txt | $(VENV)/bin/python
+	$(INSTALL) -r requirements.txt -e .
 	touch $@
 
-$(VENV)/dev: requirements.txt requirements-dev.txt | $(VENV)/bin/python
-	$(RUN) -m pip install -q --disable-pip-version-check -r requirements-dev.txt -e .
+$(VENV)/dev: requirements.txt requirements-dev.txt constraints/$(VERSION).txt | $(VENV)/bin/python
+	$(INSTALL) -r requirements-dev.txt -e .
 	touch $@ $(VENV)/train

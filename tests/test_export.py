@@ -18,6 +18,7 @@ from digen_jax.metrics import read_metrics
 from digen_jax.run import train
 from digen_jax.runtime.sampler import Sampler, SamplerSettings
 from digen_jax.settings import ConfigError
+from tests.cases import quick
 from tests.scripts import run_script
 from tests.tiny_runs import oracle, pipeline, tiny_config, trained
 
@@ -73,7 +74,7 @@ def check_same_but_not_the_base(images, base, kind):
     assert (np.abs(images - before).max((1, 2, 3)) > 20 / 255).all()
 
 
-@pytest.mark.parametrize(("kind", "lora"), [("full", None), ("lora", False)])
+@pytest.mark.parametrize(("kind", "lora"), quick([("full", None), ("lora", False)], 0))
 def test_a_pipeline_gives_the_images_of_the_run(base, tmp_path, kind, lora):
     run = export(trained(base, kind), tmp_path / "tuned", lora)
     assert run.step == 2

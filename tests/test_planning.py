@@ -318,6 +318,7 @@ def test_of_the_forward_process_noise_levels_are_trained_and_the_image_alone_is_
     assert (found.trajectory, found.copies) == (4 * (8 * 8 * 4 + 2), 1)
 
 
+@pytest.mark.slow
 def test_activations_are_what_a_backward_pass_keeps(base):
     # Recomputed they are a block's input; guidance doubles the passes.
     kept = {}

@@ -394,6 +394,7 @@ def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
             assert line[f"{of}reward"] == pytest.approx(each[0] + 0.5 * each[1], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, train):
     """Of the six groups for which a step draws prompts the first two have equal rewards."""
     fields = toy.meshes((1, 1), (1, 1)) | dict(

@@ -15,6 +15,7 @@ from digen_jax.inference import all_devices
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, SamplerSettings, Weights
+from tests.cases import quick
 from tests.pipelines import ROOT
 from tests.tiny_runs import oracle, pipeline
 
@@ -41,14 +42,14 @@ def group() -> DeviceGroup:
     return all_devices(jax.devices()[:1])
 
 
-@pytest.fixture(params=["random", "shapes-sd3"])
+@pytest.fixture(params=quick([("random",), ("shapes-sd3",)], 0))
 def folder(request, base) -> pathlib.Path:
     if request.param == "random":
         return pipeline(base)
     return ROOT / "assets" / request.param
 
 
-@pytest.mark.parametrize(("height", "width", "guidance"), [(32, 32, 3.5), (48, 64, None)])
+@pytest.mark.parametrize(("height", "width", "guidance"), quick([(32, 32, 3.5), (48, 64, None)], 0))
 def test_images_are_those_of_the_pipelines_default_call(folder, height, width, guidance):
     family, params = ours(folder)
     policy = Policy(family, family.default_guidance if guidance is None else guidance)

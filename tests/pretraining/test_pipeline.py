@@ -22,6 +22,8 @@ from digen_jax.settings import ConfigError
 from tests.pipelines import ROOT, environment
 from tests.pretraining.tiny_config import get_config
 
+pytestmark = pytest.mark.slow
+
 PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
 
 

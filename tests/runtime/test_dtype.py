@@ -8,6 +8,7 @@ import pytest
 from digen_jax import recipe
 from digen_jax.runtime.executors.executors import Executors
 from digen_jax.runtime.scheduler.commands import TRAINER
+from tests.cases import quick
 from tests.runtime import toy
 
 LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
@@ -79,7 +80,10 @@ def test_old_log_probs_are_the_trainers_own_unless_asked_for_otherwise(fields, e
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, dict(trainer__updates=2, sampler__fragment=4, trainer__learning_rate=1e-6)]
+    "fields",
+    quick(
+        [({},), (dict(trainer__updates=2, sampler__fragment=4, trainer__learning_rate=1e-6),)], 0
+    ),
 )
 def test_rounding_is_seen_in_the_ratios_and_clips_nothing(fields):
     """Of the first update, and with a tiny rate of the second one."""

@@ -1,0 +1,40 @@
+"""requirements*.txt and constraints/: every package has bounds, and an exact version within them for each Python."""
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.pipelines import ROOT
+
+PYTHONS = sorted(path.stem for path in (ROOT / "constraints").glob("*.txt"))
+
+
+def requirements(name: str) -> list[Requirement]:
+    lines = [line.strip() for line in (ROOT / name).read_text().splitlines()]
+    return [Requirement(line) for line in lines if line and line[0] not in "#-"]
+
+
+def test_what_training_needs_has_a_lower_and_an_upper_bound():
+    for requirement in requirements("requirements.txt"):
+        kinds = {bound.operator for bound in requirement.specifier}
+        assert kinds == {">=", "<"}, requirement
+
+
+def test_make_knows_these_pythons():
+    (pythons,) = [
+        x for x in (ROOT / "Makefile").read_text().splitlines() if x.startswith("PYTHONS")
+    ]
+    assert pythons.split()[2:] == PYTHONS
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_each_package_has_one_version_within_its_bounds(python):
+    system = dict(python_version=python, python_full_version=f"{python}.0", extra="")
+    exact = {}
+    for pinned in requirements(f"constraints/{python}.txt"):
+        if pinned.marker is None or pinned.marker.evaluate(system):
+            (version,) = pinned.specifier
+            assert version.operator == "==" and pinned.name not in exact
+            exact[pinned.name] = version.version
+    for wanted in requirements("requirements.txt") + requirements("requirements-dev.txt"):
+        name = wanted.name.lower().replace("_", "-")
+        assert wanted.specifier.contains(exact[name]), wanted
