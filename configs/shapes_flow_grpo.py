@@ -42,7 +42,12 @@ def get_config(length: str = "demo") -> ConfigDict:
     c.advantages = ConfigDict(dict(std="group"))
     c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=rate, ema=ema))
     c.placement = ConfigDict(
-        dict(rollout=dict(data=4, fsdp=1), trainer=dict(data=2, fsdp=2), rules=((".*", "fsdp"),))
+        dict(
+            sizes="fitted",
+            rollout=dict(data=4, fsdp=1),
+            trainer=dict(data=2, fsdp=2),
+            rules=((".*", "fsdp"),),
+        )
     )
     c.evaluation = ConfigDict(
         dict(prompts="assets/prompts/shapes_heldout.jsonl", every=60 if length == "demo" else 50)

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from digen_jax.assemble import build
 from digen_jax.interrupt import Interrupt
+from digen_jax.planning import fitting
 from digen_jax.positions import Position, Positions
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
@@ -47,7 +48,7 @@ def _follow(
     kind, value = next(told)
     if kind == "end":
         return value
-    config, mistake = complete(config), None
+    config, mistake = fitting(complete(config)), None
     if config.to_json(sort_keys=True) != value:
         raise ConfigError(
             "this process was given another config than the first one: start all by one command"

@@ -6,10 +6,12 @@ import math
 import pathlib
 import re
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks, rewards
@@ -19,7 +21,7 @@ from digen_jax.assemble import build, load_family, make_policy, open_pipeline, t
 from digen_jax.inference import run_config
 from digen_jax.metrics import read_metrics
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.runtime.placement import fsdp_spec, mesh_sizes
+from digen_jax.runtime.placement import fitted, fsdp_spec, mesh_sizes
 from digen_jax.runtime.planner import candidate as of
 from digen_jax.runtime.planner.calibration import Calibration, per_device
 from digen_jax.runtime.planner.candidate import Candidate
@@ -108,37 +110,90 @@ def auto_placement(
 
 
 def placed(config: ConfigDict, workdir: pathlib.Path) -> ConfigDict:
-    """A config with `placement = "auto"` with a placement: of the run in `workdir`, else the planner's choice.
+    """A complete config whose placement is one for the devices at hand, as its `sizes` say.
 
-    What commands cost is measured first, on one of the devices at hand, which compiles. There publication
-    moves nothing, so the plan takes it to be nearly free.
+    With "auto" it is that of the run in `workdir`, else the planner's choice. What commands cost is measured
+    first, on one of the devices, which compiles. There publication moves nothing, so the plan takes it to be
+    nearly free.
 
     Raises:
       ConfigError: something of the config cannot work, or no placement can.
     """
+    if not recipe.is_automatic(config):
+        return fitting(config)
     if (workdir / "config.json").exists():
-        return recipe.with_placement(config, run_config(workdir).placement)
-    full = recipe.complete(recipe.with_placement(config, recipe.one_device()))
-    recipe_checks.check(full)
-    calibration = measured_costs(full)
-    section = auto_placement(full, jax.device_count(), calibration, model_footprint(full))
-    chosen = recipe.with_placement(config, ConfigDict(section))
-    print(f"placement chosen by {calibration.source}: {section}", flush=True)
-    return chosen
+        known = run_config(workdir).placement
+        return recipe.resized(config, {"rollout": known.rollout, "trainer": known.trainer})
+    alone = recipe.resized(config, recipe.one_device())
+    recipe_checks.check(alone)
+    devices = jax.device_count()
+    print(
+        f"config.placement = 'auto': times each part of a step on one of the {devices} devices, compiling it first",
+        flush=True,
+    )
+    calibration = measured_costs(alone, note=lambda text: print(f"  {text}", flush=True))
+    sizes = auto_placement(alone, devices, calibration, model_footprint(alone))
+    print(f"placement chosen by {calibration.source}: {sizes}", flush=True)
+    return recipe.resized(config, sizes)
+
+
+def fitting(config: ConfigDict) -> ConfigDict:
+    """A complete config with smaller meshes where there are too few devices for them and its placement says so."""
+    placement, devices = config.placement, jax.device_count()
+    if placement.sizes != recipe.FITTED:
+        return config
+    sizes = fitted(placement, devices)
+    wanted = {"rollout": placement.rollout.to_dict(), "trainer": placement.trainer.to_dict()}
+    if sizes != wanted and devices > 1:
+        print(f"config.placement is fitted to {devices} devices: {sizes}", flush=True)
+    return recipe.resized(config, sizes)
+
+
+def overrides(config: ConfigDict, problem: Problem, candidate: Candidate) -> dict[str, Any]:
+    """The fields of a complete config that a candidate's run has otherwise, by dotted name.
+
+    Where the mesh that samples cannot split evaluation's batch, the next larger one that it can is taken.
+    """
+    section, settings = placement_section(problem, candidate), problem.settings
+    time, batch = candidate.time, config.evaluation.batch
+    sampling = candidate.worker_devices or candidate.trainer
+    fields = {
+        "placement.sizes": recipe.GIVEN if recipe.is_automatic(config) else config.placement.sizes,
+        **{
+            f"placement.{mesh}.{axis}": n
+            for mesh, axes in section.items()
+            for axis, n in axes.items()
+        },
+        "runtime.tag_fragments": settings.tag_fragments if candidate.tag else 0,
+        "runtime.staleness": settings.staleness if candidate.asynchrony else 0,
+        "trainer.pack": -(-config.trainer.pack // time) * time,
+        "evaluation.batch": -(-batch // sampling) * sampling,
+    }
+    now = flatten_dict(config.to_dict(), sep=".")
+    return {name: value for name, value in fields.items() if value != now[name]}
+
+
+def can_run(config: ConfigDict, problem: Problem, candidate: Candidate) -> bool:
+    """Whether a config with a candidate's `overrides` can divide its batches among the meshes."""
+    changed = config.copy_and_resolve_references()
+    changed.update_from_flattened_dict(overrides(config, problem, candidate))
+    return _divides(changed, problem.devices)
+
+
+def _divides(config: ConfigDict, devices: int) -> bool:
+    try:
+        recipe_checks.check_devices(config, devices)
+    except ConfigError:
+        return False
+    return True
 
 
 def _runs(config: ConfigDict, problem: Problem, candidate: Candidate) -> bool:
     """Whether a config's batches can be divided among a candidate's meshes."""
     if config.trainer.pack % candidate.time:
         return False
-    section = ConfigDict(placement_section(problem, candidate))
-    try:
-        recipe_checks.check_devices(
-            recipe.complete(recipe.with_placement(config, section)), problem.devices
-        )
-    except ConfigError:
-        return False
-    return True
+    sizes = placement_section(problem, candidate)
+    return _divides(recipe.resized(config, sizes), problem.devices)
 
 
 def placement_section(problem: Problem, candidate: Candidate) -> dict[str, dict[str, int]]:
@@ -203,17 +258,27 @@ def read_run_costs(
 
 
 def measured_costs(
-    config: ConfigDict, trainer_serial: float = 0.0, worker_serial: float = 0.0
+    config: ConfigDict,
+    trainer_serial: float = 0.0,
+    worker_serial: float = 0.0,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
     """Costs from a fragment's way through the config's own system, on the devices at hand.
+
+    Args:
+      config: complete.
+      trainer_serial: share of training that more devices do not shorten.
+      worker_serial: the same of generation.
+      note: is told what is done, as it takes minutes.
 
     Raises:
       ConfigError: the system cannot be built.
     """
+    note(f"loading {config.model.folder}")
     system = build(config, jax.devices())
     records = read_prompt_file(config.prompts.file)
     records = [records[i % len(records)] for i in range(config.batch.groups)]
-    measured = measure(system, config, records, rewards.resolve(config.reward.name))
+    measured = measure(system, config, records, rewards.resolve(config.reward.name), note)
     rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
     kind = jax.devices()[0].device_kind
     source = f"a fragment timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"
@@ -262,9 +327,8 @@ def model_footprint(config: ConfigDict) -> Footprint:
     if config.sampler.dtype:
         sent = jax.tree.map(lambda leaf: leaf.update(dtype=config.sampler.dtype), sent)
     latent = family.latent_shape(config.model.height, config.model.width)
-    placement = config.placement if isinstance(config.placement, ConfigDict) else None
-    rules = placement.rules if placement else recipe.reference().placement.rules
-    sizes = functools.partial(_parameters, rules)
+    placement = config.placement
+    sizes = functools.partial(_parameters, placement.rules)
     return Footprint(
         tuned=sizes(tuned),
         published=sizes(sent[0]),
@@ -275,8 +339,8 @@ def model_footprint(config: ConfigDict) -> Footprint:
         activations=_residuals(trained_policy(policy, algorithm), tuned, base, frozen, latent),
         trajectory=_stored(algorithm, recipe.noisy_steps(config), latent),
         micro_batch=config.trainer.micro_batch,
-        trainer_fsdp=placement.trainer.fsdp if placement else 1,
-        worker_fsdp=placement.rollout.fsdp if placement else 1,
+        trainer_fsdp=placement.trainer.fsdp,
+        worker_fsdp=placement.rollout.fsdp,
     )
 
 

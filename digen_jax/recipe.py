@@ -4,6 +4,7 @@ A recipe in configs/ states the fields that matter to it; `complete` fills in th
 `reference`. What cannot work is for `recipe_checks` to say.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -26,11 +27,14 @@ MAY_CHANGE = (
     "checkpoint",
     "pictures",
     "placement.cpu_devices",
+    "placement.sizes",
     "reward.retries",
     "runtime.deadline",
     "steps",
     "wandb",
 )
+
+SIZES = (GIVEN, FITTED, AUTO) = ("given", "fitted", "auto")  # of the meshes of a placement
 
 
 def reference(algorithm: str = "policy_gradient") -> ConfigDict:
@@ -107,8 +111,11 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
                 ema_every=1,  # the average follows each so many updates
                 ema_repeats=1,  # so often each time: to go by code that mixes it at every micro-batch
             ),
-            # Or "auto": the planner's choice, from costs that are measured first.
+            # Or in one word what `sizes` is to be, here as on the command line: --config.placement=auto.
             placement=dict(
+                # "given"; or "fitted": made smaller where there are fewer devices; or "auto": the planner's
+                # choice, from costs that are measured first
+                sizes=GIVEN,
                 # data 0: on the trainer's devices, in turn with it; workers: meshes of this size
                 rollout=dict(data=4, fsdp=1, workers=1),
                 trainer=dict(data=4, fsdp=1, time=1),  # time splits the steps of a pass
@@ -150,6 +157,8 @@ def complete(config: ConfigDict) -> ConfigDict:
       ConfigError: an unknown field or one of another algorithm, or a value of another kind than the
         default's.
     """
+    if isinstance(config.get("placement"), str):
+        config = with_placement(config, ConfigDict(dict(sizes=config.placement)))
     defaults = reference(algorithm_section.chosen(config))
     algorithm_section.check_own(config)
     full = _filled(config, defaults)
@@ -160,20 +169,27 @@ def complete(config: ConfigDict) -> ConfigDict:
 
 
 def is_automatic(config: ConfigDict) -> bool:
-    """Whether a config leaves its placement to the planner."""
-    return config.get("placement") == "auto"
+    """Whether a complete config leaves its placement to the planner."""
+    return config.placement.sizes == AUTO
+
+
+def resized(config: ConfigDict, sizes: Mapping[str, Mapping[str, int]]) -> ConfigDict:
+    """A complete config with meshes of other sizes, {"rollout": {axis: size}, "trainer": ...}."""
+    changed = config.copy_and_resolve_references()
+    changed.placement.update(sizes=GIVEN, **sizes)
+    return changed
 
 
 def with_placement(config: ConfigDict, placement: ConfigDict | str) -> ConfigDict:
-    """A config with another placement, a section or "auto"."""
+    """A config with another placement, a section or what its `sizes` are to be in a word."""
     changed = ConfigDict({k: v for k, v in config.items() if k != "placement"})
     changed.placement = placement
     return changed
 
 
-def one_device() -> ConfigDict:
-    """A placement that samples and trains on the first device."""
-    return ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=1)))
+def one_device() -> dict[str, dict[str, int]]:
+    """Sizes of meshes: the first device samples and trains."""
+    return dict(rollout=dict(data=0, fsdp=1, workers=1), trainer=dict(data=1, fsdp=1, time=1))
 
 
 def algorithm_settings(config: ConfigDict) -> Algorithm:

@@ -67,14 +67,13 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
 
 def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | None:
     """As `train`, in the process that decides."""
-    if is_automatic(config):
-        if several():
-            raise ConfigError(
-                "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
-                "takes all devices of all processes, and rollout.data = 0"
-            )
-        config = placed(config, workdir)
     config = complete(config)
+    if is_automatic(config) and several():
+        raise ConfigError(
+            "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
+            "takes all devices of all processes, and rollout.data = 0"
+        )
+    config = placed(config, workdir)
     check(config, jax.device_count())
     with claim_workdir(workdir, config.to_dict(), MAY_CHANGE):
         finished = finished_step(workdir) or 0

@@ -21,6 +21,8 @@ from digen_jax.ending import STOPPED, Stopped, without_the_hung
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
 # Fields that older configs have, and where they have gone.
 MOVED = {"config.algorithm.advantage_std": "config.advantages.std"}
+# A group of fields that one word may be given for, and the field that it is the value of.
+IN_A_WORD = {"config.placement": "config.placement.sizes"}
 KINDS = {
     bool: ("True or False", (bool,)),
     int: ("a whole number", (int,)),
@@ -100,6 +102,8 @@ def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
         flags.FLAGS.set_gnu_getopt(several)
         return app.parse_flags_with_usage(argv)
 
+    # In place, as config_flags has kept this very list to find its overrides in.
+    sys.argv[:] = spelled_out(sys.argv)
     with without_the_hung():
         try:
             app.run(checked, flags_parser=parse_flags)
@@ -107,6 +111,17 @@ def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
             text = error.shown() if isinstance(error, ConfigError) else str(error)
             print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
             sys.exit(2 if isinstance(error, ConfigError) else STOPPED)
+
+
+def spelled_out(argv: Sequence[str]) -> list[str]:
+    """A command line with the field that is meant where one word is given for a group of fields."""
+
+    def argument(text: str) -> str:
+        name, _, value = text.partition("=")
+        field = IN_A_WORD.get(name.lstrip("-"))
+        return f"--{field}={value}" if field and re.fullmatch(r"\w+", value) else text
+
+    return [argument(text) for text in argv]
 
 
 def check_overrides(argv: Sequence[str]) -> None:

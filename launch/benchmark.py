@@ -1,7 +1,7 @@
 """How fast the runtime is, with waits in place of device work or real compute on two cores; what asynchrony costs, and
 which algorithms learn.
 
-python launch/benchmark.py runtime [--devices=8 --ratios=1:4,1:1,4:1,8:1 --output=speed.json]
+python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
     --config.trainer.micro_batch=12 [--rounds=5 --output=cores.json]
 python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --workdir runs/asynchrony --config.steps=60 \
@@ -28,7 +28,9 @@ _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for all numbers.")
 # Of "runtime".
 _DEVICES = flags.DEFINE_integer("devices", 8, "How many there are to split.")
 _RATIOS = flags.DEFINE_list(
-    "ratios", ["1:4", "1:1", "4:1", "8:1"], "Device-seconds of generation to those of training."
+    "ratios",
+    ["1:8", "1:4", "1:1", "4:1", "8:1"],
+    "Device-seconds of generation to those of training.",
 )
 _SECONDS = flags.DEFINE_float("seconds", 0.6, "Of a step if all devices were always busy.")
 _PUBLISH = flags.DEFINE_float("publish", 0.02, "A publication of weights, as a share of that.")

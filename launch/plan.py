@@ -6,6 +6,7 @@ python launch/plan.py --config configs/shapes_flow_grpo.py --measure
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -48,13 +49,21 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.planning import make_problem, model_footprint, placement_section
+    from digen_jax.planning import (
+        can_run,
+        make_problem,
+        model_footprint,
+        overrides,
+        placement_section,
+    )
     from digen_jax.runtime.planner.plan import (
+        LEGEND,
         describe_costs,
         make_plan,
         memory_table,
         table,
         why,
+        wrapped,
     )
 
     calibration = _calibration(config)
@@ -65,34 +74,45 @@ def main() -> None:
         model_footprint(config),
         _MEMORY.value and _MEMORY.value * 2**30,
     )
-    plan = make_plan(problem)
-    settings = problem.settings
-    print(f"costs from {calibration.source}")
-    print(describe_costs(problem, calibration.missing))
-    print(
+    plan = make_plan(problem, functools.partial(can_run, config, problem))
+    settings, choice = problem.settings, plan.choice.candidate
+    told = (
+        f"costs from {calibration.source}",
+        describe_costs(problem, calibration.missing),
         f"a step: {settings.groups * settings.images} images in {settings.fragments} fragments on "
-        f"{problem.devices} devices; bound (G + T)/N {problem.bound:.4g} s"
+        f"{problem.devices} devices; bound (G + T)/N {problem.bound:.4g} s",
     )
-    print(f"\n{table(plan)}\n\n{memory_table(plan.choice)}\n\n{why(plan)}")
-    section = placement_section(problem, plan.choice.candidate)
-    print(f"placement: {json.dumps(section)}")
+    print(wrapped("\n".join(told), "  "))
+    print(f"\n{table(plan)}\n")
+    print(wrapped("\n".join(LEGEND), "  "))
+    print(f"\n{wrapped(memory_table(plan.choice), '  ')}\n\n{wrapped(why(plan))}")
     print(
         f"chosen after {plan.for_choice} simulations for {plan.candidates} candidates, "
         f"{plan.simulated - plan.for_choice} more for the table"
     )
     if _OUTPUT.value:
+        section = placement_section(problem, choice)
         pathlib.Path(_OUTPUT.value).write_text(json.dumps(section, indent=2) + "\n")
+    changes = overrides(config, problem, choice)
+    given = " \\\n".join(f"  --config.{name}={value}" for name, value in changes.items())
+    how = (
+        f"with the config as it is here and\n{given}" if given else "with the config as it is here"
+    )
+    print(f"\nit runs {how}")
 
 
 def _calibration(config: Any) -> Any:
     """The costs, with the scaling that the flags give instead of the source's."""
-    from digen_jax.planning import measured_costs, read_run_costs
+    from digen_jax.planning import fitting, measured_costs, read_run_costs
+    from digen_jax.recipe import is_automatic, one_device, resized
     from digen_jax.runtime.planner.calibration import read_calibration
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
     serial = {name: value for name, value in serial.items() if value is not None}
     if _MEASURE.value:
-        return measured_costs(config, **serial)
+        alone = is_automatic(config)
+        placed = resized(config, one_device()) if alone else fitting(config)
+        return measured_costs(placed, **serial, note=lambda text: print(text, flush=True))
     path = pathlib.Path(_COSTS.value)
     if path.is_dir():
         return read_run_costs(path, **serial)

@@ -28,11 +28,10 @@ flags.mark_flags_as_required(["config", "workdir"])
 def main() -> int | None:
     """Set up the devices and train; returns the exit code where a signal stopped the run."""
     from digen_jax.launching import join, prepare
-    from digen_jax.recipe import complete, is_automatic, one_device, with_placement
+    from digen_jax.recipe import complete
 
-    config = _CONFIG.value
-    shown = complete(with_placement(config, one_device()) if is_automatic(config) else config)
-    prepare(shown.placement.cpu_devices)
+    config = complete(_CONFIG.value)
+    prepare(config.placement.cpu_devices)
     join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
 
     from digen_jax.run import train

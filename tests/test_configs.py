@@ -17,6 +17,7 @@ from digen_jax.pretraining.pipeline import COMPONENTS
 from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
+from digen_jax.runtime.placement import fitted, mesh_sizes
 from digen_jax.settings import ConfigError
 from tests.cases import quick
 
@@ -155,6 +156,15 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
     recipe_checks.check(recipe.complete(load("shapes_flow_grpo", "long")))
     with pytest.raises(ConfigError, match="must be demo or long"):
         load("shapes_flow_grpo", "longer")
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_the_demo_fits_itself_to_the_devices_there_are(devices):
+    config = load("shapes_flow_grpo")
+    config = recipe.resized(config, fitted(config.placement, devices))
+    recipe_checks.check(config, devices)
+    rollout, trainer = mesh_sizes(config.placement, devices)
+    assert rollout + trainer == {1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6, 7: 6, 8: 8, 16: 8}[devices]
 
 
 def switches():

@@ -142,6 +142,20 @@ def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentenc
     assert refused(changed(given, **{field: value})).startswith(sentence)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_placement_may_be_given_in_a_word(given, whole):
+    given = recipe.complete(given) if whole else given
+    full = recipe.complete(recipe.with_placement(given, "auto"))
+    assert recipe.is_automatic(full) and not recipe.is_automatic(recipe.complete(given))
+    assert full.placement.rules == recipe.reference().placement.rules
+    sizes = dict(rollout=dict(data=2), trainer=dict(time=3))
+    placed = recipe.resized(full, sizes)
+    assert not recipe.is_automatic(placed) and recipe.is_automatic(full)
+    assert (placed.placement.rollout.data, placed.placement.trainer.time) == (2, 3)
+    sentence = refused(recipe.with_placement(given, "atuo"))
+    assert sentence.startswith("config.placement.sizes is 'atuo'; did you mean 'auto'?")
+
+
 # ------------------------------------------------------------------------------ several mistakes
 
 

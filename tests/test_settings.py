@@ -14,7 +14,8 @@ CONFIG = """
 from ml_collections import ConfigDict
 
 def get_config():
-    return ConfigDict({"seed": 0, "sampler": {"guidance": 1.0, "steps": 8}, "free": {}})
+    sampler = {"guidance": 1.0, "steps": 8}
+    return ConfigDict({"seed": 0, "sampler": sampler, "free": {}, "placement": {"sizes": "given"}})
 """
 SCRIPT = """
 from absl import flags
@@ -31,7 +32,7 @@ def main():
         raise settings.ConfigError("config.seed is 1:\\nset it to 0")
     if config.seed == 2:
         raise ValueError("a bug")
-    print(config.sampler.guidance, config.seed)
+    print(config.sampler.guidance, config.seed, config.placement.sizes)
 
 settings.run_main(main)
 """
@@ -208,8 +209,8 @@ def test_a_missing_config_file_is_one_line(tmp_path):
 
 def test_good_overrides_arrive_and_a_bug_keeps_its_traceback(tmp_path):
     given = ("--config", str(tmp_path / "config.py"), "--workdir=w")
-    done = launch(tmp_path, *given, "--config.sampler.guidance=2.5")
-    assert (done.returncode, done.stdout) == (0, "2.5 0\n")
+    done = launch(tmp_path, *given, "--config.sampler.guidance=2.5", "--config.placement=auto")
+    assert (done.returncode, done.stdout) == (0, "2.5 0 auto\n")
     done = launch(tmp_path, *given, "--config.seed=2")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
@@ -236,3 +237,14 @@ def test_mistakes_that_are_found_together_are_one_error_of_a_sentence_each():
     assert str(caught.value) == (
         "3 things must change:\n  config.a must be above 0, not 0\n  config.b must be above 0, not -1\n  d is 1"
     )
+
+
+def test_one_word_for_the_placement_is_its_sizes():
+    given = ["x.py", "--config=a.py", "--config.placement=auto", "-config.placement=fitted"]
+    kept = ["--config.placement={'rollout': {'data': 0}}", "--config.placement.sizes=auto", "auto"]
+    assert settings.spelled_out([*given, *kept]) == [
+        *given[:2],
+        "--config.placement.sizes=auto",
+        "--config.placement.sizes=fitted",
+        *kept,
+    ]

@@ -90,7 +90,7 @@ def compare(
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < 2:
         raise ConfigError("two processes need two cores to be pinned to: run it on such a machine")
-    recipe_checks.check(recipe.complete(recipe.with_placement(config, recipe.one_device())))
+    recipe_checks.check(recipe.resized(config, recipe.one_device()))
     if config.algorithm.name != "policy_gradient":
         raise ConfigError(
             f"config.algorithm.name = {config.algorithm.name!r} trains final images, but what is sent from process to "
@@ -176,7 +176,7 @@ class Roles:
     """A step of sampling, and one of training, by a run's own parts on one device."""
 
     def __init__(self, config: ConfigDict, build: Build = assemble.build):
-        config = recipe.complete(recipe.with_placement(config, recipe.one_device()))
+        config = recipe.resized(config, recipe.one_device())
         self.system = build(config, jax.devices()[:1])
         self.state = self.system.trainer.init(self.system.start)
         batch, size = config.batch, config.sampler.fragment

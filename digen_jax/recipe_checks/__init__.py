@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from digen_jax import rewards
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import advantage_settings, scheduler_settings
+from digen_jax.recipe import SIZES, advantage_settings, scheduler_settings
 from digen_jax.recipe_checks.algorithm import check_algorithm, check_algorithm_choices
 from digen_jax.recipe_checks.groups import (
     check_advantage_choices,
@@ -167,6 +167,7 @@ def _check_choices(config: ConfigDict) -> None:
             ("runtime.tag_weights", ("in place", "resharded")),
             ("lora.init", get_args(Init)),
             ("wandb.mode", ("online", "offline", "disabled", "shared")),
+            ("placement.sizes", SIZES),
         ):
             with one():
                 check_choice(f"config.{name}", _value(config, name), choices)

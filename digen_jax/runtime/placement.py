@@ -1,6 +1,8 @@
 """Which devices do what: rollout meshes, a trainer mesh, and how parameters and batches lie on each."""
 
 import dataclasses
+import itertools
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -205,6 +207,46 @@ def mesh_sizes(config: Any, devices: int) -> tuple[int, int]:
             f"are {devices}: make the meshes smaller"
         )
     return rollout, trainer
+
+
+def fitted(config: Any, devices: int) -> dict[str, dict[str, int]]:
+    """The sizes of a `placement` section's axes on so many devices, smaller ones where these are too few.
+
+    Each axis is split by a divisor, so that what divided a batch does so still. Both meshes keep as large a share
+    of their size as there can be for both, then as many devices as possible work; the trainer comes first.
+
+    Returns:
+      {"rollout": {workers, data, fsdp}, "trainer": {data, fsdp, time}}.
+    """
+    wanted = {mesh: dict(config[mesh]) for mesh in ("rollout", "trainer")}
+    if devices == 1:
+        return {
+            "rollout": wanted["rollout"] | {"data": 0},
+            "trainer": dict.fromkeys(wanted["trainer"], 1),
+        }
+
+    def smaller(sizes: dict[str, int]) -> list[dict[str, int]]:
+        choices = itertools.product(*map(_divisors, sizes.values()))
+        return [dict(zip(sizes, choice, strict=True)) for choice in choices]
+
+    def size(mesh: dict[str, int]) -> int:
+        return math.prod(mesh.values())
+
+    def preferred(pair: tuple[dict[str, int], dict[str, int]]) -> tuple[float, ...]:
+        shares = [
+            size(mesh) / max(1, size(w)) for mesh, w in zip(pair, wanted.values(), strict=True)
+        ]
+        rollout, trainer = pair
+        share = min(shares) if size(rollout) else shares[1]
+        return share, size(rollout) + size(trainer), size(trainer), trainer["fsdp"], rollout["fsdp"]
+
+    pairs = itertools.product(*map(smaller, wanted.values()))
+    found = max((p for p in pairs if sum(map(size, p)) <= devices), key=preferred)
+    return dict(zip(wanted, found, strict=True))
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0] or [number]
 
 
 def _mesh(data: int, fsdp: int, devices: Sequence[jax.Device], time: int = 1) -> Mesh:

@@ -95,7 +95,7 @@ def test_means_are_compared_by_their_standard_errors():
         ("runtime.staleness", 0, "config.runtime.staleness = 0 is no asynchrony"),
         ("placement.rollout.data", 0, "config.placement.rollout.data = 0 is colocated"),
         ("sampler.fragment", 8, "config.runtime.staleness = 1 changes nothing, as"),
-        ("placement", "auto", "config.placement = 'auto' may choose no rollout mesh"),
+        ("placement.sizes", "auto", "config.placement = 'auto' may choose no rollout mesh"),
     ],
 )
 def test_what_would_be_no_comparison_is_refused(config, field, value, sentence):

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from digen_jax.runtime import placement
-from digen_jax.runtime.placement import fsdp_spec, make_placement, mesh_sizes
+from digen_jax.runtime.placement import fitted, fsdp_spec, make_placement, mesh_sizes
 from digen_jax.settings import ConfigError
 from tests.runtime import toy
 
@@ -85,6 +85,32 @@ def test_one_device_is_colocated_whatever_the_config_says():
     found = placed((4, 1), (2, 2), devices=1)
     assert found.colocated and found.trainer.mesh.size == 1
     assert found.describe() == "colocated: the one device (cpu) samples and trains in turn"
+
+
+# As asked for and as fitted: (workers, data, fsdp) of rollout, (data, fsdp, time) of the trainer.
+@pytest.mark.parametrize(
+    ("wanted", "devices", "found"),
+    [
+        (((1, 4, 1), (2, 2, 1)), 16, ((1, 4, 1), (2, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 8, ((1, 4, 1), (2, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 7, ((1, 2, 1), (2, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 5, ((1, 2, 1), (1, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 4, ((1, 2, 1), (1, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 3, ((1, 1, 1), (1, 2, 1))),
+        (((1, 4, 1), (2, 2, 1)), 2, ((1, 1, 1), (1, 1, 1))),
+        (((1, 4, 1), (2, 2, 1)), 1, ((1, 0, 1), (1, 1, 1))),
+        (((1, 4, 1), (2, 2, 2)), 8, ((1, 4, 1), (1, 2, 2))),
+        (((3, 2, 1), (2, 1, 1)), 6, ((3, 1, 1), (2, 1, 1))),
+        (((1, 0, 1), (4, 3, 1)), 8, ((1, 0, 1), (2, 3, 1))),
+    ],
+)
+def test_meshes_are_fitted_to_fewer_devices(wanted, devices, found):
+    (workers, data, fsdp), (*trainer, time) = wanted
+    config = toy.config(**toy.meshes((data, fsdp), tuple(trainer))).placement
+    config.rollout.workers, config.trainer.time = workers, time
+    sizes = fitted(config, devices)
+    assert tuple(sizes["rollout"][axis] for axis in ("workers", "data", "fsdp")) == found[0]
+    assert tuple(sizes["trainer"][axis] for axis in ("data", "fsdp", "time")) == found[1]
 
 
 def timed(rollout, trainer, time):

@@ -22,7 +22,13 @@ REPEATS = 3  # after one call that compiles; their median counts
 UNMEASURED = ("score_latency", "switch")
 
 
-def measure(system: System, config: Any, records: list[dict], reward: rewards.Reward) -> Costs:
+def measure(
+    system: System,
+    config: Any,
+    records: list[dict],
+    reward: rewards.Reward,
+    note: Callable[[str], None],
+) -> Costs:
     """Seconds on the system's own meshes; training includes the way to the trainer.
 
     Args:
@@ -30,22 +36,33 @@ def measure(system: System, config: Any, records: list[dict], reward: rewards.Re
       config: complete.
       records: the prompts of a step, one a group.
       reward: what scores.
+      note: is told each part, when it begins to be compiled and how long it took.
     """
+
+    def timed_part(name: str, call: Callable[[], Any]) -> tuple[Any, float]:
+        note(f"{name}: compiling and timing")
+        result, seconds = timed(call)
+        note(f"{name}: {seconds:.4g} s")
+        return result, seconds
+
     size = config.sampler.fragment
     rows = np.repeat(np.arange(len(records), dtype=np.int32), config.batch.images)[:size]
     numbers = np.tile(np.arange(config.batch.images), len(records))[:size]
     drawn = system.draws.of(0, rows, numbers)
     texts = [record["prompt"] for record in records]
     state = system.trainer.init(system.start)
-    weights, publish = timed(lambda: system.publish(state.tuned))
-    prompts, encode = timed(lambda: system.sampler.encode(weights, texts))
-    made, generate = timed(lambda: system.sampler.generate(weights, prompts, rows, *drawn))
-    decoded, decode = timed(lambda: system.sampler.decode(weights, made))
+    weights, publish = timed_part("publish", lambda: system.publish(state.tuned))
+    prompts, encode = timed_part("encode", lambda: system.sampler.encode(weights, texts))
+    made, generate = timed_part(
+        "generate", lambda: system.sampler.generate(weights, prompts, rows, *drawn)
+    )
+    decoded, decode = timed_part("decode", lambda: system.sampler.decode(weights, made))
     pictures, shown = np.asarray(decoded), [records[row] for row in rows]
-    _, score = timed(
+    _, score = timed_part(
+        "score",
         lambda: rewards.call(
             reward, config.reward.name, pictures, [record["prompt"] for record in shown], shown
-        )
+        ),
     )
     samples = trained_part(made, put(drawn.keys, system.sampler.group.batch))
     images = Images(0, rows, samples, made.sigmas)
@@ -61,8 +78,8 @@ def measure(system: System, config: Any, records: list[dict], reward: rewards.Re
         experience = receive(system, local, given, advantages[:count])
         return system.trainer.accumulate(state, system.base, experience, None, state.tuned)
 
-    totals, train = timed(accumulate)
-    update = _time_updates(system, state, totals)
+    totals, train = timed_part("train", accumulate)
+    _, update = timed_part("update", _updates(system, state, totals))
     return Costs(
         generate=generate / size,
         train=train / size,
@@ -85,12 +102,12 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     return result, statistics.median(seconds)
 
 
-def _time_updates(system: System, state: Any, totals: Any) -> float:
-    """Each update consumes the state before it."""
+def _updates(system: System, state: Any, totals: Any) -> Callable[[], Any]:
+    """A call that updates; each consumes the state before it."""
     held = [state]
 
     def update() -> Any:
         held[0], metrics = system.trainer.update(held[0], totals)
         return held[0], metrics
 
-    return timed(update)[1]
+    return update

@@ -1,7 +1,9 @@
 """A plan: the choice, the best candidate of every kind beside it, and why, as text."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import textwrap
+from collections.abc import Callable, Sequence
 
 from digen_jax.runtime.planner import candidate as of
 from digen_jax.runtime.planner.candidate import Candidate
@@ -9,6 +11,7 @@ from digen_jax.runtime.planner.predict import Prediction
 from digen_jax.runtime.planner.problem import Problem
 from digen_jax.runtime.planner.search import NOTHING, Simulations, budget, search
 from digen_jax.runtime.planner.space import candidates
+from digen_jax.settings import ConfigError
 
 EACH = 4  # simulations for the best split of a kind
 
@@ -34,13 +37,18 @@ class Plan:
     simulated: int
 
 
-def make_plan(problem: Problem) -> Plan:
-    """Searches all candidates, then those of each kind for the table.
+def make_plan(problem: Problem, runs: Callable[[Candidate], bool] = lambda candidate: True) -> Plan:
+    """Searches all candidates that run, then those of each kind for the table.
 
     Raises:
       ConfigError: nothing can work.
     """
-    found = candidates(problem)
+    found = list(filter(runs, candidates(problem)))
+    if not found:
+        raise ConfigError(
+            f"no meshes of {problem.devices} devices can split config.sampler.fragment, config.trainer.micro_batch "
+            "and config.evaluation.batch evenly: make these multiples of the devices"
+        )
     simulations = Simulations(problem)
     choice = search(simulations, found, budget(found))
     for_choice = simulations.count
@@ -60,14 +68,39 @@ def make_plan(problem: Problem) -> Plan:
 # ------------------------------------------------------------------------------------------- text
 
 
+WIDTH = 100  # columns
+
+LEGEND = (
+    "A line is the best split of its kind; * is the choice.",
+    "workers: rollout meshes x devices of each; -: colocated, where all devices generate, then train.",
+    "trainer: devices that split images, x those that split time steps.",
+    "of bound: (G + T)/N over s/step. G and T are a step's seconds of generation and training on one of N devices.",
+    "waits most for: share of all devices' time, and what they wait for.",
+    "GAP (generation-axis pipeline): fragments are trained while others are generated, as in every run.",
+    "TSP (time-step parallelism): the trainer's devices split the denoising steps of an image, too.",
+    "TAG (trainer-assisted generation): a trainer that would wait generates fragments itself.",
+    "asynchrony: workers that would wait begin the next step with the weights they have.",
+)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Lines of at most `WIDTH` columns, those that continue one indented."""
+    lines = (
+        textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False)
+        for line in text.split("\n")
+    )
+    return "\n".join(itertools.chain.from_iterable(parts or [""] for parts in lines))
+
+
 def table(plan: Plan) -> str:
-    """A line for the best of every kind; waits are shares of all devices' time."""
-    head = ["", "kind", "placement", "s/step", "img/dev/s", "of bound", "waiting for"]
+    """A line for the best of every kind, of at most `WIDTH` columns."""
+    head = ["", "tactics", "workers", "trainer", "s/step", "img/dev/s", "of bound"]
     if plan.problem.footprint is not None:
-        head.append("GiB/device")
+        head.append("GiB")
+    head.append("waits most for")
     rows = [head, *(_row(plan, row) for row in plan.best)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    right = {"s/step", "img/dev/s", "of bound", "GiB/device"}
+    right = {"s/step", "img/dev/s", "of bound", "GiB"}
     lines = []
     for row in rows:
         cells = zip(row, widths, head, strict=True)
@@ -78,25 +111,26 @@ def table(plan: Plan) -> str:
 
 
 def _row(plan: Plan, made: Prediction) -> list[str]:
+    candidate = made.candidate
     cells = [
         "*" if made is plan.choice else "",
-        made.candidate.kind,
-        made.candidate.describe(),
+        candidate.kind.replace(" ", ""),
+        f"{candidate.workers} x {candidate.worker_devices}" if candidate.workers else "-",
+        f"{candidate.data} x {candidate.time}",
         f"{made.step_seconds:.4g}",
         f"{made.images_per_device_second:.4g}",
         f"{made.utilisation:.1%}",
-        waits(plan.problem, made) or "-",
     ]
     if made.memory is not None:
         cells.append(f"{made.memory.largest / 2**30:.2f}")
-    return cells
+    return [*cells, waits(plan.problem, made).split(",")[0] or "-"]
 
 
 def waits(problem: Problem, made: Prediction) -> str:
     """Idle shares of all devices' time by cause, the largest first."""
     whole = problem.devices * made.step_seconds
     shares = sorted(((s / whole, cause) for cause, s in made.bubbles.items()), reverse=True)
-    return ", ".join(f"{cause} {share:.1%}" for share, cause in shares if share >= 5e-4)
+    return ", ".join(f"{share:.1%} {cause}" for share, cause in shares if share >= 5e-4)
 
 
 def memory_table(made: Prediction) -> str:
@@ -129,6 +163,10 @@ def why(plan: Plan) -> str:
     if colocated is not None:
         reasons.append(
             f"colocated takes {_longer(colocated, choice)} longer{_colocated_loss(plan, colocated)}"
+        )
+    else:
+        reasons.append(
+            f"colocated is left out, as {plan.problem.devices} devices cannot split every batch evenly"
         )
     reasons += [
         f"without {name} the best takes {_longer(row, choice)} longer"
@@ -172,7 +210,7 @@ def _because(problem: Problem, made: Prediction) -> str:
     if problem.settings.fragments == 1:
         return ", as a step is a single fragment and nothing can overlap: make config.sampler.fragment smaller"
     waiting = waits(problem, made).split(",")[0]
-    return f", most of it waiting for {waiting}" if waiting else ""
+    return f", most of it waiting ({waiting})" if waiting else ""
 
 
 def _tactics(made: Prediction) -> str:
