@@ -6,9 +6,10 @@ import pathlib
 import jax
 from absl import logging
 
-from digen_jax.settings import ConfigError
+from digen_jax.settings import ConfigError, check_range
 
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "digen_jax/xla"
+MOST_CPU_DEVICES = 256
 
 
 def prepare(cpu_devices: int = 1) -> None:
@@ -16,7 +17,12 @@ def prepare(cpu_devices: int = 1) -> None:
 
     Devices that XLA_FLAGS asks for, and a cache that JAX's own variable names, stand as they are.
     Must be called before JAX starts.
+
+    Raises:
+      ConfigError: as many virtual devices would take minutes to start.
     """
+    # Here, as what else is checked comes behind the start of the devices.
+    check_range("cpu_devices of the config", cpu_devices, 0, MOST_CPU_DEVICES, "least")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     if jax.config.jax_compilation_cache_dir is None:
