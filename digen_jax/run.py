@@ -28,6 +28,7 @@ from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps
 from digen_jax.recipe_checks import check
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
+from digen_jax.runtime.divergence import DivergedError, check_metrics
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
 from digen_jax.runtime.executors.clock import paused
 from digen_jax.runtime.executors.driver import Driver
@@ -108,6 +109,7 @@ class Run:
         self.system = build(config, jax.devices())
         orders.announce("built")
         self.driver: Driver | None = None
+        self.saved: int | None = None  # the steps of the newest checkpoint
         self.held_out = held_out[: config.evaluation.images or None]
         self.prompts = prompt_batches(
             config.prompts.file,
@@ -149,6 +151,7 @@ class Run:
                 f"config.steps = {self.config.steps}, but the run in {self.workdir} has done "
                 f"{found.done} steps already: give {found.done} or more"
             )
+        self.saved = found.done
         print(f"continuing after step {found.done}", flush=True)
         self.prompts.set_state(found.host["prompts"])
         self.log.cut_back(found.host["metrics"])
@@ -205,7 +208,11 @@ class Run:
 
     def step(self, position: Position) -> tuple[Position, Metrics]:
         """One step with all that is due after it: evaluation, pictures, metrics, checkpoint."""
-        line = self.driver.step()
+        try:
+            line = self.driver.step()
+            check_metrics(line)
+        except DivergedError as error:
+            raise ConfigError(self.diverged(str(error), position.done)) from error
         done, state, begun = position.done + 1, self.driver.state, self.driver.begun
         self.show_timeline(done)
         line |= self.look(done, state)
@@ -216,6 +223,20 @@ class Run:
         if self.positions.due(done):
             self.save(position)
         return position, line
+
+    def diverged(self, what: str, done: int) -> str:
+        """The sentence that ends a run in which something stopped to be finite in the step after `done`."""
+        trainer, saved = (
+            self.config.trainer,
+            "nothing is saved"
+            if self.saved is None
+            else (f"the newest checkpoint is of step {self.saved}"),
+        )
+        return (
+            f"{what} in step {done + 1}: training has diverged; the last good step is {done}, and {saved}. Lower "
+            f"config.trainer.learning_rate = {trainer.learning_rate} or config.trainer.clip_norm = "
+            f"{trainer.clip_norm}, and begin in another workdir"
+        )
 
     def look(self, done: int, state: State) -> Metrics:
         """Evaluation and pictures, where they are due after `done` steps; the evaluation's metrics."""
@@ -295,6 +316,7 @@ class Run:
 
     def save(self, position: Position) -> None:
         """A checkpoint of a position, unless there is one."""
+        self.saved = position.done
         kept = position.begun.kept if position.begun else {}
         with self.orders.together("save", (position.done, tuple(kept))):
             self.positions.save(position)
