@@ -24,6 +24,7 @@ from digen_jax.positions import Position, Positions
 from digen_jax.progress import Progress
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
+from digen_jax.prompts.notes import tell
 from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps, is_automatic
 from digen_jax.recipe_checks import check
 from digen_jax.rewards.pool import RewardPool
@@ -128,6 +129,8 @@ class Run:
 
     def train(self) -> int | None:
         """From the last checkpoint to the last step, then the results; returns as `train` does."""
+        for file in dict.fromkeys((self.config.prompts.file, self.config.evaluation.prompts)):
+            tell(file, self.system.policy.family.cut)
         print(self.system.placement.describe(), flush=True)
         with closing(self.watch), closing(self.rewards):
             with Interrupt() as interrupt, closing(self.log), closing(self.positions):
@@ -199,8 +202,7 @@ class Run:
             finally:
                 # After a failure, too, what came before it is kept. An update consumes its state:
                 # a step that fails behind its first update leaves the last checkpoint as it is.
-                gone = any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state))
-                if not (gone or self.orders.torn):
+                if whole(position) and not self.orders.torn:
                     self.save(position)
                 self.timeline.write(self.driver.rest(), time.time() - self.driver.now())
         self.driver = None
@@ -212,7 +214,7 @@ class Run:
             line = self.driver.step()
             check_metrics(line)
         except DivergedError as error:
-            raise ConfigError(self.diverged(str(error), position.done)) from error
+            raise ConfigError(self.diverged(str(error), position)) from error
         done, state, begun = position.done + 1, self.driver.state, self.driver.begun
         self.show_timeline(done)
         line |= self.look(done, state)
@@ -224,8 +226,11 @@ class Run:
             self.save(position)
         return position, line
 
-    def diverged(self, what: str, done: int) -> str:
-        """The sentence that ends a run in which something stopped to be finite in the step after `done`."""
+    def diverged(self, what: str, position: Position) -> str:
+        """The sentence that ends a run in which something stopped to be finite in the step behind a position."""
+        done = position.done
+        if whole(position):  # then `advance` saves it
+            self.saved = done
         trainer, saved = (
             self.config.trainer,
             "nothing is saved"
@@ -341,6 +346,11 @@ class Run:
         print(table(self.held_out, first["scores"], last["scores"]))
         print(where(self.workdir))
         mark_finished(self.workdir, position.done)
+
+
+def whole(position: Position) -> bool:
+    """Whether a position's arrays are still there: an update consumes them."""
+    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state))
 
 
 def table(

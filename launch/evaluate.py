@@ -61,6 +61,7 @@ def main() -> None:
     from digen_jax import rewards
     from digen_jax.inference import evaluation_to_folder, open_model
     from digen_jax.prompts.files import read_prompt_file
+    from digen_jax.prompts.notes import tell
     from digen_jax.rewards.trial import try_out
     from digen_jax.runtime.evaluation import evaluate, score_table
 
@@ -74,6 +75,7 @@ def main() -> None:
         records = read_prompt_file(prompts)[:images]
         score = rewards.resolve(reward)
     model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
+    tell(prompts, model.family.cut)
     samplers = [
         model.sampler(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances
     ]

@@ -4,6 +4,7 @@ python launch/sample.py --model assets/shapes-sd3 --prompt "a red circle above a
 """
 
 import pathlib
+import sys
 
 from absl import flags
 
@@ -51,10 +52,16 @@ def main() -> None:
     import jax
 
     from digen_jax.inference import open_model, sample_to_folder
+    from digen_jax.prompts.notes import tell
 
     model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
     sampler = model.sampler(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value)
     output = pathlib.Path(_OUTPUT.value)
+    if _PROMPTS.value:
+        tell(_PROMPTS.value, model.family.cut)
+    for prompt, cut in zip(_PROMPT.value, model.family.cut(_PROMPT.value or [""]), strict=False):
+        if cut:
+            print(f"--prompt={prompt!r} is longer than the text encoders read", file=sys.stderr)
 
     sample_to_folder(model, sampler, prompts, output, _BATCH.value, _SEED.value, _IMAGES.value)
     count = len(prompts) * _IMAGES.value

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from digen_jax.flow.schedule import SchedulerConfig
 from digen_jax.models import autoencoder_kl, clip_text, clip_tokenizer, sd3
@@ -166,6 +166,18 @@ class StableDiffusion3:
         )
 
     @exact_products
+    def cut(self, prompts: list[str]) -> Bool[np.ndarray, "b"]:
+        """Which prompts have more tokens than a text encoder reads, so that `tokenize` cuts them off."""
+        longer = [
+            [
+                len(ids) > limit
+                for ids in tokenizer(prompts, truncation=True, max_length=limit + 1).input_ids
+            ]
+            for tokenizer in self.tokenizers
+            for limit in (tokenizer.model_max_length,)
+        ]
+        return np.any(longer, axis=0)
+
     def encode(self, params: Params, ids: TokenIds) -> Conditioning:
         """Both CLIPs' penultimate states side by side, zero-padded to the joint width; their pooled embeddings."""
         states, pooled = zip(
