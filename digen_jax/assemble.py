@@ -33,7 +33,7 @@ from digen_jax.runtime.system import Rollout, System, reshard
 from digen_jax.runtime.trainer import State, Trainer
 from digen_jax.settings import ConfigError, blame, user_input
 from digen_jax.weights.folder import read_model_index, resolve_folder
-from digen_jax.weights.lora import LoraConfig
+from digen_jax.weights.lora import LoraConfig, check_rank
 
 # The model families, by the pipeline class that a folder's model_index.json names.
 FAMILIES = {PIPELINE_CLASS: StableDiffusion3}
@@ -86,7 +86,7 @@ def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
 
     Raises:
       ConfigError: an image size that the model has not, a window with steps that cannot be trained,
-        a LoRA without layers, or a parameter that no sharding rule matches.
+        a LoRA without layers or of too large a rank, or a parameter that no sharding rule matches.
     """
     sampler, shapes = config.sampler, family.shapes()
     with blame("config.model.height and config.model.width: "):
@@ -99,6 +99,9 @@ def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
     with blame("config.lora.targets: "):
         split = functools.partial(make_policy(config, family).split, reference=False)
         tuned, _ = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
+    if config.lora.rank:
+        with blame("config.lora."):
+            check_rank(config.lora.rank, tuned)
     for tree in (tuned, *shapes.values()):
         placement.trainer.params(tree)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from digen_jax.inference import TunedRun, all_devices, defaults_of_run, read_run
-from digen_jax.settings import ConfigError
+from digen_jax.settings import ConfigError, check_output
 from digen_jax.weights.folder import (
     absent_components,
     copy_pipeline,
@@ -36,6 +36,7 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
     """
     if output.exists():
         raise ConfigError(f"{output} exists already: choose another folder or delete it")
+    check_output("--output", output, folder=True)
     run = read_run(workdir, all_devices(jax.devices()[:1]))
     has_lora = run.policy.lora is not None
     if lora and not has_lora:

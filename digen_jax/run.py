@@ -24,10 +24,12 @@ from digen_jax.positions import Position, Positions
 from digen_jax.progress import Progress
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
+from digen_jax.prompts.notes import tell
 from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps, is_automatic
 from digen_jax.recipe_checks import check
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
+from digen_jax.runtime.divergence import DivergedError, check_metrics
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
 from digen_jax.runtime.executors.clock import paused
 from digen_jax.runtime.executors.driver import Driver
@@ -111,6 +113,7 @@ class Run:
         self.watch = Watch(Deadline(0) if several() else deadline)
         orders.announce("built")
         self.driver: Driver | None = None
+        self.saved: int | None = None  # the steps of the newest checkpoint
         self.held_out = held_out[: config.evaluation.images or None]
         self.prompts = prompt_batches(
             config.prompts.file,
@@ -129,6 +132,8 @@ class Run:
 
     def train(self) -> int | None:
         """From the last checkpoint to the last step, then the results; returns as `train` does."""
+        for file in dict.fromkeys((self.config.prompts.file, self.config.evaluation.prompts)):
+            tell(file, self.system.policy.family.cut)
         print(self.system.placement.describe(), flush=True)
         with closing(self.watch), closing(self.rewards):
             with Interrupt() as interrupt, closing(self.log), closing(self.positions):
@@ -152,6 +157,7 @@ class Run:
                 f"config.steps = {self.config.steps}, but the run in {self.workdir} has done "
                 f"{found.done} steps already: give {found.done} or more"
             )
+        self.saved = found.done
         print(f"continuing after step {found.done}", flush=True)
         self.prompts.set_state(found.host["prompts"])
         self.log.cut_back(found.host["metrics"])
@@ -202,8 +208,7 @@ class Run:
             finally:
                 # After a failure, too, what came before it is kept. An update consumes its state:
                 # a step that fails behind its first update leaves the last checkpoint as it is.
-                gone = any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state))
-                if not (gone or self.orders.torn):
+                if whole(position) and not self.orders.torn:
                     self.save(position)
                 self.timeline.write(self.driver.rest(), time.time() - self.driver.now())
         self.driver = None
@@ -211,7 +216,11 @@ class Run:
 
     def step(self, position: Position) -> tuple[Position, Metrics]:
         """One step with all that is due after it: evaluation, pictures, metrics, checkpoint."""
-        line = self.driver.step()
+        try:
+            line = self.driver.step()
+            check_metrics(line)
+        except DivergedError as error:
+            raise ConfigError(self.diverged(str(error), position)) from error
         done, state, begun = position.done + 1, self.driver.state, self.driver.begun
         self.show_timeline(done)
         line |= self.look(done, state)
@@ -222,6 +231,23 @@ class Run:
         if self.positions.due(done):
             self.save(position)
         return position, line
+
+    def diverged(self, what: str, position: Position) -> str:
+        """The sentence that ends a run in which something stopped to be finite in the step behind a position."""
+        done = position.done
+        if whole(position):  # then `advance` saves it
+            self.saved = done
+        trainer, saved = (
+            self.config.trainer,
+            "nothing is saved"
+            if self.saved is None
+            else (f"the newest checkpoint is of step {self.saved}"),
+        )
+        return (
+            f"{what} in step {done + 1}: training has diverged; the last good step is {done}, and {saved}. Lower "
+            f"config.trainer.learning_rate = {trainer.learning_rate} or config.trainer.clip_norm = "
+            f"{trainer.clip_norm}, and begin in another workdir"
+        )
 
     def look(self, done: int, state: State) -> Metrics:
         """Evaluation and pictures, where they are due after `done` steps; the evaluation's metrics."""
@@ -301,6 +327,7 @@ class Run:
 
     def save(self, position: Position) -> None:
         """A checkpoint of a position, unless there is one."""
+        self.saved = position.done
         kept = position.begun.kept if position.begun else {}
         with self.orders.together("save", (position.done, tuple(kept))):
             self.positions.save(position)
@@ -325,6 +352,11 @@ class Run:
         print(table(self.held_out, first["scores"], last["scores"]))
         print(where(self.workdir))
         mark_finished(self.workdir, position.done)
+
+
+def whole(position: Position) -> bool:
+    """Whether a position's arrays are still there: an update consumes them."""
+    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state))
 
 
 def table(

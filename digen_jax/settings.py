@@ -6,6 +6,8 @@ The pieces are small on purpose; the run puts them together. What a user can get
 
 import contextlib
 import difflib
+import math
+import os
 import re
 import runpy
 import sys
@@ -23,6 +25,8 @@ OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
 MOVED = {"config.algorithm.advantage_std": "config.advantages.std"}
 # A group of fields that one word may be given for, and the field that it is the value of.
 IN_A_WORD = {"config.placement": "config.placement.sizes"}
+# Keys of random numbers are made of 32 bits: of a larger seed the rest would silently be dropped.
+LARGEST_SEED = 2**32 - 1
 KINDS = {
     bool: ("True or False", (bool,)),
     int: ("a whole number", (int,)),
@@ -142,7 +146,7 @@ def check_overrides(argv: Sequence[str]) -> None:
     read = runpy.run_path(str(file)).get("get_config")
     if read is None:
         raise ConfigError(f"{file} has no get_config(): write a function of that name into it")
-    fields = _flat(read(*path.split(":", 1)[1:]))
+    fields = flat(read(*path.split(":", 1)[1:]))
     for override in filter(None, map(OVERRIDE.match, argv)):
         _check_known(override[1], fields)
         _check_group(override[1], override.string[override.end() :], fields)
@@ -159,13 +163,13 @@ def _config_path(argv: Sequence[str]) -> str | None:
     return given
 
 
-def _flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
+def flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
     """Every dotted name of a config with its value, the groups of fields among them."""
     fields = {}
     for name, value in config.items():
         fields[f"{path}.{name}"] = value
         if isinstance(value, ConfigDict):
-            fields |= _flat(value, f"{path}.{name}")
+            fields |= flat(value, f"{path}.{name}")
     return fields
 
 
@@ -212,7 +216,7 @@ def check_fields(config: ConfigDict, reference: ConfigDict) -> None:
     Raises:
       ConfigError: names the first unknown field and the closest known one, or the first missing.
     """
-    known, given = _flat(reference), _flat(config)
+    known, given = flat(reference), flat(config)
     free = [name for name, value in known.items() if isinstance(value, ConfigDict) and not value]
     for name in given:
         _check_known(name, known, free)
@@ -279,6 +283,28 @@ def check_positive(name: str, value: float | int) -> None:
         raise ConfigError(f"{name} must be above 0, not {value!r}")
 
 
+def check_range(
+    name: str, value: float | int, least: float, most: float = math.inf, excluded: str = ""
+) -> None:
+    """Refuses a value below `least` or above `most`, and NaN; `excluded` "least" or "most": that end itself, too."""
+    if least <= value <= most and value != {"least": least, "most": most}.get(excluded):
+        return
+    if excluded == "most":
+        raise ConfigError(f"{name} must lie in [{least}, {most}), not be {value!r}")
+    words = f"above {least}" if excluded == "least" else f"{least} or more"
+    if value > most:
+        words = f"at most {most}"
+    raise ConfigError(f"{name} must be {words}, not {value!r}")
+
+
+def check_finite(name: str, value: Any, may_be_infinite: bool = False) -> None:
+    """Refuses NaN, and an infinite number unless that may be; any other value passes."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return
+    if math.isnan(value) or not may_be_infinite:
+        raise ConfigError(f"{name} must be a finite number, not {value!r}")
+
+
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Refuses a value that is not among the choices, and names the closest of them."""
     if value in choices:
@@ -296,6 +322,27 @@ def check_divides(name_a: str, a: int, name_b: str, b: int, why: str) -> None:
             f"{name_a} = {a} must divide {name_b} = {b}, {why}: "
             f"set {name_b} to {' or '.join(map(str, nearest))}, or change {name_a}"
         )
+
+
+def check_output(name: str, path: str | Path, folder: bool = False) -> None:
+    """Refuses a file (or a `folder`) that could not be written in the end: call it before the work for it.
+
+    What lacks of the way there is not made yet; a file that exists would be replaced.
+    """
+    if not str(path):
+        raise ConfigError(f"{name} is empty: give the name of a {'folder' if folder else 'file'}")
+    path = Path(path).expanduser()
+    above = next(p for p in (path, *path.absolute().parents) if p.exists())
+    wrong = ""
+    if above == path and path.is_dir() != folder:
+        wrong = "a folder" if path.is_dir() else "a file"
+        wrong = f"is {wrong} already: give the name of a {'folder' if folder else 'file'}"
+    elif above != path and not above.is_dir():
+        wrong = f"lies in {above}, which is a file: give another place"
+    elif not os.access(above, os.W_OK):
+        wrong = f"cannot be written, as {above} is not yours to write: give another place"
+    if wrong:
+        raise ConfigError(f"{name} = {str(path)!r} {wrong}")
 
 
 def check_folder(name: str, path: str | Path) -> None:

@@ -12,7 +12,15 @@ from typing import Any
 
 from absl import flags
 
-from digen_jax.settings import ConfigError, check_positive, run_main, user_input
+from digen_jax.settings import (
+    LARGEST_SEED,
+    ConfigError,
+    check_output,
+    check_positive,
+    check_range,
+    run_main,
+    user_input,
+)
 
 _MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
 _LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
@@ -28,11 +36,13 @@ _WEIGHTS = flags.DEFINE_list(
 _GUIDANCE = flags.DEFINE_list(
     "guidance", [], "A number, or several with commas; else the run's or the model's."
 )
-_STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; else as for guidance.")
+_STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; else as for guidance.", 1, 1000)
 _HEIGHT = flags.DEFINE_integer("height", None, "Height in pixels; else as for guidance.")
 _WIDTH = flags.DEFINE_integer("width", None, "Width in pixels; else as for guidance.")
 _IMAGES = flags.DEFINE_integer("images", None, "Only the first prompts of the file; else all.")
-_SEED = flags.DEFINE_integer("seed", 2**20, "Of the noise; as it stands, that of every run.")
+_SEED = flags.DEFINE_integer(
+    "seed", 2**20, "Of the noise; as it stands, that of every run.", 0, LARGEST_SEED
+)
 _BATCH = flags.DEFINE_integer("batch", 32, "Images at once.")
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of the network's arithmetic.")
 _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for the numbers.")
@@ -51,15 +61,21 @@ def main() -> None:
     from digen_jax import rewards
     from digen_jax.inference import evaluation_to_folder, open_model
     from digen_jax.prompts.files import read_prompt_file
+    from digen_jax.prompts.notes import tell
     from digen_jax.rewards.trial import try_out
     from digen_jax.runtime.evaluation import evaluate, score_table
 
     guidances = _guidances()
+    if _OUTPUT.value is not None:
+        check_output("--output", _OUTPUT.value)
+    if _PICTURES.value is not None:
+        check_output("--pictures", _PICTURES.value, folder=True)
     prompts, images, reward, weights = _task()
     with user_input():
         records = read_prompt_file(prompts)[:images]
         score = rewards.resolve(reward)
     model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
+    tell(prompts, model.family.cut)
     samplers = [
         model.sampler(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances
     ]
@@ -123,11 +139,14 @@ def _weights(reward: str, own: tuple[float, ...] | None = None) -> tuple[float, 
 def _guidances() -> list[float | None]:
     """The numbers of --guidance; None stands for the model's own."""
     try:
-        return [float(text) for text in _GUIDANCE.value] or [None]
+        guidances = [float(text) for text in _GUIDANCE.value]
     except ValueError as error:
         raise ConfigError(
             f"--guidance={','.join(_GUIDANCE.value)} must be a number, or several with commas"
         ) from error
+    for guidance in guidances:
+        check_range("--guidance", guidance, 0, 1000)
+    return guidances or [None]
 
 
 def _write(

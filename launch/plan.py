@@ -14,10 +14,15 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.settings import ConfigError, check_positive, run_main
+from digen_jax.settings import ConfigError, check_output, check_range, run_main
+
+# A search over more would take hours.
+MOST_DEVICES = 1024
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
-_DEVICES = flags.DEFINE_integer("devices", None, "How many to place; else all that are here.")
+_DEVICES = flags.DEFINE_integer(
+    "devices", None, "How many to place; else all that are here.", 1, MOST_DEVICES
+)
 _COSTS = flags.DEFINE_string(
     "costs", None, 'Seconds on one device, {"generate": 0.5, ...} in JSON; or a run\'s workdir.'
 )
@@ -40,10 +45,13 @@ def main() -> None:
         raise ConfigError(
             "say what commands cost: by --costs=FILE.json, --costs=WORKDIR or --measure"
         )
-    if _DEVICES.value is not None:
-        check_positive("--devices", _DEVICES.value)
     if _MEMORY.value is not None:
-        check_positive("--memory", _MEMORY.value)
+        check_range("--memory", _MEMORY.value, 0, 10**6, "least")
+    for flag in (_TRAINER_SERIAL, _WORKER_SERIAL):
+        if flag.value is not None:
+            check_range(f"--{flag.name}", flag.value, 0, 1)
+    if _OUTPUT.value is not None:
+        check_output("--output", _OUTPUT.value)
     config = complete(_CONFIG.value)
     prepare(config.placement.cpu_devices)
 
@@ -91,6 +99,7 @@ def main() -> None:
         f"{plan.simulated - plan.for_choice} more for the table"
     )
     if _OUTPUT.value:
+        pathlib.Path(_OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)
         section = placement_section(problem, choice)
         pathlib.Path(_OUTPUT.value).write_text(json.dumps(section, indent=2) + "\n")
     changes = overrides(config, problem, choice)

@@ -8,7 +8,7 @@ import pathlib
 from absl import flags, logging
 from ml_collections import config_flags
 
-from digen_jax.settings import run_main
+from digen_jax.settings import LARGEST_SEED, check_finite, check_output, check_range, flat, run_main
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string(
@@ -22,6 +22,11 @@ def main() -> None:
     """Set up the devices and pretrain."""
     from digen_jax.launching import prepare
 
+    for name, value in flat(_CONFIG.value).items():
+        check_finite(name, value)
+    check_range("config.seed", _CONFIG.value.seed, 0, LARGEST_SEED)
+    for flag in (_WORKDIR, _OUTPUT):
+        check_output(f"--{flag.name}", flag.value, folder=True)
     prepare(_CONFIG.value.cpu_devices)
 
     from digen_jax.pretraining.pipeline import pretrain

@@ -4,10 +4,19 @@ python launch/sample.py --model assets/shapes-sd3 --prompt "a red circle above a
 """
 
 import pathlib
+import sys
 
 from absl import flags
 
-from digen_jax.settings import ConfigError, check_positive, run_main, user_input
+from digen_jax.settings import (
+    LARGEST_SEED,
+    ConfigError,
+    check_output,
+    check_positive,
+    check_range,
+    run_main,
+    user_input,
+)
 
 _MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
 _LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
@@ -15,8 +24,12 @@ _PROMPT = flags.DEFINE_multi_string("prompt", [], "What to draw; may be given se
 _PROMPTS = flags.DEFINE_string("prompts", None, "A .jsonl or .txt file of prompts instead.")
 _IMAGES = flags.DEFINE_integer("images", 1, "How many of each prompt.")
 _OUTPUT = flags.DEFINE_string("output", None, "The folder for the images.")
-_SEED = flags.DEFINE_integer("seed", 0, "The same seed gives the same images, whatever the batch.")
-_STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; else the run's or the model's.")
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "The same seed gives the same images, whatever the batch.", 0, LARGEST_SEED
+)
+_STEPS = flags.DEFINE_integer(
+    "steps", None, "Denoising steps; else the run's or the model's.", 1, 1000
+)
 _GUIDANCE = flags.DEFINE_float("guidance", None, "Guidance, 1 for none; else as for steps.")
 _HEIGHT = flags.DEFINE_integer("height", None, "Height in pixels; else as for steps.")
 _WIDTH = flags.DEFINE_integer("width", None, "Width in pixels; else as for steps.")
@@ -29,6 +42,9 @@ def main() -> None:
     """Read the prompts and the model, and sample."""
     from digen_jax.launching import prepare
 
+    if _GUIDANCE.value is not None:
+        check_range("--guidance", _GUIDANCE.value, 0, 1000)
+    check_output("--output", _OUTPUT.value, folder=True)
     prompts = _read_prompts()
     check_positive("--images", _IMAGES.value)
     prepare()
@@ -36,10 +52,16 @@ def main() -> None:
     import jax
 
     from digen_jax.inference import open_model, sample_to_folder
+    from digen_jax.prompts.notes import tell
 
     model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
     sampler = model.sampler(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value)
     output = pathlib.Path(_OUTPUT.value)
+    if _PROMPTS.value:
+        tell(_PROMPTS.value, model.family.cut)
+    for prompt, cut in zip(_PROMPT.value, model.family.cut(_PROMPT.value or [""]), strict=False):
+        if cut:
+            print(f"--prompt={prompt!r} is longer than the text encoders read", file=sys.stderr)
 
     sample_to_folder(model, sampler, prompts, output, _BATCH.value, _SEED.value, _IMAGES.value)
     count = len(prompts) * _IMAGES.value

@@ -110,6 +110,10 @@ def refused(config, devices=8):
             "config.lora.targets: lora targets 'to_(q' is no regular expression",
         ),
         (
+            dict(lora__rank=10**6, lora__targets=TARGETS),
+            "config.lora.rank = 1000000 is more than any of the layers that it is for can have: set it to 16",
+        ),
+        (
             dict(placement__rules=(("transformer_blocks", "fsdp"),)),
             "config.placement.rules has no rule that matches the parameter context_embedder/",
         ),

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from digen_jax import assemble, recipe, recipe_checks
 from digen_jax.flow.sampling import image_keys
-from digen_jax.pretraining.pipeline import COMPONENTS
+from digen_jax.models.stable_diffusion_3 import COMPONENTS
 from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive

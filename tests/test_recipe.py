@@ -6,13 +6,14 @@ import math
 import pathlib
 import re
 
+import jax
 import pytest
 from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.flow.windows import Window
-from digen_jax.settings import ConfigError
+from digen_jax.settings import LARGEST_SEED, ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +312,18 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
         ),
         ("sampler__kind", "danse", "config.sampler.kind is 'danse'; did you mean 'dance'? It must"),
         ("sampler__noise_level", 0.0, "config.sampler.noise_level must be above 0, not 0.0"),
+        ("sampler__guidance", float("nan"), "config.sampler.guidance must be 0 or more, not nan"),
+        ("sampler__guidance", -1.0, "config.sampler.guidance must be 0 or more, not -1.0"),
+        ("evaluation__guidance", 1e9, "config.evaluation.guidance must be at most 1000, not 10"),
+        ("trainer__learning_rate", float("inf"), "config.trainer.learning_rate must be a finite"),
+        ("trainer__weight_decay", float("nan"), "config.trainer.weight_decay must be 0 or more"),
+        ("algorithm__clip_range", float("nan"), "config.algorithm.clip_range must be a finite"),
+        ("runtime__stale_share", float("nan"), "config.runtime.stale_share must be a finite numb"),
+        ("seed", 2**32, "config.seed must be at most 4294967295, not 4294967296"),
+        ("sampler__steps", 10**6, "config.sampler.steps must be at most 1000, not 1000000"),
+        ("model__height", 10**6, "config.model.height must be at most 16384, not 1000000"),
+        ("placement__cpu_devices", 10**5, "config.placement.cpu_devices must be at most 256, not"),
+        ("reward__processes", 10**5, "config.reward.processes must be at most 1000, not 100000"),
         (
             "sampler__noise_level",
             1.5,
@@ -638,7 +651,7 @@ def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
         (
             "diffusion_dpo",
             dict(algorithm__reference_guidance=math.nan),
-            "config.algorithm.reference_guidance is nan; it must be finite",
+            "config.algorithm.reference_guidance must be a finite number, not nan",
         ),
         (
             "diffusion_nft",
@@ -1031,3 +1044,21 @@ def test_ratios_of_trajectories_want_all_steps_of_an_image_in_a_pass(given):
 def test_where_what_sampled_is_corrected_for_it_is_what_was_stored(given):
     given = changed(given, sampler__dtype="bfloat16", algorithm__importance_cap=2.0)
     assert recipe.algorithm_settings(recipe.complete(given)).old_log_probs == "rollout"
+
+
+# ------------------------------------------------------------------------------ numbers
+
+
+def test_every_number_has_a_range_or_is_checked_with_what_it_depends_on(given):
+    """No number passes that is NaN, and no float that is infinite, but for the few that say so."""
+    full = recipe.complete(given)
+    for name, value in recipe_checks.numbers.RANGES.items():
+        assert value[0] <= recipe_checks._value(full, name) <= value[1]
+    infinite = changed(given, trainer__clip_norm=float("inf"))
+    recipe_checks.check(recipe.complete(infinite))
+
+
+def test_a_seed_beyond_the_range_would_be_that_of_another_run():
+    """What the range is for: JAX keeps 32 bits of a seed."""
+    keys = [jax.random.key_data(jax.random.key(seed)) for seed in (0, LARGEST_SEED, 2**32)]
+    assert (keys[0] == keys[2]).all() and (keys[0] != keys[1]).any()

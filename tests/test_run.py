@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -17,6 +18,8 @@ import pytest
 from digen_jax import run
 from digen_jax.checkpoint import finished_step
 from digen_jax.metrics import TIMING, read_metrics, without_timing
+from digen_jax.runtime import divergence
+from digen_jax.runtime.divergence import DivergedError
 from digen_jax.settings import ConfigError
 from tests.cases import quick
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
@@ -479,6 +482,28 @@ def test_a_mistake_that_shows_at_the_first_evaluation_leaves_the_workdir_free(tm
     with pytest.raises(ConfigError, match="returned shape"):
         train("run", config(tmp_path), at(0, lambda scores: scores[:-1]))
     assert train("run", config(tmp_path, steps=1, trainer__learning_rate=0.2)) is None
+
+
+def test_a_run_that_diverges_stops_by_name(tmp_path, train):
+    with pytest.raises(ConfigError) as caught:
+        train("run", config(tmp_path, trainer__learning_rate=1e38))
+    assert str(caught.value) == (
+        "update_norm is inf in step 1: training has diverged; the last good step is 0, and nothing is saved. "
+        "Lower config.trainer.learning_rate = 1e+38 or config.trainer.clip_norm = 1.0, and begin in another "
+        "workdir"
+    )
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0]
+
+
+def test_what_is_not_finite_is_named():
+    divergence.check_metrics({"reward": 1.0, "loss": -2.0})
+    with pytest.raises(DivergedError, match=r"^loss is nan$"):
+        divergence.check_metrics({"ratio": math.inf, "gradient_norm": math.nan, "loss": math.nan})
+    images = np.ones((2, 4, 4, 3), np.float32)
+    divergence.check_images(images)
+    images[1, 2, 3, 0] = np.nan
+    with pytest.raises(DivergedError, match="an image that the trained model drew holds NaN"):
+        divergence.check_images(images)
 
 
 def test_table_and_places():

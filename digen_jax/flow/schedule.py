@@ -8,6 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32
 
+from digen_jax.json_fields import check_values, number
+
 # Fields of diffusers' config that would change the schedule or the step, and are not supported.
 UNSUPPORTED = (
     "invert_sigmas",
@@ -27,13 +29,13 @@ class SchedulerConfig:
     """
 
     num_train_timesteps: int = 1000
-    shift: float = 1.0
+    shift: float = number(1.0, 1e-3, 1e3)
     use_dynamic_shifting: bool = False
     base_shift: float = 0.5
     max_shift: float = 1.15
     base_image_seq_len: int = 256
     max_image_seq_len: int = 4096
-    shift_terminal: float | None = None
+    shift_terminal: float | None = number(None, 0, 0.999)
     time_shift_type: Literal["exponential", "linear"] = "exponential"
 
     @classmethod
@@ -55,11 +57,7 @@ class SchedulerConfig:
         for name in fields:
             if name not in known:
                 raise ValueError(f"scheduler field {name} is unknown; remove it from the config")
-        if fields.get("time_shift_type", "exponential") not in ("exponential", "linear"):
-            raise ValueError(
-                f"scheduler field time_shift_type is {fields['time_shift_type']!r}; "
-                "set it to 'exponential' or 'linear'"
-            )
+        check_values(cls, fields)
         return cls(**fields)
 
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from digen_jax.json_fields import check_values, number
+
 LISTS: tuple[str, ...] = (
     "down_blocks",
     "up_blocks",
@@ -35,12 +37,12 @@ class AutoencoderKLConfig:
     down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",)
     up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",)
     block_out_channels: tuple[int, ...] = (64,)
-    layers_per_block: int = 1
+    layers_per_block: int = number(1, 1, 100)
     act_fn: str = "silu"
     latent_channels: int = 4
     norm_num_groups: int = 32
     sample_size: int = 32
-    scaling_factor: float = 0.18215
+    scaling_factor: float = number(0.18215, 1e-6, 1e6)
     shift_factor: float | None = None
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
@@ -83,6 +85,7 @@ class AutoencoderKLConfig:
             if name not in known:
                 raise ValueError(f"AutoencoderKL has no field {name!r}: remove it from the config")
             values[name] = tuple(value) if isinstance(value, list) else value
+        check_values(cls, values)
         return cls(**values)
 
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from digen_jax.json_fields import check_values, number
+
 LISTS: tuple[str, ...] = ("layers",)
 
 # A buffer that old versions of transformers saved beside the parameters.
@@ -42,14 +44,14 @@ class CLIPTextConfig:
     hidden_size: int = 512
     intermediate_size: int = 2048
     projection_dim: int = 512
-    num_hidden_layers: int = 12
+    num_hidden_layers: int = number(12, 1, 1000)
     num_attention_heads: int = 8
     max_position_embeddings: int = 77
     hidden_act: str = "quick_gelu"
-    layer_norm_eps: float = 1e-5
-    pad_token_id: int = 1
-    bos_token_id: int = 49406
-    eos_token_id: int = 49407
+    layer_norm_eps: float = number(1e-5, 0, 1)
+    pad_token_id: int | None = number(1, 0)
+    bos_token_id: int | None = number(49406, 0)
+    eos_token_id: int = number(49407, 0)
 
     def __post_init__(self):
         if self.hidden_act not in ACTIVATIONS:
@@ -76,6 +78,7 @@ class CLIPTextConfig:
         if not isinstance(config.get("eos_token_id", LEGACY_EOS), int):
             raise ValueError(f"eos_token_id must be one number but is {config['eos_token_id']!r}")
         known = {field.name for field in dataclasses.fields(cls)}
+        check_values(cls, config)
         return cls(**{name: value for name, value in config.items() if name in known})
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from digen_jax.json_fields import check_values, number
 from digen_jax.models import layers
 
 LISTS = ("transformer_blocks", "to_out", "net")
@@ -31,14 +32,14 @@ class SD3Config:
     sample_size: int = 128
     patch_size: int = 2
     in_channels: int = 16
-    num_layers: int = 18
+    num_layers: int = number(18, 1, 1000)
     attention_head_dim: int = 64
     num_attention_heads: int = 18
     joint_attention_dim: int = 4096
     caption_projection_dim: int = 1152
     pooled_projection_dim: int = 2048
     out_channels: int = 16
-    pos_embed_max_size: int = 96
+    pos_embed_max_size: int = number(96, 1, 10_000)
     dual_attention_layers: tuple[int, ...] = ()
     qk_norm: str | None = None
 
@@ -78,14 +79,10 @@ class SD3Config:
             raise ValueError(f"{unknown[0]} is not a field of an SD3 transformer's config.")
         if fields.get("out_channels", 16) is None:
             fields["out_channels"] = fields.get("in_channels", cls.in_channels)
-        for field in dataclasses.fields(cls):
-            value = fields.get(field.name, field.default)
-            if field.type is int and (type(value) is not int or value < 1):
-                raise ValueError(f"{field.name} must be a positive integer, not {value!r}.")
-        dual = fields.get("dual_attention_layers", ())
-        if not isinstance(dual, list | tuple):
-            raise ValueError(f"dual_attention_layers must be a list of layers, not {dual!r}.")
-        return cls(**fields | {"dual_attention_layers": tuple(dual)})
+        check_values(cls, fields)
+        return cls(
+            **fields | {"dual_attention_layers": tuple(fields.get("dual_attention_layers", ()))}
+        )
 
 
 def segments(config: SD3Config) -> list[tuple[int, int, bool]]:

@@ -12,16 +12,36 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from digen_jax.flow.schedule import SchedulerConfig
-from digen_jax.models import autoencoder_kl, clip_text, sd3
+from digen_jax.models import autoencoder_kl, clip_text, clip_tokenizer, sd3
 from digen_jax.models.precision import exact_products
 from digen_jax.weights import folder as weights
 
 Params = dict[str, Any]
 
 PIPELINE_CLASS = "StableDiffusion3Pipeline"
+# (library, class) of each component, as diffusers' model_index.json names them; the T5 is not used.
+COMPONENTS = {
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
+    "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+    "text_encoder_3": (None, None),
+    "tokenizer": ("transformers", "CLIPTokenizer"),
+    "tokenizer_2": ("transformers", "CLIPTokenizer"),
+    "tokenizer_3": (None, None),
+    "transformer": ("diffusers", "SD3Transformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
+}
+# What reads the JSON file of a component that is a network or a scheduler.
+READERS = {
+    "transformer": sd3.SD3Config.from_config,
+    "vae": autoencoder_kl.AutoencoderKLConfig.from_config,
+    "text_encoder": clip_text.CLIPTextConfig.from_config,
+    "text_encoder_2": clip_text.CLIPTextConfig.from_config,
+    "scheduler": SchedulerConfig.from_config,
+}
 # What diffusers' pipeline appends to the context in place of a T5: `max_sequence_length` zero tokens.
 T5_TOKENS = 256
 
@@ -74,17 +94,21 @@ class StableDiffusion3:
     def from_folder(
         cls, folder: pathlib.Path, dtype: Any = jnp.float32, remat: bool = False
     ) -> "StableDiffusion3":
-        """The architecture a diffusers pipeline folder describes; reads its JSON files and tokenizers only."""
-        # Here, as it takes a second, which a mistake in a command should not have to wait for.
-        from transformers import CLIPTokenizer
+        """The architecture a diffusers pipeline folder describes; reads its JSON files and tokenizers only.
 
-        parts = ("transformer", "vae", "text_encoder", "text_encoder_2")
-        configs = {part: weights.read_json(folder / part / "config.json") for part in parts}
-        configs["scheduler"] = weights.read_json(folder / "scheduler" / "scheduler_config.json")
-        tokenizers = (
-            CLIPTokenizer.from_pretrained(folder / part) for part in ("tokenizer", "tokenizer_2")
+        Raises:
+          ValueError: names the file that is missing, broken, of another class, or does not fit the others.
+        """
+        weights.check_classes(folder, COMPONENTS)
+        configs = {
+            part: weights.read_component(folder, part, COMPONENTS[part][1], read)
+            for part, read in READERS.items()
+        }
+        tokenizers = tuple(
+            clip_tokenizer.read(folder / part, configs[encoder])
+            for part, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2"))
         )
-        return cls.from_configs(configs, tuple(tokenizers), dtype, remat)
+        return cls._of(configs, tokenizers, dtype, remat)
 
     @classmethod
     def from_configs(
@@ -99,21 +123,23 @@ class StableDiffusion3:
         `dtype` is the transformer's and text encoders' compute type; the autoencoder always runs in float32,
         as it overflows in half precision.
         """
+        read = {part: reader(configs[part]) for part, reader in READERS.items()}
+        return cls._of(read, tokenizers, dtype, remat)
+
+    @classmethod
+    def _of(
+        cls, configs: dict[str, Any], tokenizers: tuple[Any, Any], dtype: Any, remat: bool
+    ) -> "StableDiffusion3":
+        """From what `READERS` made of each component's file."""
         return cls(
-            transformer=sd3.SD3Transformer(
-                sd3.SD3Config.from_config(configs["transformer"]), dtype=dtype, remat=remat
-            ),
-            vae=autoencoder_kl.AutoencoderKL(
-                autoencoder_kl.AutoencoderKLConfig.from_config(configs["vae"]), dtype=jnp.float32
-            ),
+            transformer=sd3.SD3Transformer(configs["transformer"], dtype=dtype, remat=remat),
+            vae=autoencoder_kl.AutoencoderKL(configs["vae"], dtype=jnp.float32),
             text_encoders=tuple(
-                clip_text.CLIPTextModelWithProjection(
-                    clip_text.CLIPTextConfig.from_config(configs[part]), dtype=dtype
-                )
+                clip_text.CLIPTextModelWithProjection(configs[part], dtype=dtype)
                 for part in ("text_encoder", "text_encoder_2")
             ),
             tokenizers=tokenizers,
-            scheduler=SchedulerConfig.from_config(configs["scheduler"]),
+            scheduler=configs["scheduler"],
         )
 
     def in_dtype(self, dtype: Any) -> "StableDiffusion3":
@@ -140,6 +166,18 @@ class StableDiffusion3:
         )
 
     @exact_products
+    def cut(self, prompts: list[str]) -> Bool[np.ndarray, "b"]:
+        """Which prompts have more tokens than a text encoder reads, so that `tokenize` cuts them off."""
+        longer = [
+            [
+                len(ids) > limit
+                for ids in tokenizer(prompts, truncation=True, max_length=limit + 1).input_ids
+            ]
+            for tokenizer in self.tokenizers
+            for limit in (tokenizer.model_max_length,)
+        ]
+        return np.any(longer, axis=0)
+
     def encode(self, params: Params, ids: TokenIds) -> Conditioning:
         """Both CLIPs' penultimate states side by side, zero-padded to the joint width; their pooled embeddings."""
         states, pooled = zip(

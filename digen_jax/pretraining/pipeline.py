@@ -9,24 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
+from digen_jax.models.stable_diffusion_3 import (
+    COMPONENTS,
+    PIPELINE_CLASS,
+    StableDiffusion3,
+)
 from digen_jax.pretraining import stages
 from digen_jax.pretraining.pool import cached_pool
 from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.weights import folder as weights
-
-# (library, class) of each component, as diffusers' model_index.json names them.
-COMPONENTS = {
-    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
-    "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
-    "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
-    "text_encoder_3": (None, None),
-    "tokenizer": ("transformers", "CLIPTokenizer"),
-    "tokenizer_2": ("transformers", "CLIPTokenizer"),
-    "tokenizer_3": (None, None),
-    "transformer": ("diffusers", "SD3Transformer2DModel"),
-    "vae": ("diffusers", "AutoencoderKL"),
-}
 
 
 def pretrain(config: Any, workdir: pathlib.Path, output: pathlib.Path) -> None:

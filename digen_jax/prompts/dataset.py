@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from digen_jax.prompts import files
+
+SPOKEN = 50_000  # records, which take seconds, from one word on the way to the next
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,7 +51,11 @@ class PromptFile(tfds.core.GeneratorBasedBuilder):
 
     def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
         config = self.builder_config
-        for index, record in enumerate(files.parse_prompts(config.path, config.content)):
+        records = files.parse_prompts(config.path, config.content)
+        for index, record in enumerate(records):
+            if len(records) > SPOKEN and index % SPOKEN == 0:
+                words = f"prepared {index:,} of {len(records):,} prompts of {config.path}"
+                print(words, file=sys.stderr, flush=True)
             prompt = record.pop("prompt")
             yield index, {"index": index, "prompt": prompt, "metadata": json.dumps(record)}
 

@@ -7,6 +7,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+# Of a line in bytes: a text encoder reads some hundred letters, and an object of metadata is not longer by much.
+LONGEST_LINE = 1_000_000
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+
 
 def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All records of a prompt file, in the file's order.
@@ -26,6 +30,12 @@ def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return parse_prompts(path, read_bytes(path))
 
 
+def numbered_prompts(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """The prompts of a file with the numbers of their lines, from 1; raises as `read_prompt_file`."""
+    numbered = _numbered_records(path, read_bytes(path))
+    return [(number, record["prompt"]) for number, record in numbered]
+
+
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """The content of the prompt file at `path`; FileNotFoundError says what to do."""
     path = pathlib.Path(path)
@@ -38,6 +48,12 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 def parse_prompts(path: str | os.PathLike[str], content: bytes) -> list[dict[str, Any]]:
     """`read_prompt_file` for the file's content; `path` tells the format and is named in errors."""
+    return [record for _, record in _numbered_records(path, content)]
+
+
+def _numbered_records(
+    path: str | os.PathLike[str], content: bytes
+) -> list[tuple[int, dict[str, Any]]]:
     parsers = {".jsonl": _parse_json, ".txt": _parse_text}
     suffix = pathlib.Path(path).suffix
     if suffix not in parsers:
@@ -52,7 +68,7 @@ def parse_prompts(path: str | os.PathLike[str], content: bytes) -> list[dict[str
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         if record is not None:
-            records.append(record)
+            records.append((number, record))
     if not records:
         raise ValueError(f"{path} holds no prompt: write at least one line.")
     return records
@@ -65,6 +81,11 @@ def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, 
     """
     lines = content.rstrip().split(b"\n") if content.strip() else []
     for number, line in enumerate(lines, start=1):
+        if len(line) > LONGEST_LINE:
+            raise ValueError(
+                f"{path}, line {number}: {len(line):,} bytes are more than a prompt can have, which are "
+                f"{LONGEST_LINE:,}; write one prompt a line."
+            )
         try:
             yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
         except UnicodeDecodeError as error:
@@ -77,6 +98,8 @@ def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, 
 def _parse_text(line: str) -> dict[str, Any]:
     if not line.strip():
         raise ValueError("the prompt is blank; write one or delete the line.")
+    if not CONTROL.sub("", line).strip():
+        raise ValueError("the prompt holds nothing but control characters; write a text.")
     return {"prompt": line.strip()}
 
 
@@ -103,6 +126,8 @@ def _check_record(record: dict[str, Any]) -> None:
     prompt = record["prompt"]
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f'"prompt" is {json.dumps(prompt)}; write a text that is not blank.')
+    if not CONTROL.sub("", prompt).strip():
+        raise ValueError('"prompt" holds nothing but control characters; write a text.')
     if re.search("[\ud800-\udfff]", prompt):
         raise ValueError('"prompt" holds half of a surrogate pair; write the character itself.')
     if "serial" in record:

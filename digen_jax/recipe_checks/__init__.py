@@ -25,6 +25,7 @@ from digen_jax.recipe_checks.groups import (
     check_weights,
     smaller_fragments,
 )
+from digen_jax.recipe_checks.numbers import check_numbers
 from digen_jax.recipe_checks.sampler import check_sampler
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
 from digen_jax.settings import (
@@ -32,7 +33,6 @@ from digen_jax.settings import (
     blame,
     check_choice,
     check_divides,
-    check_positive,
     together,
 )
 from digen_jax.weights.lora import Init
@@ -81,73 +81,6 @@ def _check_given(config: ConfigDict) -> None:
                 elif name != "model.folder":
                     with blame(f"config.{name}: "):
                         read_prompt_file(_value(config, name))
-
-
-def _check_numbers(config: ConfigDict) -> None:
-    """Every number that must be positive, or may be 0, or lies in [0, 1)."""
-    with together() as one:
-        for name in (
-            "steps",
-            "model.height",
-            "model.width",
-            "batch.groups",
-            "sampler.steps",
-            "sampler.fragment",
-            "lora.alpha",
-            "trainer.micro_batch",
-            "trainer.pack",
-            "trainer.updates",
-            "trainer.learning_rate",
-            "trainer.eps",
-            "trainer.clip_norm",
-            "trainer.ema_every",
-            "trainer.ema_repeats",
-            "placement.rollout.fsdp",
-            "placement.rollout.workers",
-            "placement.trainer.data",
-            "placement.trainer.fsdp",
-            "placement.trainer.time",
-            "placement.cpu_devices",
-            "evaluation.every",
-            "evaluation.batch",
-            "pictures.every",
-            "pictures.images",
-            "checkpoint.every",
-            "checkpoint.keep",
-        ):
-            with one():
-                check_positive(f"config.{name}", _value(config, name))
-        for name in (
-            "seed",
-            "lora.rank",
-            "trainer.warmup",
-            "trainer.weight_decay",
-            "placement.rollout.data",
-            "reward.processes",
-            "reward.retries",
-            "runtime.deadline",
-            "runtime.max_candidates",
-            "runtime.redundant_groups",
-            "runtime.early_groups",
-            "evaluation.steps",
-            "evaluation.images",
-        ):
-            with one():
-                if not _value(config, name) >= 0:
-                    raise ConfigError(
-                        f"config.{name} must be 0 or more, not {_value(config, name)}"
-                    )
-        for name in ("trainer.b1", "trainer.b2", "trainer.ema"):
-            with one():
-                if not 0 <= _value(config, name) < 1:
-                    raise ConfigError(
-                        f"config.{name} must lie in [0, 1), not be {_value(config, name)}"
-                    )
-        if config.batch.images < 2:
-            raise ConfigError(
-                f"config.batch.images = {config.batch.images}: a group needs 2 images or more, or its "
-                "images cannot be better than one another"
-            )
 
 
 def _check_average(config: ConfigDict) -> None:
@@ -317,7 +250,7 @@ def _check_wandb(config: ConfigDict) -> None:
 STAGES = (
     # Each field alone.
     (
-        _check_numbers,
+        check_numbers,
         _check_choices,
         _check_wandb,
         check_weights,

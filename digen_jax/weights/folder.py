@@ -75,6 +75,8 @@ def read_json(path: Folder) -> dict[str, Any]:
         value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{path} is missing") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -86,7 +88,7 @@ def read_model_index(folder: Folder) -> dict[str, Any]:
     """`model_index.json` of a pipeline folder: `_class_name`, and [library, class] by component."""
     path = pathlib.Path(folder) / "model_index.json"
     index = read_json(path)
-    if "_class_name" not in index:
+    if not isinstance(index.get("_class_name"), str):
         raise ValueError(f"{path} has no _class_name, so it does not describe a pipeline")
     return index
 
@@ -95,6 +97,45 @@ def absent_components(folder: Folder) -> list[str]:
     """The components that a pipeline's `model_index.json` names, but that its folder does not hold."""
     entries = {k: v for k, v in read_model_index(folder).items() if isinstance(v, list)}
     return [name for name in entries if not pathlib.Path(folder, name).is_dir()]
+
+
+def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, str | None]]) -> None:
+    """Compares `model_index.json` with the (library, class) of each component; (None, None) is not looked at.
+
+    Raises:
+      ValueError: names the first component that is missing or of another class.
+    """
+    path = pathlib.Path(folder) / "model_index.json"
+    index = read_json(path)
+    for part, expected in components.items():
+        found = index.get(part)
+        # What transformers calls the tokenizer's faster twin, which reads the same files.
+        same = isinstance(found, list) and [str(name).removesuffix("Fast") for name in found]
+        if expected[0] is not None and same != list(expected):
+            raise ValueError(
+                f"{path} says that {part} is {json.dumps(found)}, but only {json.dumps(expected)} is supported: "
+                "choose another folder"
+            )
+
+
+def read_component(
+    folder: Folder, part: str, kind: str | None, read: Callable[[dict[str, Any]], Any]
+) -> Any:
+    """What `read` makes of the JSON file of a pipeline's component, whose class there is `kind`, where it says one.
+
+    Raises:
+      ValueError: names the file that is missing, of another class or refused by `read`.
+    """
+    name = "scheduler_config.json" if part == "scheduler" else "config.json"
+    path = pathlib.Path(folder) / part / name
+    config = read_json(path)
+    said = config.get("_class_name") or (config.get("architectures") or [kind])[0]
+    if said != kind:
+        raise ValueError(f"{path} describes a {said}, not a {kind}: choose another folder")
+    try:
+        return read(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 # -------------------------------------------------------------------------------------- reading
@@ -128,6 +169,14 @@ def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise ValueError(f"{index} has no weight_map of tensor names to files")
+            for file in weight_map.values():
+                # Lexically: what the hub's cache holds are links out of the folder.
+                plain = isinstance(file, str) and pathlib.PurePath(file).name == file
+                if not (plain and file.endswith(".safetensors")):
+                    raise ValueError(
+                        f"{index} takes weights from {file!r}, but they must lie beside it: name a "
+                        ".safetensors file of that folder"
+                    )
             files = sorted({folder / file for file in weight_map.values()})
             return {name: tensor for file in files for name, tensor in open_file(file).items()}
         if (folder / f"{stem}.safetensors").exists():

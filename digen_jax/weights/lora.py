@@ -99,6 +99,20 @@ def adapted_layers(template: Tree, targets: str, lists: tuple[str, ...]) -> set[
     }
 
 
+def check_rank(rank: int, factors: Tree) -> None:
+    """Raises ValueError for a rank that no layer has, given the factors or their shapes."""
+    flat = flatten_dict(factors)
+    highest = max(
+        min(a.shape[-2], flat[*path, "b"].shape[-1])
+        for (*path, leaf), a in flat.items()
+        if leaf == "a"
+    )
+    if rank > highest:
+        raise ValueError(
+            f"rank = {rank} is more than any of the layers that it is for can have: set it to {highest} or less"
+        )
+
+
 def lora_layers(scale: float) -> AbstractContextManager[None]:
     """A context in which `module.apply({"params": ..., "lora": ...}, ...)` adds the low-rank terms.
 

@@ -23,6 +23,9 @@ from digen_jax.weights import names
 
 Tree = Mapping[str, Any]
 
+# safetensors' names of the types that weights may be stored in.
+FLOATING = {"F64", "F32", "F16", "BF16"}
+
 
 class StoredTensor(NamedTuple):
     """A tensor in a file. Indexing `slice` reads just that part, bfloat16 included."""
@@ -35,6 +38,11 @@ class StoredTensor(NamedTuple):
         """The stored tensor's whole shape."""
         return tuple(self.slice.get_shape())
 
+    @property
+    def kind(self) -> str:
+        """The stored type, in safetensors' letters, such as BF16."""
+        return self.slice.get_dtype()
+
 
 def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file by name."""
@@ -44,6 +52,8 @@ def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{file} is missing") from error
     except SafetensorError as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
     return {name: StoredTensor(file, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
 
 
@@ -69,7 +79,7 @@ def read_tree(
     shardings = flatten_dict(jax.tree.broadcast(shardings, unflatten_dict(leaves)))
 
     def read(path: names.Path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        stored = [tensors[name] for name in names.tensor_names(path, lists)]
+        stored = [(name, tensors[name]) for name in names.tensor_names(path, lists)]
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         target = jnp.dtype(dtype if dtype is not None and floating else leaf.dtype)
         scanned = names.is_scanned(path, lists)
@@ -79,7 +89,7 @@ def read_tree(
 
 
 def _assemble(
-    stored: list[StoredTensor],
+    stored: list[tuple[str, StoredTensor]],
     leaf: str,
     scanned: bool,
     shape: tuple[int, ...],
@@ -99,12 +109,27 @@ def _assemble(
             back = names.flax_axes(leaf, len(inner))
             layers = stored[index[0]] if scanned else stored
             arrays = [
-                tensor.slice[cut].transpose(back).astype(dtype, copy=False) for tensor in layers
+                _finite(tensor, name, tensor.slice[cut]).transpose(back).astype(dtype, copy=False)
+                for name, tensor in layers
             ]
             shards[key] = np.stack(arrays) if scanned else arrays[0]
         return shards[key]
 
     return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _finite(tensor: StoredTensor, name: str, part: np.ndarray) -> np.ndarray:
+    """A part of a tensor as it is; ValueError where it holds NaN or an infinity."""
+    # A sum is a tenth of the time of looking at each; it may also overflow, and then each is looked at.
+    with np.errstate(all="ignore"):
+        whole = not jnp.issubdtype(part.dtype, jnp.floating) or np.isfinite(
+            part.sum(dtype=np.float32)
+        )
+    if not whole and not np.isfinite(part).all():
+        raise ValueError(
+            f"tensor {name} in {tensor.file} holds NaN or infinite numbers: get a whole copy of the file"
+        )
+    return part
 
 
 def _check(
@@ -114,11 +139,11 @@ def _check(
     ignore: tuple[str, ...],
 ) -> None:
     """Raise for the first tensor that is missing, misshapen or surplus, and count the others."""
-    expected = {
-        name: names.file_shape(path, leaf.shape, lists)
-        for path, leaf in leaves.items()
-        for name in names.tensor_names(path, lists)
-    }
+    expected, floating = {}, {}
+    for path, leaf in leaves.items():
+        for name in names.tensor_names(path, lists):
+            expected[name] = names.file_shape(path, leaf.shape, lists)
+            floating[name] = jnp.issubdtype(leaf.dtype, jnp.floating)
     files = sorted({str(tensor.file) for tensor in tensors.values()})
     where = " to ".join(files[:1] + files[1:][-1:]) or "an empty file"
     problems = []
@@ -128,6 +153,11 @@ def _check(
         elif tensors[name].shape != shape:
             found, file = list(tensors[name].shape), tensors[name].file
             problems.append(f"tensor {name} in {file} has shape {found}, expected {list(shape)}")
+        elif floating[name] and tensors[name].kind not in FLOATING:
+            problems.append(
+                f"tensor {name} in {tensors[name].file} is of type {tensors[name].kind}, and quantised weights are "
+                "not supported: use a copy in float32, bfloat16 or float16"
+            )
     for name, tensor in tensors.items():
         if name not in expected and not any(fnmatchcase(name, pattern) for pattern in ignore):
             problems.append(

@@ -64,6 +64,9 @@ class ToyFamily:
     def tokenize(self, prompts):
         return np.array([[ord(c) % 32 for c in p.ljust(LETTERS)[:LETTERS]] for p in prompts])
 
+    def cut(self, prompts):
+        return [len(prompt) > LETTERS for prompt in prompts]
+
     def encode(self, params, ids):
         context = params["text_encoder"]["table"][ids]
         return Conditioning(context, context.sum(1))

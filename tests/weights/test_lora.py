@@ -49,6 +49,9 @@ class Memory:
     def get_shape(self):
         return list(self.array.shape)
 
+    def get_dtype(self):
+        return "F32"
+
     def __getitem__(self, index):
         return self.array[index]
 

@@ -51,7 +51,8 @@ class CountingSlice:
     """A stored tensor that notes the shape of every part read."""
 
     def __init__(self, inner, reads):
-        self.inner, self.reads, self.get_shape = inner, reads, inner.get_shape
+        self.inner, self.reads = inner, reads
+        self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
 
     def __getitem__(self, index):
         part = self.inner[index]

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from digen_jax import rewards
 from digen_jax.algorithms.demands import needs_behaviour, needs_start, set_steps
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.divergence import check_images
 from digen_jax.runtime.evaluation import Evaluation, Progress, evaluate
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
@@ -153,8 +154,14 @@ class Executors:
             executor.drop_version(version)
 
     def to_score(self, fragment: Fragment) -> tuple:
-        """The arguments of the reward for a decoded fragment."""
-        return self.steps.of(fragment).to_score(fragment.index)
+        """The arguments of the reward for a decoded fragment.
+
+        Raises:
+          DivergedError: its images hold NaN, which no reward should be blamed for.
+        """
+        images, *others = self.steps.of(fragment).to_score(fragment.index)
+        check_images(images)
+        return images, *others
 
     def scored(self, fragment: Fragment, scores: Scores) -> Float32[np.ndarray, "b"]:
         """A fragment's scores have come, wherever they were given: its pictures are needed no more.

@@ -1,0 +1,87 @@
+"""Checks on the values of a model folder's JSON files, by the fields of the dataclass that they fill.
+
+`int` is a whole number from 1, `float` a finite number, `tuple[int, ...]` a list of whole numbers, `X | None` null
+as well; `number` gives a field another range.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+# No width, length or count of a network that exists comes near; beyond it even shapes take minutes.
+LARGEST = 10**6
+
+
+class Within(NamedTuple):
+    """The range of a number, both ends in it."""
+
+    least: float
+    most: float = LARGEST
+
+
+hints = functools.cache(get_type_hints)
+
+
+def number(default: Any, least: float, most: float = LARGEST) -> Any:
+    """A dataclass field whose number must lie between `least` and `most`, both included."""
+    return dataclasses.field(default=default, metadata={"within": Within(least, most)})
+
+
+def check_values(kind: type, values: Mapping[str, Any]) -> None:
+    """Checks each value by the field of dataclass `kind` that has its name; other names are let pass.
+
+    Raises:
+      ValueError: names the first field with a value that it cannot hold, and what it can.
+    """
+    for field in dataclasses.fields(kind):
+        if field.name not in values:
+            continue
+        value, hint = values[field.name], hints(kind)[field.name]
+        within = field.metadata.get("within")
+        if not _holds(hint, value, within):
+            raise ValueError(f"{field.name} must be {_words(hint, within)}, not {_shown(value)}")
+
+
+def _holds(hint: Any, value: Any, within: Within | None = None) -> bool:
+    arguments = get_args(hint)
+    if get_origin(hint) is types.UnionType:
+        return any(_holds(one, value, within) for one in arguments)
+    if get_origin(hint) is Literal:
+        return value in arguments
+    if get_origin(hint) is tuple:
+        inner = Within(0)
+        return isinstance(value, list | tuple) and all(
+            _holds(arguments[0], one, inner) for one in value
+        )
+    if hint not in (int, float):
+        return isinstance(value, hint)
+    if isinstance(value, bool) or not isinstance(value, int if hint is int else int | float):
+        return False
+    within = within or (Within(1) if hint is int else Within(-math.inf, math.inf))
+    return math.isfinite(value) and within.least <= value <= within.most
+
+
+def _words(hint: Any, within: Within | None = None) -> str:
+    arguments = get_args(hint)
+    if get_origin(hint) is types.UnionType:
+        return " or ".join(_words(one, within) for one in arguments)
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, arguments))
+    if get_origin(hint) is tuple:
+        return f"a list, each of it {_words(arguments[0], Within(0))}"
+    if hint is int:
+        within = within or Within(1)
+    names = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false"}
+    words = names.get(hint, "null")
+    if within is None or hint not in (int, float):
+        return words
+    return f"{words} from {within.least:g} to {within.most:g}"
+
+
+def _shown(value: Any) -> str:
+    """A value in a sentence, cut where it is long."""
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."

@@ -1,0 +1,62 @@
+"""What a user should know of a prompt file before a run: prompts that are cut off, repeated, or hold odd characters."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+from digen_jax.prompts.files import CONTROL, numbered_prompts
+
+SHOWN = 5  # lines that are named
+CHUNK = 10_000  # prompts tokenized at a time
+SPOKEN = 100_000  # prompts from one word on the way to the next
+
+
+def tell(path: str | os.PathLike[str], cut: Callable[[list[str]], Iterable[bool]]) -> None:
+    """Prints the `notes` on a prompt file."""
+    for note in notes(path, cut):
+        print(note, file=sys.stderr, flush=True)
+
+
+def notes(path: str | os.PathLike[str], cut: Callable[[list[str]], Iterable[bool]]) -> list[str]:
+    """A sentence for each kind of oddity of a prompt file, none where all is well.
+
+    Args:
+      path: of the file, which begins the sentences.
+      cut: whether each of some prompts is longer than the text encoders read.
+
+    Raises:
+      ValueError or FileNotFoundError: as `files.read_prompt_file`.
+    """
+    numbered = numbered_prompts(path)
+    lines: dict[str, list[int]] = {}
+    for number, prompt in numbered:
+        lines.setdefault(prompt, []).append(number)
+    odd = sorted(number for prompt in lines if CONTROL.search(prompt) for number in lines[prompt])
+    again = sorted(number for places in lines.values() for number in places[1:])
+    total = len(numbered)
+    found = {
+        "are longer than the text encoders read, so that their ends are cut off": _long(lines, cut),
+        "stand in the file before already, and are drawn so much more often": again,
+        "hold control characters": odd,
+    }
+    return [f"{path}: {_count(at, total)} {what}: {_where(at)}" for what, at in found.items() if at]
+
+
+def _long(lines: dict[str, list[int]], cut: Callable[[list[str]], Iterable[bool]]) -> list[int]:
+    prompts, found = list(lines), []
+    for first in range(0, len(prompts), CHUNK):
+        part = prompts[first : first + CHUNK]
+        if first and first % SPOKEN == 0:
+            print(f"tokenized {first:,} of {len(prompts):,} prompts", file=sys.stderr, flush=True)
+        for prompt, is_cut in zip(part, cut(part), strict=True):
+            found += lines[prompt] if is_cut else ()
+    return sorted(found)
+
+
+def _count(at: list[int], total: int) -> str:
+    return f"{len(at):,} of {total:,} prompts"
+
+
+def _where(at: list[int]) -> str:
+    more = f" and {len(at) - SHOWN:,} more" if len(at) > SHOWN else ""
+    return f"line{'s' * (len(at) > 1)} {', '.join(map(str, at[:SHOWN]))}{more}"

@@ -1,0 +1,29 @@
+"""A run whose numbers are no longer finite: found in what a step measures and in what it draws."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float
+
+
+class DivergedError(ArithmeticError):
+    """What is not finite, as the beginning of a sentence, such as "gradient_norm is nan"."""
+
+
+def check_metrics(metrics: Mapping[str, float]) -> None:
+    """Raises DivergedError for a metric of a step that is not finite; losses and norms come before all others.
+
+    The norms of gradient and update are finite only where every parameter is.
+    """
+    wrong = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    first = [name for name in ("loss", "gradient_norm", "update_norm") if name in wrong]
+    if wrong:
+        name = (first or list(wrong))[0]
+        raise DivergedError(f"{name} is {wrong[name]}")
+
+
+def check_images(images: Float[np.ndarray, "b h w 3"]) -> None:
+    """Raises DivergedError for NaN in images, which are numbers in [0, 1]."""
+    if np.isnan(images.sum(dtype=np.float32)):
+        raise DivergedError("an image that the trained model drew holds NaN")

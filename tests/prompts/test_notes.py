@@ -1,0 +1,84 @@
+"""Oddities of prompt files: each kind is one sentence with its number and its first lines."""
+
+import json
+
+import pytest
+
+from digen_jax.assemble import load_family
+from digen_jax.prompts import files, notes
+from tests.tiny_runs import pipeline
+
+
+def long(prompts):
+    return [len(prompt.split()) > 3 for prompt in prompts]
+
+
+def test_what_is_odd_is_counted_and_named_by_its_lines(tmp_path):
+    file = tmp_path / "p.jsonl"
+    prompts = ["a b", "a b c d", "x\ty", "a b", "a b c d", "a b", *["a b c d"] * 4, "\x07 e"]
+    file.write_text("\n\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    assert notes.notes(file, long) == [
+        f"{file}: 6 of 11 prompts are longer than the text encoders read, so that their ends are cut off: "
+        "lines 3, 9, 13, 15, 17 and 1 more",
+        f"{file}: 7 of 11 prompts stand in the file before already, and are drawn so much more often: "
+        "lines 7, 9, 11, 13, 15 and 2 more",
+        f"{file}: 2 of 11 prompts hold control characters: lines 5, 21",
+    ]
+
+
+def test_of_a_good_file_nothing_is_said(tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("a b\nc d\n")
+    notes.tell(tmp_path / "p.txt", long)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_every_prompt_of_a_large_file_is_looked_at_and_that_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(notes, "CHUNK", 2)
+    monkeypatch.setattr(notes, "SPOKEN", 4)
+    (tmp_path / "p.txt").write_text("".join(f"a {'b ' * (i % 5)}{i}\n" for i in range(9)))
+    found = notes.notes(tmp_path / "p.txt", long)
+    assert [note.partition("off: ")[2] for note in found] == ["lines 3, 4, 5, 8, 9"]
+    assert capsys.readouterr().err == "tokenized 4 of 9 prompts\ntokenized 8 of 9 prompts\n"
+
+
+def test_a_prompt_is_cut_where_its_ids_are_those_of_its_beginning(base):
+    """The oracle: what is cut off changes nothing."""
+    family = load_family(pipeline(base))
+    words = [
+        "a",
+        "photo",
+        "of",
+        "a",
+        "red",
+        "circle",
+        "and",
+        "a",
+        "blue",
+        "star",
+        "and",
+        "a",
+        "green",
+        "square",
+    ]
+    for count in range(1, len(words)):
+        shorter, longer = (" ".join(words[:n]) for n in (count, count + 1))
+        same = (family.tokenize([shorter]).first == family.tokenize([longer]).first).all()
+        assert family.cut([longer]).tolist() == [same]
+    assert family.cut(["a", " ".join(words)]).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_lines_that_cannot_be_prompts_are_refused_by_number(tmp_path, name):
+    file = tmp_path / name
+
+    def line(text):
+        return json.dumps({"prompt": text}) if name == "p.jsonl" else text
+
+    file.write_text(f"{line('a')}\n{line('b' * 1_000_001)}\n")
+    with pytest.raises(
+        ValueError, match=r"line 2: 1,000,0\d\d bytes are more than a prompt can have"
+    ):
+        files.read_prompt_file(file)
+    file.write_text(f"{line('a')}\n{line('x' + chr(7))}\n{line(chr(7) + chr(0))}\n")
+    with pytest.raises(ValueError, match=r"line 3: .*nothing but control characters; write a text"):
+        files.read_prompt_file(file)

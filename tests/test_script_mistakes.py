@@ -1,0 +1,96 @@
+"""Wrong flags of the scripts: one line each, before a model is read."""
+
+import pytest
+
+from tests.scripts import run_forked
+
+SHAPES = "--config=configs/shapes_flow_grpo.py"
+SAMPLE = ("sample.py", "--model=assets/shapes-sd3", "--prompt=a red star")
+EVALUATE = (
+    "evaluate.py",
+    "--model=assets/shapes-sd3",
+    "--prompts=assets/prompts/shapes_heldout.jsonl",
+    "--reward=shapes_geneval",
+)
+PLAN = ("plan.py", SHAPES, "--costs=none.json")
+PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (
+            (*SAMPLE, "--output=FILE"),
+            "--output = 'FILE' is a file already: give the name of a folder",
+        ),
+        (
+            (*SAMPLE, "--output=FILE/x"),
+            "--output = 'FILE/x' lies in FILE, which is a file: give an",
+        ),
+        ((*SAMPLE, "--output="), "--output is empty: give the name of a folder"),
+        ((*SAMPLE, "--output=x", "--guidance=nan"), "--guidance must be 0 or more, not nan"),
+        ((*SAMPLE, "--output=x", "--guidance=-2"), "--guidance must be 0 or more, not -2.0"),
+        (
+            (*EVALUATE, "--output=FOLDER"),
+            "--output = 'FOLDER' is a folder already: give the name of a",
+        ),
+        (
+            (*EVALUATE, "--output=FILE/x.json"),
+            "--output = 'FILE/x.json' lies in FILE, which is a file",
+        ),
+        ((*EVALUATE, "--guidance=1,inf"), "--guidance must be at most 1000, not inf"),
+        ((*PLAN, "--output=FOLDER"), "--output = 'FOLDER' is a folder already: give the name of a"),
+        ((*PLAN, "--memory=nan"), "--memory must be above 0, not nan"),
+        ((*PLAN, "--trainer_serial=5"), "--trainer_serial must be at most 1, not 5.0"),
+        ((*PRETRAIN, "--workdir=x", "--output=FILE"), "--output = 'FILE' is a file already: give"),
+        (
+            (*PRETRAIN, "--workdir=x", "--output=y", "--config.transformer.fit.learning_rate=nan"),
+            "config.transformer.fit.learning_rate must be a finite number, not nan",
+        ),
+        (
+            ("train.py", SHAPES, "--workdir=x", "--config.placement.cpu_devices=100000"),
+            "cpu_devices of the config must be at most 256, not 100000",
+        ),
+        (
+            ("export.py", "--workdir=x", "--output=FILE"),
+            "FILE exists already: choose another folder",
+        ),
+        (
+            ("export.py", "--workdir=x", "--output=FILE/x"),
+            "--output = 'FILE/x' lies in FILE, which",
+        ),
+    ],
+)
+def test_a_wrong_flag_is_one_line(tmp_path, command, sentence):
+    (tmp_path / "file").write_text("")
+    names = {"FILE": str(tmp_path / "file"), "FOLDER": str(tmp_path)}
+
+    def named(text):
+        for name, path in names.items():
+            text = text.replace(name, path)
+        return text
+
+    script, *arguments = map(named, command)
+    done = run_forked(script, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"{script}: {named(sentence)}")
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "range_"),
+    [
+        ((*SAMPLE, "--output=x", "--seed=-1"), "[0, 4294967295]"),
+        ((*SAMPLE, "--output=x", "--seed=99999999999999999999"), "[0, 4294967295]"),
+        ((*SAMPLE, "--output=x", "--steps=1000000000"), "[1, 1000]"),
+        ((*EVALUATE, "--seed=4294967296"), "[0, 4294967295]"),
+        ((*EVALUATE, "--steps=0"), "[1, 1000]"),
+        ((*PLAN, "--devices=100000"), "[1, 1024]"),
+    ],
+)
+def test_a_number_outside_of_its_range_is_refused_by_its_flag(command, range_):
+    script, *arguments = command
+    done = run_forked(script, *arguments)
+    flag = arguments[-1].partition("=")[0]
+    assert done.returncode == 1
+    assert f"flag {flag}=" in done.stderr and range_ in done.stderr
