@@ -170,7 +170,7 @@ def test_the_demo_fits_itself_to_the_devices_there_are(devices):
 def switches():
     """What README's part on the runtime says can be switched on, for each of its items and paragraphs."""
     section = (ROOT / "README.md").read_text().split("## Who works when\n")[1].split("\n## ")[0]
-    items = re.split(r"\n\n|\n- ", section.split("On several hosts")[0])
+    items = re.split(r"\n\n|\n- ", section.split("\n\nOn several hosts:")[0])
     found = [re.findall(r"--config\.([\w.]+)=([\w.]+)", item) for item in items]
     return [item for item in found if item]
 
