@@ -18,8 +18,8 @@ nft_geneval, nft_ocr, nft_pickscore  DiffusionNFT (arXiv 2509.16117), without gu
 Sources: the papers and their public code. github.com/yifan123/flow_grpo: `geneval_sd3`, `general_ocr_sd3`,
 `pickscore_sd3`, `geneval_sd3_fast_nocfg`, `pickscore_sd3_fast_nocfg`, for one GPU `general_ocr_sd3_1gpu`, in
 config/grpo.py; `geneval_sd3_rationorm`, `general_ocr_sd3_rationorm`, `pickscore_hps_sd3_ratio_norm` in
-config/grpo_guard.py; the LoRA and the EMA in scripts/train_sd3.py. github.com/NVlabs/DiffusionNFT: `sd3_geneval`,
-`sd3_ocr`, `sd3_pickscore` in config/nft.py, read in copies of that repository.
+config/grpo_guard.py (2e2f712); the LoRA and the EMA in scripts/train_sd3.py. github.com/NVlabs/DiffusionNFT:
+`sd3_geneval`, `sd3_ocr`, `sd3_pickscore` in config/nft.py. In part they were read in copies of these repositories.
 
 Where this departs from the sources:
 - no T5: it is not supported yet, so both CLIPs and empty tokens in its place give the context;
