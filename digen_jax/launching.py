@@ -35,7 +35,7 @@ def prepare(cpu_devices: int = 1) -> None:
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(CACHE))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    logging.set_verbosity(logging.WARNING)
+    logging.set_verbosity(logging.ERROR)  # orbax warns of what is none of the user's business
     # transformers advises to install PyTorch, of which training needs nothing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 

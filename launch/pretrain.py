@@ -5,7 +5,7 @@ python launch/pretrain.py --config configs/shapes_pretrain.py --workdir runs/pre
 
 import pathlib
 
-from absl import flags, logging
+from absl import flags
 from ml_collections import config_flags
 
 from digen_jax.settings import LARGEST_SEED, check_finite, check_output, check_range, flat, run_main
@@ -31,7 +31,6 @@ def main() -> None:
 
     from digen_jax.pretraining.pipeline import pretrain
 
-    logging.set_verbosity(logging.INFO)
     pretrain(_CONFIG.value, pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value))
 
 

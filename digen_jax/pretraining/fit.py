@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 from digen_jax.algorithms.decay import EmaDecay, decayed
 from digen_jax.checkpoint import Checkpointer, template_of
 from digen_jax.metrics import MetricsLog
+from digen_jax.progress import watched
 
 Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -92,7 +92,8 @@ def fit(
     start, state = (found.step, found.arrays) if found else (0, state)
     log.cut_back(found.host["metrics"] if found else 0)
     with closing(checkpoints), closing(log):
-        for step in tqdm(range(start, settings.steps), workdir.name, settings.steps, initial=start):
+        steps = range(start, settings.steps)
+        for step in watched(steps, workdir.name, "step", settings.steps, start):
             state, metrics = update(state, jax.device_put(batch(step), split), step)
             done = step + 1
             if done % settings.log_every == 0:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from digen_jax.models.stable_diffusion_3 import (
     COMPONENTS,
@@ -25,25 +24,26 @@ def pretrain(config: Any, workdir: pathlib.Path, output: pathlib.Path) -> None:
 
     `config` is configs/shapes_pretrain.py's; `workdir` keeps pool, checkpoints and curves; `output` is written last.
     """
+    print(f"rendering {config.images} pictures, unless they are there", flush=True)
     pool = cached_pool(workdir / "pool.npz", config.images, config.image_size, config.seed)
     tokenizer = build_tokenizer(pool.captions, config.text.max_length)
     networks = network_configs(config, tokenizer)
     family = build_family(networks, tokenizer, config)
     params = jax.jit(family.init)(jax.random.key(config.seed))
 
-    logging.info("stage 1 of 2: the autoencoder")
+    print("stage 1 of 2: the autoencoder", flush=True)
     params["vae"] = stages.train_autoencoder(family, params, pool, config, workdir / "autoencoder")
     latents = stages.encode_pool(family, params["vae"], pool)
     networks["vae"] |= stages.latent_statistics(latents)
     family = build_family(networks, tokenizer, config)
 
-    logging.info("stage 2 of 2: transformer and text encoders")
+    print("stage 2 of 2: transformer and text encoders", flush=True)
     latents = stages.scaled(family, latents)
     params |= stages.train_transformer(
         family, params, latents, pool, config, workdir / "transformer"
     )
     write_pipeline(output, family, networks, params)
-    logging.info("the pipeline lies in %s", output)
+    print(f"the pipeline lies in {output}")
 
 
 def network_configs(config: Any, tokenizer: Any) -> dict[str, dict]:
