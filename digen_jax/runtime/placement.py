@@ -226,7 +226,7 @@ def fitted(config: Any, devices: int) -> dict[str, dict[str, int]]:
         }
 
     def smaller(sizes: dict[str, int]) -> list[dict[str, int]]:
-        choices = itertools.product(*map(_divisors, sizes.values()))
+        choices = itertools.product(*(_divisors(size, devices) for size in sizes.values()))
         return [dict(zip(sizes, choice, strict=True)) for choice in choices]
 
     def size(mesh: dict[str, int]) -> int:
@@ -245,8 +245,9 @@ def fitted(config: Any, devices: int) -> dict[str, dict[str, int]]:
     return dict(zip(wanted, found, strict=True))
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0] or [number]
+def _divisors(number: int, most: int) -> list[int]:
+    """Those up to `most`; of 0, which is colocated, 0 itself."""
+    return [d for d in range(1, min(number, most) + 1) if number % d == 0] or [number]
 
 
 def _mesh(data: int, fsdp: int, devices: Sequence[jax.Device], time: int = 1) -> Mesh:
