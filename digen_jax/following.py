@@ -31,6 +31,7 @@ def follow_run(config: ConfigDict, workdir: pathlib.Path) -> int | None:
     Raises:
       ConfigError: what the first process found to be wrong.
     """
+    jax.devices()  # the others' wait for this process's, too
     with Interrupt() as interrupt:
         try:
             error, code = _follow(config, workdir, orders(interrupt))
