@@ -205,11 +205,12 @@ def make_driver(
     if begun is None and first:
         raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
     executors = Executors(system, config, state, batches, first, begun.kept if begun else {})
-    scheduler = (
-        Scheduler.resume(begun.scheduler, steps=config.steps, score_retries=config.reward.retries)
-        if begun
-        else Scheduler(recipe.scheduler_settings(config), GUESSED)
-    )
+    settings = recipe.scheduler_settings(config)
+    if begun is None:
+        scheduler = Scheduler(settings, GUESSED)
+    else:
+        costs = None if begun.layout == recipe.layout(config) else GUESSED
+        scheduler = Scheduler.resume(begun.scheduler, settings, costs)
     return Driver(executors, scheduler, rewards, begun, log, orders, watch)
 
 

@@ -31,6 +31,7 @@ def follow_run(config: ConfigDict, workdir: pathlib.Path) -> int | None:
     Raises:
       ConfigError: what the first process found to be wrong.
     """
+    jax.devices()  # the others' wait for this process's, too
     with Interrupt() as interrupt:
         try:
             error, code = _follow(config, workdir, orders(interrupt))
@@ -76,7 +77,7 @@ class Follower:
     def __init__(self, config: ConfigDict, workdir: pathlib.Path, system: System):
         self._config, self._system = config, system
         self._held_out = read_prompt_file(config.evaluation.prompts)
-        self._positions = Positions(workdir, config, self._system.trainer)
+        self._positions = Positions(workdir, config)
         prompts = prompt_batches(
             config.prompts.file,
             drawn_groups(config),

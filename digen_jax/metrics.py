@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from digen_jax import event_file
+from digen_jax.files import append, without_torn_line
 from digen_jax.settings import ConfigError
 
 TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
@@ -33,16 +34,21 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Reads metrics.jsonl, except for a last line that a killed process left unfinished.
 
     Raises:
-      ValueError: names the file and the number of a line that is not JSON.
+      ConfigError: names the file and the number of a line that holds no metrics.
     """
     records = []
-    for number, line in enumerate(Path(path).read_text().splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
+    lines = without_torn_line(Path(path).read_bytes()).splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error}): remove it") from error
+            record = json.loads(line)
+            # A line that stands in for a lost one needs no more than these.
+            float(record["step"]), float(record[CLOCK])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"{path}, line {number} holds no metrics: bring back a copy of the file, or put "
+                f'{{"step": {number - 1}, "{CLOCK}": 0}} there'
+            ) from error
+        records.append(record)
     return records
 
 
@@ -77,6 +83,7 @@ class MetricsLog:
 
         Raises:
           ValueError: a value is NaN or infinite, or a name is one that every line already has.
+          OSError: the disk is full; nothing was written.
         """
         if taken := {"step", CLOCK} & values.keys():
             raise ValueError(f"metric {taken.pop()!r} needs another name: every line has that one")
@@ -86,8 +93,13 @@ class MetricsLog:
                 raise ValueError(f"metric {name} is {value} at step {step}: the run has gone wrong")
         events = self._event_file()
         line = {"step": step, CLOCK: time.time(), **scalars}
-        _append(self.path, json.dumps(line, allow_nan=False).encode() + b"\n")
-        _append(events, event_file.record(_event(line)))
+        size = self.path.stat().st_size
+        append(self.path, json.dumps(line, allow_nan=False).encode() + b"\n")
+        try:
+            append(events, event_file.record(_event(line)))
+        except OSError:
+            os.truncate(self.path, size)
+            raise
         self._position += 1
         if self._wandb is not None:
             self._wandb.log(scalars, step=step)
@@ -95,7 +107,7 @@ class MetricsLog:
     def picture(self, path: Path) -> None:
         """Shows `workdir`/pictures/NAME_000020.png as NAME at step 20; before that step's `write`."""
         name, step = _picture(path)
-        _append(self._event_file(), event_file.record(_picture_event(path)))
+        append(self._event_file(), event_file.record(_picture_event(path)))
         if self._wandb is not None:
             import wandb
 
@@ -114,11 +126,11 @@ class MetricsLog:
           position: what `position()` was when the checkpoint was taken; 0 to begin afresh.
 
         Raises:
-          ValueError: there are fewer whole lines than that, so the file is not the checkpoint's.
+          ConfigError: there are fewer whole lines than that, so the file is not the checkpoint's.
         """
         lines = self.path.read_bytes().splitlines(keepends=True)[:position]
         if sum(line.endswith(b"\n") for line in lines) < position:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.path} has fewer than the {position} lines that the checkpoint counts on: "
                 "bring the file back, or start again in another workdir"
             )
@@ -144,11 +156,6 @@ class MetricsLog:
         """Ends the wandb run; the files are whole after every write."""
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def _append(path: Path, data: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(data)
 
 
 def _event(line: Mapping[str, Any]) -> bytes:

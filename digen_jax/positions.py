@@ -4,12 +4,14 @@ import pathlib
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from digen_jax import recipe
 from digen_jax.checkpoint import Checkpointer, template_of
 from digen_jax.runtime.executors.driver import Begun
 from digen_jax.runtime.hosts import put
-from digen_jax.runtime.trainer import State, Trainer
+from digen_jax.runtime.trainer import State
 
 
 class Position(NamedTuple):
@@ -22,10 +24,14 @@ class Position(NamedTuple):
 
 
 class Positions:
-    """The positions that a run's checkpoints hold. In a run of several processes all save and read together."""
+    """The positions that a run's checkpoints hold. In a run of several processes all save and read together.
 
-    def __init__(self, workdir: pathlib.Path, config: ConfigDict, trainer: Trainer):
-        self._seed, self._trainer = config.seed, trainer
+    Raises:
+      ConfigError: there are checkpoints, and none is whole.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: ConfigDict):
+        self._seed, self._layout = config.seed, recipe.layout(config)
         self._checkpoints = Checkpointer(
             workdir / "checkpoints", config.checkpoint.every, config.checkpoint.keep
         )
@@ -45,15 +51,43 @@ class Positions:
         begun = None
         if host["scheduler"] is not None:
             kept = {version: found.arrays["kept"][str(version)] for version in versions}
-            begun = Begun(host["scheduler"], kept)
+            begun = Begun(host["scheduler"], kept, host["layout"])
         state = State(**{name: found.arrays.get(name) for name in State._fields})
         return Position(found.step, state, begun, found.host)
 
     def save(self, position: Position) -> None:
         """A checkpoint of a position, unless there is one; what the host remembers is the first process's."""
-        scheduler, kept = position.begun or (None, {})
-        host = position.host | {"scheduler": scheduler, "kept": sorted(kept)}
+        scheduler, kept, _ = position.begun or (None, {}, "")
+        host = position.host | {
+            "scheduler": scheduler,
+            "kept": sorted(kept),
+            "layout": self._layout,
+        }
         self._checkpoints.save(position.done, self._arrays(position.state, kept), host)
+
+    def hold_room(self, state: State) -> None:
+        """Holds the space of a checkpoint; SaveFailed where there is none."""
+        self._checkpoints.hold_room(self._arrays(state, {}))
+
+    def release_room(self) -> None:
+        """Gives up the space that is held."""
+        self._checkpoints.release_room()
+
+    def check(self) -> None:
+        """Notices a save that has failed since the last time: SaveFailed."""
+        self._checkpoints.check()
+
+    def wait(self) -> None:
+        """Waits until what is being saved is whole; SaveFailed where it cannot be."""
+        self._checkpoints.wait()
+
+    def steps(self) -> list[int]:
+        """The steps whose positions are saved, or are being saved, the oldest first."""
+        return self._checkpoints.steps()
+
+    def oldest(self) -> int | None:
+        """The steps before which no position is saved any more; None while even the beginning is one."""
+        return self._checkpoints.oldest()
 
     def close(self) -> None:
         """Waits until the last checkpoint is whole."""
@@ -63,6 +97,6 @@ class Positions:
         arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
         if kept:
             arrays["kept"] = {str(version): tree for version, tree in kept.items()}
-        return arrays | {
-            "root_key": put(jax.random.key(self._seed), self._trainer.group.replicated)
-        }
+        mesh = jax.tree.leaves(state.tuned)[0].sharding.mesh
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return arrays | {"root_key": put(jax.random.key(self._seed), everywhere)}

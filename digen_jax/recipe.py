@@ -22,12 +22,14 @@ from digen_jax.runtime.optimisation import TrainerSettings
 from digen_jax.runtime.scheduler.settings import Settings
 from digen_jax.settings import ConfigError, check_fields, check_types
 
+# Where a step's work is done and how it is cut: its result is the same up to rounding.
+LAYOUT = ("placement", "sampler.fragment", "trainer.micro_batch", "trainer.pack")
 # What a resumed run may have otherwise: none of it changes what is computed in a step.
 MAY_CHANGE = (
+    *LAYOUT,
     "checkpoint",
     "pictures",
-    "placement.cpu_devices",
-    "placement.sizes",
+    "reward.processes",
     "reward.retries",
     "runtime.deadline",
     "steps",
@@ -129,6 +131,7 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
                 tag_weights="in place",  # what it samples from; or "resharded", a copy on each device
                 max_candidates=0,  # groups tried for a step, as those of equal rewards are replaced; 0: none are
                 redundant_groups=0,  # generated beside those needed, so that no replacement is waited for
+                ordered="auto",  # train a step's fragments in their order: "yes", "no", or if nothing is early or stale
                 early_groups=0,  # that may be in training at a time before they are complete; 0: none
                 # Seconds after which a command or a reward counts as hung, or ten times as many as it was
                 # measured to take, if these are more; compilation does not count. 0: never.
@@ -257,10 +260,11 @@ def trainer_settings(config: ConfigDict) -> TrainerSettings:
 def scheduler_settings(config: ConfigDict) -> Settings:
     """The scheduler's.
 
-    Strictly on policy, fragments are trained in their order, unless that is to be early: a run is then
-    the same to the last bit whenever it is done again.
+    By default fragments are trained in their order strictly on policy, unless that is to be early: a
+    run is then the same to the last bit whenever it is done again.
     """
     runtime = config.runtime
+    on_policy = runtime.staleness == 0 and not runtime.early_groups
     complete_first = needs(algorithm_settings(config), advantage_settings(config))
     return Settings(
         steps=config.steps,
@@ -270,7 +274,7 @@ def scheduler_settings(config: ConfigDict) -> Settings:
         updates=config.trainer.updates,
         readiness=f"early_{complete_first}" if runtime.early_groups else complete_first,
         open_groups=runtime.early_groups,
-        ordered=runtime.staleness == 0 and not runtime.early_groups,
+        ordered={"auto": on_policy, "yes": True, "no": False}[runtime.ordered],
         staleness=runtime.staleness,
         stale_share=runtime.stale_share,
         tag_fragments=runtime.tag_fragments,
@@ -278,6 +282,13 @@ def scheduler_settings(config: ConfigDict) -> Settings:
         redundant_groups=runtime.redundant_groups,
         score_retries=config.reward.retries,
     )
+
+
+def layout(config: ConfigDict) -> str:
+    """Where a step's work is done and how it is cut, as a text: what commands cost depends on it."""
+    placement = {k: v for k, v in config.placement.items() if k not in ("cpu_devices", "sizes")}
+    cut = config.sampler.fragment, config.trainer.micro_batch, config.trainer.pack
+    return ConfigDict({"placement": placement, "cut": cut}).to_json(sort_keys=True)
 
 
 def drawn_groups(config: ConfigDict) -> int:

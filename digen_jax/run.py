@@ -1,9 +1,10 @@
 """A whole training run in a workdir: claim it, continue where it was left, train, show the results."""
 
+import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,11 +15,12 @@ from ml_collections import ConfigDict
 
 from digen_jax import pictures, recipe, rewards
 from digen_jax.assemble import build, make_driver
-from digen_jax.checkpoint import claim_workdir, finished_step, mark_finished
+from digen_jax.checkpoint import SaveFailed
 from digen_jax.environment import note_start
+from digen_jax.evaluated import save_images, saved_images
 from digen_jax.following import follow_run
 from digen_jax.interrupt import Interrupt
-from digen_jax.metrics import MetricsLog, read_metrics
+from digen_jax.metrics import CLOCK, MetricsLog, read_metrics
 from digen_jax.planning import placed
 from digen_jax.positions import Position, Positions
 from digen_jax.progress import Progress
@@ -29,11 +31,12 @@ from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps
 from digen_jax.recipe_checks import check
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
+from digen_jax.room import FULL
 from digen_jax.runtime.divergence import DivergedError, check_metrics
 from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
 from digen_jax.runtime.executors.clock import paused
 from digen_jax.runtime.executors.driver import Driver
-from digen_jax.runtime.executors.log import CommandLog
+from digen_jax.runtime.executors.log import CommandLog, read_log
 from digen_jax.runtime.executors.orders import Orders, is_first, leading, several
 from digen_jax.runtime.executors.watch import Watch, end_process
 from digen_jax.runtime.scheduler.deadlines import Deadline
@@ -41,6 +44,7 @@ from digen_jax.runtime.timeline import Interval
 from digen_jax.runtime.timeline_files import TraceFile, draw
 from digen_jax.runtime.trainer import State
 from digen_jax.settings import ConfigError
+from digen_jax.workdir import claim_workdir, finished_step, mark_finished
 
 Metrics = dict[str, float]
 
@@ -80,8 +84,12 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
     with claim_workdir(workdir, config.to_dict(), MAY_CHANGE):
         finished = finished_step(workdir) or 0
         if finished < config.steps:
-            orders.announce("begin", config.to_json(sort_keys=True))
-            return Run(config, workdir, orders).train()
+            for file, read in {"metrics.jsonl": read_metrics, "commands.jsonl": read_log}.items():
+                if (workdir / file).exists():
+                    read(workdir / file)  # so that garbage in it is found before anything slow
+            run = Run(config, workdir, orders)
+            with full_disk(workdir):
+                return run.train()
     print(f"This run is finished: {finished} steps are done. To go on, give a larger config.steps.")
     print(where(workdir))
     return None
@@ -92,6 +100,9 @@ class Run:
 
     def __init__(self, config: ConfigDict, workdir: pathlib.Path, orders: Orders):
         self.config, self.workdir, self.orders = config, workdir, orders
+        self.positions = Positions(workdir, config)
+        self.full: OSError | None = None  # the disk is, as a file of the workdir has shown
+        orders.announce("begin", config.to_json(sort_keys=True))
         reward = config.reward
         deadline = Deadline(config.runtime.deadline)
         self.rewards = RewardPool(
@@ -126,7 +137,6 @@ class Run:
         self.timeline = TraceFile(workdir / "timeline.json")
         self.shown: list[list[Interval]] = []  # of the last steps
         self.log = MetricsLog(workdir, recipe.wandb_options(config), config.to_dict())
-        self.positions = Positions(workdir, config, self.system.trainer)
         self.folder = workdir / "pictures"
         self.folder.mkdir(exist_ok=True)
 
@@ -150,6 +160,7 @@ class Run:
         """The newest checkpoint's position, or the beginning's once the start has been evaluated."""
         state = self.system.trainer.init(self.system.start)
         found = self.positions.newest(state)
+        self.positions.hold_room(state)
         if found is None:
             return self.begin(state)
         if found.done > self.config.steps:
@@ -171,14 +182,35 @@ class Run:
             flush=True,
         )
         self.log.cut_back(0)
-        self.log.write(0, self.look(0, state))
+        line = self.look(0, state)
+        self.kept(lambda: self.log.write(0, line))
         return Position(0, state, None, self.places(0))
 
     def advance(self, position: Position, interrupt: Interrupt) -> Position:
-        """Step after step, to the last or until a signal asks to stop; where it ends is saved."""
+        """Step after step, to the last or until a signal asks to stop; where it ends is saved.
+
+        Raises:
+          SaveFailed: something could not be written; what the disk has room for is saved.
+        """
         if position.done == self.config.steps:
             return position
+        try:
+            position = self.go_on(position, interrupt)
+            self.positions.wait()
+            return position
+        except SaveFailed as error:
+            with contextlib.suppress(SaveFailed):
+                self.positions.wait()
+            saved = self.positions.steps()
+            newest = f"after step {saved[-1]}" if saved else "from the beginning"
+            raise SaveFailed(
+                f"{error}: make room, and the same command goes on {newest}"
+            ) from error
+
+    def go_on(self, position: Position, interrupt: Interrupt) -> Position:
+        """As `advance`, but for what follows where something could not be written."""
         prompts = self.draw_prompts(position.done)
+        self.commands = CommandLog(self.workdir / "commands.jsonl", position.done)
         self.driver = make_driver(
             self.system,
             self.config,
@@ -187,12 +219,13 @@ class Run:
             self.rewards,
             position.done,
             position.begun,
-            CommandLog(self.workdir / "commands.jsonl", position.done),
+            self.commands,
             self.orders,
             self.watch,
         )
         with closing(Progress(self.config.steps, position.done)) as progress, closing(self.driver):
             try:
+                self.check_disk()
                 while position.done < self.config.steps and not interrupt.asked:
                     position, line = self.step(position)
                     progress.update(
@@ -204,13 +237,15 @@ class Run:
                     if "evaluation/reward" in line:
                         reward = f"{line['evaluation/reward']:.3f}"
                         progress.note(f"step {position.done}: {reward} on the held-out prompts")
+                    self.check_disk()
                     interrupt.asked = interrupt.asked or self.orders.asked_to_stop()
             finally:
                 # After a failure, too, what came before it is kept. An update consumes its state:
                 # a step that fails behind its first update leaves the last checkpoint as it is.
                 if whole(position) and not self.orders.torn:
                     self.save(position)
-                self.timeline.write(self.driver.rest(), time.time() - self.driver.now())
+                rest, clock = self.driver.rest(), time.time() - self.driver.now()
+                self.kept(lambda: self.timeline.write(rest, clock))
         self.driver = None
         return position
 
@@ -224,9 +259,10 @@ class Run:
         done, state, begun = position.done + 1, self.driver.state, self.driver.begun
         self.show_timeline(done)
         line |= self.look(done, state)
-        self.log.write(done, line)
+        self.kept(lambda: self.log.write(done, line))
+        self.kept(self.commands.flush)
         if "evaluation/reward" in line:
-            self.draw_curve()
+            self.kept(self.draw_curve)
         position = Position(done, state, begun, self.places(done))
         if self.positions.due(done):
             self.save(position)
@@ -249,6 +285,27 @@ class Run:
             f"{trainer.clip_norm}, and begin in another workdir"
         )
 
+    def kept(self, write: Callable[[], Any]) -> None:
+        """Writes a file of the workdir; on a full disk in the room that is held, and the run is to stop."""
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self.full = error
+            self.positions.release_room()
+            write()
+
+    def check_disk(self) -> None:
+        """Between two steps: whether all could be written, and the next checkpoint can be.
+
+        Raises:
+          SaveFailed: it could not.
+        """
+        if self.full:
+            raise SaveFailed(f"the disk of {self.workdir} is full")
+        self.positions.check()
+
     def look(self, done: int, state: State) -> Metrics:
         """Evaluation and pictures, where they are due after `done` steps; the evaluation's metrics."""
         last = done == self.config.steps
@@ -266,12 +323,12 @@ class Run:
             title = f"after step {done}" if done else "before tuning"
             grid = pictures.image_grid(images, captions, 6, scores[:count], title)
             path = self.folder / f"step_{done:06d}.png"
-            grid.save(path)
-            self.log.picture(path)
+            self.kept(lambda: grid.save(path))
+            self.kept(lambda: self.log.picture(path))
         if not evaluated:
             return {}
         file = self.folder / ("after.npz" if done else "before.npz")
-        np.savez(file, step=done, images=images, scores=scores)
+        self.kept(lambda: save_images(file, step=done, images=images, scores=scores))
         return found.metrics()
 
     def evaluate(self, tuned: Any, records: list[dict]) -> Evaluation:
@@ -311,14 +368,16 @@ class Run:
     def show_timeline(self, done: int) -> None:
         """Writes down what the workers did in a step; a picture of the last ones where one is due."""
         intervals = self.driver.intervals
-        self.timeline.write(intervals, time.time() - self.driver.now())
+        clock = time.time() - self.driver.now()
+        self.kept(lambda: self.timeline.write(intervals, clock))
         self.shown = [*self.shown[1 - SHOWN_STEPS :], intervals]
         if done % self.config.pictures.every == 0 or done == self.config.steps:
             first = done - len(self.shown) + 1
             steps = f"steps {first} to {done}" if first < done else f"step {done}"
             path = self.folder / f"timeline_{done:06d}.png"
-            draw([interval for step in self.shown for interval in step], path, steps)
-            self.log.picture(path)
+            shown = [interval for step in self.shown for interval in step]
+            self.kept(lambda: draw(shown, path, steps))
+            self.kept(lambda: self.log.picture(path))
 
     def places(self, done: int) -> dict[str, Any]:
         """How far the prompts and the metrics are after `done` steps."""
@@ -328,17 +387,41 @@ class Run:
     def save(self, position: Position) -> None:
         """A checkpoint of a position, unless there is one."""
         self.saved = position.done
+        self.positions.wait()
+        oldest = self.positions.oldest()
+        if oldest is not None:
+            self.kept(lambda: self.forget(oldest))
         kept = position.begun.kept if position.begun else {}
         with self.orders.together("save", (position.done, tuple(kept))):
             self.positions.save(position)
 
+    def forget(self, done: int) -> None:
+        """Cuts the records of what the workers did back to the step that was `done`."""
+        lines = read_metrics(self.workdir / "metrics.jsonl")
+        ended = next(line[CLOCK] for line in lines if line["step"] == done)
+        self.timeline.cut_back(done, ended)
+        self.commands.cut_back(done)
+
     def finish(self, position: Position) -> None:
         """The results, on the console and as pictures."""
-        after = self.folder / "after.npz"
-        if not after.exists() or np.load(after)["step"] != position.done:
+        last = saved_images(self.folder / "after.npz")
+        if last is None or last["step"] != position.done:
             # The run had stopped here, and only now is this to be its last step.
             self.look(position.done, position.state)
-        first, last = np.load(self.folder / "before.npz"), np.load(after)
+            last = saved_images(self.folder / "after.npz")
+        first = saved_images(self.folder / "before.npz")
+        if first is None or len(first["scores"]) != len(self.held_out):
+            print(
+                f"{self.folder / 'before.npz'} is missing or damaged: nothing is compared with it"
+            )
+        else:
+            self.compare(first, last)
+        self.draw_curve()
+        print(where(self.workdir))
+        mark_finished(self.workdir, position.done)
+
+    def compare(self, first: dict[str, np.ndarray], last: dict[str, np.ndarray]) -> None:
+        """A sheet of the same prompts before and after, and the table of their rewards."""
         count = min(len(first["images"]), len(last["images"]))
         pictures.before_after(
             first["images"][:count],
@@ -348,10 +431,20 @@ class Run:
             last["scores"][:count],
             title="held-out prompts, the same noise before and after tuning",
         ).save(self.folder / "before_after.png")
-        self.draw_curve()
         print(table(self.held_out, first["scores"], last["scores"]))
-        print(where(self.workdir))
-        mark_finished(self.workdir, position.done)
+
+
+@contextlib.contextmanager
+def full_disk(workdir: pathlib.Path) -> Iterator[None]:
+    """Says in a sentence that the disk is full, wherever that shows first."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise SaveFailed(
+            f"the disk of {workdir} is full: make room, and the same command goes on from the last checkpoint"
+        ) from error
 
 
 def whole(position: Position) -> bool:
@@ -380,8 +473,8 @@ def where(workdir: pathlib.Path) -> str:
         "pictures/curve.png": "reward over the steps",
         "pictures/step_*.png": "pictures on the way",
         "pictures/timeline_*.png": "what every worker did in the last steps",
-        "timeline.json": "the same of all steps, for ui.perfetto.dev",
-        "commands.jsonl": "what the scheduler told them to do, in order",
+        "timeline.json": "the same since the oldest checkpoint, for ui.perfetto.dev",
+        "commands.jsonl": "what the scheduler told them to do since then, in order",
         "metrics.jsonl": "every number, a line a step",
         "starts.jsonl": "versions, commit, devices and command of each start",
         "tensorboard/": "the same for TensorBoard",

@@ -11,7 +11,7 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.settings import run_main
+from digen_jax.settings import check_output, run_main
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string(
@@ -27,6 +27,7 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def main() -> int | None:
     """Set up the devices and train; returns the exit code where a signal stopped the run."""
+    check_output("--workdir", _WORKDIR.value, folder=True)
     from digen_jax.launching import join, prepare
     from digen_jax.recipe import complete
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from digen_jax import run
-from digen_jax.checkpoint import finished_step, read_checkpoint
+from digen_jax.checkpoint import read_checkpoint
 from digen_jax.metrics import read_metrics, without_timing
 from digen_jax.runtime import placement
+from digen_jax.workdir import finished_step
 from tests import toy_process
 from tests.pipelines import ROOT, environment
 from tests.runtime import toy

@@ -163,9 +163,11 @@ def test_a_metric_cannot_take_the_name_of_the_step(tmp_path):
 
 def test_a_malformed_line_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\nnonsense\n{"step": 1}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
-        read_metrics(path)
+    line = b'{"step": 0, "seconds/clock": 0}\n'
+    for garbage in (b"nonsense", b"\x93\xff", b"5", b'{"step": "x"}', b"[]"):
+        path.write_bytes(line + garbage + b"\n" + line)
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 holds no metrics: bring"):
+            read_metrics(path)
 
 
 def test_timing_fields_are_left_out():

@@ -814,6 +814,21 @@ def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given
     assert settings.ordered and recipe.drawn_groups(full) == 20
 
 
+def test_whether_fragments_are_trained_in_their_order_may_be_said(given):
+    for fields, ordered in (
+        (dict(), True),
+        (dict(runtime__ordered="no"), False),
+        (dict(runtime__staleness=1), False),
+        (dict(runtime__staleness=1, runtime__ordered="yes"), True),
+    ):
+        full = recipe.complete(changed(given, **fields))
+        assert recipe.scheduler_settings(full).ordered == ordered
+    with pytest.raises(
+        ConfigError, match=r"config\.runtime\.ordered is 'maybe'; it must be one of"
+    ):
+        recipe_checks.check(recipe.complete(changed(given, runtime__ordered="maybe")))
+
+
 # ------------------------------------------------------------------------------ early groups
 
 EARLY = dict(
@@ -839,6 +854,11 @@ EARLY = dict(
         (
             dict(runtime__max_candidates=20),
             "config.runtime.early_groups = 2 cannot go with config.runtime.max_candidates = 20",
+        ),
+        (
+            dict(runtime__ordered="yes"),
+            "config.runtime.early_groups = 2 cannot go with config.runtime.ordered = 'yes', as what is "
+            "trained before its group is complete depends on arrival: set that to 'auto', or config",
         ),
         (
             dict(algorithm__old_log_probs="auto"),

@@ -16,11 +16,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 from digen_jax import run
-from digen_jax.checkpoint import finished_step
 from digen_jax.metrics import TIMING, read_metrics, without_timing
 from digen_jax.runtime import divergence
 from digen_jax.runtime.divergence import DivergedError
 from digen_jax.settings import ConfigError
+from digen_jax.workdir import finished_step
 from tests.cases import quick
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
 from tests.runtime import toy
@@ -43,7 +43,7 @@ def get_config():
         placement=dict(rollout=dict(data=2), trainer=dict(data=2)),
         evaluation=dict(prompts="prompts.jsonl", images=4, batch=8, every=2),
         pictures=dict(every=2, images=3),
-        checkpoint=dict(every=2, keep=2),
+        checkpoint=dict(every=2, keep=9),
     ))
 """
 TOY = """
@@ -176,7 +176,7 @@ def test_a_run_trains_and_shows_its_results(unbroken):
     assert [line["step"] for line in history if "evaluation/reward" in line] == [0, 2, 4, 6]
     assert history[6]["evaluation/reward"] > history[0]["evaluation/reward"] + 0.01
     assert all(line["gradient_norm"] > 0 for line in history[1:])
-    assert saved(workdir) == ["4", "6"]
+    assert saved(workdir) == ["2", "4", "6"]
     assert "disaggregated: of 4 devices (cpu) 2 sample and 2 train" in said
     first, last = (history[i]["evaluation/reward"] for i in (0, 6))
     assert f"reward on 4 held-out prompts      before   after    gain\n  all {first:34.3f}" in said

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from digen_jax.checkpoint import claim_workdir, finished_step
 from digen_jax.recipe import MAY_CHANGE
 from digen_jax.run import train
 from digen_jax.settings import ConfigError
+from digen_jax.workdir import claim_workdir, finished_step
 
 REWARD = "evaluation/reward"
 

@@ -100,6 +100,7 @@ def fit(
                 log.write(done, metrics)
             if checkpoints.due(done) or done == settings.steps:
                 checkpoints.save(done, state, {"metrics": log.position()})
+            checkpoints.check()
     return state["ema"]
 
 

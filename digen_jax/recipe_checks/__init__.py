@@ -99,6 +99,7 @@ def _check_choices(config: ConfigDict) -> None:
             ("sampler.dtype", ("", "float32", "bfloat16")),
             ("runtime.tag_weights", ("in place", "resharded")),
             ("lora.init", get_args(Init)),
+            ("runtime.ordered", ("auto", "yes", "no")),
             ("wandb.mode", ("online", "offline", "disabled", "shared")),
             ("placement.sizes", SIZES),
         ):

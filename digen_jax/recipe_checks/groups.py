@@ -117,6 +117,13 @@ def check_early(config: ConfigDict) -> None:
                         f"{early} cannot go with config.{name} = {value}, as {why}: set that to {needed}, or "
                         "config.runtime.early_groups to 0"
                     )
+        if config.runtime.ordered == "yes":
+            with one():
+                raise ConfigError(
+                    f"{early} cannot go with config.runtime.ordered = 'yes', as what is trained before its "
+                    "group is complete depends on arrival: set that to 'auto', or "
+                    "config.runtime.early_groups to 0"
+                )
         if len(names) == 1:
             with one(), blame("config.advantages."):
                 advantage_settings(config).check_early()

@@ -1,6 +1,7 @@
 """Timelines to look at: in Chrome's trace format, and as pictures."""
 
 import json
+import os
 import pathlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from digen_jax.files import append, replace
 from digen_jax.runtime.scheduler.commands import TRAINER
 from digen_jax.runtime.timeline import Interval
 
@@ -36,43 +38,69 @@ class TraceFile:
 
     def __init__(self, path: pathlib.Path):
         self._path = path
-        if not path.exists() or not path.stat().st_size:
-            path.write_text("[\n]\n")
-        lines = path.read_text().splitlines()
-        self._rows = [
-            event["args"]["name"]
-            for event in map(_event_of, lines)
-            if event and event["name"] == "thread_name"
-        ]
-        # A last line that a kill cut off is dropped.
-        kept = [line.rstrip(",") for line in lines[1:] if _event_of(line)]
-        path.write_text("[\n" + ",\n".join(kept) + ("\n" if kept else "") + "]\n")
-        self._empty = not kept
+        self._rows: list[str] = []
+        self._replace(self._events())
+
+    def cut_back(self, done: int, ended: float) -> None:
+        """Removes what belongs to the first `done` steps or, where it is of no step, ended before `ended`.
+
+        `ended` is when these were done, in seconds on the clock of `write`.
+
+        Raises:
+          OSError: the disk is full; the file is as it was.
+        """
+
+        def stays(event: dict[str, Any]) -> bool:
+            if event["ph"] == "M":
+                return True
+            step = event["args"].get("step")
+            return event["ts"] + event["dur"] >= ended * 1e6 if step is None else step >= done
+
+        self._replace(list(filter(stays, self._events())))
+
+    def _events(self) -> list[dict[str, Any]]:
+        """What is in the file; a last line that a kill cut off is left out."""
+        lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
+        return list(filter(None, map(_event_of, lines)))
+
+    def _replace(self, events: list[dict[str, Any]]) -> None:
+        rows = [event["args"]["name"] for event in events if event["ph"] == "M"]
+        text = ",\n".join(map(json.dumps, events))
+        replace(self._path, ("[\n" + text + ("\n" if events else "") + "]\n").encode())
+        self._rows, self._empty = rows, not events
 
     def write(self, intervals: Iterable[Interval], clock: float = 0.0) -> None:
         """Appends intervals; `clock` is the time, in seconds, of their 0."""
-        events = []
+        events, rows = [], list(self._rows)
         for interval in intervals:
-            if interval.worker not in self._rows:
-                self._rows.append(interval.worker)
-                events.append(_row(len(self._rows), interval.worker))
-            events.append(_event(self._rows.index(interval.worker) + 1, interval, clock))
+            if interval.worker not in rows:
+                rows.append(interval.worker)
+                events.append(_row(len(rows), interval.worker))
+            events.append(_event(rows.index(interval.worker) + 1, interval, clock))
         if not events:
             return
         text = ",\n".join(json.dumps(event) for event in events)
-        with self._path.open("rb+") as file:
-            file.seek(-len("\n]\n") + self._empty, 2)
-            file.write((("" if self._empty else ",\n") + text + "\n]\n").encode())
-        self._empty = False
+        end = len("\n]\n") - self._empty
+        size = self._path.stat().st_size
+        os.truncate(self._path, size - end)
+        try:
+            append(self._path, (("" if self._empty else ",\n") + text + "\n]\n").encode())
+        except OSError:
+            # There is room for what was cut off just now.
+            append(self._path, b"\n]\n"[self._empty :])
+            raise
+        self._rows, self._empty = rows, False
 
 
 def _event_of(line: str) -> dict[str, Any] | None:
-    """The event in a line, or None."""
+    """The event in a line as `write` puts it there, or None."""
     try:
         found = json.loads(line.rstrip(","))
     except json.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    kind = found.get("ph") if isinstance(found, dict) else None
+    needed = {"M": {"args", "tid"}, "X": {"ts", "dur", "args"}}.get(kind)
+    return found if needed and needed <= found.keys() else None
 
 
 def _row(number: int, worker: str) -> dict[str, Any]:

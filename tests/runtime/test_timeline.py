@@ -57,6 +57,31 @@ def test_a_resumed_run_writes_on_behind_what_a_kill_left(tmp_path, cut):
     assert [e[:2] for e in events(path)][len(kept) :] == [("reward", "score"), ("trainer", "tag")]
 
 
+def test_what_belongs_to_early_steps_can_be_cut_off(tmp_path):
+    path = tmp_path / "timeline.json"
+    trace = TraceFile(path)
+    trace.write([*INTERVALS, Interval("rollout 1", "decode", 0.5, 2.2, Fragment(1, 0))], 10.0)
+    whole = events(path)
+    trace.cut_back(1, 12.2)
+    assert events(path) == [e for e in whole if e[1] in ("wait for generation", "decode")]
+    trace.write([Interval("trainer", "update", 3.0, 3.5)], 10.0)
+    assert events(path)[-1][:2] == ("trainer", "update")
+    trace.cut_back(2, 20.0)
+    assert events(path) == []
+    trace.write(INTERVALS, 20.0)
+    assert [e[:2] for e in events(path)] == [e[:2] for e in whole[:-1]]
+
+
+def test_garbage_in_a_trace_is_dropped(tmp_path):
+    path = tmp_path / "timeline.json"
+    TraceFile(path).write(INTERVALS)
+    whole = events(path)
+    garbage = b'\x93\xff\n5,\n{"name": "thread_name"},\n{"ph": "X"},\n'
+    path.write_bytes(path.read_bytes().replace(b"[\n", b"[\n" + garbage))
+    TraceFile(path)
+    assert events(path) == whole
+
+
 def test_a_picture_has_a_row_for_each_worker(tmp_path):
     draw(INTERVALS, tmp_path / "few.png", "step 1")
     draw([*INTERVALS, Interval("rollout 1", "decode", 0.0, 1.0)], tmp_path / "more.png")

@@ -45,6 +45,7 @@ class Begun(NamedTuple):
 
     scheduler: dict[str, Any]  # Scheduler.save()
     kept: dict[int, Any]  # version: tuned parameters that begun fragments need, the newest apart
+    layout: str = ""  # recipe.layout of the process that saved it, which the costs were measured in
 
 
 class Driver:

@@ -72,7 +72,9 @@ class Executors:
         self.last_update = config.trainer.updates - 1
         # What an update consumes is sampled from, or compared with, behind it only where these say so.
         later = apart or needs_behaviour(algorithm) or needs_start(algorithm)
-        self.versions = Versions(later and (config.runtime.staleness > 0 or self.last_update > 0))
+        # And where meshes sampled apart before, which may have begun something ahead by the newest version.
+        stale = config.runtime.staleness > 0 and (later or first > 0)
+        self.versions = Versions(stale or (later and self.last_update > 0))
         for version, tuned in (kept or {}).items():
             self.versions.add(version, tuned, own=False)
         self.trainer = TrainingExecutor(

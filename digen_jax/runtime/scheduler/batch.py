@@ -280,13 +280,23 @@ class Batch:
                 self._make_ready(index // self.settings.unit_fragments)
                 return
 
-    def rewound(self) -> "Batch":
-        """The same step with nothing begun but the versions of its groups fixed as they are."""
-        batch = Batch.begin(self.step, self.settings)
-        batch.stale = self.stale
+    def rewound(self, settings: Settings) -> "Batch":
+        """The same step with nothing begun but the versions of its groups fixed as they are.
+
+        Where `settings` makes other units of the images, one gets the oldest version of those it shares
+        an image with, of which some may have been unbegun.
+        """
+        batch = Batch.begin(self.step, settings)
         missing = len(self.candidates.verdicts) - len(batch.candidates.verdicts)
-        batch.candidates.verdicts.extend([None] * missing)
-        batch._open_groups()
-        for old, new in zip(self.groups, batch.groups, strict=True):
-            new.version = old.version
+        if self.settings.unit_images == settings.unit_images:
+            batch.candidates.verdicts.extend([None] * missing)
+            batch._open_groups()
+        size, old_size = settings.unit_images, self.settings.unit_images
+        for number, group in enumerate(batch.groups):
+            first, last = number * size, (number + 1) * size - 1
+            shared = self.groups[first // old_size : last // old_size + 1]
+            versions = [old.version for old in shared if old.version is not None]
+            group.version = min(versions, default=None)
+        begun = (group.version for group in batch.groups if group.version is not None)
+        batch.stale = sum(version < self.step for version in begun)
         return batch

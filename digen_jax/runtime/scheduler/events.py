@@ -1,4 +1,4 @@
-"""What the executors tell the scheduler. `at` is the run's clock in seconds; it never goes back."""
+"""What the executors tell the scheduler. `at` is their process's clock in seconds; it never goes back."""
 
 import dataclasses
 

@@ -48,10 +48,14 @@ def unpack(value: Any) -> Any:
     return CLASSES[kind](**{k: unpack(v) for k, v in value.items() if k != "is"})
 
 
-def rewind(now: state.State, **changed: Any) -> None:
+def rewind(
+    now: state.State, new: settings.Settings | None = None, expected: settings.Costs | None = None
+) -> None:
     """Forgets the workers and all that is in flight; versions that groups have begun by stay fixed.
 
-    `changed` are settings that are others from now on, such as the number of steps.
+    The clock begins again, as that of a new process does. `new`, where given, replaces the settings,
+    which may have another number of steps or cut a step into other fragments; `expected` replaces the
+    costs, measured ones too.
 
     Raises:
       ValueError: a part of the step that is on was trained.
@@ -60,13 +64,18 @@ def rewind(now: state.State, **changed: Any) -> None:
         raise ValueError("a scheduler can only be resumed from the end of a step")
     now.trainer, now.rollout, now.idle, now.in_flight = None, {}, [], {}
     now.failures, now.failed_on = {}, {}
+    now.now, now.joins, now.rate = 0.0, 0, None
+    now.settings = new or now.settings
+    if expected is not None:
+        now.costs = costs.CostModel(expected, now.settings.fragment_images)
     count = now.settings.evaluation_fragments
     now.evaluations = {
         version: state.Evaluation(version, list(range(count)), count) for version in now.evaluations
     }
-    now.settings = dataclasses.replace(now.settings, **changed)
     now.batches = {
-        step: old.rewound() for step, old in now.batches.items() if step < now.settings.steps
+        step: old.rewound(now.settings)
+        for step, old in now.batches.items()
+        if step < now.settings.steps
     }
     now.open_batches()
     now.references = {now.version: 0, **dict.fromkeys(now.evaluations, 0)}

@@ -79,20 +79,23 @@ class Scheduler:
         return scheduler
 
     @classmethod
-    def resume(cls, saved: dict[str, Any], **changed: Any) -> "Scheduler":
-        """The scheduler in a new process: workers have to join again, nothing is in flight.
+    def resume(
+        cls, saved: dict[str, Any], settings: Settings | None = None, costs: Costs | None = None
+    ) -> "Scheduler":
+        """The scheduler in a new process, whose clock begins at 0: workers have to join again.
 
-        What was begun is begun again, by the version that began it.
+        Nothing is in flight. What was begun is begun again, by the version that began it.
 
         Args:
           saved: what `save` gave.
-          changed: settings that are to be others now, such as the number of steps.
+          settings: where they are others now: the number of steps, or what depends on the devices.
+          costs: expected ones, where what was measured is of other devices; None: that still holds.
 
         Raises:
           ValueError: it was saved after a part of a step was trained.
         """
         scheduler = cls.restore(saved)
-        saving.rewind(scheduler.state, **changed)
+        saving.rewind(scheduler.state, settings, costs)
         return scheduler
 
     def is_superseded(self, command: Command) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.driver import Begun
 from digen_jax.runtime.executors.executors import Executors, replay
+from digen_jax.runtime.executors.log import CommandLog, read_log
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.training import Versions
 from digen_jax.runtime.scheduler.commands import TRAINER, Generate, Publish, Score, Train, Update
@@ -213,6 +214,33 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
     state, kept, steps = resumed()
     again = replayed(system, c, log, state=state, kept=kept, batches=steps, first=2)
     equal_bits(again, after)
+
+
+def test_a_log_that_was_cut_back_is_replayed_from_the_checkpoint_that_it_begins_at(
+    system, tmp_path
+):
+    """What had begun the next step before the checkpoint is still in it; its last line is cut off by a kill."""
+    c, path = config(**STALE), tmp_path / "commands.jsonl"
+    log = CommandLog(path, 0)
+    with toy.driver(system, c, log=log) as driver:
+        driver.step()
+        driver.step()
+        saved = jax.device_get((driver.state, driver.begun.kept))
+        driver.step()
+        log.cut_back(2)
+        driver.step()
+        after = jax.device_get(driver.state)
+    with path.open("a") as file:
+        file.write('{"is": "Publ')
+    first, commands = read_log(path)
+    assert first == 2 and set(saved[1]) == {1}
+    assert min(c.fragment.step for c in commands if isinstance(c, Train)) == 2
+    assert min(c.version for c in commands if isinstance(c, Generate)) == 1
+    state = jax.device_put(saved[0], jax.tree.map(lambda a: a.sharding, toy.fresh(system)))
+    kept = jax.device_put(saved[1], system.placement.trainer.replicated)
+    steps = toy.batches(GROUPS)
+    next(steps), next(steps)
+    equal_bits(replayed(system, c, commands, state=state, kept=kept, batches=steps, first=2), after)
 
 
 def _dict(saved):

@@ -1,0 +1,139 @@
+"""A run's folder: it has one process at a time, one config, and notes when the run is finished."""
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Collection
+from pathlib import Path
+from typing import IO, Any
+
+from digen_jax.files import replace
+from digen_jax.settings import ConfigError
+from digen_jax.weights.folder import read_json
+
+
+def claim_workdir(
+    workdir: Path | str, config: dict[str, Any], may_change: Collection[str] = ()
+) -> IO[str]:
+    """Makes a workdir this process's own and its config the run's, in `workdir`/config.json.
+
+    A run that ended before its first line of metrics has computed nothing, so that another config
+    may take its workdir: a mistake that showed late does not need another folder.
+
+    Args:
+      workdir: the run's folder, created if need be.
+      config: the run's config as a nested dict.
+      may_change: dotted names of fields, or groups of them, that a resumed run may have otherwise.
+
+    Returns:
+      An open file: the claim ends when it is closed or the process ends, however that comes.
+
+    Raises:
+      ConfigError: it cannot be written, another process has it, or the run there has another config
+        (the sentence names the fields that differ) or none that can be read.
+    """
+    workdir = Path(workdir)
+    claim = _lock(workdir)
+    try:
+        _check_same_config(workdir, config, may_change)
+    except ConfigError:
+        claim.close()
+        raise
+    _write_whole(workdir / "config.json", config)
+    return claim
+
+
+def _lock(workdir: Path) -> IO[str]:
+    """Locks the workdir by a POSIX record lock, which a process forked later does not inherit."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        claim = (workdir / ".lock").open("a+")
+    except OSError as error:
+        wrong = "is a file" if workdir.is_file() else f"cannot be written ({error.strerror})"
+        raise ConfigError(f"the workdir {workdir} {wrong}: choose another one") from error
+    try:
+        fcntl.lockf(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        claim.seek(0)
+        owner = claim.read().strip()
+        claim.close()
+        raise ConfigError(
+            f"{workdir} is in use by {owner}: wait until that ends, or choose another workdir"
+        ) from error
+    except OSError as error:
+        claim.close()
+        raise ConfigError(
+            f"{workdir} cannot be locked ({error.strerror}): choose another one"
+        ) from error
+    claim.truncate(0)
+    claim.write(f"process {os.getpid()} on {socket.gethostname()}")
+    claim.flush()
+    return claim
+
+
+def _check_same_config(workdir: Path, config: dict[str, Any], may_change: Collection[str]) -> None:
+    """Compares with the workdir's config.json as JSON sees it: a tuple and a list are the same."""
+    path, metrics = workdir / "config.json", workdir / "metrics.jsonl"
+    if not (metrics.exists() and metrics.stat().st_size):
+        return
+    found = _read_object(path, "bring it back, or choose another workdir")
+    old, new = _leaves(found), _leaves(json.loads(json.dumps(config)))
+    changes = [
+        f"{name}: {_shown(old, name)} -> {_shown(new, name)}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name, ...) != new.get(name, ...)
+        and not any(f"{name}.".startswith(f"config.{free}.") for free in may_change)
+    ]
+    if changes:
+        more = f" and {len(changes) - 6} more" if len(changes) > 6 else ""
+        raise ConfigError(
+            f"the run in {workdir} has another config ({'; '.join(changes[:6])}{more}): "
+            "choose another workdir, or take these changes back"
+        )
+
+
+def _shown(leaves: dict[str, Any], name: str) -> str:
+    return json.dumps(leaves[name]) if name in leaves else "not there"
+
+
+def _leaves(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
+    """Dotted names and values of a nested dict; an empty group is a value."""
+    leaves = {}
+    for name, value in config.items():
+        inner = isinstance(value, dict) and value
+        leaves |= _leaves(value, f"{path}.{name}") if inner else {f"{path}.{name}": value}
+    return leaves
+
+
+def mark_finished(workdir: Path | str, step: int) -> None:
+    """Notes that the run in a workdir has done all its `step` steps and what follows them."""
+    _write_whole(Path(workdir) / "finished.json", {"step": step})
+
+
+def finished_step(workdir: Path | str) -> int | None:
+    """The steps after which the run in a workdir finished, or None where it has not.
+
+    Raises:
+      ConfigError: what notes that cannot be read.
+    """
+    path = Path(workdir) / "finished.json"
+    if not path.exists():
+        return None
+    remedy = "delete it, and the run's command ends the run anew"
+    step = _read_object(path, remedy).get("step")
+    if type(step) is not int:
+        raise ConfigError(f"{path} names no step: {remedy}")
+    return step
+
+
+def _read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file; ConfigError where there is none."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{error}: {remedy}") from error
+
+
+def _write_whole(path: Path, content: dict[str, Any]) -> None:
+    replace(path, (json.dumps(content, indent=2) + "\n").encode())
