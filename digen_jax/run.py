@@ -79,6 +79,7 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
             "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
             "takes all devices of all processes, and rollout.data = 0"
         )
+    orders.announce("devices")  # which no process sees before all look for them
     config = placed(config, workdir)
     check(config, jax.device_count())
     with claim_workdir(workdir, config.to_dict(), MAY_CHANGE):
