@@ -24,9 +24,21 @@ from digen_jax.settings import ConfigError, check_fields, check_types
 
 # Where a step's work is done and how it is cut: its result is the same up to rounding.
 LAYOUT = ("placement", "sampler.fragment", "trainer.micro_batch", "trainer.pack")
-# What a resumed run may have otherwise: none of it changes what is computed in a step.
+# What a user may turn between two starts of a run: the steps that follow are computed by it.
+TURNED = (
+    "algorithm.clip_range",
+    "algorithm.kl_coefficient",
+    "trainer.clip_norm",
+    "trainer.learning_rate",
+    "trainer.warmup",
+    "trainer.weight_decay",
+)
+# What a resumed run may have otherwise: all but TURNED changes nothing that is computed in a step.
 MAY_CHANGE = (
     *LAYOUT,
+    *TURNED,
+    "evaluation.batch",
+    "evaluation.every",
     "checkpoint",
     "pictures",
     "reward.processes",

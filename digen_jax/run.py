@@ -29,6 +29,7 @@ from digen_jax.prompts.files import read_prompt_file
 from digen_jax.prompts.notes import tell
 from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps, is_automatic
 from digen_jax.recipe_checks import check
+from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.room import FULL
@@ -44,7 +45,7 @@ from digen_jax.runtime.timeline import Interval
 from digen_jax.runtime.timeline_files import TraceFile, draw
 from digen_jax.runtime.trainer import State
 from digen_jax.settings import ConfigError
-from digen_jax.workdir import claim_workdir, finished_step, mark_finished
+from digen_jax.workdir import changes, claim_workdir, finished_step, mark_finished
 
 Metrics = dict[str, float]
 
@@ -79,9 +80,10 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
             "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
             "takes all devices of all processes, and rollout.data = 0"
         )
-    orders.announce("devices")  # which no process sees before all look for them
     config = placed(config, workdir)
     check(config, jax.device_count())
+    # In a run's folder that another process has, or that cannot be used at all, the claim finds what is wrong.
+    changed = changes(workdir, config.to_dict()) if workdir.is_dir() else {}
     with claim_workdir(workdir, config.to_dict(), MAY_CHANGE):
         finished = finished_step(workdir) or 0
         if finished < config.steps:
@@ -90,7 +92,7 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
                     read(workdir / file)  # so that garbage in it is found before anything slow
             run = Run(config, workdir, orders)
             with full_disk(workdir):
-                return run.train()
+                return run.train([f"{name}: {change}" for name, change in changed.items()])
     print(f"This run is finished: {finished} steps are done. To go on, give a larger config.steps.")
     print(where(workdir))
     return None
@@ -141,15 +143,20 @@ class Run:
         self.folder = workdir / "pictures"
         self.folder.mkdir(exist_ok=True)
 
-    def train(self) -> int | None:
-        """From the last checkpoint to the last step, then the results; returns as `train` does."""
+    def train(self, changed: list[str]) -> int | None:
+        """From the last checkpoint to the last step, then the results; returns as `train` does.
+
+        `changed` says what the config has otherwise than at the last start.
+        """
         for file in dict.fromkeys((self.config.prompts.file, self.config.evaluation.prompts)):
             tell(file, self.system.policy.family.cut)
         print(self.system.placement.describe(), flush=True)
         with closing(self.watch), closing(self.rewards):
             with Interrupt() as interrupt, closing(self.log), closing(self.positions):
                 position = self.resume()
-                note_start(self.workdir, position.done, [])
+                for change in changed:
+                    print(f"changed from step {position.done + 1} on: {change}", flush=True)
+                note_start(self.workdir, position.done, changed)
                 position = self.advance(position, interrupt)
             if position.done < self.config.steps:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
@@ -200,13 +207,18 @@ class Run:
             self.positions.wait()
             return position
         except SaveFailed as error:
-            with contextlib.suppress(SaveFailed):
-                self.positions.wait()
-            saved = self.positions.steps()
-            newest = f"after step {saved[-1]}" if saved else "from the beginning"
-            raise SaveFailed(
-                f"{error}: make room, and the same command goes on {newest}"
-            ) from error
+            goes_on = f"make room, and the same command goes on {self.newest()}"
+            raise SaveFailed(f"{error}: {goes_on}") from error
+        except RewardMistake as error:
+            goes_on = f"mend the reward, and the same command goes on {self.newest()}"
+            raise type(error)(f"{error}\n  {goes_on}") from error
+
+    def newest(self) -> str:
+        """From where a run goes on that is started again."""
+        with contextlib.suppress(SaveFailed):
+            self.positions.wait()
+        saved = self.positions.steps()
+        return f"after step {saved[-1]}, which is saved" if saved else "from the beginning"
 
     def go_on(self, position: Position, interrupt: Interrupt) -> Position:
         """As `advance`, but for what follows where something could not be written."""

@@ -173,13 +173,11 @@ def flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
     return fields
 
 
-def _check_known(name: str, fields: dict[str, Any], free: Collection[str] = ()) -> None:
-    """Refuses the first part of a dotted name that is no field, except in the groups in `free`."""
+def _check_known(name: str, fields: dict[str, Any]) -> None:
+    """Refuses the first part of a dotted name that is no field."""
     parts = name.split(".")
     for end in range(2, len(parts) + 1):
         parent, field = ".".join(parts[: end - 1]), ".".join(parts[:end])
-        if parent in free:
-            return
         if parent != "config" and not isinstance(fields[parent], ConfigDict):
             raise ConfigError(f"{parent} is one value and has no fields: {name} cannot be set")
         if field not in fields:
@@ -211,15 +209,14 @@ def _nearest(name: str, fields: dict[str, Any]) -> str:
 
 
 def check_fields(config: ConfigDict, reference: ConfigDict) -> None:
-    """Checks that a config has exactly the fields of a reference; an empty group there takes any.
+    """Checks that a config has exactly the fields of a reference.
 
     Raises:
       ConfigError: names the first unknown field and the closest known one, or the first missing.
     """
     known, given = flat(reference), flat(config)
-    free = [name for name, value in known.items() if isinstance(value, ConfigDict) and not value]
     for name in given:
-        _check_known(name, known, free)
+        _check_known(name, known)
     for name, value in known.items():
         if name not in given:
             raise ConfigError(f"{name} is missing: add it to the config, for example as {value!r}")

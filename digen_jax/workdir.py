@@ -72,23 +72,36 @@ def _lock(workdir: Path) -> IO[str]:
     return claim
 
 
-def _check_same_config(workdir: Path, config: dict[str, Any], may_change: Collection[str]) -> None:
-    """Compares with the workdir's config.json as JSON sees it: a tuple and a list are the same."""
-    path, metrics = workdir / "config.json", workdir / "metrics.jsonl"
+def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
+    """What differs from the config of the run in a workdir: by field, "before -> now".
+
+    As JSON sees it: a tuple and a list are the same. Nothing differs where nothing was computed yet.
+
+    Raises:
+      ConfigError: the run's config cannot be read.
+    """
+    path, metrics = Path(workdir, "config.json"), Path(workdir, "metrics.jsonl")
     if not (metrics.exists() and metrics.stat().st_size):
-        return
+        return {}
     found = _read_object(path, "bring it back, or choose another workdir")
     old, new = _leaves(found), _leaves(json.loads(json.dumps(config)))
-    changes = [
-        f"{name}: {_shown(old, name)} -> {_shown(new, name)}"
+    return {
+        name: f"{_shown(old, name)} -> {_shown(new, name)}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name, ...) != new.get(name, ...)
-        and not any(f"{name}.".startswith(f"config.{free}.") for free in may_change)
+    }
+
+
+def _check_same_config(workdir: Path, config: dict[str, Any], may_change: Collection[str]) -> None:
+    wrong = [
+        f"{name}: {change}"
+        for name, change in changes(workdir, config).items()
+        if not any(f"{name}.".startswith(f"config.{free}.") for free in may_change)
     ]
-    if changes:
-        more = f" and {len(changes) - 6} more" if len(changes) > 6 else ""
+    if wrong:
+        more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
         raise ConfigError(
-            f"the run in {workdir} has another config ({'; '.join(changes[:6])}{more}): "
+            f"the run in {workdir} has another config ({'; '.join(wrong[:6])}{more}): "
             "choose another workdir, or take these changes back"
         )
 

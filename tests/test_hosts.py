@@ -159,10 +159,11 @@ def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, un
 def test_what_several_processes_cannot_do_yet_is_one_sentence_from_each(folder):
     (folder / "config.py").write_text(
         "from ml_collections import ConfigDict\n\n"
+        f"PROMPTS = '{ROOT / 'assets' / 'prompts' / 'shapes_heldout.jsonl'}'\n\n"
         "def get_config():\n"
         "    return ConfigDict(dict(\n"
-        "        prompts=dict(file='prompts.jsonl'),\n"
-        "        evaluation=dict(prompts='prompts.jsonl'),\n"
+        "        prompts=dict(file=PROMPTS),\n"
+        "        evaluation=dict(prompts=PROMPTS),\n"
         "        placement=dict(rollout=dict(data=2), trainer=dict(data=2)),\n"
         "    ))\n"
     )

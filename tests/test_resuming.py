@@ -188,7 +188,7 @@ def test_a_full_disk_costs_no_step_and_the_same_command_goes_on(
     with pytest.raises(SaveFailed) as caught:
         train("disk/run", c, at(2, full))
     assert str(caught.value) == (
-        f"the disk of {run} is full: make room, and the same command goes on after step 2"
+        f"the disk of {run} is full: make room, and the same command goes on after step 2, which is saved"
     )
     assert saved(run) == ["2"] and len(read_metrics(run / "metrics.jsonl")) == 3
     assert json.loads((run / "timeline.json").read_text())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float, Float32
 
-from digen_jax.rewards.mistakes import blamed, check_callable
+from digen_jax.rewards.mistakes import RewardMistake, blamed, check_callable
 from digen_jax.settings import ConfigError
 
 Reward = Callable[..., np.ndarray]
@@ -107,7 +107,8 @@ def call(
     """The reward's scores as float32, checked, [b] or for a name of k rewards [b, k]; errors say the name.
 
     Raises:
-      ConfigError: the reward raises something, or its scores are not one finite number an image and reward.
+      RewardFailed: the reward raises something.
+      RewardMistake: its scores are not one finite number an image and reward.
     """
     with blamed(name, "raised"):
         returned = reward(images, prompts, metadata)
@@ -115,18 +116,18 @@ def call(
     shape = (len(images),) if count == 1 else (len(images), count)
     if scores.shape != shape:
         numbers = "one number" if count == 1 else f"{count} numbers"
-        raise ConfigError(
+        raise RewardMistake(
             f"reward {name!r} returned shape {scores.shape} for {len(images)} images: return {numbers} "
             f"an image, shape {shape}"
         )
     if scores.dtype.kind not in "biuf":
-        raise ConfigError(f"reward {name!r} returned {scores.dtype} values: return numbers")
+        raise RewardMistake(f"reward {name!r} returned {scores.dtype} values: return numbers")
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused
         scores = scores.astype(np.float32)
     if not np.isfinite(scores).all():
         where = tuple(np.argwhere(~np.isfinite(scores))[0])
         worst = int(where[0])
-        raise ConfigError(
+        raise RewardMistake(
             f"reward {name!r} returned {scores[where]} for image {worst} ({prompts[worst]!r}): "
             "return finite numbers"
         )
@@ -135,11 +136,11 @@ def call(
 
 def _as_array(scores: object, name: str) -> np.ndarray:
     if scores is None:
-        raise ConfigError(f"reward {name!r} returned None: return one number an image")
+        raise RewardMistake(f"reward {name!r} returned None: return one number an image")
     try:
         return np.asarray(scores)
     except ValueError as error:  # lists of different lengths
-        raise ConfigError(
+        raise RewardMistake(
             f"reward {name!r} returned what is no array ({error}): return one number an image"
         ) from error
 

@@ -17,12 +17,16 @@ FOREIGN = [
 ]
 
 
-class RewardFailed(ConfigError):
-    """A user's code raised something: a line that says what, and one for each place in that code."""
+class RewardMistake(ConfigError):
+    """What a reward returned is wrong: one sentence, and lines on what follows from that."""
 
     def shown(self) -> str:
         """As a script prints it, line by line."""
         return str(self)
+
+
+class RewardFailed(RewardMistake):
+    """A user's code raised something: a line that says what, and one for each place in that code."""
 
 
 @contextmanager
