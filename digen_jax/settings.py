@@ -104,7 +104,10 @@ def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
         check_overrides(argv)
         # Else absl reads no option behind a word.
         flags.FLAGS.set_gnu_getopt(several)
-        return app.parse_flags_with_usage(argv)
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as error:
+            raise ConfigError(f"{error}; --help lists all options") from error
 
     # In place, as config_flags has kept this very list to find its overrides in.
     sys.argv[:] = spelled_out(sys.argv)

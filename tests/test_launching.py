@@ -33,7 +33,7 @@ def test_devices_and_cache_are_set_unless_the_environment_has_them(tmp_path, giv
     )
     assert done.returncode == 0, done.stderr
     cache = "elsewhere" if given else tmp_path / "digen_jax" / "xla"
-    assert done.stdout.split() == ["2" if given else "3", str(cache), "-1"]
+    assert done.stdout.split() == ["2" if given else "3", str(cache), "-2"]
 
 
 @pytest.mark.parametrize(

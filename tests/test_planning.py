@@ -59,7 +59,8 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     text = done.stdout
-    assert f"costs from the file {costs}\n" in text.replace("\n  ", " ")
+    # A path may be cut where it has a hyphen.
+    assert f"costsfromthefile{costs}" in "".join(text.split())
     lines = [line for line in text.splitlines() if str(costs) not in line]
     assert max(map(len, lines)) <= 100
     text = text.replace("\n  ", " ")
@@ -124,7 +125,10 @@ def test_the_script_times_a_fragment_on_the_devices_at_hand(base):
     [
         ([], "say what commands cost: by --costs=FILE.json"),
         (["--costs=nowhere.json"], "--costs=nowhere.json cannot be read as JSON"),
-        (["--measure", "--devices=0"], "--devices must be above 0"),
+        (
+            ["--measure", "--devices=0"],
+            "flag --devices=0: 0 is not an integer in the range .1, 1024.",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(arguments, sentence):
@@ -160,7 +164,8 @@ def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
     phases = {"rollout": 4.0, "train": 8.0, "publish": 0.5, "reward": 0.8}
     line = {f"seconds/{name}": seconds for name, seconds in phases.items()}
     slow = {name: 100.0 for name in line}
-    lines = [{"step": 0, "reward": 1.0}, slow, slow, line, line, slow, line]
+    lines = [{"reward": 1.0}, slow, slow, line, line, slow, line]
+    lines = [{"step": step, "seconds/clock": 9.0, **one} for step, one in enumerate(lines)]
     log = tmp_path / "metrics.jsonl"
     log.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
     found = read_run_costs(tmp_path)

@@ -156,7 +156,10 @@ def test_a_name_that_cannot_be_opened_is_one_sentence(base, tmp_path, name, sent
 
 
 def test_a_lora_that_is_none_is_refused(base, tmp_path):
-    with pytest.raises(ConfigError, match=r"pytorch_lora_weights\.safetensors is missing"):
+    sentence = (
+        r"holds no LoRA: neither adapter_model\.safetensors nor pytorch_lora_weights\.safetens"
+    )
+    with pytest.raises(ConfigError, match=sentence):
         open_model(str(pipeline(base)), jax.devices()[:1], lora=str(tmp_path))
 
 

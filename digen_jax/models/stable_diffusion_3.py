@@ -165,7 +165,6 @@ class StableDiffusion3:
             )
         )
 
-    @exact_products
     def cut(self, prompts: list[str]) -> Bool[np.ndarray, "b"]:
         """Which prompts have more tokens than a text encoder reads, so that `tokenize` cuts them off."""
         longer = [
@@ -178,6 +177,7 @@ class StableDiffusion3:
         ]
         return np.any(longer, axis=0)
 
+    @exact_products
     def encode(self, params: Params, ids: TokenIds) -> Conditioning:
         """Both CLIPs' penultimate states side by side, zero-padded to the joint width; their pooled embeddings."""
         states, pooled = zip(

@@ -45,7 +45,7 @@ def blamed(name: str, doing: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        what = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(": None")
         raise RewardFailed(
             "\n".join([f"reward {name!r} {doing} {what}", *own_lines(error)])
         ) from error

@@ -23,6 +23,8 @@ EXACT = Run(learn=1, steps=2, jitter=0.0)
 FRAGMENTS = 8  # of a step of `WORK`, of 4 images each; a group has two
 APART = Candidate(2, 1, 2)  # two workers of one device, and a trainer of two
 ASYNCHRONOUS = dataclasses.replace(APART, gap=True, tag=True, asynchrony=True)
+# Waits on a clock, which a machine that does other things as well disturbs.
+pytestmark = pytest.mark.slow
 # What hands commands over takes a time of its own on a busy machine. Then longer waits decide.
 LONGER = (1, 4)
 

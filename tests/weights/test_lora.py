@@ -422,7 +422,7 @@ def test_a_start_without_pefts_config_is_refused(real, pefts, tmp_path):
 
 def test_a_start_with_nan_is_refused(tmp_path):
     write_lora(tmp_path, jax.tree.map(lambda a: a * jnp.nan, toy_lora()), TOY.alpha, toy.LISTS)
-    with pytest.raises(ValueError, match="holds numbers that are not finite, in "):
+    with pytest.raises(ValueError, match="holds NaN or infinite numbers"):
         read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
 
 
