@@ -29,6 +29,7 @@ TURNED = (
     "algorithm.clip_range",
     "algorithm.kl_coefficient",
     "trainer.clip_norm",
+    "trainer.decay",
     "trainer.learning_rate",
     "trainer.warmup",
     "trainer.weight_decay",

@@ -89,8 +89,7 @@ def _check_decay(config: ConfigDict) -> None:
     if trainer.decay and updates > rising:
         raise ConfigError(
             f"config.trainer.warmup + config.trainer.decay = {rising} updates, after which the learning rate is 0, are "
-            f"fewer than the run's {updates}: set config.trainer.decay to {updates - trainer.warmup} or more, or to 0, "
-            "for which a run that has begun has to begin again"
+            f"fewer than the run's {updates}: set config.trainer.decay to {updates - trainer.warmup} or more, or to 0"
         )
 
 
