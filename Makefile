@@ -13,7 +13,7 @@ PYTEST := $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile 
 .PHONY: demo test test-slow lint format constraints clean
 
 demo: $(VENV)/train
-	$(RUN) launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes
+	$(RUN) launch/train.py --config configs/shapes_demo.py --workdir runs/shapes
 
 # Their many processes share the modules' bytecode, wherever the shell turns that off.
 test test-slow: export PYTHONDONTWRITEBYTECODE =

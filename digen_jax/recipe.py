@@ -29,6 +29,7 @@ TURNED = (
     "algorithm.clip_range",
     "algorithm.kl_coefficient",
     "trainer.clip_norm",
+    "trainer.decay",
     "trainer.learning_rate",
     "trainer.warmup",
     "trainer.weight_decay",
@@ -114,7 +115,8 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
                 pack=1,  # denoising steps of each of them in it
                 updates=1,  # optimizer updates a step
                 learning_rate=1e-4,
-                warmup=0,
+                warmup=0,  # updates in which the rate rises
+                decay=0,  # updates after these in which it falls linearly to 0; 0: it stays
                 b1=0.9,
                 b2=0.999,
                 eps=1e-8,

@@ -1,7 +1,7 @@
 """Which placement and which tactics suit a config, devices and measured costs.
 
 python launch/plan.py --config configs/shapes_flow_grpo.py --costs costs.json --devices 8
-python launch/plan.py --config configs/shapes_flow_grpo.py --costs runs/shapes
+python launch/plan.py --config configs/shapes_demo.py --costs runs/shapes
 python launch/plan.py --config configs/shapes_flow_grpo.py --measure
 """
 

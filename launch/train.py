@@ -1,6 +1,6 @@
 """Tune a text-to-image model by reinforcement learning.
 
-python launch/train.py --config configs/shapes_flow_grpo.py --workdir runs/shapes [--config.field=value]
+python launch/train.py --config configs/shapes_demo.py --workdir runs/shapes [--config.field=value]
 
 On several hosts: the same on each, with --coordinator=auto, or where there is nothing to detect
 --coordinator=HOST:PORT --processes=N --process=I.

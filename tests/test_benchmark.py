@@ -49,6 +49,11 @@ def test_the_script_measures_every_variant(tmp_path):
         (("asynchrony", SHAPES, "--workdir=x"), "config.runtime.staleness = 0 is no asynchrony"),
         (("algorithms", SHAPES, "--workdir=x"), "shapes_flow_grpo.py has no ALGORITHMS by name"),
         (("algorithms", ALL, "--workdir=x", "--only=dance"), "did you mean 'dance_grpo'?"),
+        (
+            ("algorithms", "--cells=none.csv", "--workdir=x"),
+            "No such file or directory: 'none.csv'",
+        ),
+        (("algorithms", "--cells=none.csv"), "say where its runs may lie, by --workdir"),
         (("compute", "--config=none.py"), "there is no config file none.py"),
         (("runtime", "--output=/nowhere/speed.json"), "give a file in a folder that exists"),
     ],

@@ -149,18 +149,18 @@ def test_every_recipe_is_accepted(name, monkeypatch):
 
 
 def test_the_long_shapes_recipe_is_the_same_one_for_longer():
-    demo, long = (load("shapes_flow_grpo", length).to_dict() for length in ("demo", "long"))
-    assert long["steps"] > demo["steps"]
-    changed = {name for name in demo if demo[name] != long[name]}
+    short, long = (load("shapes_flow_grpo", length).to_dict() for length in ("short", "long"))
+    assert long["steps"] > short["steps"]
+    changed = {name for name in short if short[name] != long[name]}
     assert changed == {"steps", "trainer", "evaluation"}
     recipe_checks.check(recipe.complete(load("shapes_flow_grpo", "long")))
-    with pytest.raises(ConfigError, match="must be demo or long"):
+    with pytest.raises(ConfigError, match="must be short or long"):
         load("shapes_flow_grpo", "longer")
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_the_demo_fits_itself_to_the_devices_there_are(devices):
-    config = load("shapes_flow_grpo")
+    config = load("shapes_demo")
     config = recipe.resized(config, fitted(config.placement, devices))
     recipe_checks.check(config, devices)
     rollout, trainer = mesh_sizes(config.placement, devices)
@@ -168,17 +168,21 @@ def test_the_demo_fits_itself_to_the_devices_there_are(devices):
 
 
 def switches():
-    """What README's part on the runtime says can be switched on, for each of its items and paragraphs."""
+    """What README's part on the runtime says can be switched on, for each of its items and paragraphs, and on what."""
     section = (ROOT / "README.md").read_text().split("## Who works when\n")[1].split("\n## ")[0]
-    items = re.split(r"\n\n|\n- ", section.split("\n\nOn several hosts:")[0])
-    found = [re.findall(r"--config\.([\w.]+)=([\w.]+)", item) for item in items]
-    return [item for item in found if item]
+    found = []
+    for item in re.split(r"\n\n|\n- ", section.split("\n\nOn several hosts:")[0]):
+        recipe = re.search(r"configs/(\w+)\.py", item)
+        if given := re.findall(r"--config\.([\w.]+)=([\w.]+)", item):
+            found.append((recipe[1] if recipe else "shapes_demo", given))
+    assert len(found) > 5
+    return found
 
 
-@pytest.mark.parametrize("given", switches(), ids=lambda given: given[0][0])
-def test_readmes_runtime_switches_suit_the_demo_as_it_is_written(given):
+@pytest.mark.parametrize(("name", "given"), switches(), ids=lambda value: value[0][0])
+def test_readmes_runtime_switches_suit_the_demo_as_it_is_written(name, given):
     fields = {name: int(value) if value.isdigit() else value for name, value in given}
-    config = load("shapes_flow_grpo")
+    config = load(name)
     config.update_from_flattened_dict(fields)
     recipe_checks.check(config, 8)
 

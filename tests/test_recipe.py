@@ -277,6 +277,12 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
         ("trainer__ema_warm_up", True, "config.trainer.ema = 0 keeps no average that"),
         ("trainer__ema_repeats", 0, "config.trainer.ema_repeats must be above 0, not 0"),
         ("trainer__ema_repeats", 2, "config.trainer.ema = 0 keeps no average that"),
+        ("trainer__decay", -1, "config.trainer.decay must be 0 or more, not -1"),
+        (
+            "trainer__decay",
+            1,
+            "config.trainer.warmup + config.trainer.decay = 1 updates, after which",
+        ),
         ("trainer__b2", 1.5, "config.trainer.b2 must lie in [0, 1), not be 1.5"),
         ("batch__images", 1, "config.batch.images = 1: a group needs 2 images or more"),
         ("model__dtype", "float16", "config.model.dtype is 'float16'; did you mean"),

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from digen_jax.recipe import MAY_CHANGE
+from digen_jax.recipe import MAY_CHANGE, TURNED
 from digen_jax.run import train
 from digen_jax.settings import ConfigError
 from digen_jax.workdir import claim_workdir, finished_step
 
 REWARD = "evaluation/reward"
+# What a user may turn within a run is not the same cell any more.
+SAME_CELL = tuple(field for field in MAY_CHANGE if field not in TURNED)
 
 
 class Cost(NamedTuple):
@@ -57,7 +59,7 @@ def check_workdirs(
         for seed in seeds:
             path = workdir(folder, name, seed)
             if path.is_dir():
-                claim_workdir(path, with_seed(config, seed).to_dict(), MAY_CHANGE).close()
+                claim_workdir(path, with_seed(config, seed).to_dict(), SAME_CELL).close()
             if (finished_step(path) or 0) > config.steps:
                 raise ConfigError(
                     f"config.steps = {config.steps}, but the run in {path} has done {finished_step(path)} "

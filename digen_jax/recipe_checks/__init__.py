@@ -83,6 +83,16 @@ def _check_given(config: ConfigDict) -> None:
                         read_prompt_file(_value(config, name))
 
 
+def _check_decay(config: ConfigDict) -> None:
+    trainer = config.trainer
+    updates, rising = config.steps * trainer.updates, trainer.warmup + trainer.decay
+    if trainer.decay and updates > rising:
+        raise ConfigError(
+            f"config.trainer.warmup + config.trainer.decay = {rising} updates, after which the learning rate is 0, are "
+            f"fewer than the run's {updates}: set config.trainer.decay to {updates - trainer.warmup} or more, or to 0"
+        )
+
+
 def _check_average(config: ConfigDict) -> None:
     trainer = config.trainer
     if not trainer.ema and (trainer.ema_warm_up or trainer.ema_every * trainer.ema_repeats > 1):
@@ -260,7 +270,7 @@ STAGES = (
         _check_rules,
     ),
     # What a group is, and what is sampled of an image.
-    (_check_average, _check_start, check_advantages, check_sampler, check_early),
+    (_check_decay, _check_average, _check_start, check_advantages, check_sampler, check_early),
     # How a step is cut, and what the algorithm demands of that.
     (_check_batches, check_candidates, check_early_fragments, check_algorithm),
     # A step as a whole.

@@ -43,6 +43,7 @@ RANGES = {
     "trainer.updates": POSITIVE,
     "trainer.learning_rate": POSITIVE,
     "trainer.warmup": (0, 10**9),
+    "trainer.decay": (0, 10**9),
     "trainer.b1": SHARE,
     "trainer.b2": SHARE,
     "trainer.eps": POSITIVE,

@@ -28,6 +28,7 @@ class TrainerSettings:
     ema_every: int = 1
     ema_repeats: int = 1
     pack: int = 1
+    decay: int = 0  # updates after the warm-up in which the rate falls to 0; 0: it stays
 
     @property
     def average(self) -> EmaDecay:
@@ -35,10 +36,13 @@ class TrainerSettings:
         return EmaDecay(self.ema, self.ema_warm_up, self.ema_every, self.ema_repeats)
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW after clipping by the global norm, its rate warmed up linearly."""
+        """AdamW after clipping by the global norm, its rate warmed up and, where it decays, lowered linearly."""
         rate = optax.linear_schedule(
             self.learning_rate / (self.warmup + 1), self.learning_rate, self.warmup
         )
+        if self.decay:
+            fall = optax.linear_schedule(self.learning_rate, 0.0, self.decay)
+            rate = optax.join_schedules([rate, fall], [self.warmup])
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm),
             optax.adamw(rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay),

@@ -205,7 +205,7 @@ def gradients(count):
     return [8 * scale * toy.draw(rng, (8, 6)) for scale in (3.0, 0.1, 0.0, 30.0, 0.5)[:count]]
 
 
-def by_hand(tuned, grads):
+def by_hand(tuned, grads, decay=0):
     """AdamW (arXiv 1711.05101) after clipping by the norm, in float64; and the average of weights."""
     s, w = SETTINGS, tuned.astype(np.float64)
     m, v, ema = np.zeros_like(w), np.zeros_like(w), w
@@ -216,19 +216,22 @@ def by_hand(tuned, grads):
         v = s["b2"] * v + (1 - s["b2"]) * g**2
         m_hat, v_hat = m / (1 - s["b1"] ** (k + 1)), v / (1 - s["b2"] ** (k + 1))
         rate = s["learning_rate"] * min(1, (k + 1) / (s["warmup"] + 1))
+        if decay:
+            rate *= 1 - max(0, k - s["warmup"]) / decay
         w = w - rate * (m_hat / (np.sqrt(v_hat) + s["eps"]) + s["weight_decay"] * w)
         ema = s["ema"] * ema + (1 - s["ema"]) * w
     return w, ema
 
 
-def test_updates_clip_warm_up_decay_and_average():
-    trainer, start = make_trainer(), toy.draw(np.random.default_rng(2), (8, 6))
+@pytest.mark.parametrize("decay", [0, 4])
+def test_updates_clip_warm_up_decay_and_average(decay):
+    trainer, start = make_trainer(decay=decay), toy.draw(np.random.default_rng(2), (8, 6))
     state, before = trainer.init({"kernel": start}), start
     for count, gradient in enumerate(gradients(5), start=1):
         samples = 8 if gradient.any() else 0
         sums = {"weight": jnp.float32(samples), "loss": jnp.float32(samples / 2)}
         state, metrics = trainer.update(state, Totals({"kernel": gradient}, sums))
-        expected, average = by_hand(start, gradients(count))
+        expected, average = by_hand(start, gradients(count), decay)
         assert toy.difference(state.tuned, {"kernel": expected}) < 1e-6
         assert toy.difference(state.ema, {"kernel": average}) < 1e-6
         assert float(metrics["loss"]) == (0.5 if samples else 0)

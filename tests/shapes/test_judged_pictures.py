@@ -1,7 +1,7 @@
 """What the reader says of the embedded model's own pictures, against what an observer said of them.
 
-tests/data/README.md says how the pictures were made and judged. The reader was mended by those with
-an even number; the others had been kept aside.
+tests/data/README.md says how the pictures were made and judged. The reader's limits were fitted to
+those with an even number; the others were kept aside.
 """
 
 import collections

@@ -1,0 +1,73 @@
+"""AWM (arXiv 2509.25050) on the embedded shapes model: the demo.
+
+python launch/train.py --config configs/shapes_demo.py --workdir runs/shapes
+
+Expected: 0.320 before, 0.624 after 200 steps on the 540 held-out prompts (no guidance, no noise); 704 CPU-seconds, 7:28
+minutes on 2 CPU cores that did other things as well.
+
+AWM needs final images only, and no noisy steps; it trains two noise levels of each. Of its two KLs the one to the slow
+copy is left out, which follows so closely that it was below 1e-6 in r1; that to the base model is ten times as strong
+as published: without it the matching errors of bad images, which nothing bounds, grow until the reward sinks (r3).
+
+How this was chosen: by eleven runs from seed 1 (the demo's is 0) on four fifths of the training prompts. Their reward
+is that on the other fifth, 45 images a task, without guidance: 0.370 before, one standard error is 0.03. It is kinder
+than the held-out one, as pretraining has seen these prompts. All have a sampler of 8 steps (dpm2), one update a step,
+one device, and all but r11 12 groups of 12 images a step. CPU-seconds are of the whole run with compilation and
+evaluations, on cores that did other things as well. r10 and r11 came after the run above; neither was better than r9.
+
+    rate               levels  KL    ema   reward (after steps)                               CPU-seconds
+r1  3e-4               4       0     0.9   0.515 (16) 0.615 (32); sampled at guidance 2       233
+r2  6e-4               4       0     0.9   0.452 (16); at guidance 2; stopped, as it sank     163 (23 steps)
+r3  3e-4               4       0     0.9   0.530 (16) 0.678 (32); stopped, as it sank         234 (45 steps)
+r4  2e-4               4       0     0.9   0.489 (16) 0.615 (32)                              171
+r5  2e-4               2       0     0.9   0.478 (16) 0.600 (32)                              125
+r6  2e-4               2       0.02  0.9   0.474 (16) 0.581 (32) 0.659 (48); stopped          187 (48 steps)
+r7  3e-4               2       0.01  0.95  0.607 (32) 0.707 (64) 0.678 (128); stopped         492 (136 steps)
+r8  3e-4, to 0 in 160  2       0.02  0.95  0.615 (40) 0.715 (80) 0.726 (120) 0.741 (160)      541
+r9  3e-4, to 0 in 200  2       0.01  0.95  0.615 (40) 0.759 (80) 0.748 (120) 0.748 (200)      607
+r10 3e-4, to 0 in 120  2       0.003 0.95  0.611 (40) 0.737 (80) 0.737 (120)                  342
+r11 3e-4, to 0 in 100  2       0.01  0.95  0.667 (40) 0.733 (80) 0.741 (100); 24 groups       565
+
+Levels are algorithm.times.count. r1 had the second KL, too. r6 was stopped to try r7, the others because the reward
+sank. Not tried: groups of other sizes, other methods.
+"""
+
+from ml_collections import ConfigDict
+
+from digen_jax.recipe import complete
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+    c.seed = 0
+    c.steps = 200
+    c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
+    c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
+    c.reward = ConfigDict(dict(name="shapes_geneval"))
+    c.batch = ConfigDict(dict(groups=12, images=12))
+    c.sampler = ConfigDict(
+        dict(
+            steps=8,
+            kind="dpm2",
+            noise_level=0.0,
+            window=dict(length=0),
+            guidance=1.0,
+            fragment=144,
+        )
+    )
+    c.algorithm = ConfigDict(
+        dict(name="awm", times=dict(count=2), kl_coefficient=0.01, ema_kl_coefficient=0.0)
+    )
+    c.trainer = ConfigDict(dict(micro_batch=144, learning_rate=3e-4, ema=0.95, decay=200))
+    c.placement = ConfigDict(
+        dict(
+            sizes="fitted",
+            rollout=dict(data=4, fsdp=1),
+            trainer=dict(data=2, fsdp=2),
+            rules=((".*", "fsdp"),),
+        )
+    )
+    c.evaluation = ConfigDict(dict(prompts="assets/prompts/shapes_heldout.jsonl", every=40))
+    c.pictures = ConfigDict(dict(every=40, images=12))
+    c.checkpoint = ConfigDict(dict(every=20))
+    return complete(c)  # so that every field can be given on the command line
