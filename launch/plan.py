@@ -14,7 +14,8 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.settings import ConfigError, check_output, check_range, run_main
+from digen_jax.command_line import run_main
+from digen_jax.settings import ConfigError, check_output, check_range
 
 # A search over more would take hours.
 MOST_DEVICES = 1024
