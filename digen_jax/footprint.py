@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from digen_jax import recipe
+from digen_jax import recipe_settings
 from digen_jax.algorithms.demands import Algorithm, needs_reference, slow_copy
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.assemble import load_family, make_policy, open_pipeline, trained_policy
@@ -32,7 +32,7 @@ def model_footprint(config: ConfigDict) -> Footprint:
             open_pipeline(config.model.folder), config.model.dtype, config.model.remat
         )
     policy, shapes = make_policy(config, family), family.shapes()
-    algorithm = recipe.algorithm_settings(config)
+    algorithm = recipe_settings.algorithm_settings(config)
     split = functools.partial(policy.split, reference=needs_reference(algorithm))
     tuned, base = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
     frozen = {part: tree for part, tree in shapes.items() if part != "transformer"}
@@ -50,7 +50,7 @@ def model_footprint(config: ConfigDict) -> Footprint:
         frozen=sizes(frozen),
         copies=(config.trainer.ema > 0) + (slow_copy(algorithm) is not None),
         activations=_residuals(trained_policy(policy, algorithm), tuned, base, frozen, latent),
-        trajectory=_stored(algorithm, recipe.noisy_steps(config), latent),
+        trajectory=_stored(algorithm, recipe_settings.noisy_steps(config), latent),
         micro_batch=config.trainer.micro_batch,
         trainer_fsdp=placement.trainer.fsdp,
         worker_fsdp=placement.rollout.fsdp,

@@ -8,7 +8,7 @@ import jax
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from digen_jax import recipe, recipe_checks
+from digen_jax import recipe, recipe_checks, recipe_settings
 from digen_jax.footprint import model_footprint
 from digen_jax.inference import run_config
 from digen_jax.runtime.placement import fitted
@@ -28,7 +28,7 @@ def step_settings(config: ConfigDict) -> Settings:
     """The scheduler's view of a config's step, with every tactic allowed; early groups rule asynchrony out."""
     batch = config.batch
     settings = dataclasses.replace(
-        recipe.scheduler_settings(config),
+        recipe_settings.scheduler_settings(config),
         steps=1,
         staleness=0 if config.runtime.early_groups else 1,
         ordered=False,
@@ -53,7 +53,7 @@ def make_problem(
         calibration.costs,
         Scaling(calibration.worker_serial, config.sampler.fragment),
         Scaling(calibration.trainer_serial, config.trainer.micro_batch),
-        recipe.trained_steps(config),
+        recipe_settings.trained_steps(config),
         calibration.scorers,
         footprint,
         device_memory,
@@ -87,7 +87,7 @@ def auto_placement(
         problem.settings, staleness=runtime.staleness, tag_fragments=runtime.tag_fragments
     )
     problem = dataclasses.replace(problem, settings=settings)
-    own = dataclasses.replace(recipe.scheduler_settings(config), steps=1)
+    own = dataclasses.replace(recipe_settings.scheduler_settings(config), steps=1)
     found = [
         c
         for c in candidates(problem)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 from ml_collections import ConfigDict
 
-from digen_jax import pictures, recipe
+from digen_jax import pictures, recipe_settings
 from digen_jax.checkpoint import SaveFailed
 from digen_jax.evaluated import save_images, saved_images
 from digen_jax.metrics import CLOCK, MetricsLog, read_metrics
@@ -39,7 +39,7 @@ class Records:
         self._full: OSError | None = None  # the disk is, as a file of the workdir has shown
         self._timeline = TraceFile(workdir / "timeline.json")
         self._shown: list[list[Interval]] = []  # of the last steps
-        self._metrics = MetricsLog(workdir, recipe.wandb_options(config), config.to_dict())
+        self._metrics = MetricsLog(workdir, recipe_settings.wandb_options(config), config.to_dict())
         self._commands: CommandLog | None = None
         self._folder = workdir / "pictures"
         self._folder.mkdir(exist_ok=True)

@@ -24,8 +24,9 @@ from digen_jax.progress import Progress
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.prompts.notes import tell
-from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps, is_automatic
+from digen_jax.recipe import MAY_CHANGE, complete, is_automatic
 from digen_jax.recipe_checks import check
+from digen_jax.recipe_settings import drawn_groups, fixed_set_steps
 from digen_jax.records import Records, full_disk, where
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool

@@ -9,8 +9,9 @@ import pytest
 
 from digen_jax import recipe_checks, run, step_costs
 from digen_jax.planning import auto_placement, make_problem, placement_section
-from digen_jax.recipe import complete, resized, scheduler_settings, with_placement
+from digen_jax.recipe import complete, resized, with_placement
 from digen_jax.recipe_checks import check_devices
+from digen_jax.recipe_settings import scheduler_settings
 from digen_jax.runtime.planner import candidate as of
 from digen_jax.runtime.planner.calibration import Calibration, read_calibration
 from digen_jax.runtime.planner.candidate import Candidate
