@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from digen_jax import recipe, recipe_checks
+from digen_jax import recipe, recipe_checks, recipe_settings
 from digen_jax.algorithms.demands import Algorithm, is_forward, needs_reference
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.flow.schedule import make_sigmas
@@ -93,9 +93,11 @@ def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
         family.latent_shape(config.model.height, config.model.width)
     with blame("config.sampler.steps: "):
         sigmas = make_sigmas(family.scheduler, sampler.steps)
-    if recipe.noisy_steps(config):
+    if recipe_settings.noisy_steps(config):
         with blame("config.sampler.window: "):
-            recipe.window(config).check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
+            recipe_settings.window(config).check_noise(
+                make_step(sampler.kind, sampler.noise_level), sigmas
+            )
     with blame("config.lora.targets: "):
         split = functools.partial(make_policy(config, family).split, reference=False)
         tuned, _ = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
@@ -135,7 +137,7 @@ def connect(
     `lora` holds the factors to begin with, None: fresh ones.
     """
     policy = make_policy(config, family)
-    algorithm = recipe.algorithm_settings(config)
+    algorithm = recipe_settings.algorithm_settings(config)
     step = make_step(config.sampler.kind, config.sampler.noise_level)
     start, base = policy.split(jax.random.key(config.seed), transformer, needs_reference(algorithm))
     settings = SamplerSettings(
@@ -143,7 +145,7 @@ def connect(
         config.model.width,
         config.sampler.steps,
         step,
-        recipe.noisy_steps(config),
+        recipe_settings.noisy_steps(config),
         isinstance(algorithm, PolicyGradient) and algorithm.stores_means,
     )
     dtype = jnp.dtype(config.sampler.dtype) if config.sampler.dtype else None
@@ -161,18 +163,18 @@ def connect(
     return System(
         placement,
         policy,
-        recipe.draws(config),
+        recipe_settings.draws(config),
         (first, *others),
         Trainer(
             trained_policy(policy, algorithm),
             placement.trainer,
             step,
             algorithm,
-            recipe.trainer_settings(config),
+            recipe_settings.trainer_settings(config),
         ),
         base,
         start if lora is None else lora,
-        recipe.advantage_settings(config),
+        recipe_settings.advantage_settings(config),
     )
 
 
@@ -205,7 +207,7 @@ def make_driver(
     if begun is None and first:
         raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
     executors = Executors(system, config, state, batches, first, begun.kept if begun else {})
-    settings = recipe.scheduler_settings(config)
+    settings = recipe_settings.scheduler_settings(config)
     if begun is None:
         scheduler = Scheduler(settings, GUESSED)
     else:

@@ -16,7 +16,8 @@ from digen_jax.planning import fitting
 from digen_jax.positions import Position, Positions
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import complete, drawn_groups, fixed_set_steps
+from digen_jax.recipe import complete
+from digen_jax.recipe_settings import drawn_groups, fixed_set_steps
 from digen_jax.runtime.evaluation import evaluate
 from digen_jax.runtime.executors.driver import Begun
 from digen_jax.runtime.executors.executors import Executors, follow

@@ -13,7 +13,7 @@ from PIL import Image
 
 from digen_jax import recipe
 from digen_jax.assemble import load_family, make_policy, open_pipeline, read_frozen, read_part
-from digen_jax.checkpoint import read_checkpoint
+from digen_jax.checkpoint_folder import read_checkpoint
 from digen_jax.flow.steps import Ode
 from digen_jax.pictures import image_grid, to_uint8
 from digen_jax.progress import watched

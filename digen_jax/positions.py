@@ -22,6 +22,10 @@ class Position(NamedTuple):
     begun: Begun | None  # what is in flight; None before the first step
     host: dict[str, Any]  # what else a checkpoint needs: places in the prompts and in the metrics
 
+    def is_whole(self) -> bool:
+        """Whether its arrays are still there: an update consumes them."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+
 
 class Positions:
     """The positions that a run's checkpoints hold. In a run of several processes all save and read together.

@@ -4,52 +4,46 @@ import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import jax
-import numpy as np
-from jaxtyping import Float
 from ml_collections import ConfigDict
 
-from digen_jax import pictures, recipe, rewards
+from digen_jax import rewards
 from digen_jax.assemble import build, make_driver
 from digen_jax.checkpoint import SaveFailed
 from digen_jax.environment import note_start
-from digen_jax.evaluated import save_images, saved_images
 from digen_jax.following import follow_run
 from digen_jax.interrupt import Interrupt
-from digen_jax.metrics import CLOCK, MetricsLog, read_metrics
+from digen_jax.metrics import read_metrics
 from digen_jax.planning import placed
 from digen_jax.positions import Position, Positions
 from digen_jax.progress import Progress
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.prompts.notes import tell
-from digen_jax.recipe import MAY_CHANGE, complete, drawn_groups, fixed_set_steps, is_automatic
+from digen_jax.recipe import MAY_CHANGE, complete, is_automatic
 from digen_jax.recipe_checks import check
+from digen_jax.recipe_settings import drawn_groups, fixed_set_steps
+from digen_jax.records import Records, full_disk, where
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
-from digen_jax.room import FULL
 from digen_jax.runtime.divergence import DivergedError, check_metrics
-from digen_jax.runtime.evaluation import Evaluation, by_tag, evaluate
+from digen_jax.runtime.evaluation import Evaluation, evaluate
 from digen_jax.runtime.executors.clock import paused
 from digen_jax.runtime.executors.driver import Driver
-from digen_jax.runtime.executors.log import CommandLog, read_log
+from digen_jax.runtime.executors.log import read_log
 from digen_jax.runtime.executors.orders import Orders, is_first, leading, several
 from digen_jax.runtime.executors.watch import Watch, end_process
 from digen_jax.runtime.scheduler.deadlines import Deadline
-from digen_jax.runtime.timeline import Interval
-from digen_jax.runtime.timeline_files import TraceFile, draw
 from digen_jax.runtime.trainer import State
 from digen_jax.settings import ConfigError
 from digen_jax.workdir import changes, claim_workdir, finished_step, mark_finished
 
 Metrics = dict[str, float]
-
-SHOWN_STEPS = 3  # in a picture of the timeline
 
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
@@ -99,12 +93,11 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
 
 
 class Run:
-    """The parts of a run and the files that it has open in its workdir."""
+    """A run from its beginning, or where it was left, to its results; `records` has what it writes on the way."""
 
     def __init__(self, config: ConfigDict, workdir: pathlib.Path, orders: Orders):
         self.config, self.workdir, self.orders = config, workdir, orders
         self.positions = Positions(workdir, config)
-        self.full: OSError | None = None  # the disk is, as a file of the workdir has shown
         orders.announce("begin", config.to_json(sort_keys=True))
         reward = config.reward
         deadline = Deadline(config.runtime.deadline)
@@ -137,11 +130,7 @@ class Run:
             set_steps=fixed_set_steps(config),
         )
         self.drawn: dict[int, Any] = {}  # places in the prompts, by steps drawn
-        self.timeline = TraceFile(workdir / "timeline.json")
-        self.shown: list[list[Interval]] = []  # of the last steps
-        self.log = MetricsLog(workdir, recipe.wandb_options(config), config.to_dict())
-        self.folder = workdir / "pictures"
-        self.folder.mkdir(exist_ok=True)
+        self.records = Records(workdir, config, self.positions.release_room)
 
     def train(self, changed: list[str]) -> int | None:
         """From the last checkpoint to the last step, then the results; returns as `train` does.
@@ -152,7 +141,7 @@ class Run:
             tell(file, self.system.policy.family.cut)
         print(self.system.placement.describe(), flush=True)
         with closing(self.watch), closing(self.rewards):
-            with Interrupt() as interrupt, closing(self.log), closing(self.positions):
+            with Interrupt() as interrupt, closing(self.records), closing(self.positions):
                 position = self.resume()
                 for change in changed:
                     print(f"changed from step {position.done + 1} on: {change}", flush=True)
@@ -179,7 +168,7 @@ class Run:
         self.saved = found.done
         print(f"continuing after step {found.done}", flush=True)
         self.prompts.set_state(found.host["prompts"])
-        self.log.cut_back(found.host["metrics"])
+        self.records.cut_back(found.host["metrics"])
         return found
 
     def begin(self, state: State) -> Position:
@@ -189,9 +178,8 @@ class Run:
             f"compiling, and evaluating the model before tuning on {count} held-out prompts",
             flush=True,
         )
-        self.log.cut_back(0)
-        line = self.look(0, state)
-        self.kept(lambda: self.log.write(0, line))
+        self.records.cut_back(0)
+        self.records.write(0, self.look(0, state))
         return Position(0, state, None, self.places(0))
 
     def advance(self, position: Position, interrupt: Interrupt) -> Position:
@@ -223,7 +211,6 @@ class Run:
     def go_on(self, position: Position, interrupt: Interrupt) -> Position:
         """As `advance`, but for what follows where something could not be written."""
         prompts = self.draw_prompts(position.done)
-        self.commands = CommandLog(self.workdir / "commands.jsonl", position.done)
         self.driver = make_driver(
             self.system,
             self.config,
@@ -232,7 +219,7 @@ class Run:
             self.rewards,
             position.done,
             position.begun,
-            self.commands,
+            self.records.begin_commands(position.done),
             self.orders,
             self.watch,
         )
@@ -255,10 +242,10 @@ class Run:
             finally:
                 # After a failure, too, what came before it is kept. An update consumes its state:
                 # a step that fails behind its first update leaves the last checkpoint as it is.
-                if whole(position) and not self.orders.torn:
+                if position.is_whole() and not self.orders.torn:
                     self.save(position)
                 rest, clock = self.driver.rest(), time.time() - self.driver.now()
-                self.kept(lambda: self.timeline.write(rest, clock))
+                self.records.timeline(rest, clock)
         self.driver = None
         return position
 
@@ -270,12 +257,10 @@ class Run:
         except DivergedError as error:
             raise ConfigError(self.diverged(str(error), position)) from error
         done, state, begun = position.done + 1, self.driver.state, self.driver.begun
-        self.show_timeline(done)
+        clock = time.time() - self.driver.now()
+        self.records.step_timeline(done, self.driver.intervals, clock, picture=self.shown(done))
         line |= self.look(done, state)
-        self.kept(lambda: self.log.write(done, line))
-        self.kept(self.commands.flush)
-        if "evaluation/reward" in line:
-            self.kept(self.draw_curve)
+        self.records.step(done, line)
         position = Position(done, state, begun, self.places(done))
         if self.positions.due(done):
             self.save(position)
@@ -284,7 +269,7 @@ class Run:
     def diverged(self, what: str, position: Position) -> str:
         """The sentence that ends a run in which something stopped to be finite in the step behind a position."""
         done = position.done
-        if whole(position):  # then `advance` saves it
+        if position.is_whole():  # then `advance` saves it
             self.saved = done
         trainer, saved = (
             self.config.trainer,
@@ -298,50 +283,32 @@ class Run:
             f"{trainer.clip_norm}, and begin in another workdir"
         )
 
-    def kept(self, write: Callable[[], Any]) -> None:
-        """Writes a file of the workdir; on a full disk in the room that is held, and the run is to stop."""
-        try:
-            write()
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            self.full = error
-            self.positions.release_room()
-            write()
-
     def check_disk(self) -> None:
         """Between two steps: whether all could be written, and the next checkpoint can be.
 
         Raises:
           SaveFailed: it could not.
         """
-        if self.full:
-            raise SaveFailed(f"the disk of {self.workdir} is full")
+        self.records.check_disk()
         self.positions.check()
+
+    def shown(self, done: int) -> bool:
+        """Whether pictures are due after `done` steps."""
+        return done % self.config.pictures.every == 0 or done == self.config.steps
 
     def look(self, done: int, state: State) -> Metrics:
         """Evaluation and pictures, where they are due after `done` steps; the evaluation's metrics."""
-        last = done == self.config.steps
-        evaluated = done % self.config.evaluation.every == 0 or last
-        shown = done % self.config.pictures.every == 0 or last
+        evaluated = done % self.config.evaluation.every == 0 or done == self.config.steps
+        shown = self.shown(done)
         if not (evaluated or shown):
             return {}
-        count = self.config.pictures.images
-        found = self.evaluate(
-            state.evaluated, self.held_out if evaluated else self.held_out[:count]
-        )
-        captions = [record["prompt"] for record in found.records[:count]]
-        images, scores = found.images[:count], found.scores
+        count = None if evaluated else self.config.pictures.images
+        found = self.evaluate(state.evaluated, self.held_out[:count])
         if shown:
-            title = f"after step {done}" if done else "before tuning"
-            grid = pictures.image_grid(images, captions, 6, scores[:count], title)
-            path = self.folder / f"step_{done:06d}.png"
-            self.kept(lambda: grid.save(path))
-            self.kept(lambda: self.log.picture(path))
+            self.records.show(done, found)
         if not evaluated:
             return {}
-        file = self.folder / ("after.npz" if done else "before.npz")
-        self.kept(lambda: save_images(file, step=done, images=images, scores=scores))
+        self.records.keep(done, found)
         return found.metrics()
 
     def evaluate(self, tuned: Any, records: list[dict]) -> Evaluation:
@@ -364,38 +331,16 @@ class Run:
                     reward_weights=self.system.advantages.reward_weights,
                 )
 
-    def draw_curve(self) -> None:
-        """The reward so far, as a picture."""
-        pictures.plot_curves(
-            read_metrics(self.workdir / "metrics.jsonl"),
-            {"training": "reward", "held-out prompts": "evaluation/reward"},
-            self.folder / "curve.png",
-        )
-
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
         """The prompts of the steps after `done`; notes down where each step's end."""
         for number, records in enumerate(self.prompts, done + 1):
             self.drawn[number] = self.prompts.get_state()
             yield records
 
-    def show_timeline(self, done: int) -> None:
-        """Writes down what the workers did in a step; a picture of the last ones where one is due."""
-        intervals = self.driver.intervals
-        clock = time.time() - self.driver.now()
-        self.kept(lambda: self.timeline.write(intervals, clock))
-        self.shown = [*self.shown[1 - SHOWN_STEPS :], intervals]
-        if done % self.config.pictures.every == 0 or done == self.config.steps:
-            first = done - len(self.shown) + 1
-            steps = f"steps {first} to {done}" if first < done else f"step {done}"
-            path = self.folder / f"timeline_{done:06d}.png"
-            shown = [interval for step in self.shown for interval in step]
-            self.kept(lambda: draw(shown, path, steps))
-            self.kept(lambda: self.log.picture(path))
-
     def places(self, done: int) -> dict[str, Any]:
         """How far the prompts and the metrics are after `done` steps."""
         place = self.drawn.pop(done) if done else self.prompts.get_state()
-        return {"prompts": place, "metrics": self.log.position()}
+        return {"prompts": place, "metrics": self.records.place()}
 
     def save(self, position: Position) -> None:
         """A checkpoint of a position, unless there is one."""
@@ -403,96 +348,15 @@ class Run:
         self.positions.wait()
         oldest = self.positions.oldest()
         if oldest is not None:
-            self.kept(lambda: self.forget(oldest))
+            self.records.forget(oldest)
         kept = position.begun.kept if position.begun else {}
         with self.orders.together("save", (position.done, tuple(kept))):
             self.positions.save(position)
 
-    def forget(self, done: int) -> None:
-        """Cuts the records of what the workers did back to the step that was `done`."""
-        lines = read_metrics(self.workdir / "metrics.jsonl")
-        ended = next(line[CLOCK] for line in lines if line["step"] == done)
-        self.timeline.cut_back(done, ended)
-        self.commands.cut_back(done)
-
     def finish(self, position: Position) -> None:
         """The results, on the console and as pictures."""
-        last = saved_images(self.folder / "after.npz")
-        if last is None or last["step"] != position.done:
+        if self.records.evaluated() != position.done:
             # The run had stopped here, and only now is this to be its last step.
             self.look(position.done, position.state)
-            last = saved_images(self.folder / "after.npz")
-        first = saved_images(self.folder / "before.npz")
-        if first is None or len(first["scores"]) != len(self.held_out):
-            print(
-                f"{self.folder / 'before.npz'} is missing or damaged: nothing is compared with it"
-            )
-        else:
-            self.compare(first, last)
-        self.draw_curve()
-        print(where(self.workdir))
+        self.records.results(self.held_out)
         mark_finished(self.workdir, position.done)
-
-    def compare(self, first: dict[str, np.ndarray], last: dict[str, np.ndarray]) -> None:
-        """A sheet of the same prompts before and after, and the table of their rewards."""
-        count = min(len(first["images"]), len(last["images"]))
-        pictures.before_after(
-            first["images"][:count],
-            last["images"][:count],
-            [record["prompt"] for record in self.held_out[:count]],
-            first["scores"][:count],
-            last["scores"][:count],
-            title="held-out prompts, the same noise before and after tuning",
-        ).save(self.folder / "before_after.png")
-        print(table(self.held_out, first["scores"], last["scores"]))
-
-
-@contextlib.contextmanager
-def full_disk(workdir: pathlib.Path) -> Iterator[None]:
-    """Says in a sentence that the disk is full, wherever that shows first."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        raise SaveFailed(
-            f"the disk of {workdir} is full: make room, and the same command goes on from the last checkpoint"
-        ) from error
-
-
-def whole(position: Position) -> bool:
-    """Whether a position's arrays are still there: an update consumes them."""
-    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(position.state))
-
-
-def table(
-    records: list[dict], before: Float[np.ndarray, "n"], after: Float[np.ndarray, "n"]
-) -> str:
-    """Mean reward before and after, over all and for each task."""
-    rows = {"all": (before.mean(), after.mean())}
-    tasks = zip(by_tag(records, before).items(), by_tag(records, after).items(), strict=True)
-    rows |= {tag: (first, last) for (tag, first), (_, last) in tasks}
-    title = f"reward on {len(records)} held-out prompts"
-    lines = [f"{title:<32}{'before':>8}{'after':>8}{'gain':>8}"]
-    for tag, (first, last) in rows.items():
-        lines.append(f"  {tag:<30}{first:8.3f}{last:8.3f}{last - first:+8.3f}")
-    return "\n".join(lines)
-
-
-def where(workdir: pathlib.Path) -> str:
-    """What lies where in a workdir."""
-    files = {
-        "pictures/before_after.png": "the same prompts before and after",
-        "pictures/curve.png": "reward over the steps",
-        "pictures/step_*.png": "pictures on the way",
-        "pictures/timeline_*.png": "what every worker did in the last steps",
-        "timeline.json": "the same since the oldest checkpoint, for ui.perfetto.dev",
-        "commands.jsonl": "what the scheduler told them to do since then, in order",
-        "metrics.jsonl": "every number, a line a step",
-        "starts.jsonl": "versions, commit, devices and command of each start",
-        "tensorboard/": "the same for TensorBoard",
-        "checkpoints/": "to continue, evaluate or export",
-    }
-    width = max(map(len, files))
-    lines = [f"  {name:<{width}}  {what}" for name, what in files.items()]
-    return "\n".join([f"In {workdir}:", *lines])

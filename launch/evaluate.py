@@ -12,13 +12,13 @@ from typing import Any
 
 from absl import flags
 
+from digen_jax.command_line import run_main
 from digen_jax.settings import (
     LARGEST_SEED,
     ConfigError,
     check_output,
     check_positive,
     check_range,
-    run_main,
     user_input,
 )
 
@@ -101,7 +101,7 @@ def main() -> None:
 def _task() -> tuple[str, int | None, str, tuple[float, ...]]:
     """(prompt file, how many of its prompts, rewards, their weights), as given or else the run's own."""
     from digen_jax.inference import is_run, run_config
-    from digen_jax.recipe import advantage_settings
+    from digen_jax.recipe_settings import advantage_settings
 
     prompts, reward, images = _PROMPTS.value, _REWARD.value, _IMAGES.value
     if images is not None:

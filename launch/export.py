@@ -7,7 +7,7 @@ import pathlib
 
 from absl import flags
 
-from digen_jax.settings import run_main
+from digen_jax.command_line import run_main
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist yet.")

@@ -14,7 +14,8 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.settings import ConfigError, check_output, check_range, run_main
+from digen_jax.command_line import run_main
+from digen_jax.settings import ConfigError, check_output, check_range
 
 # A search over more would take hours.
 MOST_DEVICES = 1024
@@ -57,13 +58,8 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.planning import (
-        can_run,
-        make_problem,
-        model_footprint,
-        overrides,
-        placement_section,
-    )
+    from digen_jax.footprint import model_footprint
+    from digen_jax.planning import can_run, make_problem, overrides, placement_section
     from digen_jax.runtime.planner.plan import (
         LEGEND,
         describe_costs,
@@ -112,9 +108,10 @@ def main() -> None:
 
 def _calibration(config: Any) -> Any:
     """The costs, with the scaling that the flags give instead of the source's."""
-    from digen_jax.planning import fitting, measured_costs, read_run_costs
+    from digen_jax.planning import fitting
     from digen_jax.recipe import is_automatic, one_device, resized
     from digen_jax.runtime.planner.calibration import read_calibration
+    from digen_jax.step_costs import measured_costs, read_run_costs
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
     serial = {name: value for name, value in serial.items() if value is not None}

@@ -8,13 +8,13 @@ import sys
 
 from absl import flags
 
+from digen_jax.command_line import run_main
 from digen_jax.settings import (
     LARGEST_SEED,
     ConfigError,
     check_output,
     check_positive,
     check_range,
-    run_main,
     user_input,
 )
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from digen_jax import assemble, recipe, recipe_checks
+from digen_jax import assemble, recipe, recipe_checks, recipe_settings
 from digen_jax.flow.sampling import image_keys
 from digen_jax.models.stable_diffusion_3 import COMPONENTS
 from digen_jax.pretraining.tokenizer import build_tokenizer
@@ -236,7 +236,7 @@ def test_sd35_has_the_published_average_and_start(name):
 
 def test_sd35_has_grpo_guards_published_range():
     config = load(SD35, "pickscore_guard,8")
-    algorithm = recipe.algorithm_settings(config)
+    algorithm = recipe_settings.algorithm_settings(config)
     assert (algorithm.clip_range, algorithm.high, algorithm.kl_coefficient) == (4e-6, 4e-6, 0)
     assert (config.trainer.learning_rate, config.advantages.std) == (1e-4, "group")
     assert load(SD35, "geneval_guard,8").algorithm.clip_range == 2e-6

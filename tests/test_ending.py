@@ -13,7 +13,8 @@ SCRIPT = """
 import sys, threading, time
 from absl import app
 from digen_jax import ending
-from digen_jax.settings import ConfigError, run_main
+from digen_jax.command_line import run_main
+from digen_jax.settings import ConfigError
 
 threading.Thread(target=time.sleep, args=(300,)).start()
 ending.hangs("reward")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from digen_jax import run
-from digen_jax.checkpoint import read_checkpoint
+from digen_jax.checkpoint_folder import read_checkpoint
 from digen_jax.metrics import read_metrics, without_timing
 from digen_jax.runtime import placement
 from digen_jax.workdir import finished_step

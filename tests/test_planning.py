@@ -5,20 +5,13 @@ import json
 import re
 
 import jax
-import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
-from digen_jax import planning, recipe_checks, run
-from digen_jax.planning import (
-    auto_placement,
-    make_problem,
-    model_footprint,
-    placement_section,
-    read_run_costs,
-)
-from digen_jax.recipe import complete, resized, scheduler_settings, with_placement
+from digen_jax import recipe_checks, run, step_costs
+from digen_jax.planning import auto_placement, make_problem, placement_section
+from digen_jax.recipe import complete, resized, with_placement
 from digen_jax.recipe_checks import check_devices
+from digen_jax.recipe_settings import scheduler_settings
 from digen_jax.runtime.planner import candidate as of
 from digen_jax.runtime.planner.calibration import Calibration, read_calibration
 from digen_jax.runtime.planner.candidate import Candidate
@@ -157,28 +150,6 @@ def test_a_wrong_file_of_costs_is_refused(tmp_path, given, sentence):
         read_calibration(file)
 
 
-def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
-    config = complete(tiny_config(base, "full"))
-    config.placement.rollout.data, config.placement.trainer.data = 2, 4
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    phases = {"rollout": 4.0, "train": 8.0, "publish": 0.5, "reward": 0.8}
-    line = {f"seconds/{name}": seconds for name, seconds in phases.items()}
-    slow = {name: 100.0 for name in line}
-    lines = [{"reward": 1.0}, slow, slow, line, line, slow, line]
-    lines = [{"step": step, "seconds/clock": 9.0, **one} for step, one in enumerate(lines)]
-    log = tmp_path / "metrics.jsonl"
-    log.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
-    found = read_run_costs(tmp_path)
-    # 8 images a step; the first two steps may have compiled, and the median ignores the fifth.
-    assert found.costs == Costs(generate=4.0 * 2 / 8, train=8.0 * 4 / 8, score=0.1, publish=0.5)
-    assert f"4 steps of the run in {tmp_path}" in found.source
-    half = read_run_costs(tmp_path, trainer_serial=0.5).costs
-    assert half.train == pytest.approx(8.0 / 8 / (0.5 + 0.5 / 4))
-    log.write_text("".join(json.dumps(entry) + "\n" for entry in lines[:3]))
-    with pytest.raises(ConfigError, match="timings of 2 steps"):
-        read_run_costs(tmp_path)
-
-
 # --------------------------------------------------------------------------------------- the choice
 
 
@@ -267,7 +238,7 @@ def test_a_placement_that_no_batch_fits_is_not_chosen():
 def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     base, tmp_path, capsys, monkeypatch
 ):
-    for module in (planning, run):
+    for module in (step_costs, run):
         monkeypatch.setattr(module, "build", lambda config, found: toy.system(config, len(found)))
     config = tiny_config(base, "full")
     config = with_placement(config, "auto")
@@ -311,71 +282,3 @@ def test_no_meshes_of_which_every_device_has_a_share_are_one_sentence():
 def test_every_device_must_be_of_use():
     with pytest.raises(ConfigError, match=r"config.sampler.fragment.*must divide"):
         make_problem(shapes(10), 4, calibration())
-
-
-# --------------------------------------------------------------------------------------- the sizes
-
-
-def test_the_footprint_is_the_models(base):
-    config = complete(tiny_config(base, "full"))
-    config.placement.rules = ((".*", "replicate"),)
-    found = model_footprint(config)
-    from safetensors.numpy import load_file
-
-    folder = pipeline(base)
-    files = {part: next((folder / part).glob("*.safetensors")) for part in ("transformer", "vae")}
-    total = {part: sum(a.nbytes for a in load_file(file).values()) for part, file in files.items()}
-    assert found.tuned.whole + found.base.whole == total["transformer"]
-    assert found.tuned.split == 0 and found.frozen.whole > total["vae"] and found.copies == 1
-    lora = model_footprint(complete(tiny_config(base, "lora")))
-    assert lora.base.whole == total["transformer"] and 0 < lora.tuned.whole < found.tuned.whole / 2
-    assert (found.published, found.sampler_base) == (found.tuned, found.base)
-    config.sampler.dtype = "bfloat16"
-    half = model_footprint(config)
-    assert half.published.whole == found.tuned.whole / 2 and half.tuned == found.tuned
-    # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
-    side = 32 // 4
-    assert found.trajectory == 2 * 4 * (2 * side * side * 4 + 1)
-
-
-def forward(config, **fields):
-    """The config for AWM."""
-    config.sampler.update(kind="ode", noise_level=0.0, window=dict(length=0))
-    config.algorithm = ConfigDict(dict(name="awm", **fields))
-    return config
-
-
-def test_of_the_forward_process_noise_levels_are_trained_and_the_image_alone_is_stored(base):
-    config = complete(forward(tiny_config(base, "lora"), times=dict(count=5)))
-    assert make_problem(config, 4, calibration()).transitions == 5
-    found = model_footprint(config)
-    assert (found.trajectory, found.copies) == (4 * (8 * 8 * 4 + 2), 1)
-
-
-@pytest.mark.slow
-def test_activations_are_what_a_backward_pass_keeps(base):
-    # Recomputed they are a block's input; guidance doubles the passes.
-    kept = {}
-    for remat, guidance in ((False, 1.0), (True, 1.0), (False, 2.0)):
-        config = complete(tiny_config(base, "full"))
-        config.model.remat, config.sampler.guidance = remat, guidance
-        kept[remat, guidance] = model_footprint(config).activations
-    assert kept[True, 1.0] < 0.5 * kept[False, 1.0]
-    assert kept[False, 2.0] == pytest.approx(2 * kept[False, 1.0], rel=0.1)
-    # What counts is the guidance of training, which is not always the sampler's.
-    config = complete(forward(tiny_config(base, "full")))
-    config.sampler.guidance = 4.5
-    assert model_footprint(config).activations == kept[False, 1.0]
-    # At least a block's inputs: 4 image and 16 text tokens of width 16 in float32.
-    assert kept[True, 1.0] > 3 * 4 * 16 * 4
-
-
-def test_parts_of_parameters_are_split_by_the_rules():
-    config = shapes()
-    config.placement.rules = ((".*bias", "replicate"), (".*", "fsdp"))
-    found = model_footprint(config)
-    assert found.tuned.split > found.tuned.whole > 0
-    problem = make_problem(config, 4, calibration(), found)
-    section = placement_section(problem, Candidate(1, 2, 2))
-    assert section["trainer"] == {"data": 1, "fsdp": 2, "time": 1}
-    assert np.prod(list(section["rollout"].values())) == 2

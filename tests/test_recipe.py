@@ -1,7 +1,5 @@
 """What a config may hold: every mistake is one sentence that names its field."""
 
-import dataclasses
-import json
 import math
 import pathlib
 import re
@@ -10,9 +8,7 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from digen_jax import recipe, recipe_checks
-from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.flow.windows import Window
+from digen_jax import recipe, recipe_checks, recipe_settings
 from digen_jax.settings import LARGEST_SEED, ConfigError
 
 
@@ -84,26 +80,12 @@ def test_whole_numbers_become_floats_where_floats_belong(given):
     assert type(full.sampler.steps) is int
 
 
-def test_wandb_is_off_until_a_project_is_named(given):
-    assert recipe.wandb_options(recipe.complete(given)) is None
-    full = recipe.complete(changed(given, wandb__project="shapes", wandb__tags=["a"]))
-    recipe_checks.check(full)
-    assert recipe.wandb_options(full) == {"project": "shapes", "tags": ["a"], "mode": "online"}
-
-
 def test_wandb_without_a_project_is_refused(given):
     full = recipe.complete(changed(given, wandb__name="first"))
     with pytest.raises(
         ConfigError, match=r"config.wandb.name does nothing without config.wandb.pro"
     ):
         recipe_checks.check(full)
-
-
-def test_what_trainer_and_algorithm_are_made_of(given):
-    full = recipe.complete(changed(given, trainer__ema=0.9, algorithm__kl_coefficient=0.5))
-    settings, algorithm = recipe.trainer_settings(full), recipe.algorithm_settings(full)
-    assert (settings.ema, settings.micro_batch) == (0.9, full.trainer.micro_batch)
-    assert (algorithm.kl_coefficient, algorithm.clip_range) == (0.5, full.algorithm.clip_range)
 
 
 @pytest.mark.parametrize(
@@ -407,20 +389,11 @@ def test_windows_that_cannot_be_trained_are_refused(given, fields, sentence):
     assert refused(changed(given, **fields)).startswith(sentence)
 
 
-def test_a_moving_window_is_drawn_by_the_runs_own_seed(given):
-    fields = dict(mode="random", first=1, length=2, end=7, interval=3, stride=2, roll_back=False)
-    fields = {f"sampler__window__{name}": value for name, value in fields.items()}
-    full = recipe.complete(changed(given, seed=5, **fields))
-    recipe_checks.check(full)
-    assert recipe.window(full) == Window("random", 2, 1, 7, 3, 2, False, seed=5)
-    assert recipe.window(recipe.complete(ConfigDict())) == Window(length=4)
-
-
 def test_a_pass_takes_no_more_steps_than_an_image_trains(given):
     given = changed(given, sampler__window__fraction=0.75, trainer__pack=3)
     full = recipe.complete(given)
     recipe_checks.check(full)
-    assert recipe.trained_steps(full) == 3
+    assert recipe_settings.trained_steps(full) == 3
     sentence = (
         "config.trainer.pack = 4 is more than the 3 trained steps of config.sampler.window fill"
     )
@@ -444,41 +417,13 @@ def test_a_pass_may_be_filled_up_to_an_equal_share_of_steps_for_every_device(giv
     full = recipe.complete(changed(given, **fields, trainer__pack=4))
     recipe_checks.check(full)
     recipe_checks.check_devices(full, 8)
-    assert recipe.trainer_settings(full).pack == 4
+    assert recipe_settings.trainer_settings(full).pack == 4
     assert refused(changed(given, trainer__pack=6)).endswith("fill: set it to 4 or less")
 
 
 # ------------------------------------------------------------------------------ advantages, rewards
 
 TWO = dict(reward__name="shapes_geneval, tests.runtime.toy:brightness")
-
-
-def test_what_advantages_are_made_of(given):
-    full = recipe.complete(changed(given, advantages__std="none", advantages__drop_zero_std=True))
-    expected = AdvantageSettings(std="none", drop_zero_std=True)
-    assert recipe.advantage_settings(full) == expected
-    full = recipe.complete(changed(given, **TWO))
-    recipe_checks.check(full)
-    assert recipe.advantage_settings(full).reward_weights == (1.0, 1.0)
-    full = recipe.complete(changed(given, reward__weights=[2, -0.5]))  # as read from JSON
-    recipe_checks.check(full)
-    assert recipe.advantage_settings(full).reward_weights == (2.0, -0.5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "readiness"),
-    [
-        (dict(), "group"),
-        (dict(advantages__std="none"), "group"),
-        (dict(advantages__std="global"), "step"),
-        (TWO | dict(advantages__combine="advantages"), "group"),
-        (TWO | dict(advantages__combine="gdpo"), "step"),
-    ],
-)
-def test_the_scheduler_waits_for_what_advantages_need(given, fields, readiness):
-    full = recipe.complete(changed(given, **fields))
-    recipe_checks.check(full)
-    assert recipe.scheduler_settings(full).readiness == readiness
 
 
 @pytest.mark.parametrize(
@@ -568,16 +513,10 @@ def test_devices_divide_the_images_that_are_kept(given):
 # ------------------------------------------------------------------------------ old log-probabilities
 
 
-@pytest.mark.parametrize("updates", [1, 2])
-def test_of_one_dtype_old_log_probabilities_are_the_rollouts(given, updates):
-    given = changed(given, trainer__updates=updates, sampler__fragment=72)
-    assert recipe.algorithm_settings(recipe.complete(given)).old_log_probs == "rollout"
-
-
 def test_current_log_probabilities_are_taken_for_one_update_and_refused_for_two(given):
     sizes = dict(sampler__fragment=72, trainer__micro_batch=72)
     given = changed(given, algorithm__old_log_probs="current", **sizes)
-    assert recipe.algorithm_settings(recipe.complete(given)).old_log_probs == "current"
+    assert recipe_settings.algorithm_settings(recipe.complete(given)).old_log_probs == "current"
     sentence = "config.algorithm.old_log_probs is 'current', but with 2 updates a step the policy"
     assert refused(changed(given, trainer__updates=2)).startswith(sentence)
 
@@ -595,20 +534,6 @@ FORWARD = {
 def of_method(given, name, **fields):
     fields = {k: ConfigDict(v) if type(v) is dict else v for k, v in FORWARD[name].items()} | fields
     return changed(given, **fields)
-
-
-@pytest.mark.parametrize("name", FORWARD)
-def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
-    full = recipe.complete(of_method(given, name))
-    recipe_checks.check(full)
-    recipe_checks.check_devices(full, 8)
-    settings = recipe.algorithm_settings(full)
-    own = {field.name for field in dataclasses.fields(settings)}
-    assert set(full.algorithm) == own | {"name"} and "times" in own
-    again = recipe.complete(ConfigDict(json.loads(full.to_json())))
-    assert recipe.algorithm_settings(again) == settings
-    count = {"diffusion_nft": 7, "awm": 6, "diffusion_dpo": 1}[name]
-    assert recipe.trained_steps(full) == settings.times.count == count
 
 
 @pytest.mark.parametrize(
@@ -726,38 +651,6 @@ def test_what_cannot_train_on_the_forward_process_is_refused(given, name, fields
     assert refused(of_method(given, name, **fields), devices=8).startswith(sentence)
 
 
-@pytest.mark.parametrize(
-    ("fields", "readiness"),
-    [
-        (dict(), "group"),
-        (dict(advantages__combine="gdpo"), "group"),
-        (dict(advantages__combine="advantages", advantages__std="none"), "group"),
-        (dict(advantages__combine="advantages", advantages__std="global"), "step"),
-    ],
-)
-def test_pairs_wait_for_what_orders_a_group(given, fields, readiness):
-    full = recipe.complete(of_method(given, "diffusion_dpo", **TWO, **fields))
-    recipe_checks.check(full)
-    assert recipe.scheduler_settings(full).readiness == readiness
-
-
-@pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        (dict(), (1.0, 1.0)),
-        (dict(algorithm__guidance=0.0), (4.5, 4.5)),
-        (dict(algorithm__guidance=2.0), (2.0, 2.0)),
-        (dict(algorithm__guidance=0.0, algorithm__reference_guidance=1.0), (4.5, 1.0)),
-    ],
-)
-def test_training_has_a_guidance_of_its_own(given, name, fields, expected):
-    full = recipe.complete(of_method(given, name, sampler__guidance=4.5, **fields))
-    recipe_checks.check(full)
-    settings = recipe.algorithm_settings(full)
-    assert (settings.guidance, settings.reference_guidance) == expected
-
-
 def test_a_policy_gradient_replays_with_the_samplers_guidance(given):
     sentence = (
         "config.algorithm.guidance is a field of diffusion_nft and awm and diffusion_dpo, but"
@@ -770,13 +663,6 @@ def test_a_complete_config_does_not_become_another_algorithms_by_its_name(given)
     full.algorithm.name = "awm"
     sentence = "config.algorithm.clip_high is a field of policy_gradient, but config.algorithm.name is 'awm'"
     assert refused(full).startswith(sentence)
-
-
-def test_awms_ratios_are_recomputed_where_they_are_not_1(given):
-    full = recipe.complete(of_method(given, "awm"))
-    assert recipe.algorithm_settings(full).old_log_probs == "current"
-    full.runtime.staleness = 1
-    assert recipe.algorithm_settings(full).old_log_probs == "recomputed"
 
 
 # ------------------------------------------------------------------------------ dynamic sampling
@@ -807,32 +693,6 @@ def test_awms_ratios_are_recomputed_where_they_are_not_1(given):
 def test_dynamic_sampling_that_cannot_work_is_refused(given, fields, sentence):
     fields = {f"runtime__{name}": value for name, value in fields.items()}
     assert refused(changed(given, **fields)).startswith(sentence)
-
-
-def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given):
-    assert recipe.drawn_groups(recipe.complete(given)) == 12
-    sizes = dict(sampler__fragment=12, trainer__micro_batch=12)
-    fields = dict(runtime__max_candidates=20, runtime__redundant_groups=3)
-    full = recipe.complete(changed(given, **sizes, **fields))
-    recipe_checks.check(full)
-    settings = recipe.scheduler_settings(full)
-    assert (settings.groups, settings.max_candidates, settings.redundant_groups) == (12, 20, 3)
-    assert settings.ordered and recipe.drawn_groups(full) == 20
-
-
-def test_whether_fragments_are_trained_in_their_order_may_be_said(given):
-    for fields, ordered in (
-        (dict(), True),
-        (dict(runtime__ordered="no"), False),
-        (dict(runtime__staleness=1), False),
-        (dict(runtime__staleness=1, runtime__ordered="yes"), True),
-    ):
-        full = recipe.complete(changed(given, **fields))
-        assert recipe.scheduler_settings(full).ordered == ordered
-    with pytest.raises(
-        ConfigError, match=r"config\.runtime\.ordered is 'maybe'; it must be one of"
-    ):
-        recipe_checks.check(recipe.complete(changed(given, runtime__ordered="maybe")))
 
 
 # ------------------------------------------------------------------------------ early groups
@@ -912,20 +772,6 @@ EARLY = dict(
 )
 def test_training_early_where_that_is_not_exact_is_refused(given, fields, sentence):
     assert refused(changed(given, **EARLY | fields)).startswith(sentence)
-
-
-@pytest.mark.parametrize(
-    ("fields", "readiness"),
-    [
-        ({}, "early_group"),
-        (dict(advantages__std="global", algorithm__adv_clip=12.0), "early_step"),
-    ],
-)
-def test_training_early_is_for_the_scheduler_what_the_algorithm_needs(given, fields, readiness):
-    full = recipe.complete(changed(given, **EARLY | fields))
-    recipe_checks.check(full)
-    settings = recipe.scheduler_settings(full)
-    assert (settings.readiness, settings.open_groups, settings.ordered) == (readiness, 2, False)
 
 
 # ------------------------------------------------------------------------------ batches
@@ -1065,11 +911,6 @@ def test_ratios_of_trajectories_want_all_steps_of_an_image_in_a_pass(given):
     recipe_checks.check(recipe.complete(whole))
     split = changed(whole, trainer__pack=4, placement__trainer__time=2)
     assert "config.placement.trainer.time = 2 splits them: set that to 1" in refused(split)
-
-
-def test_where_what_sampled_is_corrected_for_it_is_what_was_stored(given):
-    given = changed(given, sampler__dtype="bfloat16", algorithm__importance_cap=2.0)
-    assert recipe.algorithm_settings(recipe.complete(given)).old_log_probs == "rollout"
 
 
 # ------------------------------------------------------------------------------ numbers

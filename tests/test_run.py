@@ -531,13 +531,3 @@ def test_what_is_not_finite_is_named():
     images[1, 2, 3, 0] = np.nan
     with pytest.raises(DivergedError, match="an image that the trained model drew holds NaN"):
         divergence.check_images(images)
-
-
-def test_table_and_places():
-    records = [{"prompt": "a", "tag": "counting"}, {"prompt": "b"}]
-    assert run.table(records, np.array([0.25, 0.75]), np.array([1.0, 0.5])).split("\n") == [
-        "reward on 2 held-out prompts      before   after    gain",
-        "  all                              0.500   0.750  +0.250",
-        "  counting                         0.250   1.000  +0.750",
-    ]
-    assert run.where(pathlib.Path("runs/x")).startswith("In runs/x:\n  pictures/before_after.png  ")

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from digen_jax import rewards
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.recipe import SIZES, advantage_settings, scheduler_settings
+from digen_jax.recipe import SIZES
 from digen_jax.recipe_checks.algorithm import check_algorithm, check_algorithm_choices
 from digen_jax.recipe_checks.groups import (
     check_advantage_choices,
@@ -27,6 +27,7 @@ from digen_jax.recipe_checks.groups import (
 )
 from digen_jax.recipe_checks.numbers import check_numbers
 from digen_jax.recipe_checks.sampler import check_sampler
+from digen_jax.recipe_settings import advantage_settings, scheduler_settings
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
 from digen_jax.settings import (
     ConfigError,

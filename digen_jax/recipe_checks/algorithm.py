@@ -9,7 +9,12 @@ from digen_jax.algorithms.demands import Algorithm, is_forward
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
 from digen_jax.flow.steps import KINDS, Ode
-from digen_jax.recipe import advantage_settings, algorithm_settings, noisy_steps, trained_steps
+from digen_jax.recipe_settings import (
+    advantage_settings,
+    algorithm_settings,
+    noisy_steps,
+    trained_steps,
+)
 from digen_jax.settings import (
     ConfigError,
     blame,

@@ -4,7 +4,7 @@ from typing import get_args
 
 from ml_collections import ConfigDict
 
-from digen_jax import recipe
+from digen_jax import recipe_settings
 from digen_jax.flow.steps import KINDS, Ode
 from digen_jax.flow.windows import Mode
 from digen_jax.settings import ConfigError, blame, check_choice, check_divides
@@ -16,7 +16,7 @@ def check_sampler(config: ConfigDict) -> None:
     Raises:
       ConfigError: names the field and what to change.
     """
-    if recipe.noisy_steps(config) or config.algorithm.name == "policy_gradient":
+    if recipe_settings.noisy_steps(config) or config.algorithm.name == "policy_gradient":
         _check_window(config)
     _check_noise(config)
     _check_pack(config)
@@ -31,8 +31,8 @@ def _check_window(config: ConfigDict) -> None:
             "window that moves needs the step before which it stops, a fixed one has none, which is 0"
         )
     with blame("config.sampler.window."):
-        recipe.window(config).check(config.sampler.steps)
-        recipe.trained_steps(config)
+        recipe_settings.window(config).check(config.sampler.steps)
+        recipe_settings.trained_steps(config)
 
 
 def _check_noise(config: ConfigDict) -> None:
@@ -55,7 +55,7 @@ def _check_pack(config: ConfigDict) -> None:
         pack,
         "as the steps of a pass are split evenly over that axis",
     )
-    steps = recipe.trained_steps(config)
+    steps = recipe_settings.trained_steps(config)
     most = steps + -steps % time
     if pack > most:
         where = (

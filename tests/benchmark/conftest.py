@@ -5,7 +5,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from digen_jax import run
+from digen_jax.metrics import MetricsLog
 
 
 def brightness(images, prompts, metadata):
@@ -16,7 +16,7 @@ def brightness(images, prompts, metadata):
 @pytest.fixture
 def stop_in_third(monkeypatch):
     """stop_in_third(built): a signal ends the third run that is built, after its first step."""
-    write = run.MetricsLog.write
+    write = MetricsLog.write
 
     def arrange(built):
         def stop(log, step, line):
@@ -24,7 +24,7 @@ def stop_in_third(monkeypatch):
             if len(built) == 3 and step == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        monkeypatch.setattr(run.MetricsLog, "write", stop)
+        monkeypatch.setattr(MetricsLog, "write", stop)
 
     return arrange
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax import recipe, run
+from digen_jax import recipe_settings, run
 from digen_jax.benchmark import family_plot
 from digen_jax.benchmark.algorithms import (
     CELLS,
@@ -67,7 +67,9 @@ def built(monkeypatch):
         if surrogate not in systems:
             systems[surrogate] = toy.system(config, 1)
         system = systems[surrogate]
-        return system._replace(start=toy.moved(system.start, 0.0), draws=recipe.draws(config))
+        return system._replace(
+            start=toy.moved(system.start, 0.0), draws=recipe_settings.draws(config)
+        )
 
     monkeypatch.setattr(run, "build", build)
     return seen

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax import recipe
+from digen_jax import recipe_settings
 from digen_jax.runtime.executors.executors import Executors
 from digen_jax.runtime.scheduler.commands import TRAINER
 from tests.cases import quick
@@ -74,9 +74,9 @@ def test_it_samples_by_the_rounded_network():
     ],
 )
 def test_old_log_probs_are_the_trainers_own_unless_asked_for_otherwise(fields, expected):
-    assert recipe.algorithm_settings(config(**fields)).old_log_probs == expected
+    assert recipe_settings.algorithm_settings(config(**fields)).old_log_probs == expected
     if "algorithm__old_log_probs" not in fields:
-        assert recipe.algorithm_settings(config("", **fields)).old_log_probs == "rollout"
+        assert recipe_settings.algorithm_settings(config("", **fields)).old_log_probs == "rollout"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from digen_jax import recipe
+from digen_jax import recipe_settings
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
 from digen_jax.runtime.optimisation import TrainerSettings
@@ -195,7 +195,7 @@ def make_trainer(rules=((".*", "fsdp"),), **changes):
     system = toy.system(config)
     group = dataclasses.replace(system.placement.trainer, rules=rules)
     settings = TrainerSettings(**SETTINGS | changes)
-    step, algorithm = system.sampler.settings.step, recipe.algorithm_settings(config)
+    step, algorithm = system.sampler.settings.step, recipe_settings.algorithm_settings(config)
     return Trainer(system.policy, group, step, algorithm, settings)
 
 

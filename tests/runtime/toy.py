@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from digen_jax import assemble, recipe, recipe_checks
+from digen_jax import assemble, recipe, recipe_checks, recipe_settings
 from digen_jax.flow.schedule import SchedulerConfig
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.sampling import SamplingExecutor
@@ -209,7 +209,7 @@ def driver(system: System, config: ConfigDict, reward=brightness, **options):
     deadline = Deadline(config.runtime.deadline)
     rewards = RewardPool(reward, "mine", 0, config.reward.retries, deadline.seconds)
     options.setdefault("state", fresh(system))
-    given = options.pop("batches", None) or batches(recipe.drawn_groups(config))
+    given = options.pop("batches", None) or batches(recipe_settings.drawn_groups(config))
     watch = options.setdefault("watch", Watch(deadline))
     with contextlib.closing(watch), contextlib.closing(rewards):
         found = assemble.make_driver(system, config, batches=given, rewards=rewards, **options)
