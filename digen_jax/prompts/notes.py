@@ -36,7 +36,7 @@ def notes(path: str | os.PathLike[str], cut: Callable[[list[str]], Iterable[bool
     total = len(numbered)
     found = {
         "are longer than the text encoders read, so that their ends are cut off": _long(lines, cut),
-        "stand in the file before already, and are drawn so much more often": again,
+        "repeat an earlier one": again,
         "hold control characters": odd,
     }
     return [f"{path}: {_count(at, total)} {what}: {_where(at)}" for what, at in found.items() if at]
