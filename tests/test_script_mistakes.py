@@ -92,5 +92,5 @@ def test_a_number_outside_of_its_range_is_refused_by_its_flag(command, range_):
     script, *arguments = command
     done = run_forked(script, *arguments)
     flag = arguments[-1].partition("=")[0]
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"flag {flag}=" in done.stderr and range_ in done.stderr
