@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ IN_A_WORD = {"config.placement": "config.placement.sizes"}
 def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
     """Runs a script's `main()` once absl has read the flags; a `ConfigError` is one line, code 2.
 
-    So is `ending.Stopped`, code 75. Where a thread hangs the process does not wait for it.
+    So are `ending.Stopped`, code 75, and Ctrl-C where nothing else answers it, code 130. Where a thread
+    hangs the process does not wait for it.
 
     Of several, by their names, the first word of the command line says which one.
     A file given by `--config` and its overrides `--config.some.field=value` are checked first,
@@ -58,6 +60,9 @@ def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
             text = error.shown() if isinstance(error, ConfigError) else str(error)
             print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
             sys.exit(2 if isinstance(error, ConfigError) else STOPPED)
+        except KeyboardInterrupt:
+            print(f"{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:

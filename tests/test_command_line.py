@@ -15,6 +15,8 @@ def get_config():
     return ConfigDict({"seed": 0, "sampler": sampler, "free": {}, "placement": {"sizes": "given"}})
 """
 SCRIPT = """
+import signal
+
 from absl import flags
 from ml_collections import config_flags
 from digen_jax import command_line
@@ -30,6 +32,8 @@ def main():
         raise ConfigError("config.seed is 1:\\nset it to 0")
     if config.seed == 2:
         raise ValueError("a bug")
+    if config.seed == 3:
+        signal.raise_signal(signal.SIGINT)
     print(config.sampler.guidance, config.seed, config.placement.sizes)
 
 command_line.run_main(main)
@@ -96,6 +100,12 @@ def test_good_overrides_arrive_and_a_bug_keeps_its_traceback(tmp_path):
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ValueError: a bug" in done.stderr
+
+
+def test_ctrl_c_is_one_line(tmp_path):
+    given = ("--config", str(tmp_path / "config.py"), "--workdir=w")
+    done = launch(tmp_path, *given, "--config.seed=3")
+    assert (done.returncode, done.stderr) == (130, "script.py: stopped by Ctrl-C\n")
 
 
 def test_one_word_for_the_placement_is_its_sizes():

@@ -20,8 +20,7 @@ def test_what_is_odd_is_counted_and_named_by_its_lines(tmp_path):
     assert notes.notes(file, long) == [
         f"{file}: 6 of 11 prompts are longer than the text encoders read, so that their ends are cut off: "
         "lines 3, 9, 13, 15, 17 and 1 more",
-        f"{file}: 7 of 11 prompts repeat an earlier one: "
-        "lines 7, 9, 11, 13, 15 and 2 more",
+        f"{file}: 7 of 11 prompts repeat an earlier one: lines 7, 9, 11, 13, 15 and 2 more",
         f"{file}: 2 of 11 prompts hold control characters: lines 5, 21",
     ]
 
