@@ -4,9 +4,11 @@ import inspect
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 
+from digen_jax.ending import Stopped
 from digen_jax.settings import ConfigError
 
 ARGUMENTS = ("images", "prompts", "metadata")
@@ -42,8 +44,8 @@ def blamed(name: str, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigError:
-        raise
+    except (ConfigError, Stopped, CancelledError):
+        raise  # Of a pool that asks the reward in another process.
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(": None")
         raise RewardFailed(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from digen_jax import rewards
+from digen_jax.ending import Stopped
 from digen_jax.rewards.shapes import shapes_geneval
 from digen_jax.settings import ConfigError
 
@@ -182,3 +183,11 @@ def test_scores_that_are_no_numbers_are_refused(scores):
 def test_nothing_returned_is_refused():
     with pytest.raises(ConfigError, match="'mine:f' returned None: return one number an image"):
         call(None)
+
+
+def test_that_a_pool_cannot_go_on_is_not_the_rewards_exception():
+    def pooled(images, prompts, metadata):
+        raise Stopped("reward 'mine:f' took more than 3 seconds")
+
+    with pytest.raises(Stopped, match="^reward 'mine:f' took more than 3 seconds$"):
+        rewards.call(pooled, "mine:f", IMAGES, PROMPTS, METADATA)
