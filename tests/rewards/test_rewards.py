@@ -189,5 +189,5 @@ def test_that_a_pool_cannot_go_on_is_not_the_rewards_exception():
     def pooled(images, prompts, metadata):
         raise Stopped("reward 'mine:f' took more than 3 seconds")
 
-    with pytest.raises(Stopped, match="^reward 'mine:f' took more than 3 seconds$"):
+    with pytest.raises(Stopped, match=r"^reward 'mine:f' took more than 3 seconds$"):
         rewards.call(pooled, "mine:f", IMAGES, PROMPTS, METADATA)
