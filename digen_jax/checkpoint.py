@@ -200,6 +200,7 @@ class Checkpointer:
         """Takes away what a failed save leaves, and says in a sentence that it failed."""
         try:
             yield
+        # Orbax and TensorStore raise whatever a failed write ends in, ValueError and RuntimeError among it.
         except Exception as error:
             for left in unfinished(self._folder, self._saving):
                 shutil.rmtree(left, ignore_errors=True)

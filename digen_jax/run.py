@@ -113,7 +113,7 @@ class Run:
         try:
             try_out(self.rewards.score, files, config.model.height, config.model.width)
             self.system = build(config, jax.devices())
-        except Exception:
+        except BaseException:  # Ctrl-C, too: else the reward's processes would go on
             self.rewards.close()
             raise
         # Of several processes one may wait long for what another one compiles.

@@ -60,15 +60,7 @@ def main() -> None:
 
     from digen_jax.footprint import model_footprint
     from digen_jax.planning import can_run, make_problem, overrides, placement_section
-    from digen_jax.runtime.planner.plan import (
-        LEGEND,
-        describe_costs,
-        make_plan,
-        memory_table,
-        table,
-        why,
-        wrapped,
-    )
+    from digen_jax.runtime.planner.plan import make_plan
 
     calibration = _calibration(config)
     problem = make_problem(
@@ -79,7 +71,32 @@ def main() -> None:
         _MEMORY.value and _MEMORY.value * 2**30,
     )
     plan = make_plan(problem, functools.partial(can_run, config, problem))
-    settings, choice = problem.settings, plan.choice.candidate
+    _show(problem, plan, calibration)
+    choice = plan.choice.candidate
+    if _OUTPUT.value:
+        pathlib.Path(_OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)
+        section = placement_section(problem, choice)
+        pathlib.Path(_OUTPUT.value).write_text(json.dumps(section, indent=2) + "\n")
+    changes = overrides(config, problem, choice)
+    given = " \\\n".join(f"  --config.{name}={value}" for name, value in changes.items())
+    how = (
+        f"with the config as it is here and\n{given}" if given else "with the config as it is here"
+    )
+    print(f"\nit runs {how}")
+
+
+def _show(problem: Any, plan: Any, calibration: Any) -> None:
+    """Prints what is planned from, the table with its legend, the choice's memory and why it is chosen."""
+    from digen_jax.runtime.planner.plan import (
+        LEGEND,
+        describe_costs,
+        memory_table,
+        table,
+        why,
+        wrapped,
+    )
+
+    settings = problem.settings
     told = (
         f"costs from {calibration.source}",
         describe_costs(problem, calibration.missing),
@@ -94,16 +111,6 @@ def main() -> None:
         f"chosen after {plan.for_choice} simulations for {plan.candidates} candidates, "
         f"{plan.simulated - plan.for_choice} more for the table"
     )
-    if _OUTPUT.value:
-        pathlib.Path(_OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)
-        section = placement_section(problem, choice)
-        pathlib.Path(_OUTPUT.value).write_text(json.dumps(section, indent=2) + "\n")
-    changes = overrides(config, problem, choice)
-    given = " \\\n".join(f"  --config.{name}={value}" for name, value in changes.items())
-    how = (
-        f"with the config as it is here and\n{given}" if given else "with the config as it is here"
-    )
-    print(f"\nit runs {how}")
 
 
 def _calibration(config: Any) -> Any:

@@ -199,6 +199,7 @@ def _sendable(error: BaseException) -> BaseException:
     where = "".join(traceback.format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))
+    # An exception's own class decides what its pickling raises.
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(f"In the process of the reward:\n{where}")
