@@ -26,6 +26,7 @@ test-slow: $(VENV)/dev
 lint: $(VENV)/dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(VENV)/bin/lint-imports
 
 format: $(VENV)/dev
 	$(RUN) -m ruff check --fix .
