@@ -45,8 +45,8 @@ GenEval 0.63 before, 0.95 after. The tests check all shapes of a step at this si
 
 from ml_collections import ConfigDict
 
+from digen_jax.errors import ConfigError
 from digen_jax.recipe import complete
-from digen_jax.settings import ConfigError
 
 # The linear layers of the joint attention; not those of the second attention over the image alone.
 ATTENTION = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"

@@ -13,7 +13,7 @@ from digen_jax.algorithms.demands import Algorithm
 from digen_jax.algorithms.diffusion_nft import DiffusionNFT
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
-from digen_jax.settings import ConfigError, check_choice
+from digen_jax.errors import ConfigError, check_choice
 
 CLASSES = {
     "policy_gradient": PolicyGradient,

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from digen_jax import recipe, recipe_checks, recipe_settings
 from digen_jax.algorithms.demands import Algorithm, is_forward, needs_reference
 from digen_jax.algorithms.policy_gradient import PolicyGradient
+from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Ode, make_step
 from digen_jax.lora_start import read_start
@@ -31,7 +32,6 @@ from digen_jax.runtime.scheduler.costs import GUESSED
 from digen_jax.runtime.scheduler.scheduler import Scheduler
 from digen_jax.runtime.system import Rollout, System, reshard
 from digen_jax.runtime.trainer import State, Trainer
-from digen_jax.settings import ConfigError, blame, user_input
 from digen_jax.weights.folder import read_model_index, resolve_folder
 from digen_jax.weights.lora import LoraConfig, check_rank
 

@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from digen_jax.checksums import damage
-from digen_jax.settings import ConfigError
+from digen_jax.errors import ConfigError
 
 STAMPED = "_CHECKPOINT_METADATA"  # of orbax, which writes the time into it last of all
 # It logs the traceback of whatever it raises.

@@ -11,8 +11,9 @@ from typing import Any
 from absl import app, flags
 from ml_collections import ConfigDict
 
+from digen_jax.config.fields import check_known, flat
 from digen_jax.ending import STOPPED, Stopped, without_the_hung
-from digen_jax.settings import ConfigError, check_choice, check_known, flat
+from digen_jax.errors import ConfigError, check_choice
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
 # A group of fields that one word may be given for, and the field that it is the value of.

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from digen_jax.errors import ConfigError, check_output
 from digen_jax.inference import TunedRun, all_devices, defaults_of_run, read_run
-from digen_jax.settings import ConfigError, check_output
 from digen_jax.weights.folder import (
     absent_components,
     copy_pipeline,

@@ -11,6 +11,7 @@ from jaxtyping import Float32
 from ml_collections import ConfigDict
 
 from digen_jax.assemble import build
+from digen_jax.errors import ConfigError
 from digen_jax.interrupt import Interrupt
 from digen_jax.planning import fitting
 from digen_jax.positions import Position, Positions
@@ -23,7 +24,6 @@ from digen_jax.runtime.executors.driver import Begun
 from digen_jax.runtime.executors.executors import Executors, follow
 from digen_jax.runtime.executors.orders import leave, orders
 from digen_jax.runtime.system import System
-from digen_jax.settings import ConfigError
 
 
 def follow_run(config: ConfigDict, workdir: pathlib.Path) -> int | None:

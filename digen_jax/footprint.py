@@ -13,9 +13,9 @@ from digen_jax import recipe_settings
 from digen_jax.algorithms.demands import Algorithm, needs_reference, slow_copy
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.assemble import load_family, make_policy, open_pipeline, trained_policy
+from digen_jax.errors import blame
 from digen_jax.runtime.placement import fsdp_spec
 from digen_jax.runtime.planner.problem import Footprint, Parameters
-from digen_jax.settings import blame
 
 
 def model_footprint(config: ConfigDict) -> Footprint:

@@ -14,6 +14,7 @@ from PIL import Image
 from digen_jax import recipe
 from digen_jax.assemble import load_family, make_policy, open_pipeline, read_frozen, read_part
 from digen_jax.checkpoint_folder import read_checkpoint
+from digen_jax.errors import ConfigError, check_positive, user_input
 from digen_jax.flow.steps import Ode
 from digen_jax.pictures import image_grid, to_uint8
 from digen_jax.progress import watched
@@ -21,7 +22,6 @@ from digen_jax.runtime.evaluation import Evaluation, sample_images
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, SamplerSettings, Weights
-from digen_jax.settings import ConfigError, check_positive, user_input
 from digen_jax.weights.folder import SAMPLING, read_json
 from digen_jax.weights.lora import merge
 from digen_jax.weights.lora_files import read_lora

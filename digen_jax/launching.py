@@ -11,7 +11,7 @@ import time
 import jax
 from absl import logging
 
-from digen_jax.settings import ConfigError, check_range
+from digen_jax.errors import ConfigError, check_range
 
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "digen_jax/xla"
 MOST_CPU_DEVICES = 256

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from digen_jax.settings import ConfigError
+from digen_jax.errors import ConfigError
 from digen_jax.weights.folder import resolve_folder
 from digen_jax.weights.lora import LoraConfig, adapted_layers
 from digen_jax.weights.lora_files import LoraFile, open_lora, read_opened

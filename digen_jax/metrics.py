@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from digen_jax import event_file
+from digen_jax.errors import ConfigError
 from digen_jax.files import append, without_torn_line
-from digen_jax.settings import ConfigError
 
 TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
 CLOCK = "seconds/clock"

@@ -9,6 +9,7 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks, recipe_settings
+from digen_jax.errors import ConfigError, blame
 from digen_jax.footprint import model_footprint
 from digen_jax.inference import run_config
 from digen_jax.runtime.placement import fitted
@@ -20,7 +21,6 @@ from digen_jax.runtime.planner.problem import Footprint, Problem, Scaling
 from digen_jax.runtime.planner.search import Simulations, budget, search
 from digen_jax.runtime.planner.space import candidates
 from digen_jax.runtime.scheduler.settings import Settings
-from digen_jax.settings import ConfigError, blame
 from digen_jax.step_costs import measured_costs
 
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from ml_collections import ConfigDict
 
 from digen_jax import algorithm_section
-from digen_jax.settings import ConfigError, check_fields, check_types
+from digen_jax.config.fields import check_fields, check_types
+from digen_jax.errors import ConfigError
 
 # Where a step's work is done and how it is cut: its result is the same up to rounding.
 LAYOUT = ("placement", "sampler.fragment", "trainer.micro_batch", "trainer.pack")

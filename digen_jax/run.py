@@ -15,6 +15,7 @@ from digen_jax import rewards
 from digen_jax.assemble import build, make_driver
 from digen_jax.checkpoint import SaveFailed
 from digen_jax.environment import note_start
+from digen_jax.errors import ConfigError
 from digen_jax.following import follow_run
 from digen_jax.interrupt import Interrupt
 from digen_jax.metrics import read_metrics
@@ -40,7 +41,6 @@ from digen_jax.runtime.executors.orders import Orders, is_first, leading, severa
 from digen_jax.runtime.executors.watch import Watch, end_process
 from digen_jax.runtime.scheduler.deadlines import Deadline
 from digen_jax.runtime.trainer import State
-from digen_jax.settings import ConfigError
 from digen_jax.workdir import changes, claim_workdir, finished_step, mark_finished
 
 Metrics = dict[str, float]

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from digen_jax import rewards
 from digen_jax.assemble import build
+from digen_jax.errors import ConfigError, user_input
 from digen_jax.inference import run_config
 from digen_jax.metrics import read_metrics
 from digen_jax.prompts.files import read_prompt_file
@@ -17,7 +18,6 @@ from digen_jax.runtime.planner.calibration import Calibration, per_device
 from digen_jax.runtime.planner.measure import UNMEASURED, measure
 from digen_jax.runtime.planner.problem import Scaling
 from digen_jax.runtime.scheduler.settings import Costs
-from digen_jax.settings import ConfigError, user_input
 
 WARM = 2  # first steps of a run that may have compiled
 

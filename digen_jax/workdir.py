@@ -8,8 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
+from digen_jax.errors import ConfigError
 from digen_jax.files import replace
-from digen_jax.settings import ConfigError
 from digen_jax.weights.folder import read_json
 
 

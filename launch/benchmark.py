@@ -22,7 +22,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from digen_jax.command_line import run_main
-from digen_jax.settings import ConfigError, check_positive, user_input
+from digen_jax.errors import ConfigError, check_positive, user_input
 
 _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for all numbers.")
 

@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags
 
 from digen_jax.command_line import run_main
-from digen_jax.settings import (
+from digen_jax.errors import (
     LARGEST_SEED,
     ConfigError,
     check_output,

@@ -15,7 +15,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from digen_jax.command_line import run_main
-from digen_jax.settings import ConfigError, check_output, check_range
+from digen_jax.errors import ConfigError, check_output, check_range
 
 # A search over more would take hours.
 MOST_DEVICES = 1024

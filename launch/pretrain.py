@@ -9,7 +9,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from digen_jax.command_line import run_main
-from digen_jax.settings import LARGEST_SEED, check_finite, check_output, check_range, flat
+from digen_jax.config.fields import flat
+from digen_jax.errors import LARGEST_SEED, check_finite, check_output, check_range
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string(

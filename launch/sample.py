@@ -9,7 +9,7 @@ import sys
 from absl import flags
 
 from digen_jax.command_line import run_main
-from digen_jax.settings import (
+from digen_jax.errors import (
     LARGEST_SEED,
     ConfigError,
     check_output,

@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from digen_jax.command_line import run_main
-from digen_jax.settings import check_output
+from digen_jax.errors import check_output
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string(

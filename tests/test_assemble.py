@@ -10,8 +10,8 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from digen_jax import assemble, recipe
+from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import Ode
-from digen_jax.settings import ConfigError
 from digen_jax.weights.folder import open_tensors
 from tests.pipelines import write_tiny_pipeline
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from digen_jax import checkpoint
 from digen_jax.checkpoint import Checkpointer, template_of
 from digen_jax.checkpoint_folder import read_checkpoint
-from digen_jax.settings import ConfigError
+from digen_jax.errors import ConfigError
 from digen_jax.workdir import claim_workdir, finished_step, mark_finished
 
 ROOT = pathlib.Path(checkpoint.__file__).parents[1]

@@ -8,7 +8,7 @@ import pytest
 
 from digen_jax.checkpoint import Checkpointer, template_of
 from digen_jax.checkpoint_folder import read_checkpoint
-from digen_jax.settings import ConfigError
+from digen_jax.errors import ConfigError
 from tests.test_checkpoint import assert_equal, mesh, state
 
 

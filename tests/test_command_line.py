@@ -20,7 +20,7 @@ import signal
 from absl import flags
 from ml_collections import config_flags
 from digen_jax import command_line
-from digen_jax.settings import ConfigError
+from digen_jax.errors import ConfigError
 
 CONFIG = config_flags.DEFINE_config_file("config")
 flags.DEFINE_string("workdir", None, "where")

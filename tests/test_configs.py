@@ -12,13 +12,13 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from digen_jax import assemble, recipe, recipe_checks, recipe_settings
+from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys
 from digen_jax.models.stable_diffusion_3 import COMPONENTS
 from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive
 from digen_jax.runtime.placement import fitted, mesh_sizes
-from digen_jax.settings import ConfigError
 from tests.cases import quick
 
 ROOT = pathlib.Path(__file__).parents[1]

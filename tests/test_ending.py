@@ -14,7 +14,7 @@ import sys, threading, time
 from absl import app
 from digen_jax import ending
 from digen_jax.command_line import run_main
-from digen_jax.settings import ConfigError
+from digen_jax.errors import ConfigError
 
 threading.Thread(target=time.sleep, args=(300,)).start()
 ending.hangs("reward")

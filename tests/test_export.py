@@ -11,13 +11,13 @@ import torch
 from digen_jax import recipe
 from digen_jax.assemble import build
 from digen_jax.checkpoint import Checkpointer, template_of
+from digen_jax.errors import ConfigError
 from digen_jax.export import export
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
 from digen_jax.metrics import read_metrics
 from digen_jax.run import train
 from digen_jax.runtime.sampler import Sampler, SamplerSettings
-from digen_jax.settings import ConfigError
 from tests.cases import quick
 from tests.scripts import run_script
 from tests.tiny_runs import oracle, pipeline, tiny_config, trained

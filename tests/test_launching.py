@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from digen_jax.errors import ConfigError
 from digen_jax.launching import join, reach
-from digen_jax.settings import ConfigError
 
 PROGRAM = """
 from digen_jax.launching import prepare

@@ -14,8 +14,8 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from digen_jax import metrics
+from digen_jax.errors import ConfigError
 from digen_jax.metrics import MetricsLog, read_metrics, without_timing
-from digen_jax.settings import ConfigError
 
 PACKAGE = pathlib.Path(metrics.__file__).parent
 
@@ -258,7 +258,8 @@ def test_pictures_and_config_are_events_that_a_resumed_run_keeps(tmp_path):
 def test_the_runs_bookkeeping_imports_neither_torch_nor_tensorflow():
     code = (
         "import json, sys\n"
-        "from digen_jax import checkpoint, event_file, metrics, pictures, progress, settings\n"
+        "from digen_jax import checkpoint, event_file, metrics, pictures, progress\n"
+        "from digen_jax.config import fields\n"
         "print(json.dumps([m for m in ('torch', 'tensorflow', 'diffusers') if m in sys.modules]))"
     )
     run = [sys.executable, "-c", code]

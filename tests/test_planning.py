@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from digen_jax import recipe_checks, run, step_costs
+from digen_jax.errors import ConfigError
 from digen_jax.planning import auto_placement, make_problem, placement_section
 from digen_jax.recipe import complete, resized, with_placement
 from digen_jax.recipe_checks import check_devices
@@ -18,7 +19,6 @@ from digen_jax.runtime.planner.candidate import Candidate
 from digen_jax.runtime.planner.plan import make_plan, table, why
 from digen_jax.runtime.scheduler.settings import Costs
 from digen_jax.runtime.simulator.simulate import simulate
-from digen_jax.settings import ConfigError
 from tests.pipelines import load_config
 from tests.runtime import toy
 from tests.scripts import run_forked, run_script

@@ -9,7 +9,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks, recipe_settings
-from digen_jax.settings import LARGEST_SEED, ConfigError
+from digen_jax.errors import ConfigError
+from digen_jax.recipe_checks.numbers import LARGEST_SEED
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks, recipe_settings
 from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.errors import ConfigError
 from digen_jax.flow.windows import Window
-from digen_jax.settings import ConfigError
 from tests import test_recipe
 from tests.test_recipe import EARLY, FORWARD, TWO, changed, of_method
 

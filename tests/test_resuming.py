@@ -11,10 +11,10 @@ import pytest
 
 from digen_jax import recipe
 from digen_jax.checkpoint import SaveFailed
+from digen_jax.errors import ConfigError
 from digen_jax.metrics import read_metrics
 from digen_jax.runtime import placement
 from digen_jax.runtime.executors.log import read_log
-from digen_jax.settings import ConfigError
 from tests import test_run
 from tests.runtime import toy
 from tests.test_run import arrays, at, config, lines, saved

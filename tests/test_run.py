@@ -16,10 +16,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from digen_jax import run
+from digen_jax.errors import ConfigError
 from digen_jax.metrics import TIMING, read_metrics, without_timing
 from digen_jax.runtime import divergence
 from digen_jax.runtime.divergence import DivergedError
-from digen_jax.settings import ConfigError
 from digen_jax.workdir import finished_step
 from tests.cases import quick
 from tests.pipelines import ROOT, environment, write_tiny_pipeline

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from digen_jax.errors import ConfigError
 from digen_jax.recipe import complete
 from digen_jax.runtime.scheduler.settings import Costs
-from digen_jax.settings import ConfigError
 from digen_jax.step_costs import read_run_costs
 from tests.tiny_runs import tiny_config
 

@@ -26,8 +26,8 @@ from digen_jax.benchmark.cells import (
     workdir,
 )
 from digen_jax.benchmark.family_plot import draw
+from digen_jax.errors import ConfigError, blame, check_choice, user_input
 from digen_jax.metrics import read_metrics
-from digen_jax.settings import ConfigError, blame, check_choice, user_input
 
 FAMILIES = {
     "policy_gradient": "policy gradients",

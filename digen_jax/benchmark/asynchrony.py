@@ -20,8 +20,8 @@ from digen_jax.benchmark.cells import (
     train_cells,
     workdir,
 )
+from digen_jax.errors import ConfigError
 from digen_jax.metrics import read_metrics
-from digen_jax.settings import ConfigError
 
 KINDS = ("off", "on")
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from digen_jax.errors import ConfigError
 from digen_jax.recipe import MAY_CHANGE, TURNED
 from digen_jax.run import train
-from digen_jax.settings import ConfigError
 from digen_jax.workdir import claim_workdir, finished_step
 
 REWARD = "evaluation/reward"

@@ -20,13 +20,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from digen_jax import assemble, recipe, recipe_checks
+from digen_jax.errors import ConfigError, check_positive
 from digen_jax.launching import prepare
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.runtime.executors.sampling import moved
 from digen_jax.runtime.executors.steps import Images
 from digen_jax.runtime.executors.training import receive, taken
 from digen_jax.runtime.system import System
-from digen_jax.settings import ConfigError, check_positive
 
 
 @dataclasses.dataclass(frozen=True)

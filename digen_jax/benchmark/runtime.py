@@ -12,6 +12,7 @@ from statistics import fmean
 
 from digen_jax.benchmark.variants import VARIANTS, Variant, Work, best_split
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
+from digen_jax.errors import ConfigError, check_positive
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.driver import Driver
 from digen_jax.runtime.planner import candidate as of
@@ -23,7 +24,6 @@ from digen_jax.runtime.scheduler.scheduler import Scheduler
 from digen_jax.runtime.scheduler.settings import Costs, Settings
 from digen_jax.runtime.simulator.learned import learned
 from digen_jax.runtime.simulator.simulate import Disturbance, simulate
-from digen_jax.settings import ConfigError, check_positive
 
 SIMULATED = 8  # runs of the simulator with other draws, whose mean is the prediction
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
+from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.recipe import SIZES
@@ -29,13 +30,6 @@ from digen_jax.recipe_checks.numbers import check_numbers
 from digen_jax.recipe_checks.sampler import check_sampler
 from digen_jax.recipe_settings import advantage_settings, scheduler_settings
 from digen_jax.runtime.placement import TACTICS, mesh_sizes
-from digen_jax.settings import (
-    ConfigError,
-    blame,
-    check_choice,
-    check_divides,
-    together,
-)
 from digen_jax.weights.lora import Init
 
 

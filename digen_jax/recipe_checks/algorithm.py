@@ -8,20 +8,20 @@ from digen_jax.algorithm_section import CLASSES
 from digen_jax.algorithms.demands import Algorithm, is_forward
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
-from digen_jax.flow.steps import KINDS, Ode
-from digen_jax.recipe_settings import (
-    advantage_settings,
-    algorithm_settings,
-    noisy_steps,
-    trained_steps,
-)
-from digen_jax.settings import (
+from digen_jax.errors import (
     ConfigError,
     blame,
     check_choice,
     check_divides,
     check_positive,
     together,
+)
+from digen_jax.flow.steps import KINDS, Ode
+from digen_jax.recipe_settings import (
+    advantage_settings,
+    algorithm_settings,
+    noisy_steps,
+    trained_steps,
 )
 
 WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))

@@ -7,9 +7,9 @@ from typing import get_args
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.advantages import Baseline, Combine, DDof, Std
+from digen_jax.errors import ConfigError, blame, check_choice, together
 from digen_jax.recipe_settings import advantage_settings
 from digen_jax.rewards import names_in
-from digen_jax.settings import ConfigError, blame, check_choice, together
 
 
 def check_weights(config: ConfigDict) -> None:

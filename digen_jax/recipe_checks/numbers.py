@@ -7,16 +7,12 @@ import math
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.fields import flat
+from digen_jax.errors import ConfigError, check_finite, check_range, together
 from digen_jax.launching import MOST_CPU_DEVICES
-from digen_jax.settings import (
-    LARGEST_SEED,
-    ConfigError,
-    check_finite,
-    check_range,
-    flat,
-    together,
-)
 
+# Keys of random numbers are made of 32 bits: of a larger seed the rest would silently be dropped.
+LARGEST_SEED = 2**32 - 1
 MAY_BE_INFINITE = (
     "config.trainer.clip_norm",  # gradients are never clipped
     "config.algorithm.importance_cap",  # no ratio is cut
@@ -25,7 +21,7 @@ POSITIVE = (0, math.inf, "least")
 SHARE = (0, 1, "most")
 # By field: the least and the most that it may be, and which of these ends it may not be itself.
 RANGES = {
-    "seed": (0, LARGEST_SEED),
+    "seed": (0),
     "steps": (0, 10**9, "least"),
     "model.height": (0, 2**14, "least"),
     "model.width": (0, 2**14, "least"),

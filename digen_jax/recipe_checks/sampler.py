@@ -5,9 +5,9 @@ from typing import get_args
 from ml_collections import ConfigDict
 
 from digen_jax import recipe_settings
+from digen_jax.errors import ConfigError, blame, check_choice, check_divides
 from digen_jax.flow.steps import KINDS, Ode
 from digen_jax.flow.windows import Mode
-from digen_jax.settings import ConfigError, blame, check_choice, check_divides
 
 
 def check_sampler(config: ConfigDict) -> None:

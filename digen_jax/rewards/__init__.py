@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float, Float32
 
+from digen_jax.errors import ConfigError
 from digen_jax.rewards.mistakes import RewardMistake, blamed, check_callable
-from digen_jax.settings import ConfigError
 
 Reward = Callable[..., np.ndarray]
 

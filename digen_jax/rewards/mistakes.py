@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from digen_jax.ending import Stopped
-from digen_jax.settings import ConfigError
+from digen_jax.errors import ConfigError
 
 ARGUMENTS = ("images", "prompts", "metadata")
 # Code that the user has not written: this package, Python's own modules, installed packages.

@@ -3,8 +3,8 @@
 import numpy as np
 from jaxtyping import Float
 
+from digen_jax.errors import ConfigError
 from digen_jax.rewards.geneval import satisfies
-from digen_jax.settings import ConfigError
 from digen_jax.shapes.read import find_objects
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from digen_jax.settings import ConfigError
+from digen_jax.errors import ConfigError
 
 KINDS = 8  # of records, at most
 

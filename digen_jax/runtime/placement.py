@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from digen_jax.settings import ConfigError
+from digen_jax.errors import ConfigError
 
 # Leaves smaller than this are replicated under "fsdp": gathering them costs more than they weigh.
 FSDP_MIN_SIZE = 2**14

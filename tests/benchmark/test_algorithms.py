@@ -23,8 +23,8 @@ from digen_jax.benchmark.algorithms import (
     read_cells,
 )
 from digen_jax.benchmark.cells import Cost, cost
+from digen_jax.errors import ConfigError
 from digen_jax.metrics import read_metrics
-from digen_jax.settings import ConfigError
 from tests.benchmark.conftest import brightness
 from tests.runtime import toy
 from tests.tiny_runs import prompt_file

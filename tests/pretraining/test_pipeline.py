@@ -14,11 +14,11 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
+from digen_jax.errors import ConfigError
 from digen_jax.metrics import read_metrics, without_timing
 from digen_jax.pretraining import stages
 from digen_jax.pretraining.pipeline import pretrain
 from digen_jax.pretraining.pool import Pool, cached_pool
-from digen_jax.settings import ConfigError
 from tests.pipelines import ROOT, environment
 from tests.pretraining.tiny_config import get_config
 

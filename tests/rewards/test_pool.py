@@ -10,9 +10,9 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.ending import Stopped
+from digen_jax.errors import ConfigError
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.pool import RewardPool, for_ever
-from digen_jax.settings import ConfigError
 from tests.scripts import ends
 
 IMAGES = np.arange(3 * 4 * 4 * 3, dtype=np.float32).reshape(3, 4, 4, 3) / 144

@@ -7,8 +7,8 @@ import pytest
 
 from digen_jax import rewards
 from digen_jax.ending import Stopped
+from digen_jax.errors import ConfigError
 from digen_jax.rewards.shapes import shapes_geneval
-from digen_jax.settings import ConfigError
 
 IMAGES = np.zeros((3, 8, 8, 3), np.float32)
 PROMPTS = ["one", "two", "three"]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from digen_jax import rewards
+from digen_jax.errors import ConfigError
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.trial import KINDS, try_out
-from digen_jax.settings import ConfigError
 
 COLORS = {"prompt": "a red circle", "tag": "colors", "include": []}
 PLAIN = {"prompt": "a cat"}

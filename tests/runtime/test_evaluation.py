@@ -2,9 +2,9 @@ import jax
 import numpy as np
 import pytest
 
+from digen_jax.errors import ConfigError
 from digen_jax.pictures import to_uint8
 from digen_jax.runtime.evaluation import SEED, evaluate, sample_images
-from digen_jax.settings import ConfigError
 from tests.runtime import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from digen_jax.errors import ConfigError
 from digen_jax.runtime import placement
 from digen_jax.runtime.placement import fitted, fsdp_spec, make_placement, mesh_sizes
-from digen_jax.settings import ConfigError
 from tests.runtime import toy
 
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from digen_jax.assemble import load_family, open_pipeline
-from digen_jax.settings import ConfigError
+from digen_jax.errors import ConfigError
 from tests.tiny_runs import pipeline
 
 INDEX = "transformer/diffusion_pytorch_model.safetensors.index.json"

@@ -7,6 +7,7 @@ import pathlib
 import threading
 from collections.abc import Iterable
 
+from digen_jax.errors import ConfigError
 from digen_jax.files import append, replace, without_torn_line
 from digen_jax.runtime.scheduler.commands import (
     Command,
@@ -17,7 +18,6 @@ from digen_jax.runtime.scheduler.commands import (
     Update,
 )
 from digen_jax.runtime.scheduler.saving import pack, unpack
-from digen_jax.settings import ConfigError
 
 
 class CommandLog:

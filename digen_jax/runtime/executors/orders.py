@@ -18,9 +18,9 @@ from jax._src import distributed  # JAX has no public way to its key-value store
 
 from digen_jax import ending
 from digen_jax.ending import Stopped
+from digen_jax.errors import ConfigError
 from digen_jax.interrupt import Interrupt
 from digen_jax.runtime.scheduler.saving import pack, unpack
-from digen_jax.settings import ConfigError
 
 LOG, STOP = "digen_jax/log", "digen_jax/stop"
 WAIT = 1000  # milliseconds: a signal is noticed between two of them

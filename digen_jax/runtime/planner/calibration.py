@@ -5,9 +5,9 @@ import difflib
 import json
 import pathlib
 
+from digen_jax.errors import ConfigError
 from digen_jax.runtime.planner.problem import Scaling
 from digen_jax.runtime.scheduler.settings import Costs
-from digen_jax.settings import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

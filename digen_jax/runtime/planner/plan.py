@@ -5,13 +5,13 @@ import itertools
 import textwrap
 from collections.abc import Callable, Sequence
 
+from digen_jax.errors import ConfigError
 from digen_jax.runtime.planner import candidate as of
 from digen_jax.runtime.planner.candidate import Candidate
 from digen_jax.runtime.planner.predict import Prediction
 from digen_jax.runtime.planner.problem import Problem
 from digen_jax.runtime.planner.search import NOTHING, Simulations, budget, search
 from digen_jax.runtime.planner.space import candidates
-from digen_jax.settings import ConfigError
 
 EACH = 4  # simulations for the best split of a kind
 

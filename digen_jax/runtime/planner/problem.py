@@ -3,8 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
+from digen_jax.errors import ConfigError, check_positive
 from digen_jax.runtime.scheduler.settings import Costs, Settings
-from digen_jax.settings import ConfigError, check_positive
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterator
 
+from digen_jax.errors import ConfigError
 from digen_jax.runtime.planner.candidate import Candidate
 from digen_jax.runtime.planner.memory import device_bytes
 from digen_jax.runtime.planner.problem import Problem, divisors
-from digen_jax.settings import ConfigError
 
 
 def candidates(problem: Problem) -> list[Candidate]:

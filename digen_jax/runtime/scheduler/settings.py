@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from digen_jax.settings import ConfigError, check_choice, check_divides, check_positive
+from digen_jax.errors import ConfigError, check_choice, check_divides, check_positive
 
 # Of a group or a step that is not complete yet, a fragment trains all the same.
 EARLY = ("early_group", "early_step")

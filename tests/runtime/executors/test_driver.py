@@ -5,10 +5,10 @@ import numpy as np
 import optax
 import pytest
 
+from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.runtime.executors.training import receive
-from digen_jax.settings import ConfigError
 from tests.runtime import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from digen_jax.errors import ConfigError
 from digen_jax.runtime.planner import candidate as of
 from digen_jax.runtime.planner.candidate import Candidate
 from digen_jax.runtime.planner.estimate import estimate, lower_bound
@@ -14,7 +15,6 @@ from digen_jax.runtime.planner.problem import Footprint, Parameters, Problem, Sc
 from digen_jax.runtime.planner.space import candidates
 from digen_jax.runtime.scheduler.settings import Costs, Settings
 from digen_jax.runtime.simulator.simulate import simulate
-from digen_jax.settings import ConfigError
 from tests.runtime.planner.test_search import random_problem
 
 STEP = Settings(1, groups=4, images=4, fragment_images=2, tag_fragments=8)

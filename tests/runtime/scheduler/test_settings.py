@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
+from digen_jax.errors import ConfigError
 from digen_jax.runtime.scheduler.settings import Costs, Settings
-from digen_jax.settings import ConfigError
 
 GOOD = Settings(1, groups=6, images=4, fragment_images=2)
 

@@ -1,7 +1,7 @@
-"""Checks on a config before anything slow starts: a mistake is one sentence on what to change.
+"""A user's mistake as one sentence on what to change, and the checks that find it before anything slow starts.
 
-The pieces are small on purpose; the run puts them together. What a user can get wrong raises
-`ConfigError`, which `command_line.run_main` prints without a traceback. Other errors are bugs and keep theirs.
+What a user can get wrong raises `ConfigError`, which `command_line.run_main` prints without a traceback. Other
+errors are bugs and keep theirs.
 """
 
 import contextlib
@@ -11,21 +11,6 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
-
-from ml_collections import ConfigDict
-
-# Fields that older configs have, and where they have gone.
-MOVED = {"config.algorithm.advantage_std": "config.advantages.std"}
-# Keys of random numbers are made of 32 bits: of a larger seed the rest would silently be dropped.
-LARGEST_SEED = 2**32 - 1
-KINDS = {
-    bool: ("True or False", (bool,)),
-    int: ("a whole number", (int,)),
-    float: ("a number", (int, float)),
-    str: ("a text", (str,)),
-    tuple: ("a tuple", (tuple, list)),
-    list: ("a list", (tuple, list)),
-}
 
 
 class ConfigError(ValueError):
@@ -67,77 +52,6 @@ def user_input() -> Iterator[None]:
         yield
     except (ValueError, ImportError, AttributeError, OSError) as error:
         raise ConfigError(str(error)) from error
-
-
-def flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
-    """Every dotted name of a config with its value, the groups of fields among them."""
-    fields = {}
-    for name, value in config.items():
-        fields[f"{path}.{name}"] = value
-        if isinstance(value, ConfigDict):
-            fields |= flat(value, f"{path}.{name}")
-    return fields
-
-
-def check_known(name: str, fields: dict[str, Any]) -> None:
-    """Refuses the first part of a dotted name that is no field; `fields` are the known ones, as of `flat`."""
-    parts = name.split(".")
-    for end in range(2, len(parts) + 1):
-        parent, field = ".".join(parts[: end - 1]), ".".join(parts[:end])
-        if parent != "config" and not isinstance(fields[parent], ConfigDict):
-            raise ConfigError(f"{parent} is one value and has no fields: {name} cannot be set")
-        if field not in fields:
-            raise ConfigError(f"{field} is not a field; {_nearest(field, fields)}")
-
-
-def _nearest(name: str, fields: dict[str, Any]) -> str:
-    """A hint for an unknown field: the like of it beside it, else elsewhere, else all beside it."""
-    if name in MOVED:
-        return f"it is {MOVED[name]} now"
-    parent, field = name.rsplit(".", 1)
-    everywhere = {known.rsplit(".", 1)[1]: known for known in fields}
-    siblings = {last: f"{parent}.{last}" for last in everywhere if f"{parent}.{last}" in fields}
-    for known, cutoff in ((siblings, 0.6), (everywhere, 0.8)):
-        if close := difflib.get_close_matches(field, known, n=1, cutoff=cutoff):
-            return f"did you mean {known[close[0]]}?"
-    if not siblings:
-        return f"{parent} is empty: set its fields in the config file"
-    return f"the fields of {parent} are {', '.join(sorted(siblings))}"
-
-
-def check_fields(config: ConfigDict, reference: ConfigDict) -> None:
-    """Checks that a config has exactly the fields of a reference.
-
-    Raises:
-      ConfigError: names the first unknown field and the closest known one, or the first missing.
-    """
-    known, given = flat(reference), flat(config)
-    for name in given:
-        check_known(name, known)
-    for name, value in known.items():
-        if name not in given:
-            raise ConfigError(f"{name} is missing: add it to the config, for example as {value!r}")
-
-
-def check_types(config: ConfigDict, reference: ConfigDict, path: str = "config") -> None:
-    """Checks the kind of every value of a config by the reference's; call `check_fields` first.
-
-    A whole number passes for a number and a list for a tuple. Where the reference holds None
-    anything passes; where it is a placeholder, None and its own kind.
-
-    Raises:
-      ConfigError: names the first field whose value is of another kind, and the kind it needs.
-    """
-    for name, value in reference.items():
-        given, kind = config[name], reference.get_type(name)
-        if isinstance(value, ConfigDict):
-            if not isinstance(given, ConfigDict):
-                raise ConfigError(f"{path}.{name} must be a group of fields, not {given!r}")
-            check_types(given, value, f"{path}.{name}")
-        elif kind in KINDS and not (value is None and given is None):
-            words, accepted = KINDS[kind]
-            if not isinstance(given, accepted) or (isinstance(given, bool) and kind is not bool):
-                raise ConfigError(f"{path}.{name} must be {words}, not {given!r}")
 
 
 @contextlib.contextmanager
