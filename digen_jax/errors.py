@@ -12,6 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+# Keys of random numbers are made of 32 bits: of a larger seed the rest would silently be dropped.
+LARGEST_SEED = 2**32 - 1
+
 
 class ConfigError(ValueError):
     """A mistake in what the user asked for; its text is one sentence that says what to change.

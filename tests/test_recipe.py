@@ -9,8 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax import recipe, recipe_checks, recipe_settings
-from digen_jax.errors import ConfigError
-from digen_jax.recipe_checks.numbers import LARGEST_SEED
+from digen_jax.errors import LARGEST_SEED, ConfigError
 
 
 @pytest.fixture(scope="module")

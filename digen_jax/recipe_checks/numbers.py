@@ -11,8 +11,6 @@ from digen_jax.config.fields import flat
 from digen_jax.errors import ConfigError, check_finite, check_range, together
 from digen_jax.launching import MOST_CPU_DEVICES
 
-# Keys of random numbers are made of 32 bits: of a larger seed the rest would silently be dropped.
-LARGEST_SEED = 2**32 - 1
 MAY_BE_INFINITE = (
     "config.trainer.clip_norm",  # gradients are never clipped
     "config.algorithm.importance_cap",  # no ratio is cut
