@@ -27,11 +27,11 @@ from digen_jax.runtime.executors.watch import Watch
 from digen_jax.runtime.placement import DeviceGroup, Placement, make_placement
 from digen_jax.runtime.policy import Policy
 from digen_jax.runtime.sampler import Sampler, SamplerSettings
-from digen_jax.runtime.scheduler.commands import Command
-from digen_jax.runtime.scheduler.costs import GUESSED
-from digen_jax.runtime.scheduler.scheduler import Scheduler
 from digen_jax.runtime.system import Rollout, System, reshard
 from digen_jax.runtime.trainer import State, Trainer
+from digen_jax.scheduling.commands import Command
+from digen_jax.scheduling.costs import GUESSED
+from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.weights.folder import read_model_index, resolve_folder
 from digen_jax.weights.lora import LoraConfig, check_rank
 

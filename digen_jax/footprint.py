@@ -15,7 +15,7 @@ from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.assemble import load_family, make_policy, open_pipeline, trained_policy
 from digen_jax.errors import blame
 from digen_jax.runtime.placement import fsdp_spec
-from digen_jax.runtime.planner.problem import Footprint, Parameters
+from digen_jax.scheduling.planner.problem import Footprint, Parameters
 
 
 def model_footprint(config: ConfigDict) -> Footprint:

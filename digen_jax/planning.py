@@ -13,14 +13,14 @@ from digen_jax.errors import ConfigError, blame
 from digen_jax.footprint import model_footprint
 from digen_jax.inference import run_config
 from digen_jax.runtime.placement import fitted
-from digen_jax.runtime.planner import candidate as of
-from digen_jax.runtime.planner.calibration import Calibration
-from digen_jax.runtime.planner.candidate import Candidate
-from digen_jax.runtime.planner.memory import device_bytes
-from digen_jax.runtime.planner.problem import Footprint, Problem, Scaling
-from digen_jax.runtime.planner.search import Simulations, budget, search
-from digen_jax.runtime.planner.space import candidates
-from digen_jax.runtime.scheduler.settings import Settings
+from digen_jax.scheduling.planner import candidate as of
+from digen_jax.scheduling.planner.calibration import Calibration
+from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner.memory import device_bytes
+from digen_jax.scheduling.planner.problem import Footprint, Problem, Scaling
+from digen_jax.scheduling.planner.search import Simulations, budget, search
+from digen_jax.scheduling.planner.space import candidates
+from digen_jax.scheduling.settings import Settings
 from digen_jax.step_costs import measured_costs
 
 

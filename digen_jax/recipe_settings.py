@@ -14,7 +14,7 @@ from digen_jax.flow.windows import Window
 from digen_jax.rewards import names_in
 from digen_jax.runtime.draws import Draws
 from digen_jax.runtime.optimisation import TrainerSettings
-from digen_jax.runtime.scheduler.settings import Settings
+from digen_jax.scheduling.settings import Settings
 
 
 def algorithm_settings(config: ConfigDict) -> Algorithm:

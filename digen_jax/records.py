@@ -16,8 +16,8 @@ from digen_jax.metrics import CLOCK, MetricsLog, read_metrics
 from digen_jax.room import FULL
 from digen_jax.runtime.evaluation import Evaluation, by_tag
 from digen_jax.runtime.executors.log import CommandLog
-from digen_jax.runtime.timeline import Interval
 from digen_jax.runtime.timeline_files import TraceFile, draw
+from digen_jax.scheduling.timeline import Interval
 
 SHOWN_STEPS = 3  # in a picture of the timeline
 

@@ -39,8 +39,8 @@ from digen_jax.runtime.executors.driver import Driver
 from digen_jax.runtime.executors.log import read_log
 from digen_jax.runtime.executors.orders import Orders, is_first, leading, several
 from digen_jax.runtime.executors.watch import Watch, end_process
-from digen_jax.runtime.scheduler.deadlines import Deadline
 from digen_jax.runtime.trainer import State
+from digen_jax.scheduling.deadlines import Deadline
 from digen_jax.workdir import changes, claim_workdir, finished_step, mark_finished
 
 Metrics = dict[str, float]

@@ -11,13 +11,13 @@ from digen_jax import rewards
 from digen_jax.assemble import build
 from digen_jax.errors import ConfigError, user_input
 from digen_jax.inference import run_config
+from digen_jax.measure import UNMEASURED, measure
 from digen_jax.metrics import read_metrics
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.runtime.placement import mesh_sizes
-from digen_jax.runtime.planner.calibration import Calibration, per_device
-from digen_jax.runtime.planner.measure import UNMEASURED, measure
-from digen_jax.runtime.planner.problem import Scaling
-from digen_jax.runtime.scheduler.settings import Costs
+from digen_jax.scheduling.planner.calibration import Calibration, per_device
+from digen_jax.scheduling.planner.problem import Scaling
+from digen_jax.scheduling.settings import Costs
 
 WARM = 2  # first steps of a run that may have compiled
 

@@ -60,7 +60,7 @@ def main() -> None:
 
     from digen_jax.footprint import model_footprint
     from digen_jax.planning import can_run, make_problem, overrides, placement_section
-    from digen_jax.runtime.planner.plan import make_plan
+    from digen_jax.scheduling.planner.plan import make_plan
 
     calibration = _calibration(config)
     problem = make_problem(
@@ -87,7 +87,7 @@ def main() -> None:
 
 def _show(problem: Any, plan: Any, calibration: Any) -> None:
     """Prints what is planned from, the table with its legend, the choice's memory and why it is chosen."""
-    from digen_jax.runtime.planner.plan import (
+    from digen_jax.scheduling.planner.plan import (
         LEGEND,
         describe_costs,
         memory_table,
@@ -117,7 +117,7 @@ def _calibration(config: Any) -> Any:
     """The costs, with the scaling that the flags give instead of the source's."""
     from digen_jax.planning import fitting
     from digen_jax.recipe import is_automatic, one_device, resized
-    from digen_jax.runtime.planner.calibration import read_calibration
+    from digen_jax.scheduling.planner.calibration import read_calibration
     from digen_jax.step_costs import measured_costs, read_run_costs
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}

@@ -5,7 +5,7 @@ from ml_collections import ConfigDict
 from digen_jax.footprint import model_footprint
 from digen_jax.planning import make_problem, placement_section
 from digen_jax.recipe import complete
-from digen_jax.runtime.planner.candidate import Candidate
+from digen_jax.scheduling.planner.candidate import Candidate
 from tests.test_planning import calibration, shapes
 from tests.tiny_runs import pipeline, tiny_config
 

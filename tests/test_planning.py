@@ -13,12 +13,12 @@ from digen_jax.planning import auto_placement, make_problem, placement_section
 from digen_jax.recipe import complete, resized, with_placement
 from digen_jax.recipe_checks import check_devices
 from digen_jax.recipe_settings import scheduler_settings
-from digen_jax.runtime.planner import candidate as of
-from digen_jax.runtime.planner.calibration import Calibration, read_calibration
-from digen_jax.runtime.planner.candidate import Candidate
-from digen_jax.runtime.planner.plan import make_plan, table, why
-from digen_jax.runtime.scheduler.settings import Costs
-from digen_jax.runtime.simulator.simulate import simulate
+from digen_jax.scheduling.planner import candidate as of
+from digen_jax.scheduling.planner.calibration import Calibration, read_calibration
+from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner.plan import make_plan, table, why
+from digen_jax.scheduling.planner.simulate import simulate
+from digen_jax.scheduling.settings import Costs
 from tests.pipelines import load_config
 from tests.runtime import toy
 from tests.scripts import run_forked, run_script

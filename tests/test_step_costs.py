@@ -4,7 +4,7 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.recipe import complete
-from digen_jax.runtime.scheduler.settings import Costs
+from digen_jax.scheduling.settings import Costs
 from digen_jax.step_costs import read_run_costs
 from tests.tiny_runs import tiny_config
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from digen_jax.benchmark.runtime import Measured, Run
 from digen_jax.benchmark.variants import COLOCATED, PLAIN, Work
-from digen_jax.runtime.planner.plan import describe_costs
+from digen_jax.scheduling.planner.plan import describe_costs
 
 LATE = 1 / 600  # of the bound, by which waits are overrun on a machine that does something else
 

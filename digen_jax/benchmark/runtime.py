@@ -15,15 +15,15 @@ from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.driver import Driver
-from digen_jax.runtime.planner import candidate as of
-from digen_jax.runtime.planner.candidate import Candidate
-from digen_jax.runtime.planner.problem import Problem
-from digen_jax.runtime.scheduler.commands import Decode, Fragment, Generate, Train
-from digen_jax.runtime.scheduler.costs import GUESSED, CostModel
-from digen_jax.runtime.scheduler.scheduler import Scheduler
-from digen_jax.runtime.scheduler.settings import Costs, Settings
-from digen_jax.runtime.simulator.learned import learned
-from digen_jax.runtime.simulator.simulate import Disturbance, simulate
+from digen_jax.scheduling.commands import Decode, Fragment, Generate, Train
+from digen_jax.scheduling.costs import GUESSED, CostModel
+from digen_jax.scheduling.planner import candidate as of
+from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner.learned import learned
+from digen_jax.scheduling.planner.problem import Problem
+from digen_jax.scheduling.planner.simulate import Disturbance, simulate
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.settings import Costs, Settings
 
 SIMULATED = 8  # runs of the simulator with other draws, whose mean is the prediction
 

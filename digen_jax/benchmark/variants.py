@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable
 
 from digen_jax.errors import ConfigError, check_positive
-from digen_jax.runtime.planner.candidate import Candidate
-from digen_jax.runtime.planner.problem import Problem, Scaling
-from digen_jax.runtime.planner.search import LEAST, Simulations, search
-from digen_jax.runtime.planner.space import candidates
-from digen_jax.runtime.scheduler.settings import Costs, Settings
+from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner.problem import Problem, Scaling
+from digen_jax.scheduling.planner.search import LEAST, Simulations, search
+from digen_jax.scheduling.planner.space import candidates
+from digen_jax.scheduling.settings import Costs, Settings
 
 DECODE = 0.05  # of the seconds of generation
 

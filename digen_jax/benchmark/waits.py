@@ -9,7 +9,7 @@ from statistics import fmean
 import numpy as np
 from jaxtyping import Float
 
-from digen_jax.runtime.scheduler.commands import (
+from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
     Decode,
@@ -21,8 +21,8 @@ from digen_jax.runtime.scheduler.commands import (
     Train,
     Update,
 )
-from digen_jax.runtime.scheduler.settings import Costs
-from digen_jax.runtime.simulator.simulate import Layout
+from digen_jax.scheduling.planner.simulate import Layout
+from digen_jax.scheduling.settings import Costs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from digen_jax.files import append, replace
-from digen_jax.runtime.scheduler.commands import TRAINER
-from digen_jax.runtime.timeline import Interval
+from digen_jax.scheduling.commands import TRAINER
+from digen_jax.scheduling.timeline import Interval
 
 # Chrome's reserved colour names, and the same in PNG; what is not here is a wait.
 COLOURS = {

@@ -16,7 +16,7 @@ from digen_jax.benchmark.variants import (
     colocated,
 )
 from digen_jax.errors import ConfigError
-from digen_jax.runtime.planner.candidate import Candidate
+from digen_jax.scheduling.planner.candidate import Candidate
 
 WORK = Work(devices=4, seconds=0.3, publish=0.1, update=0.05, encode=0.05, score=0.25, groups=4)
 EXACT = Run(learn=1, steps=2, jitter=0.0)

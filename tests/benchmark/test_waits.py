@@ -8,7 +8,7 @@ import pytest
 
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.scheduler.commands import (
+from digen_jax.scheduling.commands import (
     TRAINER,
     Decode,
     DropVersion,
@@ -21,8 +21,8 @@ from digen_jax.runtime.scheduler.commands import (
     Train,
     Update,
 )
-from digen_jax.runtime.scheduler.settings import Costs
-from digen_jax.runtime.simulator.simulate import Layout, Mesh
+from digen_jax.scheduling.planner.simulate import Layout, Mesh
+from digen_jax.scheduling.settings import Costs
 
 COSTS = Costs(
     generate=0.02, train=0.01, decode=0.005, encode=0.03, score=0.006, update=0.04, publish=0.05

@@ -11,7 +11,7 @@ from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.runtime.executors.sampling import moved
 from digen_jax.runtime.executors.steps import Images, Steps
 from digen_jax.runtime.executors.training import TrainingExecutor, Versions, taken
-from digen_jax.runtime.scheduler.commands import Fragment
+from digen_jax.scheduling.commands import Fragment
 from tests.runtime import fragments, toy
 from tests.runtime.fragments import GROUPS, IMAGES, ROWS
 

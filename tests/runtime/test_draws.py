@@ -15,8 +15,8 @@ from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
 from digen_jax.runtime.executors.training import receive
 from digen_jax.runtime.sampler import Prompts
-from digen_jax.runtime.scheduler import policy
-from digen_jax.runtime.scheduler.commands import TRAINER, Fragment, Generate
+from digen_jax.scheduling import policy
+from digen_jax.scheduling.commands import TRAINER, Fragment, Generate
 from tests.runtime import fragments, toy
 from tests.runtime.test_packing import sent_latents
 

@@ -7,7 +7,7 @@ import pytest
 
 from digen_jax import recipe_settings
 from digen_jax.runtime.executors.executors import Executors
-from digen_jax.runtime.scheduler.commands import TRAINER
+from digen_jax.scheduling.commands import TRAINER
 from tests.cases import quick
 from tests.runtime import toy
 

@@ -11,7 +11,7 @@ from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.runtime.executors.steps import Images, Steps
 from digen_jax.runtime.executors.training import TrainingExecutor, Versions
 from digen_jax.runtime.packing import Endpoints
-from digen_jax.runtime.scheduler.commands import Fragment
+from digen_jax.scheduling.commands import Fragment
 from tests.runtime import toy
 from tests.runtime.test_matching import (
     GROUPS,

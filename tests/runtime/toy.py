@@ -19,10 +19,10 @@ from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
 from digen_jax.runtime.executors.watch import Watch
 from digen_jax.runtime.placement import make_placement
-from digen_jax.runtime.scheduler.commands import Fragment
-from digen_jax.runtime.scheduler.deadlines import Deadline
 from digen_jax.runtime.system import System
 from digen_jax.runtime.trainer import State
+from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.deadlines import Deadline
 
 LETTERS, TEXT = 6, 8
 

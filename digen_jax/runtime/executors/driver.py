@@ -19,7 +19,8 @@ from digen_jax.runtime.executors.orders import Orders
 from digen_jax.runtime.executors.summary import Summary
 from digen_jax.runtime.executors.watch import Watch, end_process
 from digen_jax.runtime.executors.worker import Line, Worker
-from digen_jax.runtime.scheduler.commands import (
+from digen_jax.runtime.trainer import State
+from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
     Decode,
@@ -29,12 +30,11 @@ from digen_jax.runtime.scheduler.commands import (
     Score,
     Update,
 )
-from digen_jax.runtime.scheduler.deadlines import Deadline, expected
-from digen_jax.runtime.scheduler.events import Completed, Event, Failed, Joined, Lost
-from digen_jax.runtime.scheduler.scheduler import Scheduler
-from digen_jax.runtime.scheduler.state import SchedulerError
-from digen_jax.runtime.timeline import Interval
-from digen_jax.runtime.trainer import State
+from digen_jax.scheduling.deadlines import Deadline, expected
+from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.state import SchedulerError
+from digen_jax.scheduling.timeline import Interval
 
 SAMPLING = Encode | Generate | Decode | Publish  # of the trainer: it samples
 FAILURES = 2  # and no fragment whole between them, or publications: a worker is given up

@@ -19,7 +19,9 @@ from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
 from digen_jax.runtime.executors.summary import reward_metrics
 from digen_jax.runtime.executors.training import TrainingExecutor, Versions
-from digen_jax.runtime.scheduler.commands import (
+from digen_jax.runtime.system import System, tag_group
+from digen_jax.runtime.trainer import State
+from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
     Decode,
@@ -34,8 +36,6 @@ from digen_jax.runtime.scheduler.commands import (
     Train,
     Update,
 )
-from digen_jax.runtime.system import System, tag_group
-from digen_jax.runtime.trainer import State
 
 Scores = Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.call`
 

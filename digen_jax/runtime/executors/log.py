@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from digen_jax.errors import ConfigError
 from digen_jax.files import append, replace, without_torn_line
-from digen_jax.runtime.scheduler.commands import (
+from digen_jax.scheduling.commands import (
     Command,
     DropFragments,
     Encode,
@@ -17,7 +17,7 @@ from digen_jax.runtime.scheduler.commands import (
     Publish,
     Update,
 )
-from digen_jax.runtime.scheduler.saving import pack, unpack
+from digen_jax.scheduling.saving import pack, unpack
 
 
 class CommandLog:

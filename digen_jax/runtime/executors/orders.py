@@ -20,7 +20,7 @@ from digen_jax import ending
 from digen_jax.ending import Stopped
 from digen_jax.errors import ConfigError
 from digen_jax.interrupt import Interrupt
-from digen_jax.runtime.scheduler.saving import pack, unpack
+from digen_jax.scheduling.saving import pack, unpack
 
 LOG, STOP = "digen_jax/log", "digen_jax/stop"
 WAIT = 1000  # milliseconds: a signal is noticed between two of them

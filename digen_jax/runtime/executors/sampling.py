@@ -8,8 +8,8 @@ from digen_jax.runtime.hosts import fetch, put
 from digen_jax.runtime.packing import Endpoints, trained_part
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.sampler import Prompts, Weights
-from digen_jax.runtime.scheduler.commands import Fragment
 from digen_jax.runtime.system import Rollout
+from digen_jax.scheduling.commands import Fragment
 
 
 class SamplingExecutor:

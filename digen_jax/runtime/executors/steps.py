@@ -15,7 +15,7 @@ from digen_jax.flow.sampling import Transitions
 from digen_jax.runtime.draws import Drawn, Draws
 from digen_jax.runtime.packing import Endpoints
 from digen_jax.runtime.sampler import Prompts
-from digen_jax.runtime.scheduler.commands import Fragment
+from digen_jax.scheduling.commands import Fragment
 
 
 class Images(NamedTuple):

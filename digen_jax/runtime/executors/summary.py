@@ -11,16 +11,16 @@ from digen_jax import rewards
 from digen_jax.algorithms.advantages import trained_images
 from digen_jax.runtime.evaluation import by_tag
 from digen_jax.runtime.executors.steps import Step
-from digen_jax.runtime.scheduler.commands import (
+from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
     Generate,
     Publish,
     Train,
 )
-from digen_jax.runtime.scheduler.events import Completed, Event, Joined, Lost
-from digen_jax.runtime.scheduler.scheduler import Scheduler
-from digen_jax.runtime.timeline import Interval, Recorder, bubbles, busy_seconds
+from digen_jax.scheduling.events import Completed, Event, Joined, Lost
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.timeline import Interval, Recorder, bubbles, busy_seconds
 
 # The phase of a step that a command's seconds are reported under.
 PHASES = {

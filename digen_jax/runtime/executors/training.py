@@ -21,9 +21,9 @@ from digen_jax.runtime.hosts import put
 from digen_jax.runtime.packing import Endpoints
 from digen_jax.runtime.placement import DeviceGroup
 from digen_jax.runtime.sampler import Prompts, Weights
-from digen_jax.runtime.scheduler.commands import Fragment
 from digen_jax.runtime.system import Rollout, System
 from digen_jax.runtime.trainer import Experience, State
+from digen_jax.scheduling.commands import Fragment
 
 
 class TrainingExecutor:

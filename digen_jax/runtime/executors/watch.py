@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from digen_jax.ending import STOPPED, leave
 from digen_jax.runtime.evaluation import Progress
 from digen_jax.runtime.executors.clock import Stopwatch, measured
-from digen_jax.runtime.scheduler.deadlines import Deadline
+from digen_jax.scheduling.deadlines import Deadline
 
 LOOKS = 20  # within a deadline, at most a second apart
 

@@ -14,7 +14,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors.executors import Executors, replay
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.steps import Steps
-from digen_jax.runtime.scheduler.commands import DropFragments, Fragment, Generate, Train, Update
+from digen_jax.scheduling.commands import DropFragments, Fragment, Generate, Train, Update
 from tests.cases import quick
 from tests.runtime import toy
 

@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.runtime.executors.clock import _length, measured
 from digen_jax.runtime.executors.log import CommandLog, read_log, since
-from digen_jax.runtime.scheduler.commands import (
+from digen_jax.scheduling.commands import (
     DropVersion,
     Encode,
     Fragment,

@@ -15,8 +15,8 @@ from digen_jax.runtime.executors.executors import Executors
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.training import Versions
 from digen_jax.runtime.executors.watch import Watch
-from digen_jax.runtime.scheduler.commands import TRAINER, Encode, Generate, Publish, Score
-from digen_jax.runtime.scheduler.deadlines import Deadline
+from digen_jax.scheduling.commands import TRAINER, Encode, Generate, Publish, Score
+from digen_jax.scheduling.deadlines import Deadline
 from tests.runtime import toy
 from tests.runtime.executors.test_workers import GROUPS, STALE, config, equal_bits, replayed
 

@@ -10,8 +10,8 @@ import pytest
 
 from digen_jax.runtime.early import settled
 from digen_jax.runtime.executors.sampling import SamplingExecutor
-from digen_jax.runtime.scheduler import policy
-from digen_jax.runtime.scheduler.commands import TRAINER, Generate, Train
+from digen_jax.scheduling import policy
+from digen_jax.scheduling.commands import TRAINER, Generate, Train
 from tests.cases import quick
 from tests.runtime import toy
 

@@ -13,8 +13,8 @@ from digen_jax.runtime.executors.executors import Executors, replay
 from digen_jax.runtime.executors.log import CommandLog, read_log
 from digen_jax.runtime.executors.sampling import SamplingExecutor
 from digen_jax.runtime.executors.training import Versions
-from digen_jax.runtime.scheduler.commands import TRAINER, Generate, Publish, Score, Train, Update
-from digen_jax.runtime.scheduler.scheduler import SchedulerError
+from digen_jax.scheduling.commands import TRAINER, Generate, Publish, Score, Train, Update
+from digen_jax.scheduling.scheduler import SchedulerError
 from tests.runtime import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")

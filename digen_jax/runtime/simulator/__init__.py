@@ -1,1 +1,0 @@
-"""The scheduler on a virtual clock: `simulate.simulate(layout, costs, settings, steps) -> Report`."""

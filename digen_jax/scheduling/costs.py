@@ -1,0 +1,44 @@
+"""How long commands take: a moving average for every kind of command and worker."""
+
+import dataclasses
+
+from digen_jax.scheduling.settings import Costs
+
+WEIGHT = 1 / 16  # of the newest measurement, once there are so many
+SCALED = ("generate", "decode")  # kinds that a worker's speed divides
+
+# Before anything is measured: an image takes as long to train as to generate.
+GUESSED = Costs(generate=1.0, train=1.0)
+
+
+@dataclasses.dataclass
+class CostModel:
+    """Measured seconds, and the expected ones for what was not measured yet.
+
+    `averages` are by kind and worker; under the worker "" they are of all workers, at speed 1. The
+    first measurements count alike: whatever began with a long or a short one would stay so for long.
+    """
+
+    expected: Costs
+    images: int  # of a fragment
+    averages: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+
+    def observe(self, kind: str, worker: str, speed: float, seconds: float) -> None:
+        """Takes a measurement into the averages of its worker and of its kind."""
+        known, counts = self.averages.setdefault(kind, {}), self.counts.setdefault(kind, {})
+        scale = speed if kind in SCALED else 1.0
+        # What no worker does, such as a score, is under "" only.
+        for name, new in {worker: seconds, "": seconds * scale}.items():
+            counts[name] = counts.get(name, 0) + 1
+            average = known.get(name, new)
+            known[name] = average + max(WEIGHT, 1 / counts[name]) * (new - average)
+
+    def predict(self, kind: str, worker: str, speed: float) -> float:
+        """Seconds of the next command: this worker's average, else all workers', else as expected."""
+        known = self.averages.get(kind)
+        if not known:
+            return self.expected.seconds(kind, self.images, speed)
+        if worker in known:
+            return known[worker]
+        return known[""] / (speed if kind in SCALED else 1.0)

@@ -1,0 +1,109 @@
+"""TAG: what the scheduler knows about the rest of the step, put before the forecast."""
+
+import math
+
+from digen_jax.scheduling import forecast
+from digen_jax.scheduling.batch import SCORED
+from digen_jax.scheduling.commands import TRAINER
+from digen_jax.scheduling.forecast import Ahead, Outlook
+from digen_jax.scheduling.state import State
+
+PLAYABLE = 64  # fragments and rollout workers; more are judged by rates
+ALWAYS_PLAYED = 8  # fragments; more are judged by rates where these leave no doubt
+
+
+def tag_pays(state: State) -> bool:
+    """Whether the step ends sooner if the trainer generates a fragment now instead of waiting."""
+    batch = state.batch
+    left = state.settings.fragments - batch.finished * state.settings.unit_fragments
+    gain, doubt = _gain_by_rates(state, left), 0.0
+    if max(left, len(state.rollout)) <= PLAYABLE:
+        doubt = math.inf
+        if left > ALWAYS_PLAYED:
+            doubt = 5 * max(map(state.generation_seconds, state.rollout.values()))
+    if abs(gain) > doubt:
+        return gain > 0
+    outlook = look_ahead(state)
+    # Of what is queued, redundant candidates are no part of the step yet.
+    queued = any(fragment.scored_in is None for fragment in outlook.fragments)
+    return queued and forecast.tag_pays(outlook)
+
+
+def look_ahead(state: State) -> Outlook:
+    """The rest of the step that is on, by measured costs."""
+    trainer, settings, batch = state.trainer, state.settings, state.batch
+    return Outlook(
+        fragments=_fragments(state),
+        rollout=tuple(
+            (
+                max(0.0, worker.free_at - state.now),
+                max(1e-9, state.generation_seconds(worker)),
+                worker.speed,
+            )
+            for worker in state.rollout.values()
+        ),
+        sampling=trainer.role == "sample",
+        tags=settings.tag_fragments - batch.tagged,
+        generate=state.generation_seconds(trainer),
+        score=state.costs.predict("score", "", 1.0),
+        train=_seconds(state, "train"),
+        update=_seconds(state, "update"),
+        to_sample=_seconds(state, "switch") + _preparation(state),
+        to_train=_seconds(state, "switch"),
+    )
+
+
+def _fragments(state: State) -> tuple[Ahead, ...]:
+    """The fragments of the step that are not trained, in the order of their index."""
+    settings, batch = state.settings, state.batch
+    ahead, units = [], []
+    for index in batch.unfinished():
+        unit = index // settings.unit_fragments
+        if not units or units[-1] != unit:
+            units.append(unit)
+        update = (batch.finished + len(units) - 1) // settings.set_units - batch.update
+        gate = {
+            "fragment": index,
+            "early_group": index,
+            "early_step": index,
+            "group": unit,
+            "update_set": update,
+            "step": 0,
+        }[settings.readiness]
+        scored_in = None
+        if index in batch.scored_at:
+            scored_in = max(0.0, batch.scored_at[index] - state.now)
+        elif batch.stages[index] == SCORED:
+            scored_in = -1.0
+        ahead.append(Ahead(scored_in, gate, update))
+    return tuple(ahead)
+
+
+def _gain_by_rates(state: State, left: int) -> float:
+    """Seconds for which the rollout workers keep the trainer waiting, less those of a fragment.
+
+    It waits for the whole step, where fragments under way count half, or at least for the next one.
+    Coarse, but reckoned again until the step is short enough to play.
+    """
+    batch = state.batch
+    generated = (batch.queued + batch.generating / 2) / state.rollout_rate()
+    slack = (
+        generated + state.costs.predict("score", "", 1.0) - (left - 1) * _seconds(state, "train")
+    )
+    cost = state.generation_seconds(state.trainer) + _seconds(state, "switch")
+    if state.trainer.role != "sample":
+        cost += _seconds(state, "switch") + _preparation(state)
+    if slack < cost and batch.scored_at:
+        slack = max(slack, min(batch.scored_at.values()) - state.now)
+    return slack - cost
+
+
+def _preparation(state: State) -> float:
+    """Seconds before the trainer can sample the newest version."""
+    missing = state.version not in state.trainer.held
+    seconds = _seconds(state, "publish") if missing else 0.0
+    return seconds + (_seconds(state, "encode") if state.step not in state.trainer.encoded else 0.0)
+
+
+def _seconds(state: State, kind: str) -> float:
+    return state.costs.predict(kind, TRAINER, 1.0)

@@ -1,0 +1,91 @@
+"""A placement and the tactics on it, as the scheduler and the simulator are told of it."""
+
+import dataclasses
+
+from digen_jax.scheduling.planner.problem import Problem
+from digen_jax.scheduling.planner.simulate import Layout, Mesh
+from digen_jax.scheduling.settings import EARLY, Costs, Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A placement, and which tactics are on.
+
+    Attributes:
+      workers: rollout meshes; 0: colocated.
+      worker_devices: of each of them.
+      data: devices of the trainer mesh over which images are split, its axes data x fsdp.
+      time: devices over which the steps of a trajectory are split; above 1 this is TSP.
+      gap: fragments are trained while others are generated; else all are generated and scored first.
+        Colocated all are generated first, in any case, and trained as they are scored.
+      tag: the trainer may generate.
+      asynchrony: idle workers may begin the next step.
+    """
+
+    workers: int
+    worker_devices: int
+    data: int
+    time: int = 1
+    gap: bool = False
+    tag: bool = False
+    asynchrony: bool = False
+
+    @property
+    def trainer(self) -> int:
+        """Devices of the trainer mesh."""
+        return self.data * self.time
+
+    @property
+    def tactics(self) -> tuple[str, ...]:
+        """The names of the tactics that are on."""
+        on = {"GAP": self.gap, "TSP": self.time > 1, "TAG": self.tag, "asynchrony": self.asynchrony}
+        return tuple(name for name, value in on.items() if value)
+
+    @property
+    def kind(self) -> str:
+        """The tactics that are on, "plain" (disaggregation without any) or "colocated"."""
+        return " + ".join(self.tactics) or "plain" if self.workers else "colocated"
+
+    def describe(self) -> str:
+        """The placement in words."""
+        mesh = f"{self.data} x {self.time} (time)" if self.time > 1 else f"{self.data}"
+        if not self.workers:
+            return f"{mesh} devices in turn"
+        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        return f"{workers} of {self.worker_devices}, trainer of {mesh}"
+
+
+def layout(problem: Problem, candidate: Candidate) -> Layout:
+    """The meshes with their speeds; a trainer samples with as many of its devices as it can."""
+    trainer, size = candidate.trainer, candidate.worker_devices
+    sampling = problem.worker.seconds(problem.worker.used(trainer))
+    speed = 1 / problem.worker.seconds(size) if size else 1.0
+    return Layout(Mesh(trainer, 1 / sampling), (Mesh(size, speed),) * candidate.workers)
+
+
+def costs(problem: Problem, candidate: Candidate) -> Costs:
+    """What commands take with the candidate's trainer mesh.
+
+    Steps that `time` does not divide are filled up, so ceil(s / time) of s are each device's. Colocated the
+    weights lie where they are needed, and nothing is published.
+    """
+    longest = -(-problem.transitions // candidate.time)
+    devices = candidate.data * problem.transitions / longest
+    seconds = problem.costs.train * problem.trainer.seconds(devices)
+    publish = problem.costs.publish if candidate.workers else 0.0
+    return dataclasses.replace(problem.costs, train=seconds, publish=publish)
+
+
+def settings(problem: Problem, candidate: Candidate) -> Settings:
+    """The scheduler's, as `recipe_settings` has them with the candidate's tactics on and the others off.
+
+    Without GAP they are none that a config can ask for: that is what GAP is compared with.
+    """
+    whole = candidate.workers and not candidate.gap
+    readiness = "step" if whole else problem.settings.readiness
+    changes = {"readiness": readiness}
+    if not candidate.asynchrony:
+        changes |= {"staleness": 0, "ordered": readiness not in EARLY}
+    if not candidate.tag:
+        changes["tag_fragments"] = 0
+    return dataclasses.replace(problem.settings, **changes)

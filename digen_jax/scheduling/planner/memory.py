@@ -1,0 +1,107 @@
+"""What a device has to hold, from counts of parameters, sizes of dtypes, meshes and sharding."""
+
+import dataclasses
+from collections.abc import Callable
+
+from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner.problem import Problem, divisors
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceBytes:
+    """What a device of the trainer mesh, and one of a rollout mesh (if there is any), holds by purpose.
+
+    Left out is what a compiler needs for the time of one operation.
+    """
+
+    trainer: dict[str, float]
+    worker: dict[str, float]
+    trainer_fsdp: int
+    worker_fsdp: int
+
+    @property
+    def largest(self) -> float:
+        """Bytes of the fullest device."""
+        return max(sum(self.trainer.values()), sum(self.worker.values()))
+
+
+def device_bytes(problem: Problem, candidate: Candidate) -> DeviceBytes:
+    """The bytes of a candidate, with the smallest axes fsdp that fit into the devices' memory.
+
+    Where none fits they are as small as wanted, and `largest` tells by how much it is too much.
+    """
+    wanted = problem.footprint
+    trainer_fsdp = _smallest(
+        candidate.data,
+        wanted.trainer_fsdp,
+        problem.device_memory,
+        lambda fsdp: _trainer_bytes(problem, candidate, fsdp),
+    )
+    worker_fsdp = _smallest(
+        candidate.worker_devices,
+        wanted.worker_fsdp,
+        problem.device_memory,
+        lambda fsdp: _worker_bytes(problem, candidate, fsdp),
+    )
+    return DeviceBytes(
+        _trainer_bytes(problem, candidate, trainer_fsdp),
+        _worker_bytes(problem, candidate, worker_fsdp),
+        trainer_fsdp,
+        worker_fsdp,
+    )
+
+
+def _smallest(
+    devices: int, wanted: int, limit: float | None, held: Callable[[int], dict[str, float]]
+) -> int:
+    """The smallest axis fsdp, from the wanted one on, with which what is held fits."""
+    sizes = [d for d in divisors(devices) if d >= min(wanted, devices)] if devices else [1]
+    if limit is None:
+        return sizes[0]
+    return next((size for size in sizes if sum(held(size).values()) <= limit), sizes[0])
+
+
+def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str, float]:
+    """Gradient, moments and average are laid out like their parameters.
+
+    All candidates of the step, and what is begun of the next one, may be waiting to be trained. A group
+    that trains early has two gradients of its own.
+    """
+    foot, settings = problem.footprint, problem.settings
+    tuned = foot.tuned.on_device(fsdp)
+    samples = candidate.tag or not candidate.workers
+    ahead = settings.stale_share if candidate.asynchrony else 0.0
+    groups = max(settings.groups, settings.max_candidates)
+    images = groups * settings.images * (1 + ahead)
+    early = 2 * settings.open_groups if candidate.gap else 0
+    # A group of `time` steps goes through together, so each device has as many transitions as if
+    # the images alone were split.
+    passing = -(-foot.micro_batch // candidate.data)
+    return {
+        "parameters": tuned + foot.base.on_device(fsdp),
+        "gradient": (1 + early) * tuned,
+        "optimizer": (2 + foot.copies) * tuned,
+        "kept versions": _versions(problem, candidate) * tuned,
+        "frozen": foot.frozen.on_device(fsdp) if samples else 0.0,
+        "activations": float(foot.activations * passing),
+        "trajectories": images * foot.trajectory / candidate.trainer,
+    }
+
+
+def _worker_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str, float]:
+    """Two fragments' trajectories: one is made while the other is on its way to the trainer."""
+    if not candidate.workers:
+        return {}
+    foot = problem.footprint
+    images = 2 * problem.settings.fragment_images / candidate.worker_devices
+    return {
+        "parameters": foot.sampler_base.on_device(fsdp),
+        "kept versions": _versions(problem, candidate) * foot.published.on_device(fsdp),
+        "frozen": foot.frozen.on_device(fsdp),
+        "trajectories": images * foot.trajectory,
+    }
+
+
+def _versions(problem: Problem, candidate: Candidate) -> int:
+    """Published versions that untrained fragments can refer to."""
+    return 1 + problem.settings.staleness if candidate.asynchrony else 1

@@ -1,0 +1,65 @@
+"""What a candidate will do: a run of the real scheduler on a virtual clock."""
+
+import dataclasses
+
+from digen_jax.scheduling.planner import candidate as of
+from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner.memory import DeviceBytes, device_bytes
+from digen_jax.scheduling.planner.problem import Problem
+from digen_jax.scheduling.planner.simulate import Disturbance, simulate
+
+STEPS = 8  # simulated; the first fills the pipeline, and an alternation of up to 3 steps shows
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A simulated candidate.
+
+    Attributes:
+      candidate: what was simulated.
+      step_seconds: of the steady state.
+      images_per_device_second: trained images.
+      utilisation: the bound (G + T)/N, with all that scales at its best, over the step's seconds.
+      bubbles: device-seconds of waiting in a step, by cause.
+      tag_share: of the fragments, that the trainer generated.
+      staleness: mean age of a trained fragment, in versions.
+      memory: of a device; None where it is not known what it has to hold.
+    """
+
+    candidate: Candidate
+    step_seconds: float
+    images_per_device_second: float
+    utilisation: float
+    bubbles: dict[str, float]
+    tag_share: float
+    staleness: float
+    memory: DeviceBytes | None
+
+
+def predict(problem: Problem, candidate: Candidate, steps: int = STEPS) -> Prediction:
+    """Simulates so many steps."""
+    report = simulate(
+        of.layout(problem, candidate),
+        of.costs(problem, candidate),
+        of.settings(problem, candidate),
+        steps,
+        Disturbance(scorers=problem.scorers),
+    )
+    bubbles = report.bubbles()
+    # The end of the run is no part of a step.
+    bubbles.pop("end", None)
+    return Prediction(
+        candidate,
+        report.step_seconds,
+        report.images_per_device_second,
+        problem.bound / report.step_seconds,
+        {cause: seconds / steps for cause, seconds in bubbles.items()},
+        report.tag_share,
+        report.staleness,
+        memory_of(problem, candidate),
+    )
+
+
+def memory_of(problem: Problem, candidate: Candidate) -> DeviceBytes | None:
+    """What a device has to hold, where that is known."""
+    return device_bytes(problem, candidate) if problem.footprint else None

@@ -1,0 +1,138 @@
+"""What is to be planned: devices, the shape of a step, costs on one device and how they scale."""
+
+import dataclasses
+from typing import NamedTuple
+
+from digen_jax.errors import ConfigError, check_positive
+from digen_jax.scheduling.settings import Costs, Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """How the seconds of a command fall with the devices that share it.
+
+    A share `serial` of them does not (Amdahl's law); 0 is a linear speed. The devices split `images`
+    images evenly, so only its divisors can be used; 0 is work that any number of devices splits.
+    """
+
+    serial: float = 0.0
+    images: int = 0
+
+    def fits(self, devices: int) -> bool:
+        """Whether so many devices can split the images."""
+        return not self.images or self.images % devices == 0
+
+    def used(self, devices: int) -> int:
+        """How many of the devices can work at a time."""
+        return next(n for n in range(devices, 0, -1) if self.fits(n))
+
+    def seconds(self, devices: int | float) -> float:
+        """Seconds on so many devices, over those on one."""
+        return self.serial + (1 - self.serial) / devices
+
+    def check(self, name: str) -> None:
+        """Refuses a serial share that is none.
+
+        Raises:
+          ConfigError: names the field.
+        """
+        if not 0 <= self.serial < 1:
+            raise ConfigError(f"{name} must lie in [0, 1), not be {self.serial}")
+
+
+class Parameters(NamedTuple):
+    """Bytes of a parameter tree: of the leaves that the axis fsdp splits, and of the others."""
+
+    split: int = 0
+    whole: int = 0
+
+    def on_device(self, fsdp: int) -> float:
+        """Bytes on each device of a mesh."""
+        return self.split / fsdp + self.whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Sizes in bytes.
+
+    Attributes:
+      tuned: what is trained; a gradient, a moment or an average of it is of the same size.
+      base: what the trainer needs besides, such as the weights under a LoRA.
+      published: what of it a sampler is sent.
+      sampler_base: what a sampler needs besides.
+      frozen: text encoders and autoencoder, which sit where images are made.
+      copies: of the tuned parameters beside them: an average, an algorithm's slow copy.
+      activations: what the backward pass keeps of one trained sample.
+      trajectory: what is stored of one image until it is trained.
+      micro_batch: samples in one forward and backward pass of one step of a trajectory.
+      trainer_fsdp: the least size of the trainer mesh's axis fsdp, where it divides; it is made
+        larger where the memory asks for it.
+      worker_fsdp: the same of a rollout mesh.
+    """
+
+    tuned: Parameters
+    published: Parameters
+    base: Parameters
+    sampler_base: Parameters
+    frozen: Parameters
+    copies: int
+    activations: int
+    trajectory: int
+    micro_batch: int
+    trainer_fsdp: int = 1
+    worker_fsdp: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything a plan depends on.
+
+    Attributes:
+      devices: to be placed, all alike.
+      settings: of the scheduler with every tactic allowed. `readiness` is what the algorithm needs
+        at least; with `staleness` 0 no candidate is asynchronous, with `tag_fragments` 0 none has TAG.
+      costs: on a worker and a trainer of one device each.
+      worker: of generating and decoding a fragment.
+      trainer: of training one, over the axes of the trainer mesh that split images.
+      transitions: trained steps or noise levels of an image, which the trainer mesh's axis `time` splits.
+      scorers: fragments scored at a time; 0: any number.
+      footprint: what has to be held; None: memory is not predicted.
+      device_memory: bytes; None: any amount.
+    """
+
+    devices: int
+    settings: Settings
+    costs: Costs
+    worker: Scaling = Scaling()
+    trainer: Scaling = Scaling()
+    transitions: int = 1
+    scorers: int = 0
+    footprint: Footprint | None = None
+    device_memory: float | None = None
+
+    def check(self) -> None:
+        """Refuses what cannot be planned.
+
+        Raises:
+          ConfigError: names the field and what to change.
+        """
+        check_positive("the number of devices", self.devices)
+        self.worker.check("worker_serial")
+        self.trainer.check("trainer_serial")
+        for name, seconds in dataclasses.asdict(self.costs).items():
+            if not seconds >= 0:
+                raise ConfigError(f"the cost {name} must be 0 seconds or more, not {seconds}")
+        if not self.costs.generate + self.costs.train > 0:
+            raise ConfigError("generate and train cost nothing: give their seconds an image")
+        self.settings.check()
+
+    @property
+    def bound(self) -> float:
+        """Seconds of a step if all devices were busy always and everything scaled: (G + T)/N."""
+        work = self.costs.generate + self.costs.decode + self.costs.train
+        return self.settings.groups * self.settings.images * work / self.devices
+
+
+def divisors(number: int) -> list[int]:
+    """Of a whole number above 0, the smallest first."""
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,87 @@
+"""The scheduler's state to and from JSON, and its return to a point from which workers can join anew."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+from digen_jax.scheduling import batch, commands, costs, membership, settings, state
+
+CLASSES = {
+    name: found
+    for module in (batch, commands, costs, membership, settings, state)
+    for name, found in inspect.getmembers(module, dataclasses.is_dataclass)
+}
+
+
+def pack(value: Any) -> Any:
+    """Dataclasses, dicts, tuples and sets as tagged dicts; numbers, texts and lists as they are."""
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: pack(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"is": type(value).__name__, **fields}
+    if isinstance(value, dict):
+        return {"is": "dict", "items": [[pack(k), pack(v)] for k, v in value.items()]}
+    if isinstance(value, tuple):
+        return {"is": "tuple", "items": [pack(v) for v in value]}
+    if isinstance(value, set):
+        return {"is": "set", "items": [pack(v) for v in sorted(value, key=repr)]}
+    if isinstance(value, list):
+        return [pack(v) for v in value]
+    # JSON has no infinities, and a group without values has bounds.
+    if value in (float("inf"), float("-inf")):
+        return {"is": "float", "items": str(value)}
+    return value
+
+
+def unpack(value: Any) -> Any:
+    """What `pack` was given."""
+    if isinstance(value, list):
+        return [unpack(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    kind, items = value["is"], value.get("items")
+    if kind == "float":
+        return float(items)
+    if kind == "dict":
+        return {unpack(k): unpack(v) for k, v in items}
+    if kind in ("tuple", "set"):
+        return {"tuple": tuple, "set": set}[kind](unpack(v) for v in items)
+    return CLASSES[kind](**{k: unpack(v) for k, v in value.items() if k != "is"})
+
+
+def rewind(
+    now: state.State, new: settings.Settings | None = None, expected: settings.Costs | None = None
+) -> None:
+    """Forgets the workers and all that is in flight; versions that groups have begun by stay fixed.
+
+    The clock begins again, as that of a new process does. `new`, where given, replaces the settings,
+    which may have another number of steps or cut a step into other fragments; `expected` replaces the
+    costs, measured ones too.
+
+    Raises:
+      ValueError: a part of the step that is on was trained.
+    """
+    if now.batch is not None and (now.batch.update or now.batch.has_trained):
+        raise ValueError("a scheduler can only be resumed from the end of a step")
+    now.trainer, now.rollout, now.idle, now.in_flight = None, {}, [], {}
+    now.failures, now.failed_on = {}, {}
+    now.now, now.joins, now.rate = 0.0, 0, None
+    now.settings = new or now.settings
+    if expected is not None:
+        now.costs = costs.CostModel(expected, now.settings.fragment_images)
+    count = now.settings.evaluation_fragments
+    now.evaluations = {
+        version: state.Evaluation(version, list(range(count)), count) for version in now.evaluations
+    }
+    now.batches = {
+        step: old.rewound(now.settings)
+        for step, old in now.batches.items()
+        if step < now.settings.steps
+    }
+    now.open_batches()
+    now.references = {now.version: 0, **dict.fromkeys(now.evaluations, 0)}
+    for begun in now.batches.values():
+        for group in begun.groups:
+            if group.version is not None:
+                now.references[group.version] = now.references.get(group.version, 0) + 1
+    for version in now.evaluations:
+        now.refer(version)

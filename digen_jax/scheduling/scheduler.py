@@ -1,0 +1,266 @@
+"""The scheduler: one event in, the commands that follow from it out."""
+
+from typing import Any
+
+from digen_jax.scheduling import saving
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Command,
+    Decode,
+    Encode,
+    Evaluate,
+    Fragment,
+    Generate,
+    Publish,
+    Score,
+    Switch,
+    Train,
+    Update,
+)
+from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
+from digen_jax.scheduling.policy import continue_task, give_work
+from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.state import SchedulerError, State, Worker
+
+
+class Scheduler:
+    """A deterministic state machine: equal events lead to equal commands.
+
+    It has no clock; events carry the time. It can be deep-copied, and saved between two events.
+    """
+
+    def __init__(self, settings: Settings, costs: Costs):
+        settings.check()
+        self.state = State.begin(settings, costs)
+
+    def handle(self, event: Event) -> list[Command]:
+        """Books an event and returns the commands that it leads to, in the order to send them.
+
+        A completion or failure of a command that is not in flight (any more) changes nothing.
+
+        Raises:
+          SchedulerError: the trainer is lost, or something failed too often.
+        """
+        state, out = self.state, []
+        state.now = max(state.now, event.at)
+        match event:
+            case Joined():
+                self._joined(event, out)
+            case Lost():
+                self._lost(event)
+            case Completed():
+                if state.in_flight.pop(event.command.serial, None) is not None:
+                    self._completed(event, out)
+            case Failed():
+                if state.in_flight.pop(event.command.serial, None) is not None:
+                    self._failed(event, out)
+        give_work(state, out)
+        return out
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps and evaluations are done."""
+        return self.state.finished
+
+    @property
+    def kept_versions(self) -> list[int]:
+        """The versions whose weights the trainer has to keep, and a checkpoint to hold."""
+        return sorted(self.state.references)
+
+    def save(self) -> dict[str, Any]:
+        """Everything the scheduler knows, as JSON holds it."""
+        return saving.pack(self.state)
+
+    @classmethod
+    def restore(cls, saved: dict[str, Any]) -> "Scheduler":
+        """The scheduler as it was saved, with what was in flight still in flight."""
+        scheduler = cls.__new__(cls)
+        scheduler.state = saving.unpack(saved)
+        return scheduler
+
+    @classmethod
+    def resume(
+        cls, saved: dict[str, Any], settings: Settings | None = None, costs: Costs | None = None
+    ) -> "Scheduler":
+        """The scheduler in a new process, whose clock begins at 0: workers have to join again.
+
+        Nothing is in flight. What was begun is begun again, by the version that began it.
+
+        Args:
+          saved: what `save` gave.
+          settings: where they are others now: the number of steps, or what depends on the devices.
+          costs: expected ones, where what was measured is of other devices; None: that still holds.
+
+        Raises:
+          ValueError: it was saved after a part of a step was trained.
+        """
+        scheduler = cls.restore(saved)
+        saving.rewind(scheduler.state, settings, costs)
+        return scheduler
+
+    def is_superseded(self, command: Command) -> bool:
+        """Whether a command sends a version that the worker needs no more, as there is a newer one."""
+        return isinstance(command, Publish) and self.state.is_superseded(command)
+
+    @property
+    def has_rollout(self) -> bool:
+        """Whether there is any rollout worker at present."""
+        return bool(self.state.rollout)
+
+    def is_there(self, worker: str) -> bool:
+        """Whether a worker has joined and was not lost."""
+        return self.state.worker(worker) is not None
+
+    def is_busy(self, worker: str) -> bool:
+        """Whether a worker is occupied by a command."""
+        return self.state.worker(worker).busy is not None
+
+    def waits_for(self, worker: str) -> str:
+        """What an idle worker waits for: generation, reward, trainer, publish or nothing (end)."""
+        state = self.state
+        found, batch = state.worker(worker), state.batch
+        if batch is None:
+            return "end"
+        if found.task is not None or found.arriving:
+            return "publish"
+        if worker != TRAINER:
+            return "trainer" if not batch.queued else "faster worker"
+        return "generation" if batch.queued or batch.generating else "reward"
+
+    # -------------------------------------------------------------------------------- events
+
+    def _joined(self, event: Joined, out: list[Command]) -> None:
+        """A worker joins; one that is known already was lost without notice."""
+        state = self.state
+        if event.worker in state.rollout:
+            self._lost(Lost(event.at, event.worker))
+        worker = Worker(event.worker, event.speed, state.joins)
+        state.joins += 1
+        if event.worker == TRAINER:
+            if state.trainer is not None:
+                raise SchedulerError("the trainer joined a second time: it cannot be replaced")
+            worker.role = "train"
+            state.trainer = worker
+            return
+        state.rollout[worker.name] = worker
+        state.publish(worker, state.version, out)
+        state.set_idle(worker)
+        state.rate = None
+
+    def _lost(self, event: Lost) -> None:
+        """A worker's fragment goes back to the queue; what it was sent is in flight no more."""
+        state = self.state
+        if event.worker == TRAINER:
+            raise SchedulerError("the trainer is lost: restart the run from its last checkpoint")
+        worker = state.rollout.get(event.worker)
+        if worker is None:
+            return
+        if worker.task is not None:
+            state.give_back(worker)
+        del state.rollout[worker.name]
+        for serial, command in list(state.in_flight.items()):
+            if getattr(command, "worker", None) == worker.name:
+                del state.in_flight[serial]
+        state.rate = None
+
+    def _completed(self, event: Completed, out: list[Command]) -> None:
+        """A command that was in flight is done."""
+        state, command = self.state, event.command
+        name = getattr(command, "worker", "")
+        worker = state.worker(name)
+        speed = worker.speed if worker else 1.0
+        state.costs.observe(command.kind, name, speed, event.seconds)
+        state.forget_failures(command)
+        if worker is not None and worker.busy == command.serial:
+            worker.busy = None
+        match command:
+            case Switch():
+                worker.role = command.role
+            case Publish():
+                worker.arriving.discard(command.version)
+                if command.version in state.references:
+                    worker.held.add(command.version)
+            case Encode():
+                worker.encoded.add(command.step)
+            case Generate():
+                worker.task.generated = True
+            case Decode():
+                self._decoded(worker, command.fragment, out)
+            case Score():
+                self._scored(command.fragment, event.values, out)
+            case Train():
+                if state.batch.trained(command.fragment.index):
+                    state.release(state.batch.group_of(command.fragment.index).version, 1, out)
+            case Update():
+                if state.batch.next_set():
+                    state.end_step(out)
+        self._go_on(worker, out)
+        if isinstance(command, Publish) and worker is not state.trainer:
+            state.publish_newest(worker, out)
+
+    def _go_on(self, worker: Worker | None, out: list[Command]) -> None:
+        """Takes a rollout worker's task further, or gives it up where it became superfluous."""
+        state = self.state
+        if worker is None or worker is state.trainer or worker.busy is not None:
+            return
+        if worker.task is not None and not state.wanted(worker.task.fragment):
+            worker.task = None
+        if worker.task is not None:
+            continue_task(state, worker, out)
+        else:
+            state.set_idle(worker)
+
+    def _decoded(self, worker: Worker, fragment: Fragment, out: list[Command]) -> None:
+        state = self.state
+        worker.task = None
+        if not state.wanted(fragment):
+            return
+        if not fragment.evaluation:
+            scored_at = state.now + state.costs.predict("score", "", 1.0)
+            state.batches[fragment.step].decode(fragment.index, scored_at)
+        state.score(fragment, out)
+
+    def _scored(self, fragment: Fragment, values: tuple[float, ...], out: list[Command]) -> None:
+        state = self.state
+        if not state.wanted(fragment):
+            return
+        if not fragment.evaluation:
+            batch = state.batches[fragment.step]
+            batch.score(fragment.index, values)
+            return state.drop_others(batch, out)
+        evaluation = state.evaluations[fragment.step]
+        evaluation.unscored -= 1
+        if not evaluation.unscored:
+            del state.evaluations[fragment.step]
+            out.append(Evaluate(state.next_serial(), fragment.step))
+            state.release(fragment.step, 1, out)
+        return None
+
+    def _failed(self, event: Failed, out: list[Command]) -> None:
+        """The work of a failed command is done again, elsewhere if it can be."""
+        state, command = self.state, event.command
+        worker = state.worker(getattr(command, "worker", ""))
+        if isinstance(command, Publish) and state.is_superseded(command):
+            worker.arriving.discard(command.version)
+            if worker is not state.trainer:
+                state.publish_newest(worker, out)
+            return
+        state.fail(command, event.reason)
+        if worker is not None and worker.busy == command.serial:
+            worker.busy = None
+        match command:
+            case Encode() | Generate() | Decode():
+                fragment = worker.task.fragment
+                state.give_back(worker)
+                if state.wanted(fragment):
+                    state.failed_on.setdefault(fragment, []).append(worker.name)
+                self._go_on(worker, out)
+            case Publish():
+                worker.arriving.discard(command.version)
+                if command.version in state.references and worker is not state.trainer:
+                    state.publish(worker, command.version, out)
+            case Score():
+                if state.wanted(command.fragment):
+                    state.score(command.fragment, out)
+            case Train():
+                state.batch.retrain(command.fragment.index)

@@ -1,0 +1,302 @@
+"""All that the scheduler knows, and the elementary changes that keep it consistent."""
+
+import dataclasses
+import heapq
+
+from digen_jax.scheduling.batch import Batch
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Checkpoint,
+    Command,
+    Decode,
+    DropFragments,
+    DropVersion,
+    Encode,
+    Fragment,
+    Generate,
+    Publish,
+    Score,
+    Train,
+)
+from digen_jax.scheduling.costs import CostModel
+from digen_jax.scheduling.settings import Costs, Settings
+
+
+class SchedulerError(RuntimeError):
+    """The run cannot go on: the trainer is lost, or something failed too often."""
+
+
+@dataclasses.dataclass
+class Task:
+    """The fragment that a worker was given, and how far it is."""
+
+    fragment: Fragment
+    version: int
+    generated: bool = False
+
+
+@dataclasses.dataclass
+class Worker:
+    """A rollout worker, or the trainer. It has a `task` until the fragment is decoded."""
+
+    name: str
+    speed: float
+    order: int  # of joining
+    role: str = "sample"
+    held: set[int] = dataclasses.field(default_factory=set)  # versions
+    arriving: set[int] = dataclasses.field(default_factory=set)
+    encoded: set[int | None] = dataclasses.field(default_factory=set)  # steps; None: evaluation
+    task: Task | None = None
+    busy: int | None = None  # serial of the command that occupies it
+    free_at: float = 0.0  # when its task is expected to be done
+
+    @property
+    def rank(self) -> tuple[float, int, str]:
+        """The faster first, then who joined first."""
+        return -self.speed, self.order, self.name
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """The fragments of a version's evaluation."""
+
+    version: int
+    queue: list[int]  # heap
+    unscored: int
+
+
+@dataclasses.dataclass
+class State:
+    """Between two events. `version` is the newest one; `step`, the step that is on, equals it."""
+
+    settings: Settings
+    costs: CostModel
+    now: float = 0.0
+    step: int = 0
+    serials: int = 0
+    joins: int = 0
+    batches: dict[int, Batch] = dataclasses.field(default_factory=dict)  # steps on and ahead
+    evaluations: dict[int, Evaluation] = dataclasses.field(default_factory=dict)
+    trainer: Worker | None = None
+    rollout: dict[str, Worker] = dataclasses.field(default_factory=dict)
+    idle: list[tuple[float, int, str]] = dataclasses.field(default_factory=list)  # heap of ranks
+    in_flight: dict[int, Command] = dataclasses.field(default_factory=dict)
+    references: dict[int, int] = dataclasses.field(default_factory=dict)  # version -> groups
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)
+    failed_on: dict[Fragment, list[str]] = dataclasses.field(default_factory=dict)
+    rate: float | None = None  # fragments a second of all rollout workers; None: to be measured
+
+    @classmethod
+    def begin(cls, settings: Settings, costs: Costs) -> "State":
+        """Before the first event."""
+        state = cls(settings, CostModel(costs, settings.fragment_images))
+        state.references[0] = 0
+        state.open_batches()
+        state.open_evaluation()
+        return state
+
+    @property
+    def version(self) -> int:
+        """The newest published version: one a step."""
+        return self.step
+
+    @property
+    def batch(self) -> Batch | None:
+        """The step that is on; None after the last one."""
+        return self.batches.get(self.step)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps and evaluations are done."""
+        return self.step == self.settings.steps and not self.evaluations
+
+    def worker(self, name: str) -> Worker | None:
+        """A worker that is there."""
+        return self.trainer if name == TRAINER else self.rollout.get(name)
+
+    def open_batches(self) -> None:
+        """Begins the bookkeeping of every step that may be on or ahead."""
+        last = min(self.step + self.settings.staleness, self.settings.steps - 1)
+        for step in range(self.step, last + 1):
+            if step not in self.batches:
+                self.batches[step] = Batch.begin(step, self.settings)
+
+    def open_evaluation(self) -> None:
+        """Evaluates the newest version where that is due."""
+        every, count = self.settings.evaluate_every, self.settings.evaluation_fragments
+        if every and self.version % every == 0:
+            self.evaluations[self.version] = Evaluation(self.version, list(range(count)), count)
+            self.refer(self.version)
+
+    def end_step(self, out: list[Command]) -> None:
+        """The step's last update is done: its version is there, the next step is on."""
+        del self.batches[self.step]
+        self.step += 1
+        self.references.setdefault(self.version, 0)
+        self.open_evaluation()
+        self.release(self.version - 1, 0, out)
+        for worker in (self.trainer, *self.rollout.values()):
+            worker.encoded = {step for step in worker.encoded if step is None or step >= self.step}
+        for worker in self.rollout.values():
+            self.publish_newest(worker, out)
+        self.open_batches()
+        self.rate = None
+        every = self.settings.checkpoint_every
+        if every and (self.step % every == 0 or self.step == self.settings.steps):
+            out.append(Checkpoint(self.next_serial(), self.step - 1))
+
+    # ------------------------------------------------------------------------------ commands
+
+    def next_serial(self) -> int:
+        """The number of the next command."""
+        self.serials += 1
+        return self.serials
+
+    def send(self, command: Command, out: list[Command], worker: Worker | None = None) -> None:
+        """Issues a command that will be answered; it occupies `worker` until then."""
+        self.in_flight[command.serial] = command
+        if worker is not None:
+            worker.busy = command.serial
+        out.append(command)
+
+    def publish(self, worker: Worker, version: int, out: list[Command]) -> None:
+        """Sends a version to a worker; only the trainer is occupied by it."""
+        worker.arriving.add(version)
+        command = Publish(self.next_serial(), worker.name, version)
+        self.send(command, out, worker if worker is self.trainer else None)
+
+    def publish_newest(self, worker: Worker, out: list[Command]) -> None:
+        """Sends a rollout worker the newest version, once nothing else is on its way to it.
+
+        So of the versions that come while one is being sent the worker gets only the last.
+        """
+        if not worker.arriving and self.version not in worker.held:
+            self.publish(worker, self.version, out)
+
+    def is_superseded(self, command: Publish) -> bool:
+        """Whether there is a newer version than the one being sent, and the worker's task is not by that one."""
+        worker = self.worker(command.worker)
+        task = worker and worker.task
+        return command.version < self.version and (not task or task.version != command.version)
+
+    def score(self, fragment: Fragment, out: list[Command]) -> None:
+        """Asks for a fragment's values."""
+        self.send(Score(self.next_serial(), fragment), out)
+
+    # ------------------------------------------------------------------------------ versions
+
+    def refer(self, version: int) -> None:
+        """One more group or evaluation needs a version."""
+        self.references[version] += 1
+
+    def release(self, version: int, count: int, out: list[Command]) -> None:
+        """So many groups need a version no more; an old one that nobody needs is dropped."""
+        self.references[version] -= count
+        if version < self.version and not self.references[version]:
+            del self.references[version]
+            for worker in (self.trainer, *self.rollout.values()):
+                worker.held.discard(version)
+            out.append(DropVersion(self.next_serial(), version))
+
+    # ----------------------------------------------------------------------------- fragments
+
+    def wanted(self, fragment: Fragment) -> bool:
+        """Whether a fragment that was begun is still needed."""
+        if fragment.evaluation:
+            return fragment.step in self.evaluations
+        batch = self.batches.get(fragment.step)
+        return batch is not None and batch.stages[fragment.index] != "dropped"
+
+    def assign(self, worker: Worker, fragment: Fragment) -> None:
+        """Gives a worker a fragment, by its group's version or the newest one."""
+        worker.free_at = self.now + self.generation_seconds(worker)
+        if fragment.evaluation:
+            heapq.heappop(self.evaluations[fragment.step].queue)
+            worker.task = Task(fragment, fragment.step)
+            return
+        batch = self.batches[fragment.step]
+        version = batch.group_of(fragment.index).version
+        if version is None:
+            version = self.version
+        scored_at = worker.free_at + self.costs.predict("score", "", 1.0)
+        if batch.generate(fragment.index, version, scored_at):
+            self.refer(version)
+        worker.task = Task(fragment, version)
+
+    def give_back(self, worker: Worker) -> None:
+        """A worker's fragment has to be generated elsewhere."""
+        fragment = worker.task.fragment
+        worker.task = None
+        if not self.wanted(fragment):
+            return
+        if fragment.evaluation:
+            heapq.heappush(self.evaluations[fragment.step].queue, fragment.index)
+        else:
+            self.batches[fragment.step].requeue(fragment.index)
+
+    def drop_others(self, batch: Batch, out: list[Command]) -> None:
+        """Drops the candidates that do not form a step, once it is known who does."""
+        if batch.settled or not batch.candidates.dynamic or not batch.candidates.step_known:
+            return
+        begun, versions = batch.drop_others()
+        if begun:
+            fragments = tuple(Fragment(batch.step, index) for index in begun)
+            out.append(DropFragments(self.next_serial(), fragments))
+        for version in versions:
+            self.release(version, 1, out)
+
+    # -------------------------------------------------------------------------------- workers
+
+    def set_idle(self, worker: Worker) -> None:
+        """A rollout worker may be given work."""
+        heapq.heappush(self.idle, worker.rank)
+
+    def rollout_rate(self) -> float:
+        """Fragments a second of all rollout workers, measured once a step or a change of workers."""
+        if self.rate is None:
+            seconds = map(self.generation_seconds, self.rollout.values())
+            self.rate = sum(1 / max(1e-12, s) for s in seconds)
+        return self.rate
+
+    def generation_seconds(self, worker: Worker) -> float:
+        """Seconds in which a worker is expected to generate and decode a fragment."""
+        predict = self.costs.predict
+        return predict("generate", worker.name, worker.speed) + predict(
+            "decode", worker.name, worker.speed
+        )
+
+    def fail(self, command: Command, reason: str) -> None:
+        """Counts a failure of a piece of work.
+
+        Raises:
+          SchedulerError: it failed more often than `retries`, or `score_retries`, allows.
+        """
+        settings = self.settings
+        retries = settings.score_retries if isinstance(command, Score) else settings.retries
+        key = self.work(command)
+        self.failures[key] = self.failures.get(key, 0) + 1
+        if self.failures[key] > retries:
+            raise SchedulerError(
+                f"{key} failed {self.failures[key]} times, the last time with: {reason}"
+            )
+
+    def forget_failures(self, command: Command) -> None:
+        """A piece of work is done; a fragment is generated only once it is decoded too."""
+        if self.failures and not isinstance(command, Encode | Generate):
+            self.failures.pop(self.work(command), None)
+        if self.failed_on and isinstance(command, Decode):
+            self.failed_on.pop(command.fragment, None)
+
+    def work(self, command: Command) -> str:
+        """The piece of work that a command belongs to, in words."""
+        if isinstance(command, Publish):
+            return f"publishing version {command.version} to {command.worker}"
+        if isinstance(command, Encode):
+            fragment = self.worker(command.worker).task.fragment
+        elif isinstance(command, Generate | Decode | Score | Train):
+            fragment = command.fragment
+        else:
+            return f"the command {command.kind!r}"
+        owner = "the evaluation of version" if fragment.evaluation else "step"
+        verb = {"score": "scoring", "train": "training on"}.get(command.kind, "generating")
+        return f"{verb} fragment {fragment.index} of {owner} {fragment.step}"

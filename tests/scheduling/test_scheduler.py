@@ -1,0 +1,387 @@
+"""Random runs with delays, losses and failures, each watched by a referee; then single rules."""
+
+import copy
+import dataclasses
+import heapq
+import itertools
+import json
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Checkpoint,
+    Command,
+    Encode,
+    Fragment,
+    Generate,
+    Publish,
+    Train,
+)
+from digen_jax.scheduling.costs import CostModel
+from digen_jax.scheduling.events import Completed, Failed, Joined, Lost, TimePassed
+from digen_jax.scheduling.outlook import look_ahead
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.settings import READINESS, Costs, Settings
+from digen_jax.scheduling.state import SchedulerError
+from tests.scheduling.world import Referee, World, values_of
+
+COSTS = Costs(generate=1.0, train=1.0, decode=0.1, score=0.1, publish=0.2, switch=0.1)
+PLAIN = Settings(2, groups=2, images=2, fragment_images=1, staleness=0)
+runs = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@st.composite
+def plans(draw):
+    """Settings of any kind that pass the checks."""
+    dynamic = draw(st.booleans())
+    images = draw(st.sampled_from([2, 4, 6] if dynamic else [1, 2, 4, 6]))
+    updates = draw(st.integers(1, 3))
+    groups = updates * draw(st.integers(1, 3))
+    divisors = [n for n in range(1, images + 1) if images % n == 0]
+    share = groups // updates * images
+    multiples = [images * n for n in range(1, 4) if groups // updates % n == 0]
+    fragment = draw(st.sampled_from(divisors if dynamic else divisors + multiples))
+    readiness = draw(st.sampled_from(READINESS[3:] if dynamic else READINESS))
+    early = readiness in ("early_group", "early_step")
+    if early:
+        fragment = draw(st.sampled_from(divisors))
+    elif not dynamic and draw(st.booleans()):
+        fragment = draw(st.sampled_from([n for n in range(1, share + 1) if share % n == 0]))
+    redundant = draw(st.integers(0, 3)) if dynamic else 0
+    found = Settings(
+        steps=draw(st.integers(1, 4)),
+        groups=groups,
+        images=images,
+        fragment_images=fragment,
+        updates=updates,
+        readiness=readiness,
+        ordered=not early and draw(st.booleans()),
+        open_groups=draw(st.integers(1, 3)),
+        staleness=draw(st.integers(0, 3)),
+        stale_share=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
+        tag_fragments=draw(st.sampled_from([0, 1, 100])),
+        max_candidates=groups + redundant + draw(st.integers(0, 4)) if dynamic else 0,
+        redundant_groups=redundant,
+        retries=draw(st.integers(0, 2)),
+        evaluate_every=draw(st.integers(0, 2)),
+        evaluation_fragments=draw(st.integers(1, 3)),
+        checkpoint_every=draw(st.integers(0, 2)),
+    )
+    found.check()
+    return found
+
+
+def world(plan, seed, trouble, workers, flat_share=0.4):
+    referee = Referee(plan, seed, flat_share)
+    return World(Scheduler(plan, COSTS), referee, random.Random(seed), trouble, workers)
+
+
+some_runs = given(
+    plan=plans(),
+    seed=st.integers(0, 2**32),
+    trouble=st.sampled_from([0.0, 0.02, 0.1]),
+    workers=st.integers(0, 5),
+    flat_share=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+)
+
+
+@runs
+@some_runs
+def test_every_run_ends_by_the_rules(plan, seed, trouble, workers, flat_share):
+    found = world(plan, seed, trouble, workers, flat_share)
+    found.run()
+    found.referee.finish()
+
+
+@pytest.mark.slow
+@settings(runs, max_examples=1000)
+@some_runs
+def test_very_many_runs_end_by_the_rules(plan, seed, trouble, workers, flat_share):
+    found = world(plan, seed, trouble, workers, flat_share)
+    found.run()
+    found.referee.finish()
+
+
+@runs
+@some_runs
+def test_equal_events_give_equal_commands_also_from_the_middle(
+    plan, seed, trouble, workers, flat_share
+):
+    found = world(plan, seed, trouble, workers, flat_share)
+    found.run()
+    middle = random.Random(seed).randrange(len(found.log))
+    again = Scheduler(plan, COSTS)
+    for event, commands in found.log[:middle]:
+        assert again.handle(event) == commands
+    others = [copy.deepcopy(again), Scheduler.restore(json.loads(json.dumps(again.save())))]
+    for event, commands in found.log[middle:]:
+        assert again.handle(event) == commands
+        for other in others:
+            assert other.handle(event) == commands
+    assert again.save() == others[0].save() == others[1].save()
+
+
+@settings(runs, max_examples=150)
+@some_runs
+def test_a_new_process_goes_on_from_a_checkpoint(plan, seed, trouble, workers, flat_share):
+    plan = dataclasses.replace(plan, steps=plan.steps + 1, checkpoint_every=1)
+    found = world(plan, seed, trouble, workers, flat_share)
+    found.start()
+    while not found.referee.checkpoints:
+        found.tick()
+    scheduler, referee = found.scheduler, found.referee
+    saved, kept = json.loads(json.dumps(scheduler.save())), scheduler.kept_versions
+    begun = {g: v for g, v in referee.group_version.items() if g[0] >= referee.step}
+    assert kept == sorted({*kept, *begun.values()})
+
+    second = world(plan, seed, trouble, workers, flat_share)
+    second.scheduler = Scheduler.resume(saved)
+    books = second.referee
+    done = range(referee.step)
+    books.group_version = dict(referee.group_version)
+    books.trained = {f: u for f, u in referee.trained.items() if f.step in done}
+    books.scored = {f for f in referee.scored if f.evaluation and f.step in referee.evaluated}
+    books.step, books.updates = referee.step, list(referee.updates)
+    books.published, books.dropped = set(referee.published), set(referee.dropped)
+    books.evaluated, books.gone = list(referee.evaluated), set(referee.gone)
+    second.run()
+    books.tagged.clear()
+    books.finish()
+
+
+# --------------------------------------------------------------------------------- single rules
+
+
+def joined(plan=PLAIN, workers=2):
+    """A scheduler with workers that hold version 0, and the commands in flight."""
+    scheduler, flying = Scheduler(plan, COSTS), []
+    for event in [*(Joined(0.0, f"r{i}") for i in range(workers)), Joined(0.0, TRAINER)]:
+        flying += scheduler.handle(event)
+    return scheduler, flying
+
+
+def complete(scheduler, flying, kind=Command, worker=None, at=0.0):
+    """Completes the first command in flight of a kind and worker; returns what follows from it."""
+    command = next(
+        c for c in flying if isinstance(c, kind) and worker in (None, getattr(c, "worker", 0))
+    )
+    flying.remove(command)
+    values = ()
+    if command.kind == "score":
+        values = values_of(0, command.fragment, scheduler.state.settings, 0.0)
+    new = scheduler.handle(Completed(at, command, 1.0, values))
+    flying += [c for c in new if c.answered]
+    return new
+
+
+def until_generating(scheduler, flying):
+    while any(isinstance(c, Publish | Encode) for c in flying):
+        complete(scheduler, flying, Publish | Encode)
+
+
+def test_a_lost_workers_fragment_is_generated_elsewhere_by_the_same_version():
+    scheduler, flying = joined()
+    until_generating(scheduler, flying)
+    lost, other = (c for c in flying if isinstance(c, Generate))
+    scheduler.handle(Lost(1.0, lost.worker))
+    complete(scheduler, flying, Generate, other.worker)
+    new = complete(scheduler, flying, worker=other.worker)
+    found = [c for c in new if isinstance(c, Generate)]
+    assert [(c.fragment, c.version) for c in found] == [(lost.fragment, lost.version)]
+
+
+def test_what_failed_is_tried_elsewhere_and_not_for_ever():
+    scheduler, flying = joined(dataclasses.replace(PLAIN, retries=1))
+    until_generating(scheduler, flying)
+    first, second = (c for c in flying if isinstance(c, Generate))
+    (other,) = scheduler.handle(Failed(1.0, first, "out of memory"))
+    assert other.worker == first.worker and other.fragment == Fragment(0, 2)
+    complete(scheduler, flying, Generate, second.worker)
+    new = complete(scheduler, flying, worker=second.worker)
+    again = next(c for c in new if isinstance(c, Generate))
+    assert again.fragment == first.fragment
+    with pytest.raises(SchedulerError, match=r"fragment 0 of step 0 failed 2 times.*no luck"):
+        scheduler.handle(Failed(2.0, again, "no luck"))
+
+
+def test_a_lost_trainer_is_the_end():
+    scheduler, _ = joined()
+    with pytest.raises(SchedulerError, match="the trainer is lost"):
+        scheduler.handle(Lost(1.0, TRAINER))
+
+
+def test_a_slow_worker_leaves_the_last_fragment_to_a_fast_one():
+    plan = dataclasses.replace(PLAIN, groups=1)
+    for slow, expected in ((0.9, 2), (0.05, 1)):
+        scheduler = Scheduler(plan, COSTS)
+        flying = []
+        for worker, speed in (("fast", 1.0), ("slow", slow), (TRAINER, 1.0)):
+            flying += scheduler.handle(Joined(0.0, worker, speed))
+        until_generating(scheduler, flying)
+        assert sum(isinstance(c, Generate) for c in flying) == expected
+
+
+def late_publication(steps=4):
+    """Version 1 is on its way to r1 while r0, which makes a step's one fragment, takes the run to its last step."""
+    plan = dataclasses.replace(PLAIN, steps=steps, groups=1, fragment_images=2, retries=0)
+    scheduler, flying = joined(plan)
+    until_generating(scheduler, flying)
+    late, sent = None, []
+    while scheduler.state.step < steps - 1:
+        command = next(c for c in flying if c is not late)
+        flying.remove(command)
+        values = (0.0, 1.0) if command.kind == "score" else ()
+        new = scheduler.handle(Completed(0.0, command, 1.0, values))
+        flying += [c for c in new if c.answered]
+        sent += [c for c in new if isinstance(c, Publish) and c.worker == "r1"]
+        late = late or next(iter(sent), None)
+    return scheduler, late, sent
+
+
+def test_of_the_versions_that_come_while_one_is_sent_a_worker_gets_the_last():
+    scheduler, late, sent = late_publication()
+    assert [c.version for c in sent] == [1]
+    (newest,) = (c for c in scheduler.handle(Completed(1.0, late, 1.0)) if isinstance(c, Publish))
+    assert (newest.worker, newest.version) == ("r1", 3)
+
+
+def test_a_publication_that_fails_once_it_is_superseded_is_not_held_against_its_worker():
+    scheduler, late, _ = late_publication()
+    assert scheduler.is_superseded(late)
+    (newest,) = (c for c in scheduler.handle(Failed(1.0, late, "gone")) if isinstance(c, Publish))
+    assert (newest.worker, newest.version) == ("r1", 3) and not scheduler.is_superseded(newest)
+    with pytest.raises(SchedulerError, match="publishing version 3 to r1 failed 1 times"):
+        scheduler.handle(Failed(2.0, newest, "the link is down"))
+
+
+def test_workers_stay_apart_from_a_step_ahead_when_strictly_on_policy():
+    for staleness, share, expected in ((0, 0.5, set()), (1, 0.5, {0, 1}), (1, 1.0, {0, 1, 2, 3})):
+        plan = dataclasses.replace(PLAIN, staleness=staleness, stale_share=share)
+        scheduler, flying = joined(plan)
+        begun = set()
+        while any(not isinstance(c, Train) for c in flying):
+            complete(scheduler, flying, tuple(set(map(type, flying)) - {Train}))
+            begun |= {c.fragment for c in flying if isinstance(c, Generate)}
+        assert {f.index for f in begun if f.step == 1} == expected
+
+
+def test_a_checkpoint_comes_after_every_so_many_steps_and_the_last():
+    plan = dataclasses.replace(PLAIN, steps=5, checkpoint_every=2)
+    found = world(plan, 0, 0.0, 2)
+    found.run()
+    checkpoints = [c.step for _, out in found.log for c in out if isinstance(c, Checkpoint)]
+    assert checkpoints == [1, 3, 4]
+
+
+def at_a_checkpoint(plan, seed=0, after=1):
+    """A world after so many checkpoints."""
+    found = world(dataclasses.replace(plan, checkpoint_every=1), seed, 0.0, 2)
+    found.start()
+    while len(found.referee.checkpoints) < after:
+        found.tick()
+    return found.scheduler
+
+
+def rejoined(scheduler, workers=2):
+    """All commands in flight once workers have joined a resumed scheduler at its time 0."""
+    flying = []
+    for name in (*(f"r{i}" for i in range(workers)), TRAINER):
+        flying += [c for c in scheduler.handle(Joined(0.0, name)) if c.answered]
+    return flying
+
+
+def test_the_clock_of_a_resumed_scheduler_is_its_new_processs():
+    """Else nothing would ever seem to come nearer until the new process is as old as the last one was."""
+    plan = dataclasses.replace(PLAIN, steps=4, tag_fragments=4, staleness=1)
+    saved = at_a_checkpoint(plan, after=2)
+    assert saved.state.now > 5
+    scheduler = Scheduler.resume(saved.save())
+    flying = rejoined(scheduler)
+    until_generating(scheduler, flying)
+    assert any(worker.free_at > 0 for worker in scheduler.state.rollout.values())
+    for time in (0.5, 2.0):
+        scheduler.handle(TimePassed(time))
+        assert scheduler.state.now == time
+    batch = scheduler.state.batch
+    ahead = look_ahead(scheduler.state)
+    first = min(batch.scored_at.values()) - 2.0
+    assert min(f.scored_in for f in ahead.fragments if f.scored_in is not None) == max(0, first)
+    assert max(batch.scored_at.values()) < 10
+
+
+def one_step(scheduler, costs):
+    """What the trainer generates in a step that goes by its costs, and when, and the step's seconds."""
+    flying, made, serials = [], [], itertools.count()
+    settings, step = scheduler.state.settings, scheduler.state.step
+
+    def begin(time, commands):
+        for command in commands:
+            if isinstance(command, Generate) and command.worker == TRAINER:
+                made.append((round(time, 6), command.fragment.index))
+            if command.answered:
+                seconds = costs.seconds(command.kind, settings.fragment_images, 1.0)
+                heapq.heappush(flying, (time + seconds, next(serials), seconds, command))
+
+    for name in ("r0", "r1", TRAINER):
+        begin(0.0, scheduler.handle(Joined(0.0, name)))
+    while scheduler.state.step == step:
+        time, _, seconds, command = heapq.heappop(flying)
+        score = command.kind == "score"
+        values = values_of(0, command.fragment, settings, 0.0) if score else ()
+        begin(time, scheduler.handle(Completed(time, command, seconds, values)))
+    return made, round(time, 6)
+
+
+@pytest.mark.parametrize("groups", [4, 8])
+def test_a_resumed_trainer_decides_on_tag_as_one_that_was_not_interrupted(groups):
+    """With a clock that stands still it generates more, and the step of eight groups takes 3% longer."""
+    costs = dataclasses.replace(COSTS, train=0.3)
+    plan = dataclasses.replace(PLAIN, steps=4, groups=groups, tag_fragments=8, readiness="fragment")
+    saved = at_a_checkpoint(plan, after=2)
+    saved.state.costs = CostModel(costs, plan.fragment_images)
+    made, seconds = one_step(Scheduler.resume(saved.save(), plan), costs)
+    assert (made, seconds) == one_step(Scheduler(plan, costs), costs)
+    assert made and seconds > 5 - 1e-9
+
+
+@pytest.mark.parametrize("fragment", [1, 2, 4, 8])
+def test_a_run_goes_on_with_other_fragments_and_workers(fragment):
+    """What was begun by an older version stays so, in whatever units it is cut now."""
+    plan = dataclasses.replace(PLAIN, steps=4, groups=4, staleness=1, fragment_images=2)
+    saved = at_a_checkpoint(plan, seed=3)
+    old = saved.state.batch
+    begun = {i for i, group in enumerate(old.groups) if group.version == 0}
+    assert begun and saved.kept_versions == [0, 1]
+    cut = dataclasses.replace(plan, fragment_images=fragment)
+    other = Costs(generate=9.0, train=1.0)
+    scheduler = Scheduler.resume(json.loads(json.dumps(saved.save())), cut, other)
+    state = scheduler.state
+    per_unit = cut.unit_images // plan.images
+    units = {i for i, group in enumerate(state.batch.groups) if group.version == 0}
+    assert units == {i // per_unit for i in begun} and state.batch.stale == len(units)
+    assert state.costs.predict("generate", "r0", 1.0) == 9.0 * fragment
+    assert scheduler.kept_versions == [0, 1]
+    second = World(scheduler, Referee(cut, 0, 0.0), random.Random(0), 0.0, 1)
+    books = second.referee
+    books.step, books.updates, books.published = 1, [0], {0, 1}
+    books.group_version = {(1, unit): 0 for unit in units}
+    second.run()
+    assert scheduler.finished
+
+
+def test_only_the_end_of_a_step_can_be_resumed_from():
+    found = world(PLAIN, 0, 0.0, 2)
+    found.start()
+    while not found.referee.trained:
+        found.tick()
+    with pytest.raises(ValueError, match="from the end of a step"):
+        Scheduler.resume(found.scheduler.save())

@@ -1,0 +1,57 @@
+import dataclasses
+
+import pytest
+
+from digen_jax.errors import ConfigError
+from digen_jax.scheduling.settings import Costs, Settings
+
+GOOD = Settings(1, groups=6, images=4, fragment_images=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(fragment_images=5), "fragment_images = 5 must divide images of an update = 24"),
+        (dict(fragment_images=16), "fragment_images = 16 must divide images of an update = 24"),
+        (dict(updates=4), "updates = 4 must divide groups = 6"),
+        (dict(readiness="groups"), "did you mean 'group'"),
+        (dict(readiness="early_group"), "open_groups must be above 0"),
+        (
+            dict(readiness="early_group", open_groups=1, fragment_images=3),
+            "fragment_images = 3 must divide images = 4 with",
+        ),
+        (
+            dict(readiness="early_step", open_groups=1, fragment_images=8),
+            "fragment_images = 8 must divide images = 4 with readiness = 'early_step'",
+        ),
+        (dict(stale_share=1.5), "stale_share must lie between 0 and 1"),
+        (dict(staleness=-1), "staleness must be at least 0"),
+        (dict(redundant_groups=2), "redundant_groups needs max_candidates"),
+        (dict(max_candidates=7, redundant_groups=2), "must be at least groups"),
+        (dict(max_candidates=9, readiness="fragment"), "only a complete group"),
+        (dict(max_candidates=9, readiness="early_step", open_groups=1), "only a complete group"),
+        (dict(max_candidates=9, fragment_images=8), "fragment_images = 8 must divide images = 4"),
+        (dict(readiness="early_group", open_groups=1, ordered=True), "ordered cannot go with read"),
+        (dict(max_candidates=9, images=1, fragment_images=1), "one image has no variance"),
+    ],
+)
+def test_what_cannot_work_is_named(fields, words):
+    GOOD.check()
+    with pytest.raises(ConfigError, match=words):
+        dataclasses.replace(GOOD, **fields).check()
+
+
+def test_a_fragment_of_several_groups_is_one_unit():
+    assert (GOOD.units, GOOD.unit_fragments, GOOD.fragments) == (6, 2, 12)
+    large = dataclasses.replace(GOOD, fragment_images=8)
+    assert (large.units, large.unit_fragments, large.fragments) == (3, 1, 3)
+    across = dataclasses.replace(GOOD, fragment_images=3)
+    assert (across.units, across.unit_fragments, across.fragments) == (2, 4, 8)
+
+
+def test_costs_of_a_fragment():
+    costs = Costs(generate=2.0, train=3.0, score=0.5, score_latency=1.0, update=7.0)
+    assert costs.seconds("generate", 4, 2.0) == 4
+    assert costs.seconds("train", 4, 2.0) == 12
+    assert costs.seconds("score", 4, 2.0) == 3
+    assert costs.seconds("update", 4, 2.0) == 7

@@ -1,0 +1,89 @@
+import json
+
+import pytest
+from PIL import Image
+
+from digen_jax.runtime.timeline_files import TraceFile, draw
+from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.timeline import Interval, bubbles, busy_seconds
+
+INTERVALS = [
+    Interval("rollout 0", "generate", 0.0, 2.0, Fragment(0, 1)),
+    Interval("trainer", "wait", 0.0, 2.5, None, "generation"),
+    Interval("reward", "score", 2.0, 2.5, Fragment(0, 1)),
+    Interval("trainer", "tag", 2.5, 3.0, Fragment(0, 2)),
+]
+DEVICES = {"rollout 0": 4, "trainer": 2}
+
+
+def test_seconds_of_work_and_of_waiting():
+    assert busy_seconds(INTERVALS, DEVICES, 0.0, 3.0) == pytest.approx(2 * 4 + 0.5 * 2)
+    assert busy_seconds(INTERVALS, DEVICES, 1.0, 2.75) == pytest.approx(1 * 4 + 0.25 * 2)
+    assert bubbles(INTERVALS, DEVICES) == {"generation": 5.0}
+
+
+def events(path):
+    found = json.loads(path.read_text())
+    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    work = [e for e in found if e["ph"] == "X"]
+    return [(names[e["tid"]], e["name"], e["ts"], e["dur"], e["args"]) for e in work]
+
+
+def test_a_trace_has_a_row_for_each_worker_and_is_whole_after_every_write(tmp_path):
+    path = tmp_path / "timeline.json"
+    trace = TraceFile(path)
+    assert events(path) == []
+    expected = []
+    for interval in INTERVALS:
+        trace.write([interval], clock=10.0)
+        name = f"wait for {interval.cause}" if interval.cause else interval.kind
+        f = interval.fragment
+        args = {"step": f.step, "fragment": f.index} if f else {}
+        times = round((10 + interval.start) * 1e6), round(interval.seconds * 1e6)
+        expected.append((interval.worker, name, *times, args))
+        assert events(path) == expected
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 20, 60])
+def test_a_resumed_run_writes_on_behind_what_a_kill_left(tmp_path, cut):
+    path = tmp_path / "timeline.json"
+    TraceFile(path).write(INTERVALS[:2])
+    whole = events(path)
+    path.write_text(path.read_text()[: -cut or None])
+    trace = TraceFile(path)
+    kept = events(path)
+    assert kept == whole[: len(kept)] and len(kept) >= 1
+    trace.write(INTERVALS[2:])
+    assert [e[:2] for e in events(path)][len(kept) :] == [("reward", "score"), ("trainer", "tag")]
+
+
+def test_what_belongs_to_early_steps_can_be_cut_off(tmp_path):
+    path = tmp_path / "timeline.json"
+    trace = TraceFile(path)
+    trace.write([*INTERVALS, Interval("rollout 1", "decode", 0.5, 2.2, Fragment(1, 0))], 10.0)
+    whole = events(path)
+    trace.cut_back(1, 12.2)
+    assert events(path) == [e for e in whole if e[1] in ("wait for generation", "decode")]
+    trace.write([Interval("trainer", "update", 3.0, 3.5)], 10.0)
+    assert events(path)[-1][:2] == ("trainer", "update")
+    trace.cut_back(2, 20.0)
+    assert events(path) == []
+    trace.write(INTERVALS, 20.0)
+    assert [e[:2] for e in events(path)] == [e[:2] for e in whole[:-1]]
+
+
+def test_garbage_in_a_trace_is_dropped(tmp_path):
+    path = tmp_path / "timeline.json"
+    TraceFile(path).write(INTERVALS)
+    whole = events(path)
+    garbage = b'\x93\xff\n5,\n{"name": "thread_name"},\n{"ph": "X"},\n'
+    path.write_bytes(path.read_bytes().replace(b"[\n", b"[\n" + garbage))
+    TraceFile(path)
+    assert events(path) == whole
+
+
+def test_a_picture_has_a_row_for_each_worker(tmp_path):
+    draw(INTERVALS, tmp_path / "few.png", "step 1")
+    draw([*INTERVALS, Interval("rollout 1", "decode", 0.0, 1.0)], tmp_path / "more.png")
+    few, more = (Image.open(tmp_path / name).size for name in ("few.png", "more.png"))
+    assert few[0] == more[0] and few[1] < more[1]
