@@ -87,14 +87,13 @@ def scheduler_settings(config: ConfigDict) -> Settings:
     """
     runtime = config.runtime
     on_policy = runtime.staleness == 0 and not runtime.early_groups
-    complete_first = needs(algorithm_settings(config), advantage_settings(config))
     return Settings(
         steps=config.steps,
         groups=config.batch.groups,
         images=config.batch.images,
         fragment_images=config.sampler.fragment,
         updates=config.trainer.updates,
-        readiness=f"early_{complete_first}" if runtime.early_groups else complete_first,
+        readiness=needs(algorithm_settings(config), advantage_settings(config)),
         open_groups=runtime.early_groups,
         ordered={"auto": on_policy, "yes": True, "no": False}[runtime.ordered],
         staleness=runtime.staleness,

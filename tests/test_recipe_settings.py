@@ -160,8 +160,8 @@ def test_whether_fragments_are_trained_in_their_order_may_be_said(given):
 @pytest.mark.parametrize(
     ("fields", "readiness"),
     [
-        ({}, "early_group"),
-        (dict(advantages__std="global", algorithm__adv_clip=12.0), "early_step"),
+        ({}, "group"),
+        (dict(advantages__std="global", algorithm__adv_clip=12.0), "step"),
     ],
 )
 def test_training_early_is_for_the_scheduler_what_the_algorithm_needs(given, fields, readiness):

@@ -8,7 +8,7 @@ import math
 from ml_collections import ConfigDict
 
 from digen_jax.config.fields import flat
-from digen_jax.errors import ConfigError, check_finite, check_range, together
+from digen_jax.errors import LARGEST_SEED, ConfigError, check_finite, check_range, together
 from digen_jax.launching import MOST_CPU_DEVICES
 
 MAY_BE_INFINITE = (
@@ -19,7 +19,7 @@ POSITIVE = (0, math.inf, "least")
 SHARE = (0, 1, "most")
 # By field: the least and the most that it may be, and which of these ends it may not be itself.
 RANGES = {
-    "seed": (0),
+    "seed": (0, LARGEST_SEED),
     "steps": (0, 10**9, "least"),
     "model.height": (0, 2**14, "least"),
     "model.width": (0, 2**14, "least"),

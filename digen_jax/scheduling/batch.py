@@ -5,7 +5,7 @@ import heapq
 from collections.abc import Iterable
 
 from digen_jax.scheduling.membership import FLAT, Candidates
-from digen_jax.scheduling.settings import EARLY, Settings
+from digen_jax.scheduling.settings import Settings
 
 # The stages of a fragment. Being scored it waits for its group or its set, being ready for nothing.
 QUEUED, BEGUN, SCORING, SCORED = "queued", "begun", "scoring", "scored"
@@ -21,7 +21,7 @@ class Group:
     version: int | None = None
     low: float = float("inf")
     high: float = float("-inf")
-    early: bool = False  # trained before it, or with "early_step" its step, was complete
+    early: bool = False  # trained before it, or with readiness "step" its step, was complete
 
 
 @dataclasses.dataclass
@@ -124,7 +124,7 @@ class Batch:
         if not group.unscored:
             passed = self.candidates.judge(number, group.low, group.high)
             self._open_groups()
-        if self.settings.readiness == "step":
+        if self.settings.step_first:
             known_now = self.candidates.step_known and not step_known
         else:
             known_now = self.candidates.set_known and not set_known
@@ -235,19 +235,17 @@ class Batch:
 
     def _offer(self, groups: Iterable[int]) -> None:
         """Makes the scored fragments of some groups ready, as far as readiness allows."""
-        readiness, candidates = self.settings.readiness, self.candidates
-        if readiness == "update_set" and not candidates.set_known:
-            return
-        if readiness == "step" and not candidates.step_known:
+        settings, candidates = self.settings, self.candidates
+        if settings.step_first and not candidates.step_known:
             return
         for number in groups:
             group = self.groups[number]
             if not candidates.is_member(number):
                 continue
-            complete = not group.unscored and readiness != "early_step"
-            if complete or group.early or readiness == "fragment":
+            complete = not group.unscored and (settings.readiness == "group" or not settings.early)
+            if complete or group.early:
                 self._make_ready(number)
-            elif readiness in EARLY:
+            elif settings.early:
                 for index in self.fragments_of(number):
                     if self.stages[index] == SCORED:
                         heapq.heappush(self.early, index)

@@ -45,8 +45,3 @@ class Failed(Event):
 
     command: Command
     reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class TimePassed(Event):
-    """Nothing but time: the scheduler may think again about whoever waits."""

@@ -62,14 +62,9 @@ def _fragments(state: State) -> tuple[Ahead, ...]:
         if not units or units[-1] != unit:
             units.append(unit)
         update = (batch.finished + len(units) - 1) // settings.set_units - batch.update
-        gate = {
-            "fragment": index,
-            "early_group": index,
-            "early_step": index,
-            "group": unit,
-            "update_set": update,
-            "step": 0,
-        }[settings.readiness]
+        gate = {"group": unit, "step": 0}[settings.readiness]
+        if settings.early:
+            gate = index
         scored_in = None
         if index in batch.scored_at:
             scored_in = max(0.0, batch.scored_at[index] - state.now)

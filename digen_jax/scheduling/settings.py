@@ -2,22 +2,21 @@
 
 import dataclasses
 import math
+from typing import Literal
 
 from digen_jax.errors import ConfigError, check_choice, check_divides, check_positive
 
-# Of a group or a step that is not complete yet, a fragment trains all the same.
-EARLY = ("early_group", "early_step")
-READINESS = ("fragment", *EARLY, "group", "update_set", "step")
+READINESS = ("group", "step")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The shape of a step and the bounds of the policy.
 
-    `readiness` is what must be scored completely before a fragment can be trained. With
-    "early_group" a fragment trains before its group is complete, in at most `open_groups` groups at
-    a time; a group that was complete before its first training is not counted. With "early_step" it
-    trains before its step is complete, and so do all groups: complete ones are counted too.
+    `readiness` is what must be scored completely before a fragment of it can be trained. With
+    `open_groups` above 0 fragments are trained early, before that: in at most so many groups at a
+    time. Where `readiness` is "group", a group that was complete before its first training is not
+    counted; where it is "step", all groups are.
 
     With `ordered` the fragments of a step are trained in the order of their index (of groups that
     fill the step up after all others), never in that of their arrival, so that the sums of a step
@@ -36,8 +35,8 @@ class Settings:
     images: int  # of a group
     fragment_images: int
     updates: int = 1
-    readiness: str = "group"
-    open_groups: int = 0
+    readiness: Literal["group", "step"] = "group"
+    open_groups: int = 0  # 0: nothing is trained early
     ordered: bool = False
     staleness: int = 1  # versions a trajectory may be old; 0: strictly on policy
     stale_share: float = 0.5
@@ -49,6 +48,16 @@ class Settings:
     evaluate_every: int = 0  # versions; 0: never
     evaluation_fragments: int = 1
     checkpoint_every: int = 0  # steps; 0: never
+
+    @property
+    def early(self) -> bool:
+        """Whether fragments are trained before what they belong to is complete."""
+        return self.open_groups > 0
+
+    @property
+    def step_first(self) -> bool:
+        """Whether the whole step is scored before anything of it is trained."""
+        return self.readiness == "step" and not self.early
 
     @property
     def unit_images(self) -> int:
@@ -94,28 +103,34 @@ class Settings:
         for name in ("steps", "groups", "images", "fragment_images", "updates"):
             check_positive(name, getattr(self, name))
         check_choice("readiness", self.readiness, READINESS)
-        for name in ("staleness", "tag_fragments", "redundant_groups", "retries", "score_retries"):
+        for name in (
+            "open_groups",
+            "staleness",
+            "tag_fragments",
+            "redundant_groups",
+            "retries",
+            "score_retries",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
         if not 0 <= self.stale_share <= 1:
             raise ConfigError(f"stale_share must lie between 0 and 1, not {self.stale_share}")
         if self.evaluate_every:
             check_positive("evaluation_fragments", self.evaluation_fragments)
-        if self.readiness in EARLY:
+        if self.early:
             self._check_early()
         self._check_cut()
         self._check_candidates()
 
     def _check_early(self) -> None:
-        check_positive("open_groups", self.open_groups)
         if self.images % self.fragment_images:
             raise ConfigError(
                 f"fragment_images = {self.fragment_images} must divide images = {self.images} with "
-                f"readiness = {self.readiness!r}, which opens single groups: set it to {self.images}"
+                f"open_groups = {self.open_groups}, which opens single groups: set it to {self.images}"
             )
         if self.ordered:
             raise ConfigError(
-                f"ordered cannot go with readiness = {self.readiness!r}, by which what is trained before "
+                f"ordered cannot go with open_groups = {self.open_groups}, by which what is trained before "
                 "its group is complete depends on arrival: set ordered to False"
             )
 
@@ -138,10 +153,10 @@ class Settings:
                 f"max_candidates = {self.max_candidates} must be at least groups + redundant_groups = "
                 f"{self.groups + self.redundant_groups}, or 0 for no dynamic sampling"
             )
-        if self.readiness in ("fragment", *EARLY):
+        if self.early:
             raise ConfigError(
-                f"readiness = {self.readiness!r} cannot go with max_candidates, as only a complete "
-                "group is known to have variance: set readiness to 'group' or max_candidates to 0"
+                f"open_groups = {self.open_groups} cannot go with max_candidates, as only a complete "
+                "group is known to have variance: set open_groups or max_candidates to 0"
             )
         if self.images < 2:
             raise ConfigError(

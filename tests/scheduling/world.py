@@ -25,7 +25,7 @@ from digen_jax.scheduling.commands import (
     Train,
     Update,
 )
-from digen_jax.scheduling.events import Completed, Failed, Joined, Lost, TimePassed
+from digen_jax.scheduling.events import Completed, Failed, Joined, Lost
 
 
 def values_of(seed, fragment, settings, flat_share):
@@ -145,21 +145,12 @@ class Referee:
     def check_ready(self, f, early):
         s = self.settings
         members = members_of(self.seed, f.step, s, self.flat_share)
-        size = s.groups // s.updates
-        needed = {
-            "fragment": [],
-            "early_group": [],
-            "early_step": [],
-            "group": [g for _, g in self.groups_of(f)],
-            "update_set": members[self.update * size : (self.update + 1) * size],
-            "step": members,
-        }[s.readiness]
-        whole = all(self.complete(f.step, g) for g in needed)
-        assert whole
-        if s.readiness == "early_group" and not early:
-            assert all(self.complete(*group) for group in self.groups_of(f))
-        assert s.readiness != "early_step" or early
-        assert not early or s.readiness in ("early_group", "early_step")
+        needed = {"group": [g for _, g in self.groups_of(f)], "step": members}[s.readiness]
+        if early:
+            assert s.early
+        else:
+            assert all(self.complete(f.step, g) for g in needed)
+            assert not (s.early and s.readiness == "step")
 
     def complete(self, step, group):
         return all(Fragment(step, i) in self.scored for i in self.fragments_of(group))
@@ -324,12 +315,11 @@ class World:
         self.now += self.rng.expovariate(1.0)
         rollout = sorted(self.referee.alive - {TRAINER})
         if self.rng.random() < self.trouble:
-            kind = self.rng.choice(["lose", "join", "time"])
+            kind = self.rng.choice(["lose", "join"])
             if kind == "lose" and rollout:
                 return self.lose(self.rng.choice(rollout))
             if kind == "join" and self.born < 12:
                 return self.join()
-            return self.send(TimePassed(self.now))
         assert self.in_flight, "deadlock"
         occupied = Counter(
             getattr(c, "worker", None)

@@ -4,7 +4,7 @@ import dataclasses
 
 from digen_jax.scheduling.planner.problem import Problem
 from digen_jax.scheduling.planner.simulate import Layout, Mesh
-from digen_jax.scheduling.settings import EARLY, Costs, Settings
+from digen_jax.scheduling.settings import Costs, Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +81,10 @@ def settings(problem: Problem, candidate: Candidate) -> Settings:
 
     Without GAP they are none that a config can ask for: that is what GAP is compared with.
     """
-    whole = candidate.workers and not candidate.gap
-    readiness = "step" if whole else problem.settings.readiness
-    changes = {"readiness": readiness}
+    whole = candidate.workers > 0 and not candidate.gap
+    changes = {"readiness": "step", "open_groups": 0} if whole else {}
     if not candidate.asynchrony:
-        changes |= {"staleness": 0, "ordered": readiness not in EARLY}
+        changes |= {"staleness": 0, "ordered": whole or not problem.settings.early}
     if not candidate.tag:
         changes["tag_fragments"] = 0
     return dataclasses.replace(problem.settings, **changes)

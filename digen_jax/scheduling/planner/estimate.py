@@ -59,22 +59,18 @@ class Step:
         making = (costs.generate + costs.decode) * images
         score = costs.seconds("score", images, 1.0)
         count, early = settings.fragments, settings.stale_units * settings.unit_fragments
-        gates = {
-            "group": settings.unit_fragments,
-            "update_set": count // settings.updates,
-            "step": count,
-        }
+        gates = {"group": settings.unit_fragments, "step": count}
         return cls(
             fragments=count,
             early=early,
-            gate=gates.get(settings.readiness, 1),
+            gate=1 if settings.early else gates[settings.readiness],
             tags=min(settings.tag_fragments, count),
             workers=candidate.workers,
             generate=making / layout.rollout[0].speed if candidate.workers else 0.0,
             assist=making / layout.trainer.speed,
             train=costs.train * images,
             updates=costs.update * settings.updates,
-            last_update=costs.update * (settings.updates if settings.readiness == "step" else 1),
+            last_update=costs.update * (settings.updates if settings.step_first else 1),
             start=costs.publish + (0.0 if early else costs.encode),
             score=score,
             scoring=score * count / problem.scorers if problem.scorers else 0.0,

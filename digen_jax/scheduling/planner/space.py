@@ -57,7 +57,7 @@ def _tactics(problem: Problem, mesh: Candidate) -> Iterator[Candidate]:
         yield mesh
         return
     allowed = problem.settings
-    for gap in (False, True)[: 1 + (allowed.readiness != "step")]:
+    for gap in (False, True)[: 1 + (not allowed.step_first)]:
         for tag in (False, True)[: 1 + (allowed.tag_fragments > 0)]:
             for asynchrony in (False, True)[: 1 + (allowed.stale_units > 0)]:
                 yield dataclasses.replace(mesh, gap=gap, tag=tag, asynchrony=asynchrony)

@@ -27,7 +27,6 @@ def random_problem(seed):
         images=images,
         fragment_images=1,
         updates=draw.choice([1, 1, 2]),
-        readiness=draw.choice(["fragment", "group", "update_set"]),
         stale_share=draw.choice([0.25, 0.5]),
         tag_fragments=draw.choice([2, 16]),
     )
@@ -107,7 +106,7 @@ def test_the_choice_is_within_1_percent_of_the_best_after_5_percent_of_the_simul
 
 def frictionless(ratio):
     """64 fragments on 32 devices; costs in device-seconds a fragment."""
-    settings = Settings(1, 64, 1, 1, readiness="fragment", tag_fragments=64)
+    settings = Settings(1, 64, 1, 1, tag_fragments=64)
     return Problem(32, settings, Costs(generate=ratio, train=1.0))
 
 
@@ -148,7 +147,7 @@ def test_it_is_faster_than_plain_disaggregation_by_the_formula(ratio):
 
 def test_tactics_that_gain_nothing_are_left_out():
     # Four workers keep the trainer of four busy in rounds, but the last round costs a hundredth.
-    settings = Settings(1, 32, 1, 1, readiness="fragment", tag_fragments=32)
+    settings = Settings(1, 32, 1, 1, tag_fragments=32)
     problem = Problem(8, settings, Costs(generate=1e-4, train=1.0))
     found = [c for c in candidates(problem) if c.workers]
     chosen = search(Simulations(problem), found, budget(found))

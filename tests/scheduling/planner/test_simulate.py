@@ -17,7 +17,7 @@ DEVICES, FRAGMENTS = 32, 64
 def run(rollout, generation, training, steps=6, devices=DEVICES, fragments=FRAGMENTS, **fields):
     """Frictionless: device-seconds a fragment; rollout workers of one device, a linear trainer."""
     n = devices - rollout
-    fields = dict(readiness="fragment", staleness=0) | fields
+    fields = dict(staleness=0) | fields
     settings = Settings(steps, groups=fragments, images=1, fragment_images=1, **fields)
     costs = Costs(generate=float(generation), train=training / n)
     layout = Layout(Mesh(n, float(n)), (Mesh(),) * rollout)
@@ -114,7 +114,7 @@ def test_a_timeline_has_neither_gaps_nor_overlaps():
 
 
 def test_waiting_has_its_cause():
-    settings = Settings(1, groups=2, images=1, fragment_images=1, readiness="fragment", staleness=0)
+    settings = Settings(1, groups=2, images=1, fragment_images=1, staleness=0)
     costs = Costs(generate=3.0, train=1.0, score_latency=2.0, publish=0.5)
     report = simulate(Layout(Mesh(4), (Mesh(),)), costs, settings, 1)
     # The worker gets its weights at 0.5, generates until 6.5, the rewards take until 8.5.
@@ -186,9 +186,7 @@ def best_step(fragments, rollout, generate, score, train, switch, free=False):
 
 def tag_step(fragments, rollout, generate, score, train, switch):
     """The simulator's step for the same thing."""
-    settings = Settings(
-        1, fragments, 1, 1, readiness="fragment", staleness=0, tag_fragments=fragments
-    )
+    settings = Settings(1, fragments, 1, 1, staleness=0, tag_fragments=fragments)
     layout = Layout(Mesh(1, 1 / generate), tuple(Mesh(1, 1 / seconds) for seconds in rollout))
     costs = Costs(generate=1.0, train=train, score_latency=score, switch=switch)
     return simulate(layout, costs, settings, 1).step_seconds
