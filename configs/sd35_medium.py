@@ -36,7 +36,7 @@ Where this departs from the sources:
 
 GRPO-Guard's clip range is within float32: the clip acts on the log-ratio, which between sampling and replay
 by the same weights was 1.5e-8 at most (the embedded model on a CPU, 10 steps; `pytest -s -m slow
-tests/runtime/test_ratios.py -k guard` prints it), and where a log-probability between 1 and 2 is rounded
+tests/engine/test_ratios.py -k guard` prints it), and where a log-probability between 1 and 2 is rounded
 otherwise 8e-8: it is resolved to 1.2e-7, times the first step's std of 0.7. In bfloat16 the range would be lost.
 
 Expected result: not measured here, for want of such a GPU. Published, with the T5 and on 32 GPUs, for Flow-GRPO:
@@ -45,8 +45,8 @@ GenEval 0.63 before, 0.95 after. The tests check all shapes of a step at this si
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.recipe import complete
 from digen_jax.errors import ConfigError
-from digen_jax.recipe import complete
 
 # The linear layers of the joint attention; not those of the second attention over the image alone.
 ATTENTION = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"

@@ -52,8 +52,8 @@ import math
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.recipe import complete
 from digen_jax.errors import ConfigError
-from digen_jax.recipe import complete
 
 FLOW = dict(kind="flow", noise_level=0.7)
 

@@ -34,7 +34,7 @@ sank. Not tried: groups of other sizes, other methods.
 
 from ml_collections import ConfigDict
 
-from digen_jax.recipe import complete
+from digen_jax.config.recipe import complete
 
 
 def get_config() -> ConfigDict:

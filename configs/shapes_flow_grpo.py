@@ -14,8 +14,8 @@ step 170.
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.recipe import complete
 from digen_jax.errors import ConfigError
-from digen_jax.recipe import complete
 
 
 def get_config(length: str = "short") -> ConfigDict:

@@ -10,30 +10,30 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from digen_jax import recipe, recipe_checks, recipe_settings
 from digen_jax.algorithms.demands import Algorithm, is_forward, needs_reference
 from digen_jax.algorithms.policy_gradient import PolicyGradient
+from digen_jax.config import checks, recipe, sections
+from digen_jax.engine.placement import DeviceGroup, Placement, make_placement
+from digen_jax.engine.policy import Policy
+from digen_jax.engine.sampler import Sampler, SamplerSettings
+from digen_jax.engine.system import Rollout, System, reshard
+from digen_jax.engine.trainer import State, Trainer
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Ode, make_step
-from digen_jax.lora_start import read_start
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.executors.driver import Begun, Driver
-from digen_jax.runtime.executors.executors import Executors
-from digen_jax.runtime.executors.log import CommandLog
-from digen_jax.runtime.executors.orders import Orders
-from digen_jax.runtime.executors.watch import Watch
-from digen_jax.runtime.placement import DeviceGroup, Placement, make_placement
-from digen_jax.runtime.policy import Policy
-from digen_jax.runtime.sampler import Sampler, SamplerSettings
-from digen_jax.runtime.system import Rollout, System, reshard
-from digen_jax.runtime.trainer import State, Trainer
+from digen_jax.runtime.driver import Begun, Driver
+from digen_jax.runtime.executors import Executors
+from digen_jax.runtime.log import CommandLog
+from digen_jax.runtime.orders import Orders
+from digen_jax.runtime.watch import Watch
 from digen_jax.scheduling.commands import Command
 from digen_jax.scheduling.costs import GUESSED
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.weights.folder import read_model_index, resolve_folder
 from digen_jax.weights.lora import LoraConfig, check_rank
+from digen_jax.weights.lora_start import read_start
 
 # The model families, by the pipeline class that a folder's model_index.json names.
 FAMILIES = {PIPELINE_CLASS: StableDiffusion3}
@@ -62,9 +62,9 @@ def build(config: ConfigDict, devices: Sequence[jax.Device]) -> System:
     """All parts of a run, after every check that needs no weights; `config` is complete.
 
     Raises:
-      ConfigError: what `recipe_checks.check` finds, or the model's first mistake.
+      ConfigError: what `checks.check` finds, or the model's first mistake.
     """
-    recipe_checks.check(config, len(devices))
+    checks.check(config, len(devices))
     placement = make_placement(config.placement, devices)
     with blame("config.model.folder: "):
         folder = open_pipeline(config.model.folder)
@@ -93,9 +93,9 @@ def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
         family.latent_shape(config.model.height, config.model.width)
     with blame("config.sampler.steps: "):
         sigmas = make_sigmas(family.scheduler, sampler.steps)
-    if recipe_settings.noisy_steps(config):
+    if sections.noisy_steps(config):
         with blame("config.sampler.window: "):
-            recipe_settings.window(config).check_noise(
+            sections.window(config).check_noise(
                 make_step(sampler.kind, sampler.noise_level), sigmas
             )
     with blame("config.lora.targets: "):
@@ -137,7 +137,7 @@ def connect(
     `lora` holds the factors to begin with, None: fresh ones.
     """
     policy = make_policy(config, family)
-    algorithm = recipe_settings.algorithm_settings(config)
+    algorithm = sections.algorithm_settings(config)
     step = make_step(config.sampler.kind, config.sampler.noise_level)
     start, base = policy.split(jax.random.key(config.seed), transformer, needs_reference(algorithm))
     settings = SamplerSettings(
@@ -145,7 +145,7 @@ def connect(
         config.model.width,
         config.sampler.steps,
         step,
-        recipe_settings.noisy_steps(config),
+        sections.noisy_steps(config),
         isinstance(algorithm, PolicyGradient) and algorithm.stores_means,
     )
     dtype = jnp.dtype(config.sampler.dtype) if config.sampler.dtype else None
@@ -163,18 +163,18 @@ def connect(
     return System(
         placement,
         policy,
-        recipe_settings.draws(config),
+        sections.draws(config),
         (first, *others),
         Trainer(
             trained_policy(policy, algorithm),
             placement.trainer,
             step,
             algorithm,
-            recipe_settings.trainer_settings(config),
+            sections.trainer_settings(config),
         ),
         base,
         start if lora is None else lora,
-        recipe_settings.advantage_settings(config),
+        sections.advantage_settings(config),
     )
 
 
@@ -207,7 +207,7 @@ def make_driver(
     if begun is None and first:
         raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
     executors = Executors(system, config, state, batches, first, begun.kept if begun else {})
-    settings = recipe_settings.scheduler_settings(config)
+    settings = sections.scheduler_settings(config)
     if begun is None:
         scheduler = Scheduler(settings, GUESSED)
     else:

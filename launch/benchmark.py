@@ -21,7 +21,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.command_line import run_main
+from digen_jax.config.command_line import run_main
 from digen_jax.errors import ConfigError, check_positive, user_input
 
 _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for all numbers.")
@@ -107,7 +107,7 @@ def asynchrony() -> int | None:
     """Train with and without asynchrony, from a few seeds; returns the exit code where a signal stopped it."""
     output, config, workdir = _output(), _config(), _workdir("asynchrony")
     from digen_jax.benchmark.asynchrony import Comparison, check, compare
-    from digen_jax.launching import prepare
+    from digen_jax.process.launching import prepare
 
     check(config, _SEEDS.value)
     prepare(config.placement.cpu_devices)
@@ -126,7 +126,7 @@ def algorithms() -> int | None:
     output, config, workdir = _output(), _config(), _workdir("algorithms")
     configs = _all_configs()
     from digen_jax.benchmark.algorithms import check, compare
-    from digen_jax.launching import prepare
+    from digen_jax.process.launching import prepare
 
     check(configs, _SEEDS.value, _ONLY.value)
     prepare(config.placement.cpu_devices)
@@ -159,7 +159,7 @@ def _workdir(name: str) -> pathlib.Path:
 
 def _all_configs() -> dict[str, Any]:
     """The config of each of the file's algorithms, by name, with the overrides of the command line."""
-    from digen_jax.recipe import complete
+    from digen_jax.config.recipe import complete
 
     flag = flags.FLAGS["config"]
     path = config_flags.get_config_filename(flag).split(":")[0]
@@ -181,7 +181,7 @@ def _config() -> Any:
         raise ConfigError(
             "say what to compute, by --config=configs/shapes_flow_grpo.py for example"
         )
-    from digen_jax.recipe import complete
+    from digen_jax.config.recipe import complete
 
     return complete(_CONFIG.value)
 

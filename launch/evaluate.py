@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import flags
 
-from digen_jax.command_line import run_main
+from digen_jax.config.command_line import run_main
 from digen_jax.errors import (
     LARGEST_SEED,
     ConfigError,
@@ -52,14 +52,14 @@ flags.mark_flags_as_required(["model"])
 
 def main() -> None:
     """Read what is to be evaluated, sample and score it, and print the table."""
-    from digen_jax.launching import prepare
+    from digen_jax.process.launching import prepare
 
     prepare()
 
     import jax
 
     from digen_jax import rewards
-    from digen_jax.inference import evaluation_to_folder, open_model
+    from digen_jax.inference.model import evaluation_to_folder, open_model
     from digen_jax.prompts.files import read_prompt_file
     from digen_jax.prompts.notes import tell
     from digen_jax.rewards.trial import try_out
@@ -100,8 +100,8 @@ def main() -> None:
 
 def _task() -> tuple[str, int | None, str, tuple[float, ...]]:
     """(prompt file, how many of its prompts, rewards, their weights), as given or else the run's own."""
-    from digen_jax.inference import is_run, run_config
-    from digen_jax.recipe_settings import advantage_settings
+    from digen_jax.config.sections import advantage_settings
+    from digen_jax.inference.model import is_run, run_config
 
     prompts, reward, images = _PROMPTS.value, _REWARD.value, _IMAGES.value
     if images is not None:

@@ -7,7 +7,7 @@ import pathlib
 
 from absl import flags
 
-from digen_jax.command_line import run_main
+from digen_jax.config.command_line import run_main
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist yet.")
@@ -22,11 +22,11 @@ flags.mark_flags_as_required(["workdir", "output"])
 
 def main() -> None:
     """Read the newest checkpoint and write it."""
-    from digen_jax.launching import prepare
+    from digen_jax.process.launching import prepare
 
     prepare()
 
-    from digen_jax.export import export, how_to_load
+    from digen_jax.inference.export import export, how_to_load
 
     workdir, output = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
     run = export(workdir, output, _LORA.value)

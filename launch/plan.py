@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.command_line import run_main
+from digen_jax.config.command_line import run_main
 from digen_jax.errors import ConfigError, check_output, check_range
 
 # A search over more would take hours.
@@ -39,8 +39,8 @@ flags.mark_flags_as_required(["config"])
 
 def main() -> None:
     """Find out what commands cost, plan, and print the table, the choice and why."""
-    from digen_jax.launching import prepare
-    from digen_jax.recipe import complete
+    from digen_jax.config.recipe import complete
+    from digen_jax.process.launching import prepare
 
     if _MEASURE.value == (_COSTS.value is not None):
         raise ConfigError(
@@ -58,8 +58,8 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.footprint import model_footprint
-    from digen_jax.planning import can_run, make_problem, overrides, placement_section
+    from digen_jax.run.footprint import model_footprint
+    from digen_jax.run.planning import can_run, make_problem, overrides, placement_section
     from digen_jax.scheduling.planner.plan import make_plan
 
     calibration = _calibration(config)
@@ -115,10 +115,10 @@ def _show(problem: Any, plan: Any, calibration: Any) -> None:
 
 def _calibration(config: Any) -> Any:
     """The costs, with the scaling that the flags give instead of the source's."""
-    from digen_jax.planning import fitting
-    from digen_jax.recipe import is_automatic, one_device, resized
+    from digen_jax.config.recipe import is_automatic, one_device, resized
+    from digen_jax.run.planning import fitting
+    from digen_jax.run.step_costs import measured_costs, read_run_costs
     from digen_jax.scheduling.planner.calibration import read_calibration
-    from digen_jax.step_costs import measured_costs, read_run_costs
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
     serial = {name: value for name, value in serial.items() if value is not None}

@@ -8,7 +8,7 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.command_line import run_main
+from digen_jax.config.command_line import run_main
 from digen_jax.config.fields import flat
 from digen_jax.errors import LARGEST_SEED, check_finite, check_output, check_range
 
@@ -22,7 +22,7 @@ flags.mark_flags_as_required(["config", "workdir", "output"])
 
 def main() -> None:
     """Set up the devices and pretrain."""
-    from digen_jax.launching import prepare
+    from digen_jax.process.launching import prepare
 
     for name, value in flat(_CONFIG.value).items():
         check_finite(name, value)

@@ -8,7 +8,7 @@ import sys
 
 from absl import flags
 
-from digen_jax.command_line import run_main
+from digen_jax.config.command_line import run_main
 from digen_jax.errors import (
     LARGEST_SEED,
     ConfigError,
@@ -40,7 +40,7 @@ flags.mark_flags_as_required(["model", "output"])
 
 def main() -> None:
     """Read the prompts and the model, and sample."""
-    from digen_jax.launching import prepare
+    from digen_jax.process.launching import prepare
 
     if _GUIDANCE.value is not None:
         check_range("--guidance", _GUIDANCE.value, 0, 1000)
@@ -51,7 +51,7 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.inference import open_model, sample_to_folder
+    from digen_jax.inference.model import open_model, sample_to_folder
     from digen_jax.prompts.notes import tell
 
     model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)

@@ -11,7 +11,7 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.command_line import run_main
+from digen_jax.config.command_line import run_main
 from digen_jax.errors import check_output
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
@@ -29,14 +29,14 @@ flags.mark_flags_as_required(["config", "workdir"])
 def main() -> int | None:
     """Set up the devices and train; returns the exit code where a signal stopped the run."""
     check_output("--workdir", _WORKDIR.value, folder=True)
-    from digen_jax.launching import join, prepare
-    from digen_jax.recipe import complete
+    from digen_jax.config.recipe import complete
+    from digen_jax.process.launching import join, prepare
 
     config = complete(_CONFIG.value)
     prepare(config.placement.cpu_devices)
     join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
 
-    from digen_jax.run import train
+    from digen_jax.run.train import train
 
     return train(config, pathlib.Path(_WORKDIR.value))
 

@@ -1,12 +1,13 @@
 """Eight virtual CPU devices, a shared compile cache, and shapes checked at run time for every test."""
 
+import functools
 import gc
 import os
 import pathlib
 
 import pytest
 
-from tests.compiling import quick_flags
+from tests.compiling import quick_flags, users_options
 
 ROOT = pathlib.Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "xla"
@@ -34,6 +35,32 @@ def base(tmp_path_factory):
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
+@pytest.fixture(scope="module")
+def exact_and_split():
+    """Float32 stays float32 in every product, and small parameters are split like large ones."""
+    import jax
+
+    from digen_jax.engine import placement
+
+    # Not by the context manager of the same name, which other threads would not see.
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "FSDP_MIN_SIZE", 16)
+        yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
+@pytest.fixture(scope="module")
+def optimised():
+    """Programs are compiled as in a run of a user's: fused sums round otherwise in every program."""
+    import jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=users_options()))
+        yield
+
+
 def pytest_collection_finish():
     """What is imported stays, and traced programs are many objects: by default 8% of test_sample's time."""
     gc.collect()
@@ -43,7 +70,7 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     """Whole runs come first: with something short at the end, several test processes end together."""
-    items.sort(key=lambda item: len(item.path.parts))
+    items.sort(key=lambda item: item.path.parent not in (ROOT / "tests", ROOT / "tests" / "run"))
 
 
 left_out = pytest.StashKey[int]()

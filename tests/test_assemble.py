@@ -9,7 +9,8 @@ import pytest
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from digen_jax import assemble, recipe
+from digen_jax import assemble
+from digen_jax.config import recipe
 from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import Ode
 from digen_jax.weights.folder import open_tensors

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from digen_jax import assemble, recipe, recipe_checks, recipe_settings
+from digen_jax import assemble
+from digen_jax.config import checks, recipe, sections
+from digen_jax.engine.placement import fitted, mesh_sizes
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys
 from digen_jax.models.stable_diffusion_3 import COMPONENTS
 from digen_jax.pretraining.tokenizer import build_tokenizer
-from digen_jax.runtime.executors.steps import Images
-from digen_jax.runtime.executors.training import receive
-from digen_jax.runtime.placement import fitted, mesh_sizes
+from digen_jax.runtime.steps import Images
+from digen_jax.runtime.training import receive
 from tests.cases import quick
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -143,9 +144,9 @@ def test_every_recipe_is_accepted(name, monkeypatch):
     if trains(name):
         config = load(name)
         assert recipe.complete(config).to_dict() == config.to_dict()  # any field can be overridden
-        recipe_checks.check(config)
-        recipe_checks.check_devices(config, 8)
-        recipe_checks.check_devices(config, 1)
+        checks.check(config)
+        checks.check_devices(config, 8)
+        checks.check_devices(config, 1)
 
 
 def test_the_long_shapes_recipe_is_the_same_one_for_longer():
@@ -153,7 +154,7 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
     assert long["steps"] > short["steps"]
     changed = {name for name in short if short[name] != long[name]}
     assert changed == {"steps", "trainer", "evaluation"}
-    recipe_checks.check(recipe.complete(load("shapes_flow_grpo", "long")))
+    checks.check(recipe.complete(load("shapes_flow_grpo", "long")))
     with pytest.raises(ConfigError, match="must be short or long"):
         load("shapes_flow_grpo", "longer")
 
@@ -162,7 +163,7 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
 def test_the_demo_fits_itself_to_the_devices_there_are(devices):
     config = load("shapes_demo")
     config = recipe.resized(config, fitted(config.placement, devices))
-    recipe_checks.check(config, devices)
+    checks.check(config, devices)
     rollout, trainer = mesh_sizes(config.placement, devices)
     assert rollout + trainer == {1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6, 7: 6, 8: 8, 16: 8}[devices]
 
@@ -184,7 +185,7 @@ def test_readmes_runtime_switches_suit_the_demo_as_it_is_written(name, given):
     fields = {name: int(value) if value.isdigit() else value for name, value in given}
     config = load(name)
     config.update_from_flattened_dict(fields)
-    recipe_checks.check(config, 8)
+    checks.check(config, 8)
 
 
 @pytest.mark.parametrize("name", ["reward.name", "prompts.file", "evaluation.prompts"])
@@ -193,7 +194,7 @@ def test_what_sd35_leaves_to_the_user_must_be_given(name):
     group, field = name.split(".")
     config[group][field] = ""
     with pytest.raises(ConfigError, match=f"config.{name} is not given: add --config.{name}="):
-        recipe_checks.check(config)
+        checks.check(config)
 
 
 @pytest.mark.parametrize("argument", ["geneval,0", "ocr,-1", "ocr,two", "8", "", "geneva,8"])
@@ -206,8 +207,8 @@ def test_sd35_wants_a_recipe_and_a_number_of_gpus(argument):
 @pytest.mark.parametrize("gpus", ["1", "2", "4", "8", "64"])
 def test_sd35_divides_among_the_gpus(name, gpus):
     config = load(SD35, f"{name},{gpus}")
-    recipe_checks.check(config)
-    recipe_checks.check_devices(config, int(gpus))
+    checks.check(config)
+    checks.check_devices(config, int(gpus))
 
 
 def test_sd35_has_the_published_batch():
@@ -236,7 +237,7 @@ def test_sd35_has_the_published_average_and_start(name):
 
 def test_sd35_has_grpo_guards_published_range():
     config = load(SD35, "pickscore_guard,8")
-    algorithm = recipe_settings.algorithm_settings(config)
+    algorithm = sections.algorithm_settings(config)
     assert (algorithm.clip_range, algorithm.high, algorithm.kl_coefficient) == (4e-6, 4e-6, 0)
     assert (config.trainer.learning_rate, config.advantages.std) == (1e-4, "group")
     assert load(SD35, "geneval_guard,8").algorithm.clip_range == 2e-6

@@ -57,7 +57,9 @@ def test_the_package_is_found_beside_its_clone(tmp_path):
     (tmp_path / "digen_jax").symlink_to(ROOT)
     notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", nbformat.NO_CONVERT)
     notebook.cells = [cell for cell in notebook.cells if cell.id == "install"]
-    notebook.cells.append(nbformat.v4.new_code_cell("import digen_jax.recipe\ndigen_jax.__file__"))
+    notebook.cells.append(
+        nbformat.v4.new_code_cell("import digen_jax.config.recipe\ndigen_jax.__file__")
+    )
     resources = {"metadata": {"path": str(tmp_path)}}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute(env=environment)

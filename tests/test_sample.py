@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from digen_jax.errors import ConfigError
-from digen_jax.export import export
-from digen_jax.inference import is_run, open_model, run_config, sample_to_folder, slug
+from digen_jax.inference.export import export
+from digen_jax.inference.model import is_run, open_model, run_config, sample_to_folder, slug
 from tests.pipelines import ROOT
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, trained

@@ -86,6 +86,6 @@ def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
 
 def trained(base: pathlib.Path, kind: str) -> pathlib.Path:
     """The workdir of a finished run of a kind, "full" or "lora"."""
-    from digen_jax.run import train
+    from digen_jax.run.train import train
 
     return once(base / f"tiny-run-{kind}", functools.partial(train, tiny_config(base, kind)))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from digen_jax import recipe_checks
 from digen_jax.benchmark.cells import (
     check_seeds,
     check_workdirs,
@@ -26,8 +25,9 @@ from digen_jax.benchmark.cells import (
     workdir,
 )
 from digen_jax.benchmark.family_plot import draw
+from digen_jax.config import checks
 from digen_jax.errors import ConfigError, blame, check_choice, user_input
-from digen_jax.metrics import read_metrics
+from digen_jax.records.metrics import read_metrics
 
 FAMILIES = {
     "policy_gradient": "policy gradients",
@@ -247,7 +247,7 @@ def check(configs: Mapping[str, ConfigDict], seeds: int, only: Collection[str] =
                 )
     for name, config in configs.items():
         with blame(f"{name}: ", (ConfigError,)):
-            recipe_checks.check(config)
+            checks.check(config)
 
 
 def shared(config: ConfigDict) -> dict[str, Any]:

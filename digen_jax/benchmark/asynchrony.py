@@ -11,7 +11,6 @@ from statistics import fmean
 
 from ml_collections import ConfigDict
 
-from digen_jax import pictures, recipe, recipe_checks
 from digen_jax.benchmark.cells import (
     check_seeds,
     check_workdirs,
@@ -20,8 +19,10 @@ from digen_jax.benchmark.cells import (
     train_cells,
     workdir,
 )
+from digen_jax.config import checks, recipe
 from digen_jax.errors import ConfigError
-from digen_jax.metrics import read_metrics
+from digen_jax.records import pictures
+from digen_jax.records.metrics import read_metrics
 
 KINDS = ("off", "on")
 
@@ -151,7 +152,7 @@ def check(config: ConfigDict, seeds: int) -> None:
         raise ConfigError(
             "config.placement.rollout.data = 0 is colocated, where nothing can be asynchronous: set it to 1 or more"
         )
-    recipe_checks.check(config)
+    checks.check(config)
 
 
 def variant(config: ConfigDict, kind: str) -> ConfigDict:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.recipe import MAY_CHANGE, TURNED
 from digen_jax.errors import ConfigError
-from digen_jax.recipe import MAY_CHANGE, TURNED
-from digen_jax.run import train
-from digen_jax.workdir import claim_workdir, finished_step
+from digen_jax.run.train import train
+from digen_jax.run.workdir import claim_workdir, finished_step
 
 REWARD = "evaluation/reward"
 # What a user may turn within a run is not the same cell any more.

@@ -19,14 +19,15 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from digen_jax import assemble, recipe, recipe_checks
+from digen_jax import assemble
+from digen_jax.config import checks, recipe
+from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError, check_positive
-from digen_jax.launching import prepare
+from digen_jax.process.launching import prepare
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.runtime.executors.sampling import moved
-from digen_jax.runtime.executors.steps import Images
-from digen_jax.runtime.executors.training import receive, taken
-from digen_jax.runtime.system import System
+from digen_jax.runtime.sampling import moved
+from digen_jax.runtime.steps import Images
+from digen_jax.runtime.training import receive, taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def compare(
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < 2:
         raise ConfigError("two processes need two cores to be pinned to: run it on such a machine")
-    recipe_checks.check(recipe.resized(config, recipe.one_device()))
+    checks.check(recipe.resized(config, recipe.one_device()))
     if config.algorithm.name != "policy_gradient":
         raise ConfigError(
             f"config.algorithm.name = {config.algorithm.name!r} trains final images, but what is sent from process to "

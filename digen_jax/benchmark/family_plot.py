@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from digen_jax.pictures import label_axes
+from digen_jax.records.pictures import label_axes
 
 # (how far along, by what is drawn below; reward) of each evaluation of one run.
 Curve = Sequence[Mapping[str, float]]

@@ -14,7 +14,7 @@ from digen_jax.benchmark.variants import VARIANTS, Variant, Work, best_split
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.executors.driver import Driver
+from digen_jax.runtime.driver import Driver
 from digen_jax.scheduling.commands import Decode, Fragment, Generate, Train
 from digen_jax.scheduling.costs import GUESSED, CostModel
 from digen_jax.scheduling.planner import candidate as of

@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Float
 
 from digen_jax.models.stable_diffusion_3 import StableDiffusion3
-from digen_jax.rewards.shapes import shapes_geneval
 from digen_jax.runtime.evaluation import Evaluation, score_table
 from digen_jax.shapes.captions import heldout_records
 from digen_jax.shapes.render import render_batch
+from digen_jax.shapes.reward import shapes_geneval
 from digen_jax.shapes.scene import sample_scene
 
 BATCH = 180

@@ -14,9 +14,9 @@ import optax.contrib
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from digen_jax.algorithms.decay import EmaDecay, decayed
-from digen_jax.checkpoint import Checkpointer, template_of
-from digen_jax.metrics import MetricsLog
-from digen_jax.progress import watched
+from digen_jax.process.progress import watched
+from digen_jax.records.checkpoint import Checkpointer, template_of
+from digen_jax.records.metrics import MetricsLog
 
 Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 

@@ -13,7 +13,7 @@ from digen_jax.models.autoencoder_kl import scale_latents
 from digen_jax.models.stable_diffusion_3 import StableDiffusion3, TokenIds
 from digen_jax.pretraining.fit import FitSettings, fit
 from digen_jax.pretraining.pool import Pool
-from digen_jax.workdir import claim_workdir
+from digen_jax.run.workdir import claim_workdir
 
 ENCODE_BATCH = 500
 # What the first stage depends on; the second depends on this and on what is its own.

@@ -19,7 +19,7 @@ from digen_jax.rewards.mistakes import RewardMistake, blamed, check_callable
 
 Reward = Callable[..., np.ndarray]
 
-BUILT_IN = {"shapes_geneval": "digen_jax.rewards.shapes:shapes_geneval"}
+BUILT_IN = {"shapes_geneval": "digen_jax.shapes.reward:shapes_geneval"}
 
 
 @dataclasses.dataclass(frozen=True)

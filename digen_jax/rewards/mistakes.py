@@ -8,8 +8,8 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 
-from digen_jax.ending import Stopped
 from digen_jax.errors import ConfigError
+from digen_jax.process.ending import Stopped
 
 ARGUMENTS = ("images", "prompts", "metadata")
 # Code that the user has not written: this package, Python's own modules, installed packages.

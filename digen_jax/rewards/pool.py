@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from digen_jax import rewards
-from digen_jax.ending import Stopped, hangs
+from digen_jax.process.ending import Stopped, hangs
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.process import Gone, Process, Scored, timed
 

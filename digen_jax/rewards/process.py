@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from digen_jax import rewards
-from digen_jax.ending import at_leaving
+from digen_jax.process.ending import at_leaving
 from digen_jax.rewards.mistakes import blamed
 
 START = (

@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from digen_jax import rewards
+from digen_jax.engine.hosts import fetch
+from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.flow.sampling import image_keys
-from digen_jax.pictures import to_uint8
-from digen_jax.progress import watched
-from digen_jax.runtime.hosts import fetch
-from digen_jax.runtime.sampler import Sampler, Weights
+from digen_jax.images import to_uint8
+from digen_jax.process.progress import watched
 
 # Goes through the batches, such as with a deadline for each; `iter` does no more than that.
 Progress = Callable[[Iterable[int]], Iterable[int]]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax import recipe_settings, run
 from digen_jax.benchmark import family_plot
 from digen_jax.benchmark.algorithms import (
     CELLS,
@@ -23,10 +22,12 @@ from digen_jax.benchmark.algorithms import (
     read_cells,
 )
 from digen_jax.benchmark.cells import Cost, cost
+from digen_jax.config import sections
 from digen_jax.errors import ConfigError
-from digen_jax.metrics import read_metrics
+from digen_jax.records.metrics import read_metrics
+from digen_jax.run import train as run
 from tests.benchmark.conftest import brightness
-from tests.runtime import toy
+from tests.engine import toy
 from tests.tiny_runs import prompt_file
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -67,9 +68,7 @@ def built(monkeypatch):
         if surrogate not in systems:
             systems[surrogate] = toy.system(config, 1)
         system = systems[surrogate]
-        return system._replace(
-            start=toy.moved(system.start, 0.0), draws=recipe_settings.draws(config)
-        )
+        return system._replace(start=toy.moved(system.start, 0.0), draws=sections.draws(config))
 
     monkeypatch.setattr(run, "build", build)
     return seen

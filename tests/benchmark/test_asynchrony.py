@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax import run
 from digen_jax.benchmark.asynchrony import Comparison, Outcome, check, compare
 from digen_jax.errors import ConfigError
-from digen_jax.metrics import read_metrics
+from digen_jax.records.metrics import read_metrics
+from digen_jax.run import train as run
 from tests.benchmark.conftest import brightness
-from tests.runtime import toy
+from tests.engine import toy
 from tests.tiny_runs import prompt_file
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from digen_jax.benchmark.compute import Roles, Speed, compare
-from tests.runtime import toy
+from tests.engine import toy
 from tests.tiny_runs import prompt_file
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from digen_jax.assemble import load_family, read_part
+from digen_jax.engine.placement import DeviceGroup
+from digen_jax.engine.policy import Policy
+from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
-from digen_jax.inference import all_devices
-from digen_jax.runtime.placement import DeviceGroup
-from digen_jax.runtime.policy import Policy
-from digen_jax.runtime.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.inference.model import all_devices
 from tests.cases import quick
 from tests.pipelines import ROOT
 from tests.tiny_runs import oracle, pipeline

@@ -8,7 +8,7 @@ from diffusers import AutoencoderKL
 
 from digen_jax.models.stable_diffusion_3 import StableDiffusion3
 from digen_jax.pretraining.ceiling import ceiling, round_trip
-from digen_jax.rewards.shapes import shapes_geneval
+from digen_jax.shapes.reward import shapes_geneval
 from tests.pipelines import ROOT
 
 FOLDER = ROOT / "assets" / "shapes-sd3"

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from digen_jax.metrics import read_metrics, without_timing
 from digen_jax.pretraining.fit import FitSettings, _matrices, fit
+from digen_jax.records.metrics import read_metrics, without_timing
 
 SETTINGS = FitSettings(
     steps=12,

@@ -15,10 +15,10 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from digen_jax.errors import ConfigError
-from digen_jax.metrics import read_metrics, without_timing
 from digen_jax.pretraining import stages
 from digen_jax.pretraining.pipeline import pretrain
 from digen_jax.pretraining.pool import Pool, cached_pool
+from digen_jax.records.metrics import read_metrics, without_timing
 from tests.pipelines import ROOT, environment
 from tests.pretraining.tiny_config import get_config
 

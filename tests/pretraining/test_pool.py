@@ -3,8 +3,8 @@ import pytest
 
 from digen_jax.pretraining import pool
 from digen_jax.pretraining.pool import cached_pool, render_pool
-from digen_jax.rewards.shapes import shapes_geneval
 from digen_jax.shapes import captions
+from digen_jax.shapes.reward import shapes_geneval
 
 COUNT, SIZE = 10, 32
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from digen_jax import rewards
-from digen_jax.ending import Stopped
 from digen_jax.errors import ConfigError
+from digen_jax.process.ending import Stopped
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.pool import RewardPool, for_ever
 from tests.scripts import ends

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from digen_jax import rewards
-from digen_jax.ending import Stopped
 from digen_jax.errors import ConfigError
-from digen_jax.rewards.shapes import shapes_geneval
+from digen_jax.process.ending import Stopped
+from digen_jax.shapes.reward import shapes_geneval
 
 IMAGES = np.zeros((3, 8, 8, 3), np.float32)
 PROMPTS = ["one", "two", "three"]

@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.pictures import to_uint8
+from digen_jax.images import to_uint8
 from digen_jax.runtime.evaluation import SEED, evaluate, sample_images
-from tests.runtime import toy
+from tests.engine import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 

@@ -3,7 +3,7 @@ import json
 import pytest
 from PIL import Image
 
-from digen_jax.runtime.timeline_files import TraceFile, draw
+from digen_jax.records.timeline_files import TraceFile, draw
 from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.timeline import Interval, bubbles, busy_seconds
 

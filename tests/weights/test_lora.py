@@ -18,11 +18,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from peft.utils import get_peft_model_state_dict
 
 from digen_jax.errors import ConfigError
-from digen_jax.lora_start import read_start
 from digen_jax.models import sd3
 from digen_jax.weights import folder, tensors
 from digen_jax.weights.lora import LoraConfig, lora_init, lora_layers, merge
 from digen_jax.weights.lora_files import PEFT_CONFIG, PEFT_FILE, read_lora, write_lora
+from digen_jax.weights.lora_start import read_start
 from tests.models import parity
 from tests.weights import toy
 

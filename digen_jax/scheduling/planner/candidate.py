@@ -77,7 +77,7 @@ def costs(problem: Problem, candidate: Candidate) -> Costs:
 
 
 def settings(problem: Problem, candidate: Candidate) -> Settings:
-    """The scheduler's, as `recipe_settings` has them with the candidate's tactics on and the others off.
+    """The scheduler's, as `sections` has them with the candidate's tactics on and the others off.
 
     Without GAP they are none that a config can ask for: that is what GAP is compared with.
     """

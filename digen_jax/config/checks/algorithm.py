@@ -1,0 +1,154 @@
+"""What a complete config must be like for its algorithm: a part of `checks`."""
+
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from ml_collections import ConfigDict
+
+from digen_jax.algorithms.demands import Algorithm, is_forward
+from digen_jax.algorithms.policy_gradient import PolicyGradient
+from digen_jax.algorithms.preference import DiffusionDPO
+from digen_jax.config.algorithm_section import CLASSES
+from digen_jax.config.sections import (
+    advantage_settings,
+    algorithm_settings,
+    noisy_steps,
+    trained_steps,
+)
+from digen_jax.errors import (
+    ConfigError,
+    blame,
+    check_choice,
+    check_divides,
+    check_positive,
+    together,
+)
+from digen_jax.flow.steps import KINDS, Ode
+
+WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
+NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
+
+
+def check_algorithm_choices(config: ConfigDict) -> None:
+    """Refuses words that the algorithm does not know, and a sampler that is not for it."""
+    section = config.algorithm
+    with together() as one:
+        if section.name == "policy_gradient":
+            with one():
+                check_choice("config.sampler.kind", config.sampler.kind, NOISY)
+            with one():
+                check_positive("config.sampler.noise_level", config.sampler.noise_level)
+        for field, hint in get_type_hints(CLASSES[section.name]).items():
+            if get_origin(hint) is Literal:
+                auto = ("auto",) if field == "old_log_probs" else ()
+                with one():
+                    check_choice(f"config.algorithm.{field}", section[field], auto + get_args(hint))
+
+
+def check_algorithm(config: ConfigDict) -> None:
+    """Refuses settings of the algorithm that cannot work together."""
+    with blame("config.algorithm."):
+        algorithm = algorithm_settings(config)
+    _check_nested(config, algorithm)
+    with blame("config.algorithm."):
+        algorithm.check()
+        if isinstance(algorithm, PolicyGradient):
+            _check_policy_gradient(config, algorithm)
+    if isinstance(algorithm, PolicyGradient):
+        _check_trajectories(config, algorithm)
+    if is_forward(algorithm):
+        _check_forward(config)
+    if isinstance(algorithm, DiffusionDPO):
+        _check_pairs(config)
+
+
+def _check_nested(config: ConfigDict, algorithm: Algorithm) -> None:
+    """The settings that the algorithm's fields hold."""
+    if is_forward(algorithm):
+        with blame("config.algorithm.times."):
+            algorithm.times.check(config.sampler.steps)
+    if "ema" in config.algorithm:
+        with blame("config.algorithm.ema."):
+            algorithm.ema.check()
+
+
+def _check_policy_gradient(config: ConfigDict, algorithm: PolicyGradient) -> None:
+    if config.runtime.early_groups:
+        advantages = advantage_settings(config)
+        algorithm.check_early(advantages, config.batch.images, config.batch.groups)
+    if algorithm.ratio == "guard" and config.sampler.kind == "cps":
+        raise ValueError(
+            "ratio is 'guard', which is for Gaussian log-probabilities, but config.sampler.kind is 'cps', "
+            "whose are none: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
+        )
+
+
+def _check_trajectories(config: ConfigDict, algorithm: PolicyGradient) -> None:
+    """Ratios of whole trajectories want all steps of an image in one pass, on one device."""
+    if not algorithm.of_trajectories:
+        return
+    time, pack, steps = config.placement.trainer.time, config.trainer.pack, trained_steps(config)
+    ratio = f"config.algorithm.ratio = {algorithm.ratio!r} puts the steps of an image together"
+    if time > 1:
+        raise ConfigError(
+            f"{ratio}, but config.placement.trainer.time = {time} splits them: set that to 1"
+        )
+    if pack < steps:
+        raise ConfigError(
+            f"{ratio}, so that a pass has to hold them all: set config.trainer.pack to {steps}, and "
+            "config.trainer.micro_batch as much lower as memory needs"
+        )
+
+
+def _check_forward(config: ConfigDict) -> None:
+    """Final images are trained, so that noise on the way there serves nothing and costs quality."""
+    name, sampler = config.algorithm.name, config.sampler
+    if noisy_steps(config) or sampler.kind not in WITHOUT_NOISE:
+        raise ConfigError(
+            f"config.algorithm.name = {name!r} trains final images, which are sampled without noise: set "
+            "config.sampler.window.length to 0, config.sampler.kind to 'ode' or 'dpm2', and "
+            "config.sampler.noise_level to 0"
+        )
+
+
+def _check_ranking(config: ConfigDict) -> None:
+    """A pair depends on the order of a group's images alone, so that most of `advantages` has nothing to act on."""
+    section = config.advantages
+    without = dict(baseline="group_mean", ddof=0, best_and_worst=0, drop_zero_std=False)
+    if section.combine == "rewards":
+        without["std"] = "group"
+    idle = {name: value for name, value in without.items() if section[name] != value}
+    if idle:
+        given = " and ".join(f"config.advantages.{name} = {section[name]!r}" for name in idle)
+        it = "it" if len(idle) == 1 else "them"
+        raise ConfigError(
+            f"{given} cannot change which pair of each group diffusion_dpo trains, its best and its worst image: "
+            f"set {it} to {' and '.join(map(repr, idle.values()))}"
+        )
+
+
+def _check_pairs(config: ConfigDict) -> None:
+    """A fragment holds whole groups, of each of which one pair is trained; a micro-batch holds whole pairs."""
+    images, fragment, micro = (
+        config.batch.images,
+        config.sampler.fragment,
+        config.trainer.micro_batch,
+    )
+    _check_ranking(config)
+    check_divides(
+        "config.batch.images",
+        images,
+        "config.sampler.fragment",
+        fragment,
+        "as diffusion_dpo chooses a pair of each group of a fragment",
+    )
+    if micro % 2:
+        raise ConfigError(
+            f"config.trainer.micro_batch = {micro} must be even, as diffusion_dpo trains pairs of images"
+        )
+    check_divides(
+        "config.trainer.micro_batch",
+        micro,
+        "twice the groups of a fragment",
+        2 * fragment // images,
+        "as diffusion_dpo trains one pair of images of each group",
+    )

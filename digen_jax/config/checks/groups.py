@@ -1,0 +1,167 @@
+"""What a complete config must say of its groups, their rewards and advantages: a part of `checks`."""
+
+import math
+from collections.abc import Sequence
+from typing import get_args
+
+from ml_collections import ConfigDict
+
+from digen_jax.algorithms.advantages import Baseline, Combine, DDof, Std
+from digen_jax.config.sections import advantage_settings
+from digen_jax.errors import ConfigError, blame, check_choice, together
+from digen_jax.rewards import names_in
+
+
+def check_weights(config: ConfigDict) -> None:
+    """Refuses weights that do not fit the rewards."""
+    names, weights = names_in(config.reward.name), tuple(config.reward.weights)
+    if not weights:
+        return
+    given = f"config.reward.weights = {weights}"
+    if not all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights):
+        raise ConfigError(f"{given} must hold finite numbers")
+    if len(weights) != len(names):
+        raise ConfigError(
+            f"{given} must have a weight for each of the {len(names)} rewards of config.reward.name = "
+            f"{config.reward.name!r}, or be () where all weigh 1"
+        )
+    if not any(weights):
+        raise ConfigError(
+            f"{given} leaves nothing to train on: give a reward a weight other than 0"
+        )
+
+
+def check_advantage_choices(config: ConfigDict) -> None:
+    """Refuses words that no advantage knows."""
+    choices = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
+    with together() as one:
+        for name, choice in choices.items():
+            value = config.advantages[name]
+            with one():
+                check_choice(f"config.advantages.{name}", value, get_args(choice))
+
+
+def check_advantages(config: ConfigDict) -> None:
+    """Refuses advantages that groups of this size do not have; the rewards' weights are checked."""
+    with blame("config.advantages."):
+        advantage_settings(config).check(config.batch.images, config.batch.groups)
+
+
+def check_candidates(config: ConfigDict) -> None:
+    """Refuses dynamic sampling that cannot work.
+
+    Raises:
+      ConfigError: fewer candidates than groups, or groups that share fragments.
+    """
+    most, redundant = config.runtime.max_candidates, config.runtime.redundant_groups
+    least = config.batch.groups + redundant
+    if redundant and not most:
+        raise ConfigError(
+            f"config.runtime.redundant_groups = {redundant} is for dynamic sampling, which is off: set "
+            f"config.runtime.max_candidates to {least} or more, or config.runtime.redundant_groups to 0"
+        )
+    if not most:
+        return
+    if most < least:
+        raise ConfigError(
+            f"config.runtime.max_candidates = {most} must be at least config.batch.groups + "
+            f"config.runtime.redundant_groups = {least}, or 0 for no dynamic sampling"
+        )
+    _check_one_group(
+        config,
+        "as with config.runtime.max_candidates a group that is replaced must not share a fragment",
+        config.batch.images,
+    )
+
+
+def check_early(config: ConfigDict) -> None:
+    """Refuses training before groups are complete where it is not exact, or nothing would be early.
+
+    What else the algorithm must be like for it is for `PolicyGradient.check_early` to say.
+
+    Raises:
+      ConfigError: ratios that are not 1, groups that may be replaced, or fragments that are not less
+        than what has to be waited for otherwise.
+    """
+    early, names = (
+        f"config.runtime.early_groups = {config.runtime.early_groups}",
+        names_in(config.reward.name),
+    )
+    if not config.runtime.early_groups:
+        return
+    if config.algorithm.name != "policy_gradient":
+        raise ConfigError(
+            f"{early} is for policy_gradient, whose loss may be linear in the advantages, and not for "
+            f"{config.algorithm.name}: set it to 0"
+        )
+    with together() as one:
+        for name, value, needed, why in (
+            ("runtime.staleness", config.runtime.staleness, 0, "older weights' ratios are not 1"),
+            ("trainer.updates", config.trainer.updates, 1, "behind an update ratios are not 1"),
+            (
+                "runtime.max_candidates",
+                config.runtime.max_candidates,
+                0,
+                "only of a complete group it is known whether it is replaced",
+            ),
+            (
+                "reward.name",
+                ", ".join(names),
+                names[0],
+                "it is shown to be exact for a single reward only",
+            ),
+        ):
+            if value != needed:
+                with one():
+                    raise ConfigError(
+                        f"{early} cannot go with config.{name} = {value}, as {why}: set that to {needed}, or "
+                        "config.runtime.early_groups to 0"
+                    )
+        if config.runtime.ordered == "yes":
+            with one():
+                raise ConfigError(
+                    f"{early} cannot go with config.runtime.ordered = 'yes', as what is trained before its "
+                    "group is complete depends on arrival: set that to 'auto', or "
+                    "config.runtime.early_groups to 0"
+                )
+        if len(names) == 1:
+            with one(), blame("config.advantages."):
+                advantage_settings(config).check_early()
+
+
+def check_early_fragments(config: ConfigDict) -> None:
+    """Refuses fragments of several groups, or no smaller than what has to be waited for otherwise."""
+    early = f"config.runtime.early_groups = {config.runtime.early_groups}"
+    fragment, images = config.sampler.fragment, config.batch.images
+    if not config.runtime.early_groups:
+        return
+    less = config.advantages.std == "group"
+    most = images // 2 if less else images
+    _check_one_group(config, f"as with {early} a fragment belongs to one group", most)
+    if less and fragment == images:
+        raise ConfigError(
+            f"{early} changes nothing where config.sampler.fragment = {fragment} is a whole group: set "
+            "that to less, or config.runtime.early_groups to 0"
+        )
+
+
+def _check_one_group(config: ConfigDict, why: str, most: int) -> None:
+    """Refuses fragments of several groups; `why` says why, and at most so many images are advised."""
+    fragment, images = config.sampler.fragment, config.batch.images
+    if images % fragment:
+        sizes = [size for size in range(1, most + 1) if images % size == 0]
+        raise ConfigError(
+            f"config.sampler.fragment = {fragment} must divide config.batch.images = {images}, {why}: "
+            f"set {smaller_fragments(config, sizes)}"
+        )
+
+
+def smaller_fragments(config: ConfigDict, sizes: Sequence[int]) -> str:
+    """What to set for the largest of some sizes that the meshes can split, the micro-batch included."""
+    meshes = (config.placement.rollout, config.placement.trainer)
+    split = math.lcm(*(max(1, mesh.data * mesh.fsdp) for mesh in meshes))
+    size = max([size for size in sizes if size % split == 0] or sizes)
+    fields = "config.sampler.fragment"
+    if size % config.trainer.micro_batch:
+        fields += " and config.trainer.micro_batch"
+    return f"{fields} to {size}"

@@ -1,0 +1,93 @@
+"""The range of every number of a complete config that has one by itself: a part of `checks`.
+
+Every float is finite, too, but for those in `MAY_BE_INFINITE`. What depends on other fields is checked elsewhere.
+"""
+
+import math
+
+from ml_collections import ConfigDict
+
+from digen_jax.config.fields import flat
+from digen_jax.errors import LARGEST_SEED, ConfigError, check_finite, check_range, together
+from digen_jax.process.launching import MOST_CPU_DEVICES
+
+MAY_BE_INFINITE = (
+    "config.trainer.clip_norm",  # gradients are never clipped
+    "config.algorithm.importance_cap",  # no ratio is cut
+)
+POSITIVE = (0, math.inf, "least")
+SHARE = (0, 1, "most")
+# By field: the least and the most that it may be, and which of these ends it may not be itself.
+RANGES = {
+    "seed": (0, LARGEST_SEED),
+    "steps": (0, 10**9, "least"),
+    "model.height": (0, 2**14, "least"),
+    "model.width": (0, 2**14, "least"),
+    "batch.groups": (0, 10**5, "least"),
+    "batch.images": (-math.inf, 10**4),  # at least 2, see below
+    "reward.processes": (0, 1000),
+    "reward.retries": (0, 1000),
+    "sampler.steps": (0, 1000, "least"),
+    "sampler.guidance": (0, 1000),
+    "sampler.fragment": POSITIVE,
+    "lora.rank": (0, math.inf),
+    "lora.alpha": POSITIVE,
+    "trainer.micro_batch": POSITIVE,
+    "trainer.pack": POSITIVE,
+    "trainer.updates": POSITIVE,
+    "trainer.learning_rate": POSITIVE,
+    "trainer.warmup": (0, 10**9),
+    "trainer.decay": (0, 10**9),
+    "trainer.b1": SHARE,
+    "trainer.b2": SHARE,
+    "trainer.eps": POSITIVE,
+    "trainer.weight_decay": (0, math.inf),
+    "trainer.clip_norm": POSITIVE,
+    "trainer.ema": SHARE,
+    "trainer.ema_every": POSITIVE,
+    "trainer.ema_repeats": POSITIVE,
+    "placement.rollout.data": (0, math.inf),
+    "placement.rollout.fsdp": POSITIVE,
+    "placement.rollout.workers": POSITIVE,
+    "placement.trainer.data": POSITIVE,
+    "placement.trainer.fsdp": POSITIVE,
+    "placement.trainer.time": POSITIVE,
+    "placement.cpu_devices": (0, MOST_CPU_DEVICES, "least"),
+    "runtime.deadline": (0, math.inf),
+    "runtime.max_candidates": (0, 10**5),
+    "runtime.redundant_groups": (0, 10**5),
+    "runtime.early_groups": (0, math.inf),
+    "evaluation.every": POSITIVE,
+    "evaluation.steps": (0, 1000),
+    "evaluation.guidance": (0, 1000),
+    "evaluation.batch": (0, 10**6, "least"),
+    "evaluation.images": (0, math.inf),
+    "pictures.every": POSITIVE,
+    "pictures.images": (0, 1000, "least"),
+    "checkpoint.every": POSITIVE,
+    "checkpoint.keep": (0, 10**6, "least"),
+}
+
+
+def check_numbers(config: ConfigDict) -> None:
+    """Refuses a number outside of its range, and a float that is not finite.
+
+    Raises:
+      ConfigError: names every such field and its range.
+    """
+    fields = flat(config)
+    with together() as one:
+        for name, limits in RANGES.items():
+            with one():
+                check_range(f"config.{name}", fields[f"config.{name}"], *limits)
+        for name, value in fields.items():
+            # A range has refused NaN already.
+            if not (name.removeprefix("config.") in RANGES and value != math.inf):
+                with one():
+                    check_finite(name, value, name in MAY_BE_INFINITE)
+        if config.batch.images < 2:
+            with one():
+                raise ConfigError(
+                    f"config.batch.images = {config.batch.images}: a group needs 2 images or more, or its "
+                    "images cannot be better than one another"
+                )

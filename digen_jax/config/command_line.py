@@ -1,0 +1,121 @@
+"""The command line of a script: its overrides are checked before the config is read, its mistakes are one line each."""
+
+import re
+import runpy
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from ml_collections import ConfigDict
+
+from digen_jax.config.fields import check_known, flat
+from digen_jax.errors import ConfigError, check_choice
+from digen_jax.process.ending import STOPPED, Stopped, without_the_hung
+
+OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
+# A group of fields that one word may be given for, and the field that it is the value of.
+IN_A_WORD = {"config.placement": "config.placement.sizes"}
+
+
+def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
+    """Runs a script's `main()` once absl has read the flags; a `ConfigError` is one line, code 2.
+
+    So are `ending.Stopped`, code 75, and Ctrl-C where nothing else answers it, code 130. Where a thread
+    hangs the process does not wait for it.
+
+    Of several, by their names, the first word of the command line says which one.
+    A file given by `--config` and its overrides `--config.some.field=value` are checked first,
+    because config_flags answers a misspelt field with a traceback.
+    """
+    several = isinstance(main, Mapping)
+
+    def checked(argv: Sequence[str]) -> Any:
+        words, call = argv[1:], main
+        if several:
+            if not words:
+                raise ConfigError(f"say which one to run: {' or '.join(main)}")
+            check_choice("the first word", words[0], main)
+            call, words = main[words[0]], words[1:]
+        if words:
+            raise ConfigError(f"{words[0]!r} belongs to no option: write --option='its value'")
+        return call()
+
+    def parse_flags(argv: Sequence[str]) -> list[str]:
+        check_overrides(argv)
+        # Else absl reads no option behind a word.
+        flags.FLAGS.set_gnu_getopt(several)
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as error:
+            raise ConfigError(f"{error}; --help lists all options") from error
+
+    # In place, as config_flags has kept this very list to find its overrides in.
+    sys.argv[:] = spelled_out(sys.argv)
+    with without_the_hung():
+        try:
+            app.run(checked, flags_parser=parse_flags)
+        except (ConfigError, Stopped) as error:
+            text = error.shown() if isinstance(error, ConfigError) else str(error)
+            print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
+            sys.exit(2 if isinstance(error, ConfigError) else STOPPED)
+        except KeyboardInterrupt:
+            print(f"{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
+
+
+def spelled_out(argv: Sequence[str]) -> list[str]:
+    """A command line with the field that is meant where one word is given for a group of fields."""
+
+    def argument(text: str) -> str:
+        name, _, value = text.partition("=")
+        field = IN_A_WORD.get(name.lstrip("-"))
+        return f"--{field}={value}" if field and re.fullmatch(r"\w+", value) else text
+
+    return [argument(text) for text in argv]
+
+
+def check_overrides(argv: Sequence[str]) -> None:
+    """Checks that the file behind `--config` exists and has every field that is overridden.
+
+    Args:
+      argv: a command line; where `--config` is not in it nothing is checked.
+
+    Raises:
+      ConfigError: names the missing file, or the unknown field and the closest known one.
+    """
+    path = _config_path(argv)
+    if path is None:
+        return
+    file = Path(path.split(":", 1)[0])
+    if not file.is_file():
+        raise ConfigError(f"there is no config file {file}: give the path of one by --config")
+    read = runpy.run_path(str(file)).get("get_config")
+    if read is None:
+        raise ConfigError(f"{file} has no get_config(): write a function of that name into it")
+    fields = flat(read(*path.split(":", 1)[1:]))
+    for override in filter(None, map(OVERRIDE.match, argv)):
+        check_known(override[1], fields)
+        _check_group(override[1], override.string[override.end() :], fields)
+
+
+def _config_path(argv: Sequence[str]) -> str | None:
+    """The value of the last `--config=path` or `--config path`, as absl reads it."""
+    given = None
+    for argument, following in zip(argv, [*argv[1:], None], strict=True):
+        if argument in ("-config", "--config"):
+            given = following
+        elif match := re.match(r"--?config=(.*)", argument):
+            given = match[1]
+    return given
+
+
+def _check_group(name: str, given: str, fields: dict[str, Any]) -> None:
+    """Refuses one value for a group of fields; all of them in braces are taken."""
+    if isinstance(fields.get(name), ConfigDict) and given and not given.startswith("{"):
+        some = next(iter(fields[name]), "field")
+        raise ConfigError(
+            f"{name} is a group of fields, not {given}: set each by its name, such as --{name}.{some}=..."
+        )

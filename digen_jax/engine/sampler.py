@@ -1,0 +1,150 @@
+"""A sampling mesh's programs: prompts -> conditioning -> trajectories -> images."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from digen_jax.engine.hosts import put
+from digen_jax.engine.placement import DeviceGroup
+from digen_jax.engine.policy import Policy
+from digen_jax.flow.sampling import Trajectory, check_inside, own_steps, sample, start_noise
+from digen_jax.flow.schedule import make_sigmas
+from digen_jax.flow.steps import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerSettings:
+    """How images are sampled. `length` successive steps follow `step` and are stored, the others are without noise.
+
+    `store_means` keeps the means of these steps, too.
+    """
+
+    height: int
+    width: int
+    steps: int
+    step: Step
+    length: int = 0
+    store_means: bool = False
+
+
+class Weights(NamedTuple):
+    """Everything the sampler holds: the published policy, its base, and the frozen components."""
+
+    tuned: Any
+    base: Any
+    frozen: Any
+
+
+class Prompts(NamedTuple):
+    """Encoded prompts, replicated on the sampler's mesh, and the empty prompt for guidance."""
+
+    conditioning: Any
+    null: Any
+
+
+class Sampler:
+    """Jitted encoding, generation and decoding on one mesh.
+
+    A program is compiled once for each number of prompts and of images, whatever step the window begins at;
+    what an image looks like depends on its keys and prompt only, never on its batch.
+    """
+
+    def __init__(self, policy: Policy, group: DeviceGroup, settings: SamplerSettings):
+        self.policy, self.group, self.settings = policy, group, settings
+        self.shape = policy.family.latent_shape(settings.height, settings.width)
+        self.sigmas = make_sigmas(policy.family.scheduler, settings.steps)
+        self._encode = jax.jit(policy.family.encode, out_shardings=group.replicated)
+        self._null_ids = policy.family.tokenize([""])
+        self._generate = jax.jit(
+            functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
+        )
+        self._decode = jax.jit(policy.family.decode)
+
+    def encode(self, weights: Weights, prompts: list[str]) -> Prompts:
+        """The conditioning of each prompt."""
+        ids = self.policy.family.tokenize(prompts)
+        return Prompts(
+            self._encode(weights.frozen, ids), self._encode(weights.frozen, self._null_ids)
+        )
+
+    def generate(
+        self,
+        weights: Weights,
+        prompts: Prompts,
+        rows: Int[np.ndarray, "b"],
+        keys: Key[Array, "b"],
+        start_keys: Key[Array, "b"] | None = None,
+        start: int = 0,
+        trained: Int[np.ndarray, "k b"] | None = None,
+    ) -> Trajectory:
+        """One fragment: image i shows prompt `rows[i]` and is drawn by `keys[i]`.
+
+        Returns at once; the arrays are computed behind. The number of images must be a multiple of
+        the mesh's devices.
+
+        Args:
+          weights: the published ones.
+          prompts: encoded.
+          rows: each image's prompt.
+          keys: of each image's noise.
+          start_keys: of the noise that each starts from; None: `keys`.
+          start: the first of the steps that are stored.
+          trained: of these each image's own, which alone are returned (`own_steps`); None: all.
+
+        Raises:
+          ValueError: steps outside the schedule.
+        """
+        check_inside(start, self.settings.length, self.settings.steps)
+        batch = self.group.batch
+        keys = put(keys, batch)
+        return self._generate(
+            weights,
+            prompts,
+            put(rows, batch),
+            keys,
+            keys if start_keys is None else put(start_keys, batch),
+            np.int32(start),
+            None if trained is None else put(trained, self.group.batch_of_steps),
+        )
+
+    def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b h w 3"]:
+        """The images at a trajectory's end; returns at once, as `generate` does."""
+        return self._decode(weights.frozen, trajectory.latents.astype(jnp.float32))
+
+
+def _generate(
+    policy: Policy,
+    settings: SamplerSettings,
+    shape: tuple[int, int, int],
+    sigmas: Float[np.ndarray, "sigmas"],
+    group: DeviceGroup,
+    weights: Weights,
+    prompts: Prompts,
+    rows: Int[Array, "b"],
+    keys: Key[Array, "b"],
+    start_keys: Key[Array, "b"],
+    start: Int[Array, ""],
+    trained: Int[Array, "k b"] | None,
+) -> Trajectory:
+    split = functools.partial(jax.lax.with_sharding_constraint, shardings=group.batch)
+    conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
+    velocity = policy.velocity(weights.tuned, weights.base, conditioning, prompts.null)
+    noise = split(start_noise(start_keys, shape))
+    trajectory = sample(
+        velocity,
+        noise,
+        sigmas,
+        settings.step,
+        keys,
+        (start, settings.length),
+        store_means=settings.store_means,
+    )
+    if trained is None:
+        return trajectory
+    # Here already, so that what is not trained is neither kept nor sent to the trainer.
+    return trajectory._replace(transitions=own_steps(trajectory.transitions, trained))

@@ -1,0 +1,305 @@
+"""The trainer mesh's executor: fragments of experience -> accumulated gradient -> update."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from digen_jax.algorithms.advantages import STD_EPS
+from digen_jax.algorithms.decay import decayed
+from digen_jax.algorithms.demands import (
+    Algorithm,
+    images_of_sample,
+    is_forward,
+    needs_behaviour,
+    samples_from_copy,
+    slow_copy,
+)
+from digen_jax.engine import early
+from digen_jax.engine.early import OpenGroup
+from digen_jax.engine.gradient import GroupSums, Metrics, Objective, Term, Totals, sum_passes
+from digen_jax.engine.hosts import put
+from digen_jax.engine.matching import MatchingObjective
+from digen_jax.engine.optimisation import TrainerSettings, updates_made
+from digen_jax.engine.packing import Experience, MicroBatch, passes, shared
+from digen_jax.engine.placement import DeviceGroup
+from digen_jax.engine.policy import Policy
+from digen_jax.flow.steps import Step
+
+
+class State(NamedTuple):
+    """What a step changes. `ema` is None where no average is kept, `copy` where the algorithm has no slow copy."""
+
+    tuned: Any
+    optimizer: Any
+    ema: Any
+    copy: Any = None
+
+    @property
+    def evaluated(self) -> Any:
+        """The parameters that are evaluated: the average where one is kept."""
+        return self.tuned if self.ema is None else self.ema
+
+
+class Trainer:
+    """Jitted gradient accumulation and update on one mesh. `base` is the policy's (see `Policy`)."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        group: DeviceGroup,
+        step: Step,
+        algorithm: Algorithm,
+        settings: TrainerSettings,
+    ):
+        self.policy, self.group, self.settings = policy, group, settings
+        self.algorithm = algorithm
+        self._optimizer = settings.optimizer()
+        self._decay = slow_copy(algorithm)
+        self._objective = (
+            MatchingObjective(policy, algorithm)
+            if is_forward(algorithm)
+            else Objective(policy, step, algorithm)
+        )
+        self._begin = jax.jit(self._zeros)
+        self._accumulate = jax.jit(self._scan, donate_argnums=4)
+        self._begin_group = jax.jit(self._zeros_of_group)
+        self._accumulate_group = jax.jit(self._scan_group, donate_argnums=4)
+        self._empty = jax.jit(self._empty_totals, static_argnums=1)
+        self._fold = jax.jit(self._folded, donate_argnums=0)
+        self._update = jax.jit(self._apply, donate_argnums=0)
+        # A copy that is published is not consumed: samplers and the trainer still refer to the version.
+        self._follow = jax.jit(
+            self._followed, donate_argnums=() if samples_from_copy(algorithm) else 0
+        )
+
+    def init(self, tuned: Any) -> State:
+        """The state before the first update, sharded as the group's rules say.
+
+        It takes over `tuned`: where that lies as the rules say already, the first update consumes it.
+        """
+        shardings = self._shardings(tuned)
+        tuned = jax.device_put(tuned, shardings.tuned)
+        optimizer = jax.jit(self._optimizer.init, out_shardings=shardings.optimizer)(tuned)
+        ema = jax.tree.map(jnp.copy, tuned) if self.settings.ema else None
+        copy = jax.tree.map(jnp.copy, tuned) if self._decay else None
+        return State(tuned, optimizer, ema, copy)
+
+    def accumulate(
+        self,
+        state: State,
+        base: Any,
+        experience: Experience,
+        totals: Totals | None,
+        behaviour: Any = None,
+        proximal: Any = None,
+    ) -> Totals:
+        """Adds a fragment's gradient and sums to `totals`, which is consumed; None begins anew.
+
+        `behaviour` holds the parameters that sampled the fragment, of the version at its step's start or an
+        older one. It is read where old log-probabilities are "recomputed", and by DiffusionNFT.
+        `proximal` holds those at the step's start, None: `state` has them still. It is read by decoupled losses.
+
+        Raises:
+          ValueError: it is read, but not given.
+        """
+        if not needs_behaviour(self.algorithm):
+            behaviour = None
+        elif behaviour is None:
+            raise ValueError("the policy that sampled is evaluated, so accumulate needs behaviour")
+        if totals is None:
+            totals = self._begin(state.tuned)
+        others = (behaviour,)
+        if not is_forward(self.algorithm):
+            others += (proximal if self.algorithm.decoupled else None,)
+        else:
+            # DiffusionNFT reads its copy as the version that sampled.
+            others += (None if samples_from_copy(self.algorithm) else state.copy,)
+        unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
+        totals = self._accumulate(state.tuned, base, others, experience, totals)
+        return totals._replace(unscaled=unscaled)
+
+    def accumulate_early(
+        self,
+        state: State,
+        base: Any,
+        experience: Experience,
+        rewards: Float[np.ndarray, "b"],
+        group: OpenGroup | None,
+    ) -> OpenGroup:
+        """Adds a fragment, all of one group, to that group's sums, which are consumed; None opens it.
+
+        `experience.advantages` are not read. PolicyGradient.check_early says when the result is exact.
+        """
+        before = np.zeros(0) if group is None else group.rewards
+        known = np.concatenate([before, np.asarray(rewards, np.float64)])
+        shift = before.mean() - known.mean() if len(before) else 0.0
+        centred = np.asarray(known[len(before) :] - known.mean(), np.float32)
+        centred = put(centred, self.group.batch)
+        experience = experience._replace(advantages=centred)
+        sums = self._begin_group(state.tuned) if group is None else group.sums
+        args = (state.tuned, base, experience, np.float32(shift), sums)
+        return OpenGroup(known, self._accumulate_group(*args))
+
+    def close(
+        self, group: OpenGroup, totals: Totals | None, std: Literal["group", "global"]
+    ) -> Totals:
+        """Folds a complete group into `totals`, which is consumed; None begins anew.
+
+        `std` is what its advantages are divided by: that of the group, or of the step at the update.
+
+        Raises:
+          ValueError: an advantage of the group would have been clipped, so the fold is not its gradient.
+        """
+        scale = None
+        if std == "group":
+            centred = group.rewards - group.rewards.mean()
+            scale = 1 / (group.rewards.std() + STD_EPS)
+            largest = float(np.abs(centred).max() * scale)
+            # An advantage is rounded to float32 before it is clipped.
+            if np.float32(largest) > np.float32(self.algorithm.adv_clip) * (1 + 1e-6):
+                raise ValueError(
+                    f"an advantage of {largest:.4g} is clipped to {self.algorithm.adv_clip}, so its group "
+                    "cannot be trained before it is complete"
+                )
+            scale = np.float32(scale)
+        if totals is None:
+            totals = self._empty(group.sums, std)
+        elif std == "global" and totals.unscaled is None:
+            totals = totals._replace(unscaled=self._empty(group.sums, std).unscaled)
+        return self._fold(totals, group.sums, scale)
+
+    def update(
+        self, state: State, totals: Totals, reward_std: float | None = None
+    ) -> tuple[State, Metrics]:
+        """One optimizer step; `state` is consumed, but for its slow copy, which stays as it is.
+
+        Where every image was left out the gradient is 0, and the update Adam's for that: its moments
+        decay, and by what is left of them, and by the weight decay, the parameters still move.
+
+        `reward_std` is the global std, of all rewards of the step: needed where `totals` holds groups that
+        were closed before it was known.
+
+        Raises:
+          ValueError: it is needed and not given.
+        """
+        scale = None
+        if totals.unscaled is not None:
+            if reward_std is None:
+                raise ValueError(
+                    "groups were trained before the global std was known: give reward_std"
+                )
+            scale = np.float32(1 / (reward_std + STD_EPS))
+        updated, metrics = self._update(state._replace(copy=None), totals, scale)
+        return updated._replace(copy=state.copy), metrics
+
+    def end_step(self, state: State, updates: int) -> State:
+        """The slow copy follows the trained parameters, after all updates of a step.
+
+        Args:
+          state: its copy is consumed, where that is not what is published.
+          updates: optimizer updates that were made so far, in all steps.
+        """
+        if self._decay is None:
+            return state
+        decay = np.float32(self._decay.at(updates))
+        return state._replace(copy=self._follow(state.copy, state.tuned, decay))
+
+    def published(self, state: State) -> Any:
+        """The behaviour policy between two steps: the trained parameters, or DiffusionNFT's old ones."""
+        return state.copy if samples_from_copy(self.algorithm) else state.tuned
+
+    def _shardings(self, tuned: Any) -> State:
+        """Where a state lies: the average and the moments like their parameters, counts everywhere."""
+        params = self.group.params(tuned)
+        optimizer = optax.tree.map_params(
+            self._optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self._optimizer.init, tuned),
+            params,
+            transform_non_params=lambda _: self.group.replicated,
+        )
+        return State(params, optimizer, params if self.settings.ema else None)
+
+    # ------------------------------------------------------------------------------ while tracing
+
+    def _passes(self, experience: Experience) -> MicroBatch:
+        images = self.settings.micro_batch // images_of_sample(self.algorithm)
+        times = self.algorithm.times if is_forward(self.algorithm) else None
+        return passes(experience, images, self.settings.pack, self.group, times)
+
+    def _layout(self, sums: Totals | GroupSums | Term | None) -> Any:
+        """Shardings of sums: a gradient is split like its parameters."""
+        whole = self.group.replicated
+        match sums:
+            case None:
+                return None
+            case Term(gradient, _):
+                return Term(self.group.params(gradient), whole)
+            case Totals(gradient, _, unscaled):
+                return Totals(self.group.params(gradient), whole, self._layout(unscaled))
+            case GroupSums(centred, plain, kl, _):
+                return GroupSums(*map(self._layout, (centred, plain, kl)), whole)
+
+    def _laid_out(self, sums: Any) -> Any:
+        return jax.lax.with_sharding_constraint(sums, self._layout(sums))
+
+    def _zeros(self, tuned: Any) -> Totals:
+        return self._laid_out(self._objective.no_totals(tuned))
+
+    def _zeros_of_group(self, tuned: Any) -> GroupSums:
+        return self._laid_out(self._objective.no_group(tuned))
+
+    def _sum(
+        self, gradient: Any, parameters: tuple, experience: Experience, sums: Any
+    ) -> Totals | GroupSums:
+        micros, layout = self._passes(experience), self._layout(sums)
+        return sum_passes(
+            gradient, self.group, parameters, shared(experience), micros, sums, layout
+        )
+
+    def _scan(
+        self, tuned: Any, base: Any, others: tuple, experience: Experience, totals: Totals
+    ) -> Totals:
+        parameters = tuned, base, *others
+        return self._sum(self._objective.gradient, parameters, experience, totals)
+
+    def _scan_group(
+        self, tuned: Any, base: Any, experience: Experience, shift: Any, sums: GroupSums
+    ) -> GroupSums:
+        sums = early.recentred(sums, shift)
+        return self._sum(self._objective.linear, (tuned, base), experience, sums)
+
+    def _empty_totals(self, sums: GroupSums, std: str) -> Totals:
+        totals = self._objective.no_totals(sums.plain.gradient)
+        if std == "global":
+            totals = totals._replace(unscaled=jax.tree.map(jnp.zeros_like, sums.plain))
+        return self._laid_out(totals)
+
+    def _folded(self, totals: Totals, sums: GroupSums, scale: Any) -> Totals:
+        return self._laid_out(early.folded(totals, sums, scale, self.algorithm.kl_coefficient))
+
+    def _followed(self, copy: Any, tuned: Any, decay: Float[Array, ""]) -> Any:
+        mixed = decayed(copy, tuned, decay)
+        return jax.lax.with_sharding_constraint(mixed, self.group.params(mixed))
+
+    def _apply(self, state: State, totals: Totals, scale: Any) -> tuple[State, Metrics]:
+        if scale is not None:
+            totals = early.settled(totals, scale)
+        weight = jnp.maximum(totals.sums["weight"], 1)  # 0 where every sample was left out
+        gradient = jax.tree.map(lambda g: g / weight, totals.gradient)
+        updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.tuned)
+        tuned = optax.apply_updates(state.tuned, updates)
+        ema = state.ema
+        if ema is not None:
+            decay = self.settings.average.at(updates_made(optimizer))
+            ema = decayed(ema, tuned, decay)
+        metrics = {name: total / weight for name, total in totals.sums.items() if name != "weight"}
+        metrics["gradient_norm"] = optax.global_norm(gradient)
+        metrics["update_norm"] = optax.global_norm(updates)
+        # Else the compiler is free to lay the new state out otherwise than the old one.
+        state = State(tuned, optimizer, ema)
+        return jax.lax.with_sharding_constraint(state, self._shardings(tuned)), metrics

@@ -1,0 +1,75 @@
+"""What a training run has made, as files that diffusers loads."""
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+
+from digen_jax.errors import ConfigError, check_output
+from digen_jax.inference.model import TunedRun, all_devices, defaults_of_run, read_run
+from digen_jax.weights.folder import (
+    absent_components,
+    copy_pipeline,
+    read_json,
+    read_model_index,
+    write_params,
+)
+from digen_jax.weights.lora_files import write_lora
+
+
+def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None) -> TunedRun:
+    """Writes the newest checkpoint of a run; the average of the weights where the run keeps one.
+
+    Args:
+      workdir: the run's.
+      output: a folder that does not exist yet. It becomes a complete pipeline, or holds a LoRA for
+        `pipe.load_lora_weights`.
+      lora: whether to write the LoRA alone or merged into a pipeline; None: alone where there is one.
+
+    Returns:
+      What was written.
+
+    Raises:
+      ConfigError: a run that cannot be read, one without a LoRA where that is wanted, or an output
+        that exists.
+    """
+    if output.exists():
+        raise ConfigError(f"{output} exists already: choose another folder or delete it")
+    check_output("--output", output, folder=True)
+    run = read_run(workdir, all_devices(jax.devices()[:1]))
+    has_lora = run.policy.lora is not None
+    if lora and not has_lora:
+        raise ConfigError(
+            f"the run in {workdir} tunes all weights (its config.lora.rank is 0), so there is no "
+            "LoRA to write: leave --lora out"
+        )
+    if has_lora and lora is not False:
+        write_lora(output, run.tuned, run.policy.lora.alpha, _lists(run))
+    else:
+        write = functools.partial(_write_transformer, run)
+        sampling = defaults_of_run(run.config)
+        own = {"steps": sampling.steps, "guidance": sampling.guidance}
+        copy_pipeline(run.folder, output, {"transformer": write}, own)
+    return run
+
+
+def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
+    """The lines of Python that load in diffusers what was exported to `output`."""
+    whole = (output / "model_index.json").exists()
+    source = str(output) if whole else run.config.model.folder
+    # diffusers wants to be told of each component that is not there, although model_index.json says so.
+    without = absent_components(output if whole else run.folder)
+    name = read_model_index(run.folder)["_class_name"]
+    arguments = ", ".join([repr(source), *(f"{part}=None" for part in without)])
+    lines = [f"from diffusers import {name}", f"pipe = {name}.from_pretrained({arguments})"]
+    return "\n".join(lines + ([] if whole else [f"pipe.load_lora_weights({str(output)!r})"]))
+
+
+def _write_transformer(run: TunedRun, folder: pathlib.Path) -> None:
+    config = read_json(run.folder / "transformer" / "config.json")
+    write_params(folder, run.transformer(), _lists(run), config)
+
+
+def _lists(run: TunedRun) -> Any:
+    return run.policy.family.lists["transformer"]

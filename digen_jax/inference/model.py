@@ -1,0 +1,268 @@
+"""A model opened to sample from it: a pipeline folder, a hub id, or what a training run has made so far."""
+
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float, UInt8
+from ml_collections import ConfigDict
+from PIL import Image
+
+from digen_jax.assemble import load_family, make_policy, open_pipeline, read_frozen, read_part
+from digen_jax.config import recipe
+from digen_jax.engine.placement import DeviceGroup
+from digen_jax.engine.policy import Policy
+from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.errors import ConfigError, check_positive, user_input
+from digen_jax.flow.steps import Ode
+from digen_jax.images import to_uint8
+from digen_jax.process.progress import watched
+from digen_jax.records.checkpoint_folder import read_checkpoint
+from digen_jax.records.pictures import image_grid
+from digen_jax.runtime.evaluation import Evaluation, sample_images
+from digen_jax.weights.folder import SAMPLING, read_json
+from digen_jax.weights.lora import merge
+from digen_jax.weights.lora_files import read_lora
+
+# More would make a picture that nobody can look at.
+LARGEST_GRID = 64
+
+
+class Defaults(NamedTuple):
+    """How a model is sampled where the user does not say otherwise."""
+
+    height: int
+    width: int
+    steps: int
+    guidance: float
+
+
+class TunedRun(NamedTuple):
+    """What a training run has made of its base model, at its newest checkpoint."""
+
+    config: ConfigDict
+    step: int
+    folder: pathlib.Path  # the pipeline it started from
+    policy: Policy
+    tuned: Any
+    base: Any  # that pipeline's transformer
+
+    def transformer(self) -> Any:
+        """The whole tuned transformer; LoRA is merged."""
+        return self.policy.transformer(self.tuned, self.base)
+
+
+class Model(NamedTuple):
+    """A model with its parameters on a mesh, every device holding all of them."""
+
+    family: Any
+    group: DeviceGroup
+    weights: Weights
+    defaults: Defaults
+    run: ConfigDict | None  # of the training run that made it
+
+    def sampler(
+        self, guidance: float | None, steps: int | None, height: int | None, width: int | None
+    ) -> Sampler:
+        """The sampler without noise between the steps; None takes the model's default.
+
+        Raises:
+          ConfigError: no step, or a size that does not fit the model.
+        """
+        given = Defaults(height, width, steps, guidance)
+        chosen = Defaults(
+            *(b if a is None else a for a, b in zip(given, self.defaults, strict=True))
+        )
+        check_positive("the number of steps", chosen.steps)
+        settings = SamplerSettings(chosen.height, chosen.width, chosen.steps, Ode())
+        with user_input():
+            return Sampler(Policy(self.family, chosen.guidance), self.group, settings)
+
+    def batch(self, wanted: int, images: int) -> int:
+        """`wanted` images at once, no more than there are, rounded up to a multiple of the devices."""
+        check_positive("the batch", wanted)
+        devices = self.group.mesh.size
+        return -(-min(wanted, images) // devices) * devices
+
+
+def open_model(
+    name: str,
+    devices: Sequence[jax.Device],
+    lora: str | None = None,
+    dtype: str | None = None,
+) -> Model:
+    """Reads a model onto the devices.
+
+    Args:
+      name: a diffusers pipeline folder, a hub id "owner/name", or the workdir of a training run.
+      devices: images are split over all of them.
+      lora: a folder with a LoRA in diffusers' or PEFT's format, which is merged into the transformer.
+      dtype: of the network's arithmetic; None takes the run's, or float32.
+
+    Raises:
+      ConfigError: what was named cannot be read, in one sentence.
+    """
+    group = all_devices(devices)
+    with user_input():
+        if is_run(name):
+            run = read_run(name, group, dtype)
+            config, folder, family = run.config, run.folder, run.policy.family
+            transformer, defaults = run.transformer(), defaults_of_run(config)
+        else:
+            config, folder = None, open_pipeline(name)
+            family = load_family(folder, dtype or "float32")
+            transformer = read_part(family, folder, "transformer", group)
+            defaults = _defaults_of_folder(folder, family)
+        if lora is not None:
+            transformer = _with_lora(family, transformer, lora, group)
+        frozen = read_frozen(family, folder, group)
+    tuned, base = Policy(family).split(jax.random.key(0), transformer, reference=False)
+    return Model(family, group, Weights(tuned, base, frozen), defaults, config)
+
+
+def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
+    """One mesh of all the devices: images are split over them, parameters are whole on each."""
+    names, axes = ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2
+    return DeviceGroup(jax.make_mesh((len(devices), 1), names, axes, devices=devices))
+
+
+def is_run(name: str | pathlib.Path) -> bool:
+    """Whether a name is the workdir of a training run; ConfigError for any other folder but a pipeline's."""
+    folder = pathlib.Path(name).expanduser()
+    if not folder.is_dir() or (folder / "model_index.json").exists():
+        return False
+    if not (folder / "config.json").exists():
+        raise ConfigError(
+            f"{folder} is neither a pipeline folder (it has no model_index.json) nor the workdir of "
+            "a run (it has no config.json): give the path of one of these, or a hub id"
+        )
+    return True
+
+
+def read_run(workdir: str | pathlib.Path, group: DeviceGroup, dtype: str | None = None) -> TunedRun:
+    """The newest checkpoint of a training run, which may still be going on; the average where it keeps one.
+
+    Raises:
+      ConfigError: there is no run or no checkpoint, or its base model is gone.
+    """
+    workdir = pathlib.Path(workdir).expanduser()
+    config = run_config(workdir)
+    with user_input():
+        folder = open_pipeline(config.model.folder)
+        family = load_family(folder, dtype or config.model.dtype)
+        policy = make_policy(config, family)
+        tree = "ema" if config.trainer.ema else "tuned"
+        found = _read_tree(workdir, tree, policy, group)
+        base = read_part(family, folder, "transformer", group)
+    return TunedRun(config, found.step, folder, policy, found.arrays[tree], base)
+
+
+def run_config(workdir: pathlib.Path) -> ConfigDict:
+    """The config of the run in a workdir, with the fields that came later at their defaults."""
+    with user_input():
+        given = ConfigDict(read_json(workdir / "config.json"))
+    try:
+        return recipe.complete(given)
+    except ConfigError as error:
+        raise ConfigError(f"{workdir} is no training run's workdir: {error}") from error
+
+
+def sample_to_folder(
+    model: Model,
+    sampler: Sampler,
+    prompts: Sequence[str],
+    output: pathlib.Path,
+    batch: int,
+    seed: int,
+    images: int = 1,
+) -> None:
+    """So many PNGs a prompt, numbered and named by it, and `grid.png` with the first of them.
+
+    Image j of prompt i depends on the seed, i, j and the prompt, not on the batch.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    every = [prompt for prompt in prompts for _ in range(images)]
+    batch = model.batch(batch, len(every))
+    shown = []
+    for first in watched(range(0, len(every), batch), "sampling", "batch"):
+        part = every[first : first + batch]
+        drawn = to_uint8(sample_images(sampler, model.weights, part, first, batch, seed, images))
+        for number, (image, prompt) in enumerate(zip(drawn, part, strict=True), first):
+            which = f"{number // images:05d}" + (f"_{number % images:02d}" if images > 1 else "")
+            Image.fromarray(image).save(output / f"{which}_{slug(prompt)}.png")
+        shown += list(drawn[: LARGEST_GRID - len(shown)])
+    _grid(np.stack(shown), every).save(output / "grid.png")
+
+
+def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
+    """An evaluation's pictures as PNGs that are named by score and prompt, and `grid.png` with the first of them."""
+    output.mkdir(parents=True, exist_ok=True)
+    prompts = [record["prompt"] for record in found.records]
+    for number, (image, prompt) in enumerate(zip(found.images, prompts, strict=True)):
+        name = f"{number:05d}_{found.scores[number]:.3f}_{slug(prompt)}.png"
+        Image.fromarray(image).save(output / name)
+    shown = slice(LARGEST_GRID)
+    _grid(found.images[shown], prompts, found.scores[shown]).save(output / "grid.png")
+
+
+def slug(prompt: str) -> str:
+    """The words of a prompt as a part of a file name, of every alphabet, at most 48 letters."""
+    return re.sub(r"\W+", "-", prompt).strip("-")[:48].rstrip("-").lower() or "empty"
+
+
+def _grid(
+    images: UInt8[np.ndarray, "n h w 3"],
+    prompts: Sequence[str],
+    scores: Float[np.ndarray, "n"] | None = None,
+) -> Image.Image:
+    columns = min(8, len(images), max(4, round(len(images) ** 0.5)))
+    return image_grid(images, prompts[: len(images)], columns, scores)
+
+
+def _defaults_of_folder(folder: pathlib.Path, family: Any) -> Defaults:
+    """As the pipeline's own `SAMPLING` says, or where it says nothing as diffusers' pipeline samples."""
+    defaults = {"steps": family.default_steps, "guidance": family.default_guidance}
+    path = folder / SAMPLING
+    own = read_json(path) if path.exists() else {}
+    for name, value in own.items():
+        if name not in defaults or type(value) not in (int, type(defaults[name])):
+            raise ConfigError(
+                f"{path} has {name!r}: {value!r}; it may have steps, a whole number, and guidance, a number"
+            )
+    return Defaults(*family.default_size(), **defaults | own)
+
+
+def defaults_of_run(config: ConfigDict) -> Defaults:
+    """As the run's own evaluation samples."""
+    model, evaluation = config.model, config.evaluation
+    steps = evaluation.steps or config.sampler.steps
+    return Defaults(model.height, model.width, steps, evaluation.guidance)
+
+
+def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGroup) -> Any:
+    """One tree of parameters from the newest checkpoint, replicated."""
+    shapes = jax.eval_shape(
+        lambda key, transformer: policy.split(key, transformer, reference=False)[0],
+        jax.random.key(0),
+        policy.family.shapes()["transformer"],
+    )
+    template = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=group.replicated),
+        shapes,
+    )
+    try:
+        return read_checkpoint(workdir / "checkpoints", {tree: template})
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"the run in {workdir} has saved no checkpoint yet: wait for its first one"
+        ) from error
+
+
+def _with_lora(family: Any, transformer: Any, lora: str, group: DeviceGroup) -> Any:
+    factors, rank, alpha = read_lora(
+        lora, transformer, family.lists["transformer"], shardings=group.replicated
+    )
+    return merge(transformer, factors, alpha / rank)

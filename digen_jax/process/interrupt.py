@@ -1,0 +1,53 @@
+"""Ctrl-C and SIGTERM as a wish to stop, which a run may grant where it is whole."""
+
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from digen_jax.process.ending import leave
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """Remembers a first Ctrl-C or SIGTERM, so that a step is finished and saved; a second one ends at once.
+
+    `asked` is the signal's number, 0 while there was none. For the main thread, which may hang in a call
+    that no signal gets into: therefore another one waits for the second.
+    """
+
+    def __init__(self):
+        self.asked = 0
+
+    def __enter__(self) -> "Interrupt":
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        came, writes = os.pipe()
+        os.set_blocking(writes, False)
+        self._pipe = writes
+        self._wakeup = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        threading.Thread(target=_count, args=(came,), name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._pipe)
+
+    def _note(self, number: int, frame: Any) -> None:
+        first, self.asked = not self.asked, number
+        if first:
+            print("\nfinishing this step, then saving; once more ends at once", file=sys.stderr)
+
+
+def _count(came: int) -> None:
+    """Reads the numbers of the signals as they come, and ends the process at the second that asks it to."""
+    asked = 0
+    while number := os.read(came, 1):
+        asked += number[0] in SIGNALS
+        if asked == 2:
+            os.write(2, b"\nended at once: the same command goes on from the last checkpoint\n")
+            leave(128 + number[0])
+    os.close(came)

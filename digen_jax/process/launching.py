@@ -1,0 +1,149 @@
+"""What every launch script does before the first array: devices, compile cache, quiet logs."""
+
+import os
+import pathlib
+import re
+import socket
+import sys
+import threading
+import time
+
+import jax
+from absl import logging
+
+from digen_jax.errors import ConfigError, check_range
+
+CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "digen_jax/xla"
+MOST_CPU_DEVICES = 256
+# Seconds that processes wait for one another at the start, and from one word about it to the next.
+MEETING, WORD = 300, 30
+
+
+def prepare(cpu_devices: int = 1) -> None:
+    """Virtual CPU devices (used where there is no accelerator), and a compile cache between runs.
+
+    Devices that XLA_FLAGS asks for, and a cache that JAX's own variable names, stand as they are.
+    Must be called before JAX starts.
+
+    Raises:
+      ConfigError: as many virtual devices would take minutes to start.
+    """
+    # Here, as what else is checked comes behind the start of the devices.
+    check_range("cpu_devices of the config", cpu_devices, 0, MOST_CPU_DEVICES, "least")
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(CACHE))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    logging.set_verbosity(logging.ERROR)  # orbax warns of what is none of the user's business
+    # transformers advises to install PyTorch, of which training needs nothing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def join(
+    coordinator: str | None, processes: int | None, process: int | None, seconds: float = MEETING
+) -> None:
+    """Makes this process one of several that run together; None for all three: it is alone.
+
+    Must be called before JAX starts.
+
+    Args:
+      coordinator: "host:port", where the first process listens, or "auto" where JAX finds all of this out by
+        itself (Slurm, Open MPI, Kubernetes, TPU slices).
+      processes: how many there are.
+      process: which of them this is; 0 is the first.
+      seconds: the others must have come by then, else this process ends with code 2.
+
+    Raises:
+      ConfigError: some of it is missing or wrong, or the first process cannot be reached.
+    """
+    told = (processes, process)
+    if coordinator is None:
+        if told != (None, None):
+            raise ConfigError(
+                "--processes and --process need the first one's --coordinator=host:port"
+            )
+        return
+    if coordinator != "auto" and None in told:
+        raise ConfigError(
+            "--coordinator=host:port needs --processes, how many there are, and --process, which of "
+            "them this is, from 0; or set --coordinator=auto where a cluster tells"
+        )
+    if coordinator != "auto":
+        _meet(coordinator, processes, process, seconds)
+    # A process that is told to stop says so to the first one, which decides when (see runtime.orders).
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX aborts the process with a page of its own words where the others do not come in time: ours ends it before.
+    late = threading.Timer(seconds, _give_up, (coordinator, seconds))
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(
+            None if coordinator == "auto" else coordinator,
+            *told,
+            initialization_timeout=int(seconds) + 60,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--coordinator={coordinator} does not work: {error}") from error
+    finally:
+        late.cancel()
+
+
+def _meet(coordinator: str, processes: int, process: int, seconds: float) -> None:
+    """Checks what one of several processes was told, and waits with a word until the first one can be reached."""
+    address = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d+)", coordinator)
+    if address is None or not 0 < int(address[2]) < 2**16:
+        raise ConfigError(
+            f"--coordinator={coordinator} must be auto or the first process's HOST:PORT, such as 10.0.0.1:1234"
+        )
+    if not 0 <= process < processes:
+        raise ConfigError(
+            f"--process={process} must be one of the --processes={processes}, which are counted from 0"
+        )
+    if process:
+        reach(address[1], int(address[2]), seconds)
+    elif processes > 1:
+        words = (
+            f"waiting at {coordinator} for {processes - 1} more processes, at most {seconds:g} s"
+        )
+        print(words, file=sys.stderr, flush=True)
+
+
+def _give_up(coordinator: str, seconds: float) -> None:
+    """Ends this process, whose main thread is held in JAX."""
+    name = pathlib.Path(sys.argv[0]).name
+    print(
+        f"{name}: --coordinator={coordinator}: not all processes have come in {seconds:g} s: start as many as "
+        "--processes says, each with its own --process",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)
+
+
+def reach(host: str, port: int, seconds: float, pause: float = 1) -> None:
+    """Returns once somebody listens at a port; says now and then that it waits, and why.
+
+    Raises:
+      ConfigError: nobody did within so many seconds. JAX itself would wait silently, and then abort.
+    """
+    begin = said = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=min(5, seconds)).close()
+            return
+        except OSError as error:
+            reason, now = error, time.monotonic()
+        if now - begin > seconds:
+            raise ConfigError(
+                f"--coordinator={host}:{port} was not reached in {seconds:g} s ({reason}): check the address, and "
+                "that the first process (--process=0) has been started"
+            ) from reason
+        if said == begin or now - said > WORD:
+            words = (
+                f"waiting for the first process at {host}:{port} ({reason}), at most {seconds:g} s"
+            )
+            print(words, file=sys.stderr, flush=True)
+            said = now
+        time.sleep(pause)

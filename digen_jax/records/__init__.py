@@ -1,0 +1,1 @@
+"""What a run keeps in its workdir: checkpoints, metrics, pictures, command and timeline files, versions."""

@@ -1,0 +1,232 @@
+"""What makes a run resumable: checkpoints.
+
+A checkpoint is saved in the background and counts once orbax has renamed its folder, so a run
+killed at any moment, in the middle of a save too, finds the newest whole one. Checksums of all its
+files are in it before that; one that was damaged later, or has none, is not whole.
+"""
+
+import contextlib
+import functools
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from digen_jax.process.ending import Stopped
+from digen_jax.records.checkpoint_folder import (
+    STAMPED,
+    Restored,
+    newest_whole,
+    put_aside,
+    unfinished,
+)
+from digen_jax.records.checksums import write_checksums
+from digen_jax.records.room import Room
+
+# Held beyond the bytes of the arrays: for what else is in a checkpoint, and for a step's other files.
+SPARE = 1 << 21
+REASON = re.compile(
+    "No space left on device|Disk quota exceeded|File too large|Permission denied"
+    "|Read-only file system|Input/output error"
+)
+
+
+class SaveFailed(Stopped):
+    """A checkpoint could not be written, or there is no space for the next one."""
+
+
+class Checkpointer:
+    """Saves every few steps into a folder, keeps the newest, and restores the newest whole one.
+
+    It holds the space of one more checkpoint while none is being saved.
+
+    Args:
+      folder: where the checkpoints of one run lie, one folder a step; created if need be. What a
+        killed save left there is removed, and damaged checkpoints are put aside, so open it only in
+        the process that trains.
+      every: a checkpoint is due after this many steps.
+      keep: how many stay; older ones are removed once a newer one is whole.
+
+    Raises:
+      ConfigError: there are checkpoints, and none is whole.
+    """
+
+    def __init__(self, folder: Path | str, every: int, keep: int):
+        self.every, self._keep = every, keep
+        self._folder = Path(folder).absolute()
+        self._newest, damaged = newest_whole(self._folder)
+        self._saving: int | None = None  # the step whose save is under way, or was the last
+        self._room, self._size = Room(self._folder / "room_for_the_next"), 0
+        if jax.process_index() == 0:
+            for step in damaged:
+                put_aside(self._folder / str(step))
+
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        """Made when it is first needed, which must be at the same time in all processes of a run."""
+        return ocp.CheckpointManager(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=self._keep,
+                cleanup_tmp_directories=True,
+                # Called in the background by the first process, before the folder gets its name.
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._note_checksums),
+            ),
+        )
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be saved once `step` steps are done."""
+        return step % self.every == 0
+
+    def save(self, step: int, arrays: Any, host: dict[str, Any]) -> None:
+        """Copies the arrays and writes them in the background; a step already saved stays as it is.
+
+        Args:
+          step: the number of steps done.
+          arrays: a tree of arrays, typed PRNG keys too; they may be donated once this returns.
+          host: what else the run needs to go on, as JSON: data position, position in the metrics.
+
+        Raises:
+          SaveFailed: the checkpoint before this one, or the beginning of this one.
+        """
+        self.wait()
+        if step == self._manager.latest_step():
+            return
+        self.release_room()
+        self._size = _bytes_of(arrays)
+        items = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(arrays), host=ocp.args.JsonSave(host)
+        )
+        self._saving = step
+        with self._saved():
+            self._manager.save(step, args=items, force=True)
+        self._newest = step
+
+    def check(self) -> None:
+        """Notices a save that has failed in the background, and holds space for the next one once none is on.
+
+        Raises:
+          SaveFailed: it failed and was removed, or there is no space for the next one.
+        """
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+            self._hold_room()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint that is being saved is whole.
+
+        Raises:
+          SaveFailed: it failed and was removed.
+        """
+        with self._saved():
+            self._manager.wait_until_finished()
+
+    def hold_room(self, arrays: Any) -> None:
+        """Holds the space of a checkpoint of such arrays, before the first one.
+
+        Raises:
+          SaveFailed: there is no space.
+        """
+        self._size = _bytes_of(arrays)
+        self._hold_room()
+
+    def release_room(self) -> None:
+        """Gives up the space that is held, for a checkpoint or on a full disk."""
+        self._room.release()
+
+    def steps(self) -> list[int]:
+        """The checkpoints that there are or will be once the present save is done, the oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def oldest(self) -> int | None:
+        """The step of the oldest checkpoint, once there are as many as stay; None before."""
+        steps = self.steps()
+        return steps[0] if len(steps) >= self._keep else None
+
+    def latest_host(self) -> dict[str, Any] | None:
+        """What the host had to remember at the newest whole checkpoint, or None."""
+        manager, step = self._manager, self._newest
+        if step is None:
+            return None
+        items = ocp.args.Composite(host=ocp.args.JsonRestore())
+        return manager.restore(step, args=items).host
+
+    def restore_latest(self, template: Any) -> Restored | None:
+        """The newest whole checkpoint on the template's devices, or None where there is none.
+
+        Args:
+          template: the tree that was saved, with a `jax.ShapeDtypeStruct` for each array whose
+            sharding says where it goes; the mesh need not be the one it was saved from.
+
+        Raises:
+          ValueError: the template is another tree, or of other shapes, than the checkpoint.
+        """
+        manager, step = self._manager, self._newest
+        if step is None:
+            return None
+        items = ocp.args.Composite(
+            arrays=ocp.args.StandardRestore(template), host=ocp.args.JsonRestore()
+        )
+        restored = manager.restore(step, args=items)
+        return Restored(step, restored.arrays, restored.host)
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is whole, and gives up the space that is held.
+
+        Raises:
+          SaveFailed: it failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self.release_room()
+            self._manager.close()
+
+    def _note_checksums(self) -> None:
+        (written,) = unfinished(self._folder, self._saving)
+        write_checksums(written, without=(STAMPED,))
+
+    def _hold_room(self) -> None:
+        if not self._size or jax.process_index():
+            return
+        try:
+            self._room.hold(self._size)
+        except OSError as error:
+            raise SaveFailed(
+                f"there is no space for the next checkpoint in {self._folder}, which takes up to "
+                f"{self._size / 1e6:.0f} MB ({error.strerror})"
+            ) from error
+
+    @contextlib.contextmanager
+    def _saved(self) -> Iterator[None]:
+        """Takes away what a failed save leaves, and says in a sentence that it failed."""
+        try:
+            yield
+        # Orbax and TensorStore raise whatever a failed write ends in, ValueError and RuntimeError among it.
+        except Exception as error:
+            for left in unfinished(self._folder, self._saving):
+                shutil.rmtree(left, ignore_errors=True)
+            self._manager.reload()
+            self._newest = max(self.steps(), default=None)
+            known = REASON.search(str(error))
+            reason = known[0] if known else repr(error).partition("\n")[0]
+            raise SaveFailed(
+                f"the checkpoint of step {self._saving} could not be saved in {self._folder}: {reason}"
+            ) from error
+
+
+def _bytes_of(arrays: Any) -> int:
+    """Bytes of a checkpoint of a tree of arrays, at most."""
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+    return whole + whole // 20 + SPARE
+
+
+def template_of(arrays: Any) -> Any:
+    """The shapes, dtypes and shardings of a tree of arrays, to restore it where these lie."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
+    )

@@ -1,0 +1,106 @@
+"""The checkpoints in a folder: which are whole, and what is in the newest; also while a run goes on there."""
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from digen_jax.errors import ConfigError
+from digen_jax.records.checksums import damage
+
+STAMPED = "_CHECKPOINT_METADATA"  # of orbax, which writes the time into it last of all
+# It logs the traceback of whatever it raises.
+logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
+
+
+class Restored(NamedTuple):
+    """A checkpoint read back: the steps done, the arrays, and what the host had to remember."""
+
+    step: int
+    arrays: Any
+    host: dict[str, Any]
+
+
+def read_checkpoint(folder: Path | str, template: Any) -> Restored:
+    """Reads a part of the newest whole checkpoint, for other programs than the run itself.
+
+    Args:
+      folder: a `Checkpointer`'s folder, which is not changed; the run may still be going on.
+      template: the wanted branches of the tree that was saved, as in `Checkpointer.restore_latest`.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint.
+      ConfigError: there are some, and none is whole.
+      ValueError: the checkpoint lacks a branch of the template, or has it in another shape.
+    """
+    folder = Path(folder).absolute()
+    step, _ = newest_whole(folder)
+    if step is None:
+        raise FileNotFoundError(f"{folder} has no checkpoint: give the checkpoints folder of a run")
+    newest = folder / str(step)
+    wanted = ocp.args.PyTreeRestore(
+        item=template,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(template),
+        partial_restore=True,
+    )
+    with ocp.PyTreeCheckpointer() as reader:
+        arrays = reader.restore(newest / "arrays", args=wanted)
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        host = reader.restore(newest / "host")
+    unread = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in jax.tree.leaves_with_path(arrays)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if unread:
+        raise ValueError(f"checkpoint {newest} has no {unread[0]}: it is of another kind of run")
+    return Restored(step, arrays, host)
+
+
+def newest_whole(folder: Path) -> tuple[int | None, list[int]]:
+    """(the newest whole checkpoint's step or None, those after it, which are damaged, as a line says).
+
+    Raises:
+      ConfigError: there are checkpoints, and none is whole.
+    """
+    steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
+    damaged = {}
+    for step in sorted(steps, reverse=True):
+        wrong = damage(folder / str(step)) or _unstamped(folder / str(step))
+        if wrong is None:
+            for other, why in damaged.items():
+                print(f"checkpoint {other} is damaged ({why}): {step} is used", file=sys.stderr)
+            return step, list(damaged)
+        damaged[step] = wrong
+    if damaged:
+        each = "; ".join(f"{step}: {why}" for step, why in damaged.items())
+        raise ConfigError(
+            f"no checkpoint in {folder} is whole ({each}): put a copy in its place, or delete that "
+            "folder to begin from the start"
+        )
+    return None, []
+
+
+def _unstamped(checkpoint: Path) -> str | None:
+    try:
+        json.loads((checkpoint / STAMPED).read_bytes())
+    except (OSError, ValueError):
+        return f"its {STAMPED} cannot be read"
+    return None
+
+
+def put_aside(checkpoint: Path) -> None:
+    """Renames a damaged checkpoint, so that the step can be saved anew."""
+    aside = checkpoint.with_name(f"damaged_{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+
+
+def unfinished(folder: Path, step: int | None) -> list[Path]:
+    """The folders in which orbax is writing a step, or has begun to."""
+    return list(folder.glob(f"{step}.orbax-checkpoint-tmp*"))

@@ -1,0 +1,199 @@
+"""The record of a run: metrics.jsonl, the same numbers and the pictures for TensorBoard, optionally wandb.
+
+metrics.jsonl is the record and the event file is made from it, so the two cannot disagree. A
+checkpoint stores `MetricsLog.position()`; a resumed run calls `cut_back` with it and writes on, and
+its record is then an unbroken run's, apart from the fields that `TIMING` names.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from digen_jax.errors import ConfigError
+from digen_jax.files import append, without_torn_line
+from digen_jax.records import event_file
+
+TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
+CLOCK = "seconds/clock"
+PICTURE = re.compile(r"([a-z_]+)_(\d{6})\.png")  # in `workdir`/pictures: of what, after which step
+
+
+def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of metrics without what differs between equal runs: the prefixes in `TIMING`."""
+    return {name: value for name, value in record.items() if not name.startswith(TIMING)}
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """Reads metrics.jsonl, except for a last line that a killed process left unfinished.
+
+    Raises:
+      ConfigError: names the file and the number of a line that holds no metrics.
+    """
+    records = []
+    lines = without_torn_line(Path(path).read_bytes()).splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            # A line that stands in for a lost one needs no more than these.
+            float(record["step"]), float(record[CLOCK])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"{path}, line {number} holds no metrics: bring back a copy of the file, or put "
+                f'{{"step": {number - 1}, "{CLOCK}": 0}} there'
+            ) from error
+        records.append(record)
+    return records
+
+
+class MetricsLog:
+    """Appends to `workdir`/metrics.jsonl, `workdir`/tensorboard and, where asked for, a wandb run.
+
+    Args:
+      workdir: the run's folder; whole lines already in its metrics.jsonl are kept.
+      wandb: arguments of `wandb.init` (project, name, ...), or None for no wandb. A resumed run
+        goes on in the same wandb run, which ignores the steps that it already has.
+      config: of the run, shown by both.
+
+    Raises:
+      ConfigError: wandb is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        workdir: Path | str,
+        wandb: dict[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ):
+        self.folder, self._config = Path(workdir), config
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / "metrics.jsonl"
+        self.path.touch()
+        self._wandb = None if wandb is None else _start_wandb(self.folder, wandb, config)
+        self.cut_back(len(read_metrics(self.path)))
+
+    def write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
+        """Writes a line `{"step", "seconds/clock", **values}`; what is written survives a kill.
+
+        Raises:
+          ValueError: a value is NaN or infinite, or a name is one that every line already has.
+          OSError: the disk is full; nothing was written.
+        """
+        if taken := {"step", CLOCK} & values.keys():
+            raise ValueError(f"metric {taken.pop()!r} needs another name: every line has that one")
+        scalars = {name: float(value) for name, value in values.items()}
+        for name, value in scalars.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metric {name} is {value} at step {step}: the run has gone wrong")
+        events = self._event_file()
+        line = {"step": step, CLOCK: time.time(), **scalars}
+        size = self.path.stat().st_size
+        append(self.path, json.dumps(line, allow_nan=False).encode() + b"\n")
+        try:
+            append(events, event_file.record(_event(line)))
+        except OSError:
+            os.truncate(self.path, size)
+            raise
+        self._position += 1
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=step)
+
+    def picture(self, path: Path) -> None:
+        """Shows `workdir`/pictures/NAME_000020.png as NAME at step 20; before that step's `write`."""
+        name, step = _picture(path)
+        append(self._event_file(), event_file.record(_picture_event(path)))
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.log({f"pictures/{name}": wandb.Image(str(path))}, step=step)
+
+    def position(self) -> int:
+        """The number of lines, now safe on the disk: a checkpoint stores it for `cut_back`."""
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+        return self._position
+
+    def cut_back(self, position: int) -> None:
+        """Removes every line after the first `position`, and its events.
+
+        Args:
+          position: what `position()` was when the checkpoint was taken; 0 to begin afresh.
+
+        Raises:
+          ConfigError: there are fewer whole lines than that, so the file is not the checkpoint's.
+        """
+        lines = self.path.read_bytes().splitlines(keepends=True)[:position]
+        if sum(line.endswith(b"\n") for line in lines) < position:
+            raise ConfigError(
+                f"{self.path} has fewer than the {position} lines that the checkpoint counts on: "
+                "bring the file back, or start again in another workdir"
+            )
+        os.truncate(self.path, sum(map(len, lines)))
+        self._position = position
+        # The event file is made anew from the lines at the next write.
+        self._events: Path | None = None
+
+    def _event_file(self) -> Path:
+        """The event file; after `cut_back` a new one with what is on the record."""
+        if self._events is None:
+            lines = read_metrics(self.path)
+            last = lines[-1]["step"] if lines else -1
+            found = (self.folder / "pictures").glob("*.png")
+            pictures = [p for p in sorted(found) if PICTURE.fullmatch(p.name)]
+            events = [_config_event(self._config)] if self._config else []
+            events += [_event(line) for line in lines]
+            events += [_picture_event(p) for p in pictures if _picture(p)[1] <= last]
+            self._events = event_file.replace_events(self.folder / "tensorboard", events)
+        return self._events
+
+    def close(self) -> None:
+        """Ends the wandb run; the files are whole after every write."""
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _event(line: Mapping[str, Any]) -> bytes:
+    """A line of metrics.jsonl as an event: its clock and step, everything else a scalar."""
+    scalars = {name: value for name, value in line.items() if name not in ("step", CLOCK)}
+    return event_file.scalars_event(line[CLOCK], line["step"], scalars)
+
+
+def _picture(path: Path) -> tuple[str, int]:
+    """What a picture of a run shows, and after which step."""
+    name, step = PICTURE.fullmatch(path.name).groups()
+    return name, int(step)
+
+
+def _picture_event(path: Path) -> bytes:
+    name, step = _picture(path)
+    return event_file.picture_event(
+        path.stat().st_mtime, step, f"pictures/{name}", path.read_bytes()
+    )
+
+
+def _config_event(config: Mapping[str, Any]) -> bytes:
+    # Four spaces make a block of code of TensorBoard's Markdown.
+    lines = json.dumps(config, indent=2, default=str).splitlines()
+    text = "\n".join(f"    {line}" for line in lines)
+    return event_file.text_event(time.time(), 0, "config", text)
+
+
+def _start_wandb(workdir: Path, options: dict[str, Any], config: Mapping[str, Any] | None) -> Any:
+    """A wandb run whose id is kept in the workdir, so that a resumed run continues it."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "wandb is asked for but not installed: pip install wandb, or switch it off"
+        )
+    import wandb
+
+    identity = workdir / "wandb_id.txt"
+    if not identity.exists():
+        identity.write_text(uuid.uuid4().hex)
+    same = dict(dir=str(workdir), id=identity.read_text(), resume="allow")
+    return wandb.init(config=config and dict(config), **same, **options)

@@ -1,0 +1,229 @@
+"""What a run writes into its workdir besides checkpoints: metrics, timeline, commands, pictures, results."""
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from ml_collections import ConfigDict
+
+from digen_jax.config import sections
+from digen_jax.records import pictures
+from digen_jax.records.checkpoint import SaveFailed
+from digen_jax.records.evaluated import save_images, saved_images
+from digen_jax.records.metrics import CLOCK, MetricsLog, read_metrics
+from digen_jax.records.room import FULL
+from digen_jax.records.timeline_files import TraceFile, draw
+from digen_jax.runtime.evaluation import Evaluation, by_tag
+from digen_jax.runtime.log import CommandLog
+from digen_jax.scheduling.timeline import Interval
+
+SHOWN_STEPS = 3  # in a picture of the timeline
+
+
+class Records:
+    """A run's metrics, timeline, commands and pictures, and the results of its evaluations.
+
+    Args:
+      workdir: the run's folder, which this process has claimed.
+      config: the run's, complete.
+      release_room: gives up the space on the disk that is held for a checkpoint.
+
+    Raises:
+      ConfigError: wandb is asked for and not installed, or garbage is in metrics.jsonl.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: ConfigDict, release_room: Callable[[], None]):
+        self._workdir, self._release_room = workdir, release_room
+        self._full: OSError | None = None  # the disk is, as a file of the workdir has shown
+        self._timeline = TraceFile(workdir / "timeline.json")
+        self._shown: list[list[Interval]] = []  # of the last steps
+        self._metrics = MetricsLog(workdir, sections.wandb_options(config), config.to_dict())
+        self._commands: CommandLog | None = None
+        self._folder = workdir / "pictures"
+        self._folder.mkdir(exist_ok=True)
+        self._count = config.pictures.images
+
+    def close(self) -> None:
+        """Ends the wandb run; the files are whole after every write."""
+        self._metrics.close()
+
+    def _kept(self, write: Callable[[], Any]) -> None:
+        """Writes a file of the workdir; on a full disk in the room that is held, and the run is to stop."""
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._full = error
+            self._release_room()
+            write()
+
+    def check_disk(self) -> None:
+        """Whether all could be written so far.
+
+        Raises:
+          SaveFailed: the disk is full.
+        """
+        if self._full:
+            raise SaveFailed(f"the disk of {self._workdir} is full")
+
+    def forget(self, done: int) -> None:
+        """Cuts the records of what the workers did back to the step that was `done`."""
+        self._kept(lambda: self._forget(done))
+
+    def _forget(self, done: int) -> None:
+        lines = read_metrics(self._workdir / "metrics.jsonl")
+        ended = next(line[CLOCK] for line in lines if line["step"] == done)
+        self._timeline.cut_back(done, ended)
+        self._commands.cut_back(done)
+
+    def begin_commands(self, done: int) -> CommandLog:
+        """The log of the commands that follow the `done` steps before this process's."""
+        self._commands = CommandLog(self._workdir / "commands.jsonl", done)
+        return self._commands
+
+    def place(self) -> int:
+        """How far the metrics are, for `cut_back`; they are safe on the disk then."""
+        return self._metrics.position()
+
+    def cut_back(self, place: int) -> None:
+        """Removes the metrics after a place.
+
+        Raises:
+          ConfigError: the file does not hold so many.
+        """
+        self._metrics.cut_back(place)
+
+    def write(self, done: int, line: dict[str, float]) -> None:
+        """The metrics of the step that is `done`, or of the model before tuning."""
+        self._kept(lambda: self._metrics.write(done, line))
+
+    def step(self, done: int, line: dict[str, float]) -> None:
+        """The metrics and commands of the step that is `done`; the curve where it was evaluated."""
+        self.write(done, line)
+        self._kept(self._commands.flush)
+        if "evaluation/reward" in line:
+            self._kept(self._draw_curve)
+
+    def timeline(self, intervals: Sequence[Interval], clock: float) -> None:
+        """What the workers did; `clock` is the time, in seconds, of the intervals' 0."""
+        self._kept(lambda: self._timeline.write(intervals, clock))
+
+    def step_timeline(
+        self, done: int, intervals: list[Interval], clock: float, picture: bool
+    ) -> None:
+        """What the workers did in the step that is `done`; where asked for, a picture of the last ones."""
+        self.timeline(intervals, clock)
+        self._shown = [*self._shown[1 - SHOWN_STEPS :], intervals]
+        if picture:
+            first = done - len(self._shown) + 1
+            steps = f"steps {first} to {done}" if first < done else f"step {done}"
+            path = self._folder / f"timeline_{done:06d}.png"
+            shown = [interval for step in self._shown for interval in step]
+            self._kept(lambda: draw(shown, path, steps))
+            self._kept(lambda: self._metrics.picture(path))
+
+    def show(self, done: int, found: Evaluation) -> None:
+        """A picture of what the model draws after `done` steps, with the rewards."""
+        count = self._count
+        captions = [record["prompt"] for record in found.records[:count]]
+        title = f"after step {done}" if done else "before tuning"
+        grid = pictures.image_grid(found.images[:count], captions, 6, found.scores[:count], title)
+        path = self._folder / f"step_{done:06d}.png"
+        self._kept(lambda: grid.save(path))
+        self._kept(lambda: self._metrics.picture(path))
+
+    def keep(self, done: int, found: Evaluation) -> None:
+        """Keeps the first images and all scores of an evaluation, for the results."""
+        images, scores = found.images[: self._count], found.scores
+        file = self._folder / ("after.npz" if done else "before.npz")
+        self._kept(lambda: save_images(file, step=done, images=images, scores=scores))
+
+    def _draw_curve(self) -> None:
+        """The reward so far, as a picture."""
+        pictures.plot_curves(
+            read_metrics(self._workdir / "metrics.jsonl"),
+            {"training": "reward", "held-out prompts": "evaluation/reward"},
+            self._folder / "curve.png",
+        )
+
+    def evaluated(self) -> int | None:
+        """The steps after which the last evaluation was that is kept; None where there is none."""
+        last = saved_images(self._folder / "after.npz")
+        return None if last is None else int(last["step"])
+
+    def results(self, held_out: list[dict]) -> None:
+        """The results, on the console and as pictures; `held_out` are the records that are evaluated."""
+        first, last = (saved_images(self._folder / f"{when}.npz") for when in ("before", "after"))
+        if first is None or len(first["scores"]) != len(held_out):
+            print(
+                f"{self._folder / 'before.npz'} is missing or damaged: nothing is compared with it"
+            )
+        else:
+            self._compare(first, last, held_out)
+        self._draw_curve()
+        print(where(self._workdir))
+
+    def _compare(
+        self, first: dict[str, np.ndarray], last: dict[str, np.ndarray], held_out: list[dict]
+    ) -> None:
+        """A sheet of the same prompts before and after, and the table of their rewards."""
+        count = min(len(first["images"]), len(last["images"]))
+        pictures.before_after(
+            first["images"][:count],
+            last["images"][:count],
+            [record["prompt"] for record in held_out[:count]],
+            first["scores"][:count],
+            last["scores"][:count],
+            title="held-out prompts, the same noise before and after tuning",
+        ).save(self._folder / "before_after.png")
+        print(table(held_out, first["scores"], last["scores"]))
+
+
+@contextlib.contextmanager
+def full_disk(workdir: pathlib.Path) -> Iterator[None]:
+    """Says in a sentence that the disk is full, wherever that shows first."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise SaveFailed(
+            f"the disk of {workdir} is full: make room, and the same command goes on from the last checkpoint"
+        ) from error
+
+
+def table(
+    records: list[dict], before: Float[np.ndarray, "n"], after: Float[np.ndarray, "n"]
+) -> str:
+    """Mean reward before and after, over all and for each task."""
+    rows = {"all": (before.mean(), after.mean())}
+    tasks = zip(by_tag(records, before).items(), by_tag(records, after).items(), strict=True)
+    rows |= {tag: (first, last) for (tag, first), (_, last) in tasks}
+    title = f"reward on {len(records)} held-out prompts"
+    lines = [f"{title:<32}{'before':>8}{'after':>8}{'gain':>8}"]
+    for tag, (first, last) in rows.items():
+        lines.append(f"  {tag:<30}{first:8.3f}{last:8.3f}{last - first:+8.3f}")
+    return "\n".join(lines)
+
+
+def where(workdir: pathlib.Path) -> str:
+    """What lies where in a workdir."""
+    files = {
+        "pictures/before_after.png": "the same prompts before and after",
+        "pictures/curve.png": "reward over the steps",
+        "pictures/step_*.png": "pictures on the way",
+        "pictures/timeline_*.png": "what every worker did in the last steps",
+        "timeline.json": "the same since the oldest checkpoint, for ui.perfetto.dev",
+        "commands.jsonl": "what the scheduler told them to do since then, in order",
+        "metrics.jsonl": "every number, a line a step",
+        "starts.jsonl": "versions, commit, devices and command of each start",
+        "tensorboard/": "the same for TensorBoard",
+        "checkpoints/": "to continue, evaluate or export",
+    }
+    width = max(map(len, files))
+    lines = [f"  {name:<{width}}  {what}" for name, what in files.items()]
+    return "\n".join([f"In {workdir}:", *lines])

@@ -1,0 +1,132 @@
+"""The other processes of a run: they do what the first one announces, and keep no record of it."""
+
+import pathlib
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float32
+from ml_collections import ConfigDict
+
+from digen_jax.assemble import build
+from digen_jax.config.recipe import complete
+from digen_jax.config.sections import drawn_groups, fixed_set_steps
+from digen_jax.engine.system import System
+from digen_jax.errors import ConfigError
+from digen_jax.process.interrupt import Interrupt
+from digen_jax.prompts.dataset import prompt_batches
+from digen_jax.prompts.files import read_prompt_file
+from digen_jax.run.planning import fitting
+from digen_jax.run.positions import Position, Positions
+from digen_jax.runtime.driver import Begun
+from digen_jax.runtime.evaluation import evaluate
+from digen_jax.runtime.executors import Executors, follow
+from digen_jax.runtime.orders import leave, orders
+
+
+def follow_run(config: ConfigDict, workdir: pathlib.Path) -> int | None:
+    """Takes part in a run that the first process leads, and ends as `run.train` does there.
+
+    Raises:
+      ConfigError: what the first process found to be wrong.
+    """
+    jax.devices()  # the others' wait for this process's, too
+    with Interrupt() as interrupt:
+        try:
+            error, code = _follow(config, workdir, orders(interrupt))
+        except BaseException as failure:
+            leave(failure)
+    if error is not None:
+        raise ConfigError(error)
+    return code
+
+
+def _follow(
+    config: ConfigDict, workdir: pathlib.Path, told: Iterator[tuple[str, Any]]
+) -> tuple[str | None, int | None]:
+    """To the end that is announced: (the mistake, the exit code)."""
+    kind, value = next(told)
+    if kind == "end":
+        return value
+    config, mistake = fitting(complete(config)), None
+    if config.to_json(sort_keys=True) != value:
+        raise ConfigError(
+            "this process was given another config than the first one: start all by one command"
+        )
+    try:
+        system = build(config, jax.devices())
+    except ConfigError as error:
+        mistake = error
+    # Most mistakes are those of all processes: then the first one says what is wrong.
+    kind, value = next(told)
+    if kind == "end":
+        return value
+    if mistake is not None:
+        raise mistake
+    with closing(Follower(config, workdir, system)) as follower:
+        for kind, value in told:
+            if kind == "end":
+                return value
+            follower.do(kind, value)
+
+
+class Follower:
+    """A process's share in a run: the same parts as the first one's but for rewards, scheduler and records."""
+
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path, system: System):
+        self._config, self._system = config, system
+        self._held_out = read_prompt_file(config.evaluation.prompts)
+        self._positions = Positions(workdir, config)
+        prompts = prompt_batches(
+            config.prompts.file,
+            drawn_groups(config),
+            config.seed,
+            workdir / "prompts",
+            set_steps=fixed_set_steps(config),
+        )
+        state = self._system.trainer.init(self._system.start)
+        found = self._positions.newest(state) or Position(0, state, None, {})
+        if found.host:
+            prompts.set_state(found.host["prompts"])
+        kept = found.begun.kept if found.begun else None
+        self._executors = Executors(self._system, config, found.state, prompts, found.done, kept)
+
+    def do(self, kind: str, value: Any) -> None:
+        """One entry of the log."""
+        match kind:
+            case "do":
+                follow(self._executors, value)
+            case "scored":
+                fragment, scores = value
+                self._executors.scored(fragment, np.asarray(scores, np.float32))
+            case "evaluate":
+                self._evaluate(value)
+            case "save":
+                self._save(*value)
+            case _:
+                raise ValueError(f"the first process announces {kind!r}: it runs another version")
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is whole."""
+        self._positions.close()
+
+    def _evaluate(self, images: int) -> None:
+        """Samples the first held-out prompts; only the first process scores them."""
+        state, settings = self._executors.trainer.state, self._config.evaluation
+        rollout = self._system.rollouts[0]
+        weights = rollout.weights(state.evaluated)
+        records = self._held_out[:images]
+        evaluate(rollout.evaluator, weights, records, _unscored, "none", settings.batch)
+
+    def _save(self, done: int, versions: tuple[int, ...]) -> None:
+        kept = {version: self._executors.versions[version] for version in versions}
+        state = self._executors.trainer.state
+        self._positions.save(Position(done, state, Begun({}, kept), {}))
+
+
+def _unscored(
+    images: Float32[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
+) -> Float32[np.ndarray, "b"]:
+    return np.zeros(len(images), np.float32)

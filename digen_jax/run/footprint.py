@@ -1,0 +1,97 @@
+"""The sizes of a config's model, which say what a placement needs of a device's memory."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from digen_jax.algorithms.demands import Algorithm, needs_reference, slow_copy
+from digen_jax.algorithms.policy_gradient import PolicyGradient
+from digen_jax.assemble import load_family, make_policy, open_pipeline, trained_policy
+from digen_jax.config import sections
+from digen_jax.engine.placement import fsdp_spec
+from digen_jax.errors import blame
+from digen_jax.scheduling.planner.problem import Footprint, Parameters
+
+
+def model_footprint(config: ConfigDict) -> Footprint:
+    """The sizes of a config's model, from shapes alone: nothing is read or allocated.
+
+    Activations are what the transformer's backward pass keeps of one transition as it is written,
+    before the compiler saves any of it; the guidance that is trained with is included.
+
+    Raises:
+      ConfigError: the model's folder cannot be used.
+    """
+    with blame("config.model.folder: "):
+        family = load_family(
+            open_pipeline(config.model.folder), config.model.dtype, config.model.remat
+        )
+    policy, shapes = make_policy(config, family), family.shapes()
+    algorithm = sections.algorithm_settings(config)
+    split = functools.partial(policy.split, reference=needs_reference(algorithm))
+    tuned, base = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
+    frozen = {part: tree for part, tree in shapes.items() if part != "transformer"}
+    sent = tuned, jax.eval_shape(policy.sampler_base, base)
+    if config.sampler.dtype:
+        sent = jax.tree.map(lambda leaf: leaf.update(dtype=config.sampler.dtype), sent)
+    latent = family.latent_shape(config.model.height, config.model.width)
+    placement = config.placement
+    sizes = functools.partial(_parameters, placement.rules)
+    return Footprint(
+        tuned=sizes(tuned),
+        published=sizes(sent[0]),
+        base=sizes(base),
+        sampler_base=sizes(sent[1]),
+        frozen=sizes(frozen),
+        copies=(config.trainer.ema > 0) + (slow_copy(algorithm) is not None),
+        activations=_residuals(trained_policy(policy, algorithm), tuned, base, frozen, latent),
+        trajectory=_stored(algorithm, sections.noisy_steps(config), latent),
+        micro_batch=config.trainer.micro_batch,
+        trainer_fsdp=placement.trainer.fsdp,
+        worker_fsdp=placement.rollout.fsdp,
+    )
+
+
+def _stored(algorithm: Algorithm, steps: int, latent: tuple[int, ...]) -> int:
+    """Bytes that are kept of an image until it is trained, in float32."""
+    size = math.prod(latent)
+    if not isinstance(algorithm, PolicyGradient):
+        return 4 * (size + 2)  # the image and its key
+    return 4 * steps * ((3 if algorithm.stores_means else 2) * size + 1)  # x, x_next, log_prob
+
+
+def _parameters(rules: Any, tree: Any) -> Parameters:
+    """Bytes of a tree's leaves by whether the rules split them over an axis fsdp of 2."""
+    found = {True: 0, False: 0}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        tactic = next(
+            (tactic for pattern, tactic in rules if re.search(pattern, name)), "replicate"
+        )
+        split = tactic == "fsdp" and any(fsdp_spec(leaf.shape, 2))
+        found[split] += leaf.size * leaf.dtype.itemsize
+    return Parameters(found[True], found[False])
+
+
+def _residuals(policy: Any, tuned: Any, base: Any, frozen: Any, latent: tuple[int, ...]) -> int:
+    """Bytes that the transformer's pullback holds, for one more transition."""
+
+    def encoded(texts: list[str], frozen: Any) -> Any:
+        ids = policy.family.tokenize(texts)
+        return policy.family.encode(frozen, jax.tree.map(jnp.asarray, ids))
+
+    def pullback(count: int, tuned: Any, base: Any, frozen: Any) -> Any:
+        texts, null = encoded([""] * count, frozen), encoded([""], frozen)
+        x, sigma = jnp.zeros((count, *latent)), jnp.ones(count)
+        return jax.vjp(lambda tuned: policy.velocity(tuned, base, texts, null)(x, sigma), tuned)[1]
+
+    def held(count: int) -> int:
+        shapes = jax.eval_shape(functools.partial(pullback, count), tuned, base, frozen)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+    return held(2) - held(1)

@@ -1,0 +1,113 @@
+"""What commands cost on the devices at hand: a fragment's way through the parts of a run, timed."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from digen_jax import rewards
+from digen_jax.engine.hosts import put
+from digen_jax.engine.packing import trained_part
+from digen_jax.engine.system import System
+from digen_jax.runtime.sampling import moved
+from digen_jax.runtime.steps import Images
+from digen_jax.runtime.training import receive, taken
+from digen_jax.scheduling.settings import Costs
+
+REPEATS = 3  # after one call that compiles; their median counts
+
+UNMEASURED = ("score_latency", "switch")
+
+
+def measure(
+    system: System,
+    config: Any,
+    records: list[dict],
+    reward: rewards.Reward,
+    note: Callable[[str], None],
+) -> Costs:
+    """Seconds on the system's own meshes; training includes the way to the trainer.
+
+    Args:
+      system: as built from the config; its trainer's state is consumed.
+      config: complete.
+      records: the prompts of a step, one a group.
+      reward: what scores.
+      note: is told each part, when it begins to be compiled and how long it took.
+    """
+
+    def timed_part(name: str, call: Callable[[], Any]) -> tuple[Any, float]:
+        note(f"{name}: compiling and timing")
+        result, seconds = timed(call)
+        note(f"{name}: {seconds:.4g} s")
+        return result, seconds
+
+    size = config.sampler.fragment
+    rows = np.repeat(np.arange(len(records), dtype=np.int32), config.batch.images)[:size]
+    numbers = np.tile(np.arange(config.batch.images), len(records))[:size]
+    drawn = system.draws.of(0, rows, numbers)
+    texts = [record["prompt"] for record in records]
+    state = system.trainer.init(system.start)
+    weights, publish = timed_part("publish", lambda: system.publish(state.tuned))
+    prompts, encode = timed_part("encode", lambda: system.sampler.encode(weights, texts))
+    made, generate = timed_part(
+        "generate", lambda: system.sampler.generate(weights, prompts, rows, *drawn)
+    )
+    decoded, decode = timed_part("decode", lambda: system.sampler.decode(weights, made))
+    pictures, shown = np.asarray(decoded), [records[row] for row in rows]
+    _, score = timed_part(
+        "score",
+        lambda: rewards.call(
+            reward, config.reward.name, pictures, [record["prompt"] for record in shown], shown
+        ),
+    )
+    samples = trained_part(made, put(drawn.keys, system.sampler.group.batch))
+    images = Images(0, rows, samples, made.sigmas)
+    advantages = np.linspace(-1, 1, size, dtype=np.float32)
+    local = jax.device_put(prompts, system.placement.trainer.replicated)
+
+    trainer, count = system.placement.trainer, system.advantages.kept(size, config.batch.images)
+
+    def accumulate() -> Any:
+        given = moved(images, trainer)
+        if count < size:
+            given = taken(given, np.arange(count), trainer)
+        experience = receive(system, local, given, advantages[:count])
+        return system.trainer.accumulate(state, system.base, experience, None, state.tuned)
+
+    totals, train = timed_part("train", accumulate)
+    _, update = timed_part("update", _updates(system, state, totals))
+    return Costs(
+        generate=generate / size,
+        train=train / size,
+        decode=decode / size,
+        encode=encode,
+        score=score / size,
+        update=update,
+        publish=publish,
+    )
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """(what the call returns, the median of its seconds after a first one that may compile)."""
+    jax.block_until_ready(call())
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        result = jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - start)
+    return result, statistics.median(seconds)
+
+
+def _updates(system: System, state: Any, totals: Any) -> Callable[[], Any]:
+    """A call that updates; each consumes the state before it."""
+    held = [state]
+
+    def update() -> Any:
+        held[0], metrics = system.trainer.update(held[0], totals)
+        return held[0], metrics
+
+    return update

@@ -1,0 +1,106 @@
+"""Where a run stands after some steps, to and from its checkpoints; every process has its share of them."""
+
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from digen_jax.config import recipe
+from digen_jax.engine.hosts import put
+from digen_jax.engine.trainer import State
+from digen_jax.records.checkpoint import Checkpointer, template_of
+from digen_jax.runtime.driver import Begun
+
+
+class Position(NamedTuple):
+    """Where a run stands after `done` steps."""
+
+    done: int
+    state: State
+    begun: Begun | None  # what is in flight; None before the first step
+    host: dict[str, Any]  # what else a checkpoint needs: places in the prompts and in the metrics
+
+    def is_whole(self) -> bool:
+        """Whether its arrays are still there: an update consumes them."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+
+
+class Positions:
+    """The positions that a run's checkpoints hold. In a run of several processes all save and read together.
+
+    Raises:
+      ConfigError: there are checkpoints, and none is whole.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: ConfigDict):
+        self._seed, self._layout = config.seed, recipe.layout(config)
+        self._checkpoints = Checkpointer(
+            workdir / "checkpoints", config.checkpoint.every, config.checkpoint.keep
+        )
+
+    def due(self, done: int) -> bool:
+        """Whether a position is to be saved after `done` steps."""
+        return self._checkpoints.due(done)
+
+    def newest(self, state: State) -> Position | None:
+        """The newest one, laid out as `state`, the one before the first step; None where there is none."""
+        host = self._checkpoints.latest_host()
+        if host is None:
+            return None
+        versions = [int(version) for version in host["kept"]]
+        template = self._arrays(state, dict.fromkeys(versions, state.tuned))
+        found = self._checkpoints.restore_latest(template_of(template))
+        begun = None
+        if host["scheduler"] is not None:
+            kept = {version: found.arrays["kept"][str(version)] for version in versions}
+            begun = Begun(host["scheduler"], kept, host["layout"])
+        state = State(**{name: found.arrays.get(name) for name in State._fields})
+        return Position(found.step, state, begun, found.host)
+
+    def save(self, position: Position) -> None:
+        """A checkpoint of a position, unless there is one; what the host remembers is the first process's."""
+        scheduler, kept, _ = position.begun or (None, {}, "")
+        host = position.host | {
+            "scheduler": scheduler,
+            "kept": sorted(kept),
+            "layout": self._layout,
+        }
+        self._checkpoints.save(position.done, self._arrays(position.state, kept), host)
+
+    def hold_room(self, state: State) -> None:
+        """Holds the space of a checkpoint; SaveFailed where there is none."""
+        self._checkpoints.hold_room(self._arrays(state, {}))
+
+    def release_room(self) -> None:
+        """Gives up the space that is held."""
+        self._checkpoints.release_room()
+
+    def check(self) -> None:
+        """Notices a save that has failed since the last time: SaveFailed."""
+        self._checkpoints.check()
+
+    def wait(self) -> None:
+        """Waits until what is being saved is whole; SaveFailed where it cannot be."""
+        self._checkpoints.wait()
+
+    def steps(self) -> list[int]:
+        """The steps whose positions are saved, or are being saved, the oldest first."""
+        return self._checkpoints.steps()
+
+    def oldest(self) -> int | None:
+        """The steps before which no position is saved any more; None while even the beginning is one."""
+        return self._checkpoints.oldest()
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is whole."""
+        self._checkpoints.close()
+
+    def _arrays(self, state: State, kept: dict[int, Any]) -> dict[str, Any]:
+        arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
+        if kept:
+            arrays["kept"] = {str(version): tree for version, tree in kept.items()}
+        mesh = jax.tree.leaves(state.tuned)[0].sharding.mesh
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return arrays | {"root_key": put(jax.random.key(self._seed), everywhere)}

@@ -1,0 +1,362 @@
+"""A whole training run in a workdir: claim it, continue where it was left, train, show the results."""
+
+import contextlib
+import functools
+import pathlib
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from digen_jax import rewards
+from digen_jax.assemble import build, make_driver
+from digen_jax.config.checks import check
+from digen_jax.config.recipe import MAY_CHANGE, complete, is_automatic
+from digen_jax.config.sections import drawn_groups, fixed_set_steps
+from digen_jax.engine.divergence import DivergedError, check_metrics
+from digen_jax.engine.trainer import State
+from digen_jax.errors import ConfigError
+from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.progress import Progress
+from digen_jax.prompts.dataset import prompt_batches
+from digen_jax.prompts.files import read_prompt_file
+from digen_jax.prompts.notes import tell
+from digen_jax.records.checkpoint import SaveFailed
+from digen_jax.records.environment import note_start
+from digen_jax.records.metrics import read_metrics
+from digen_jax.records.records import Records, full_disk, where
+from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.rewards.trial import try_out
+from digen_jax.run.following import follow_run
+from digen_jax.run.planning import placed
+from digen_jax.run.positions import Position, Positions
+from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
+from digen_jax.runtime.clock import paused
+from digen_jax.runtime.driver import Driver
+from digen_jax.runtime.evaluation import Evaluation, evaluate
+from digen_jax.runtime.log import read_log
+from digen_jax.runtime.orders import Orders, is_first, leading, several
+from digen_jax.runtime.watch import Watch, end_process
+from digen_jax.scheduling.deadlines import Deadline
+
+Metrics = dict[str, float]
+
+
+def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
+    """Runs or continues the training that `config` describes, in `workdir`.
+
+    Where there are several processes all call it, with a workdir that all see. The first one leads.
+
+    Returns:
+      None where the run is finished; the process's exit code where a signal stopped it before.
+
+    Raises:
+      ConfigError: a mistake in what was asked for, or in what the reward returns.
+      Stopped: what the run cannot go on without hangs or dies, such as the reward.
+    """
+    if not is_first():
+        return follow_run(config, workdir)
+    with leading() as orders:
+        code = lead(config, workdir, orders)
+        orders.announce("end", (None, code))
+    return code
+
+
+def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | None:
+    """As `train`, in the process that decides."""
+    config = complete(config)
+    if is_automatic(config) and several():
+        raise ConfigError(
+            "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
+            "takes all devices of all processes, and rollout.data = 0"
+        )
+    config = placed(config, workdir)
+    check(config, jax.device_count())
+    # In a run's folder that another process has, or that cannot be used at all, the claim finds what is wrong.
+    changed = changes(workdir, config.to_dict()) if workdir.is_dir() else {}
+    with claim_workdir(workdir, config.to_dict(), MAY_CHANGE):
+        finished = finished_step(workdir) or 0
+        if finished < config.steps:
+            for file, read in {"metrics.jsonl": read_metrics, "commands.jsonl": read_log}.items():
+                if (workdir / file).exists():
+                    read(workdir / file)  # so that garbage in it is found before anything slow
+            run = Run(config, workdir, orders)
+            with full_disk(workdir):
+                return run.train([f"{name}: {change}" for name, change in changed.items()])
+    print(f"This run is finished: {finished} steps are done. To go on, give a larger config.steps.")
+    print(where(workdir))
+    return None
+
+
+class Run:
+    """A run from its beginning, or where it was left, to its results; `records` has what it writes on the way."""
+
+    def __init__(self, config: ConfigDict, workdir: pathlib.Path, orders: Orders):
+        self.config, self.workdir, self.orders = config, workdir, orders
+        self.positions = Positions(workdir, config)
+        orders.announce("begin", config.to_json(sort_keys=True))
+        reward = config.reward
+        deadline = Deadline(config.runtime.deadline)
+        self.rewards = RewardPool(
+            rewards.resolve(reward.name),
+            reward.name,
+            reward.processes,
+            reward.retries,
+            deadline.seconds,
+        )
+        held_out = read_prompt_file(config.evaluation.prompts)
+        files = read_prompt_file(config.prompts.file), held_out
+        try:
+            try_out(self.rewards.score, files, config.model.height, config.model.width)
+            self.system = build(config, jax.devices())
+        except BaseException:  # Ctrl-C, too: else the reward's processes would go on
+            self.rewards.close()
+            raise
+        # Of several processes one may wait long for what another one compiles.
+        self.watch = Watch(Deadline(0) if several() else deadline)
+        orders.announce("built")
+        self.driver: Driver | None = None
+        self.saved: int | None = None  # the steps of the newest checkpoint
+        self.held_out = held_out[: config.evaluation.images or None]
+        self.prompts = prompt_batches(
+            config.prompts.file,
+            drawn_groups(config),
+            config.seed,
+            workdir / "prompts",
+            set_steps=fixed_set_steps(config),
+        )
+        self.drawn: dict[int, Any] = {}  # places in the prompts, by steps drawn
+        self.records = Records(workdir, config, self.positions.release_room)
+
+    def train(self, changed: list[str]) -> int | None:
+        """From the last checkpoint to the last step, then the results; returns as `train` does.
+
+        `changed` says what the config has otherwise than at the last start.
+        """
+        for file in dict.fromkeys((self.config.prompts.file, self.config.evaluation.prompts)):
+            tell(file, self.system.policy.family.cut)
+        print(self.system.placement.describe(), flush=True)
+        with closing(self.watch), closing(self.rewards):
+            with Interrupt() as interrupt, closing(self.records), closing(self.positions):
+                position = self.resume()
+                for change in changed:
+                    print(f"changed from step {position.done + 1} on: {change}", flush=True)
+                note_start(self.workdir, position.done, changed)
+                position = self.advance(position, interrupt)
+            if position.done < self.config.steps:
+                print(f"Stopped and saved after step {position.done}; the same command continues.")
+                return 128 + interrupt.asked
+            self.finish(position)
+        return None
+
+    def resume(self) -> Position:
+        """The newest checkpoint's position, or the beginning's once the start has been evaluated."""
+        state = self.system.trainer.init(self.system.start)
+        found = self.positions.newest(state)
+        self.positions.hold_room(state)
+        if found is None:
+            return self.begin(state)
+        if found.done > self.config.steps:
+            raise ConfigError(
+                f"config.steps = {self.config.steps}, but the run in {self.workdir} has done "
+                f"{found.done} steps already: give {found.done} or more"
+            )
+        self.saved = found.done
+        print(f"continuing after step {found.done}", flush=True)
+        self.prompts.set_state(found.host["prompts"])
+        self.records.cut_back(found.host["metrics"])
+        return found
+
+    def begin(self, state: State) -> Position:
+        """The position before the first step; the first line of metrics is the model's before tuning."""
+        count = len(self.held_out)
+        print(
+            f"compiling, and evaluating the model before tuning on {count} held-out prompts",
+            flush=True,
+        )
+        self.records.cut_back(0)
+        self.records.write(0, self.look(0, state))
+        return Position(0, state, None, self.places(0))
+
+    def advance(self, position: Position, interrupt: Interrupt) -> Position:
+        """Step after step, to the last or until a signal asks to stop; where it ends is saved.
+
+        Raises:
+          SaveFailed: something could not be written; what the disk has room for is saved.
+        """
+        if position.done == self.config.steps:
+            return position
+        try:
+            position = self.go_on(position, interrupt)
+            self.positions.wait()
+            return position
+        except SaveFailed as error:
+            goes_on = f"make room, and the same command goes on {self.newest()}"
+            raise SaveFailed(f"{error}: {goes_on}") from error
+        except RewardMistake as error:
+            goes_on = f"mend the reward, and the same command goes on {self.newest()}"
+            raise type(error)(f"{error}\n  {goes_on}") from error
+
+    def newest(self) -> str:
+        """From where a run goes on that is started again."""
+        with contextlib.suppress(SaveFailed):
+            self.positions.wait()
+        saved = self.positions.steps()
+        return f"after step {saved[-1]}, which is saved" if saved else "from the beginning"
+
+    def go_on(self, position: Position, interrupt: Interrupt) -> Position:
+        """As `advance`, but for what follows where something could not be written."""
+        prompts = self.draw_prompts(position.done)
+        self.driver = make_driver(
+            self.system,
+            self.config,
+            position.state,
+            prompts,
+            self.rewards,
+            position.done,
+            position.begun,
+            self.records.begin_commands(position.done),
+            self.orders,
+            self.watch,
+        )
+        with closing(Progress(self.config.steps, position.done)) as progress, closing(self.driver):
+            try:
+                self.check_disk()
+                while position.done < self.config.steps and not interrupt.asked:
+                    position, line = self.step(position)
+                    progress.update(
+                        position.done,
+                        line["reward"],
+                        line["images_per_second"],
+                        line["utilisation"],
+                    )
+                    if "evaluation/reward" in line:
+                        reward = f"{line['evaluation/reward']:.3f}"
+                        progress.note(f"step {position.done}: {reward} on the held-out prompts")
+                    self.check_disk()
+                    interrupt.asked = interrupt.asked or self.orders.asked_to_stop()
+            finally:
+                # After a failure, too, what came before it is kept. An update consumes its state:
+                # a step that fails behind its first update leaves the last checkpoint as it is.
+                if position.is_whole() and not self.orders.torn:
+                    self.save(position)
+                rest, clock = self.driver.rest(), time.time() - self.driver.now()
+                self.records.timeline(rest, clock)
+        self.driver = None
+        return position
+
+    def step(self, position: Position) -> tuple[Position, Metrics]:
+        """One step with all that is due after it: evaluation, pictures, metrics, checkpoint."""
+        try:
+            line = self.driver.step()
+            check_metrics(line)
+        except DivergedError as error:
+            raise ConfigError(self.diverged(str(error), position)) from error
+        done, state, begun = position.done + 1, self.driver.state, self.driver.begun
+        clock = time.time() - self.driver.now()
+        self.records.step_timeline(done, self.driver.intervals, clock, picture=self.shown(done))
+        line |= self.look(done, state)
+        self.records.step(done, line)
+        position = Position(done, state, begun, self.places(done))
+        if self.positions.due(done):
+            self.save(position)
+        return position, line
+
+    def diverged(self, what: str, position: Position) -> str:
+        """The sentence that ends a run in which something stopped to be finite in the step behind a position."""
+        done = position.done
+        if position.is_whole():  # then `advance` saves it
+            self.saved = done
+        trainer, saved = (
+            self.config.trainer,
+            "nothing is saved"
+            if self.saved is None
+            else (f"the newest checkpoint is of step {self.saved}"),
+        )
+        return (
+            f"{what} in step {done + 1}: training has diverged; the last good step is {done}, and {saved}. Lower "
+            f"config.trainer.learning_rate = {trainer.learning_rate} or config.trainer.clip_norm = "
+            f"{trainer.clip_norm}, and begin in another workdir"
+        )
+
+    def check_disk(self) -> None:
+        """Between two steps: whether all could be written, and the next checkpoint can be.
+
+        Raises:
+          SaveFailed: it could not.
+        """
+        self.records.check_disk()
+        self.positions.check()
+
+    def shown(self, done: int) -> bool:
+        """Whether pictures are due after `done` steps."""
+        return done % self.config.pictures.every == 0 or done == self.config.steps
+
+    def look(self, done: int, state: State) -> Metrics:
+        """Evaluation and pictures, where they are due after `done` steps; the evaluation's metrics."""
+        evaluated = done % self.config.evaluation.every == 0 or done == self.config.steps
+        shown = self.shown(done)
+        if not (evaluated or shown):
+            return {}
+        count = None if evaluated else self.config.pictures.images
+        found = self.evaluate(state.evaluated, self.held_out[:count])
+        if shown:
+            self.records.show(done, found)
+        if not evaluated:
+            return {}
+        self.records.keep(done, found)
+        return found.metrics()
+
+    def evaluate(self, tuned: Any, records: list[dict]) -> Evaluation:
+        """Scores the first held-out prompts, `records`; between steps the driver has it done."""
+        with self.orders.together("evaluate", len(records)):
+            if self.driver is not None:
+                return self.driver.evaluate(tuned, records)
+            name, batch = self.config.reward.name, self.config.evaluation.batch
+            weights = self.system.publish(tuned)
+            late = functools.partial(end_process, "this process")
+            with self.watch.over_batches(late) as progress:
+                return evaluate(
+                    self.system.evaluator,
+                    weights,
+                    records,
+                    paused()(self.rewards.score),
+                    name,
+                    batch,
+                    progress=progress,
+                    reward_weights=self.system.advantages.reward_weights,
+                )
+
+    def draw_prompts(self, done: int) -> Iterator[list[dict]]:
+        """The prompts of the steps after `done`; notes down where each step's end."""
+        for number, records in enumerate(self.prompts, done + 1):
+            self.drawn[number] = self.prompts.get_state()
+            yield records
+
+    def places(self, done: int) -> dict[str, Any]:
+        """How far the prompts and the metrics are after `done` steps."""
+        place = self.drawn.pop(done) if done else self.prompts.get_state()
+        return {"prompts": place, "metrics": self.records.place()}
+
+    def save(self, position: Position) -> None:
+        """A checkpoint of a position, unless there is one."""
+        self.saved = position.done
+        self.positions.wait()
+        oldest = self.positions.oldest()
+        if oldest is not None:
+            self.records.forget(oldest)
+        kept = position.begun.kept if position.begun else {}
+        with self.orders.together("save", (position.done, tuple(kept))):
+            self.positions.save(position)
+
+    def finish(self, position: Position) -> None:
+        """The results, on the console and as pictures."""
+        if self.records.evaluated() != position.done:
+            # The run had stopped here, and only now is this to be its last step.
+            self.look(position.done, position.state)
+        self.records.results(self.held_out)
+        mark_finished(self.workdir, position.done)

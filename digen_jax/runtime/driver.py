@@ -1,0 +1,318 @@
+"""Runs the scheduler on the real clock: a thread for each sampling mesh, the trainer on the caller's."""
+
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from digen_jax.engine.trainer import State
+from digen_jax.process.ending import Stopped, hangs
+from digen_jax.rewards.pool import RewardPool, may_pass
+from digen_jax.runtime.clock import Stopwatch, paused
+from digen_jax.runtime.evaluation import Evaluation
+from digen_jax.runtime.log import CommandLog
+from digen_jax.runtime.orders import Orders
+from digen_jax.runtime.summary import Summary
+from digen_jax.runtime.watch import Watch, end_process
+from digen_jax.runtime.worker import Line, Worker
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Command,
+    Decode,
+    Encode,
+    Generate,
+    Publish,
+    Score,
+    Update,
+)
+from digen_jax.scheduling.deadlines import Deadline, expected
+from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.state import SchedulerError
+from digen_jax.scheduling.timeline import Interval
+
+SAMPLING = Encode | Generate | Decode | Publish  # of the trainer: it samples
+FAILURES = 2  # and no fragment whole between them, or publications: a worker is given up
+
+
+class Begun(NamedTuple):
+    """What is in flight at a step's end, as a checkpoint holds it beside the trainer's state."""
+
+    scheduler: dict[str, Any]  # Scheduler.save()
+    kept: dict[int, Any]  # version: tuned parameters that begun fragments need, the newest apart
+    layout: str = ""  # recipe.layout of the process that saved it, which the costs were measured in
+
+
+class Driver:
+    """A run, step by step. Between two calls the sampling meshes go on with what comes next.
+
+    Args:
+      executors: what carries out commands, such as `Executors`. Of it are asked `devices` (of each
+        worker, the trainer last), `do`, `to_score`, `scored`, which says what the scheduler is told of
+        each image, `end_step`, `tuned`, and `give_up` where a worker fails or hangs; `state` and `evaluate`
+        only by who wants them of the driver.
+      scheduler: before its first event.
+      rewards: scores; closed by who opened it.
+      begun: what was in flight when the run was saved; None: nothing.
+      log: gets all commands in their order; the real thing is a `CommandLog`.
+      orders: tells other processes what is done as it begins.
+      watch: has what takes too long given up; closed by who opened it. None: nothing is.
+    """
+
+    def __init__(
+        self,
+        executors: Any,
+        scheduler: Scheduler,
+        rewards: RewardPool,
+        begun: Begun | None = None,
+        log: CommandLog | list[Command] | None = None,
+        orders: Orders | None = None,
+        watch: Watch | None = None,
+    ):
+        self.executors, self._scheduler = executors, scheduler
+        self.begun = begun
+        self.intervals: list[Interval] = []  # of the step that ended last
+        self._rewards, self._log = rewards, log
+        self._orders = orders or Orders()
+        self._watch = watch or Watch(Deadline(0))
+        self._lock = threading.RLock()
+        # Commands for the trainer, or an error that ends the run.
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        rollouts = [name for name in executors.devices if name != TRAINER]
+        self._workers = {name: Worker(name) for name in rollouts}
+        self._hung: list[str] = []  # workers
+        self._closed = False
+        self._left, self._away = 0.0, 0.0  # when `step` returned, and seconds spent outside of it
+        self._start = time.perf_counter()
+        settings = scheduler.state.settings
+        self._last_update = settings.updates - 1
+        self._summary = Summary(executors.devices, settings.groups * settings.images)
+        for name in (*self._workers, TRAINER):
+            self._post(Joined(self.now(), name))
+
+    # ------------------------------------------------------------------------ for the main thread
+
+    @property
+    def state(self) -> State:
+        """The trainer's."""
+        return self.executors.state
+
+    def now(self) -> float:
+        """Seconds since this driver began."""
+        return time.perf_counter() - self._start
+
+    def step(self) -> dict[str, float]:
+        """Goes on until the step that is on has ended; its metrics.
+
+        Raises:
+          ConfigError: what the reward returns is wrong. What it raises itself passes through, in the end.
+          Stopped: the reward hangs or dies, or the trainer cannot take over from workers that hang.
+          SchedulerError: something failed again and again.
+        """
+        self._away += self.now() - self._left
+        while True:
+            item = self._inbox.get()
+            if isinstance(item, BaseException):
+                raise item
+            begin = self.now()
+            late = self._watched(item, lambda *late: end_process("the trainer", *late))
+            with self._orders.together("do", item), late as stopwatch:
+                self._do_for_all(item)
+            self._completed(item, begin, stopwatch.seconds)
+            if self._ends_step(item):
+                self._orders.step_done()
+                metrics = self.executors.end_step()
+                self._left = self.now()
+                return metrics | self._summary.numbers
+
+    def _do_for_all(self, command: Command) -> None:
+        """A command of the trainer's, which may have to do what workers that hang were to do."""
+        try:
+            self.executors.do(command)
+        except Exception as error:
+            if not self._hung or self._workers or not isinstance(command, SAMPLING):
+                raise
+            raise Stopped(
+                f"{' and '.join(self._hung)} hung, and the trainer could not take over ({error!r}): what came "
+                "before this step is saved, and the same command goes on"
+            ) from error
+
+    def evaluate(self, tree: Any, records: Sequence[dict[str, Any]]) -> Evaluation:
+        """Images and scores of tuned parameters, sampled by the first mesh that samples."""
+        while worker := next(iter(self._workers.values()), None):
+            try:
+                return worker.thread.submit(self._evaluate, worker.name, tree, records).result()
+            except (CancelledError, RuntimeError):
+                if worker.name in self._workers:
+                    raise  # Else it was given up just now.
+        return self._evaluate(TRAINER, tree, records)
+
+    def rest(self) -> list[Interval]:
+        """What was recorded since the last step ended."""
+        with self._lock:
+            return self._summary.take(self.now())
+
+    def close(self) -> None:
+        """Ends the threads once what they do is done."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers.values())
+        for worker in workers:
+            worker.close()
+
+    # ------------------------------------------------------------------------------------- events
+
+    def _post(self, event: Event) -> None:
+        """One event to the scheduler, and what follows from it to whom it concerns. Any thread may call."""
+        with self._lock:
+            if self._closed:
+                return
+            commands = self._scheduler.handle(event)
+            if self._log is not None:
+                self._log.extend(commands)
+            command = getattr(event, "command", None)
+            if isinstance(event, Completed) and self._ends_step(command):
+                self._step_ended(command.step + 1)
+            self._summary.seen(event, commands, self._scheduler, self.now())
+            for command in commands:
+                self._send(command)
+
+    def _step_ended(self, version: int) -> None:
+        """Remembers what is in flight, from which another process could go on."""
+        kept = [v for v in self._scheduler.kept_versions if v < version]
+        trees = {version: self.executors.tuned(version) for version in kept}
+        self.begun = Begun(self._scheduler.save(), trees)
+        self.intervals = self._summary.end_step(self.now(), self._away)
+        self._away = 0.0
+
+    def _ends_step(self, command: Command | None) -> bool:
+        return isinstance(command, Update) and command.update == self._last_update
+
+    def _send(self, command: Command) -> None:
+        worker = getattr(command, "worker", None)
+        if isinstance(command, Score):
+            asked, begin = self.executors.to_score(command.fragment), self.now()
+            future = self._rewards.submit(*asked)
+            future.add_done_callback(lambda done: self._scored(command, begin, done))
+        elif worker is None:
+            self._orders.announce("do", command)
+            self.executors.do(command)
+        elif worker == TRAINER:
+            self._inbox.put(command)
+        else:
+            found = self._workers[worker]
+            line = found.publisher if isinstance(command, Publish) else found.thread
+            line.submit(self._do, found, line, command)
+
+    def _completed(
+        self, command: Command, begin: float, seconds: float, values: tuple[float, ...] = ()
+    ) -> None:
+        end = self.now()
+        with self._lock:
+            self._summary.work(command, begin, end, self._scheduler.has_rollout)
+            self._post(Completed(end, command, seconds, values))
+
+    def _stop(self, error: BaseException) -> None:
+        """The main thread raises an error when it comes to it."""
+        self._inbox.put(error)
+
+    def _watched(
+        self, command: Command, late: Callable[[str, float], None]
+    ) -> AbstractContextManager[Stopwatch]:
+        """Times a block that carries a command out; `late(what, seconds)` is called where it takes too long."""
+        with self._lock:
+            seconds = expected(self._scheduler.state.costs, command)
+            what = self._scheduler.state.work(command)
+        return self._watch.over(seconds, lambda limit: late(what, limit))
+
+    # ------------------------------------------------------------------------- in other threads
+
+    def _do(self, worker: Worker, line: Line, command: Command) -> None:
+        """A sampling mesh's command; a failure is the scheduler's to answer, twice in a row the end."""
+        try:
+            begin = self.now()
+            try:
+                late = self._watched(command, lambda *late: self._hangs(worker, *late))
+                with late as stopwatch:
+                    self.executors.do(command)
+            # Whatever it is: what one device cannot do, another may, and the scheduler gives up in the end.
+            except Exception as error:
+                return self._failed(worker, line, command, error)
+            if isinstance(command, Decode | Publish):
+                worker.failed[line] = 0
+            self._completed(command, begin, stopwatch.seconds)
+        except BaseException as error:
+            self._stop(error)
+
+    def _failed(self, worker: Worker, line: Line, command: Command, error: Exception) -> None:
+        with self._lock:
+            if worker.name not in self._workers:
+                return None
+            if self._scheduler.is_superseded(command):
+                return self._post(Failed(self.now(), command, repr(error)))
+        traceback.print_exception(error)
+        worker.failed[line] += 1
+        if worker.failed[line] < FAILURES:
+            return self._post(Failed(self.now(), command, repr(error)))
+        return self._give_up(worker, f"has failed {FAILURES} times in a row")
+
+    def _hangs(self, worker: Worker, what: str, seconds: float) -> None:
+        """A worker is late: the others do without it what it was to do."""
+        try:
+            hangs(worker.name)
+            self._hung.append(worker.name)
+            limit = f"{seconds:g} seconds (config.runtime.deadline)"
+            self._give_up(worker, f"hangs: {what} has taken more than {limit}")
+        except BaseException as error:
+            self._stop(error)
+
+    def _give_up(self, worker: Worker, why: str) -> None:
+        print(f"{worker.name} {why}: given up", file=sys.stderr, flush=True)
+        with self._lock:
+            self._workers.pop(worker.name, None)
+            self.executors.give_up(worker.name)
+            self._post(Lost(self.now(), worker.name))
+        worker.give_up()
+
+    def _scored(self, command: Score, asked: float, done: Future) -> None:
+        """Scores have come: the timeline shows the reward's own time, the scheduler reckons with all of it."""
+        try:
+            error = done.exception()
+            if error is not None and may_pass(error):
+                return self._not_scored(command, error)
+            scores, seconds = done.result()
+            values = tuple(map(float, self.executors.scored(command.fragment, scores)))
+            now = self.now()
+            self._orders.announce("scored", (command.fragment, scores.tolist()))
+            self._completed(command, max(asked, now - seconds), now - asked, values)
+        except BaseException as error:
+            self._stop(error)
+
+    def _not_scored(self, command: Score, error: BaseException) -> None:
+        """The reward failed: the scheduler says whether it is asked again."""
+        try:
+            self._post(Failed(self.now(), command, repr(error)))
+        except SchedulerError:
+            raise self._rewards.final(error) from None
+        self._rewards.tell(error)
+
+    def _evaluate(self, worker: str, tree: Any, records: Sequence[dict[str, Any]]) -> Evaluation:
+        begin, found = self.now(), self._workers.get(worker)
+
+        def late(what: str, seconds: float) -> None:
+            self._hangs(found, what, seconds) if found else end_process(
+                "the trainer", what, seconds
+            )
+
+        with self._watch.over_batches(late) as progress:
+            # Who waits for scores is not late: the reward has a limit of its own.
+            score = paused()(self._rewards.score)
+            evaluation = self.executors.evaluate(worker, tree, records, score, progress)
+        with self._lock:
+            self._summary.evaluated(worker, begin, self.now())
+        return evaluation

@@ -1,0 +1,140 @@
+"""What the processes of a run do together: an ordered log in jax.distributed's key-value store.
+
+The first process decides. Before it begins anything in which the devices of all take part, it writes
+that down; the others do one entry after the other, so that all enqueue the same work in the same order.
+"""
+
+import contextlib
+import itertools
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax._src import distributed  # JAX has no public way to its key-value store
+
+from digen_jax.errors import ConfigError
+from digen_jax.process import ending
+from digen_jax.process.ending import Stopped
+from digen_jax.process.interrupt import Interrupt
+from digen_jax.scheduling.saving import pack, unpack
+
+LOG, STOP = "digen_jax/log", "digen_jax/stop"
+WAIT = 1000  # milliseconds: a signal is noticed between two of them
+
+
+def is_first() -> bool:
+    """Whether this process decides; in a run of one it does."""
+    return distributed.global_state.process_id == 0
+
+
+def several() -> bool:
+    """Whether this run has more than one process."""
+    return (
+        distributed.global_state.client is not None and distributed.global_state.num_processes > 1
+    )
+
+
+class Orders:
+    """The first process's end of the log; without other processes nothing is written. For any thread."""
+
+    def __init__(self):
+        self._client = distributed.global_state.client if several() else None
+        self.torn = False  # whether this process has failed in the middle of what all do
+        self._lock = threading.Lock()
+        self._written, self._step, self._forgotten = 0, 0, 0
+
+    def announce(self, kind: str, value: Any = None) -> None:
+        """The next entry; `value` is whatever `pack` takes."""
+        if self._client is None:
+            return
+        text = json.dumps([kind, pack(value)])
+        with self._lock:
+            self._client.key_value_set(f"{LOG}/{self._written}", text)
+            self._written += 1
+
+    @contextlib.contextmanager
+    def together(self, kind: str, value: Any = None) -> Iterator[None]:
+        """Announces what all processes do in this block. A failure in it leaves the others in its middle."""
+        self.announce(kind, value)
+        try:
+            yield
+        except BaseException:
+            self.torn = self._client is not None
+            raise
+
+    def step_done(self) -> None:
+        """A step has ended: forgets the one before, of which everybody did all to get this far."""
+        if self._client is None:
+            return
+        with self._lock:
+            for number in range(self._forgotten, self._step):
+                self._client.key_value_delete(f"{LOG}/{number}")
+            self._forgotten, self._step = self._step, self._written
+
+    def asked_to_stop(self) -> int:
+        """The signal that another process was asked to stop by, or 0."""
+        if self._client is None:
+            return 0
+        found = self._client.key_value_dir_get(STOP)
+        return int(found[0][1]) if found else 0
+
+
+def orders(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
+    """The entries (kind, value) as they come; a signal to this process is passed on to the first."""
+    client, passed_on = distributed.global_state.client, False
+    for number in itertools.count():
+        text = None
+        while text is None:
+            with contextlib.suppress(TimeoutError):
+                text = _wait_for(client, f"{LOG}/{number}")
+            if interrupt.asked and not passed_on:
+                key = f"{STOP}/{distributed.global_state.process_id}"
+                client.key_value_set(key, str(int(interrupt.asked)))
+                passed_on = True
+        kind, value = json.loads(text)
+        yield kind, unpack(value)
+
+
+def _wait_for(client: Any, key: str) -> str:
+    """A key's value; TimeoutError where it does not come for a while."""
+    try:
+        return client.blocking_key_value_get(key, WAIT)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise TimeoutError from error
+
+
+@contextlib.contextmanager
+def leading() -> Iterator[Orders]:
+    """The first process's orders in a run. Where it fails between two of them the others get to know."""
+    orders = Orders()
+    try:
+        yield orders
+    except BaseException as error:
+        if orders.torn:
+            leave(error)
+        known = isinstance(error, ConfigError | Stopped)
+        orders.announce("end", (str(error) if known else f"the first process: {error!r}", None))
+        raise
+
+
+def leave(error: BaseException) -> None:
+    """Ends this process after a failure without a goodbye, as the others may be waiting for its part in something.
+
+    JAX misses it and ends them, with a message.
+    """
+    if isinstance(error, ConfigError | Stopped):
+        print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    number = distributed.global_state.process_id
+    print(
+        f"process {number} has failed, which ends all: the same command goes on from the last checkpoint",
+        file=sys.stderr,
+    )
+    ending.leave(1)

@@ -1,0 +1,157 @@
+"""What a run's driver notes down: the timeline, and of each step the metrics of its runtime."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from digen_jax import rewards
+from digen_jax.algorithms.advantages import trained_images
+from digen_jax.runtime.evaluation import by_tag
+from digen_jax.runtime.steps import Step
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Command,
+    Generate,
+    Publish,
+    Train,
+)
+from digen_jax.scheduling.events import Completed, Event, Joined, Lost
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.timeline import Interval, Recorder, bubbles, busy_seconds
+
+# The phase of a step that a command's seconds are reported under.
+PHASES = {
+    "encode": "rollout",
+    "generate": "rollout",
+    "tag": "rollout",
+    "decode": "rollout",
+    "score": "reward",
+    "train": "train",
+    "update": "train",
+    "switch": "train",
+    "publish": "publish",
+}
+
+
+class Summary:
+    """Notes what happens and sums it up, step by step; not for several threads at a time."""
+
+    def __init__(self, devices: Mapping[str, int], images: int):
+        self._devices, self._images = dict(devices), images
+        self._recorder = Recorder()
+        self._began = 0.0  # the step
+        self._under_way: dict[str, float] = {}  # worker: since when it has been at work
+        self._ages: list[int] = []
+        self._queued: list[int] = []  # fragments ready to train, when one went into training
+        self._made: Counter[str] = Counter()  # fragments generated, as "generate" or "tag"
+        self.numbers: dict[str, float] = {}  # metrics of what the workers did in the last step
+
+    def seen(self, event: Event, commands: list[Command], scheduler: Scheduler, now: float) -> None:
+        """An event, and the commands that followed."""
+        worker = getattr(event, "worker", None) or getattr(
+            getattr(event, "command", None), "worker", None
+        )
+        if isinstance(event, Lost):
+            self._recorder.end_wait(event.worker, now)
+            self._under_way.pop(event.worker, None)
+        elif isinstance(event, Joined | Completed) and worker and scheduler.is_there(worker):
+            self._recorder.look_at(scheduler, worker, now)
+        if scheduler.is_there(TRAINER):
+            self._recorder.look_at(scheduler, TRAINER, now)
+        for command in commands:
+            self._commanded(command, scheduler, now)
+
+    def _commanded(self, command: Command, scheduler: Scheduler, now: float) -> None:
+        worker = getattr(command, "worker", None)
+        if isinstance(command, Publish) and worker != TRAINER:
+            if self._recorder.waits(worker):
+                self._recorder.wait(worker, "publish", now)
+            return
+        if worker is not None:
+            self._recorder.end_wait(worker, now)
+            self._under_way[worker] = now
+        if isinstance(command, Train):
+            batch = scheduler.state.batch
+            self._ages.append(batch.step - batch.group_of(command.fragment.index).version)
+            self._queued.append(1 + len(batch.ready))
+
+    def work(self, command: Command, start: float, end: float, apart: bool) -> None:
+        """A command is done; `apart`: there are rollout workers beside the trainer."""
+        worker, kind = getattr(command, "worker", "reward"), command.kind
+        fragment = getattr(command, "fragment", None)
+        if isinstance(command, Generate):
+            kind = "tag" if worker == TRAINER and apart else kind
+            self._made[kind] += 1
+        if isinstance(command, Publish) and worker != TRAINER:
+            worker = f"publish to {worker}"  # beside what the worker does
+        else:
+            self._under_way.pop(worker, None)
+        self._recorder.work(worker, kind, start, end, fragment)
+
+    def evaluated(self, worker: str, start: float, end: float) -> None:
+        """A worker has sampled an evaluation, between its commands."""
+        self._recorder.intervals.append(Interval(worker, "evaluate", start, end))
+
+    def end_step(self, now: float, away: float) -> list[Interval]:
+        """Sums a step up that ends now; its intervals, which are forgotten.
+
+        `away`: seconds in which the trainer was called for something else, such as a checkpoint.
+        """
+        done = self.take(now)
+        running = [Interval(w, "work", since, now) for w, since in self._under_way.items()]
+        seconds = now - self._began
+        total = sum(self._devices.values())
+        busy = busy_seconds([*done, *running], self._devices, self._began, now)
+        phases: Counter[str] = Counter()
+        for interval in done:
+            if interval.kind in PHASES:
+                phases[PHASES[interval.kind]] += interval.seconds
+        self.numbers = {
+            "images_per_second": self._images / (seconds - away),
+            "utilisation": busy / (total * seconds),
+            "staleness": float(np.mean(self._ages)),
+            "tag_share": self._made["tag"] / max(1, self._made.total()),
+            "queue_depth": float(np.mean(self._queued)),
+            **{f"seconds/{phase}": spent for phase, spent in phases.items()},
+            **{
+                f"seconds/wait_{cause.replace(' ', '_')}": spent
+                for cause, spent in bubbles(done, self._devices).items()
+            },
+        }
+        self._began, self._ages, self._queued = now, [], []
+        self._made.clear()
+        return done
+
+    def take(self, now: float) -> list[Interval]:
+        """What was recorded since the last time."""
+        self._recorder.cut(now)
+        done = list(self._recorder.intervals)
+        self._recorder.intervals.clear()
+        return done
+
+
+def reward_metrics(step: Step, name: str) -> dict[str, Any]:
+    """Mean and spread of the rewards of the groups that form a step, over all and for each task.
+
+    Of several rewards these are those of the weighted sum, beside each one's own mean. `name` is theirs.
+    """
+    members = step.members
+    scores, rows = step.values[members], step.rows[members]
+    shown, groups = [step.records[row] for row in rows], len(np.unique(rows))
+    each = rewards.each(name, step.scores[members])
+    teaching = dataclasses.replace(step.settings, best_and_worst=0, drop_zero_std=True)
+    taught = trained_images(teaching, step.scores[members], rows, len(step.records))
+    metrics = {
+        "reward": float(scores.mean()),
+        "reward_std": float(scores.std()),
+        "zero_std_groups": len(np.unique(rows[~taught])) / groups,
+        **{f"reward_of/{one}": float(own.mean()) for one, own in each.items()},
+        **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
+        **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},
+    }
+    if len(step.records) > groups:
+        metrics["candidates"] = float(step.generated)
+    return metrics

@@ -1,0 +1,121 @@
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from digen_jax.config import command_line
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config():
+    sampler = {"guidance": 1.0, "steps": 8}
+    return ConfigDict({"seed": 0, "sampler": sampler, "free": {}, "placement": {"sizes": "given"}})
+"""
+SCRIPT = """
+import signal
+
+from absl import flags
+from ml_collections import config_flags
+from digen_jax.config import command_line
+from digen_jax.errors import ConfigError
+
+CONFIG = config_flags.DEFINE_config_file("config")
+flags.DEFINE_string("workdir", None, "where")
+flags.mark_flags_as_required(["config", "workdir"])
+
+def main():
+    config = CONFIG.value
+    if config.seed == 1:
+        raise ConfigError("config.seed is 1:\\nset it to 0")
+    if config.seed == 2:
+        raise ValueError("a bug")
+    if config.seed == 3:
+        # Where the tests run in the background, their processes ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+    print(config.sampler.guidance, config.seed, config.placement.sizes)
+
+command_line.run_main(main)
+"""
+
+
+def launch(folder: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess:
+    (folder / "config.py").write_text(CONFIG)
+    (folder / "script.py").write_text(SCRIPT)
+    root = pathlib.Path(command_line.__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, folder / "script.py", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "--config.sampler.guidence=2",
+            "config.sampler.guidence is not a field; did you mean config.sampler.guidance?",
+        ),
+        ("--noconfig.sede", "config.sede is not a field; did you mean config.seed?"),
+        (
+            "--config.seed.a=2",
+            "config.seed is one value and has no fields: config.seed.a cannot be set",
+        ),
+        (
+            "--config.free.new=1",
+            "config.free.new is not a field; "
+            "config.free is empty: set its fields in the config file",
+        ),
+        (
+            "--config.sampler=(0, 4)",
+            "config.sampler is a group of fields, not (0, 4): set each by its name, such as "
+            "--config.sampler.guidance=...",
+        ),
+        ("--config.seed=1", "config.seed is 1: set it to 0"),
+        ("extra", "'extra' belongs to no option: write --option='its value'"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_and_no_traceback(tmp_path, override, sentence):
+    done = launch(tmp_path, "--config", str(tmp_path / "config.py"), "--workdir=w", override)
+    assert (done.returncode, done.stderr) == (2, f"script.py: {sentence}\n")
+
+
+def test_a_missing_config_file_is_one_line(tmp_path):
+    done = launch(tmp_path, f"--config={tmp_path}/none.py:tiny", "--workdir=w")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"script.py: there is no config file {tmp_path}/none.py: give the path of one by --config\n"
+    )
+
+
+def test_good_overrides_arrive_and_a_bug_keeps_its_traceback(tmp_path):
+    given = ("--config", str(tmp_path / "config.py"), "--workdir=w")
+    done = launch(tmp_path, *given, "--config.sampler.guidance=2.5", "--config.placement=auto")
+    assert (done.returncode, done.stdout) == (0, "2.5 0 auto\n")
+    done = launch(tmp_path, *given, "--config.seed=2")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ValueError: a bug" in done.stderr
+
+
+def test_ctrl_c_is_one_line(tmp_path):
+    given = ("--config", str(tmp_path / "config.py"), "--workdir=w")
+    done = launch(tmp_path, *given, "--config.seed=3")
+    assert (done.returncode, done.stderr) == (130, "script.py: stopped by Ctrl-C\n")
+
+
+def test_one_word_for_the_placement_is_its_sizes():
+    given = ["x.py", "--config=a.py", "--config.placement=auto", "-config.placement=fitted"]
+    kept = ["--config.placement={'rollout': {'data': 0}}", "--config.placement.sizes=auto", "auto"]
+    assert command_line.spelled_out([*given, *kept]) == [
+        *given[:2],
+        "--config.placement.sizes=auto",
+        "--config.placement.sizes=fitted",
+        *kept,
+    ]

@@ -1,0 +1,176 @@
+import dataclasses
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.config import checks, recipe, sections
+from digen_jax.errors import ConfigError
+from digen_jax.flow.windows import Window
+from tests.config import test_recipe
+from tests.config.test_recipe import EARLY, FORWARD, TWO, changed, of_method
+
+given, prompts = test_recipe.given, test_recipe.prompts
+
+
+def test_wandb_is_off_until_a_project_is_named(given):
+    assert sections.wandb_options(recipe.complete(given)) is None
+    full = recipe.complete(changed(given, wandb__project="shapes", wandb__tags=["a"]))
+    checks.check(full)
+    assert sections.wandb_options(full) == {
+        "project": "shapes",
+        "tags": ["a"],
+        "mode": "online",
+    }
+
+
+def test_what_trainer_and_algorithm_are_made_of(given):
+    full = recipe.complete(changed(given, trainer__ema=0.9, algorithm__kl_coefficient=0.5))
+    settings, algorithm = (
+        sections.trainer_settings(full),
+        sections.algorithm_settings(full),
+    )
+    assert (settings.ema, settings.micro_batch) == (0.9, full.trainer.micro_batch)
+    assert (algorithm.kl_coefficient, algorithm.clip_range) == (0.5, full.algorithm.clip_range)
+
+
+def test_a_moving_window_is_drawn_by_the_runs_own_seed(given):
+    fields = dict(mode="random", first=1, length=2, end=7, interval=3, stride=2, roll_back=False)
+    fields = {f"sampler__window__{name}": value for name, value in fields.items()}
+    full = recipe.complete(changed(given, seed=5, **fields))
+    checks.check(full)
+    assert sections.window(full) == Window("random", 2, 1, 7, 3, 2, False, seed=5)
+    assert sections.window(recipe.complete(ConfigDict())) == Window(length=4)
+
+
+def test_what_advantages_are_made_of(given):
+    full = recipe.complete(changed(given, advantages__std="none", advantages__drop_zero_std=True))
+    expected = AdvantageSettings(std="none", drop_zero_std=True)
+    assert sections.advantage_settings(full) == expected
+    full = recipe.complete(changed(given, **TWO))
+    checks.check(full)
+    assert sections.advantage_settings(full).reward_weights == (1.0, 1.0)
+    full = recipe.complete(changed(given, reward__weights=[2, -0.5]))  # as read from JSON
+    checks.check(full)
+    assert sections.advantage_settings(full).reward_weights == (2.0, -0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "readiness"),
+    [
+        (dict(), "group"),
+        (dict(advantages__std="none"), "group"),
+        (dict(advantages__std="global"), "step"),
+        (TWO | dict(advantages__combine="advantages"), "group"),
+        (TWO | dict(advantages__combine="gdpo"), "step"),
+    ],
+)
+def test_the_scheduler_waits_for_what_advantages_need(given, fields, readiness):
+    full = recipe.complete(changed(given, **fields))
+    checks.check(full)
+    assert sections.scheduler_settings(full).readiness == readiness
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_of_one_dtype_old_log_probabilities_are_the_rollouts(given, updates):
+    given = changed(given, trainer__updates=updates, sampler__fragment=72)
+    assert sections.algorithm_settings(recipe.complete(given)).old_log_probs == "rollout"
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
+    full = recipe.complete(of_method(given, name))
+    checks.check(full)
+    checks.check_devices(full, 8)
+    settings = sections.algorithm_settings(full)
+    own = {field.name for field in dataclasses.fields(settings)}
+    assert set(full.algorithm) == own | {"name"} and "times" in own
+    again = recipe.complete(ConfigDict(json.loads(full.to_json())))
+    assert sections.algorithm_settings(again) == settings
+    count = {"diffusion_nft": 7, "awm": 6, "diffusion_dpo": 1}[name]
+    assert sections.trained_steps(full) == settings.times.count == count
+
+
+@pytest.mark.parametrize(
+    ("fields", "readiness"),
+    [
+        (dict(), "group"),
+        (dict(advantages__combine="gdpo"), "group"),
+        (dict(advantages__combine="advantages", advantages__std="none"), "group"),
+        (dict(advantages__combine="advantages", advantages__std="global"), "step"),
+    ],
+)
+def test_pairs_wait_for_what_orders_a_group(given, fields, readiness):
+    full = recipe.complete(of_method(given, "diffusion_dpo", **TWO, **fields))
+    checks.check(full)
+    assert sections.scheduler_settings(full).readiness == readiness
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (dict(), (1.0, 1.0)),
+        (dict(algorithm__guidance=0.0), (4.5, 4.5)),
+        (dict(algorithm__guidance=2.0), (2.0, 2.0)),
+        (dict(algorithm__guidance=0.0, algorithm__reference_guidance=1.0), (4.5, 1.0)),
+    ],
+)
+def test_training_has_a_guidance_of_its_own(given, name, fields, expected):
+    full = recipe.complete(of_method(given, name, sampler__guidance=4.5, **fields))
+    checks.check(full)
+    settings = sections.algorithm_settings(full)
+    assert (settings.guidance, settings.reference_guidance) == expected
+
+
+def test_awms_ratios_are_recomputed_where_they_are_not_1(given):
+    full = recipe.complete(of_method(given, "awm"))
+    assert sections.algorithm_settings(full).old_log_probs == "current"
+    full.runtime.staleness = 1
+    assert sections.algorithm_settings(full).old_log_probs == "recomputed"
+
+
+def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given):
+    assert sections.drawn_groups(recipe.complete(given)) == 12
+    sizes = dict(sampler__fragment=12, trainer__micro_batch=12)
+    fields = dict(runtime__max_candidates=20, runtime__redundant_groups=3)
+    full = recipe.complete(changed(given, **sizes, **fields))
+    checks.check(full)
+    settings = sections.scheduler_settings(full)
+    assert (settings.groups, settings.max_candidates, settings.redundant_groups) == (12, 20, 3)
+    assert settings.ordered and sections.drawn_groups(full) == 20
+
+
+def test_whether_fragments_are_trained_in_their_order_may_be_said(given):
+    for fields, ordered in (
+        (dict(), True),
+        (dict(runtime__ordered="no"), False),
+        (dict(runtime__staleness=1), False),
+        (dict(runtime__staleness=1, runtime__ordered="yes"), True),
+    ):
+        full = recipe.complete(changed(given, **fields))
+        assert sections.scheduler_settings(full).ordered == ordered
+    with pytest.raises(
+        ConfigError, match=r"config\.runtime\.ordered is 'maybe'; it must be one of"
+    ):
+        checks.check(recipe.complete(changed(given, runtime__ordered="maybe")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "readiness"),
+    [
+        ({}, "group"),
+        (dict(advantages__std="global", algorithm__adv_clip=12.0), "step"),
+    ],
+)
+def test_training_early_is_for_the_scheduler_what_the_algorithm_needs(given, fields, readiness):
+    full = recipe.complete(changed(given, **EARLY | fields))
+    checks.check(full)
+    settings = sections.scheduler_settings(full)
+    assert (settings.readiness, settings.open_groups, settings.ordered) == (readiness, 2, False)
+
+
+def test_where_what_sampled_is_corrected_for_it_is_what_was_stored(given):
+    given = changed(given, sampler__dtype="bfloat16", algorithm__importance_cap=2.0)
+    assert sections.algorithm_settings(recipe.complete(given)).old_log_probs == "rollout"

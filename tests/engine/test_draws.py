@@ -1,0 +1,220 @@
+"""Windows that move, shared start noise and random shares of the steps, in the running system."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax.algorithms.subsets import random_timesteps
+from digen_jax.engine.draws import Draws
+from digen_jax.engine.sampler import Prompts
+from digen_jax.flow.sampling import image_keys
+from digen_jax.flow.windows import Window
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.training import receive
+from digen_jax.scheduling import policy
+from digen_jax.scheduling.commands import TRAINER, Fragment, Generate
+from tests.engine import fragments, toy
+from tests.engine.test_packing import sent_latents
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+GROUPS, IMAGES = 2, 4
+ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
+
+
+@functools.cache
+def one_device(first=0, fragment=8, **fields):
+    """(config, system); `fields` of the sampler, as pairs where they are the window's."""
+    window = dict(first=first, length=2) | dict(fields.pop("window", ()))
+    fields = {f"sampler__{name}": value for name, value in fields.items()}
+    config = toy.config(sampler__window=window, sampler__fragment=fragment, **fields)
+    return config, toy.system(config, devices=1)
+
+
+def steps_of(parts, count):
+    """The first steps of a run, all of the same groups, as they are sampled by the start."""
+    config, system = parts
+    size, same = config.sampler.fragment, itertools.repeat(toy.records(GROUPS))
+    steps = Steps(same, IMAGES, size, system.draws, 0, system.advantages)
+    executor = SamplingExecutor(system.rollouts[0], steps, system.placement.trainer)
+    executor.weights[0] = system.publish(system.start)
+    for number in range(count):
+        executor.encode(number)
+        for index in range(GROUPS * IMAGES // size):
+            executor.generate(Fragment(number, index), 0)
+            executor.decode(Fragment(number, index))
+    return [steps[number] for number in range(count)]
+
+
+def gradient(parts, step):
+    """Of a step whose only fragment is trained away from where it was sampled."""
+    _, system = parts
+    state = system.trainer.init(toy.moved(system.start, 0.05))
+    experience = receive(system, step.prompts, step.sampled[0], ADVANTAGES)
+    return system.trainer.accumulate(state, system.base, experience, None)
+
+
+def equal_bits(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+# ------------------------------------------------------------------------------ windows
+
+
+def test_at_every_place_a_moving_window_is_a_fixed_one_and_nothing_is_compiled_anew():
+    moving = one_device(window=(("mode", "progressive"), ("end", 4), ("stride", 2)))
+    places, seen = [0, 2, 0], []
+    for place, step in zip(places, steps_of(moving, 3), strict=True):
+        fixed = one_device(place)
+        (expected,) = steps_of(fixed, 1)
+        equal_bits(step.decoded[0], expected.decoded[0])
+        equal_bits(step.sampled[0].samples, expected.sampled[0].samples)
+        t, sigmas = step.sampled[0].samples, step.sampled[0].sigmas
+        np.testing.assert_array_equal(t.sigma, sigmas[place : place + 2])
+        found = gradient(moving, step)
+        equal_bits(found, gradient(fixed, expected))
+        seen.append((step.decoded[0], jax.device_get(found.gradient)))
+    equal_bits(seen[0], seen[2])
+    assert np.abs(seen[0][0] - seen[1][0]).max() > 0.01
+    assert toy.difference(seen[0][1], seen[1][1]) > 0.01
+    _, system = moving
+    assert system.sampler._generate._cache_size() == system.trainer._accumulate._cache_size() == 1
+
+
+def test_a_window_that_leaves_the_schedule_is_no_sampled_one():
+    _, system = one_device()
+    weights, rows = system.publish(system.start), np.zeros(8, np.int32)
+    keys = image_keys(jax.random.key(0), rows, rows)
+    with pytest.raises(ValueError, match="the window starts at 3 and has length 2, outside"):
+        system.sampler.generate(weights, Prompts(None, None), rows, keys, start=3)
+
+
+def test_a_fragment_has_the_window_of_its_own_step_whoever_samples_it_and_when(monkeypatch):
+    """Begun ahead with older weights, or by the trainer."""
+    found, real = {}, Steps.store
+
+    def store(steps, fragment, pictures, images):
+        found[fragment] = np.asarray(images.samples.sigma)
+        real(steps, fragment, pictures, images)
+
+    monkeypatch.setattr(Steps, "store", store)
+    monkeypatch.setattr(policy, "tag_pays", lambda state: True)
+    config = toy.config(
+        **toy.meshes((1, 1), (1, 1), workers=2),
+        batch__groups=4,
+        sampler__fragment=4,
+        sampler__window=dict(mode="random", length=1, end=4),
+        runtime__staleness=1,
+        runtime__tag_fragments=2,
+    )
+    config.seed = 3
+    system = toy.system(config)
+    _, _, log = toy.drive(system, config, 5)
+    made = [c for c in log if isinstance(c, Generate)]
+    assert any(c.version < c.fragment.step for c in made)
+    assert any(c.worker == TRAINER for c in made)
+    window = Window("random", 1, 0, 4, seed=3)
+    assert {f.step for f in found} >= set(range(5)) and len({window.start(k) for k in range(5)}) > 2
+    for fragment, sigma in found.items():
+        np.testing.assert_array_equal(sigma, system.sampler.sigmas[[window.start(fragment.step)]])
+
+
+# ------------------------------------------------------------------------------ shared noise
+
+
+def test_images_of_a_group_may_start_from_one_noise_whatever_the_fragment():
+    shared, halves, own = (
+        [
+            jax.device_get((one.samples.x, one.samples.x_next))
+            for one in steps_of(one_device(fragment=size, **fields), 1)[0].sampled.values()
+        ]
+        for size, fields in ((8, {"shared_noise": True}), (2, {"shared_noise": True}), (8, {}))
+    )
+    fold, root = jax.random.fold_in, jax.random.key(0)
+    noise = [jax.random.normal(fold(fold(fold(root, 10 + g), 0), 0), (4, 4, 4)) for g in range(2)]
+    ((x, x_next),), ((others, _),) = shared, own
+    np.testing.assert_array_equal(x[0], np.repeat(np.stack(noise), IMAGES, axis=0))
+    np.testing.assert_array_equal(np.concatenate([part[0] for part, _ in halves]), x[0])
+    split = np.concatenate([part for _, part in halves], axis=1)
+    np.testing.assert_allclose(split, x_next, rtol=1e-5, atol=1e-5)
+    for i, j in itertools.combinations(range(GROUPS * IMAGES), 2):
+        assert np.abs(others[0, i] - others[0, j]).max() > 0.5
+        assert np.abs(x_next[-1, i] - x_next[-1, j]).max() > 0.5
+    np.testing.assert_array_equal(x[0, ::IMAGES], others[0, ::IMAGES])  # those of the images 0
+
+
+# ------------------------------------------------------------------------------ random steps
+
+
+def test_what_is_drawn_does_not_depend_on_the_other_images():
+    window = Window(length=7)
+    serials, images = np.array([4, 4, 9, 12]), np.array([0, 1, 0, 3])
+    drawn = Draws(5, window, fraction=0.5, shared_noise=True).of(2, serials, images)
+    assert drawn.trained.shape == (3, 4) and drawn.start == 0
+    for column, serial, image in zip(drawn.trained.T, serials, images, strict=True):
+        np.testing.assert_array_equal(
+            column, random_timesteps([5, int(serial), int(image)], 7, 0.5)
+        )
+    part = drawn.cut(slice(1, 3))
+    np.testing.assert_array_equal(part.trained, drawn.trained[:, 1:3])
+    data = jax.random.key_data
+    of_groups = image_keys(jax.random.key(5), serials[1:3], 0 * serials[1:3])
+    np.testing.assert_array_equal(data(part.start_keys), data(of_groups))
+    own = image_keys(jax.random.key(5), serials[1:3], images[1:3])
+    np.testing.assert_array_equal(data(part.keys), data(own))
+    plain = Draws(5, window).of(2, serials, images)
+    for none in (plain, plain.cut(slice(2))):
+        assert none.trained is none.start_keys is None
+
+
+@pytest.mark.parametrize(("mesh", "pack"), [((1, 1, 1), 1), ((2, 2, 1), 2)])
+def test_the_gradient_is_that_of_the_drawn_transitions(mesh, pack):
+    """Three of four steps, so that with two a pass one is padding."""
+    window = dict(first=0, length=fragments.STEPS, fraction=0.75)
+    fields = dict(sampler__window=window, trainer__pack=pack)
+    config = fragments.config("lora", mesh, **fields)
+    parts = fragments.system(config)
+    whole = fragments.config("lora", mesh, images=12, **fields)
+    prompts, (images,) = toy.rollout(parts, whole, parts.start)
+
+    chosen = np.stack(
+        [random_timesteps((0, 10 + j // 4, j % 4), 4, 0.75) for j in range(12)], axis=1
+    )
+    assert len({tuple(steps) for steps in chosen.T}) > 2
+    every, t = fragments.sampled()[1].samples, jax.device_get(images.samples)
+    assert t.x.shape == (3, 12, *fragments.SIZE)
+    np.testing.assert_array_equal(t.sigma, every.sigma[chosen])
+    np.testing.assert_array_equal(t.sigma_next, every.sigma_next[chosen])
+    for a, b in zip(t[:3], every[:3], strict=True):
+        own = np.stack([b[chosen[:, j], j] for j in range(12)], axis=1)
+        np.testing.assert_allclose(a, own, rtol=1e-5, atol=1e-5)
+
+    state = parts.trainer.init(fragments.tuned("lora"))
+    experience = receive(parts, prompts, images, fragments.ADVANTAGES)
+    totals = parts.trainer.accumulate(state, parts.base, experience, None)
+    drawn = np.zeros((fragments.STEPS, 12), bool)
+    np.put_along_axis(drawn, chosen, True, axis=0)
+    expected, ratios = fragments.plain("lora", every.log_prob, drawn=drawn)
+    assert float(totals.sums["weight"]) == 36
+    np.testing.assert_allclose(totals.sums["ratio"], ratios[drawn].sum(), rtol=1e-5)
+    assert toy.difference(fragments.mean(totals), expected) < 1e-5
+    assert toy.difference(fragments.scaled(fragments.mean(totals), 1.01), expected) > 5e-3
+
+
+def test_to_choose_steps_no_trajectory_is_gathered():
+    window = dict(first=0, length=fragments.STEPS, fraction=0.5)
+    parts = fragments.system(fragments.config("lora", (1, 4, 1), sampler__window=window))
+    weights = parts.publish(parts.start)
+    prompts = parts.sampler.encode(weights, ["red"] * fragments.GROUPS)
+    drawn = parts.draws.of(0, fragments.ROWS, np.tile(np.arange(4), fragments.GROUPS))
+    given, program = [], parts.sampler._generate
+    parts.sampler._generate = lambda *args: given.append(args) or program(*args)
+    parts.sampler.generate(weights, prompts, fragments.ROWS, *drawn)
+    text = program.lower(*given[0]).compile().as_text()
+    assert "gather" in text and sent_latents(text) == []

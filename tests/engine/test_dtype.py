@@ -1,0 +1,95 @@
+"""A sampler in bfloat16 beside a trainer in float32: what is sent to it, and what becomes of the ratios."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax.config import sections
+from digen_jax.runtime.executors import Executors
+from digen_jax.scheduling.commands import TRAINER
+from tests.cases import quick
+from tests.engine import toy
+
+LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
+
+
+def config(dtype="bfloat16", **fields):
+    layout = toy.meshes((2, 1), (1, 2)) | dict(runtime__tag_fragments=2)
+    return toy.config(sampler__dtype=dtype, **layout, **fields)
+
+
+def kinds(tree):
+    return {leaf.dtype for leaf in jax.tree.leaves(tree)}
+
+
+@pytest.mark.parametrize("lora", [{}, LORA])
+@pytest.mark.parametrize("weights", ["in place", "resharded"])
+def test_parameters_are_rounded_for_every_sampler_and_for_nobody_else(lora, weights):
+    c = config(runtime__tag_weights=weights, **lora)
+    system = toy.system(c)
+    state = toy.fresh(system)
+    executors = Executors(system, c, state, toy.batches(2))
+    for worker in ("rollout 0", TRAINER):
+        sent = executors.sampling(worker).rollout.weights(state.tuned)
+        assert kinds(sent.tuned) == {jnp.dtype("bfloat16")} and kinds(sent.base) <= kinds(
+            sent.tuned
+        )
+        assert kinds(sent.frozen) == {jnp.dtype("float32")}
+        expected = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), state.tuned)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(sent.tuned), expected)
+    assert kinds((state, system.base)) <= {jnp.dtype("float32"), jnp.dtype("int32")}
+
+
+def test_it_samples_by_the_rounded_network():
+    """Its latents are those of the plain network, given rounded parameters and activations."""
+    c = config(sampler__window=dict(first=0, length=4))
+    system = toy.system(c)
+    prompts, (fragment,) = toy.rollout(system, c, system.start)
+    t = jax.tree.map(jnp.asarray, jax.device_get(fragment.samples))
+    step, sigmas = system.sampler.settings.step, fragment.sigmas
+    rounded = system.publish(system.start)
+    conditioning = jax.tree.map(lambda leaf: leaf[fragment.rows], prompts.conditioning)
+    family = toy.ToyFamily(toy.Network(dtype=jnp.bfloat16))
+    means = []
+    for parameters, network in ((rounded.tuned, family), (system.start, toy.ToyFamily())):
+        policy = system.policy.__class__(network, c.sampler.guidance)
+        given = jax.device_get((parameters, rounded.base, conditioning, prompts.null))
+        velocity = policy.velocity(*jax.tree.map(jnp.asarray, given))
+        v = velocity(t.x[1], jnp.full(len(t.x[1]), t.sigma[1]))
+        mean, std = step.mean_std(t.x[1], v, t.sigma[1], t.sigma_next[1], sigmas[1])
+        means.append((step.log_prob(t.x_next[1], mean, std), mean))
+    (found, of_rounded), (_, exact) = means
+    np.testing.assert_allclose(found, t.log_prob[1], atol=2e-3)
+    assert 1e-3 < np.abs(of_rounded - exact).max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "current"),
+        (dict(trainer__updates=2, sampler__fragment=4), "recomputed"),
+        (dict(runtime__staleness=1, sampler__fragment=4), "recomputed"),
+        (dict(algorithm__old_log_probs="rollout"), "rollout"),
+    ],
+)
+def test_old_log_probs_are_the_trainers_own_unless_asked_for_otherwise(fields, expected):
+    assert sections.algorithm_settings(config(**fields)).old_log_probs == expected
+    if "algorithm__old_log_probs" not in fields:
+        assert sections.algorithm_settings(config("", **fields)).old_log_probs == "rollout"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    quick(
+        [({},), (dict(trainer__updates=2, sampler__fragment=4, trainer__learning_rate=1e-6),)], 0
+    ),
+)
+def test_rounding_is_seen_in_the_ratios_and_clips_nothing(fields):
+    """Of the first update, and with a tiny rate of the second one."""
+    found = {}
+    for dtype in ("bfloat16", ""):
+        c = config(dtype, algorithm__clip_range=1e-3, algorithm__adv_clip=5.0, **fields)
+        _, (found[dtype],), _ = toy.drive(toy.system(c), c, 1)
+    assert found["bfloat16"]["ratio_deviation"] > 3e-4 > 1e-5 > found[""]["ratio_deviation"]
+    assert found["bfloat16"]["clip_fraction"] == found[""]["clip_fraction"] == 0

@@ -1,0 +1,167 @@
+"""Time-step parallelism: packed and sharded steps against a plain loop, and what is sent for it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from digen_jax.engine import gradient, trainer
+from digen_jax.engine.packing import MicroBatch
+from tests.cases import quick
+from tests.engine import fragments, toy
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+ALL = slice(0, 12)
+# Trained steps, pack, (time, data, fsdp), images of a pass.
+CASES = [
+    ("lora", "replicate", 4, 1, (1, 4, 1), 4),
+    ("lora", "replicate", 4, 2, (1, 2, 2), 12),
+    ("lora", "replicate", 3, 2, (2, 2, 1), 4),
+    ("lora", "replicate", 4, 4, (4, 2, 1), 6),
+    ("lora", "fsdp", 3, 2, (2, 1, 2), 4),
+    ("lora", "fsdp", 4, 4, (1, 2, 2), 12),
+    ("full", "replicate", 4, 3, (1, 1, 1), 3),
+    ("full", "replicate", 3, 4, (4, 1, 1), 4),
+    ("full", "replicate", 4, 4, (2, 2, 2), 4),
+    ("full", "fsdp", 4, 1, (1, 2, 2), 4),
+    ("full", "fsdp", 4, 4, (2, 1, 2), 4),
+    ("full", "fsdp", 3, 4, (4, 1, 2), 6),
+]
+
+
+def built(tuning, tactic, pack, mesh, images):
+    """(system, trainer state) with parameters some way from those that sampled."""
+    parts = fragments.system(fragments.config(tuning, mesh, tactic, images, trainer__pack=pack))
+    return parts, parts.trainer.init(fragments.tuned(tuning))
+
+
+@pytest.mark.parametrize(
+    ("tuning", "tactic", "steps", "pack", "mesh", "images"), quick(CASES, 1, 4, 7, 10)
+)
+def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
+    tuning, tactic, steps, pack, mesh, images
+):
+    parts, state = built(tuning, tactic, pack, mesh, images)
+    assert parts.placement.trainer.holds_whole(state.tuned) == (
+        tactic == "replicate" or mesh[2] == 1
+    )
+    experience = fragments.experience(parts, ALL, steps)
+    totals = parts.trainer.accumulate(state, parts.base, experience, None)
+    expected, ratios = fragments.plain_of_stored(tuning, steps)
+    assert float(totals.sums["weight"]) == 12 * steps
+    assert toy.difference(fragments.mean(totals), expected) < 1e-5
+    assert toy.difference(fragments.scaled(fragments.mean(totals), 1.01), expected) > 5e-3
+    np.testing.assert_allclose(totals.sums["ratio"], ratios.sum(), rtol=1e-5)
+    once_more = parts.trainer.accumulate(state, parts.base, experience, totals)
+    assert toy.difference(fragments.mean(once_more), expected) < 1e-5
+    assert float(once_more.sums["weight"]) == 24 * steps
+
+
+# ------------------------------------------------------------------------------ what is sent
+
+
+def compiled(parts, state, steps):
+    """The compiled program that adds a fragment to the totals: its text."""
+    experience = fragments.experience(parts, ALL, steps)
+    program, args = parts.trainer, (state.tuned, parts.base, (None, None), experience)
+    totals = jax.eval_shape(program._begin, args[0])
+    layout = program._layout(totals)
+    given = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        totals,
+        layout._replace(sums=jax.tree.map(lambda _: layout.sums, totals.sums)),
+    )
+    return program._accumulate.lower(*args, given).compile().as_text()
+
+
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\("
+)
+
+
+def collectives(text):
+    """(kind, shapes of the result, whether it is of the backward pass) of all."""
+    found = []
+    for line in text.splitlines():
+        if match := COLLECTIVE.search(line):
+            shapes = [
+                tuple(map(int, re.findall(r"\d+", s))) for s in re.findall(r"\[(.*?)\]", match[1])
+            ]
+            found.append((match[2], shapes, "transpose(" in line))
+    return found
+
+
+def sent_latents(text):
+    """The collectives that move what is shaped like latents, but for the gradients of a pass."""
+    end = fragments.SIZE
+    found = collectives(text)
+    return [kind for kind, shapes, back in found if not back and any(s[-3:] == end for s in shapes)]
+
+
+def merged_first(experience, images, steps, group, times):
+    """As `passes`, but the steps and images of a pass are merged before they are constrained."""
+    s, b = experience.samples.log_prob.shape
+    t = experience.samples
+    sigmas = (jnp.broadcast_to(a[:, None], (s, b)) for a in t[3:5])
+    per_image = (jnp.broadcast_to(a, (s, b)) for a in (experience.rows, experience.advantages))
+    micro = MicroBatch(type(t)(*t[:3], *sigmas), *per_image, jnp.ones((s, b)))
+    sharding = NamedSharding(group.mesh, PartitionSpec(None, group.mesh.axis_names))
+
+    def cut(a):
+        a = a.reshape(s // steps, steps, images, b // images, *a.shape[2:])
+        a = jnp.moveaxis(a, 3, 1).reshape(-1, steps * images, *a.shape[4:])
+        return jax.lax.with_sharding_constraint(a, sharding)
+
+    return jax.tree.map(cut, micro)
+
+
+@pytest.mark.parametrize(("pack", "mesh"), [(4, (2, 2, 2)), (4, (4, 1, 2))])
+def test_no_trajectory_is_gathered(pack, mesh):
+    """Where parameters are split the loop reduces gradients and gathers parameters."""
+    parts, state = built("full", "fsdp", pack, mesh, 4)
+    text = compiled(parts, state, 4)
+    assert {"all-reduce", "all-gather"} <= {kind for kind, *_ in collectives(bodies(text))}
+    assert sent_latents(text) == []
+
+
+def test_merged_first_it_would_be_sent_around(monkeypatch):
+    """That the test above can fail."""
+    monkeypatch.setattr(trainer, "passes", merged_first)
+    monkeypatch.setattr(gradient, "merged", lambda micro, group: micro)
+    parts, state = built("full", "fsdp", 4, (2, 2, 2), 4)
+    assert sent_latents(compiled(parts, state, 4))
+
+
+def bodies(text):
+    """The text of all computations that a while loop reaches."""
+    computations, name = {}, None
+    for line in text.splitlines():
+        if line.endswith("{") and (match := re.match(r"(?:ENTRY )?%?([\w.\-]+) ", line)):
+            name = match[1]
+            computations[name] = ""
+        elif name:
+            computations[name] += line + "\n"
+    todo = re.findall(r"body=%?([\w.\-]+)", text)
+    reached = set()
+    while todo:
+        name = todo.pop()
+        if name not in reached:
+            reached.add(name)
+            todo += re.findall(
+                r"(?:body|calls|to_apply|condition)=%?([\w.\-]+)", computations[name]
+            )
+    return "".join(computations[name] for name in reached)
+
+
+def test_where_parameters_are_whole_the_gradient_is_reduced_once_and_outside_the_loop():
+    parts, state = built("lora", "replicate", 4, (2, 2, 1), 4)
+    text = compiled(parts, state, 4)
+    assert collectives(bodies(text)) == []
+    ((kind, shapes, _),) = collectives(text)
+    assert kind == "all-reduce"
+    metrics = [()] * 8  # loss, policy_loss, four of the ratio, kl, weight
+    assert sorted(shapes) == sorted([leaf.shape for leaf in jax.tree.leaves(state.tuned)] + metrics)

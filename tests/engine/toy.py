@@ -1,0 +1,226 @@
+"""A family that compiles in a moment, and systems around it: the runtime must not know the difference."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from digen_jax import assemble
+from digen_jax.config import checks, recipe, sections
+from digen_jax.engine.placement import make_placement
+from digen_jax.engine.system import System
+from digen_jax.engine.trainer import State
+from digen_jax.flow.schedule import SchedulerConfig
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.watch import Watch
+from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.deadlines import Deadline
+
+LETTERS, TEXT = 6, 8
+
+
+class Conditioning(NamedTuple):
+    context: jax.Array
+    pooled: jax.Array
+
+
+class Network(nn.Module):
+    """Every pixel by itself, between dense layers that LoRA can adapt; `places` is never trained."""
+
+    width: int = 8
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x, sigma, context, pooled):
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        text = dense(self.width, name="text")(context.mean(1) + pooled)
+        time = dense(self.width, name="time")(jnp.stack([sigma, sigma**2], -1))
+        places = self.param("places", nn.initializers.normal(), (*x.shape[1:3], self.width))
+        hidden = dense(self.width, name="inside")(x) + places + (text + time)[:, None, None]
+        return dense(x.shape[-1], name="outside")(jnp.tanh(hidden)).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyFamily:
+    """What the rest sees of a model family; parameters are made, not read."""
+
+    network: nn.Module = dataclasses.field(default_factory=Network)
+    size: tuple[int, int, int] = (4, 4, 4)
+    frozen: tuple[str, ...] = ("places",)
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    lists: ClassVar = {"transformer": ("transformer_blocks", "to_out", "net")}
+
+    def in_dtype(self, dtype):
+        return dataclasses.replace(self, network=self.network.clone(dtype=dtype))
+
+    def tokenize(self, prompts):
+        return np.array([[ord(c) % 32 for c in p.ljust(LETTERS)[:LETTERS]] for p in prompts])
+
+    def cut(self, prompts):
+        return [len(prompt) > LETTERS for prompt in prompts]
+
+    def encode(self, params, ids):
+        context = params["text_encoder"]["table"][ids]
+        return Conditioning(context, context.sum(1))
+
+    def velocity(self, variables, x, sigma, conditioning):
+        return self.network.apply(variables, x, sigma, *conditioning)
+
+    def decode(self, params, latents):
+        return jax.nn.sigmoid(latents @ params["vae"]["kernel"])
+
+    def latent_shape(self, height, width):
+        return self.size
+
+    def params(self) -> dict[str, Any]:
+        """Numpy arrays of which no number is 0 or 1."""
+        x, vector = jnp.zeros((1, *self.size)), jnp.zeros((1, TEXT))
+        shapes = jax.eval_shape(
+            self.network.init, jax.random.key(0), x, jnp.ones(1), vector[:, None], vector
+        )["params"]
+        rng = np.random.default_rng(0)
+        return {
+            "transformer": jax.tree.map(lambda leaf: draw(rng, leaf.shape), shapes),
+            "text_encoder": {"table": draw(rng, (32, TEXT))},
+            "vae": {"kernel": draw(rng, (self.size[-1], 3))},
+        }
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    fan_in = np.prod(shape[:-1]) if len(shape) > 1 else 4
+    return (rng.normal(size=shape) / np.sqrt(fan_in)).astype(np.float32)
+
+
+def config(**fields) -> ConfigDict:
+    """A complete config of a small run; `fields` by dotted names, "__" for the dot, or whole sections."""
+    c = dict(
+        batch=dict(groups=2, images=4),
+        sampler=dict(
+            steps=4,
+            kind="flow",
+            noise_level=0.7,
+            window=dict(first=0, length=2),
+            guidance=3.0,
+            fragment=8,
+        ),
+        trainer=dict(micro_batch=4),
+        evaluation=dict(batch=8),
+    )
+    for name, value in fields.items():
+        group, _, field = name.partition("__")
+        if field:
+            c.setdefault(group, {})[field] = value
+        else:
+            c[group] = value
+    return recipe.complete(ConfigDict(c))
+
+
+def meshes(rollout: tuple[int, int], trainer: tuple[int, ...], workers: int = 1) -> dict[str, Any]:
+    """The fields of a placement, all parameters split over "fsdp"; sizes are (data, fsdp), the trainer's also time."""
+    return dict(
+        placement__rollout=dict(data=rollout[0], fsdp=rollout[1], workers=workers),
+        placement__trainer=dict(zip(("data", "fsdp", "time"), trainer, strict=False)),
+        placement__rules=((".*", "fsdp"),),
+    )
+
+
+def system(config: ConfigDict, devices: int = 8, family: Any = None) -> System:
+    """All parts of a run around the toy family, its parameters where the rules put them."""
+    family = family or ToyFamily()
+    checks.check_devices(config, devices)
+    placement = make_placement(config.placement, jax.devices()[:devices])
+    frozen = family.params()
+    transformer = frozen.pop("transformer")
+    transformer = jax.device_put(transformer, placement.trainer.params(transformer))
+    frozen = jax.device_put(frozen, placement.rollout.params(frozen))
+    return assemble.connect(config, placement, family, transformer, frozen)
+
+
+def records(count: int) -> list[dict]:
+    prompts = ["red", "a blue", "green!", "four b", "yellow", "x"]
+    return [
+        {"prompt": prompts[i % 6], "tag": ["one", "two"][i % 2], "serial": 10 + i}
+        for i in range(count)
+    ]
+
+
+def brightness(images, prompts, metadata):
+    return images.mean((1, 2, 3), dtype=np.float64)
+
+
+def rollout(system: System, config: ConfigDict, tuned: Any):
+    """(prompts, the images of each fragment) of the step with `records`, from published weights."""
+    batch, size = config.batch, config.sampler.fragment
+    given = iter([records(batch.groups)])
+    steps = Steps(given, batch.images, size, system.draws, 0, system.advantages)
+    executor = SamplingExecutor(system.rollouts[0], steps, system.placement.trainer)
+    executor.weights[0] = system.publish(tuned)
+    executor.encode(0)
+    for index in range(batch.groups * batch.images // size):
+        executor.generate(Fragment(0, index), 0)
+        executor.decode(Fragment(0, index))
+    return steps[0].prompts, list(steps[0].sampled.values())
+
+
+def draw_and_show(sampler, weights, prompts, rows, keys, **drawn):
+    """(images, trajectory) of a fragment."""
+    trajectory = sampler.generate(weights, prompts, rows, keys, **drawn)
+    return sampler.decode(weights, trajectory), trajectory
+
+
+def moved(tree: Any, by: float = 0.1) -> Any:
+    """Other parameters, where the given ones lie."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda a: a + jax.device_put(by * draw(rng, a.shape), a.sharding), tree)
+
+
+def difference(a: Any, b: Any) -> float:
+    """Norm of a - b by the norm of b, over whole trees wherever they lie."""
+    flat = [
+        np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
+        for tree in jax.device_get((a, b))
+    ]
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
+
+
+def batches(groups: int):
+    """The records of one step after the other, each with serials of its own."""
+    for step in itertools.count():
+        yield [{**record, "serial": record["serial"] + groups * step} for record in records(groups)]
+
+
+def fresh(system: System) -> State:
+    """A state that may be consumed, as a system's own start must not be."""
+    return system.trainer.init(jax.tree.map(lambda leaf: leaf + 0, system.start))
+
+
+@contextlib.contextmanager
+def driver(system: System, config: ConfigDict, reward=brightness, **options):
+    """A driver from the beginning of a run, which scores in a thread; `options` are its own."""
+    deadline = Deadline(config.runtime.deadline)
+    rewards = RewardPool(reward, "mine", 0, config.reward.retries, deadline.seconds)
+    options.setdefault("state", fresh(system))
+    given = options.pop("batches", None) or batches(sections.drawn_groups(config))
+    watch = options.setdefault("watch", Watch(deadline))
+    with contextlib.closing(watch), contextlib.closing(rewards):
+        found = assemble.make_driver(system, config, batches=given, rewards=rewards, **options)
+        with contextlib.closing(found):
+            yield found
+
+
+def drive(system: System, config: ConfigDict, steps: int, reward=brightness, **options):
+    """(state, metrics of each step, commands) after some steps from the beginning."""
+    log = []
+    with driver(system, config, reward, log=log, **options) as found:
+        history = [found.step() for _ in range(steps)]
+    return found.state, history, log

@@ -1,0 +1,132 @@
+"""A run's exported files in diffusers' own pipeline against our sampler with the run's own weights."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from digen_jax.assemble import build
+from digen_jax.config import recipe
+from digen_jax.engine.sampler import Sampler, SamplerSettings
+from digen_jax.errors import ConfigError
+from digen_jax.flow.sampling import image_keys, start_noise
+from digen_jax.flow.steps import Ode
+from digen_jax.inference.export import export
+from digen_jax.records.checkpoint import Checkpointer, template_of
+from digen_jax.records.metrics import read_metrics
+from digen_jax.run.train import train
+from tests.cases import quick
+from tests.scripts import run_script
+from tests.tiny_runs import oracle, pipeline, tiny_config, trained
+
+PROMPTS = ["a photo of a red circle", "two blue stars", "a green square", "a photo of a circle"]
+STEPS, SIDE = 6, 32
+
+
+@functools.cache
+def _keys():
+    return image_keys(jax.random.key(5), np.arange(len(PROMPTS)), np.zeros(len(PROMPTS), int))
+
+
+@functools.cache
+def by_our_sampler(base, kind):
+    """Images by the parts of the run itself, its LoRA unmerged, and the weights that it evaluated."""
+    config = recipe.complete(tiny_config(base, kind))
+    system = build(config, jax.devices()[:1])
+    state = system.trainer.init(system.start)
+    arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
+    reader = Checkpointer(trained(base, kind) / "checkpoints", every=1, keep=9)
+    found = reader.restore_latest(template_of(arrays | {"root_key": jax.random.key(0)}))
+    reader.close()
+    assert found.step == config.steps
+    policy = dataclasses.replace(system.policy, guidance=3.5)
+    settings = SamplerSettings(SIDE, SIDE, STEPS, Ode())
+    sampler = Sampler(policy, system.placement.rollout, settings)
+    weights = system.publish(found.arrays["ema" if kind == "full" else "tuned"])
+    rows = np.arange(len(PROMPTS), dtype=np.int32)
+    with jax.default_matmul_precision("highest"):
+        prompts = sampler.encode(weights, PROMPTS)
+        return np.asarray(
+            sampler.decode(weights, sampler.generate(weights, prompts, rows, _keys()))
+        )
+
+
+def by_diffusers(pipe):
+    noise = np.asarray(start_noise(_keys(), (SIDE // 4, SIDE // 4, 4))).transpose(0, 3, 1, 2)
+    return pipe(
+        PROMPTS,
+        height=SIDE,
+        width=SIDE,
+        num_inference_steps=STEPS,
+        guidance_scale=3.5,
+        latents=torch.tensor(noise),
+        output_type="np",
+    ).images
+
+
+def check_same_but_not_the_base(images, base, kind):
+    ours = by_our_sampler(base, kind)
+    before = by_diffusers(oracle(pipeline(base)))
+    np.testing.assert_allclose(images, ours, rtol=0, atol=2 / 255)
+    assert (np.abs(images - before).max((1, 2, 3)) > 20 / 255).all()
+
+
+@pytest.mark.parametrize(("kind", "lora"), quick([("full", None), ("lora", False)], 0))
+def test_a_pipeline_gives_the_images_of_the_run(base, tmp_path, kind, lora):
+    run = export(trained(base, kind), tmp_path / "tuned", lora)
+    assert run.step == 2
+    check_same_but_not_the_base(by_diffusers(oracle(tmp_path / "tuned")), base, kind)
+
+
+def test_a_lora_gives_the_images_of_the_run(base, tmp_path):
+    export(trained(base, "lora"), tmp_path / "lora")
+    assert [file.name for file in (tmp_path / "lora").iterdir()] == [
+        "pytorch_lora_weights.safetensors"
+    ]
+    pipe = oracle(pipeline(base))
+    pipe.load_lora_weights(tmp_path / "lora")
+    images = by_diffusers(pipe)
+    pipe.unload_lora_weights()
+    check_same_but_not_the_base(images, base, "lora")
+
+
+def test_a_run_continues_an_exported_lora(base, tmp_path):
+    """Its first pictures are the tuned ones, bit for bit; its KL is to the base model, so above 0 at once."""
+    tuned, workdir = trained(base, "lora"), tmp_path / "run"
+    export(tuned, tmp_path / "lora")
+    config = tiny_config(base, "lora")
+    config.steps = 1
+    config.lora.start = str(tmp_path / "lora")
+    config.algorithm.kl_coefficient = 0.1
+    train(config, workdir)
+    before = np.load(workdir / "pictures" / "before.npz")
+    after = np.load(tuned / "pictures" / "after.npz")
+    np.testing.assert_array_equal(before["images"], after["images"])
+    np.testing.assert_array_equal(before["scores"], after["scores"])
+    assert read_metrics(workdir / "metrics.jsonl")[1]["kl"] > 1e-3
+
+
+def test_what_cannot_be_exported_is_one_sentence(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"tunes all weights .* leave --lora out"):
+        export(trained(base, "full"), tmp_path / "new", lora=True)
+    with pytest.raises(ConfigError, match=r"neither a pipeline|config\.json is missing"):
+        export(tmp_path, tmp_path / "new")
+    with pytest.raises(ConfigError, match="exists already: choose another folder or delete it"):
+        export(trained(base, "full"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_lines_that_the_script_prints_load_what_it_wrote(base, tmp_path, kind):
+    run, output = trained(base, kind), tmp_path / "tuned"
+    done = run_script("export.py", f"--workdir={run}", f"--output={output}")
+    assert done.returncode == 0, done.stderr
+    first, *code = done.stdout.splitlines()
+    assert first == f"{run} after step 2 lies in {output}; to load it:"
+    scope: dict = {}
+    exec("\n".join(code), scope)
+    scope["pipe"].set_progress_bar_config(disable=True)
+    check_same_but_not_the_base(by_diffusers(scope["pipe"]), base, kind)

@@ -1,0 +1,35 @@
+import json
+import subprocess
+
+import jax
+import numpy as np
+
+from digen_jax.records.environment import commit, note_start
+
+
+def test_every_start_is_a_line_with_versions_and_devices(tmp_path):
+    note_start(tmp_path, 0, [])
+    note_start(tmp_path, 20, ["config.trainer.learning_rate: 0.1 -> 0.01"])
+    first, second = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
+    assert (first["done"], second["done"], first["changes"]) == (0, 20, [])
+    assert second["changes"] == ["config.trainer.learning_rate: 0.1 -> 0.01"]
+    assert first["packages"]["jax"] == jax.__version__
+    assert first["packages"]["numpy"] == np.__version__
+    assert first["devices"]["count"] == jax.device_count() and first["processes"] == 1
+
+
+def test_a_commit_says_whether_files_were_changed_since(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", *identity, *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    assert commit(tmp_path) is None
+    git("init")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "first")
+    head = git("rev-parse", "HEAD").stdout.strip()
+    assert commit(tmp_path) == head
+    (tmp_path / "a").write_text("2")
+    assert commit(tmp_path) == f"{head}+"

@@ -1,0 +1,176 @@
+"""Several processes that train together on one machine, each with devices of its own, against one with all of them."""
+
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax.engine import placement
+from digen_jax.records.checkpoint_folder import read_checkpoint
+from digen_jax.records.metrics import read_metrics, without_timing
+from digen_jax.run import train as run
+from digen_jax.run.workdir import finished_step
+from tests.engine import toy
+from tests.pipelines import ROOT, environment
+from tests.run import toy_process
+from tests.tiny_runs import PROMPTS
+
+STOPPED = 128 + signal.SIGTERM
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "prompts.jsonl").write_text("\n".join(PROMPTS) + "\n")
+    return folder
+
+
+def without_gloo(said: str) -> str:
+    """What a process says, without the lines of Gloo's, whose threads may write into each other's."""
+    lines = said.splitlines(keepends=True)
+    return "".join(x for x in lines if x.strip() and not re.search("Gloo|peer ranks", x))
+
+
+def together(folder: pathlib.Path, command: list[str | pathlib.Path], event: str = "-1 0 0"):
+    """A command in two processes of two devices each: [(exit code, stdout, stderr), ...]."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    begun = [
+        subprocess.Popen(
+            [
+                *(sys.executable, *command),
+                *(f"--coordinator=127.0.0.1:{port}", "--processes=2", f"--process={process}"),
+            ],
+            cwd=folder,
+            env=environment(
+                2,
+                TOLD=event,
+                PYTHONPATH=str(ROOT),
+                JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    said = [process.communicate() for process in begun]
+    return [
+        (process.returncode, without_gloo(out), errors)
+        for process, (out, errors) in zip(begun, said, strict=True)
+    ]
+
+
+def toy_run(workdir: str) -> list[str]:
+    config = ROOT / "tests" / "toy_process.py"
+    return ["-m", "tests.run.toy_process", f"--config={config}", f"--workdir={workdir}"]
+
+
+def alone(folder: pathlib.Path, workdir: str) -> None:
+    """The same run in this process, on four of its devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(placement, "FSDP_MIN_SIZE", 16)
+        patch.setattr(run, "build", lambda config, devices: toy.system(config, 4))
+        assert run.train(toy_process.get_config(), folder / workdir) is None
+
+
+def tuned(workdir: pathlib.Path, like: dict) -> dict:
+    """The tuned parameters of the last checkpoint."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    template = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), like)
+    found = read_checkpoint(workdir / "checkpoints", {"tuned": template})
+    assert found.step == 3
+    return found.arrays["tuned"]
+
+
+def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, start: dict) -> None:
+    """To float32's rounding: every number of every line, and what the steps did to the parameters."""
+    found, expected = (
+        [without_timing(line) for line in read_metrics(one / "metrics.jsonl")]
+        for one in (workdir, unbroken)
+    )
+    assert len(expected) == 4 and [line["step"] for line in found] == [0, 1, 2, 3]
+    for line, other in zip(found, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-5, abs=1e-7)
+    ends = [tuned(one, start) for one in (workdir, unbroken)]
+    moves = [jax.tree.map(lambda end, begin: end - begin, end, start) for end in ends]
+    assert toy.difference(*moves) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder) -> tuple[pathlib.Path, dict]:
+    """(the workdir of a run of one process, the parameters that it started from)."""
+    alone(folder, "one")
+    history = read_metrics(folder / "one" / "metrics.jsonl")
+    assert history[3]["evaluation/reward"] > history[0]["evaluation/reward"] + 0.001
+    assert all(line["gradient_norm"] > 0.001 for line in history[1:])
+    start = toy.ToyFamily().params()["transformer"]
+    return folder / "one", {name: layer for name, layer in start.items() if name != "places"}
+
+
+def test_two_processes_train_as_one_does(folder, unbroken):
+    first, second = together(folder, toy_run("together"))
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert first[1].startswith("colocated: 4 devices (cpu) of 2 processes sample and train in turn")
+    assert "reward on 5 held-out prompts" in first[1] and second[1] == ""
+    assert finished_step(folder / "together") == 3
+    assert_same_run(folder / "together", *unbroken)
+
+
+@pytest.mark.slow
+def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, unbroken):
+    # The second process is killed in the second step: the first one ends, too, and says so.
+    (code, said, errors), (killed, *_) = together(folder, toy_run("two"), f"2 {signal.SIGKILL:d} 1")
+    assert killed == -signal.SIGKILL and code not in (0, 2), errors
+    assert said.startswith("colocated: 4 devices (cpu) of 2 processes sample and train in turn\n")
+    assert len(read_metrics(folder / "two" / "metrics.jsonl")) == 2, errors
+
+    # It is asked to stop: both finish the step and save it.
+    first, second = together(folder, toy_run("two"), f"2 {signal.SIGTERM:d} 1")
+    assert (first[0], second[0]) == (STOPPED, STOPPED), first[2] + second[2]
+    assert "continuing after step 1\n" in first[1] and second[1] == ""
+    assert "Stopped and saved after step 2; the same command continues." in first[1]
+    assert {"1", "2"} <= {path.name for path in (folder / "two" / "checkpoints").iterdir()}
+
+    shutil.copytree(folder / "two", folder / "two, then one")
+    alone(folder, "two, then one")
+    assert_same_run(folder / "two, then one", *unbroken)
+
+    first, second = together(folder, toy_run("two"))
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "reward on 5 held-out prompts" in first[1] and second[1] == ""
+    assert finished_step(folder / "two") == 3
+    assert_same_run(folder / "two", *unbroken)
+    for shown in ("after.npz", "before.npz"):
+        images = [np.load(folder / one / "pictures" / shown)["images"] for one in ("two", "one")]
+        assert np.abs(np.subtract(*images, dtype=np.int32)).max() <= 1
+
+
+@pytest.mark.slow
+def test_what_several_processes_cannot_do_yet_is_one_sentence_from_each(folder):
+    (folder / "config.py").write_text(
+        "from ml_collections import ConfigDict\n\n"
+        f"PROMPTS = '{ROOT / 'assets' / 'prompts' / 'shapes_heldout.jsonl'}'\n\n"
+        "def get_config():\n"
+        "    return ConfigDict(dict(\n"
+        "        prompts=dict(file=PROMPTS),\n"
+        "        evaluation=dict(prompts=PROMPTS),\n"
+        "        placement=dict(rollout=dict(data=2), trainer=dict(data=2)),\n"
+        "    ))\n"
+    )
+    script = ROOT / "launch" / "train.py"
+    said = together(folder, [script, "--config=config.py", "--workdir=apart"])
+    assert [code for code, *_ in said] == [2, 2], said
+    for _, _, errors in said:
+        sentence = errors.splitlines()[-1]
+        assert sentence.startswith("train.py: config.placement.rollout.data = 2 would sample apart")
+        assert "take all 4 devices" in sentence and "Traceback" not in errors

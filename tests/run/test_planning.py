@@ -1,0 +1,286 @@
+"""Plans for configs: the script as a user runs it, costs from their sources, `placement = "auto"`."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import pytest
+
+from digen_jax.config import checks
+from digen_jax.config.checks import check_devices
+from digen_jax.config.recipe import complete, resized, with_placement
+from digen_jax.config.sections import scheduler_settings
+from digen_jax.errors import ConfigError
+from digen_jax.run import step_costs
+from digen_jax.run import train as run
+from digen_jax.run.planning import auto_placement, make_problem, placement_section
+from digen_jax.scheduling.planner import candidate as of
+from digen_jax.scheduling.planner.calibration import Calibration, read_calibration
+from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner.plan import make_plan, table, why
+from digen_jax.scheduling.planner.simulate import simulate
+from digen_jax.scheduling.settings import Costs
+from tests.engine import toy
+from tests.pipelines import load_config
+from tests.scripts import run_forked, run_script
+from tests.tiny_runs import pipeline, prompt_file, tiny_config
+
+SHAPES = "configs/shapes_flow_grpo.py"
+FINE = ("--config.sampler.fragment=12", "--config.trainer.micro_batch=12")
+
+
+def shapes(fragment=12):
+    config = complete(load_config("shapes_flow_grpo"))
+    config.sampler.fragment = config.trainer.micro_batch = fragment
+    return config
+
+
+def calibration(**fields):
+    return Calibration(Costs(**(dict(generate=0.4, train=0.3) | fields)), "a test")
+
+
+def test_the_script_plans_from_a_file_of_costs(tmp_path):
+    costs, output = tmp_path / "costs.json", tmp_path / "placement.json"
+    given = {"generate": 0.4, "train": 0.3, "publish": 0.2, "switch": 0.3, "trainer_serial": 0.02}
+    costs.write_text(json.dumps(given))
+    done = run_script(
+        "plan.py",
+        f"--config={SHAPES}",
+        f"--costs={costs}",
+        "--devices=4",
+        f"--output={output}",
+        *FINE,
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    # A path may be cut where it has a hyphen.
+    assert f"costsfromthefile{costs}" in "".join(text.split())
+    lines = [line for line in text.splitlines() if str(costs) not in line]
+    assert max(map(len, lines)) <= 100
+    text = text.replace("\n  ", " ")
+    assert "not known and left out: decode, encode, score, score_latency, update" in text
+    for word in ("GAP (generation-axis pipeline)", "TSP (time", "TAG (trainer", "G and T are"):
+        assert word in text
+    assert "144 images in 12 fragments on 4 devices" in text
+    rows = {line[3:].split(" ")[0]: line[:3] for line in lines if line[:3] in ("   ", "*  ")}
+    assert rows.keys() >= {"colocated", "plain", "GAP", "GAP+TAG", "GAP+TSP+TAG+asynchrony"}
+    assert list(rows.values()).count("*  ") == 1
+    sentence = " ".join(text.split())
+    assert re.search(r" GAP [^:]* is best because [^:]*: colocated takes [\d.]+% longer", sentence)
+    assert re.search(r"a trainer device, MiB: .*optimizer [\d.]+.*activations [\d.]+", text)
+    section = json.loads(output.read_text())
+    # The flags that it ends with are what a run needs for the choice.
+    fields = re.findall(r"--config\.(\S+)=(\w+)", done.stdout.split("\nit runs with")[1])
+    assert fields
+    config = shapes()
+    config.update_from_flattened_dict({name: int(value) for name, value in fields})
+    checks.check(config, 4)
+    for mesh, axes in section.items():
+        assert {axis: config.placement[mesh][axis] for axis in axes} == axes
+    assert config.runtime.tag_fragments == 12
+    rollout, trainer = section["rollout"], section["trainer"]
+    assert rollout["workers"] * rollout["data"] * rollout["fsdp"] == 4 - (
+        trainer["data"] * trainer["fsdp"] * trainer["time"]
+    )
+
+
+@pytest.mark.slow
+def test_the_script_times_a_fragment_on_the_devices_at_hand(base):
+    done = run_script(
+        "plan.py",
+        f"--config={SHAPES}",
+        "--measure",
+        f"--config.model.folder={pipeline(base)}",
+        f"--config.prompts.file={prompt_file(base)}",
+        f"--config.evaluation.prompts={prompt_file(base)}",
+        "--config.reward.name=tests.tiny_runs:redness",
+        "--config.batch.groups=2",
+        "--config.batch.images=4",
+        "--config.sampler.fragment=4",
+        "--config.trainer.micro_batch=4",
+        "--config.placement.rollout.data=1",
+        "--config.placement.trainer.data=1",
+        "--config.placement.trainer.fsdp=1",
+    )
+    assert done.returncode == 0, done.stderr
+    source = (
+        "costs from a fragment timed on devices of the kind cpu, 1 for rollout and 1 for training"
+    )
+    assert source in done.stdout.replace("\n  ", " ")
+    for name in ("generate", "decode", "train", "score", "encode", "update", "publish"):
+        (seconds,) = re.findall(rf"[ :]{name} (\S+) s", done.stdout)
+        assert 0 < float(seconds) < 20
+    assert "not known and left out: score_latency, switch" in done.stdout.replace("\n  ", " ")
+    assert "on 2 devices" in done.stdout and " is best because " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "say what commands cost: by --costs=FILE.json"),
+        (["--costs=nowhere.json"], "--costs=nowhere.json cannot be read as JSON"),
+        (
+            ["--measure", "--devices=0"],
+            "flag --devices=0: 0 is not an integer in the range .1, 1024.",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, sentence):
+    done = run_forked("plan.py", f"--config={SHAPES}", *arguments)
+    assert done.returncode == 2
+    assert re.fullmatch(f"plan.py: .*{sentence}.*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"generate": 1, "train": 1, "publishing": 1},
+            "publishing is no cost; did you mean publish?",
+        ),
+        ({"generate": 1}, "lacks train"),
+        ({"generate": -1, "train": 1}, "generate must be a number"),
+        ({"generate": 1, "train": 1, "scorers": 0.5}, "scorers must be a whole number"),
+        ([1, 2], "must hold an object"),
+    ],
+)
+def test_a_wrong_file_of_costs_is_refused(tmp_path, given, sentence):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(given))
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        read_calibration(file)
+
+
+# --------------------------------------------------------------------------------------- the choice
+
+
+def test_a_step_of_one_fragment_is_best_colocated_and_the_sentence_says_so():
+    plan = make_plan(make_problem(shapes(144), 4, calibration(publish=0.1)))
+    assert plan.choice.candidate.kind == "colocated"
+    sentence = why(plan)
+    assert sentence.startswith("colocated (4 devices in turn) is best because")
+    assert "a step is a single fragment and nothing can overlap" in sentence
+    assert re.search(r"^\*  colocated", table(plan), re.MULTILINE)
+
+
+def test_auto_is_the_choice_as_a_section_of_the_config():
+    config, costs = shapes(), calibration(switch=2.0, publish=0.1)
+    config.runtime.staleness, config.runtime.tag_fragments = 1, 12
+    section = auto_placement(config, 4, costs)
+    plan = make_plan(make_problem(config, 4, costs))
+    assert section == placement_section(plan.problem, plan.choice.candidate)
+    rollout, trainer = section["rollout"], section["trainer"]
+    assert set(rollout) == {"workers", "data", "fsdp"} and set(trainer) == {"data", "fsdp", "time"}
+    assert rollout["data"] > 0
+    config.evaluation.batch = 12
+    check_devices(resized(config, section), 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"staleness": 1, "tag_fragments": 12},
+        {"staleness": 1},
+        {"tag_fragments": 3},
+        {"early_groups": 2, "tag_fragments": 3},
+    ],
+)
+def test_what_is_simulated_of_a_placement_is_what_its_run_does(fields):
+    """Colocated too, which trains each group as it is scored: the scheduler is told the same by either clock."""
+    config = shapes(4)
+    config.runtime.update(fields)
+    if "early_groups" in fields:
+        config.algorithm.old_log_probs = "current"
+    problem = make_problem(config, 4, calibration())
+    tactics = dict(
+        gap=True,
+        tag=config.runtime.tag_fragments > 0,
+        asynchrony=config.runtime.staleness > 0,
+    )
+    settings = dataclasses.replace(
+        problem.settings,
+        tag_fragments=config.runtime.tag_fragments,
+        staleness=config.runtime.staleness,
+    )
+    problem = dataclasses.replace(problem, settings=settings)
+    run = dataclasses.replace(scheduler_settings(config), steps=1)
+    assert of.settings(problem, Candidate(2, 1, 2, **tactics)) == run
+    # Colocated neither tactic changes anything.
+    own = dict(staleness=0, tag_fragments=0, ordered=not config.runtime.early_groups)
+    assert of.settings(problem, Candidate(0, 0, 4)) == dataclasses.replace(run, **own)
+
+
+def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_already():
+    """It was taken to wait for the whole step's scores (29.2 s), so that a split of 28.8 s was chosen."""
+    config, costs = shapes(), calibration(score_latency=4.0)
+    config.runtime.staleness = 1
+    assert auto_placement(config, 4, costs)["rollout"]["data"] == 0
+
+    def seconds(candidate):
+        told = of.layout(problem, candidate), of.costs(problem, candidate)
+        run = dataclasses.replace(scheduler_settings(config), steps=1)  # as a real run has them
+        return simulate(*told, run, 8).step_seconds
+
+    problem = make_problem(config, 4, costs)
+    splits = [Candidate(4 - n, 1, n, gap=True, asynchrony=True) for n in (1, 2, 3)]
+    colocated = seconds(Candidate(0, 0, 4))
+    assert colocated == pytest.approx(144 * 0.7 / 4)
+    assert min(map(seconds, splits)) > 1.11 * colocated
+
+
+def test_a_placement_that_no_batch_fits_is_not_chosen():
+    config = shapes()
+    config.evaluation.batch = 7
+    section = auto_placement(config, 4, calibration(switch=2.0))
+    assert section["rollout"]["data"] == 1  # workers of one device: 7 images are for no others
+
+
+def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
+    base, tmp_path, capsys, monkeypatch
+):
+    for module in (step_costs, run):
+        monkeypatch.setattr(module, "build", lambda config, found: toy.system(config, len(found)))
+    config = tiny_config(base, "full")
+    config = with_placement(config, "auto")
+    config.steps = 1
+    assert run.train(config, tmp_path) is None
+    said = capsys.readouterr().out
+    assert "placement chosen by a fragment timed on" in said
+    assert said.startswith(
+        "config.placement = 'auto': times each part of a step on one of the 8 devices"
+    )
+    for part in ("publish", "encode", "generate", "decode", "score", "train", "update"):
+        assert re.search(rf"  {part}: compiling and timing\n  {part}: \S+ s\n", said)
+    placement = json.loads((tmp_path / "config.json").read_text())["placement"]
+    rollout, trainer = placement["rollout"], placement["trainer"]
+    used = trainer["data"] * trainer["fsdp"] * trainer["time"]
+    used += rollout["workers"] * rollout["data"] * rollout["fsdp"]
+    assert used == jax.device_count() == 8
+    config.steps = 2
+    assert run.train(config, tmp_path) is None
+    said = capsys.readouterr().out
+    assert "continuing after step 1" in said and "chosen" not in said
+    assert json.loads((tmp_path / "config.json").read_text())["placement"] == placement
+
+
+def test_one_device_and_free_switching_are_colocated():
+    for devices in (1, 4):
+        section = auto_placement(shapes(), devices, calibration())
+        assert section["rollout"]["data"] == 0
+        trainer = section["trainer"]
+        assert trainer["data"] * trainer["fsdp"] * trainer["time"] == devices
+
+
+def test_no_meshes_of_which_every_device_has_a_share_are_one_sentence():
+    config = shapes(144)
+    config.trainer.micro_batch = 1
+    problem = make_problem(config, 7, calibration())
+    with pytest.raises(ConfigError, match=r"no meshes of 7 devices can split config.sampler.frag"):
+        make_plan(problem, lambda candidate: False)
+
+
+def test_every_device_must_be_of_use():
+    with pytest.raises(ConfigError, match=r"config.sampler.fragment.*must divide"):
+        make_problem(shapes(10), 4, calibration())

@@ -1,0 +1,263 @@
+"""Runs of the toy family that go on elsewhere, from what is damaged, or after a full disk."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax.config import recipe
+from digen_jax.engine import placement
+from digen_jax.errors import ConfigError
+from digen_jax.records.checkpoint import SaveFailed
+from digen_jax.records.metrics import read_metrics
+from digen_jax.runtime.log import read_log
+from tests.engine import toy
+from tests.run import test_train as test_run
+from tests.run.test_train import arrays, at, config, lines, saved
+
+train = test_run.train
+
+# Adam with a large eps is nearly SGD: rounding stays rounding.
+RARELY = dict(evaluation__every=6, pictures__every=6)
+PLAIN = dict(
+    steps=3,
+    trainer__learning_rate=3.0,
+    trainer__eps=1.0,
+    trainer__clip_norm=1e3,
+    checkpoint__keep=9,
+)
+ELSEWHERE = [
+    pytest.param(
+        toy.meshes((1, 1), (1, 1, 2), workers=2)
+        | dict(sampler__fragment=2, trainer__micro_batch=2, trainer__pack=2),
+        4,
+        id="two meshes sample, steps split",
+    ),
+    pytest.param(
+        toy.meshes((2, 1), (1, 2)) | dict(sampler__fragment=4, reward__processes=1),
+        4,
+        id="disaggregated, a process scores",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(dict(trainer__micro_batch=8), 1, id="one device", marks=pytest.mark.slow),
+]
+
+
+def stopped(train, workdir, c, step, **options):
+    """A run whose reward returns something wrong in a step."""
+    with pytest.raises(ConfigError, match="returned shape"):
+        train(workdir, c, at(step, lambda scores: scores[:-1]), **options)
+
+
+def moves(workdir: pathlib.Path) -> dict[str, np.ndarray]:
+    """What a run has made of the parameters that are tuned."""
+    start = toy.ToyFamily().params()["transformer"]
+    places = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(start)}
+    return {
+        name: np.frombuffer(data, np.float32) - places[name.removeprefix("['tuned']")].ravel()
+        for name, data in arrays(workdir).items()
+        if name.startswith("['tuned']")
+    }
+
+
+@pytest.mark.parametrize(("fields", "devices"), ELSEWHERE)
+def test_a_run_goes_on_with_other_meshes_cuts_and_processes_to_the_same_result(
+    tmp_path, train, monkeypatch, fields, devices
+):
+    monkeypatch.setattr(placement, "FSDP_MIN_SIZE", 16)
+    assert train("unbroken", config(tmp_path, **PLAIN)) is None
+    stopped(train, "broken", config(tmp_path, **PLAIN), 2)
+    assert saved(tmp_path / "broken") == ["1"]
+    expected, history = moves(tmp_path / "unbroken"), lines(tmp_path / "unbroken")
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in expected.values()))
+    assert norm > 0.01
+    c = config(tmp_path, **PLAIN | fields)
+    assert train("broken", c, devices=devices) is None
+    for line, other in zip(lines(tmp_path / "broken"), history, strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
+    found = moves(tmp_path / "broken")
+    off = sum(np.sum(np.square(found[leaf] - expected[leaf])) for leaf in expected)
+    assert 0 < np.sqrt(off) < 1e-4 * norm
+
+
+def test_a_layout_is_what_costs_depend_on(tmp_path):
+    c = config(tmp_path)
+    assert recipe.layout(c) == recipe.layout(config(tmp_path, placement__cpu_devices=3, steps=9))
+    for fields in ({"sampler__fragment": 4}, toy.meshes((0, 1), (1, 1, 2)), {"trainer__pack": 2}):
+        assert recipe.layout(c) != recipe.layout(config(tmp_path, **fields))
+
+
+def test_what_was_begun_by_two_meshes_is_done_by_others(tmp_path, train):
+    """Half of a step has begun with older weights, which the checkpoint holds; now one device does all."""
+    apart = toy.meshes((1, 1), (1, 1), workers=2)
+    fields = dict(runtime__staleness=1, sampler__fragment=4, trainer__micro_batch=4)
+    stopped(train, "run", config(tmp_path, **fields | apart), 3, devices=3)
+    (step,) = map(int, saved(tmp_path / "run"))
+    c = config(tmp_path, **fields, reward__processes=0)
+    assert train("run", c, devices=2) is None
+    history = lines(tmp_path / "run")
+    assert [line["step"] for line in history] == list(range(5))
+    assert history[step + 1]["staleness"] == 0.5
+    # The step after that may have been begun, too; nothing is any more.
+    assert all(line["staleness"] == 0 for line in history[step + 3 :])
+    first, commands = read_log(tmp_path / "run" / "commands.jsonl")
+    assert first == step and {getattr(c, "worker", "trainer") for c in commands} == {"trainer"}
+
+
+def flip(path: pathlib.Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_a_damaged_checkpoint_costs_its_steps_and_files_are_cut_back(tmp_path, train, capsys):
+    c = config(tmp_path, steps=6, checkpoint__every=1, checkpoint__keep=2, **RARELY)
+    assert train("unbroken", c) is None
+    first, commands = read_log(tmp_path / "unbroken" / "commands.jsonl")
+    assert first in (4, 5) and {command.fragment.step for command in trained(commands)} <= {4, 5}
+    timeline = json.loads((tmp_path / "unbroken" / "timeline.json").read_text())
+    steps = {event["args"].get("step") for event in timeline if event["ph"] == "X"}
+    assert steps - {None} == set(range(first, 6))
+
+    stopped(train, "broken", c, 5)
+    assert saved(tmp_path / "broken") == ["3", "4"]
+    folder = tmp_path / "broken" / "checkpoints"
+    flip(max((folder / "4").glob("arrays/ocdbt.process_0/d/*"), key=lambda p: p.stat().st_size))
+    with (tmp_path / "broken" / "commands.jsonl").open("a") as file:
+        file.write('{"is": "Gene')
+    (tmp_path / "broken" / "pictures" / "before.npz").write_bytes(b"nonsense")
+    capsys.readouterr()
+    assert train("broken", c) is None
+    out, err = capsys.readouterr()
+    said = [line for line in err.splitlines() if "is damaged (" in line]
+    assert len(said) == 1 and said[0].startswith("checkpoint 4 is damaged (arrays/ocdbt")
+    assert said[0].endswith("is not what was written): 3 is used")
+    assert "continuing after step 3\n" in out
+    assert "before.npz is missing or damaged: nothing is compared with it\n" in out
+    assert lines(tmp_path / "broken") == lines(tmp_path / "unbroken")
+    assert (folder / "damaged_4").is_dir()
+    shutil.rmtree(folder / "damaged_4")
+    assert arrays(tmp_path / "broken") == arrays(tmp_path / "unbroken")
+
+
+def trained(commands):
+    return [command for command in commands if command.kind == "train"]
+
+
+# ----------------------------------------------------------------------------------- the disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of its own with 16 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a disk can be mounted by root only")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(folder: pathlib.Path) -> None:
+    """Takes all the space that is left."""
+    with (folder / "ballast").open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                pass
+
+
+def test_a_full_disk_costs_no_step_and_the_same_command_goes_on(
+    tmp_path, train, small_disk, monkeypatch
+):
+    c = config(tmp_path, steps=3, checkpoint__every=3, evaluation__every=1, pictures__every=1)
+    assert train("unbroken", c) is None
+
+    def full(scores):
+        fill(small_disk)
+        return scores
+
+    run = small_disk / "run"
+    with pytest.raises(SaveFailed) as caught:
+        train("disk/run", c, at(2, full))
+    assert str(caught.value) == (
+        f"the disk of {run} is full: make room, and the same command goes on after step 2, which is saved"
+    )
+    assert saved(run) == ["2"] and len(read_metrics(run / "metrics.jsonl")) == 3
+    assert json.loads((run / "timeline.json").read_text())
+    with pytest.raises(
+        SaveFailed, match=r"there is no space for the next checkpoint in \S+disk/run"
+    ):
+        train("disk/run", c)
+    (small_disk / "ballast").unlink()
+    assert train("disk/run", c) is None
+    assert lines(run) == lines(tmp_path / "unbroken")
+    assert arrays(run) == arrays(tmp_path / "unbroken")
+    assert not list(run.rglob("*unfinished*")) and not list(run.rglob("room*"))
+
+
+# -------------------------------------------------------------------------------- the workdir
+
+
+def test_a_workdir_that_cannot_be_used_is_one_sentence(tmp_path, train):
+    c = config(tmp_path)
+    (tmp_path / "file").write_text("")
+    for workdir, sentence in {
+        "file": r"the workdir \S+/file is a file: choose another one",
+        "file/in": r"the workdir \S+/file/in cannot be written \(Not a directory\): choose",
+        "/proc/run": r"the workdir /proc/run cannot be written \(No such file or directory\): ch",
+    }.items():
+        with pytest.raises(ConfigError, match=sentence):
+            train(workdir, c)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("config.json", None, r"config\.json is missing: bring it back, or choose another workdir"),
+        (
+            "config.json",
+            b"\x93\xff",
+            r"config\.json is not JSON: .*: bring it back, or choose",
+        ),
+        ("config.json", b"[1]", r"config\.json must hold a JSON object, not a list: bring it"),
+        (
+            "finished.json",
+            b"{",
+            r"finished\.json is not JSON: .*: delete it, and the run's co",
+        ),
+        (
+            "finished.json",
+            b'{"step": "x"}',
+            r"finished\.json names no step: delete it, and the run",
+        ),
+        (
+            "metrics.jsonl",
+            b"nonsense\n",
+            r"metrics\.jsonl, line 1 holds no metrics: bring back a c",
+        ),
+        (
+            "commands.jsonl",
+            b"nonsense\n",
+            r"commands\.jsonl, line 1 is no command: delete the file",
+        ),
+    ],
+)
+def test_garbage_in_a_workdir_is_one_sentence(tmp_path, train, file, content, sentence):
+    c = config(tmp_path)
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "config.json").write_text(json.dumps(c.to_dict()))
+    (workdir / "metrics.jsonl").write_text('{"step": 0, "seconds/clock": 0}\n')
+    (workdir / file).unlink(missing_ok=True)
+    if content is not None:
+        (workdir / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence):
+        train("run", c, lambda *_: pytest.fail("it runs"))

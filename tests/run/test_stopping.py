@@ -1,0 +1,194 @@
+"""Whole runs in which something hangs: real processes around the toy family, and how they end."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from digen_jax.process.ending import STOPPED
+from digen_jax.records.metrics import read_metrics, without_timing
+from tests.pipelines import ROOT, environment
+from tests.run.test_train import arrays
+from tests.tiny_runs import PROMPTS
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """
+from tests.runtime import toy
+
+def get_config():
+    c = toy.config(
+        prompts__file="prompts.jsonl",
+        reward__name="hanging:mean",
+        trainer__learning_rate=0.1,
+        evaluation__prompts="prompts.jsonl",
+        evaluation__images=4,
+        evaluation__every=9,
+        pictures__every=9,
+        pictures__images=3,
+        checkpoint__every=2,
+        sampler__fragment=4,
+        runtime__deadline=10.0,
+        **toy.meshes((1, 1), (1, 1), workers=2),
+    )
+    c.steps = 4
+    return c
+"""
+# The environment says who does what in which step, and whether always or only the first time.
+HANGING = """
+import os, pathlib, signal, time
+
+WHO, WHAT, STEP, OFTEN = (os.environ["EVENT"].split() or [""]) * (1 if os.environ["EVENT"] else 4)
+
+def happens(who, step):
+    done = pathlib.Path("happened")
+    if who != WHO or str(step) != STEP or OFTEN == "once" and done.exists():
+        return
+    done.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL) if WHAT == "dies" else time.sleep(600)
+
+def mean(images, prompts, metadata):
+    happens("reward", metadata[0].get("serial", -2) // 2)
+    return images.mean((1, 2, 3), dtype="float64")
+"""
+SCRIPT = """
+import hanging
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.training import TrainingExecutor
+from tests import toy_process
+
+def hanging_in(executor, name, who):
+    real = getattr(executor, name)
+
+    def call(self, fragment, *rest):
+        hanging.happens(who, fragment.step)
+        return real(self, fragment, *rest)
+
+    setattr(executor, name, call)
+
+if __name__ == "__main__":
+    hanging_in(SamplingExecutor, "generate", "mesh")
+    hanging_in(TrainingExecutor, "train", "trainer")
+    toy_process.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("stopping")
+    (folder / "prompts.jsonl").write_text("\n".join(PROMPTS) + "\n")
+    for name, text in (("config", CONFIG), ("hanging", HANGING), ("script", SCRIPT)):
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def begin(folder: pathlib.Path, workdir: str, event: str = "", *options: str) -> subprocess.Popen:
+    (folder / "happened").unlink(missing_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "script.py", "--config=config.py", f"--workdir={workdir}", *options],
+        cwd=folder,
+        env=environment(
+            3,
+            EVENT=event,
+            PYTHONPATH=str(ROOT),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def launch(*arguments) -> tuple[int, str]:
+    """(exit code, everything it said)."""
+    process = begin(*arguments)
+    try:
+        said, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def saved(workdir: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder) -> pathlib.Path:
+    code, said = launch(folder, "unbroken")
+    assert code == 0, said
+    return folder / "unbroken"
+
+
+def assert_same(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
+    found, expected = (
+        [without_timing(line) for line in read_metrics(one / "metrics.jsonl")]
+        for one in (workdir, unbroken)
+    )
+    assert found == expected and len(expected) == 5
+    assert arrays(workdir) == arrays(unbroken)
+
+
+@pytest.mark.parametrize(
+    "event", ["reward hangs 2 once", "reward dies 2 once", "mesh hangs 2 once"]
+)
+def test_a_run_goes_on_without_what_hung_or_died_to_the_same_bits(folder, unbroken, event):
+    workdir = event.replace(" ", "_")
+    code, said = launch(folder, workdir, event)
+    assert code == 0 and "Traceback" not in said, said
+    assert (folder / "happened").exists()
+    assert ("it is asked again" if event.startswith("reward") else "given up") in said
+    assert_same(folder / workdir, unbroken)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_reward_that_hangs_for_ever_stops_the_run_by_name_and_saved(folder, unbroken, processes):
+    workdir, asked = f"stopped_{processes}", f"--config.reward.processes={processes}"
+    event = "reward hangs 3 always"
+    code, said = launch(folder, workdir, event, asked, "--config.reward.retries=1")
+    assert code == STOPPED and "Traceback" not in said, said
+    sentence = said.splitlines()[-1]
+    assert sentence.startswith("train.py: reward 'hanging:mean' took more than 10 seconds"), said
+    assert saved(folder / workdir) == ["2", "3"]
+    code, said = launch(folder, workdir, "", asked)
+    assert code == 0 and "continuing after step 3" in said, said
+    if processes:  # the workdirs' configs differ else, and nothing more
+        assert_same(folder / workdir, unbroken)
+
+
+def test_a_trainer_that_hangs_ends_the_process_by_name_and_leaves_its_last_checkpoint(folder):
+    code, said = launch(folder, "trainer", "trainer hangs 3 always")
+    assert code == STOPPED and "Traceback" not in said, said
+    assert "the trainer hangs: training on fragment 0 of step 3 has taken more than 10 sec" in said
+    assert saved(folder / "trainer") == ["2"]
+    code, said = launch(folder, "trainer")
+    assert code == 0 and "continuing after step 2" in said, said
+
+
+@pytest.mark.parametrize("who", ["reward", "mesh", "trainer"])
+def test_the_second_signal_ends_a_run_in_which_something_hangs(folder, who):
+    process = begin(
+        folder, f"signalled_{who}", f"{who} hangs 1 always", "--config.runtime.deadline=0"
+    )
+    try:
+        while not (folder / "happened").exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None
+        asked = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+        assert time.monotonic() - asked < 2
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT
+    last = [line for line in said.splitlines() if line][-2:]
+    assert last[0].startswith("finishing this step") and last[1].startswith("ended at once"), said
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)

@@ -1,0 +1,533 @@
+"""Whole runs: real processes around a tiny pipeline, stopped at all kinds of moments; then runs of the toy family."""
+
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from digen_jax.engine import divergence
+from digen_jax.engine.divergence import DivergedError
+from digen_jax.errors import ConfigError
+from digen_jax.records.metrics import TIMING, read_metrics, without_timing
+from digen_jax.run import train as run
+from digen_jax.run.workdir import finished_step
+from tests.cases import quick
+from tests.engine import toy
+from tests.pipelines import ROOT, environment, write_tiny_pipeline
+from tests.records.test_metrics import scalars
+from tests.tiny_runs import PROMPTS
+
+# Around a model, and around the toy family.
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config():
+    return ConfigDict(dict(
+        steps=6,
+        model=dict(folder="pipeline"),
+        prompts=dict(file="prompts.jsonl"),
+        reward=dict(name="blueness:mean", processes=0),
+        batch=dict(groups=2, images=4),
+        sampler=dict(steps=4, window=dict(first=0, length=2), fragment=8),
+        trainer=dict(micro_batch=8, learning_rate=1e-3, ema=0.9),
+        placement=dict(rollout=dict(data=2), trainer=dict(data=2)),
+        evaluation=dict(prompts="prompts.jsonl", images=4, batch=8, every=2),
+        pictures=dict(every=2, images=3),
+        checkpoint=dict(every=2, keep=9),
+    ))
+"""
+TOY = """
+from tests.runtime import toy
+
+def get_config():
+    c = toy.config(
+        prompts__file="prompts.jsonl",
+        reward__name="blueness:mean",
+        reward__processes=0,
+        trainer__learning_rate=0.1,
+        trainer__ema=0.9,
+        evaluation__prompts="prompts.jsonl",
+        evaluation__images=4,
+        evaluation__every=2,
+        pictures__every=2,
+        pictures__images=3,
+        checkpoint__every=2,
+        checkpoint__keep=2,
+        **toy.meshes((2, 1), (2, 1)),
+    )
+    c.steps = 6
+    return c
+"""
+# The environment says what goes wrong and when: a signal or a NaN in a step's reward, or kill -9 at
+# a rename or an opened file of some name.
+REWARD = """
+import atexit, os, signal, sys
+
+EVENT, _, WHEN = os.environ.get("EVENT", "").partition(" ")
+
+def mean(images, prompts, metadata):
+    scores = images[..., 2].mean((1, 2)) - images[..., 0].mean((1, 2))
+    step = metadata[0].get("serial", -2) // 2 + 1  # 0 in an evaluation
+    if str(step) == WHEN:
+        if EVENT == "nan":
+            scores[1] = float("nan")
+        else:
+            os.kill(os.getpid(), getattr(signal, EVENT))
+    return scores
+
+def watch(event, arguments):
+    if event == EVENT and any(str(name).endswith(WHEN) for name in arguments[:2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(watch)
+unwanted = ("torch", "tensorflow", "diffusers", "peft")
+atexit.register(lambda: print("imported:", [name for name in unwanted if name in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_tiny_pipeline(folder / "pipeline")
+    (folder / "prompts.jsonl").write_text("\n".join(PROMPTS) + "\n")
+    (folder / "config.py").write_text(CONFIG)
+    (folder / "toy.py").write_text(TOY)
+    (folder / "blueness.py").write_text(REWARD)
+    return folder
+
+
+def launch(folder: pathlib.Path, *command: str, event: str = ""):
+    """A command, run to its end: (exit code, everything it said)."""
+    variables = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment(4, EVENT=event, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def saved(workdir: pathlib.Path) -> list[str]:
+    """The whole checkpoints."""
+    return sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def lines(workdir: pathlib.Path) -> list[dict]:
+    return [without_timing(line) for line in read_metrics(workdir / "metrics.jsonl")]
+
+
+def arrays(workdir: pathlib.Path):
+    """The newest checkpoint's arrays as bytes, by their names."""
+    newest = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    with ocp.PyTreeCheckpointer() as reader:
+        tree = reader.restore(newest / "arrays")
+    return {
+        jax.tree_util.keystr(path): np.asarray(
+            jax.random.key_data(leaf)
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        ).tobytes()
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
+    """Metrics, TensorBoard, the last checkpoint and the pictures, down to the last bit."""
+    assert lines(workdir) == lines(unbroken)
+    events, expected = (
+        [event for event in scalars(one) if not event[1].startswith(TIMING)]
+        for one in (workdir, unbroken)
+    )
+    assert len(expected) > len(lines(unbroken)) and events == expected
+    assert saved(workdir)[-1] == saved(unbroken)[-1]
+    assert arrays(workdir) == arrays(unbroken)
+    for picture in ("before_after.png", "curve.png"):
+        assert (workdir / "pictures" / picture).read_bytes() == (
+            unbroken / "pictures" / picture
+        ).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder) -> tuple[pathlib.Path, str]:
+    script = str(ROOT / "launch" / "train.py")
+    code, said = launch(folder, script, "--config=config.py", "--workdir=unbroken")
+    assert code == 0, said
+    return folder / "unbroken", said
+
+
+def test_a_run_trains_and_shows_its_results(unbroken):
+    workdir, said = unbroken
+    history = lines(workdir)
+    assert [line["step"] for line in history] == list(range(7))
+    assert [line["step"] for line in history if "evaluation/reward" in line] == [0, 2, 4, 6]
+    assert history[6]["evaluation/reward"] > history[0]["evaluation/reward"] + 0.01
+    assert all(line["gradient_norm"] > 0 for line in history[1:])
+    assert saved(workdir) == ["2", "4", "6"]
+    assert "disaggregated: of 4 devices (cpu) 2 sample and 2 train" in said
+    first, last = (history[i]["evaluation/reward"] for i in (0, 6))
+    assert f"reward on 4 held-out prompts      before   after    gain\n  all {first:34.3f}" in said
+    assert f"{last:.3f}  {last - first:+.3f}\n" in said
+    assert "Traceback" not in said
+    pictures = {path.name for path in (workdir / "pictures").iterdir()}
+    assert pictures >= {"before_after.png", "curve.png", "step_000000.png", "step_000006.png"}
+    assert pictures >= {"timeline_000002.png", "timeline_000006.png"}
+    for line in history[1:]:
+        assert line["staleness"] == line["tag_share"] == 0
+    for named in (
+        "pictures/before_after.png",
+        "pictures/curve.png",
+        "metrics.jsonl",
+        "timeline.json",
+    ):
+        assert named in said and (workdir / named).stat().st_size > 0
+
+
+def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
+    events = json.loads((unbroken[0] / "timeline.json").read_text())
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(rows.values()) == {"rollout 0", "trainer", "reward", "publish to rollout 0"}
+    done = {}
+    for event in events:
+        if event["ph"] == "X":
+            done.setdefault(rows[event["tid"]], []).append(event)
+    assert [e["name"] for e in done["trainer"] if e["cat"] == "work"] == ["train", "update"] * 6
+    names = [e["name"] for e in done["rollout 0"] if e["cat"] == "work" and e["name"] != "evaluate"]
+    assert names[:18] == ["encode", "generate", "decode"] * 6
+    assert [e["name"] for e in done["rollout 0"]].count("evaluate") == 3
+    for row in ("trainer", "rollout 0"):
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in done[row] if e["cat"] == "work")
+        assert all(end <= start + 1000 for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def test_killed_in_the_middle_of_a_save_a_run_equals_an_unbroken_one(folder):
+    command = ("-m", "tests.run.toy_process", "--config=toy.py")
+    command += ("--config.steps=2", "--config.checkpoint.every=1")
+    killed = (*command, "--workdir=killed")
+
+    code, said = launch(folder, *killed, event="os.rename checkpoints/2")
+    assert code == -signal.SIGKILL, said
+    assert len(lines(folder / "killed")) == 3 and saved(folder / "killed") == ["1"]
+
+    code, said = launch(folder, *killed)
+    assert (code, "continuing after step 1" in said) == (0, True), said
+    assert launch(folder, *command, "--workdir=untouched")[0] == 0
+    assert_same_run(folder / "killed", folder / "untouched")
+
+
+@pytest.mark.slow
+def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder):
+    command = ("-m", "tests.run.toy_process", "--config=toy.py")
+    longer = (*command, "--workdir=broken")
+    workdir, short = folder / "broken", (*longer, "--config.steps=4")
+
+    assert launch(folder, *short, event="SIGKILL 1")[0] == -signal.SIGKILL
+    assert len(lines(workdir)) == 1 and saved(workdir) == []
+
+    code, said = launch(folder, *short, event="SIGINT 3")
+    assert code == 128 + signal.SIGINT
+    assert "finishing this step, then saving" in said
+    # While step 2 is evaluated and written down, pictures of step 3 are sampled and scored.
+    (stopped,) = re.findall(r"Stopped and saved after step ([23]); the same command cont", said)
+    assert len(lines(workdir)) == int(stopped) + 1 and saved(workdir)[-1] == stopped
+
+    code, said = launch(folder, *short, event="open before_after.png")
+    assert (code, f"continuing after step {stopped}" in said) == (-signal.SIGKILL, True)
+    assert saved(workdir) == [stopped, "4"] and finished_step(workdir) is None
+
+    # It had done all of its steps, and is given more; now killed in the middle of a save.
+    code, said = launch(folder, *longer, event="os.rename checkpoints/6")
+    assert (code, "continuing after step 4" in said) == (-signal.SIGKILL, True)
+    assert len(lines(workdir)) == 7 and saved(workdir) == [stopped, "4"]
+    assert any(path.name.startswith("6.") for path in (workdir / "checkpoints").iterdir())
+
+    code, said = launch(folder, *longer, event="nan 6")
+    assert (code, "continuing after step 4" in said) == (2, True)
+    found = [line for line in said.splitlines() if line.startswith("train.py:")]
+    assert len(found) == 1
+    assert found[0].startswith("train.py: reward 'blueness:mean' returned nan for image 1")
+    assert "Traceback" not in said
+    assert len(lines(workdir)) == 6 and saved(workdir) == ["4", "5"]
+
+    code, said = launch(folder, *longer)
+    assert (code, "continuing after step 5" in said) == (0, True)
+    assert launch(folder, *command, "--workdir=whole")[0] == 0
+    assert_same_run(workdir, folder / "whole")
+
+
+def test_training_imports_no_torch_and_no_tensorflow(unbroken):
+    assert unbroken[1].splitlines()[-1] == "imported: []"
+
+
+# ------------------------------------------------------------------- runs of the toy family
+
+happens = None
+
+
+def reward(images, prompts, metadata):
+    """Brightness, and what a test wants to happen in a step (0: in the evaluation)."""
+    scores = images.mean((1, 2, 3), dtype=np.float64)
+    tried = not images.std()  # on grey pictures, before the run
+    return (
+        happens(metadata[0].get("serial", -2) // 2 + 1, scores) if happens and not tried else scores
+    )
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """train(workdir, config): a run of the toy family in this process, without what happened before."""
+
+    def train(workdir, config, event=None, devices=2):
+        monkeypatch.setattr(run, "build", lambda config, _: toy.system(config, devices))
+        monkeypatch.setattr(sys.modules[__name__], "happens", event)
+        return run.train(config, tmp_path / workdir)
+
+    return train
+
+
+def config(tmp_path: pathlib.Path, steps: int = 4, **fields):
+    (tmp_path / "prompts.jsonl").write_text("\n".join(PROMPTS) + "\n")
+    prompts = str(tmp_path / "prompts.jsonl")
+    fields = {
+        "prompts__file": prompts,
+        "reward__name": f"{__name__}:reward",
+        "reward__processes": 0,
+        "evaluation__prompts": prompts,
+        "evaluation__every": 2,
+        "pictures__every": 2,
+        "pictures__images": 3,
+        "checkpoint__every": 3,
+        "trainer__learning_rate": 0.1,
+        **toy.meshes((0, 1), (2, 1)),
+    } | fields
+    c = toy.config(**fields)
+    c.steps = steps
+    return c
+
+
+def at(when: int, action):
+    """`action` on the scores of step `when`; those of other steps pass."""
+    return lambda step, scores: action(scores) if step == when else scores
+
+
+ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=dict(length=0))
+
+
+def evenness(images, prompts, metadata):
+    """A second reward."""
+    return -images.std((1, 2, 3), dtype=np.float64)
+
+
+GDPO = dict(
+    reward__name=f"{__name__}:reward, {__name__}:evenness",
+    reward__weights=(1.0, 0.5),
+    advantages__combine="gdpo",
+)
+
+
+KINDS_OF_STATE = [
+    (
+        dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3)
+        | dict(advantages__best_and_worst=1, advantages__drop_zero_std=True),
+    ),
+    (dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4) | GDPO,),
+    (
+        dict(
+            sampler__window=dict(mode="progressive", length=2, end=4, fraction=0.5),
+            sampler__shared_noise=True,
+        ),
+    ),
+    (ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),),
+    (ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),),
+    (
+        ODE
+        | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2))
+        | GDPO
+        | dict(advantages__combine="advantages", advantages__std="global"),
+    ),
+]
+
+
+def test_what_is_turned_between_two_starts_is_said_and_noted(tmp_path, train, capfd):
+    assert train("run", config(tmp_path, steps=1)) is None
+    turned = dict(trainer__learning_rate=0.01, evaluation__every=1)
+    assert train("run", config(tmp_path, steps=2, **turned)) is None
+    change = "config.trainer.learning_rate: 0.1 -> 0.01"
+    assert f"changed from step 2 on: {change}\n" in capfd.readouterr().out
+    starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").open()]
+    assert [(start["done"], change in start["changes"]) for start in starts] == [
+        (0, False),
+        (1, True),
+    ]
+    with pytest.raises(ConfigError, match=r"has another config .config.seed: 0 -> 1"):
+        train("run", config(tmp_path, steps=2, **turned, seed=1))
+
+
+def test_a_wrong_reward_is_said_with_what_is_saved(tmp_path, train):
+    c = config(tmp_path, checkpoint__every=1)
+    with pytest.raises(
+        ConfigError, match=r"(?s)shape \(7,\).*the same command goes on after step 1, w"
+    ):
+        train("run", c, at(2, lambda scores: scores[:-1]))
+    assert saved(tmp_path / "run") == ["1"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    quick(KINDS_OF_STATE, 0, 3),
+    ids=[
+        "average, reference, best and worst",
+        "lora, two updates, two rewards",
+        "a window that moves, random steps",
+        "DiffusionNFT",
+        "AWM",
+        "DPO, offline, two rewards",
+    ],
+)
+def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
+    c = config(tmp_path, **fields)
+    assert train("unbroken", c) is None
+    with pytest.raises(ConfigError, match=r"test_run:reward' returned shape \((7|3),\)"):
+        train("broken", c, at(2, lambda scores: scores[:-1]))
+    # What came before the step that failed is saved, though none was due.
+    assert saved(tmp_path / "broken") == ["1"]
+    # Behind the update there is nothing left to save but what is saved already.
+    with pytest.raises(ConfigError, match=r"returned shape \(4,\) for 5 images"):
+        train("broken", c, at(0, lambda scores: scores[:-1]))
+    assert saved(tmp_path / "broken") == ["1"]
+    assert train("broken", c) is None
+    history = lines(tmp_path / "broken")
+    assert history == lines(tmp_path / "unbroken") and history[-1]["step"] == 4
+    ends = [arrays(tmp_path / workdir) for workdir in ("broken", "unbroken")]
+    assert ends[0] == ends[1]
+    assert any("ema" in name for name in ends[0]) == ("trainer__ema" in fields)
+    copied = fields.get("algorithm", {}).get("name") in ("diffusion_nft", "awm")
+    assert any("copy" in name for name in ends[0]) == copied
+    assert all(line["gradient_norm"] > 0 for line in history[1:])
+    for line, of in ((history[1], ""), (history[0], "evaluation/")):
+        each = [line.get(f"{of}reward_of/{__name__}:{name}") for name in ("reward", "evenness")]
+        assert (None in each) == ("reward__weights" not in fields)
+        if "reward__weights" in fields:
+            assert line[f"{of}reward"] == pytest.approx(each[0] + 0.5 * each[1], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, train):
+    """Of the six groups for which a step draws prompts the first two have equal rewards."""
+    fields = toy.meshes((1, 1), (1, 1)) | dict(
+        sampler__fragment=2, trainer__micro_batch=2, runtime__max_candidates=6
+    )
+    c = config(tmp_path, **fields, runtime__redundant_groups=1)
+
+    def flat(pair, scores):
+        return 0 * scores if pair % 3 == 1 else scores
+
+    def broken(pair, scores):
+        return scores[:-1] if pair == 5 else flat(pair, scores)  # the second step's members
+
+    assert train("unbroken", c, flat) is None
+    with pytest.raises(ConfigError, match=r"returned shape \(1,\) for 2 images"):
+        train("broken", c, broken)
+    assert saved(tmp_path / "broken") == ["1"]
+    assert train("broken", c, flat) is None
+    history = lines(tmp_path / "broken")
+    assert history == lines(tmp_path / "unbroken") and history[-1]["step"] == 4
+    assert all(line["zero_std_groups"] == 0 for line in history[1:])
+    assert arrays(tmp_path / "broken") == arrays(tmp_path / "unbroken")
+    for line in read_metrics(tmp_path / "broken" / "metrics.jsonl")[1:]:
+        assert 4 <= line["candidates"] <= 5
+
+
+def test_a_run_with_asynchrony_goes_on_with_what_it_had_begun(tmp_path, train):
+    """What was begun ahead is in the checkpoint, with the weights that it was begun with."""
+    fields = toy.meshes((1, 1), (1, 1)) | dict(
+        runtime__staleness=1, sampler__fragment=4, trainer__micro_batch=4
+    )
+    c = config(tmp_path, **fields)
+    with pytest.raises(ConfigError, match="returned shape"):
+        train("run", c, at(3, lambda scores: scores[:-1]))
+    (step,) = saved(tmp_path / "run")
+    names = arrays(tmp_path / "run")
+    older = str(int(step) - 1)
+    assert any(f"['kept']['{older}']" in name for name in names)
+    assert train("run", c) is None
+    history = lines(tmp_path / "run")
+    assert [line["step"] for line in history] == list(range(5))
+    assert history[int(step) + 1]["staleness"] == 0.5
+    assert history[1]["staleness"] == 0 and max(line["staleness"] for line in history[1:]) == 0.5
+
+
+def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, capsys):
+    def stop(scores):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return scores
+
+    assert train("run", config(tmp_path, steps=9), at(3, stop)) == 128 + signal.SIGTERM
+    assert "Stopped and saved after step 3" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"config\.steps = 2, but .* has done 3 steps already"):
+        train("run", config(tmp_path, steps=2))
+    # Step 3 has not been evaluated, and the pictures at the beginning were more.
+    assert train("run", config(tmp_path, steps=3, pictures__images=2)) is None
+    folder = tmp_path / "run" / "pictures"
+    assert np.load(folder / "after.npz")["step"] == 3
+    assert (folder / "before_after.png").exists()
+    assert "reward on 5 held-out prompts" in capsys.readouterr().out
+
+    assert finished_step(tmp_path / "run") == 3
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert train("run", config(tmp_path, steps=3), lambda *_: pytest.fail("it runs")) is None
+    said = capsys.readouterr().out
+    assert said.startswith("This run is finished: 3 steps are done.")
+    assert "before_after.png" in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(ConfigError, match=r"another config \(config\.trainer\.ema: 0\.0 -> 0\.5\)"):
+        train("run", config(tmp_path, steps=3, trainer__ema=0.5))
+
+
+def test_one_device_does_everything_and_says_so(tmp_path, train, capsys):
+    train("run", config(tmp_path, steps=1), devices=1)
+    said = capsys.readouterr().out
+    assert said.startswith("colocated: the one device (cpu) samples and trains in turn\n")
+    history = lines(tmp_path / "run")
+    assert history[1]["gradient_norm"] > 0 and history[1]["ratio"] == pytest.approx(1, abs=1e-5)
+
+
+def test_a_mistake_that_shows_at_the_first_evaluation_leaves_the_workdir_free(tmp_path, train):
+    with pytest.raises(ConfigError, match="returned shape"):
+        train("run", config(tmp_path), at(0, lambda scores: scores[:-1]))
+    assert train("run", config(tmp_path, steps=1, trainer__learning_rate=0.2)) is None
+
+
+def test_a_run_that_diverges_stops_by_name(tmp_path, train):
+    with pytest.raises(ConfigError) as caught:
+        train("run", config(tmp_path, trainer__learning_rate=1e38))
+    assert str(caught.value) == (
+        "update_norm is inf in step 1: training has diverged; the last good step is 0, and nothing is saved. "
+        "Lower config.trainer.learning_rate = 1e+38 or config.trainer.clip_norm = 1.0, and begin in another "
+        "workdir"
+    )
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0]
+
+
+def test_what_is_not_finite_is_named():
+    divergence.check_metrics({"reward": 1.0, "loss": -2.0})
+    with pytest.raises(DivergedError, match=r"^loss is nan$"):
+        divergence.check_metrics({"ratio": math.inf, "gradient_norm": math.nan, "loss": math.nan})
+    images = np.ones((2, 4, 4, 3), np.float32)
+    divergence.check_images(images)
+    images[1, 2, 3, 0] = np.nan
+    with pytest.raises(DivergedError, match="an image that the trained model drew holds NaN"):
+        divergence.check_images(images)

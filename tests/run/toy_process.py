@@ -1,0 +1,78 @@
+"""launch/train.py around the toy family: `python -m tests.run.toy_process` takes that script's options."""
+
+import functools
+import os
+import pathlib
+import re
+import runpy
+import signal
+import sys
+import time
+
+import jax
+from ml_collections import ConfigDict
+
+from digen_jax.engine import placement
+from digen_jax.run import following
+from digen_jax.run import train as run
+from tests.engine import toy
+from tests.pipelines import ROOT
+
+# "step signal process": a signal that a process gets while a step is scored, which the first one does.
+STEP, SIGNAL, PROCESS = map(int, os.environ.get("TOLD", "-1 0 0").split())
+
+
+def given(option: str) -> str:
+    """An option's value on the command line; "0" where it is not there."""
+    return (re.findall(rf"--{option}=(\S+)", " ".join(sys.argv)) or ["0"])[0]
+
+
+def reward(images, prompts, metadata):
+    if metadata[0].get("serial") == 2 * (STEP - 1):  # the first of its two groups
+        # What the step before it saves in the background is whole then, however busy the machine is.
+        saved = pathlib.Path(given("workdir"), "checkpoints", str(STEP - 1))
+        for _ in range(600):
+            if saved.exists():
+                break
+            time.sleep(0.1)
+        os.kill(int(pathlib.Path(f"process_{PROCESS}").read_text()), SIGNAL)
+    return toy.brightness(images, prompts, metadata)
+
+
+def get_config() -> ConfigDict:
+    """Steps that are seen at once and come near to plain gradient descent; all is saved and evaluated."""
+    c = toy.config(
+        prompts__file="prompts.jsonl",
+        reward__name="tests.run.toy_process:reward",
+        reward__processes=0,
+        evaluation__prompts="prompts.jsonl",
+        evaluation__every=1,
+        pictures__images=3,
+        checkpoint__every=1,
+        checkpoint__keep=9,
+        sampler__fragment=4,
+        trainer__learning_rate=3.0,
+        trainer__eps=1.0,
+        trainer__ema=0.5,
+        **toy.meshes((0, 1), (1, 4)),
+    )
+    c.steps = 3
+    return c
+
+
+def main() -> None:
+    if SIGNAL == signal.SIGKILL:
+        # Else the one that is left takes JAX's 100 seconds to miss the other.
+        jax.distributed.initialize = functools.partial(
+            jax.distributed.initialize, heartbeat_timeout_seconds=10
+        )
+    pathlib.Path(f"process_{given('process')}").write_text(str(os.getpid()))
+    placement.FSDP_MIN_SIZE = 16
+    for module in (run, following):
+        module.build = lambda config, devices: toy.system(config, len(devices))
+    sys.argv[0] = str(ROOT / "launch" / "train.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

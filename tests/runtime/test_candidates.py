@@ -1,0 +1,195 @@
+"""Dynamic sampling: a step is that of its first groups with variance, wherever and whenever they are made."""
+
+import functools
+import itertools
+import random
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.executors import Executors, replay
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.steps import Steps
+from digen_jax.scheduling.commands import DropFragments, Fragment, Generate, Train, Update
+from tests.cases import quick
+from tests.engine import toy
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+GROUPS, MOST, STEPS = 3, 7, 3
+# The candidates of each step whose rewards are all equal: some, too many, none.
+FLAT = [{0, 3, 4}, {0, 2, 3, 4, 5}, set()]
+# Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a fragment.
+LAYOUTS = {
+    "one device": ((0, 1), (1, 1), 1, 4),
+    "two workers, half groups": ((1, 1), (1, 1), 2, 2),
+    "a mesh each": ((1, 2), (2, 1), 1, 4),
+}
+
+
+def some_equal(images, prompts, metadata):
+    """Brightness, or what the prompts of `FLAT` get."""
+    scores = toy.brightness(images, prompts, metadata)
+    for i, record in enumerate(metadata):
+        step, candidate = divmod(record["serial"] - 10, MOST)
+        if candidate in FLAT[step % STEPS]:
+            scores[i] = 0.25
+    return scores
+
+
+def chosen(step, records):
+    """The records of the groups that form a step, by their definition."""
+    flat = [record for i, record in enumerate(records) if i in FLAT[step % STEPS]]
+    return ([record for record in records if record not in flat] + flat)[:GROUPS]
+
+
+def config(layout, most=MOST, **fields):
+    rollout, trainer, workers, fragment = LAYOUTS[layout]
+    fields = dict(runtime__redundant_groups=1 if most else 0) | fields
+    return toy.config(
+        **toy.meshes(rollout, trainer, workers),
+        batch__groups=GROUPS,
+        batch__images=4,
+        sampler__fragment=fragment,
+        trainer__micro_batch=fragment,
+        # Adam with a large eps is nearly SGD: rounding stays rounding.
+        trainer__learning_rate=3.0,
+        trainer__eps=1.0,
+        trainer__clip_norm=1e3,
+        algorithm__clip_range=0.2,
+        algorithm__kl_coefficient=0.1,
+        runtime__max_candidates=most,
+        **fields,
+    )
+
+
+@functools.cache
+def system(layout, most=MOST, std="group"):
+    return toy.system(config(layout, most, advantages__std=std))
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Fragments take as long as dice say."""
+    dice, real = random.Random(time.time_ns()), SamplingExecutor.generate
+
+    def generate(executor, fragment, version):
+        time.sleep(dice.choice([0, 0, 0.02, 0.06]))
+        real(executor, fragment, version)
+
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+
+
+def run(layout, std="group", most=MOST, steps=STEPS, **options):
+    """(gradient of the first update, change of what is tuned, metrics, commands)."""
+    parts, gradients = system(layout, most, std), []
+    update = parts.trainer.update
+
+    def spy(state, totals, *rest):
+        gradients.append(jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient))
+        assert float(totals.sums["weight"]) == GROUPS * 4 * 2
+        return update(state, totals, *rest)
+
+    start = jax.device_get(parts.start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts.trainer, "update", spy)
+        c = config(layout, most, advantages__std=std)
+        state, history, log = toy.drive(parts, c, steps, some_equal, **options)
+    change = jax.tree.map(np.subtract, jax.device_get(state.tuned), start)
+    return jax.device_get(gradients[0]), change, history, log
+
+
+@functools.cache
+def plain(std):
+    """The same of a run that is given nothing but the groups that are chosen."""
+    steps = zip(itertools.count(), toy.batches(MOST), strict=False)
+    given = (chosen(step, records) for step, records in steps)
+    return run("one device", std, most=0, batches=given)
+
+
+@pytest.mark.parametrize(
+    ("layout", "std"),
+    quick([*((layout, "group") for layout in LAYOUTS), ("one device", "global")], 1),
+)
+def test_a_step_is_that_of_the_chosen_groups_alone(late, layout, std):
+    gradient, change, history, log = run(layout, std)
+    expected_gradient, expected_change, expected_history, _ = plain(std)
+    assert toy.difference(gradient, expected_gradient) < 1e-5
+    assert toy.difference(change, expected_change) < 1e-4
+    for metrics, expected in zip(history, expected_history, strict=True):
+        names = [n for n in expected if n.startswith(("reward", "zero_std", "gradient", "kl"))]
+        assert len(names) > 6
+        for name in names:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+    assert [metrics["zero_std_groups"] for metrics in history] == [0, pytest.approx(1 / 3), 0]
+    begun = [{c.fragment.index // (4 // LAYOUTS[layout][3]) for c in log if isinstance(c, Generate)
+              and c.fragment.step == step} for step in range(STEPS)]  # fmt: skip
+    assert [metrics["candidates"] for metrics in history] == list(map(len, begun))
+    assert begun[0] >= set(range(6)) and len(begun[1]) == 7 and len(begun[2]) <= 4
+
+
+def test_neither_order_nor_bits_depend_on_arrival(monkeypatch):
+    """Half of the first member comes behind the others, or all come as they are made."""
+    real, found = SamplingExecutor.generate, []
+    for seconds in (0.5, 0):
+
+        def generate(executor, fragment, version, seconds=seconds):
+            real(executor, fragment, version)
+            time.sleep(seconds * (fragment.index == 2))
+
+        monkeypatch.setattr(SamplingExecutor, "generate", generate)
+        _, change, _, log = run("two workers, half groups")
+        trained = [c.fragment for c in log if isinstance(c, Train)]
+        for step, groups in enumerate([(1, 2, 5), (1, 6, 0), (0, 1, 2)]):
+            halves = [2 * group + half for group in groups for half in (0, 1)]
+            assert [f.index for f in trained if f.step == step] == halves
+        found.append(change)
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_what_is_dropped_while_it_is_made_is_not_kept(monkeypatch):
+    """The redundant candidate's fragments come when their step is over."""
+    over, real, end = threading.Event(), SamplingExecutor.generate, Steps.end
+    last = Fragment(2, GROUPS * 2)
+
+    def generate(executor, fragment, version):
+        real(executor, fragment, version)
+        assert fragment != last or over.wait(300)
+
+    def ended(steps):
+        if steps.first == last.step:
+            over.set()
+        return end(steps)
+
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    monkeypatch.setattr(Steps, "end", ended)
+    c, log = config("two workers, half groups"), []
+    with toy.driver(system("two workers, half groups"), c, some_equal, log=log) as driver:
+        history = [driver.step() for _ in range(4)]
+        workers = list(driver.executors.rollouts.values())
+    dropped = {f for c in log if isinstance(c, DropFragments) for f in c.fragments}
+    assert last in dropped and history[2]["candidates"] == GROUPS + 1
+    assert sum(isinstance(c, Generate) and c.fragment == last for c in log) == 1
+    kept = {f for worker in workers for f in worker._begun}
+    assert not kept & dropped and {f.step for f in kept} <= {4}
+    assert set(driver.executors.steps._steps) <= {4}
+
+
+def test_with_asynchrony_a_replayed_log_gives_the_same_bits(late):
+    layout = "two workers, half groups"
+    c, parts, log = config(layout, runtime__staleness=1), system(layout), []
+    state, history, log = toy.drive(parts, c, 4, some_equal)
+    assert max(metrics["staleness"] for metrics in history) > 0
+    assert any(isinstance(command, DropFragments) for command in log)
+    batches = toy.batches(MOST)
+    executors = Executors(parts, c, toy.fresh(parts), batches)
+    last = max(i for i, command in enumerate(log) if isinstance(command, Update))
+    pool = RewardPool(some_equal, "mine", 0)
+    again = replay(executors, pool, log[: last + 1])
+    pool.close()
+    for leaf, expected in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(leaf, expected)

@@ -1,0 +1,114 @@
+import contextlib
+import json
+import resource
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from digen_jax.runtime.clock import _length, measured
+from digen_jax.runtime.log import CommandLog, read_log, since
+from digen_jax.scheduling.commands import (
+    DropVersion,
+    Encode,
+    Fragment,
+    Generate,
+    Publish,
+    Score,
+    Switch,
+    Update,
+)
+
+COMMANDS = [
+    Generate(1, "rollout 0", Fragment(2, 3), 1),
+    Score(2, Fragment(2, 3, evaluation=True)),
+    Switch(3, "trainer", "sample"),
+    DropVersion(4, 1),
+]
+
+
+def test_compilation_does_not_count():
+    def program(x):
+        for i in range(200):  # takes long to trace and to compile, and no time to run
+            x = jnp.sin(x * i) @ x
+        return x
+
+    x = jnp.ones((2, 2))
+    begin = time.perf_counter()
+    with measured() as watch:
+        jax.block_until_ready(jax.jit(program)(x))
+    assert 0 < watch.seconds < 0.3 * (time.perf_counter() - begin)
+    with measured() as watch:
+        time.sleep(0.2)
+    assert watch.seconds >= 0.2
+
+
+def test_nested_spans_count_once():
+    assert _length([(2.0, 3.0), (1.0, 4.0), (6.0, 7.0), (3.5, 5.0)], 0.5) == 5.0
+    assert _length([(0.0, 2.0)], 1.0) == 1.0
+
+
+def test_a_log_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "commands.jsonl"
+    log = CommandLog(path, 0)
+    log.extend(COMMANDS[:1])
+    log.extend(COMMANDS[1:])
+    assert read_log(path) == (0, COMMANDS)
+    CommandLog(path, 5).extend(COMMANDS[:3])
+    assert read_log(path) == (5, COMMANDS[:3])
+    path.write_text(path.read_text()[:-4])  # killed while writing
+    assert read_log(path) == (5, COMMANDS[:2])
+    CommandLog(path, 7).extend(COMMANDS[:1])
+    assert read_log(path) == (7, COMMANDS[:1])
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 5 + 3 + 2
+    path.write_text(path.read_text() + "nonsense\n")
+    with pytest.raises(
+        ValueError, match=r"commands\.jsonl, line 11 is no command: delete the file"
+    ):
+        read_log(path)
+
+
+def test_a_log_is_cut_back_to_the_process_that_a_checkpoint_is_of(tmp_path):
+    path = tmp_path / "commands.jsonl"
+    ahead = [Publish(7, "rollout 0", 1), Encode(8, "rollout 0", 2), COMMANDS[0]]
+    end, later = [Update(9, "trainer", 1, 0)], [DropVersion(10, 0), Score(11, Fragment(2, 3))]
+    CommandLog(path, 0).extend([Encode(5, "rollout 0", 1), *ahead, *end, *later])
+    log = CommandLog(path, 1)  # of a run that was killed at once
+    log = CommandLog(path, 2)
+    log.extend(COMMANDS)
+    text = path.read_text()
+    log.cut_back(1)
+    assert path.read_text() == "".join(text.splitlines(keepends=True)[8:])
+    log.cut_back(2)
+    assert read_log(path) == (2, COMMANDS) and len(path.read_text().splitlines()) == 5
+    assert since([Encode(5, "rollout 0", 1), *ahead, *end, *later], 2) == [*ahead, *later]
+    log.extend(COMMANDS[:1])
+    assert read_log(path) == (2, COMMANDS + COMMANDS[:1])
+    assert [file.name for file in tmp_path.iterdir()] == ["commands.jsonl"]
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """A limit on how large files may become, which fails as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_a_log_has_no_space_for_is_written_once_there_is_some(tmp_path):
+    path = tmp_path / "commands.jsonl"
+    log = CommandLog(path, 0)
+    log.extend(COMMANDS[:1])
+    text = path.read_text()
+    with files_of_at_most(len(text) + 10):
+        log.extend(COMMANDS[1:])
+        assert path.read_text() == text
+        with pytest.raises(OSError, match="File too large"):
+            log.flush()
+        assert path.read_text() == text
+    log.flush()
+    assert read_log(path) == (0, COMMANDS)

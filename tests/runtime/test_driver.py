@@ -1,0 +1,190 @@
+"""A step of a run, from prompts to a new version, and what can go wrong in it."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from digen_jax.errors import ConfigError
+from digen_jax.flow.sampling import image_keys
+from digen_jax.rewards.mistakes import RewardFailed
+from digen_jax.runtime.training import receive
+from tests.engine import toy
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+# Adam with a large eps: its update is nearly proportional to the gradient, so that rounding stays rounding.
+OPTIMIZER = dict(
+    trainer__learning_rate=3.0, trainer__eps=1.0, trainer__clip_norm=1e3, trainer__ema=0.5
+)
+KL = dict(algorithm__kl_coefficient=0.1, algorithm__clip_range=0.2)
+
+
+def small(**fields):
+    return toy.config(**OPTIMIZER, **KL, sampler__fragment=4, trainer__micro_batch=4, **fields)
+
+
+@pytest.fixture(scope="module")
+def alone(exact_and_split):
+    """One device; a fragment is one group."""
+    config = small()
+    return config, toy.system(config, devices=1)
+
+
+def drive(parts, steps, reward=toy.brightness):
+    config, system = parts
+    return toy.drive(system, config, steps, reward)
+
+
+def test_a_steps_metrics(alone):
+    scores = np.array([0.25, 0.5, 0.75, 1.0, 2.0, 2.0, 2.0, 2.0])
+    given = iter([scores[:4], scores[4:]])
+    _, (metrics,), _ = drive(alone, 1, lambda *_: next(given))
+    assert metrics["reward"] == pytest.approx(scores.mean())
+    assert metrics["reward_std"] == pytest.approx(scores.std())
+    assert metrics["reward/one"] == pytest.approx(0.625)
+    assert metrics["reward_std/one"] == pytest.approx(scores[:4].std())
+    assert (metrics["reward/two"], metrics["reward_std/two"]) == (2.0, 0.0)
+    assert metrics["zero_std_groups"] == 0.5
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+    assert metrics["gradient_norm"] > 0 and metrics["update_norm"] > 0
+    assert metrics["images_per_second"] > 0
+    assert (metrics["staleness"], metrics["tag_share"]) == (0, 0)
+    assert 0.5 < metrics["utilisation"] <= 1  # one device never waits for another one
+    phases = ("rollout", "reward", "train", "publish")
+    assert {f"seconds/{phase}" for phase in phases} <= set(metrics)
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_the_reward_sees_each_image_with_its_own_prompt(alone):
+    config, system = alone
+    calls = []
+
+    def reward(images, prompts, metadata):
+        calls.append((images, prompts, metadata))
+        return np.zeros(len(images))
+
+    drive(alone, 1, reward)
+    weights, records = system.publish(system.start), toy.records(2)
+    prompts = system.sampler.encode(weights, [record["prompt"] for record in records])
+    assert len(calls) == 2
+    for group, (images, texts, metadata) in enumerate(calls):
+        assert texts == [records[group]["prompt"]] * 4
+        assert metadata == [records[group]] * 4
+        keys = image_keys(jax.random.key(config.seed), np.full(4, 10 + group), np.arange(4))
+        rows = np.full(4, group, np.int32)
+        expected, _ = toy.draw_and_show(system.sampler, weights, prompts, rows, keys)
+        np.testing.assert_array_equal(images, expected)
+
+
+def test_each_step_samples_from_the_version_before_it(alone):
+    config, system = alone
+    calls = []
+
+    def reward(images, prompts, metadata):
+        calls.append(images)
+        return toy.brightness(images, prompts, metadata)
+
+    with toy.driver(system, config, reward) as driver:
+        driver.step()
+        tuned = jax.tree.map(np.asarray, driver.state.tuned)
+        driver.step()
+    weights, records = system.publish(tuned), toy.records(2)
+    prompts = system.sampler.encode(weights, [record["prompt"] for record in records])
+    keys = image_keys(jax.random.key(config.seed), np.full(4, 12), np.arange(4))
+    expected, _ = toy.draw_and_show(system.sampler, weights, prompts, np.zeros(4, np.int32), keys)
+    np.testing.assert_array_equal(calls[2], expected)
+    assert np.abs(calls[2] - calls[0]).max() > 0.01
+
+
+# ------------------------------------------------------------------------------ several updates
+
+
+def test_two_updates_train_one_half_of_the_groups_each(alone):
+    """The second one starts where the first one ended, and its ratios are to the rollout's policy."""
+    config, system = alone
+    config = config.copy_and_resolve_references()
+    config.trainer.updates = 2
+    state, (metrics,), _ = toy.drive(system, config, 1)
+    prompts, fragments = toy.rollout(system, config, system.start)
+
+    t = config.trainer
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(t.clip_norm),
+        optax.adamw(t.learning_rate, eps=t.eps, weight_decay=0),
+    )
+    tuned, weights = system.start, system.publish(system.start)
+    moments, deviations = optimizer.init(tuned), []
+    records = toy.records(2)
+    texts = system.sampler.encode(weights, [record["prompt"] for record in records])
+    for group, fragment in enumerate(fragments):
+        keys = image_keys(jax.random.key(config.seed), np.full(4, 10 + group), np.arange(4))
+        images, _ = toy.draw_and_show(system.sampler, weights, texts, fragment.rows, keys)
+        scores = np.asarray(images, np.float64).mean((1, 2, 3))
+        advantages = np.float32((scores - scores.mean()) / (scores.std() + 1e-4))
+        experience = receive(system, prompts, fragment, advantages)
+        held = toy.fresh(system)._replace(tuned=tuned)
+        totals = system.trainer.accumulate(held, system.base, experience, None)
+        assert float(totals.sums["weight"]) == 8
+        gradient = jax.tree.map(lambda g: g / 8, totals.gradient)
+        updates, moments = optimizer.update(gradient, moments, tuned)
+        tuned = optax.apply_updates(tuned, updates)
+        deviations.append(float(totals.sums["ratio_deviation"]) / 8)
+    assert deviations[0] < 1e-5 < 1e-3 < deviations[1]
+    assert metrics["ratio_deviation"] == pytest.approx(np.mean(deviations), rel=1e-3)
+    change, expected = (
+        jax.tree.map(np.subtract, jax.device_get(end), jax.device_get(system.start))
+        for end in (state.tuned, tuned)
+    )
+    assert toy.difference(change, expected) < 1e-5
+
+
+def test_a_decoupled_loss_is_given_the_parameters_at_the_steps_start(monkeypatch):
+    config = toy.config(trainer__updates=2, algorithm__importance_cap=2.0, sampler__fragment=4)
+    system = toy.system(config, devices=1)
+    accumulate, seen = system.trainer.accumulate, []
+
+    def noted(state, base, experience, totals, behaviour, proximal):
+        seen.append((jax.device_get(state.tuned), jax.device_get(proximal), behaviour))
+        return accumulate(state, base, experience, totals, behaviour, proximal)
+
+    monkeypatch.setattr(system.trainer, "accumulate", noted)
+    toy.drive(system, config, 2)
+    starts = [0, 0, 2, 2]  # of the fragments, one an update, two a step
+    for (_, proximal, behaviour), start in zip(seen, starts, strict=True):
+        assert behaviour is None
+        if proximal is not None:
+            jax.tree.map(np.testing.assert_array_equal, proximal, seen[start][0])
+    assert [proximal is None for _, proximal, _ in seen] == [True, False, True, False]
+    assert toy.difference(seen[3][1], seen[3][0]) > 1e-4
+
+
+# ------------------------------------------------------------------------------ what can go wrong
+
+
+@pytest.mark.parametrize(
+    ("scores", "sentence"),
+    [
+        ([1.0, 2.0, np.nan, 0.0], r"'mine' returned nan for image 2 \('red'\)"),
+        ([1.0, 2.0], r"'mine' returned shape \(2,\) for 4 images"),
+        ([[1.0], [2.0, 3.0]], "'mine' returned what is no array"),
+    ],
+)
+def test_a_wrong_reward_stops_the_step_and_leaves_its_state_whole(alone, scores, sentence):
+    config, system = alone
+    with toy.driver(system, config, lambda *_: scores) as driver:
+        with pytest.raises(ConfigError, match=sentence):
+            driver.step()
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.state))
+
+
+def test_an_exception_inside_the_reward_is_named_with_the_users_own_lines(alone):
+    def reward(images, prompts, metadata):
+        raise ValueError("a bug of the user's")
+
+    with pytest.raises(
+        RewardFailed, match=r"'mine' raised ValueError: a bug .*\n.*test_driver.py, line"
+    ):
+        drive(alone, 1, reward)

@@ -1,0 +1,327 @@
+"""What hangs or fails beside the trainer: given up or asked again by its deadline, with the same result."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax.process.ending import Stopped
+from digen_jax.rewards.mistakes import RewardFailed
+from digen_jax.runtime import driver as driving
+from digen_jax.runtime.clock import measured, paused
+from digen_jax.runtime.executors import Executors
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.training import Versions
+from digen_jax.runtime.watch import Watch
+from digen_jax.scheduling.commands import TRAINER, Encode, Generate, Publish, Score
+from digen_jax.scheduling.deadlines import Deadline
+from tests.engine import toy
+from tests.runtime.test_workers import GROUPS, STALE, config, equal_bits, replayed
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+LONG = 120.0  # seconds: until a test ends
+HANGS = dict(runtime__deadline=1.5)
+
+
+@pytest.fixture(scope="module")
+def system(exact_and_split):
+    """Two meshes of one device sample, a third device trains."""
+    return toy.system(config())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(system):
+    return toy.drive(system, config(), 3)
+
+
+@pytest.fixture
+def end():
+    """Set at a test's end, so that what hangs in it does not do so in others."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """The threads that are noted down, instead of in this process, to end it without them."""
+    found = []
+    monkeypatch.setattr(driving, "hangs", found.append)
+    return found
+
+
+@pytest.fixture
+def hang(monkeypatch, end, noted):
+    """hang(method, workers): their second call does not come back."""
+
+    def arrange(method, workers=(1,)):
+        real, calls = getattr(SamplingExecutor, method), [0, 0]
+
+        def hanging(executor, *arguments):
+            (device,) = executor.rollout.group.mesh.devices.flat
+            worker = jax.devices().index(device)
+            if worker in workers:
+                calls[worker] += 1
+                if calls[worker] == 2:
+                    end.wait(LONG)
+            return real(executor, *arguments)
+
+        monkeypatch.setattr(SamplingExecutor, method, hanging)
+
+    return arrange
+
+
+@pytest.mark.parametrize("method", ["generate", "decode"])
+def test_a_mesh_that_hangs_is_given_up_and_changes_nothing(
+    system, undisturbed, hang, noted, capfd, method
+):
+    hang(method)
+    state, history, log = toy.drive(system, config(**HANGS), 3)
+    equal_bits(state, undisturbed[0])
+    assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
+    assert noted == ["rollout 1"]
+    said = capfd.readouterr().err
+    assert "rollout 1 hangs: generating fragment" in said and "runtime.deadline): given up" in said
+    assert not any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
+    equal_bits(replayed(system, config(), log), state)
+
+
+def test_what_comes_back_too_late_is_not_taken(system, hang, end, monkeypatch, capfd):
+    """The fragment is another mesh's by then."""
+    hang("decode")
+    stored, real = [], Executors.give_up
+
+    def give_up(executors, worker):
+        real(executors, worker)
+        monkeypatch.setattr(
+            executors.steps, "store", lambda f, *rest: (stored.append(f), store(f, *rest))
+        )
+
+    store = None
+    monkeypatch.setattr(Executors, "give_up", give_up)
+    with toy.driver(system, config(**HANGS)) as driver:
+        store = driver.executors.steps.store
+        driver.step()
+        end.set()
+        driver.step()
+    assert len(stored) == len(set(stored)) >= GROUPS
+
+
+def test_without_any_mesh_left_the_trainer_does_everything(system, undisturbed, hang, noted):
+    hang("generate", workers=(0, 1))
+    state, _, log = toy.drive(system, config(**HANGS), 3)
+    assert any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
+    assert sorted(noted) == ["rollout 0", "rollout 1"]
+    start = jax.device_get(system.start)
+    change, expected = (
+        jax.tree.map(np.subtract, jax.device_get(done.tuned), start)
+        for done in (state, undisturbed[0])
+    )
+    assert toy.difference(change, expected) < 1e-3
+
+
+def test_where_the_trainer_cannot_take_over_the_run_stops_by_name(system, hang, monkeypatch):
+    hang("generate", workers=(0, 1))
+    real = Executors.do
+
+    def do(executors, command):
+        if getattr(command, "worker", "") == TRAINER and isinstance(command, Publish | Encode):
+            raise MemoryError("no room for a sampler")
+        return real(executors, command)
+
+    monkeypatch.setattr(Executors, "do", do)
+    with toy.driver(system, config(**HANGS)) as driver:
+        with pytest.raises(
+            Stopped, match=r"rollout . and rollout . hung.*could not take over.*room"
+        ):
+            driver.step()
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.state))
+
+
+def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
+    system, undisturbed, noted, end, monkeypatch
+):
+    """An update consumes what is published: it waits for who reads, and not for ever."""
+    place = threading.local()
+
+    def send(versions, version, rollout):
+        place.hangs = version == 1 and rollout is system.rollouts[1]
+        return sent(versions, version, rollout)
+
+    def ready(tree):
+        if getattr(place, "hangs", False):
+            place.hangs = False
+            end.wait(LONG)
+        return block(tree)
+
+    sent, block = Versions.send, jax.block_until_ready
+    monkeypatch.setattr(Versions, "send", send)
+    monkeypatch.setattr(jax, "block_until_ready", ready)
+    state, _, log = toy.drive(system, config(**HANGS), 3)
+    equal_bits(state, undisturbed[0])
+    assert noted == ["rollout 1"]
+    late = [c for c in log if isinstance(c, Generate) and c.fragment.step > 0]
+    assert {c.worker for c in late} <= {"rollout 0"}
+
+
+def test_an_evaluation_that_hangs_is_made_elsewhere(system, hang, noted):
+    config_ = config(**HANGS)
+    with toy.driver(system, config_) as driver:
+        records = toy.records(8)
+        expected = driver.evaluate(system.start, records)
+        real, calls = driver.executors.evaluate, []
+
+        def evaluate(worker, *arguments):
+            calls.append(worker)
+            if worker == "rollout 0":
+                arguments = (*arguments[:2], lambda *_: hang_for_ever(), *arguments[3:])
+            return real(worker, *arguments)
+
+        driver.executors.evaluate = evaluate
+        end = threading.Event()
+
+        def hang_for_ever():
+            end.wait(LONG)
+
+        found = driver.evaluate(system.start, records)
+        end.set()
+    assert calls == ["rollout 0", "rollout 1"] and noted == ["rollout 0"]
+    np.testing.assert_array_equal(found.scores, expected.scores)
+
+
+def test_a_publication_that_others_supersede_costs_its_mesh_nothing(system, monkeypatch, capfd):
+    """It fails in the end: of what came meanwhile its mesh gets the last, and stays."""
+    c, release, real = config(**STALE), threading.Event(), Versions.send
+    c.batch.groups = 1  # rollout 0 makes it
+
+    def send(versions, version, rollout):
+        if version == 1 and rollout is system.rollouts[1]:
+            release.wait(LONG)
+            raise RuntimeError("what is sent has been freed")
+        return real(versions, version, rollout)
+
+    monkeypatch.setattr(Versions, "send", send)
+    log = []
+    with toy.driver(system, c, log=log) as driver:
+        for step in range(6):
+            if step == 4:
+                release.set()
+            driver.step()
+        deadline = time.monotonic() + LONG
+        while not (held := max(driver.executors.rollouts["rollout 1"].weights, default=0)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    sent = [c.version for c in log if isinstance(c, Publish) and c.worker == "rollout 1"]
+    assert sent[:2] == [0, 1] and sent[2] >= 4 and held >= 4
+    assert capfd.readouterr().err == ""
+
+
+# ------------------------------------------------------------------------------------- rewards
+
+
+def failing(times):
+    """A reward that raises in so many of its calls, from the second on."""
+    calls = []
+
+    def reward(images, prompts, metadata):
+        calls.append(prompts)
+        if 1 < len(calls) <= 1 + times:
+            raise RuntimeError("the server is down")
+        return toy.brightness(images, prompts, metadata)
+
+    return reward
+
+
+def test_a_reward_that_fails_is_asked_again_for_the_same_fragment(system, undisturbed, capfd):
+    state, history, log = toy.drive(system, config(), 3, failing(2))
+    equal_bits(state, undisturbed[0])
+    assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
+    assert capfd.readouterr().err.count("'mine' raised RuntimeError: the server is down") == 2
+    scored = [c.fragment for c in log if isinstance(c, Score)]
+    assert len(scored) == len(set(scored)) + 2
+    equal_bits(replayed(system, config(), log), state)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_reward_that_goes_on_failing_stops_the_run_with_its_own_error(system, retries):
+    reward = failing(99)
+    with toy.driver(system, config(reward__retries=retries), reward) as driver:
+        with pytest.raises(RewardFailed, match="the server is down") as caught:
+            driver.step()
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.state))
+    often = {0: "once", 1: "2 times"}[retries]
+    assert f"failed {often} on the same pictures" in str(caught.value)
+
+
+def test_a_reward_that_hangs_in_a_thread_stops_the_run_by_name(system, end, monkeypatch):
+    monkeypatch.setattr("digen_jax.rewards.pool.hangs", lambda what: None)
+    with toy.driver(system, config(**HANGS), lambda *_: end.wait(LONG)) as driver:
+        with pytest.raises(Stopped, match=r"'mine' took more than .* seconds in a thread"):
+            driver.step()
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.state))
+
+
+# ----------------------------------------------------------------------------------- the watch
+
+
+def late_in(watch, seconds, block):
+    """Whether a block that takes so long was late."""
+    late = []
+    with watch.over(None, late.append):
+        block(seconds)
+    return late
+
+
+def test_only_work_counts_until_a_deadline():
+    watch = Watch(Deadline(0.4))
+    assert late_in(watch, 1.0, time.sleep) == [0.4]
+    assert late_in(watch, 0.01, time.sleep) == []
+
+    def wait(seconds):
+        with paused():
+            time.sleep(seconds)
+
+    assert late_in(watch, 1.0, wait) == []
+    late = []
+    with watch.over_batches(lambda *told: late.append(told)) as progress:
+        for _ in progress(range(4)):
+            time.sleep(0.2)
+    assert late == []
+    assert late_in(Watch(Deadline(0)), 0.6, time.sleep) == []
+    watch.close()
+
+
+def test_a_compiler_at_work_is_not_late(monkeypatch):
+    """Between the event that ends lowering and the one that ends compilation."""
+    watch = Watch(Deadline(0.4))
+
+    def compiles(seconds):
+        tell = jax.monitoring.record_event_duration_secs
+        tell("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.0)
+        time.sleep(seconds)
+        tell("/jax/core/compile/backend_compile_duration", seconds)
+
+    assert late_in(watch, 1.0, compiles) == []
+    with measured() as stopwatch:
+        compiles(0.2)
+        time.sleep(0.1)
+    assert 0.1 <= stopwatch.seconds < 0.2
+    watch.close()
+
+
+def test_a_process_that_was_stopped_for_a_while_is_not_late(monkeypatch):
+    """Its clock goes on, but of the time between two looks there counts no more than twice what it should be."""
+    watch = Watch(Deadline(1.0))
+    seen, real = [], time.sleep
+
+    def sleep(seconds):
+        real(seconds + 0.6)  # as if the process were stopped in each of them
+        seen.append(seconds)
+
+    monkeypatch.setattr("digen_jax.runtime.watch.time.sleep", sleep)
+    assert late_in(watch, 3.0, threading.Event().wait) == []
+    assert len(seen) >= 3
+    watch.close()

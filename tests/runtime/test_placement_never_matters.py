@@ -1,0 +1,154 @@
+"""The same run on every layout of meshes, cut and order of work: the same gradient and the same updates."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax.engine.early import settled
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.scheduling import policy
+from digen_jax.scheduling.commands import TRAINER, Generate, Train
+from tests.cases import quick
+from tests.engine import toy
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+STEPS = 3
+LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
+# Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a fragment and of a micro-batch; TAG.
+# A third number of the trainer's is its axis "time", over which as many denoising steps are packed.
+LAYOUTS = {
+    "one device": ((0, 1), (1, 1), 1, 24, 12, ""),
+    "colocated": ((0, 1), (2, 1), 1, 4, 4, ""),
+    "disaggregated": ((1, 2), (2, 1), 1, 12, 6, ""),
+    "two workers, fragments across groups": ((2, 1), (1, 2), 2, 6, 6, ""),
+    "colocated, steps split": ((0, 1), (1, 2, 2), 1, 12, 6, ""),
+    "disaggregated, steps split": ((1, 2), (2, 1, 2), 1, 4, 4, ""),
+    "TAG in place": ((2, 1), (1, 2), 1, 4, 4, "in place"),
+    "TAG resharded": ((2, 1), (1, 2), 1, 4, 2, "resharded"),
+    "half groups": ((1, 1), (1, 2), 2, 2, 2, ""),
+    "half groups, steps split": ((1, 2), (1, 2, 2), 1, 2, 2, ""),
+}
+CASES = [
+    *(("full", 1, layout) for layout in LAYOUTS if layout != "one device"),
+    ("full", 2, "two workers, fragments across groups"),
+    ("full", 2, "TAG in place"),
+    ("lora", 1, "TAG resharded"),
+    ("lora", 1, "disaggregated, steps split"),
+    ("lora", 2, "two workers, fragments across groups"),
+]
+
+
+@functools.cache
+def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=0, adam=False):
+    """(gradient of the first update, the change of what is tuned, commands) of a run."""
+    # Adam with a large eps is nearly SGD: rounding stays rounding.
+    rate, eps = (0.01, 1e-8) if adam else (3.0, 1.0)
+    rollout, trainer, workers, fragment, micro, tag = LAYOUTS[layout]
+    config = toy.config(
+        **toy.meshes(rollout, trainer, workers),
+        **(LORA if tuning == "lora" else {}),
+        batch__groups=6,
+        batch__images=4,
+        sampler__fragment=min(fragment, 24 // updates),
+        trainer__micro_batch=micro,
+        trainer__updates=updates,
+        trainer__pack=trainer[2] if len(trainer) > 2 else 1,
+        trainer__learning_rate=rate,
+        trainer__eps=eps,
+        trainer__clip_norm=1e3,
+        algorithm__clip_range=0.2,
+        algorithm__kl_coefficient=0.1,
+        algorithm__old_log_probs=old_log_probs,
+        advantages__std=std,
+        runtime__early_groups=early,
+        runtime__tag_fragments=24 if tag else 0,
+        runtime__tag_weights=tag or "in place",
+    )
+    system = toy.system(config)
+    assert system.placement.colocated == (rollout == (0, 1))
+    gradients, update = [], system.trainer.update
+
+    def spy(state, totals, std):
+        whole = totals if std is None else settled(totals, jnp.float32(1 / (std + 1e-4)))
+        gradients.append(jax.tree.map(lambda g: g / totals.sums["weight"], whole.gradient))
+        return update(state, totals, std)
+
+    system.trainer.update = spy
+    start = jax.device_get(system.start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "tag_pays", lambda state: True)
+        state, history, log = toy.drive(system, config, STEPS)
+    by_trainer = sum(isinstance(c, Generate) and c.worker == TRAINER for c in log)
+    assert system.placement.colocated or (by_trainer > 0) == bool(tag)
+    if not system.placement.colocated:
+        assert (sum(metrics["tag_share"] for metrics in history) > 0) == bool(tag)
+    change = jax.tree.map(np.subtract, jax.device_get(state.tuned), start)
+    return jax.device_get(gradients[0]), change, log
+
+
+@pytest.mark.parametrize(("tuning", "updates", "layout"), quick(CASES, 0, 1, 5, 9, 12))
+def test_the_result_is_that_of_one_device(tuning, updates, layout):
+    gradient, change, _ = result(tuning, updates, layout)
+    expected_gradient, expected_change, _ = result(tuning, updates, "one device")
+    assert toy.difference(gradient, expected_gradient) < 1e-5
+    assert toy.difference(change, expected_change) < 1e-4
+    wrong = jax.tree.map(lambda g: 1.01 * g, gradient)
+    assert toy.difference(wrong, expected_gradient) > 5e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["TAG in place", "disaggregated, steps split"])
+def test_with_adam_as_it_is_the_updates_differ_little_more(layout):
+    """It divides by the size of a gradient, so that rounding of the small ones counts as much as of the large."""
+    _, change, _ = result("full", 1, layout, adam=True)
+    _, expected, _ = result("full", 1, "one device", adam=True)
+    assert toy.difference(change, expected) < 1e-3
+    assert toy.difference(expected, result("full", 1, "one device")[1]) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["colocated", "two workers, fragments across groups"])
+def test_recomputed_log_probs_are_the_rollouts_own(layout):
+    """Of two updates the second one's ratios are not 1: they need the version that the first one consumed."""
+    gradient, change, _ = result("full", 2, layout, "recomputed")
+    expected_gradient, expected_change, _ = result("full", 2, "one device")
+    assert toy.difference(gradient, expected_gradient) < 1e-5
+    assert toy.difference(change, expected_change) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("tuning", "std", "layout"),
+    [
+        ("full", "group", "half groups"),
+        ("lora", "group", "half groups, steps split"),
+        ("full", "global", "half groups, steps split"),
+    ],
+)
+def test_training_groups_before_they_are_complete_is_training_them_then(
+    monkeypatch, tuning, std, layout
+):
+    real = SamplingExecutor.generate
+
+    def generate(executor, fragment, version):
+        real(executor, fragment, version)
+        time.sleep(0.05 * (fragment.index % 2))  # the first halves come before the second ones
+
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    gradient, change, log = result(tuning, 1, layout, "current", std, early=2)
+    early = [c.early for c in log if isinstance(c, Train)]
+    assert all(early) if std == "global" else any(early)
+    expected_gradient, expected_change, plain = result(tuning, 1, "one device", std=std)
+    assert not any(c.early for c in plain if isinstance(c, Train))
+    assert toy.difference(gradient, expected_gradient) < 1e-5
+    assert toy.difference(change, expected_change) < 1e-4
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_a_run_changes_what_is_tuned(tuning):
+    _, change, _ = result(tuning, 1, "one device")
+    assert np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(change))) > 0.01

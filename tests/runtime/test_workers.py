@@ -1,0 +1,268 @@
+"""Several workers: failures, asynchrony, what a checkpoint holds of them, and the log replayed."""
+
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.driver import Begun
+from digen_jax.runtime.executors import Executors, replay
+from digen_jax.runtime.log import CommandLog, read_log
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.training import Versions
+from digen_jax.scheduling.commands import TRAINER, Generate, Publish, Score, Train, Update
+from digen_jax.scheduling.scheduler import SchedulerError
+from tests.engine import toy
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+GROUPS = 4
+STALE = dict(runtime__staleness=1, runtime__stale_share=0.5)
+
+
+def config(**fields):
+    return toy.config(
+        **toy.meshes((1, 1), (1, 1), workers=2),
+        batch__groups=GROUPS,
+        batch__images=4,
+        sampler__fragment=4,
+        trainer__micro_batch=4,
+        trainer__learning_rate=0.02,
+        **fields,
+    )
+
+
+@pytest.fixture(scope="module")
+def system(exact_and_split):
+    """Two meshes of one device sample, a third device trains."""
+    return toy.system(config())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(system):
+    return toy.drive(system, config(), 3)
+
+
+def equal_bits(state, other):
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        assert np.asarray(leaf).tobytes() == np.asarray(expected).tobytes()
+
+
+def replayed(system, config, log, **options):
+    """The state behind a log's last command."""
+    pool = RewardPool(toy.brightness, "mine", 0)
+    options = {"state": toy.fresh(system), "batches": toy.batches(GROUPS)} | options
+    executors = Executors(system, config, **options)
+    last = max(i for i, c in enumerate(log) if isinstance(c, Update))
+    state = replay(executors, pool, log[: last + 1])
+    pool.close()
+    return state
+
+
+# ------------------------------------------------------------------------------------- failures
+
+
+@pytest.fixture
+def fails(monkeypatch):
+    """fails(method, times): on the second worker that many of the calls from the second on raise."""
+
+    def arrange(method, times, workers=(1,)):
+        real, calls = getattr(SamplingExecutor, method), [0, 0]
+
+        def failing(executor, *arguments):
+            (device,) = executor.rollout.group.mesh.devices.flat
+            worker = jax.devices().index(device)
+            if worker in workers:
+                calls[worker] += 1
+                if 1 < calls[worker] <= 1 + times:
+                    raise RuntimeError(f"worker {worker} is out of memory")
+            return real(executor, *arguments)
+
+        monkeypatch.setattr(SamplingExecutor, method, failing)
+        return calls
+
+    return arrange
+
+
+@pytest.mark.parametrize("method", ["generate", "decode", "encode"])
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_worker_that_fails_changes_nothing(system, undisturbed, fails, capfd, method, times):
+    calls = fails(method, times)
+    state, history, log = toy.drive(system, config(), 3)
+    equal_bits(state, undisturbed[0])
+    assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
+    said = capfd.readouterr().err
+    assert calls[1] > 1 and "worker 1 is out of memory" in said
+    assert ("rollout 1 has failed 2 times in a row: given up" in said) == (times == 99)
+    assert not any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
+
+
+def test_without_any_worker_left_the_trainer_does_everything(system, undisturbed, fails):
+    fails("generate", 99, workers=(0, 1))
+    state, _, log = toy.drive(system, config(), 3)
+    assert any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
+    start = jax.device_get(system.start)
+    change, expected = (
+        jax.tree.map(np.subtract, jax.device_get(end.tuned), start)
+        for end in (state, undisturbed[0])
+    )
+    assert toy.difference(change, expected) < 1e-3
+
+
+def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, monkeypatch, capfd):
+    real = Versions.send
+
+    def send(versions, version, rollout):
+        if version == 1 and rollout is system.rollouts[1]:
+            raise RuntimeError("the link is down")
+        return real(versions, version, rollout)
+
+    monkeypatch.setattr(Versions, "send", send)
+    state, _, log = toy.drive(system, config(), 3)
+    equal_bits(state, undisturbed[0])
+    assert "rollout 1 has failed 2 times in a row: given up" in capfd.readouterr().err
+    late = [c for c in log if isinstance(c, Generate) and c.fragment.step > 0]
+    assert {c.worker for c in late} == {"rollout 0"}
+
+
+def test_what_fails_everywhere_ends_the_run_with_its_reason(system, monkeypatch):
+    def generate(executor, fragment, version):
+        if fragment.index == 1:
+            raise RuntimeError("a picture that cannot be drawn")
+        real(executor, fragment, version)
+
+    real = SamplingExecutor.generate
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    with pytest.raises((SchedulerError, RuntimeError), match="a picture that cannot be drawn"):
+        toy.drive(system, config(), 1)
+
+
+# --------------------------------------------------------------------------------- replay, order
+
+
+def test_trained_in_order_whoever_is_faster(undisturbed):
+    for step in range(3):
+        trained = [c for c in undisturbed[2] if isinstance(c, Train) and c.fragment.step == step]
+        assert [c.fragment.index for c in trained] == list(range(GROUPS))
+
+
+def test_a_replayed_log_gives_the_same_bits(system, undisturbed):
+    equal_bits(replayed(system, config(), undisturbed[2]), undisturbed[0])
+
+
+# ----------------------------------------------------------------------------------- asynchrony
+
+
+@pytest.fixture(scope="module")
+def asynchronous(system):
+    return toy.drive(system, config(**STALE), 4)
+
+
+def test_the_tail_of_a_step_begins_the_next_within_the_bounds(asynchronous):
+    _, history, log = asynchronous
+    assert history[0]["staleness"] == 0 and max(m["staleness"] for m in history) > 0
+    ages = {}
+    for command in log:
+        if isinstance(command, Generate):
+            step = command.fragment.step
+            ages.setdefault(step, []).append(step - command.version)
+    for age in ages.values():
+        assert set(age) <= {0, 1} and sum(age) <= GROUPS / 2
+    # A stale fragment's ratios are to the version that made it.
+    for metrics in history:
+        assert (metrics["ratio_deviation"] > 1e-4) == (metrics["staleness"] > 0)
+
+
+def test_a_replayed_log_gives_the_same_bits_with_asynchrony(system, asynchronous):
+    state, history, log = asynchronous
+    equal_bits(replayed(system, config(**STALE), log), state)
+    assert sum(metrics["staleness"] for metrics in history) > 0
+
+
+def test_a_run_goes_on_with_what_it_had_begun(system):
+    """As from a checkpoint: arrays, and JSON."""
+    c = config(**STALE)
+    with toy.driver(system, c) as driver:
+        driver.step()
+        driver.step()
+        saved = jax.device_get((driver.state, driver.begun.kept))
+        scheduler = json.loads(json.dumps(driver.begun.scheduler))
+    batch = next(b for step, b in _dict(scheduler["batches"]) if step == 2)
+    begun = {i: 1 for i, group in enumerate(batch["groups"]) if group["version"] == 1}
+    assert begun and set(saved[1]) == {1}
+
+    def resumed():
+        state = jax.device_put(saved[0], jax.tree.map(lambda a: a.sharding, toy.fresh(system)))
+        kept = jax.device_put(saved[1], system.placement.trainer.replicated)
+        steps = toy.batches(GROUPS)
+        next(steps), next(steps)
+        return state, kept, steps
+
+    state, kept, steps = resumed()
+    options = dict(state=state, batches=steps, first=2, begun=Begun(scheduler, kept))
+    after, (metrics, _), log = toy.drive(system, c, 2, **options)
+    assert {c.version for c in log[:4] if isinstance(c, Publish)} == {1, 2}
+    versions = {
+        c.fragment.index: c.version for c in log if isinstance(c, Generate) and c.fragment.step == 2
+    }
+    assert versions == {i: begun.get(i, 2) for i in range(GROUPS)}
+    assert metrics["staleness"] == len(begun) / GROUPS
+    state, kept, steps = resumed()
+    again = replayed(system, c, log, state=state, kept=kept, batches=steps, first=2)
+    equal_bits(again, after)
+
+
+def test_a_log_that_was_cut_back_is_replayed_from_the_checkpoint_that_it_begins_at(
+    system, tmp_path
+):
+    """What had begun the next step before the checkpoint is still in it; its last line is cut off by a kill."""
+    c, path = config(**STALE), tmp_path / "commands.jsonl"
+    log = CommandLog(path, 0)
+    with toy.driver(system, c, log=log) as driver:
+        driver.step()
+        driver.step()
+        saved = jax.device_get((driver.state, driver.begun.kept))
+        driver.step()
+        log.cut_back(2)
+        driver.step()
+        after = jax.device_get(driver.state)
+    with path.open("a") as file:
+        file.write('{"is": "Publ')
+    first, commands = read_log(path)
+    assert first == 2 and set(saved[1]) == {1}
+    assert min(c.fragment.step for c in commands if isinstance(c, Train)) == 2
+    assert min(c.version for c in commands if isinstance(c, Generate)) == 1
+    state = jax.device_put(saved[0], jax.tree.map(lambda a: a.sharding, toy.fresh(system)))
+    kept = jax.device_put(saved[1], system.placement.trainer.replicated)
+    steps = toy.batches(GROUPS)
+    next(steps), next(steps)
+    equal_bits(replayed(system, c, commands, state=state, kept=kept, batches=steps, first=2), after)
+
+
+def _dict(saved):
+    return saved["items"]
+
+
+def test_a_replayed_log_gives_the_same_bits_where_groups_were_trained_early(monkeypatch):
+    real = SamplingExecutor.generate
+
+    def generate(executor, fragment, version):
+        real(executor, fragment, version)
+        time.sleep(0.03 * (fragment.index % 2))
+
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    c = config(algorithm__old_log_probs="current", runtime__early_groups=1)
+    c.sampler.fragment = c.trainer.micro_batch = 2
+    system = toy.system(c)
+    state, _, log = toy.drive(system, c, 2)
+    assert any(command.early for command in log if isinstance(command, Train))
+    equal_bits(replayed(system, c, log), state)
+
+
+def test_everything_that_is_decoded_is_scored_once(undisturbed):
+    scored = [c.fragment for c in undisturbed[2] if isinstance(c, Score)]
+    assert len(scored) == len(set(scored)) >= 3 * GROUPS
