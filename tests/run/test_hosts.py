@@ -70,7 +70,7 @@ def together(folder: pathlib.Path, command: list[str | pathlib.Path], event: str
 
 
 def toy_run(workdir: str) -> list[str]:
-    config = ROOT / "tests" / "toy_process.py"
+    config = ROOT / "tests" / "run" / "toy_process.py"
     return ["-m", "tests.run.toy_process", f"--config={config}", f"--workdir={workdir}"]
 
 

@@ -16,10 +16,10 @@ from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.metrics import read_metrics
 from digen_jax.runtime.log import read_log
 from tests.engine import toy
-from tests.run import test_train as test_run
+from tests.run import test_train
 from tests.run.test_train import arrays, at, config, lines, saved
 
-train = test_run.train
+train = test_train.train
 
 # Adam with a large eps is nearly SGD: rounding stays rounding.
 RARELY = dict(evaluation__every=6, pictures__every=6)

@@ -18,7 +18,7 @@ from tests.tiny_runs import PROMPTS
 pytestmark = pytest.mark.slow
 
 CONFIG = """
-from tests.runtime import toy
+from tests.engine import toy
 
 def get_config():
     c = toy.config(
@@ -59,7 +59,7 @@ SCRIPT = """
 import hanging
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.training import TrainingExecutor
-from tests import toy_process
+from tests.run import toy_process
 
 def hanging_in(executor, name, who):
     real = getattr(executor, name)

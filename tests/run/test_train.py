@@ -47,7 +47,7 @@ def get_config():
     ))
 """
 TOY = """
-from tests.runtime import toy
+from tests.engine import toy
 
 def get_config():
     c = toy.config(
@@ -400,7 +400,7 @@ def test_a_wrong_reward_is_said_with_what_is_saved(tmp_path, train):
 def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
     c = config(tmp_path, **fields)
     assert train("unbroken", c) is None
-    with pytest.raises(ConfigError, match=r"test_run:reward' returned shape \((7|3),\)"):
+    with pytest.raises(ConfigError, match=r"test_train:reward' returned shape \((7|3),\)"):
         train("broken", c, at(2, lambda scores: scores[:-1]))
     # What came before the step that failed is saved, though none was due.
     assert saved(tmp_path / "broken") == ["1"]
