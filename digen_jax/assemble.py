@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from digen_jax.algorithms.demands import Algorithm, is_forward, needs_reference
-from digen_jax.algorithms.policy_gradient import PolicyGradient
+from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.config import checks, recipe, sections
 from digen_jax.engine.placement import DeviceGroup, Placement, make_placement
 from digen_jax.engine.policy import Policy
@@ -117,11 +116,10 @@ def make_policy(config: ConfigDict, family: Any) -> Policy:
 
 def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
     """The policy as the trainer evaluates it: policy gradients at the sampler's guidance, others at their own."""
-    if not is_forward(algorithm):
+    if algorithm.guidances is None:
         return policy
-    return dataclasses.replace(
-        policy, guidance=algorithm.guidance, reference_guidance=algorithm.reference_guidance
-    )
+    guidance, reference = algorithm.guidances
+    return dataclasses.replace(policy, guidance=guidance, reference_guidance=reference)
 
 
 def connect(
@@ -139,14 +137,14 @@ def connect(
     policy = make_policy(config, family)
     algorithm = sections.algorithm_settings(config)
     step = make_step(config.sampler.kind, config.sampler.noise_level)
-    start, base = policy.split(jax.random.key(config.seed), transformer, needs_reference(algorithm))
+    start, base = policy.split(jax.random.key(config.seed), transformer, algorithm.reads_reference)
     settings = SamplerSettings(
         config.model.height,
         config.model.width,
         config.sampler.steps,
         step,
         sections.noisy_steps(config),
-        isinstance(algorithm, PolicyGradient) and algorithm.stores_means,
+        algorithm.stores_means,
     )
     dtype = jnp.dtype(config.sampler.dtype) if config.sampler.dtype else None
     sampling = family.in_dtype(dtype) if dtype else family

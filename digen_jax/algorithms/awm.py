@@ -13,12 +13,13 @@ uniformly and clips the ratio at 1e-4. Both compute the matching error in float6
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
+from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
 from digen_jax.algorithms.decay import LinearDecay
 from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
@@ -40,12 +41,15 @@ TIMES = LogitNormalTimes(6, shift=3.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class AWM:
+class AWM(Matching):
     """Settings, with the values of the authors' code for Stable Diffusion 3.5 M on GenEval.
 
     Its kl_coefficient is 0.003 for OCR and 1e-4 for PickScore, all else is equal. Its noise levels are
     drawn from the shifted schedule of Stable Diffusion 3, here from that model's training density.
     """
+
+    name: ClassVar[str] = "awm"
+    config_defaults: ClassVar[dict] = dict(old_log_probs="auto", reference_guidance=0.0)
 
     weighting: Weighting = "ghuber"
     ghuber_power: float = 0.25
@@ -66,6 +70,21 @@ class AWM:
         names = ["loss", "policy_loss", "matching_error", "ratio", "clip_fraction", "approx_kl"]
         names += ["kl"] if self.kl_coefficient else []
         return (*names, *(("ema_kl",) if self.ema_kl_coefficient else ()))
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether there is a KL to the policy before tuning."""
+        return self.kl_coefficient > 0
+
+    @property
+    def reads_behaviour(self) -> bool:
+        """Whether the old matching error is recomputed."""
+        return self.old_log_probs == "recomputed"
+
+    @property
+    def slow_copy(self) -> LinearDecay | None:
+        """That of the second KL, where there is one."""
+        return self.ema if self.ema_kl_coefficient else None
 
     def check(self) -> None:
         """Raises ValueError for a setting that cannot work, and says what to change."""
@@ -91,6 +110,23 @@ class AWM:
                 "sampling computes no matching error"
             )
         self.ema.check()
+
+    def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
+        """See `awm_loss`."""
+        old = None
+        if v.behaviour is not None:
+            old = matching_log_prob(self, v.behaviour, samples.target, samples.sigma)
+        return awm_loss(
+            self,
+            v.trained,
+            samples.target,
+            samples.sigma,
+            samples.advantages,
+            samples.trained,
+            old,
+            v.reference,
+            v.copy,
+        )
 
 
 def matching_log_prob(

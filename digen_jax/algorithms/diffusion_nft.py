@@ -11,13 +11,14 @@ the trained one by `OLD_POLICY_DECAYS`.
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
+from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Prepared, Velocities
 from digen_jax.algorithms.decay import OLD_POLICY_DECAYS, LinearDecay
 from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
@@ -31,12 +32,16 @@ TIMES = ScheduleTimes(9)  # of the sampler's 10
 
 
 @dataclasses.dataclass(frozen=True)
-class DiffusionNFT:
+class DiffusionNFT(Matching):
     """Settings, with the values of the public code (NVlabs/DiffusionNFT) for Stable Diffusion 3.5 M.
 
     It has beta 1 and decay type 1 for GenEval, PickScore and HPSv2; 0.1 and 2 for OCR; 0.1 and 1
     for several rewards at once.
     """
+
+    name: ClassVar[str] = "diffusion_nft"
+    config_defaults: ClassVar[dict] = dict(reference_guidance=0.0)
+    publishes_copy: ClassVar[bool] = True  # the old policy, which samples
 
     beta: float = 1.0  # the trained policy's share in the positive one; 1 / beta is the guidance
     adv_clip: float = 5.0  # the advantage whose reward probability is 1
@@ -55,9 +60,19 @@ class DiffusionNFT:
         return (*names, *(("kl",) if self.kl_coefficient else ()))
 
     @property
-    def old_policy(self) -> LinearDecay:
+    def slow_copy(self) -> LinearDecay:
         """How much of the old policy is kept, as a function of the updates made."""
         return OLD_POLICY_DECAYS[self.decay_type]
+
+    @property
+    def reads_behaviour(self) -> bool:
+        """The old policy's velocities make the implicit positive and negative policies."""
+        return True
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether there is a KL to the policy before tuning."""
+        return self.kl_coefficient > 0
 
     def check(self) -> None:
         """Raises ValueError for a setting that cannot work, and says what to change."""
@@ -77,6 +92,29 @@ class DiffusionNFT:
             )
         if self.decay_type not in OLD_POLICY_DECAYS:
             raise ValueError(f"decay_type is {self.decay_type}; set it to 0, 1 or 2")
+
+    def prepare(
+        self,
+        advantages: Float[np.ndarray, "b"],
+        weight: Float32[np.ndarray, "b"],
+        rows: Int[np.ndarray, "b"],
+    ) -> Prepared:
+        """The probability of being good takes the place of the advantage."""
+        return Prepared(None, reward_probabilities(self, advantages), weight)
+
+    def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
+        """See `diffusion_nft_loss`."""
+        return diffusion_nft_loss(
+            self,
+            samples.x0,
+            samples.x,
+            samples.sigma,
+            v.trained,
+            v.behaviour,
+            v.reference,
+            samples.advantages,
+            samples.trained,
+        )
 
 
 def reward_probabilities(

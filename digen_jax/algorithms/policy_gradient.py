@@ -10,13 +10,14 @@ micro-batches and timesteps divides once, at the update, and does not depend on 
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.corrections import (
     accepted,
     check_importance_cap,
@@ -48,6 +49,7 @@ from digen_jax.algorithms.surrogates import (
 
 # "guard": GRPO-Guard's, with its scale of the loss. The others: of a whole trajectory, over its trained steps.
 Ratio = Literal["plain", "guard", "sequence_mean", "sequence_sum"]
+OF_TRAJECTORIES = ("sequence_mean", "sequence_sum")
 Surrogate = Literal["clip", "cispo", "topr", "divergence"]  # "divergence": Flow-DPPO
 # "gaussian": without the step's factor sqrt(-dt), as in Flow-GRPO's code for images. "gaussian_dt": with
 # it, the KL proper. "velocity": the mean square of the velocities' difference.
@@ -55,8 +57,13 @@ Kl = Literal["gaussian", "gaussian_dt", "velocity"]
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyGradient:
+class PolicyGradient(Algorithm):
     """Settings, with the values of Flow-GRPO's public code for Stable Diffusion 3.5 M."""
+
+    name: ClassVar[str] = "policy_gradient"
+    objective: ClassVar[Literal["transitions"]] = "transitions"
+    config_defaults: ClassVar[dict] = dict(clip_range=1e-3, old_log_probs="auto")
+    may_train_early: ClassVar[bool] = True
 
     clip_range: float = 1e-4  # the ratio is clipped to [1 - clip_range, 1 + clip_high]
     clip_high: float = 0.0  # 0: as clip_range
@@ -86,7 +93,22 @@ class PolicyGradient:
     @property
     def of_trajectories(self) -> bool:
         """Whether all trained steps of an image must be in one call of the loss."""
-        return self.ratio.startswith("sequence")
+        return self.ratio in OF_TRAJECTORIES
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether there is a KL to the policy before tuning."""
+        return self.kl_coefficient > 0
+
+    @property
+    def reads_behaviour(self) -> bool:
+        """Whether old log-probabilities are recomputed."""
+        return self.old_log_probs == "recomputed"
+
+    @property
+    def reads_start(self) -> bool:
+        """Whether the ratio is to the policy at the step's start."""
+        return self.decoupled
 
     @property
     def needs_means(self) -> bool:
@@ -99,13 +121,13 @@ class PolicyGradient:
         return self.needs_means and self.old_log_probs == "rollout" and not self.decoupled
 
     @property
-    def sums(self) -> tuple[str, ...]:
-        """The names of the sums that `policy_gradient_loss` returns."""
+    def terms(self) -> tuple[str, ...]:
+        """The names of the sums that `policy_gradient_loss` returns beside that of the weights."""
         names = ["loss", "policy_loss", "ratio", "ratio_deviation", "clip_fraction", "approx_kl"]
         names += ["kl"] if self.kl_coefficient else []
         names += ["importance_weight"] if self.decoupled else []
         names += ["left_out"] if self._leaves_out else []
-        return (*names, "weight")
+        return tuple(names)
 
     @property
     def high(self) -> float:
@@ -144,6 +166,14 @@ class PolicyGradient:
                     f"importance_cap is {self.importance_cap}, but with old_log_probs 'current' nothing is known of "
                     "the policy that sampled: set that to 'rollout' or 'recomputed', or importance_cap to 0"
                 )
+
+    def check_kind(self, kind: str) -> None:
+        """GRPO-Guard's ratio is for Gaussian log-probabilities."""
+        if self.ratio == "guard" and kind == "cps":
+            raise ValueError(
+                "ratio is 'guard', which is for Gaussian log-probabilities, but config.sampler.kind is 'cps', "
+                "whose are none: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
+            )
 
     def check_early(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
         """Whether training before a group is complete is exact, with groups of so many images.
@@ -244,7 +274,7 @@ def policy_gradient_loss(
     if settings.kl_coefficient:
         terms |= {"loss": policy_loss + settings.kl_coefficient * samples.kl, "kl": samples.kl}
     sums = {name: weighted_sum(weight, term) for name, term in terms.items()}
-    if "left_out" in settings.sums:
+    if "left_out" in settings.terms:
         sums["left_out"] = jnp.sum(given) - jnp.sum(weight)
     return sums["loss"], sums | {"weight": jnp.sum(weight)}
 

@@ -8,6 +8,7 @@ public code samples from the reference, which it keeps, or renews from the train
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.algorithms.advantages import zero_std_groups
+from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Prepared, Velocities
 from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.samples import blanked
@@ -24,7 +26,7 @@ TIMES = LogitNormalTimes(1, shift=3.0)  # the training density of Stable Diffusi
 
 
 @dataclasses.dataclass(frozen=True)
-class DiffusionDPO:
+class DiffusionDPO(Matching):
     """Settings, with the beta and the density of noise levels of Flow-GRPO's public code for Stable Diffusion 3.5 M.
 
     That code trains each pair at 39 noise levels (`times`), where it samples in 40 steps; the paper at
@@ -35,6 +37,11 @@ class DiffusionDPO:
     time, by the same weights and keys, so that they are the same and nothing has to be stored or saved;
     each time they are trained at other noise levels.
     """
+
+    name: ClassVar[str] = "diffusion_dpo"
+    config_defaults: ClassVar[dict] = dict(reference_guidance=0.0)
+    images_of_sample: ClassVar[int] = 2
+    ranks: ClassVar[bool] = True
 
     beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
     set_steps: int = 0  # steps whose images the fixed set holds; 0: online
@@ -57,6 +64,25 @@ class DiffusionDPO:
                 f"set_steps is {self.set_steps}; set it to the steps whose images are the fixed set, "
                 "or to 0 to train online"
             )
+
+    @property
+    def reads_reference(self) -> bool:
+        """The margin is over the policy before tuning."""
+        return True
+
+    def prepare(
+        self,
+        advantages: Float[np.ndarray, "b"],
+        weight: Float32[np.ndarray, "b"],
+        rows: Int[np.ndarray, "b"],
+    ) -> Prepared:
+        """The best and the worst image of each group; advantages and weights of images are not read."""
+        pairs, decided = pair_of_each_group(advantages, rows, int(rows.max()) + 1)
+        return Prepared(pairs, np.zeros(len(pairs), np.float32), decided)
+
+    def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
+        """See `diffusion_dpo_loss`."""
+        return diffusion_dpo_loss(self, v.trained, v.reference, samples.target, samples.trained)
 
 
 def diffusion_dpo_loss(

@@ -20,7 +20,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from digen_jax import assemble
-from digen_jax.config import checks, recipe
+from digen_jax.config import algorithm_section, checks, recipe
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.process.launching import prepare
@@ -92,7 +92,7 @@ def compare(
     if len(cores) < 2:
         raise ConfigError("two processes need two cores to be pinned to: run it on such a machine")
     checks.check(recipe.resized(config, recipe.one_device()))
-    if config.algorithm.name != "policy_gradient":
+    if algorithm_section.kind(config).objective != "transitions":
         raise ConfigError(
             f"config.algorithm.name = {config.algorithm.name!r} trains final images, but what is sent from process to "
             "process here are transitions: set it to 'policy_gradient'"

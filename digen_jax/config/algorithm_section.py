@@ -8,26 +8,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.awm import AWM
-from digen_jax.algorithms.demands import Algorithm
 from digen_jax.algorithms.diffusion_nft import DiffusionNFT
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
 from digen_jax.errors import ConfigError, check_choice
 
-CLASSES = {
-    "policy_gradient": PolicyGradient,
-    "diffusion_nft": DiffusionNFT,
-    "awm": AWM,
-    "diffusion_dpo": DiffusionDPO,
-}
-# Where a config's defaults are others than the published values, which are those of the classes.
-DEFAULTS = {
-    "policy_gradient": dict(clip_range=1e-3, old_log_probs="auto"),
-    "diffusion_nft": dict(reference_guidance=0.0),
-    "awm": dict(old_log_probs="auto", reference_guidance=0.0),
-    "diffusion_dpo": dict(reference_guidance=0.0),
-}
+# The algorithms there are.
+CLASSES = {kind.name: kind for kind in (PolicyGradient, DiffusionNFT, AWM, DiffusionDPO)}
 
 
 def chosen(config: ConfigDict) -> str:
@@ -43,9 +32,14 @@ def chosen(config: ConfigDict) -> str:
     return name or "policy_gradient"
 
 
+def kind(config: ConfigDict) -> type[Algorithm]:
+    """The class of a complete config's algorithm."""
+    return CLASSES[config.algorithm.name]
+
+
 def section(name: str) -> dict[str, Any]:
     """The section of an algorithm, every field at its default."""
-    return {"name": name, **dataclasses.asdict(CLASSES[name]()), **DEFAULTS.get(name, {})}
+    return {"name": name, **dataclasses.asdict(CLASSES[name]()), **CLASSES[name].config_defaults}
 
 
 def check_own(config: ConfigDict) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.algorithms.demands import Algorithm, needs, set_steps
+from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.guidance import choose_guidance
 from digen_jax.algorithms.old_log_probs import OldLogProbs, choose_old_log_probs
 from digen_jax.algorithms.subsets import share_of_timesteps
@@ -36,7 +36,7 @@ def _old_log_probs(config: ConfigDict) -> OldLogProbs:
         same_dtype=not config.sampler.dtype or config.algorithm.get("importance_cap", 0) > 0,
         stale=config.runtime.staleness > 0,
         updates=config.trainer.updates,
-        stored=config.algorithm.name == "policy_gradient",
+        stored=algorithm_section.kind(config).objective == "transitions",
     )
 
 
@@ -51,7 +51,7 @@ def trained_steps(config: ConfigDict) -> int:
     Raises:
       ValueError: no transition, or more than the window has.
     """
-    if "times" in config.algorithm:
+    if algorithm_section.kind(config).objective == "matching":
         return config.algorithm.times.count
     return share_of_timesteps(noisy_steps(config), config.sampler.window.fraction)
 
@@ -93,7 +93,7 @@ def scheduler_settings(config: ConfigDict) -> Settings:
         images=config.batch.images,
         fragment_images=config.sampler.fragment,
         updates=config.trainer.updates,
-        readiness=needs(algorithm_settings(config), advantage_settings(config)),
+        readiness=algorithm_settings(config).needs(advantage_settings(config)),
         open_groups=runtime.early_groups,
         ordered={"auto": on_policy, "yes": True, "no": False}[runtime.ordered],
         staleness=runtime.staleness,
@@ -122,4 +122,4 @@ def wandb_options(config: ConfigDict) -> dict[str, Any] | None:
 
 def fixed_set_steps(config: ConfigDict) -> int:
     """Steps after which prompts and images come again, as they are a fixed set; 0: they never do."""
-    return set_steps(algorithm_settings(config))
+    return algorithm_settings(config).set_steps

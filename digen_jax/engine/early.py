@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from digen_jax.engine.gradient import GroupSums, Term, Totals
+from digen_jax.engine.objective import GroupSums, Term, Totals
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,24 +9,19 @@ import optax
 from jaxtyping import Array, Float
 
 from digen_jax.algorithms.advantages import STD_EPS
+from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.decay import decayed
-from digen_jax.algorithms.demands import (
-    Algorithm,
-    images_of_sample,
-    is_forward,
-    needs_behaviour,
-    samples_from_copy,
-    slow_copy,
-)
 from digen_jax.engine import early
 from digen_jax.engine.early import OpenGroup
-from digen_jax.engine.gradient import GroupSums, Metrics, Objective, Term, Totals, sum_passes
+from digen_jax.engine.gradient import sum_passes
 from digen_jax.engine.hosts import put
 from digen_jax.engine.matching import MatchingObjective
+from digen_jax.engine.objective import GroupSums, Metrics, Objective, Policies, Term, Totals
 from digen_jax.engine.optimisation import TrainerSettings, updates_made
 from digen_jax.engine.packing import Experience, MicroBatch, passes, shared
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
+from digen_jax.engine.transitions import TransitionObjective
 from digen_jax.flow.steps import Step
 
 
@@ -44,6 +39,15 @@ class State(NamedTuple):
         return self.tuned if self.ema is None else self.ema
 
 
+def objective_of(policy: Policy, step: Step, algorithm: Algorithm) -> Objective:
+    """What an algorithm trains by; `step` is the sampler's."""
+    match algorithm.objective:
+        case "transitions":
+            return TransitionObjective(policy, step, algorithm)
+        case "matching":
+            return MatchingObjective(policy, algorithm)
+
+
 class Trainer:
     """Jitted gradient accumulation and update on one mesh. `base` is the policy's (see `Policy`)."""
 
@@ -58,12 +62,8 @@ class Trainer:
         self.policy, self.group, self.settings = policy, group, settings
         self.algorithm = algorithm
         self._optimizer = settings.optimizer()
-        self._decay = slow_copy(algorithm)
-        self._objective = (
-            MatchingObjective(policy, algorithm)
-            if is_forward(algorithm)
-            else Objective(policy, step, algorithm)
-        )
+        self._decay = algorithm.slow_copy
+        self._objective = objective_of(policy, step, algorithm)
         self._begin = jax.jit(self._zeros)
         self._accumulate = jax.jit(self._scan, donate_argnums=4)
         self._begin_group = jax.jit(self._zeros_of_group)
@@ -72,9 +72,7 @@ class Trainer:
         self._fold = jax.jit(self._folded, donate_argnums=0)
         self._update = jax.jit(self._apply, donate_argnums=0)
         # A copy that is published is not consumed: samplers and the trainer still refer to the version.
-        self._follow = jax.jit(
-            self._followed, donate_argnums=() if samples_from_copy(algorithm) else 0
-        )
+        self._follow = jax.jit(self._followed, donate_argnums=() if algorithm.publishes_copy else 0)
 
     def init(self, tuned: Any) -> State:
         """The state before the first update, sharded as the group's rules say.
@@ -95,31 +93,30 @@ class Trainer:
         experience: Experience,
         totals: Totals | None,
         behaviour: Any = None,
-        proximal: Any = None,
+        start: Any = None,
     ) -> Totals:
         """Adds a fragment's gradient and sums to `totals`, which is consumed; None begins anew.
 
         `behaviour` holds the parameters that sampled the fragment, of the version at its step's start or an
-        older one. It is read where old log-probabilities are "recomputed", and by DiffusionNFT.
-        `proximal` holds those at the step's start, None: `state` has them still. It is read by decoupled losses.
+        older one; read where the algorithm `reads_behaviour`. `start` holds those at the step's start, None:
+        `state` has them still; read where it `reads_start`.
 
         Raises:
-          ValueError: it is read, but not given.
+          ValueError: the behaviour is read, but not given.
         """
-        if not needs_behaviour(self.algorithm):
-            behaviour = None
-        elif behaviour is None:
+        read = self.algorithm
+        if read.reads_behaviour and behaviour is None:
             raise ValueError("the policy that sampled is evaluated, so accumulate needs behaviour")
         if totals is None:
             totals = self._begin(state.tuned)
-        others = (behaviour,)
-        if not is_forward(self.algorithm):
-            others += (proximal if self.algorithm.decoupled else None,)
-        else:
-            # DiffusionNFT reads its copy as the version that sampled.
-            others += (None if samples_from_copy(self.algorithm) else state.copy,)
+        policies = Policies(
+            behaviour if read.reads_behaviour else None,
+            start if read.reads_start else None,
+            # A copy that is published is read as the version that sampled.
+            None if read.publishes_copy else state.copy,
+        )
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
-        totals = self._accumulate(state.tuned, base, others, experience, totals)
+        totals = self._accumulate(state.tuned, base, policies, experience, totals)
         return totals._replace(unscaled=unscaled)
 
     def accumulate_early(
@@ -132,7 +129,7 @@ class Trainer:
     ) -> OpenGroup:
         """Adds a fragment, all of one group, to that group's sums, which are consumed; None opens it.
 
-        `experience.advantages` are not read. PolicyGradient.check_early says when the result is exact.
+        `experience.advantages` are not read. `Algorithm.check_early` says when the result is exact.
         """
         before = np.zeros(0) if group is None else group.rewards
         known = np.concatenate([before, np.asarray(rewards, np.float64)])
@@ -209,8 +206,8 @@ class Trainer:
         return state._replace(copy=self._follow(state.copy, state.tuned, decay))
 
     def published(self, state: State) -> Any:
-        """The behaviour policy between two steps: the trained parameters, or DiffusionNFT's old ones."""
-        return state.copy if samples_from_copy(self.algorithm) else state.tuned
+        """The behaviour policy between two steps: the trained parameters, or the algorithm's copy."""
+        return state.copy if self.algorithm.publishes_copy else state.tuned
 
     def _shardings(self, tuned: Any) -> State:
         """Where a state lies: the average and the moments like their parameters, counts everywhere."""
@@ -227,9 +224,8 @@ class Trainer:
     # ------------------------------------------------------------------------------ while tracing
 
     def _passes(self, experience: Experience) -> MicroBatch:
-        images = self.settings.micro_batch // images_of_sample(self.algorithm)
-        times = self.algorithm.times if is_forward(self.algorithm) else None
-        return passes(experience, images, self.settings.pack, self.group, times)
+        samples = self.settings.micro_batch // self.algorithm.images_of_sample
+        return passes(experience, samples, self.settings.pack, self.group, self.algorithm.times)
 
     def _layout(self, sums: Totals | GroupSums | Term | None) -> Any:
         """Shardings of sums: a gradient is split like its parameters."""
@@ -262,10 +258,13 @@ class Trainer:
         )
 
     def _scan(
-        self, tuned: Any, base: Any, others: tuple, experience: Experience, totals: Totals
+        self, tuned: Any, base: Any, policies: Policies, experience: Experience, totals: Totals
     ) -> Totals:
-        parameters = tuned, base, *others
-        return self._sum(self._objective.gradient, parameters, experience, totals)
+        def gradient(tuned, base, behaviour, start, copy, shared, micro):
+            policies = Policies(behaviour, start, copy)
+            return self._objective.gradient(tuned, base, policies, shared, micro)
+
+        return self._sum(gradient, (tuned, base, *policies), experience, totals)
 
     def _scan_group(
         self, tuned: Any, base: Any, experience: Experience, shift: Any, sums: GroupSums

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from digen_jax.algorithms.demands import Algorithm, needs_reference, slow_copy
-from digen_jax.algorithms.policy_gradient import PolicyGradient
+from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.assemble import load_family, make_policy, open_pipeline, trained_policy
 from digen_jax.config import sections
 from digen_jax.engine.placement import fsdp_spec
@@ -33,7 +32,7 @@ def model_footprint(config: ConfigDict) -> Footprint:
         )
     policy, shapes = make_policy(config, family), family.shapes()
     algorithm = sections.algorithm_settings(config)
-    split = functools.partial(policy.split, reference=needs_reference(algorithm))
+    split = functools.partial(policy.split, reference=algorithm.reads_reference)
     tuned, base = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
     frozen = {part: tree for part, tree in shapes.items() if part != "transformer"}
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
@@ -48,7 +47,7 @@ def model_footprint(config: ConfigDict) -> Footprint:
         base=sizes(base),
         sampler_base=sizes(sent[1]),
         frozen=sizes(frozen),
-        copies=(config.trainer.ema > 0) + (slow_copy(algorithm) is not None),
+        copies=(config.trainer.ema > 0) + (algorithm.slow_copy is not None),
         activations=_residuals(trained_policy(policy, algorithm), tuned, base, frozen, latent),
         trajectory=_stored(algorithm, sections.noisy_steps(config), latent),
         micro_batch=config.trainer.micro_batch,
@@ -60,7 +59,7 @@ def model_footprint(config: ConfigDict) -> Footprint:
 def _stored(algorithm: Algorithm, steps: int, latent: tuple[int, ...]) -> int:
     """Bytes that are kept of an image until it is trained, in float32."""
     size = math.prod(latent)
-    if not isinstance(algorithm, PolicyGradient):
+    if algorithm.objective == "matching":
         return 4 * (size + 2)  # the image and its key
     return 4 * steps * ((3 if algorithm.stores_means else 2) * size + 1)  # x, x_next, log_prob
 

@@ -11,7 +11,6 @@ from jaxtyping import Float32
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
-from digen_jax.algorithms.demands import needs_behaviour, needs_start, set_steps
 from digen_jax.engine.divergence import check_images
 from digen_jax.engine.system import System, tag_group
 from digen_jax.engine.trainer import State
@@ -66,12 +65,12 @@ class Executors:
             system.draws,
             first,
             system.advantages,
-            set_steps(algorithm),
+            algorithm.set_steps,
         )
         apart = not system.placement.colocated
         self.last_update = config.trainer.updates - 1
         # What an update consumes is sampled from, or compared with, behind it only where these say so.
-        later = apart or needs_behaviour(algorithm) or needs_start(algorithm)
+        later = apart or algorithm.reads_behaviour or algorithm.reads_start
         # And where meshes sampled apart before, which may have begun something ahead by the newest version.
         stale = config.runtime.staleness > 0 and (later or first > 0)
         self.versions = Versions(stale or (later and self.last_update > 0))

@@ -10,9 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int
 
-from digen_jax.algorithms.demands import needs_behaviour, needs_start, set_steps
-from digen_jax.algorithms.diffusion_nft import DiffusionNFT, reward_probabilities
-from digen_jax.algorithms.preference import DiffusionDPO, pair_of_each_group
 from digen_jax.engine.early import OpenGroup
 from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import Endpoints
@@ -34,7 +31,7 @@ class TrainingExecutor:
     ):
         self.state = state
         self._updates = updates  # of a step
-        fixed = set_steps(system.trainer.algorithm) > 0
+        fixed = system.trainer.algorithm.set_steps > 0
         self._fixed = system.untuned() if fixed else None  # what samples a fixed set
         self._system, self._steps, self._versions = system, steps, versions
         self._totals = None
@@ -49,25 +46,23 @@ class TrainingExecutor:
             return self._train_early(step, step.cut(fragment.index), images)
         trainer, base = self._system.trainer, self._system.base
         experience = self._experience(step, fragment.index, images)
-        read = needs_behaviour(trainer.algorithm)
+        read = trainer.algorithm.reads_behaviour
         behaviour = self._versions[images.version] if read else None
         self._totals = jax.block_until_ready(
-            trainer.accumulate(
-                self.state, base, experience, self._totals, behaviour, self._proximal()
-            )
+            trainer.accumulate(self.state, base, experience, self._totals, behaviour, self._start())
         )
         return None
 
-    def _proximal(self) -> Any:
-        """The parameters at the step's start, where they are needed and an update has changed them."""
-        if not needs_start(self._system.trainer.algorithm) or not self._history:
+    def _start(self) -> Any:
+        """The parameters at the step's start, where they are read and an update has changed them."""
+        if not self._system.trainer.algorithm.reads_start or not self._history:
             return None
         return self._versions[self._steps.first]
 
     def _experience(self, step: Step, index: int, images: Images) -> Experience:
         """A scored fragment as the trainer takes it."""
         system = self._system
-        if isinstance(system.trainer.algorithm, DiffusionDPO):
+        if system.trainer.algorithm.ranks:
             return receive(system, step.prompts, images, step.ranking(index))
         lesson = step.lesson(index)
         if len(lesson.places) < len(images.rows):
@@ -220,21 +215,17 @@ def receive(
 ) -> Experience:
     """A fragment as the trainer takes it, on its mesh; `weight` None: all images train.
 
-    For diffusion DPO, which pairs the best and the worst image of each group, `advantages` are any numbers of
-    their order.
+    For an algorithm that `ranks`, `advantages` are any numbers of the images' order.
     """
-    algorithm, group = system.trainer.algorithm, system.placement.trainer
+    group = system.placement.trainer
     images = moved(images, group)
     samples, rows = images.samples, images.rows
     weight = np.ones(len(rows), np.float32) if weight is None else weight
-    if isinstance(algorithm, DiffusionNFT):
-        advantages = reward_probabilities(algorithm, advantages)
-    if isinstance(algorithm, DiffusionDPO):
-        pairs, weight = pair_of_each_group(advantages, rows, int(rows.max()) + 1)
-        samples = _paired(samples, pairs, group)
-        rows, advantages = rows[pairs[:, 0]], np.zeros(len(pairs), np.float32)  # not read
+    prepared = system.trainer.algorithm.prepare(advantages, weight, rows)
+    if prepared.pairs is not None:
+        samples, rows = _paired(samples, prepared.pairs, group), rows[prepared.pairs[:, 0]]
     conditioning, null = jax.device_put(tuple(prompts), group.replicated)
-    each = (put(a, group.batch) for a in (rows, advantages, weight))
+    each = (put(a, group.batch) for a in (rows, prepared.advantages, prepared.weight))
     return Experience(samples, conditioning, null, *each, images.sigmas[1])
 
 

@@ -211,7 +211,7 @@ def test_reference_is_needed_only_with_a_kl():
 
 
 def test_declarations():
-    assert DiffusionNFT(decay_type=2).old_policy == LinearDecay(75, 0.0075, 0.999)
+    assert DiffusionNFT(decay_type=2).slow_copy == LinearDecay(75, 0.0075, 0.999)
 
 
 @pytest.mark.parametrize(

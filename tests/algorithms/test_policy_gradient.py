@@ -121,7 +121,7 @@ def test_packing_does_not_matter():
     ]
     added = jax.tree.map(lambda a, b: a + b, *parts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), added, (total, sums))
-    assert float(sums["weight"]) == 8 and set(sums) == set(SETTINGS.sums)
+    assert float(sums["weight"]) == 8 and set(sums) == {*SETTINGS.terms, "weight"}
 
     junk = jnp.array([jnp.nan, 1e4, jnp.inf])
     padded = [jnp.concatenate([a, sign * junk]) for a, sign in zip(INPUTS, (1, -1, 1), strict=True)]
@@ -162,7 +162,7 @@ def test_kl_enters_the_loss_with_its_gradient():
         np.mean((np.float64(m) - np.float64(r)) ** 2) / (2 * float(s) ** 2)
         for m, r, s in zip(mean, reference, std, strict=True)
     )
-    assert set(sums) == set(settings.sums) == {*SETTINGS.sums, "kl"}
+    assert set(sums) == {*settings.terms, "weight"} == {*SETTINGS.terms, "kl", "weight"}
     assert float(sums["kl"]) == pytest.approx(expected, rel=1e-5)
     assert float(value) == pytest.approx(0.04 * expected, rel=1e-5)
     closed_form = 0.04 * (mean - reference) / (20 * std[:, None, None] ** 2)
@@ -324,7 +324,7 @@ def test_corrected_and_sequence_losses_equal_float64_transcription(ratio, whole,
         for unit in np.eye(10)
     ]
     np.testing.assert_allclose(gradient, slopes, rtol=1e-4, atol=1e-6)
-    assert set(sums) == set(settings.sums) and ("importance_weight" in sums) == (cap > 0)
+    assert set(sums) == {*settings.terms, "weight"} and ("importance_weight" in sums) == (cap > 0)
     assert float(sums["clip_fraction"]) > 0
 
 

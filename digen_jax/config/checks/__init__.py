@@ -12,6 +12,7 @@ from typing import Any, get_args
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
+from digen_jax.config.algorithm_section import kind
 from digen_jax.config.checks.algorithm import check_algorithm, check_algorithm_choices
 from digen_jax.config.checks.groups import (
     check_advantage_choices,
@@ -153,7 +154,7 @@ def _check_batches(config: ConfigDict) -> None:
             fragment,
             f"as with config.advantages.best_and_worst = {count} a fragment holds whole groups",
         )
-    if config.algorithm.name != "diffusion_dpo":  # which trains pairs
+    if kind(config).images_of_sample == 1:
         trained = advantage_settings(config).kept(fragment, batch.images)
         chosen = ""
         if trained < fragment:
@@ -234,7 +235,7 @@ def check_devices(config: ConfigDict, devices: int) -> None:
         (training, "trainer.micro_batch"),
     ):
         value, name = _value(config, name), f"config.{name}"
-        if name == "config.trainer.micro_batch" and config.algorithm.name == "diffusion_dpo":
+        if name == "config.trainer.micro_batch" and kind(config).images_of_sample == 2:
             value, name = value // 2, f"{name} / 2, the pairs of a pass,"
         check_divides(
             f"the number of devices of config.placement.{mesh}",

@@ -4,10 +4,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 
-from digen_jax.algorithms.demands import Algorithm, is_forward
-from digen_jax.algorithms.policy_gradient import PolicyGradient
-from digen_jax.algorithms.preference import DiffusionDPO
-from digen_jax.config.algorithm_section import CLASSES
+from digen_jax.algorithms.algorithm import Algorithm
+from digen_jax.config.algorithm_section import kind
 from digen_jax.config.sections import (
     advantage_settings,
     algorithm_settings,
@@ -30,14 +28,14 @@ NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
 
 def check_algorithm_choices(config: ConfigDict) -> None:
     """Refuses words that the algorithm does not know, and a sampler that is not for it."""
-    section = config.algorithm
+    section, chosen = config.algorithm, kind(config)
     with together() as one:
-        if section.name == "policy_gradient":
+        if chosen.objective == "transitions":
             with one():
                 check_choice("config.sampler.kind", config.sampler.kind, NOISY)
             with one():
                 check_positive("config.sampler.noise_level", config.sampler.noise_level)
-        for field, hint in get_type_hints(CLASSES[section.name]).items():
+        for field, hint in get_type_hints(chosen).items():
             if get_origin(hint) is Literal:
                 auto = ("auto",) if field == "old_log_probs" else ()
                 with one():
@@ -51,19 +49,23 @@ def check_algorithm(config: ConfigDict) -> None:
     _check_nested(config, algorithm)
     with blame("config.algorithm."):
         algorithm.check()
-        if isinstance(algorithm, PolicyGradient):
-            _check_policy_gradient(config, algorithm)
-    if isinstance(algorithm, PolicyGradient):
-        _check_trajectories(config, algorithm)
-    if is_forward(algorithm):
-        _check_forward(config)
-    if isinstance(algorithm, DiffusionDPO):
+        algorithm.check_kind(config.sampler.kind)
+        if config.runtime.early_groups:
+            advantages = advantage_settings(config)
+            algorithm.check_early(advantages, config.batch.images, config.batch.groups)
+    if algorithm.of_trajectories:
+        _check_trajectories(config)
+    if algorithm.objective == "matching":
+        _check_final_images(config)
+    if algorithm.ranks:
+        _check_ranking(config)
+    if algorithm.images_of_sample == 2:
         _check_pairs(config)
 
 
 def _check_nested(config: ConfigDict, algorithm: Algorithm) -> None:
     """The settings that the algorithm's fields hold."""
-    if is_forward(algorithm):
+    if algorithm.times is not None:
         with blame("config.algorithm.times."):
             algorithm.times.check(config.sampler.steps)
     if "ema" in config.algorithm:
@@ -71,23 +73,12 @@ def _check_nested(config: ConfigDict, algorithm: Algorithm) -> None:
             algorithm.ema.check()
 
 
-def _check_policy_gradient(config: ConfigDict, algorithm: PolicyGradient) -> None:
-    if config.runtime.early_groups:
-        advantages = advantage_settings(config)
-        algorithm.check_early(advantages, config.batch.images, config.batch.groups)
-    if algorithm.ratio == "guard" and config.sampler.kind == "cps":
-        raise ValueError(
-            "ratio is 'guard', which is for Gaussian log-probabilities, but config.sampler.kind is 'cps', "
-            "whose are none: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
-        )
-
-
-def _check_trajectories(config: ConfigDict, algorithm: PolicyGradient) -> None:
+def _check_trajectories(config: ConfigDict) -> None:
     """Ratios of whole trajectories want all steps of an image in one pass, on one device."""
-    if not algorithm.of_trajectories:
-        return
     time, pack, steps = config.placement.trainer.time, config.trainer.pack, trained_steps(config)
-    ratio = f"config.algorithm.ratio = {algorithm.ratio!r} puts the steps of an image together"
+    ratio = (
+        f"config.algorithm.ratio = {config.algorithm.ratio!r} puts the steps of an image together"
+    )
     if time > 1:
         raise ConfigError(
             f"{ratio}, but config.placement.trainer.time = {time} splits them: set that to 1"
@@ -99,7 +90,7 @@ def _check_trajectories(config: ConfigDict, algorithm: PolicyGradient) -> None:
         )
 
 
-def _check_forward(config: ConfigDict) -> None:
+def _check_final_images(config: ConfigDict) -> None:
     """Final images are trained, so that noise on the way there serves nothing and costs quality."""
     name, sampler = config.algorithm.name, config.sampler
     if noisy_steps(config) or sampler.kind not in WITHOUT_NOISE:
@@ -121,8 +112,8 @@ def _check_ranking(config: ConfigDict) -> None:
         given = " and ".join(f"config.advantages.{name} = {section[name]!r}" for name in idle)
         it = "it" if len(idle) == 1 else "them"
         raise ConfigError(
-            f"{given} cannot change which pair of each group diffusion_dpo trains, its best and its worst image: "
-            f"set {it} to {' and '.join(map(repr, idle.values()))}"
+            f"{given} cannot change which pair of each group {config.algorithm.name} trains, its best and "
+            f"its worst image: set {it} to {' and '.join(map(repr, idle.values()))}"
         )
 
 
@@ -133,22 +124,22 @@ def _check_pairs(config: ConfigDict) -> None:
         config.sampler.fragment,
         config.trainer.micro_batch,
     )
-    _check_ranking(config)
+    name = config.algorithm.name
     check_divides(
         "config.batch.images",
         images,
         "config.sampler.fragment",
         fragment,
-        "as diffusion_dpo chooses a pair of each group of a fragment",
+        f"as {name} chooses a pair of each group of a fragment",
     )
     if micro % 2:
         raise ConfigError(
-            f"config.trainer.micro_batch = {micro} must be even, as diffusion_dpo trains pairs of images"
+            f"config.trainer.micro_batch = {micro} must be even, as {name} trains pairs of images"
         )
     check_divides(
         "config.trainer.micro_batch",
         micro,
         "twice the groups of a fragment",
         2 * fragment // images,
-        "as diffusion_dpo trains one pair of images of each group",
+        f"as {name} trains one pair of images of each group",
     )

@@ -7,6 +7,7 @@ from typing import get_args
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.advantages import Baseline, Combine, DDof, Std
+from digen_jax.config.algorithm_section import kind
 from digen_jax.config.sections import advantage_settings
 from digen_jax.errors import ConfigError, blame, check_choice, together
 from digen_jax.rewards import names_in
@@ -77,7 +78,7 @@ def check_candidates(config: ConfigDict) -> None:
 def check_early(config: ConfigDict) -> None:
     """Refuses training before groups are complete where it is not exact, or nothing would be early.
 
-    What else the algorithm must be like for it is for `PolicyGradient.check_early` to say.
+    What else the algorithm must be like for it is for `Algorithm.check_early` to say.
 
     Raises:
       ConfigError: ratios that are not 1, groups that may be replaced, or fragments that are not less
@@ -89,7 +90,7 @@ def check_early(config: ConfigDict) -> None:
     )
     if not config.runtime.early_groups:
         return
-    if config.algorithm.name != "policy_gradient":
+    if not kind(config).may_train_early:
         raise ConfigError(
             f"{early} is for policy_gradient, whose loss may be linear in the advantages, and not for "
             f"{config.algorithm.name}: set it to 0"

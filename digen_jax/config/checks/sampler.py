@@ -5,6 +5,7 @@ from typing import get_args
 from ml_collections import ConfigDict
 
 from digen_jax.config import sections
+from digen_jax.config.algorithm_section import kind
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides
 from digen_jax.flow.steps import KINDS, Ode
 from digen_jax.flow.windows import Mode
@@ -16,7 +17,7 @@ def check_sampler(config: ConfigDict) -> None:
     Raises:
       ConfigError: names the field and what to change.
     """
-    if sections.noisy_steps(config) or config.algorithm.name == "policy_gradient":
+    if sections.noisy_steps(config) or kind(config).objective == "transitions":
         _check_window(config)
     _check_noise(config)
     _check_pack(config)
@@ -60,7 +61,7 @@ def _check_pack(config: ConfigDict) -> None:
     if pack > most:
         where = (
             "noise levels of config.algorithm.times"
-            if "times" in config.algorithm
+            if kind(config).objective == "matching"
             else "trained steps of config.sampler.window"
         )
         raise ConfigError(

@@ -1,0 +1,83 @@
+"""What the trainer minimises, as it sees it: sums of gradients and metrics over passes of a fragment."""
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from digen_jax.engine.packing import MicroBatch, Shared
+
+Metrics = dict[str, Float[Array, ""]]
+
+
+class Term(NamedTuple):
+    """A part of the loss, summed over samples, and its gradient."""
+
+    gradient: Any
+    loss: Float[Array, ""]
+
+
+class Totals(NamedTuple):
+    """Sums over all samples so far; divided once, at the update.
+
+    `unscaled` is what groups that were trained before the step's rewards were known still have to
+    get divided by the std of these: see `early`.
+    """
+
+    gradient: Any
+    sums: Metrics
+    unscaled: Term | None = None
+
+
+class GroupSums(NamedTuple):
+    """Of a group whose advantages are not known yet, with g_i the gradient of image i for advantage 1."""
+
+    centred: Term  # sum of (r_i - m) g_i, m the mean of the rewards so far
+    plain: Term  # sum of g_i
+    kl: Term | None  # without its coefficient; None where there is none
+    sums: Metrics
+
+
+class Policies(NamedTuple):
+    """Parameters besides those being trained; None: the algorithm does not read them, or they are those trained.
+
+    Attributes:
+      behaviour: those that sampled.
+      start: those at the step's start.
+      copy: the algorithm's slow copy.
+    """
+
+    behaviour: Any = None
+    start: Any = None
+    copy: Any = None
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss as a function of parameters. `base` is the policy's (see `Policy`)."""
+
+    def no_totals(self, tuned: Any) -> Totals:
+        """Sums of nothing, for parameters such as these."""
+
+    def gradient(
+        self, tuned: Any, base: Any, policies: Policies, shared: Shared, micro: MicroBatch
+    ) -> Totals:
+        """The summed gradient and metrics of one pass."""
+
+
+@runtime_checkable
+class LinearObjective(Objective, Protocol):
+    """One whose loss is linear in the advantages, so that groups may train before theirs are known."""
+
+    def no_group(self, tuned: Any) -> GroupSums:
+        """Sums of nothing, for a group."""
+
+    def linear(self, tuned: Any, base: Any, shared: Shared, micro: MicroBatch) -> GroupSums:
+        """The sums of one pass with r_i - m for advantages."""
+
+
+def no_totals(terms: tuple[str, ...], tuned: Any) -> Totals:
+    """Sums of nothing, for parameters such as these."""
+    zeros = {name: jnp.zeros(()) for name in (*terms, "weight")}
+    return Totals(jax.tree.map(jnp.zeros_like, tuned), zeros)

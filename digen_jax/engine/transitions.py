@@ -1,0 +1,138 @@
+"""The gradient of a pass over transitions of sampled trajectories."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from digen_jax.algorithms.kl import gaussian_kl, velocity_mse
+from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
+from digen_jax.engine.objective import GroupSums, Policies, Term, Totals, no_totals
+from digen_jax.engine.packing import MicroBatch, Shared
+from digen_jax.engine.policy import Policy
+from digen_jax.flow.sampling import Replay, replay
+from digen_jax.flow.steps import Step
+
+OF_ADVANTAGES = "loss", "policy_loss"  # the sums that the advantages enter
+
+
+@dataclasses.dataclass(frozen=True)
+class TransitionObjective:
+    """The policy gradient's loss as a function of parameters. `base` is the policy's (see `Policy`)."""
+
+    policy: Policy
+    step: Step
+    algorithm: PolicyGradient
+
+    def no_totals(self, tuned: Any) -> Totals:
+        """Sums of nothing, for parameters such as these."""
+        return no_totals(self.algorithm.terms, tuned)
+
+    def no_group(self, tuned: Any) -> GroupSums:
+        """The same for a group whose advantages are not known yet."""
+        gradient, zeros = self.no_totals(tuned)[:2]
+        none = Term(gradient, jnp.zeros(()))
+        known = {name: zero for name, zero in zeros.items() if name not in OF_ADVANTAGES}
+        known.pop("kl", None)
+        return GroupSums(none, none, none if self.algorithm.kl_coefficient else None, known)
+
+    def gradient(
+        self, tuned: Any, base: Any, policies: Policies, shared: Shared, micro: MicroBatch
+    ) -> Totals:
+        """The summed gradient and metrics of one pass.
+
+        Where the loss is decoupled and nothing is given for the parameters at the step's start, they are `tuned`.
+        """
+        recomputed = start = None
+        if self.algorithm.reads_behaviour:
+            recomputed = self._replay(policies.behaviour, base, shared, micro)
+        if policies.start is not None:
+            start = self._replay(policies.start, base, shared, micro)
+
+        def loss(tuned):
+            new = self._replay(tuned, base, shared, micro)
+            samples = self._samples(new, recomputed, micro)
+            if self.algorithm.decoupled:
+                samples = _decoupled(
+                    samples, jax.lax.stop_gradient(new) if start is None else start
+                )
+            if self.algorithm.kl_coefficient:
+                samples = samples._replace(kl=self._kl(new, base, shared, micro))
+            return policy_gradient_loss(self.algorithm, samples)
+
+        (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(tuned)
+        return Totals(gradient, sums)
+
+    def linear(self, tuned: Any, base: Any, shared: Shared, micro: MicroBatch) -> GroupSums:
+        """The sums of one pass with r_i - m for advantages; old log-probabilities are "current"."""
+        policy_only = dataclasses.replace(self.algorithm, adv_clip=jnp.inf, kl_coefficient=0.0)
+        with_kl = self.algorithm.kl_coefficient > 0
+
+        def terms(tuned):
+            new = self._replay(tuned, base, shared, micro)
+            samples = self._samples(new, None, micro)
+
+            def loss(advantages):
+                return policy_gradient_loss(policy_only, samples._replace(advantages=advantages))
+
+            centred, sums = loss(micro.advantages)
+            plain, _ = loss(jnp.ones_like(micro.advantages))
+            for name in OF_ADVANTAGES:
+                del sums[name]
+            if not with_kl:
+                return (centred, plain), sums
+            kl = self._kl(new, base, shared, micro)
+            return (centred, plain, jnp.sum(micro.weight * kl)), sums
+
+        values, pullback, sums = jax.vjp(terms, tuned, has_aux=True)
+        units = [[jnp.float32(i == j) for j in range(len(values))] for i in range(len(values))]
+        parts = [
+            Term(*pullback(tuple(unit)), value) for unit, value in zip(units, values, strict=True)
+        ]
+        return GroupSums(parts[0], parts[1], parts[2] if with_kl else None, sums)
+
+    def _replay(self, tuned, base, shared, micro):
+        conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
+        velocity = self.policy.velocity(tuned, base, conditioning, shared.null)
+        return replay(velocity, micro.samples, self.step, shared.sigma_max)
+
+    def _samples(self, new: Replay, recomputed: Replay | None, micro: MicroBatch) -> Samples:
+        """What the loss reads, the KL apart."""
+        t = micro.samples
+        match self.algorithm.old_log_probs:
+            case "rollout":
+                old, old_mean = t.log_prob, t.mean
+            case "recomputed":
+                old, old_mean = recomputed.log_prob, recomputed.mean
+            case "current":
+                old, old_mean = jax.lax.stop_gradient((new.log_prob, new.mean))
+        dt = t.sigma_next - t.sigma
+        known = t.log_prob, micro.advantages, micro.weight, t.sigma, dt
+        samples = Samples(new.log_prob, old, *known)
+        if self.algorithm.needs_means:
+            samples = samples._replace(mean=new.mean, old_mean=old_mean, std=new.std)
+        return samples._replace(trajectory=micro.image)
+
+    def _kl(self, new: Replay, base, shared, micro):
+        """Of each sample, to the reference."""
+        conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
+        velocity = self.policy.reference(base, conditioning, shared.null)
+        t = micro.samples
+        reference = replay(velocity, t, self.step, shared.sigma_max)
+        match self.algorithm.kl:
+            case "velocity":
+                return velocity_mse(new.velocity, reference.velocity)
+            case "gaussian_dt":
+                return gaussian_kl(new.mean, reference.mean, new.std)
+            case "gaussian":
+                scale = self.step.diffusion(t.sigma, t.sigma_next, shared.sigma_max)
+                return gaussian_kl(new.mean, reference.mean, scale)
+
+
+def _decoupled(samples: Samples, start: Replay) -> Samples:
+    """The same with the policy at the step's start for the old one; what sampled stays, for its weight."""
+    old_mean = None if samples.mean is None else start.mean
+    return samples._replace(
+        old_log_prob=start.log_prob, old_mean=old_mean, behaviour_log_prob=samples.old_log_prob
+    )
