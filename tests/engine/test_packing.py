@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.engine import gradient, trainer
+from digen_jax.engine.objective import Policies
 from digen_jax.engine.packing import MicroBatch
 from tests.cases import quick
 from tests.engine import fragments, toy
@@ -67,7 +68,7 @@ def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
 def compiled(parts, state, steps):
     """The compiled program that adds a fragment to the totals: its text."""
     experience = fragments.experience(parts, ALL, steps)
-    program, args = parts.trainer, (state.tuned, parts.base, (None, None), experience)
+    program, args = parts.trainer, (state.tuned, parts.base, Policies(), experience)
     totals = jax.eval_shape(program._begin, args[0])
     layout = program._layout(totals)
     given = jax.tree.map(
