@@ -67,9 +67,7 @@ def sequence_log_ratio(
     need it (OP-GRPO, arXiv 2604.04142). The gradient reaches every step of the trajectory. With a
     loss for each sample a trajectory counts as often as it has steps.
 
-    A trajectory's samples may lie anywhere, but **all of them must be in the one call**. Where a
-    trajectory is trained in several passes, take this once over all of it and give each pass its
-    samples by `carried_by_step`.
+    A trajectory's samples may lie anywhere, but **all of them must be in the one call**.
 
     Args:
       log_ratio: per step, with gradient.
@@ -85,16 +83,6 @@ def sequence_log_ratio(
         total = total / jnp.maximum(steps, 1.0)
     # 0 where nothing counts: of such a row no gradient, NaN included, may reach its trajectory
     return jnp.where(counts, total[trajectory], 0.0)
-
-
-def carried_by_step(sequence: Float[Array, "n"], log_prob: Float[Array, "n"]) -> Float[Array, "n"]:
-    """The value of a sequence's log-ratio with the gradient of the sample's own log_prob.
-
-    sg(sequence) + (log_prob - sg(log_prob)): GSPO-token (arXiv 2507.18071, section 4.3). Summed over a
-    trajectory's samples, the gradient of a surrogate is that with `sequence_log_ratio` by "mean",
-    and by "sum" that divided by the number of steps; passes of any steps can be added up.
-    """
-    return jax.lax.stop_gradient(sequence) + (log_prob - jax.lax.stop_gradient(log_prob))
 
 
 def well_conditioned(sigma: Float[Array, "n"], smallest_sigma: float) -> Float[Array, "n"]:

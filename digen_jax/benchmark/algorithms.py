@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.benchmark.cells import (
     check_seeds,
     check_workdirs,
@@ -25,16 +26,10 @@ from digen_jax.benchmark.cells import (
     workdir,
 )
 from digen_jax.benchmark.family_plot import draw
-from digen_jax.config import checks
+from digen_jax.config import algorithm_section, checks
 from digen_jax.errors import ConfigError, blame, check_choice, user_input
 from digen_jax.records.metrics import read_metrics
 
-FAMILIES = {
-    "policy_gradient": "policy gradients",
-    "diffusion_nft": "forward process",
-    "awm": "forward process",
-    "diffusion_dpo": "preference",
-}
 CELLS = ("algorithm", "family", "seed", "images", "seconds", "reward")
 COSTS = ("cell_seconds", "cell_cpu_seconds")
 GAIN, ERRORS = 0.05, 2  # see `Row.learns`
@@ -271,7 +266,14 @@ def read_row(name: str, config: ConfigDict, seeds: Sequence[int], folder: pathli
     finished = {seed: path for seed, path in paths.items() if is_finished(path, config)}
     outcomes = {seed: read_outcome(path, config) for seed, path in finished.items()}
     missing = tuple(seed for seed in seeds if seed not in finished)
-    return Row(name, FAMILIES[config.algorithm.name], outcomes, missing)
+    return Row(name, _family(algorithm_section.kind(config)), outcomes, missing)
+
+
+def _family(algorithm: type[Algorithm]) -> str:
+    """In which group of methods an algorithm is shown."""
+    if algorithm.objective == "transitions":
+        return "policy gradients"
+    return "preference" if algorithm.ranks else "forward process"
 
 
 def read_outcome(path: pathlib.Path, config: ConfigDict) -> Outcome:

@@ -5,7 +5,6 @@ import pytest
 
 from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 from digen_jax.algorithms.ratios import (
-    carried_by_step,
     check_smallest_sigma,
     guard_log_ratio,
     sequence_log_ratio,
@@ -154,24 +153,6 @@ def test_sequence_ratio_depends_on_neither_order_nor_padding(reduce):
     gradient = jax.grad(sequence_total(reduce), argnums=1)
     shuffled = gradient(jnp.ones(9), *(a[order] for a in arrays))
     np.testing.assert_allclose(shuffled, gradient(jnp.ones(9), *arrays)[order], rtol=1e-5)
-
-
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
-def test_passes_of_some_steps_add_up_to_the_whole(reduce):
-    """Ratios taken once, then passes of one or two steps each, whatever trajectory they are of."""
-    log_prob, old, advantages = steps_of_trajectories()
-    whole = jax.grad(sequence_total(reduce), argnums=1)(jnp.ones(9), log_prob, old, advantages, IDS)
-    sequence = sequence_log_ratio(log_prob - old, jnp.ones(9), IDS, 5, reduce)
-
-    def one_pass(log_prob, rows):
-        carried = carried_by_step(sequence[rows], log_prob[rows])
-        np.testing.assert_array_equal(jax.lax.stop_gradient(carried), sequence[rows])
-        return clipped(carried, advantages[rows], 0.1, 0.1).sum()
-
-    passes = np.array_split(np.random.default_rng(6).permutation(9), 5)
-    added = sum(jax.grad(one_pass)(log_prob, rows) for rows in passes)
-    steps = np.bincount(IDS)[IDS] if reduce == "sum" else 1
-    np.testing.assert_allclose(added * steps, whole, rtol=1e-5, atol=1e-7)
 
 
 def test_late_steps_are_left_out_of_the_ratio_and_of_every_sum():
