@@ -18,8 +18,8 @@ from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.engine.system import Rollout, System, reshard
 from digen_jax.engine.trainer import State, Trainer
 from digen_jax.errors import ConfigError, blame, user_input
-from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Ode, make_step
+from digen_jax.models.family import Family, Size
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
@@ -46,7 +46,7 @@ def open_pipeline(name: str) -> pathlib.Path:
     return resolve_folder(name, without=("text_encoder_3", "tokenizer_3", "text_encoders"))
 
 
-def load_family(folder: pathlib.Path, dtype: str = "float32", remat: bool = False) -> Any:
+def load_family(folder: pathlib.Path, dtype: str = "float32", remat: bool = False) -> Family:
     """The family of a pipeline folder; ConfigError where there is none for its class."""
     with user_input():
         kind = read_model_index(folder)["_class_name"]
@@ -80,7 +80,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device]) -> System:
     return connect(config, placement, family, transformer, frozen, start)
 
 
-def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
+def check_model(config: ConfigDict, family: Family, placement: Placement) -> None:
     """Whether config and model fit, by shapes alone.
 
     Raises:
@@ -88,10 +88,11 @@ def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
         a LoRA without layers or of too large a rank, or a parameter that no sharding rule matches.
     """
     sampler, shapes = config.sampler, family.shapes()
+    size = Size(config.model.height, config.model.width)
     with blame("config.model.height and config.model.width: "):
-        family.latent_shape(config.model.height, config.model.width)
+        family.latent_shape(size)
     with blame("config.sampler.steps: "):
-        sigmas = make_sigmas(family.scheduler, sampler.steps)
+        sigmas = family.sigmas(sampler.steps, size)
     if sections.noisy_steps(config):
         with blame("config.sampler.window: "):
             sections.window(config).check_noise(
@@ -107,7 +108,7 @@ def check_model(config: ConfigDict, family: Any, placement: Placement) -> None:
         placement.trainer.params(tree)
 
 
-def make_policy(config: ConfigDict, family: Any) -> Policy:
+def make_policy(config: ConfigDict, family: Family) -> Policy:
     """What is tuned, and the guidance it is sampled with."""
     fields = {field: value for field, value in config.lora.items() if field != "start"}
     lora = LoraConfig(**fields) if config.lora.rank else None
@@ -125,7 +126,7 @@ def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
 def connect(
     config: ConfigDict,
     placement: Placement,
-    family: Any,
+    family: Family,
     transformer: Any,
     frozen: Any,
     lora: Any = None,
@@ -139,8 +140,7 @@ def connect(
     step = make_step(config.sampler.kind, config.sampler.noise_level)
     start, base = policy.split(jax.random.key(config.seed), transformer, algorithm.reads_reference)
     settings = SamplerSettings(
-        config.model.height,
-        config.model.width,
+        Size(config.model.height, config.model.width),
         config.sampler.steps,
         step,
         sections.noisy_steps(config),
@@ -214,19 +214,19 @@ def make_driver(
     return Driver(executors, scheduler, rewards, begun, log, orders, watch)
 
 
-def read_part(family: Any, folder: pathlib.Path, part: str, group: DeviceGroup) -> Any:
+def read_part(family: Family, folder: pathlib.Path, part: str, group: DeviceGroup) -> Any:
     """A component's parameters, read straight onto a mesh as its rules say."""
     return family.read(folder, part, group.params(family.shapes()[part]))
 
 
-def read_frozen(family: Any, folder: pathlib.Path, group: DeviceGroup) -> dict[str, Any]:
+def read_frozen(family: Family, folder: pathlib.Path, group: DeviceGroup) -> dict[str, Any]:
     """The parameters of all components that are never tuned."""
     parts = ("vae", "text_encoder", "text_encoder_2")
     return {part: read_part(family, folder, part, group) for part in parts}
 
 
 def evaluation_sampler(
-    family: Any,
+    family: Family,
     group: DeviceGroup,
     guidance: float,
     config: ConfigDict,
@@ -234,5 +234,5 @@ def evaluation_sampler(
 ) -> Sampler:
     """As the config's sampler, but without noise, and with steps and guidance of its own."""
     model, steps = config.model, config.evaluation.steps or config.sampler.steps
-    settings = SamplerSettings(model.height, model.width, steps, Ode())
+    settings = SamplerSettings(Size(model.height, model.width), steps, Ode())
     return Sampler(Policy(family, guidance, lora), group, settings)

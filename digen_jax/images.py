@@ -4,6 +4,16 @@ import numpy as np
 from jaxtyping import Num, UInt8
 
 
+def stills(clips: Num[np.ndarray, "*b t h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
+    """The middle frame of each clip, which of a picture is the picture."""
+    return clips[..., clips.shape[-4] // 2, :, :, :]
+
+
+def as_judged(clips: Num[np.ndarray, "b t h w 3"]) -> np.ndarray:
+    """What a reward is given: pictures [b h w 3] where clips have one frame, else the clips."""
+    return clips[:, 0] if clips.shape[1] == 1 else clips
+
+
 def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3"]:
     """Images in [0, 1] as bytes, rounded, values outside clipped; images of bytes stay as they are.
 

@@ -12,3 +12,8 @@ def quick(cases: Sequence[tuple[Any, ...]], *chosen: int) -> list[Any]:
         pytest.param(*case, marks=[] if place in chosen else pytest.mark.slow)
         for place, case in enumerate(cases)
     ]
+
+
+def said(*prompts: str) -> list[dict]:
+    """Records of prompts alone."""
+    return [{"prompt": prompt} for prompt in prompts]

@@ -20,7 +20,7 @@ from digen_jax.models.stable_diffusion_3 import COMPONENTS
 from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
-from tests.cases import quick
+from tests.cases import quick, said
 
 ROOT = pathlib.Path(__file__).parents[1]
 GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
@@ -273,7 +273,7 @@ def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
     captions = [f"a photo of {n} benches" for n in range(config.batch.groups)]
 
     def step(state, weights, base):
-        prompts = system.sampler.encode(weights, captions)
+        prompts = system.sampler.encode(weights, said(*captions))
         trajectory = system.sampler.generate(weights, prompts, rows, keys)
         images = system.sampler.decode(weights, trajectory)
         fragment = Images(0, rows, trajectory.transitions, trajectory.sigmas)

@@ -182,8 +182,8 @@ class Roles:
         self.state = self.system.trainer.init(self.system.start)
         batch, size = config.batch, config.sampler.fragment
         known = read_prompt_file(config.prompts.file)
-        texts = [known[i % len(known)]["prompt"] for i in range(batch.groups)]
-        self.prompts = self.system.sampler.encode(self.system.publish(self.state.tuned), texts)
+        records = [known[i % len(known)] for i in range(batch.groups)]
+        self.prompts = self.system.sampler.encode(self.system.publish(self.state.tuned), records)
         rows = np.repeat(np.arange(batch.groups, dtype=np.int32), batch.images)
         numbers = np.tile(np.arange(batch.images), batch.groups)
         drawn = self.system.draws.of(0, rows, numbers)

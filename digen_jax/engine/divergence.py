@@ -23,7 +23,7 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
         raise DivergedError(f"{name} is {wrong[name]}")
 
 
-def check_images(images: Float[np.ndarray, "b h w 3"]) -> None:
+def check_images(images: Float[np.ndarray, "..."]) -> None:
     """Raises DivergedError for NaN in images, which are numbers in [0, 1]."""
     if np.isnan(images.sum(dtype=np.float32)):
         raise DivergedError("an image that the trained model drew holds NaN")

@@ -11,7 +11,7 @@ from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
 from digen_jax.algorithms.samples import blanked, weighted_sum
 from digen_jax.engine.objective import Policies, Totals, no_totals
 from digen_jax.engine.packing import MicroBatch, Shared
-from digen_jax.engine.policy import Policy
+from digen_jax.engine.policy import Policy, of_rows
 from digen_jax.flow.noising import forward_noise, noised, noised_pairs
 from digen_jax.flow.sampling import Velocity
 
@@ -38,9 +38,10 @@ class MatchingObjective:
         samples = self._samples(micro)
         rows = jnp.repeat(micro.rows, self.algorithm.images_of_sample)
         conditioning = jax.tree.map(lambda c: c[rows], shared.conditioning)
+        null = of_rows(shared.null, rows)
 
         def velocity(parameters: Any) -> Array:
-            policy = self.policy.velocity(parameters, base, conditioning, shared.null)
+            policy = self.policy.velocity(parameters, base, conditioning, null)
             return self._at(policy, samples)
 
         def fixed(parameters: Any) -> Array | None:
@@ -48,7 +49,7 @@ class MatchingObjective:
 
         reference = None
         if self.algorithm.reads_reference:
-            reference = self._at(self.policy.reference(base, conditioning, shared.null), samples)
+            reference = self._at(self.policy.reference(base, conditioning, null), samples)
         behaviour, copy = fixed(policies.behaviour), fixed(policies.copy)
 
         def loss(tuned: Any) -> tuple[Array, dict[str, Array]]:

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from digen_jax.flow.sampling import Velocity
+from digen_jax.models.family import Family
 from digen_jax.weights.lora import LoraConfig, lora_init, lora_layers, merge
 
 Params = Any
@@ -24,7 +25,7 @@ class Policy:
     family never trains; `base` has those, or where a reference is needed the whole start.
     """
 
-    family: Any
+    family: Family
     guidance: float = 1.0
     lora: LoraConfig | None = None
     reference_guidance: float | None = None  # None: as `guidance`
@@ -78,17 +79,18 @@ class Policy:
         return self._guided({"params": base}, conditioning, null, guidance)
 
     def _guided(self, variables: Params, conditioning: Any, null: Any, guidance: float) -> Velocity:
-        """Classifier-free guidance (arXiv 2207.12598); `null` is the empty prompt's, one row."""
+        """The family's guidance; `null` has the rows of `conditioning`, or one for all of them."""
 
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
-            if guidance == 1:
+            if self.family.guidance == "embedded":
+                return self.family.velocity(variables, x, sigma, conditioning, guidance)
+            if self.family.guidance == "none" or guidance == 1:
                 return self.family.velocity(variables, x, sigma, conditioning)
             pairs = jax.tree.map(
                 lambda n, c: _interleave(jnp.broadcast_to(n, c.shape), c), null, conditioning
             )
             v = self.family.velocity(variables, _interleave(x, x), _interleave(sigma, sigma), pairs)
-            v_null, v_prompt = v[0::2], v[1::2]
-            return v_null + guidance * (v_prompt - v_null)
+            return self.family.guided(v[0::2], v[1::2], guidance)
 
         return velocity
 
@@ -99,6 +101,11 @@ class Policy:
             part = frozen if "/".join(path) in self.family.frozen else others
             part[path] = leaf
         return unflatten_dict(frozen), unflatten_dict(others)
+
+
+def of_rows(null: Any, rows: Int[Array, "b"]) -> Any:
+    """Each row's conditioning without its prompt; where one holds for all, that one."""
+    return jax.tree.map(lambda n: n if n.shape[0] == 1 else n[rows], null)
 
 
 def _interleave(a: Array, b: Array) -> Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +12,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from digen_jax.engine.hosts import put
 from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.policy import Policy
+from digen_jax.engine.policy import Policy, of_rows
 from digen_jax.flow.sampling import Trajectory, check_inside, own_steps, sample, start_noise
-from digen_jax.flow.schedule import make_sigmas
 from digen_jax.flow.steps import Step
+from digen_jax.models.family import Record, Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +25,7 @@ class SamplerSettings:
     `store_means` keeps the means of these steps, too.
     """
 
-    height: int
-    width: int
+    size: Size
     steps: int
     step: Step
     length: int = 0
@@ -41,7 +41,7 @@ class Weights(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Encoded prompts, replicated on the sampler's mesh, and the empty prompt for guidance."""
+    """Encoded records, replicated on the sampler's mesh, and the same for guidance, or one row of it for all."""
 
     conditioning: Any
     null: Any
@@ -56,21 +56,19 @@ class Sampler:
 
     def __init__(self, policy: Policy, group: DeviceGroup, settings: SamplerSettings):
         self.policy, self.group, self.settings = policy, group, settings
-        self.shape = policy.family.latent_shape(settings.height, settings.width)
-        self.sigmas = make_sigmas(policy.family.scheduler, settings.steps)
+        self.shape = policy.family.latent_shape(settings.size)
+        self.sigmas = policy.family.sigmas(settings.steps, settings.size)
         self._encode = jax.jit(policy.family.encode, out_shardings=group.replicated)
-        self._null_ids = policy.family.tokenize([""])
         self._generate = jax.jit(
             functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
         )
         self._decode = jax.jit(policy.family.decode)
 
-    def encode(self, weights: Weights, prompts: list[str]) -> Prompts:
-        """The conditioning of each prompt."""
-        ids = self.policy.family.tokenize(prompts)
-        return Prompts(
-            self._encode(weights.frozen, ids), self._encode(weights.frozen, self._null_ids)
-        )
+    def encode(self, weights: Weights, records: Sequence[Record]) -> Prompts:
+        """The conditioning of each record."""
+        family = self.policy.family
+        tokens = family.tokenize(records), family.tokenize_null(records)
+        return Prompts(*(self._encode(weights.frozen, one) for one in tokens))
 
     def generate(
         self,
@@ -112,15 +110,15 @@ class Sampler:
             None if trained is None else put(trained, self.group.batch_of_steps),
         )
 
-    def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b h w 3"]:
-        """The images at a trajectory's end; returns at once, as `generate` does."""
+    def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b t h w 3"]:
+        """The clips at a trajectory's end; returns at once, as `generate` does."""
         return self._decode(weights.frozen, trajectory.latents.astype(jnp.float32))
 
 
 def _generate(
     policy: Policy,
     settings: SamplerSettings,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     sigmas: Float[np.ndarray, "sigmas"],
     group: DeviceGroup,
     weights: Weights,
@@ -133,7 +131,8 @@ def _generate(
 ) -> Trajectory:
     split = functools.partial(jax.lax.with_sharding_constraint, shardings=group.batch)
     conditioning = jax.tree.map(lambda c: split(c[rows]), prompts.conditioning)
-    velocity = policy.velocity(weights.tuned, weights.base, conditioning, prompts.null)
+    null = of_rows(prompts.null, rows)
+    velocity = policy.velocity(weights.tuned, weights.base, conditioning, null)
     noise = split(start_noise(start_keys, shape))
     trajectory = sample(
         velocity,

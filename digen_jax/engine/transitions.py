@@ -10,7 +10,7 @@ from digen_jax.algorithms.kl import gaussian_kl, velocity_mse
 from digen_jax.algorithms.policy_gradient import PolicyGradient, Samples, policy_gradient_loss
 from digen_jax.engine.objective import GroupSums, Policies, Term, Totals, no_totals
 from digen_jax.engine.packing import MicroBatch, Shared
-from digen_jax.engine.policy import Policy
+from digen_jax.engine.policy import Policy, of_rows
 from digen_jax.flow.sampling import Replay, replay
 from digen_jax.flow.steps import Step
 
@@ -94,7 +94,7 @@ class TransitionObjective:
 
     def _replay(self, tuned, base, shared, micro):
         conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
-        velocity = self.policy.velocity(tuned, base, conditioning, shared.null)
+        velocity = self.policy.velocity(tuned, base, conditioning, of_rows(shared.null, micro.rows))
         return replay(velocity, micro.samples, self.step, shared.sigma_max)
 
     def _samples(self, new: Replay, recomputed: Replay | None, micro: MicroBatch) -> Samples:
@@ -117,7 +117,7 @@ class TransitionObjective:
     def _kl(self, new: Replay, base, shared, micro):
         """Of each sample, to the reference."""
         conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
-        velocity = self.policy.reference(base, conditioning, shared.null)
+        velocity = self.policy.reference(base, conditioning, of_rows(shared.null, micro.rows))
         t = micro.samples
         reference = replay(velocity, t, self.step, shared.sigma_max)
         match self.algorithm.kl:

@@ -18,11 +18,12 @@ from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError, check_positive, user_input
 from digen_jax.flow.steps import Ode
-from digen_jax.images import to_uint8
+from digen_jax.images import stills, to_uint8
+from digen_jax.models.family import Family, Size
 from digen_jax.process.progress import watched
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.pictures import image_grid
-from digen_jax.runtime.evaluation import Evaluation, sample_images
+from digen_jax.runtime.evaluation import Evaluation, sample_clips
 from digen_jax.weights.folder import SAMPLING, read_json
 from digen_jax.weights.lora import merge
 from digen_jax.weights.lora_files import read_lora
@@ -58,7 +59,7 @@ class TunedRun(NamedTuple):
 class Model(NamedTuple):
     """A model with its parameters on a mesh, every device holding all of them."""
 
-    family: Any
+    family: Family
     group: DeviceGroup
     weights: Weights
     defaults: Defaults
@@ -77,7 +78,7 @@ class Model(NamedTuple):
             *(b if a is None else a for a, b in zip(given, self.defaults, strict=True))
         )
         check_positive("the number of steps", chosen.steps)
-        settings = SamplerSettings(chosen.height, chosen.width, chosen.steps, Ode())
+        settings = SamplerSettings(Size(chosen.height, chosen.width), chosen.steps, Ode())
         with user_input():
             return Sampler(Policy(self.family, chosen.guidance), self.group, settings)
 
@@ -184,28 +185,30 @@ def sample_to_folder(
     Image j of prompt i depends on the seed, i, j and the prompt, not on the batch.
     """
     output.mkdir(parents=True, exist_ok=True)
-    every = [prompt for prompt in prompts for _ in range(images)]
+    every = [{"prompt": prompt} for prompt in prompts for _ in range(images)]
     batch = model.batch(batch, len(every))
     shown = []
     for first in watched(range(0, len(every), batch), "sampling", "batch"):
         part = every[first : first + batch]
-        drawn = to_uint8(sample_images(sampler, model.weights, part, first, batch, seed, images))
-        for number, (image, prompt) in enumerate(zip(drawn, part, strict=True), first):
+        clips = sample_clips(sampler, model.weights, part, first, batch, seed, images)
+        drawn = to_uint8(stills(clips))
+        for number, (image, record) in enumerate(zip(drawn, part, strict=True), first):
             which = f"{number // images:05d}" + (f"_{number % images:02d}" if images > 1 else "")
-            Image.fromarray(image).save(output / f"{which}_{slug(prompt)}.png")
+            Image.fromarray(image).save(output / f"{which}_{slug(record['prompt'])}.png")
         shown += list(drawn[: LARGEST_GRID - len(shown)])
-    _grid(np.stack(shown), every).save(output / "grid.png")
+    _grid(np.stack(shown), [record["prompt"] for record in every]).save(output / "grid.png")
 
 
 def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
     """An evaluation's pictures as PNGs that are named by score and prompt, and `grid.png` with the first of them."""
     output.mkdir(parents=True, exist_ok=True)
     prompts = [record["prompt"] for record in found.records]
-    for number, (image, prompt) in enumerate(zip(found.images, prompts, strict=True)):
+    drawn = stills(found.clips)
+    for number, (image, prompt) in enumerate(zip(drawn, prompts, strict=True)):
         name = f"{number:05d}_{found.scores[number]:.3f}_{slug(prompt)}.png"
         Image.fromarray(image).save(output / name)
     shown = slice(LARGEST_GRID)
-    _grid(found.images[shown], prompts, found.scores[shown]).save(output / "grid.png")
+    _grid(drawn[shown], prompts, found.scores[shown]).save(output / "grid.png")
 
 
 def slug(prompt: str) -> str:
@@ -222,7 +225,7 @@ def _grid(
     return image_grid(images, prompts[: len(images)], columns, scores)
 
 
-def _defaults_of_folder(folder: pathlib.Path, family: Any) -> Defaults:
+def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
     """As the pipeline's own `SAMPLING` says, or where it says nothing as diffusers' pipeline samples."""
     defaults = {"steps": family.default_steps, "guidance": family.default_guidance}
     path = folder / SAMPLING
@@ -232,7 +235,8 @@ def _defaults_of_folder(folder: pathlib.Path, family: Any) -> Defaults:
             raise ConfigError(
                 f"{path} has {name!r}: {value!r}; it may have steps, a whole number, and guidance, a number"
             )
-    return Defaults(*family.default_size(), **defaults | own)
+    height, width, _ = family.default_size()
+    return Defaults(height, width, **defaults | own)
 
 
 def defaults_of_run(config: ConfigDict) -> Defaults:
@@ -261,7 +265,7 @@ def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGr
         ) from error
 
 
-def _with_lora(family: Any, transformer: Any, lora: str, group: DeviceGroup) -> Any:
+def _with_lora(family: Family, transformer: Any, lora: str, group: DeviceGroup) -> Any:
     factors, rank, alpha = read_lora(
         lora, transformer, family.lists["transformer"], shardings=group.replicated
     )

@@ -7,19 +7,19 @@ CLIP encoders give the context, and 256 zero tokens stand where the T5 would.
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from digen_jax.flow.schedule import SchedulerConfig
+from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models import autoencoder_kl, clip_text, clip_tokenizer, sd3
+from digen_jax.models.family import Guidance, Params, Record, Size
 from digen_jax.models.precision import exact_products
 from digen_jax.weights import folder as weights
-
-Params = dict[str, Any]
 
 PIPELINE_CLASS = "StableDiffusion3Pipeline"
 # (library, class) of each component, as diffusers' model_index.json names them; the T5 is not used.
@@ -64,8 +64,7 @@ class TokenIds(NamedTuple):
 class StableDiffusion3:
     """The networks and tokenizers of one pipeline folder; parameters are passed to each call.
 
-    `params` is a dict with one tree a component: "transformer", "vae", "text_encoder", "text_encoder_2". Only the
-    transformer is tuned.
+    `params` is a dict with one tree a component: "transformer", "vae", "text_encoder", "text_encoder_2".
     """
 
     transformer: sd3.SD3Transformer
@@ -76,6 +75,8 @@ class StableDiffusion3:
     tokenizers: tuple[Any, Any]  # CLIPTokenizer each
     scheduler: SchedulerConfig
 
+    trained: ClassVar[tuple[str, ...]] = ("transformer",)
+    guidance: ClassVar[Guidance] = "classifier-free"
     # Where the tensors of each component come from: its module file knows the names.
     lists: ClassVar = {
         "transformer": sd3.LISTS,
@@ -84,8 +85,8 @@ class StableDiffusion3:
         "text_encoder_2": clip_text.LISTS,
     }
     # How diffusers' pipeline samples where it is not told otherwise.
-    default_steps: ClassVar = 28
-    default_guidance: ClassVar = 7.0
+    default_steps: ClassVar[int] = 28
+    default_guidance: ClassVar[float] = 7.0
     # Of the transformer: what no optimizer may touch.
     frozen: ClassVar = sd3.FROZEN
     ignored: ClassVar = {"text_encoder": clip_text.IGNORED, "text_encoder_2": clip_text.IGNORED}
@@ -148,8 +149,9 @@ class StableDiffusion3:
 
     # ---------------------------------------------------------------- prompts -> conditioning
 
-    def tokenize(self, prompts: list[str]) -> TokenIds:
+    def tokenize(self, records: Sequence[Record]) -> TokenIds:
         """Ids padded and cut to each tokenizer's own length."""
+        prompts = [record["prompt"] for record in records]
         return TokenIds(
             *(
                 np.asarray(
@@ -165,8 +167,13 @@ class StableDiffusion3:
             )
         )
 
-    def cut(self, prompts: list[str]) -> Bool[np.ndarray, "b"]:
+    def tokenize_null(self, records: Sequence[Record]) -> TokenIds:
+        """The empty prompt's, one row for all."""
+        return self.tokenize([{"prompt": ""}])
+
+    def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
         """Which prompts have more tokens than a text encoder reads, so that `tokenize` cuts them off."""
+        prompts = list(prompts)
         longer = [
             [
                 len(ids) > limit
@@ -203,26 +210,42 @@ class StableDiffusion3:
         x: Float[Array, "b h w c"],
         sigma: Float[Array, "b"],
         conditioning: Conditioning,
-    ) -> Float[Array, "b h w c"]:
-        """The transformer's velocity, float32. `variables` are its linen collections ("params", perhaps "lora")."""
+        guidance: float | None = None,
+    ) -> Float32[Array, "b h w c"]:
+        """The transformer's velocity. `variables` are its linen collections ("params", perhaps "lora")."""
         return self.transformer.apply(variables, x, sigma, *conditioning, null_tokens=T5_TOKENS)
+
+    def guided(
+        self,
+        null: Float[Array, "b h w c"],
+        prompt: Float[Array, "b h w c"],
+        guidance: float,
+    ) -> Float[Array, "b h w c"]:
+        """Null + guidance (prompt - null)."""
+        return null + guidance * (prompt - null)
 
     # ---------------------------------------------------------------- latents <-> images
 
     @exact_products
-    def decode(self, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Images in [0, 1]."""
+    def decode(self, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b 1 H W 3"]:
+        """Images in [0, 1], each a clip of one frame."""
         raw = autoencoder_kl.unscale_latents(self.vae.config, latents)
         images = self.vae.apply({"params": params["vae"]}, raw, method="decode")
-        return jnp.clip(images / 2 + 0.5, 0, 1)
+        return jnp.clip(images / 2 + 0.5, 0, 1)[:, None]
 
-    def default_size(self) -> tuple[int, int]:
-        """(height, width) of the images that the transformer was made for, as diffusers' pipeline takes them."""
+    def default_size(self) -> Size:
+        """Of the images that the transformer was made for, as diffusers' pipeline takes them."""
         factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
         side = self.transformer.config.sample_size * factor
-        return side, side
+        return Size(side, side)
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+    def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
+        """The scheduler's; a dynamic shift goes by the tokens of an image, as in diffusers' pipeline."""
+        h, w, _ = self.latent_shape(size)
+        tokens = h * w // self.transformer.config.patch_size**2
+        return make_sigmas(self.scheduler, steps, tokens)
+
+    def latent_shape(self, size: Size) -> tuple[int, int, int]:
         """(h, w, c) of the latents of an image.
 
         Its sides must be multiples of the autoencoder's and the patch's, and fit the table of positions.
@@ -230,6 +253,11 @@ class StableDiffusion3:
         factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
         multiple = factor * self.transformer.config.patch_size
         largest = multiple * self.transformer.config.pos_embed_max_size
+        height, width, frames = size
+        if frames != 1:
+            raise ValueError(
+                f"a clip of {frames} frames does not fit this model, which makes images"
+            )
         if any(side % multiple or not multiple <= side <= largest for side in (height, width)):
             raise ValueError(
                 f"an image of {height}x{width} does not fit this model: "

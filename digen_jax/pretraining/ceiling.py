@@ -52,7 +52,8 @@ def ceiling(
 
 def _scored(records: list[dict], images: Float[np.ndarray, "n h w 3"]) -> Evaluation:
     scores = shapes_geneval(images, [record["prompt"] for record in records], records)
-    return Evaluation(records, np.round(images * 255).astype(np.uint8), scores)
+    clips = np.round(images[:, None] * 255).astype(np.uint8)
+    return Evaluation(records, clips, scores)
 
 
 def main(folder: pathlib.Path) -> None:

@@ -83,8 +83,8 @@ def train_transformer(
     Raises:
       ConfigError: `workdir` holds this stage of another config.
     """
-    ids = family.tokenize(pool.captions)
-    empty = family.tokenize([""])
+    ids = family.tokenize([{"prompt": caption} for caption in pool.captions])
+    empty = family.tokenize_null([])
 
     def batch(step):
         rng = np.random.default_rng([config.seed, step])

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from ml_collections import ConfigDict
 
 from digen_jax.config import sections
+from digen_jax.images import stills
 from digen_jax.records import pictures
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.evaluated import save_images, saved_images
@@ -131,14 +132,16 @@ class Records:
         count = self._count
         captions = [record["prompt"] for record in found.records[:count]]
         title = f"after step {done}" if done else "before tuning"
-        grid = pictures.image_grid(found.images[:count], captions, 6, found.scores[:count], title)
+        grid = pictures.image_grid(
+            stills(found.clips[:count]), captions, 6, found.scores[:count], title
+        )
         path = self._folder / f"step_{done:06d}.png"
         self._kept(lambda: grid.save(path))
         self._kept(lambda: self._metrics.picture(path))
 
     def keep(self, done: int, found: Evaluation) -> None:
         """Keeps the first images and all scores of an evaluation, for the results."""
-        images, scores = found.images[: self._count], found.scores
+        images, scores = stills(found.clips[: self._count]), found.scores
         file = self._folder / ("after.npz" if done else "before.npz")
         self._kept(lambda: save_images(file, step=done, images=images, scores=scores))
 

@@ -14,6 +14,7 @@ from digen_jax.assemble import load_family, make_policy, open_pipeline, trained_
 from digen_jax.config import sections
 from digen_jax.engine.placement import fsdp_spec
 from digen_jax.errors import blame
+from digen_jax.models.family import Size, Tokens
 from digen_jax.scheduling.planner.problem import Footprint, Parameters
 
 
@@ -38,7 +39,7 @@ def model_footprint(config: ConfigDict) -> Footprint:
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
     if config.sampler.dtype:
         sent = jax.tree.map(lambda leaf: leaf.update(dtype=config.sampler.dtype), sent)
-    latent = family.latent_shape(config.model.height, config.model.width)
+    latent = family.latent_shape(Size(config.model.height, config.model.width))
     placement = config.placement
     sizes = functools.partial(_parameters, placement.rules)
     return Footprint(
@@ -80,12 +81,13 @@ def _parameters(rules: Any, tree: Any) -> Parameters:
 def _residuals(policy: Any, tuned: Any, base: Any, frozen: Any, latent: tuple[int, ...]) -> int:
     """Bytes that the transformer's pullback holds, for one more transition."""
 
-    def encoded(texts: list[str], frozen: Any) -> Any:
-        ids = policy.family.tokenize(texts)
-        return policy.family.encode(frozen, jax.tree.map(jnp.asarray, ids))
+    def encoded(tokens: Tokens, frozen: Any) -> Any:
+        return policy.family.encode(frozen, jax.tree.map(jnp.asarray, tokens))
 
     def pullback(count: int, tuned: Any, base: Any, frozen: Any) -> Any:
-        texts, null = encoded([""] * count, frozen), encoded([""], frozen)
+        records = [{"prompt": ""}] * count
+        texts = encoded(policy.family.tokenize(records), frozen)
+        null = encoded(policy.family.tokenize_null(records), frozen)
         x, sigma = jnp.zeros((count, *latent)), jnp.ones(count)
         return jax.vjp(lambda tuned: policy.velocity(tuned, base, texts, null)(x, sigma), tuned)[1]
 

@@ -12,6 +12,7 @@ from digen_jax import rewards
 from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import trained_part
 from digen_jax.engine.system import System
+from digen_jax.images import as_judged
 from digen_jax.runtime.sampling import moved
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive, taken
@@ -49,15 +50,14 @@ def measure(
     rows = np.repeat(np.arange(len(records), dtype=np.int32), config.batch.images)[:size]
     numbers = np.tile(np.arange(config.batch.images), len(records))[:size]
     drawn = system.draws.of(0, rows, numbers)
-    texts = [record["prompt"] for record in records]
     state = system.trainer.init(system.start)
     weights, publish = timed_part("publish", lambda: system.publish(state.tuned))
-    prompts, encode = timed_part("encode", lambda: system.sampler.encode(weights, texts))
+    prompts, encode = timed_part("encode", lambda: system.sampler.encode(weights, records))
     made, generate = timed_part(
         "generate", lambda: system.sampler.generate(weights, prompts, rows, *drawn)
     )
     decoded, decode = timed_part("decode", lambda: system.sampler.decode(weights, made))
-    pictures, shown = np.asarray(decoded), [records[row] for row in rows]
+    pictures, shown = as_judged(np.asarray(decoded)), [records[row] for row in rows]
     _, score = timed_part(
         "score",
         lambda: rewards.call(

@@ -13,7 +13,7 @@ from digen_jax import rewards
 from digen_jax.engine.hosts import fetch
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.flow.sampling import image_keys
-from digen_jax.images import to_uint8
+from digen_jax.images import as_judged, to_uint8
 from digen_jax.process.progress import watched
 
 # Goes through the batches, such as with a deadline for each; `iter` does no more than that.
@@ -32,10 +32,10 @@ class Score(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """One image a prompt and its score, of several rewards their weighted sum."""
+    """One clip a prompt and its score, of several rewards their weighted sum."""
 
     records: list[dict[str, Any]]
-    images: UInt8[np.ndarray, "n h w 3"]
+    clips: UInt8[np.ndarray, "n t h w 3"]
     scores: Float[np.ndarray, "n"]
     each: Mapping[str, Float[np.ndarray, "n"]] = MappingProxyType({})  # see `rewards.each`
 
@@ -74,36 +74,37 @@ def evaluate(
     Image i depends on the seed, i, its prompt and the weights only. Of several rewards (`name` has
     commas) there is one of `reward_weights` for each. `head` is what is shown of its progress.
     """
-    images, scores = [], []
+    clips, scores = [], []
     for start in progress(watched(range(0, len(records), batch), head, "batch")):
         part = list(records[start : start + batch])
-        shown = sample_images(sampler, weights, [r["prompt"] for r in part], start, batch, seed)
-        scores.append(rewards.call(reward, name, shown, [r["prompt"] for r in part], part))
-        images.append(to_uint8(shown))
-    images, scores = np.concatenate(images), np.concatenate(scores)
+        made = sample_clips(sampler, weights, part, start, batch, seed)
+        prompts = [record["prompt"] for record in part]
+        scores.append(rewards.call(reward, name, as_judged(made), prompts, part))
+        clips.append(to_uint8(made))
+    clips, scores = np.concatenate(clips), np.concatenate(scores)
     total = rewards.total(scores, reward_weights)
-    return Evaluation(list(records), images, total, rewards.each(name, scores))
+    return Evaluation(list(records), clips, total, rewards.each(name, scores))
 
 
-def sample_images(
+def sample_clips(
     sampler: Sampler,
     weights: Weights,
-    prompts: list[str],
+    records: Sequence[Mapping[str, Any]],
     first: int,
     batch: int,
     seed: int = SEED,
     of_each: int = 1,
-) -> Float[np.ndarray, "n h w 3"]:
-    """Images first, first + 1, ... of a seed, one for each of `prompts`; at most `batch`, filled up to it.
+) -> Float[np.ndarray, "n t h w 3"]:
+    """Clips first, first + 1, ... of a seed, one for each of `records`; at most `batch`, filled up to it.
 
-    Where every prompt of a list has several images, one after the other, `of_each` says how many.
+    Where every record of a list has several clips, one after the other, `of_each` says how many.
     """
-    padded = prompts + prompts[-1:] * (batch - len(prompts))
+    padded = [*records, *[records[-1]] * (batch - len(records))]
     numbers = np.arange(first, first + batch, dtype=np.int32)
     keys = image_keys(jax.random.key(seed), numbers // of_each, numbers % of_each)
     rows = np.arange(batch, dtype=np.int32)
     trajectory = sampler.generate(weights, sampler.encode(weights, padded), rows, keys)
-    return fetch(sampler.decode(weights, trajectory))[: len(prompts)]
+    return fetch(sampler.decode(weights, trajectory))[: len(records)]
 
 
 def by_tag(

@@ -27,7 +27,7 @@ class SamplingExecutor:
     def encode(self, number: int) -> None:
         """A step's prompts, for this mesh and where nobody was faster for the trainer."""
         step = self._steps[number]
-        prompts = jax.block_until_ready(self.rollout.sampler.encode(self._fixed, step.texts))
+        prompts = jax.block_until_ready(self.rollout.sampler.encode(self._fixed, step.records))
         kept = {old: held for old, held in self._prompts.items() if old >= self._steps.first}
         self._prompts = {**kept, number: prompts}
         if step.prompts is None:

@@ -15,6 +15,7 @@ from digen_jax.engine.packing import Endpoints
 from digen_jax.engine.sampler import Prompts
 from digen_jax.flow.noising import turn_keys
 from digen_jax.flow.sampling import Transitions
+from digen_jax.images import as_judged
 from digen_jax.scheduling.commands import Fragment
 
 
@@ -75,11 +76,6 @@ class Step:
         scores = np.full((len(rows), len(settings.reward_weights)), np.nan, np.float32)
         return cls(records, size, rows, drawn, turn_keys(drawn.keys, turn), scores, settings)
 
-    @property
-    def texts(self) -> list[str]:
-        """The prompt of each group."""
-        return [record["prompt"] for record in self.records]
-
     def cut(self, index: int) -> slice:
         """A fragment's images."""
         return slice(index * self.size, (index + 1) * self.size)
@@ -109,9 +105,9 @@ class Step:
         return len(np.unique(self.rows[begun]))
 
     def to_score(self, index: int) -> tuple[np.ndarray, list[str], list[dict[str, Any]]]:
-        """(pictures, prompts, metadata) of a decoded fragment."""
+        """(pictures or clips, prompts, metadata) of a decoded fragment."""
         shown = [self.records[row] for row in self.rows[self.cut(index)]]
-        return self.decoded[index], [record["prompt"] for record in shown], shown
+        return as_judged(self.decoded[index]), [record["prompt"] for record in shown], shown
 
     def lesson(self, index: int) -> Lesson:
         """What of a fragment trains, once what `AdvantageSettings.needs` is scored.

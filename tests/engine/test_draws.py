@@ -17,6 +17,7 @@ from digen_jax.runtime.steps import Steps
 from digen_jax.runtime.training import receive
 from digen_jax.scheduling import policy
 from digen_jax.scheduling.commands import TRAINER, Fragment, Generate
+from tests.cases import said
 from tests.engine import fragments, toy
 from tests.engine.test_packing import sent_latents
 
@@ -211,7 +212,7 @@ def test_to_choose_steps_no_trajectory_is_gathered():
     window = dict(first=0, length=fragments.STEPS, fraction=0.5)
     parts = fragments.system(fragments.config("lora", (1, 4, 1), sampler__window=window))
     weights = parts.publish(parts.start)
-    prompts = parts.sampler.encode(weights, ["red"] * fragments.GROUPS)
+    prompts = parts.sampler.encode(weights, said("red") * fragments.GROUPS)
     drawn = parts.draws.of(0, fragments.ROWS, np.tile(np.arange(4), fragments.GROUPS))
     given, program = [], parts.sampler._generate
     parts.sampler._generate = lambda *args: given.append(args) or program(*args)

@@ -317,7 +317,7 @@ def test_diffusion_nft_publishes_its_old_policy_which_follows(monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, versions[version], state.copy)
     # What the second step was sampled from.
     weights = parts.publish(states[0][0].copy)
-    prompts = parts.sampler.encode(weights, [r["prompt"] for r in toy.records(GROUPS)])
+    prompts = parts.sampler.encode(weights, toy.records(GROUPS))
     keys = image_keys(jax.random.key(0), 14 + ROWS[:6], np.tile(np.arange(IMAGES), 2))
     expected, _ = toy.draw_and_show(parts.sampler, weights, prompts, ROWS[:6], keys)
     np.testing.assert_allclose(calls[2], expected, atol=1e-6)

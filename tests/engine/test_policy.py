@@ -5,6 +5,7 @@ from flax.traverse_util import flatten_dict
 
 from digen_jax.engine.policy import Policy
 from digen_jax.weights.lora import LoraConfig
+from tests.cases import said
 from tests.engine import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -25,7 +26,9 @@ def inputs():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, *FAMILY.size)).astype(np.float32)
     sigma = np.array([0.9, 0.5, 0.1], np.float32)
-    encoded = (FAMILY.encode(params, FAMILY.tokenize(p)) for p in (["red", "a", "xyz"], [""]))
+    encoded = (
+        FAMILY.encode(params, FAMILY.tokenize(said(*p))) for p in (["red", "a", "xyz"], [""])
+    )
     return jax.tree.map(jax.numpy.asarray, (x, sigma, *encoded))
 
 

@@ -15,7 +15,7 @@ from digen_jax.flow.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3 import FROZEN, SD3Config, SD3Transformer
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
-from tests.cases import quick
+from tests.cases import quick, said
 from tests.engine import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
@@ -155,7 +155,7 @@ def test_rounding_is_far_below_grpo_guards_published_range(monkeypatch):
     system = assemble.build(config, jax.devices()[:1])
     tuned, rows = system.trainer.init(system.start).tuned, np.arange(24, dtype=np.int32) // 12
     weights = system.publish(tuned)
-    prompts = system.sampler.encode(weights, ["a photo of a red star", "two blue rings"])
+    prompts = system.sampler.encode(weights, said("a photo of a red star", "two blue rings"))
     keys = image_keys(jax.random.key(0), rows, np.arange(24))
     sampled = system.sampler.generate(weights, prompts, rows, keys)
     fragment = Images(0, rows, sampled.transitions, sampled.sigmas)

@@ -6,6 +6,7 @@ import pytest
 
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
+from tests.cases import said
 from tests.engine import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -41,7 +42,7 @@ def alone(exact_and_split):
 
 def generate(system, cut=slice(None), tuned=None):
     weights = system.publish(system.start if tuned is None else tuned)
-    prompts = system.sampler.encode(weights, PROMPTS)
+    prompts = system.sampler.encode(weights, said(*PROMPTS))
     given = weights, prompts, ROWS[cut], KEYS[cut]
     return jax.device_get(toy.draw_and_show(system.sampler, *given, start=1))
 
@@ -89,7 +90,7 @@ def test_images_differ_by_key_and_by_prompt(split, whole):
         for j in range(i):
             assert np.abs(images[i] - images[j]).max() > 0.01
     weights = split.publish(split.start)
-    prompts = split.sampler.encode(weights, PROMPTS)
+    prompts = split.sampler.encode(weights, said(*PROMPTS))
     others, _ = toy.draw_and_show(split.sampler, weights, prompts, (ROWS + 1) % 3, KEYS, start=1)
     assert np.abs(images - others).max((1, 2, 3)).min() > 0.01
 
@@ -107,7 +108,7 @@ def test_the_windows_transitions_are_stored(whole):
 
 def test_a_fragment_stays_split_over_the_mesh(split):
     weights = split.publish(split.start)
-    prompts = split.sampler.encode(weights, PROMPTS)
+    prompts = split.sampler.encode(weights, said(*PROMPTS))
     images, trajectory = toy.draw_and_show(split.sampler, weights, prompts, ROWS, KEYS)
     x, log_prob = trajectory.transitions.x, trajectory.transitions.log_prob
     assert {shard.data.shape for shard in images.addressable_shards} == {(2, 4, 4, 3)}
@@ -119,14 +120,14 @@ def test_a_fragment_stays_split_over_the_mesh(split):
 def test_without_noise_it_is_eulers_method_on_the_published_weights(split, moved):
     tuned = toy.moved(split.start) if moved else split.start
     weights = split.publish(tuned)
-    prompts = split.evaluator.encode(weights, PROMPTS)
+    prompts = split.evaluator.encode(weights, said(*PROMPTS))
     images, trajectory = toy.draw_and_show(split.evaluator, weights, prompts, ROWS, KEYS)
     assert trajectory.transitions.x.shape[0] == 0
 
     family, params = toy.ToyFamily(), toy.ToyFamily().params()
     network = {**params["transformer"], **jax.device_get(tuned)}
-    prompts = [part[ROWS] for part in family.encode(params, family.tokenize(PROMPTS))]
-    null = [part[0 * ROWS] for part in family.encode(params, family.tokenize([""]))]
+    prompts = [part[ROWS] for part in family.encode(params, family.tokenize(said(*PROMPTS)))]
+    null = [part[0 * ROWS] for part in family.encode(params, family.tokenize_null([]))]
     x, sigmas = np.asarray(start_noise(KEYS, family.size)), make_sigmas(SchedulerConfig(), STEPS)
     for sigma, sigma_next in itertools.pairwise(sigmas):
         v, v_null = (

@@ -17,7 +17,8 @@ from digen_jax.config import checks, recipe, sections
 from digen_jax.engine.placement import make_placement
 from digen_jax.engine.system import System
 from digen_jax.engine.trainer import State
-from digen_jax.flow.schedule import SchedulerConfig
+from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
+from digen_jax.models.family import Size
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
@@ -57,29 +58,52 @@ class ToyFamily:
     size: tuple[int, int, int] = (4, 4, 4)
     frozen: tuple[str, ...] = ("places",)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    trained: ClassVar = ("transformer",)
+    guidance: ClassVar = "classifier-free"
+    default_steps: ClassVar = 8
+    default_guidance: ClassVar = 1.0
     lists: ClassVar = {"transformer": ("transformer_blocks", "to_out", "net")}
 
     def in_dtype(self, dtype):
         return dataclasses.replace(self, network=self.network.clone(dtype=dtype))
 
-    def tokenize(self, prompts):
+    def tokenize(self, records):
+        prompts = [record["prompt"] for record in records]
         return np.array([[ord(c) % 32 for c in p.ljust(LETTERS)[:LETTERS]] for p in prompts])
 
+    def tokenize_null(self, records):
+        return self.tokenize([{"prompt": ""}])
+
     def cut(self, prompts):
-        return [len(prompt) > LETTERS for prompt in prompts]
+        return np.array([len(prompt) > LETTERS for prompt in prompts])
 
     def encode(self, params, ids):
         context = params["text_encoder"]["table"][ids]
         return Conditioning(context, context.sum(1))
 
-    def velocity(self, variables, x, sigma, conditioning):
+    def velocity(self, variables, x, sigma, conditioning, guidance=None):
         return self.network.apply(variables, x, sigma, *conditioning)
 
-    def decode(self, params, latents):
-        return jax.nn.sigmoid(latents @ params["vae"]["kernel"])
+    def guided(self, null, prompt, guidance):
+        return null + guidance * (prompt - null)
 
-    def latent_shape(self, height, width):
+    def decode(self, params, latents):
+        return jax.nn.sigmoid(latents @ params["vae"]["kernel"])[:, None]
+
+    def default_size(self):
+        return Size(32, 32)
+
+    def latent_shape(self, size):
         return self.size
+
+    def sigmas(self, steps, size):
+        return make_sigmas(self.scheduler, steps)
+
+    def shapes(self):
+        return jax.eval_shape(self.params)
+
+    def read(self, folder, part, shardings=None, dtype=np.float32):
+        return self.params()[part]
 
     def params(self) -> dict[str, Any]:
         """Numpy arrays of which no number is 0 or 1."""
@@ -172,9 +196,9 @@ def rollout(system: System, config: ConfigDict, tuned: Any):
 
 
 def draw_and_show(sampler, weights, prompts, rows, keys, **drawn):
-    """(images, trajectory) of a fragment."""
+    """(images, trajectory) of a fragment: its clips have one frame."""
     trajectory = sampler.generate(weights, prompts, rows, keys, **drawn)
-    return sampler.decode(weights, trajectory), trajectory
+    return sampler.decode(weights, trajectory)[:, 0], trajectory
 
 
 def moved(tree: Any, by: float = 0.1) -> Any:

@@ -15,10 +15,11 @@ from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
 from digen_jax.inference.export import export
+from digen_jax.models.family import Size
 from digen_jax.records.checkpoint import Checkpointer, template_of
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run.train import train
-from tests.cases import quick
+from tests.cases import quick, said
 from tests.scripts import run_script
 from tests.tiny_runs import oracle, pipeline, tiny_config, trained
 
@@ -43,15 +44,14 @@ def by_our_sampler(base, kind):
     reader.close()
     assert found.step == config.steps
     policy = dataclasses.replace(system.policy, guidance=3.5)
-    settings = SamplerSettings(SIDE, SIDE, STEPS, Ode())
+    settings = SamplerSettings(Size(SIDE, SIDE), STEPS, Ode())
     sampler = Sampler(policy, system.placement.rollout, settings)
     weights = system.publish(found.arrays["ema" if kind == "full" else "tuned"])
     rows = np.arange(len(PROMPTS), dtype=np.int32)
     with jax.default_matmul_precision("highest"):
-        prompts = sampler.encode(weights, PROMPTS)
-        return np.asarray(
-            sampler.decode(weights, sampler.generate(weights, prompts, rows, _keys()))
-        )
+        prompts = sampler.encode(weights, said(*PROMPTS))
+        trajectory = sampler.generate(weights, prompts, rows, _keys())
+        return np.asarray(sampler.decode(weights, trajectory))[:, 0]
 
 
 def by_diffusers(pipe):

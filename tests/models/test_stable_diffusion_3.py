@@ -15,7 +15,8 @@ from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices
-from tests.cases import quick
+from digen_jax.models.family import Size
+from tests.cases import quick, said
 from tests.pipelines import ROOT
 from tests.tiny_runs import oracle, pipeline
 
@@ -53,14 +54,14 @@ def folder(request, base) -> pathlib.Path:
 def test_images_are_those_of_the_pipelines_default_call(folder, height, width, guidance):
     family, params = ours(folder)
     policy = Policy(family, family.default_guidance if guidance is None else guidance)
-    sampler = Sampler(policy, group(), SamplerSettings(height, width, 8, Ode()))
+    sampler = Sampler(policy, group(), SamplerSettings(Size(height, width), 8, Ode()))
     tuned, base = policy.split(jax.random.key(0), params["transformer"], reference=False)
     weights = Weights(tuned, base, params)
     rows = np.arange(len(PROMPTS), dtype=np.int32)
     keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
     with jax.default_matmul_precision("highest"):
-        trajectory = sampler.generate(weights, sampler.encode(weights, PROMPTS), rows, keys)
-        images = sampler.decode(weights, trajectory)
+        trajectory = sampler.generate(weights, sampler.encode(weights, said(*PROMPTS)), rows, keys)
+        images = sampler.decode(weights, trajectory)[:, 0]
     noise = np.asarray(start_noise(keys, sampler.shape)).transpose(0, 3, 1, 2)
     call = functools.partial(
         oracle(folder),
@@ -82,7 +83,7 @@ def test_prompts_are_encoded_as_by_the_pipeline(folder):
     family, params = ours(folder)
     prompts = [*PROMPTS, LONG, "Ein ROTER Kreis, schräg ☃"]
     with jax.default_matmul_precision("highest"), torch.no_grad():
-        context, pooled = jax.jit(family.encode)(params, family.tokenize(prompts))
+        context, pooled = jax.jit(family.encode)(params, family.tokenize(said(*prompts)))
         expected, _, expected_pooled, _ = oracle(folder).encode_prompt(
             prompts, prompts, prompts, do_classifier_free_guidance=False
         )
@@ -100,7 +101,7 @@ def test_ids_are_padded_and_cut_to_the_tokenizers_length(folder):
     family, _ = ours(folder)
     pipe = oracle(folder)
     for ids, tokenizer in zip(
-        family.tokenize([LONG, *PROMPTS]), (pipe.tokenizer, pipe.tokenizer_2), strict=True
+        family.tokenize(said(LONG, *PROMPTS)), (pipe.tokenizer, pipe.tokenizer_2), strict=True
     ):
         length = tokenizer.model_max_length
         whole = tokenizer(LONG)["input_ids"]
@@ -117,10 +118,10 @@ def test_ids_are_padded_and_cut_to_the_tokenizers_length(folder):
 def test_latents_are_decoded_as_by_the_pipeline(folder):
     family, params = ours(folder)
     pipe = oracle(folder)
-    latents = np.random.default_rng(1).normal(size=(2, *family.latent_shape(24, 40)))
+    latents = np.random.default_rng(1).normal(size=(2, *family.latent_shape(Size(24, 40))))
     latents = latents.astype(np.float32)
     with jax.default_matmul_precision("highest"), torch.no_grad():
-        images = np.asarray(jax.jit(family.decode)(params, latents))
+        images = np.asarray(jax.jit(family.decode)(params, latents))[:, 0]
         raw = torch.tensor(latents.transpose(0, 3, 1, 2))
         raw = raw / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
         expected = pipe.image_processor.postprocess(pipe.vae.decode(raw).sample, output_type="np")
@@ -131,8 +132,8 @@ def test_latents_are_decoded_as_by_the_pipeline(folder):
 def test_an_image_that_does_not_fit_is_refused_with_a_size_that_does(folder):
     family, _ = ours(folder)
     with pytest.raises(ValueError, match=r"30x32 does not fit.*multiples of 8"):
-        family.latent_shape(30, 32)
+        family.latent_shape(Size(30, 32))
     with pytest.raises(ValueError, match=r"0x32 does not fit.*multiples of 8 from 8 to 128"):
-        family.latent_shape(0, 32)
+        family.latent_shape(Size(0, 32))
     with pytest.raises(ValueError, match=r"32x136 does not fit.*from 8 to 128"):
-        family.latent_shape(32, 136)
+        family.latent_shape(Size(32, 136))

@@ -19,6 +19,7 @@ from digen_jax.pretraining import stages
 from digen_jax.pretraining.pipeline import pretrain
 from digen_jax.pretraining.pool import Pool, cached_pool
 from digen_jax.records.metrics import read_metrics, without_timing
+from tests.cases import said
 from tests.pipelines import ROOT, environment
 from tests.pretraining.tiny_config import get_config
 
@@ -150,7 +151,7 @@ def test_flow_matching_loss_is_diffusers(trained, oracle):
     family, params = ours(trained / "output")
     prompts = ["a photo of a red circle", "", "two blue stars"]
     latents = np.random.default_rng(0).normal(size=(3, 8, 8, 4)).astype(np.float32)
-    batch = jax.tree.map(jnp.asarray, (latents, family.tokenize(prompts)))
+    batch = jax.tree.map(jnp.asarray, (latents, family.tokenize(said(*prompts))))
     key = jax.random.key(5)
     with jax.default_matmul_precision("highest"):
         found, _ = stages.flow_matching_loss(family, params, batch, key)
@@ -185,7 +186,7 @@ def test_captions_are_dropped_by_chance_and_rows_are_drawn_by_the_step(trained, 
     ((tuned, batch),) = seen
     assert sorted(tuned) == ["text_encoder", "text_encoder_2", "transformer"]
     rows, ids = batch(7)
-    empty, given = family.tokenize([""]), family.tokenize(pool.captions)
+    empty, given = family.tokenize_null([]), family.tokenize(said(*pool.captions))
     for part, none, all_ids in zip(ids, empty, given, strict=True):
         dropped = (part == none).all(1)
         assert 0.2 < dropped.mean() < 0.3

@@ -68,7 +68,7 @@ def test_the_reward_sees_each_image_with_its_own_prompt(alone):
 
     drive(alone, 1, reward)
     weights, records = system.publish(system.start), toy.records(2)
-    prompts = system.sampler.encode(weights, [record["prompt"] for record in records])
+    prompts = system.sampler.encode(weights, records)
     assert len(calls) == 2
     for group, (images, texts, metadata) in enumerate(calls):
         assert texts == [records[group]["prompt"]] * 4
@@ -92,7 +92,7 @@ def test_each_step_samples_from_the_version_before_it(alone):
         tuned = jax.tree.map(np.asarray, driver.state.tuned)
         driver.step()
     weights, records = system.publish(tuned), toy.records(2)
-    prompts = system.sampler.encode(weights, [record["prompt"] for record in records])
+    prompts = system.sampler.encode(weights, records)
     keys = image_keys(jax.random.key(config.seed), np.full(4, 12), np.arange(4))
     expected, _ = toy.draw_and_show(system.sampler, weights, prompts, np.zeros(4, np.int32), keys)
     np.testing.assert_array_equal(calls[2], expected)
@@ -118,7 +118,7 @@ def test_two_updates_train_one_half_of_the_groups_each(alone):
     tuned, weights = system.start, system.publish(system.start)
     moments, deviations = optimizer.init(tuned), []
     records = toy.records(2)
-    texts = system.sampler.encode(weights, [record["prompt"] for record in records])
+    texts = system.sampler.encode(weights, records)
     for group, fragment in enumerate(fragments):
         keys = image_keys(jax.random.key(config.seed), np.full(4, 10 + group), np.arange(4))
         images, _ = toy.draw_and_show(system.sampler, weights, texts, fragment.rows, keys)

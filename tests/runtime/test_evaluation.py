@@ -4,7 +4,7 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
-from digen_jax.runtime.evaluation import SEED, evaluate, sample_images
+from digen_jax.runtime.evaluation import SEED, evaluate, sample_clips
 from tests.engine import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -46,11 +46,11 @@ def test_images_do_not_depend_on_the_batch_or_its_padding(parts, at_once):
 def test_an_image_depends_on_its_number_and_prompt_only(parts, at_once):
     _, seen = scored(parts, RECORDS[:3], 8)
     np.testing.assert_allclose(seen, at_once[1][:3], atol=1e-5)
-    same = sample_images(*parts, ["red"] * 3, first=2, batch=8)
-    again = sample_images(*parts, ["red"], first=3, batch=8)
+    same = sample_clips(*parts, [{"prompt": "red"}] * 3, first=2, batch=8)
+    again = sample_clips(*parts, [{"prompt": "red"}], first=3, batch=8)
     np.testing.assert_allclose(same[1], again[0], atol=1e-5)
     assert np.abs(same[0] - same[1]).max() > 0.01
-    other = sample_images(*parts, ["a blue"], first=3, batch=8)
+    other = sample_clips(*parts, [{"prompt": "a blue"}], first=3, batch=8)
     assert np.abs(other - again).max() > 0.01
 
 
@@ -62,7 +62,7 @@ def test_another_seed_gives_other_images(parts, at_once):
 def test_images_and_scores_are_kept_in_the_records_order(at_once):
     found, seen = at_once
     assert found.records == RECORDS
-    np.testing.assert_array_equal(found.images, to_uint8(seen))
+    np.testing.assert_array_equal(found.clips[:, 0], to_uint8(seen))
     np.testing.assert_allclose(found.scores, toy.brightness(seen, None, None), rtol=1e-6)
 
 

@@ -1,0 +1,120 @@
+"""What the rest of the package sees of a model: a `Family`, whichever network it is.
+
+    records --tokenize (host)--> tokens --encode--> conditioning --velocity--> latents --decode--> clips
+
+A family owns its components, one parameter tree each, and says which of them are trained. A picture is a clip of one
+frame. Latents stay unpacked with channels last ([b h w c], of videos [b t h w c]): packing them into tokens is the
+family's own business.
+"""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32
+
+Params = dict[str, Any]  # a tree for each component
+Record = Mapping[
+    str, Any
+]  # a line of a prompt file: "prompt", and what else a family or a reward reads
+Tokens = Any  # arrays with a row for each record
+Conditioning = (
+    Any  # arrays with a row for each record, masks among them where a text's length differs
+)
+
+# How a prompt is made to count for more: not at all, by a second pass without it (arXiv 2207.12598), or by a number
+# that the network is given.
+Guidance = Literal["none", "classifier-free", "embedded"]
+
+
+class Size(NamedTuple):
+    """Of a clip, in pixels and frames."""
+
+    height: int
+    width: int
+    frames: int = 1
+
+
+@runtime_checkable
+class Family(Protocol):
+    """The networks and tokenizers of one pipeline folder; parameters are passed to each call.
+
+    Attributes:
+      trained: the components that may be tuned.
+      lists: by component, the modules whose children a checkpoint numbers (see `weights.names`).
+      frozen: paths of a trained component's parameters that no optimizer may touch.
+      guidance: how the velocity is guided.
+      default_steps: of the sampler, where diffusers' pipeline is not told otherwise.
+      default_guidance: the same.
+    """
+
+    trained: tuple[str, ...]
+    lists: Mapping[str, Any]
+    frozen: Any
+    guidance: Guidance
+    default_steps: int
+    default_guidance: float
+
+    def in_dtype(self, dtype: Any) -> "Family":
+        """The same, but what is trained computes in this type."""
+
+    # ------------------------------------------------------------------ records -> conditioning
+
+    def tokenize(self, records: Sequence[Record]) -> Tokens:
+        """What `encode` reads of some records, on the host."""
+
+    def tokenize_null(self, records: Sequence[Record]) -> Tokens:
+        """The same for guidance: a row for each record, or one for all where it does not depend on them."""
+
+    def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
+        """Which prompts are longer than a text encoder reads, so that `tokenize` cuts them off."""
+
+    def encode(self, params: Params, tokens: Tokens) -> Conditioning:
+        """What the network sees of each record."""
+
+    # ------------------------------------------------------------------------------ the network
+
+    def velocity(
+        self,
+        variables: Params,
+        x: Float[Array, "b *latent"],
+        sigma: Float[Array, "b"],
+        conditioning: Conditioning,
+        guidance: float | None = None,
+    ) -> Float32[Array, "b *latent"]:
+        """dx/dsigma = eps - x0. `variables` are linen collections; `guidance` where that is "embedded"."""
+
+    def guided(
+        self,
+        null: Float[Array, "b *latent"],
+        prompt: Float[Array, "b *latent"],
+        guidance: float,
+    ) -> Float[Array, "b *latent"]:
+        """The velocity of "classifier-free" guidance from those without and with the prompt."""
+
+    # ------------------------------------------------------------------------ latents and clips
+
+    def default_size(self) -> Size:
+        """Of the clips that the network was made for, as diffusers' pipeline takes them."""
+
+    def latent_shape(self, size: Size) -> tuple[int, ...]:
+        """Of one clip's latents; ValueError where the size does not fit the networks."""
+
+    def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
+        """The schedule of a clip's sampling, from 1 to 0; ValueError where it cannot have so many steps."""
+
+    def decode(
+        self, params: Params, latents: Float[Array, "b *latent"]
+    ) -> Float[Array, "b t H W 3"]:
+        """Clips in [0, 1]."""
+
+    # ------------------------------------------------------------------------------- parameters
+
+    def shapes(self) -> Params:
+        """The parameter trees as `jax.ShapeDtypeStruct`, nothing allocated."""
+
+    def read(
+        self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = np.float32
+    ) -> Params:
+        """One component's parameters from the pipeline folder, straight onto the devices of `shardings`."""
