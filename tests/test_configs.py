@@ -289,7 +289,7 @@ def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
     b = len(rows)
     assert prompts.conditioning.context.shape == (config.batch.groups, 77, 4096)
     assert prompts.conditioning.pooled.shape == (config.batch.groups, 2048)
-    assert (images.shape, images.dtype) == ((b, 512, 512, 3), np.float32)
+    assert (images.shape, images.dtype) == ((b, 1, 512, 512, 3), np.float32)
     assert trajectory.transitions.x.shape == (9, b, 64, 64, 16)
     assert trajectory.transitions.x.dtype == np.float32
     assert metrics["kl"].shape == ()
@@ -319,12 +319,12 @@ def test_sd35_is_evaluated_in_forty_steps_without_noise(medium, unread):
     keys = image_keys(jax.random.key(0), np.arange(14), np.zeros(14, np.int32))
 
     def look(weights):
-        prompts = system.evaluator.encode(weights, ["a photo of a bench"] * 14)
+        prompts = system.evaluator.encode(weights, said("a photo of a bench") * 14)
         rows = np.arange(14, dtype=np.int32)
         trajectory = system.evaluator.generate(weights, prompts, rows, keys)
         return system.evaluator.decode(weights, trajectory), trajectory
 
     images, trajectory = jax.eval_shape(look, weights)
-    assert images.shape == (14, 512, 512, 3)
+    assert images.shape == (14, 1, 512, 512, 3)
     assert trajectory.sigmas.shape == (41,)
     assert trajectory.transitions.x.shape[0] == 0
