@@ -100,17 +100,16 @@ def main() -> None:
 
 def _task() -> tuple[str, int | None, str, tuple[float, ...]]:
     """(prompt file, how many of its prompts, rewards, their weights), as given or else the run's own."""
-    from digen_jax.config.sections import advantage_settings
-    from digen_jax.inference.model import is_run, run_config
+    from digen_jax.inference.model import is_run, run_recipe
 
     prompts, reward, images = _PROMPTS.value, _REWARD.value, _IMAGES.value
     if images is not None:
         check_positive("--images", images)
     if is_run(_MODEL.value):
-        run = run_config(pathlib.Path(_MODEL.value))
+        run = run_recipe(pathlib.Path(_MODEL.value))
         if prompts is None:
             images = images or run.evaluation.images or None
-        own = None if reward else advantage_settings(run).reward_weights
+        own = None if reward else run.reward.weight_of_each
         reward = reward or run.reward.name
         return prompts or run.evaluation.prompts, images, reward, _weights(reward, own)
     if not (prompts and reward):
