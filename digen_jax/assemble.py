@@ -210,8 +210,7 @@ def make_driver(
 
 def duties(recipe: Recipe) -> Duties:
     """What the executors do beside the scheduler's commands, and from where the trainer samples."""
-    reward, runtime = recipe.reward, recipe.runtime
-    return Duties(reward.name, recipe.evaluation.batch, runtime.tag_weights)
+    return Duties(recipe.reward.names, recipe.evaluation.batch, recipe.runtime.tag_weights)
 
 
 def read_part(family: Any, folder: pathlib.Path, part: str, group: DeviceGroup) -> Any:

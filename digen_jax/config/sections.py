@@ -4,6 +4,7 @@ The section `algorithm` is that of the algorithm's own settings: see `algorithm_
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from digen_jax.algorithms.advantages import AdvantageSettings
@@ -44,10 +45,15 @@ class Reward:
     processes: int = 1
     retries: int = 2  # of pictures on which it raises an exception, dies or hangs; then the run saves and stops
 
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of each reward."""
+        return names_in(self.name)
+
     @property
     def weight_of_each(self) -> tuple[float, ...]:
         """As many weights as rewards."""
-        return tuple(map(float, self.weights)) or (1.0,) * len(names_in(self.name))
+        return tuple(map(float, self.weights)) or (1.0,) * len(self.names)
 
 
 @dataclasses.dataclass(frozen=True)

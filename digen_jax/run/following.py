@@ -125,7 +125,7 @@ class Follower:
         rollout = self._system.rollouts[0]
         weights = rollout.weights(state.evaluated)
         records = self._held_out[:images]
-        evaluate(rollout.evaluator, weights, records, _unscored, "none", settings.batch)
+        evaluate(rollout.evaluator, weights, records, _unscored, ("none",), settings.batch)
 
     def _save(self, done: int, versions: tuple[int, ...]) -> None:
         kept = {version: self._executors.versions[version] for version in versions}

@@ -95,8 +95,8 @@ class Run:
         reward = recipe.reward
         deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(
-            rewards.resolve(reward.name),
-            reward.name,
+            rewards.resolve(reward.names),
+            reward.names,
             reward.processes,
             reward.retries,
             deadline.seconds,
@@ -309,7 +309,7 @@ class Run:
         with self.orders.together("evaluate", len(records)):
             if self.driver is not None:
                 return self.driver.evaluate(tuned, records)
-            name, batch = self.recipe.reward.name, self.recipe.evaluation.batch
+            names, batch = self.recipe.reward.names, self.recipe.evaluation.batch
             weights = self.system.publish(tuned)
             late = functools.partial(end_process, "this process")
             with self.watch.over_batches(late) as progress:
@@ -318,7 +318,7 @@ class Run:
                     weights,
                     records,
                     paused()(self.rewards.score),
-                    name,
+                    names,
                     batch,
                     progress=progress,
                     reward_weights=self.system.advantages.reward_weights,

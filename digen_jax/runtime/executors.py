@@ -44,7 +44,7 @@ Scores = Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.c
 class Duties:
     """What executors are told beside the scheduler's settings."""
 
-    reward: str  # what the reward is called; of several all names, with commas between them
+    rewards: tuple[str, ...]  # the names of the rewards
     evaluation_batch: int  # images that an evaluation samples at once
     tag_weights: str = "in place"  # what the trainer samples from: see `engine.system.tag_group`
 
@@ -192,7 +192,7 @@ class Executors:
     def end_step(self) -> dict[str, float]:
         """The step that is on has ended: the metrics of its rewards and updates."""
         step = self.steps.end()
-        return self.trainer.metrics() | reward_metrics(step, self._duties.reward)
+        return self.trainer.metrics() | reward_metrics(step, self._duties.rewards)
 
     def tuned(self, version: int) -> Any:
         """A version that is held, on the trainer mesh."""
@@ -215,7 +215,7 @@ class Executors:
             weights,
             records,
             score,
-            duties.reward,
+            duties.rewards,
             duties.evaluation_batch,
             progress=progress,
             reward_weights=of_rewards,

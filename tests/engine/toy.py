@@ -228,7 +228,7 @@ def driver(system: System, config: ConfigDict, reward=brightness, **options):
     """A driver from the beginning of a run, which scores in a thread; `options` are its own."""
     asked = opened(config)
     deadline = Deadline(config.runtime.deadline)
-    rewards = RewardPool(reward, "mine", 0, config.reward.retries, deadline.seconds)
+    rewards = RewardPool(reward, ("mine",), 0, config.reward.retries, deadline.seconds)
     options.setdefault("state", fresh(system))
     given = options.pop("batches", None) or batches(asked.drawn_groups)
     watch = options.setdefault("watch", Watch(deadline))

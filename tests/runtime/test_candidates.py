@@ -188,7 +188,7 @@ def test_with_asynchrony_a_replayed_log_gives_the_same_bits(late):
     batches = toy.batches(MOST)
     executors = toy.executors(parts, c, toy.fresh(parts), batches)
     last = max(i for i, command in enumerate(log) if isinstance(command, Update))
-    pool = RewardPool(some_equal, "mine", 0)
+    pool = RewardPool(some_equal, ("mine",), 0)
     again = replay(executors, pool, log[: last + 1])
     pool.close()
     for leaf, expected in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):

@@ -54,7 +54,7 @@ def equal_bits(state, other):
 
 def replayed(system, config, log, **options):
     """The state behind a log's last command."""
-    pool = RewardPool(toy.brightness, "mine", 0)
+    pool = RewardPool(toy.brightness, ("mine",), 0)
     options = {"state": toy.fresh(system), "batches": toy.batches(GROUPS)} | options
     executors = toy.executors(system, config, **options)
     last = max(i for i, c in enumerate(log) if isinstance(c, Update))

@@ -87,7 +87,7 @@ def check_given(config: ConfigDict) -> None:
                     )
                 if name == "reward.name":
                     with blame("config.reward.name: ", (ConfigError,)):
-                        rewards.resolve(config.reward.name)
+                        rewards.resolve(rewards.names_in(config.reward.name))
                 elif name != "model.folder":
                     with blame(f"config.{name}: "):
                         read_prompt_file(_value(config, name))

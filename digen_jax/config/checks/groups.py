@@ -85,7 +85,7 @@ def check_early(recipe: Recipe) -> None:
     """
     early, names = (
         f"config.runtime.early_groups = {recipe.runtime.early_groups}",
-        names_in(recipe.reward.name),
+        recipe.reward.names,
     )
     if not recipe.runtime.early_groups:
         return
