@@ -66,6 +66,16 @@ MAY_CHANGE = (
     "wandb",
 )
 
+# What a user calls the fields of the scheduler's settings that a config has by other names.
+SCHEDULED = {
+    "groups": "config.batch.groups",
+    "images": "config.batch.images",
+    "fragment_images": "config.sampler.fragment",
+    "updates": "config.trainer.updates",
+    "max_candidates": "config.runtime.max_candidates",
+    "redundant_groups": "config.runtime.redundant_groups",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:

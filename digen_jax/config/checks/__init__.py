@@ -27,7 +27,7 @@ from digen_jax.config.checks.groups import (
 )
 from digen_jax.config.checks.numbers import check_numbers
 from digen_jax.config.checks.sampler import check_sampler
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.config.sections import SIZES
 from digen_jax.engine.placement import TACTICS, mesh_sizes
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
@@ -144,21 +144,7 @@ def _value(holder: Any, name: str) -> Any:
 def _check_batches(recipe: Recipe) -> None:
     """Every cut of a step's images: into update sets, fragments, micro-batches, devices."""
     batch, trainer, fragment = recipe.batch, recipe.trainer, recipe.sampler.fragment
-    check_divides(
-        "config.trainer.updates",
-        trainer.updates,
-        "config.batch.groups",
-        batch.groups,
-        "as each update trains its own groups",
-    )
-    images = batch.groups * batch.images // trainer.updates
-    check_divides(
-        "config.sampler.fragment",
-        fragment,
-        "config.batch.groups * config.batch.images / config.trainer.updates",
-        images,
-        "as a fragment belongs to one update",
-    )
+    recipe.scheduler.check_cut(SCHEDULED)
     count = recipe.advantages.best_and_worst
     if count:
         check_divides(

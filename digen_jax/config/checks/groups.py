@@ -7,7 +7,7 @@ from typing import get_args
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.advantages import Baseline, Combine, DDof, Std
-from digen_jax.config.recipe import Recipe
+from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.errors import ConfigError, blame, check_choice, together
 from digen_jax.rewards import names_in
 
@@ -53,25 +53,13 @@ def check_candidates(recipe: Recipe) -> None:
     Raises:
       ConfigError: fewer candidates than groups, or groups that share fragments.
     """
-    most, redundant = recipe.runtime.max_candidates, recipe.runtime.redundant_groups
-    least = recipe.batch.groups + redundant
-    if redundant and not most:
-        raise ConfigError(
-            f"config.runtime.redundant_groups = {redundant} is for dynamic sampling, which is off: set "
-            f"config.runtime.max_candidates to {least} or more, or config.runtime.redundant_groups to 0"
+    recipe.scheduler.check_candidates(SCHEDULED)
+    if recipe.runtime.max_candidates:
+        _check_one_group(
+            recipe,
+            "as with config.runtime.max_candidates a group that is replaced must not share a fragment",
+            recipe.batch.images,
         )
-    if not most:
-        return
-    if most < least:
-        raise ConfigError(
-            f"config.runtime.max_candidates = {most} must be at least config.batch.groups + "
-            f"config.runtime.redundant_groups = {least}, or 0 for no dynamic sampling"
-        )
-    _check_one_group(
-        recipe,
-        "as with config.runtime.max_candidates a group that is replaced must not share a fragment",
-        recipe.batch.images,
-    )
 
 
 def check_early(recipe: Recipe) -> None:
