@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: the one module that sees models, meshes and executors together."""
+"""From a recipe to the parts of a run: the one module that sees models, meshes and executors together."""
 
 import dataclasses
 import functools
@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.config import checks, recipe, sections
+from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import DeviceGroup, Placement, make_placement
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings
@@ -23,7 +22,7 @@ from digen_jax.models.family import Family, Size
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
-from digen_jax.runtime.executors import Executors
+from digen_jax.runtime.executors import Duties, Executors
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
 from digen_jax.runtime.watch import Watch
@@ -57,62 +56,57 @@ def load_family(folder: pathlib.Path, dtype: str = "float32", remat: bool = Fals
         return FAMILIES[kind].from_folder(folder, jnp.dtype(dtype), remat)
 
 
-def build(config: ConfigDict, devices: Sequence[jax.Device]) -> System:
-    """All parts of a run, after every check that needs no weights; `config` is complete.
+def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
+    """All parts of a run; what does not fit the model is found before its weights are read.
 
     Raises:
-      ConfigError: what `checks.check` finds, or the model's first mistake.
+      ConfigError: the model's first mistake, or devices that do not suffice.
     """
-    checks.check(config, len(devices))
-    placement = make_placement(config.placement, devices)
+    placement = make_placement(recipe.placement.meshes, recipe.placement.rules, devices)
     with blame("config.model.folder: "):
-        folder = open_pipeline(config.model.folder)
-        family = load_family(folder, config.model.dtype, config.model.remat)
-    check_model(config, family, placement)
+        folder = open_pipeline(recipe.model.folder)
+        family = load_family(folder, recipe.model.dtype, recipe.model.remat)
+    check_model(recipe, family, placement)
     start = None
-    if config.lora.start:
+    if recipe.lora.start:
         with blame("config.lora.start: "):
             shapes, lists = family.shapes()["transformer"], family.lists["transformer"]
-            start = read_start(config.lora.start, make_policy(config, family).lora, shapes, lists)
+            start = read_start(recipe.lora.start, make_policy(recipe, family).lora, shapes, lists)
     with blame("config.model.folder: "):
         transformer = read_part(family, folder, "transformer", placement.trainer)
         frozen = read_frozen(family, folder, placement.rollout)
-    return connect(config, placement, family, transformer, frozen, start)
+    return connect(recipe, placement, family, transformer, frozen, start)
 
 
-def check_model(config: ConfigDict, family: Family, placement: Placement) -> None:
-    """Whether config and model fit, by shapes alone.
+def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
+    """Whether recipe and model fit, by shapes alone.
 
     Raises:
       ConfigError: an image size that the model has not, a window with steps that cannot be trained,
         a LoRA without layers or of too large a rank, or a parameter that no sharding rule matches.
     """
-    sampler, shapes = config.sampler, family.shapes()
-    size = Size(config.model.height, config.model.width)
+    sampler, shapes = recipe.sampler, family.shapes()
+    size = Size(recipe.model.height, recipe.model.width)
     with blame("config.model.height and config.model.width: "):
         family.latent_shape(size)
     with blame("config.sampler.steps: "):
         sigmas = family.sigmas(sampler.steps, size)
-    if sections.noisy_steps(config):
+    if recipe.noisy_steps:
         with blame("config.sampler.window: "):
-            sections.window(config).check_noise(
-                make_step(sampler.kind, sampler.noise_level), sigmas
-            )
+            recipe.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
     with blame("config.lora.targets: "):
-        split = functools.partial(make_policy(config, family).split, reference=False)
+        split = functools.partial(make_policy(recipe, family).split, reference=False)
         tuned, _ = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
-    if config.lora.rank:
+    if recipe.lora.rank:
         with blame("config.lora."):
-            check_rank(config.lora.rank, tuned)
+            check_rank(recipe.lora.rank, tuned)
     for tree in (tuned, *shapes.values()):
         placement.trainer.params(tree)
 
 
-def make_policy(config: ConfigDict, family: Family) -> Policy:
+def make_policy(recipe: Recipe, family: Family) -> Policy:
     """What is tuned, and the guidance it is sampled with."""
-    fields = {field: value for field, value in config.lora.items() if field != "start"}
-    lora = LoraConfig(**fields) if config.lora.rank else None
-    return Policy(family, config.sampler.guidance, lora)
+    return Policy(family, recipe.sampler.guidance, recipe.lora.settings)
 
 
 def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
@@ -124,7 +118,7 @@ def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
 
 
 def connect(
-    config: ConfigDict,
+    recipe: Recipe,
     placement: Placement,
     family: Family,
     transformer: Any,
@@ -135,23 +129,23 @@ def connect(
 
     `lora` holds the factors to begin with, None: fresh ones.
     """
-    policy = make_policy(config, family)
-    algorithm = sections.algorithm_settings(config)
-    step = make_step(config.sampler.kind, config.sampler.noise_level)
-    start, base = policy.split(jax.random.key(config.seed), transformer, algorithm.reads_reference)
+    policy = make_policy(recipe, family)
+    algorithm = recipe.algorithm
+    step = make_step(recipe.sampler.kind, recipe.sampler.noise_level)
+    start, base = policy.split(jax.random.key(recipe.seed), transformer, algorithm.reads_reference)
     settings = SamplerSettings(
-        Size(config.model.height, config.model.width),
-        config.sampler.steps,
+        Size(recipe.model.height, recipe.model.width),
+        recipe.sampler.steps,
         step,
-        sections.noisy_steps(config),
+        recipe.noisy_steps,
         algorithm.stores_means,
     )
-    dtype = jnp.dtype(config.sampler.dtype) if config.sampler.dtype else None
+    dtype = jnp.dtype(recipe.sampler.dtype) if recipe.sampler.dtype else None
     sampling = family.in_dtype(dtype) if dtype else family
     samplers = (
         Sampler(dataclasses.replace(policy, family=sampling), placement.rollout, settings),
         evaluation_sampler(
-            sampling, placement.rollout, config.evaluation.guidance, config, policy.lora
+            sampling, placement.rollout, recipe.evaluation.guidance, recipe, policy.lora
         ),
     )
     sampler_base = policy.sampler_base(base)
@@ -161,24 +155,24 @@ def connect(
     return System(
         placement,
         policy,
-        sections.draws(config),
+        recipe.draws,
         (first, *others),
         Trainer(
             trained_policy(policy, algorithm),
             placement.trainer,
             step,
             algorithm,
-            sections.trainer_settings(config),
+            recipe.trainer.settings,
         ),
         base,
         start if lora is None else lora,
-        sections.advantage_settings(config),
+        recipe.advantages,
     )
 
 
 def make_driver(
     system: System,
-    config: ConfigDict,
+    recipe: Recipe,
     state: State,
     batches: Iterator[list[dict[str, Any]]],
     rewards: RewardPool,
@@ -192,7 +186,7 @@ def make_driver(
 
     Args:
       system: the parts of the run.
-      config: complete.
+      recipe: of the run.
       state: of the trainer before the step `first`.
       batches: the prompt records of every step from `first` on.
       rewards: scores; closed by who opened it.
@@ -204,14 +198,19 @@ def make_driver(
     """
     if begun is None and first:
         raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
-    executors = Executors(system, config, state, batches, first, begun.kept if begun else {})
-    settings = sections.scheduler_settings(config)
+    kept, settings = begun.kept if begun else {}, recipe.scheduler
+    executors = Executors(system, settings, duties(recipe), state, batches, first, kept)
     if begun is None:
         scheduler = Scheduler(settings, GUESSED)
     else:
-        costs = None if begun.layout == recipe.layout(config) else GUESSED
+        costs = None if begun.layout == recipe.layout else GUESSED
         scheduler = Scheduler.resume(begun.scheduler, settings, costs)
     return Driver(executors, scheduler, rewards, begun, log, orders, watch)
+
+
+def duties(recipe: Recipe) -> Duties:
+    """What the executors do beside the scheduler's commands, and from where the trainer samples."""
+    return Duties(recipe.reward.names, recipe.evaluation.batch, recipe.runtime.tag_weights)
 
 
 def read_part(family: Family, folder: pathlib.Path, part: str, group: DeviceGroup) -> Any:
@@ -229,10 +228,10 @@ def evaluation_sampler(
     family: Family,
     group: DeviceGroup,
     guidance: float,
-    config: ConfigDict,
+    recipe: Recipe,
     lora: LoraConfig | None = None,
 ) -> Sampler:
-    """As the config's sampler, but without noise, and with steps and guidance of its own."""
-    model, steps = config.model, config.evaluation.steps or config.sampler.steps
-    settings = SamplerSettings(Size(model.height, model.width), steps, Ode())
+    """As the recipe's sampler, but without noise, and with steps and guidance of its own."""
+    model = recipe.model
+    settings = SamplerSettings(Size(model.height, model.width), recipe.evaluation_steps, Ode())
     return Sampler(Policy(family, guidance, lora), group, settings)

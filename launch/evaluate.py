@@ -70,24 +70,25 @@ def main() -> None:
         check_output("--output", _OUTPUT.value)
     if _PICTURES.value is not None:
         check_output("--pictures", _PICTURES.value, folder=True)
-    prompts, images, reward, weights = _task()
+    prompts, images, names, weights = _task()
+    reward = rewards.label(names)
     with user_input():
         records = read_prompt_file(prompts)[:images]
-        score = rewards.resolve(reward)
+        score = rewards.resolve(names)
     model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
     tell(prompts, model.family.cut)
     samplers = [
         model.sampler(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances
     ]
     size = samplers[0].settings
-    try_out(functools.partial(rewards.call, score, reward), [records], size.height, size.width)
+    try_out(functools.partial(rewards.call, score, names), [records], size.height, size.width)
     batch = model.batch(_BATCH.value, len(records))
     found = {}
     for sampler in samplers:
         guidance = f"{sampler.policy.guidance:g}"
         head = f"guidance {guidance}"
         evaluation = evaluate(
-            sampler, model.weights, records, score, reward, batch, _SEED.value, weights, head
+            sampler, model.weights, records, score, names, batch, _SEED.value, weights, head
         )
         found[guidance] = evaluation.by_task()
         if _PICTURES.value:
@@ -98,31 +99,32 @@ def main() -> None:
         _write(found, prompts, (reward, weights), samplers[0].settings)
 
 
-def _task() -> tuple[str, int | None, str, tuple[float, ...]]:
+def _task() -> tuple[str, int | None, tuple[str, ...], tuple[float, ...]]:
     """(prompt file, how many of its prompts, rewards, their weights), as given or else the run's own."""
-    from digen_jax.config.sections import advantage_settings
-    from digen_jax.inference.model import is_run, run_config
+    from digen_jax.inference.model import is_run, run_recipe
+    from digen_jax.rewards import names_in
 
-    prompts, reward, images = _PROMPTS.value, _REWARD.value, _IMAGES.value
+    prompts, images = _PROMPTS.value, _IMAGES.value
+    names = names_in(_REWARD.value) if _REWARD.value else ()
     if images is not None:
         check_positive("--images", images)
     if is_run(_MODEL.value):
-        run = run_config(pathlib.Path(_MODEL.value))
+        run = run_recipe(pathlib.Path(_MODEL.value))
         if prompts is None:
             images = images or run.evaluation.images or None
-        own = None if reward else advantage_settings(run).reward_weights
-        reward = reward or run.reward.name
-        return prompts or run.evaluation.prompts, images, reward, _weights(reward, own)
-    if not (prompts and reward):
+        own = None if names else run.reward.weight_of_each
+        names = names or run.reward.names
+        return prompts or run.evaluation.prompts, images, names, _weights(names, own)
+    if not (prompts and names):
         raise ConfigError("a pipeline has no task of its own: give --prompts and --reward")
-    return prompts, images, reward, _weights(reward)
+    return prompts, images, names, _weights(names)
 
 
-def _weights(reward: str, own: tuple[float, ...] | None = None) -> tuple[float, ...]:
+def _weights(names: tuple[str, ...], own: tuple[float, ...] | None = None) -> tuple[float, ...]:
     """The numbers of --reward_weights, one for each reward; else `own`, else 1."""
-    from digen_jax.rewards import names_in
+    from digen_jax.rewards import label
 
-    count, given = len(names_in(reward)), ",".join(_WEIGHTS.value)
+    count, given = len(names), ",".join(_WEIGHTS.value)
     if not given:
         return own or (1.0,) * count
     try:
@@ -131,7 +133,7 @@ def _weights(reward: str, own: tuple[float, ...] | None = None) -> tuple[float, 
         weights = ()
     if len(weights) != count:
         raise ConfigError(
-            f"--reward_weights={given} must be {count} numbers, as {reward!r} has so many rewards"
+            f"--reward_weights={given} must be {count} numbers, as {label(names)!r} has so many rewards"
         )
     return weights
 

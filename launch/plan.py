@@ -39,7 +39,7 @@ flags.mark_flags_as_required(["config"])
 
 def main() -> None:
     """Find out what commands cost, plan, and print the table, the choice and why."""
-    from digen_jax.config.recipe import complete
+    from digen_jax.config.door import reopen_recipe
     from digen_jax.process.launching import prepare
 
     if _MEASURE.value == (_COSTS.value is not None):
@@ -53,31 +53,31 @@ def main() -> None:
             check_range(f"--{flag.name}", flag.value, 0, 1)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
-    config = complete(_CONFIG.value)
-    prepare(config.placement.cpu_devices)
+    recipe = reopen_recipe(_CONFIG.value)
+    prepare(recipe.placement.cpu_devices)
 
     import jax
 
     from digen_jax.run.footprint import model_footprint
-    from digen_jax.run.planning import can_run, make_problem, overrides, placement_section
+    from digen_jax.run.planning import can_run, make_problem, meshes, overrides
     from digen_jax.scheduling.planner.plan import make_plan
 
-    calibration = _calibration(config)
+    calibration = _calibration(recipe)
     problem = make_problem(
-        config,
+        recipe,
         _DEVICES.value or len(jax.devices()),
         calibration,
-        model_footprint(config),
+        model_footprint(recipe),
         _MEMORY.value and _MEMORY.value * 2**30,
     )
-    plan = make_plan(problem, functools.partial(can_run, config, problem))
+    plan = make_plan(problem, functools.partial(can_run, recipe, problem))
     _show(problem, plan, calibration)
     choice = plan.choice.candidate
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)
-        section = placement_section(problem, choice)
+        section = meshes(problem, choice).plain()
         pathlib.Path(_OUTPUT.value).write_text(json.dumps(section, indent=2) + "\n")
-    changes = overrides(config, problem, choice)
+    changes = overrides(recipe, problem, choice)
     given = " \\\n".join(f"  --config.{name}={value}" for name, value in changes.items())
     how = (
         f"with the config as it is here and\n{given}" if given else "with the config as it is here"
@@ -113,19 +113,20 @@ def _show(problem: Any, plan: Any, calibration: Any) -> None:
     )
 
 
-def _calibration(config: Any) -> Any:
+def _calibration(recipe: Any) -> Any:
     """The costs, with the scaling that the flags give instead of the source's."""
-    from digen_jax.config.recipe import is_automatic, one_device, resized
-    from digen_jax.run.planning import fitting
+    from digen_jax.config.sections import AUTO
+    from digen_jax.run.opening import open_alone, open_fitted
     from digen_jax.run.step_costs import measured_costs, read_run_costs
     from digen_jax.scheduling.planner.calibration import read_calibration
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
     serial = {name: value for name, value in serial.items() if value is not None}
     if _MEASURE.value:
-        alone = is_automatic(config)
-        placed = resized(config, one_device()) if alone else fitting(config)
-        return measured_costs(placed, **serial, note=lambda text: print(text, flush=True))
+        opened = open_alone if recipe.placement.sizes == AUTO else open_fitted
+        return measured_costs(
+            opened(_CONFIG.value), **serial, note=lambda text: print(text, flush=True)
+        )
     path = pathlib.Path(_COSTS.value)
     if path.is_dir():
         return read_run_costs(path, **serial)

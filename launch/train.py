@@ -32,13 +32,12 @@ def main() -> int | None:
     from digen_jax.config.recipe import complete
     from digen_jax.process.launching import join, prepare
 
-    config = complete(_CONFIG.value)
-    prepare(config.placement.cpu_devices)
+    prepare(complete(_CONFIG.value).placement.cpu_devices)
     join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
 
     from digen_jax.run.train import train
 
-    return train(config, pathlib.Path(_WORKDIR.value))
+    return train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
 
 
 if __name__ == "__main__":

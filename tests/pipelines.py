@@ -51,14 +51,15 @@ def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
     """Every parameter random, so that no zero or one hides a mistake."""
     from digen_jax.models.layers import sincos_2d_table
     from digen_jax.pretraining.pipeline import build_family, network_configs, write_pipeline
+    from digen_jax.pretraining.settings import read_settings
     from digen_jax.pretraining.tokenizer import build_tokenizer
     from digen_jax.shapes.captions import train_records
 
-    config = tiny_pretrain_config()
-    tokenizer = build_tokenizer([r["prompt"] for r in train_records()], config.text.max_length)
-    networks = network_configs(config, tokenizer)
+    settings = read_settings(tiny_pretrain_config())
+    tokenizer = build_tokenizer([r["prompt"] for r in train_records()], settings.text.max_length)
+    networks = network_configs(settings, tokenizer)
     networks["vae"] |= {"scaling_factor": 1.3, "shift_factor": 0.1}
-    family = build_family(networks, tokenizer, config)
+    family = build_family(networks, tokenizer, settings)
     rng = np.random.default_rng(seed)
     params = jax.tree.map(
         functools.partial(_random, rng), jax.eval_shape(family.init, jax.random.key(0))

@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from digen_jax import assemble
-from digen_jax.config import recipe
+from digen_jax.config.door import open_recipe
 from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import Ode
 from digen_jax.weights.folder import open_tensors
@@ -51,7 +51,7 @@ def prompts(folder):
 
 @pytest.fixture
 def make(prompts):
-    """A complete config for a folder; "__" is the dot of a field's name."""
+    """A config for a folder; "__" is the dot of a field's name."""
 
     def config(folder, **fields):
         c = dict(
@@ -66,14 +66,14 @@ def make(prompts):
         for name, value in fields.items():
             group, field = name.split("__")
             c.setdefault(group, {})[field] = value
-        return recipe.complete(ConfigDict(c))
+        return ConfigDict(c)
 
     return config
 
 
 def refused(config, devices=8):
     with pytest.raises(ConfigError) as caught:
-        assemble.build(config, jax.devices()[:devices])
+        assemble.build(open_recipe(config, devices), jax.devices()[:devices])
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -192,7 +192,7 @@ def devices(tree):
 
 def test_full_tuning_on_two_meshes(make, folder, tensors):
     config = make(folder, placement__rules=(("kernel$", "fsdp"), (".*", "replicate")))
-    system = assemble.build(config, jax.devices())
+    system = assemble.build(open_recipe(config, 8), jax.devices())
     rollout, trainer = frozenset(jax.devices()[:4]), frozenset(jax.devices()[4:])
     assert devices((system.start, system.base)) == trainer
     assert devices((system.rollouts[0].base, system.rollouts[0].frozen)) == rollout
@@ -214,7 +214,7 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
 
 def test_lora_on_one_device(make, folder, tensors):
     config = make(folder, lora__rank=4, lora__targets=TARGETS, algorithm__kl_coefficient=0.1)
-    system = assemble.build(config, jax.devices()[:1])
+    system = assemble.build(open_recipe(config, 1), jax.devices()[:1])
     assert system.placement.colocated
     names = {path[-2:] for path in flatten_dict(system.start)}
     assert names == {(layer, factor) for layer in ("to_q", "to_k", "to_v") for factor in "ab"}

@@ -12,8 +12,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from digen_jax import assemble
-from digen_jax.config import checks, recipe, sections
-from digen_jax.engine.placement import fitted, mesh_sizes
+from digen_jax.config import recipe
+from digen_jax.config.door import open_recipe, reopen_recipe
+from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys
 from digen_jax.models.stable_diffusion_3 import COMPONENTS
@@ -144,9 +145,8 @@ def test_every_recipe_is_accepted(name, monkeypatch):
     if trains(name):
         config = load(name)
         assert recipe.complete(config).to_dict() == config.to_dict()  # any field can be overridden
-        checks.check(config)
-        checks.check_devices(config, 8)
-        checks.check_devices(config, 1)
+        open_recipe(config, 8)
+        open_recipe(config, 1)
 
 
 def test_the_long_shapes_recipe_is_the_same_one_for_longer():
@@ -154,17 +154,15 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
     assert long["steps"] > short["steps"]
     changed = {name for name in short if short[name] != long[name]}
     assert changed == {"steps", "trainer", "evaluation"}
-    checks.check(recipe.complete(load("shapes_flow_grpo", "long")))
+    open_recipe(load("shapes_flow_grpo", "long"))
     with pytest.raises(ConfigError, match="must be short or long"):
         load("shapes_flow_grpo", "longer")
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_the_demo_fits_itself_to_the_devices_there_are(devices):
-    config = load("shapes_demo")
-    config = recipe.resized(config, fitted(config.placement, devices))
-    checks.check(config, devices)
-    rollout, trainer = mesh_sizes(config.placement, devices)
+    fitted = open_recipe(load("shapes_demo"), devices)
+    rollout, trainer = mesh_sizes(fitted.placement.meshes, devices)
     assert rollout + trainer == {1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6, 7: 6, 8: 8, 16: 8}[devices]
 
 
@@ -185,7 +183,7 @@ def test_readmes_runtime_switches_suit_the_demo_as_it_is_written(name, given):
     fields = {name: int(value) if value.isdigit() else value for name, value in given}
     config = load(name)
     config.update_from_flattened_dict(fields)
-    checks.check(config, 8)
+    open_recipe(config, 8)
 
 
 @pytest.mark.parametrize("name", ["reward.name", "prompts.file", "evaluation.prompts"])
@@ -194,7 +192,7 @@ def test_what_sd35_leaves_to_the_user_must_be_given(name):
     group, field = name.split(".")
     config[group][field] = ""
     with pytest.raises(ConfigError, match=f"config.{name} is not given: add --config.{name}="):
-        checks.check(config)
+        open_recipe(config)
 
 
 @pytest.mark.parametrize("argument", ["geneval,0", "ocr,-1", "ocr,two", "8", "", "geneva,8"])
@@ -207,8 +205,7 @@ def test_sd35_wants_a_recipe_and_a_number_of_gpus(argument):
 @pytest.mark.parametrize("gpus", ["1", "2", "4", "8", "64"])
 def test_sd35_divides_among_the_gpus(name, gpus):
     config = load(SD35, f"{name},{gpus}")
-    checks.check(config)
-    checks.check_devices(config, int(gpus))
+    open_recipe(config, int(gpus))
 
 
 def test_sd35_has_the_published_batch():
@@ -237,7 +234,7 @@ def test_sd35_has_the_published_average_and_start(name):
 
 def test_sd35_has_grpo_guards_published_range():
     config = load(SD35, "pickscore_guard,8")
-    algorithm = sections.algorithm_settings(config)
+    algorithm = reopen_recipe(config).algorithm
     assert (algorithm.clip_range, algorithm.high, algorithm.kl_coefficient) == (4e-6, 4e-6, 0)
     assert (config.trainer.learning_rate, config.advantages.std) == (1e-4, "group")
     assert load(SD35, "geneval_guard,8").algorithm.clip_range == 2e-6
@@ -263,8 +260,7 @@ def test_no_t5_of_sd35_is_downloaded(monkeypatch, tmp_path):
 def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
     config = load(SD35, f"geneval,{gpus}")
     config.model.folder = str(medium)
-    config = recipe.complete(config)
-    system = assemble.build(config, jax.devices()[:gpus])
+    system = assemble.build(open_recipe(config, gpus), jax.devices()[:gpus])
     assert system.placement.colocated
 
     rows = np.arange(config.sampler.fragment, dtype=np.int32) // config.batch.images
@@ -313,8 +309,7 @@ def assert_lora(factors):
 def test_sd35_is_evaluated_in_forty_steps_without_noise(medium, unread):
     config = load(SD35)
     config.model.folder = str(medium)
-    config = recipe.complete(config)
-    system = assemble.build(config, jax.devices()[:1])
+    system = assemble.build(open_recipe(config, 1), jax.devices()[:1])
     weights = system.publish(system.start)
     keys = image_keys(jax.random.key(0), np.arange(14), np.zeros(14, np.int32))
 

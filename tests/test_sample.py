@@ -10,7 +10,7 @@ from PIL import Image
 
 from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export
-from digen_jax.inference.model import is_run, open_model, run_config, sample_to_folder, slug
+from digen_jax.inference.model import is_run, open_model, run_recipe, sample_to_folder, slug
 from tests.pipelines import ROOT
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, trained
@@ -165,7 +165,7 @@ def test_a_lora_that_is_none_is_refused(base, tmp_path):
 
 def test_a_run_is_known_by_its_config(base):
     assert is_run(trained(base, "lora")) and not is_run(pipeline(base)) and not is_run("a/hub-id")
-    assert run_config(trained(base, "lora")).lora.rank == 4
+    assert run_recipe(trained(base, "lora")).lora.rank == 4
 
 
 def test_the_script_says_what_is_missing_in_one_line(tmp_path):

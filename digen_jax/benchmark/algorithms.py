@@ -26,7 +26,8 @@ from digen_jax.benchmark.cells import (
     workdir,
 )
 from digen_jax.benchmark.family_plot import draw
-from digen_jax.config import algorithm_section, checks
+from digen_jax.config import algorithm_section
+from digen_jax.config.door import open_recipe
 from digen_jax.errors import ConfigError, blame, check_choice, user_input
 from digen_jax.records.metrics import read_metrics
 
@@ -242,7 +243,7 @@ def check(configs: Mapping[str, ConfigDict], seeds: int, only: Collection[str] =
                 )
     for name, config in configs.items():
         with blame(f"{name}: ", (ConfigError,)):
-            checks.check(config)
+            open_recipe(config)
 
 
 def shared(config: ConfigDict) -> dict[str, Any]:

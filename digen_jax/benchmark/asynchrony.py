@@ -19,7 +19,8 @@ from digen_jax.benchmark.cells import (
     train_cells,
     workdir,
 )
-from digen_jax.config import checks, recipe
+from digen_jax.config.door import open_recipe
+from digen_jax.config.sections import AUTO
 from digen_jax.errors import ConfigError
 from digen_jax.records import pictures
 from digen_jax.records.metrics import read_metrics
@@ -140,7 +141,7 @@ def check(config: ConfigDict, seeds: int) -> None:
       ConfigError: says what to change.
     """
     check_seeds(seeds)
-    if recipe.is_automatic(config):
+    if config.placement.sizes == AUTO:
         raise ConfigError(
             "config.placement = 'auto' may choose no rollout mesh at all: set one for this comparison"
         )
@@ -152,7 +153,7 @@ def check(config: ConfigDict, seeds: int) -> None:
         raise ConfigError(
             "config.placement.rollout.data = 0 is colocated, where nothing can be asynchronous: set it to 1 or more"
         )
-    checks.check(config)
+    open_recipe(config)
 
 
 def variant(config: ConfigDict, kind: str) -> ConfigDict:

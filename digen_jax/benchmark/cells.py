@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import MAY_CHANGE, TURNED
 from digen_jax.errors import ConfigError
 from digen_jax.run.train import train
@@ -59,7 +60,8 @@ def check_workdirs(
         for seed in seeds:
             path = workdir(folder, name, seed)
             if path.is_dir():
-                claim_workdir(path, with_seed(config, seed).to_dict(), SAME_CELL).close()
+                cell = reopen_recipe(with_seed(config, seed)).as_json()
+                claim_workdir(path, cell, SAME_CELL).close()
             if (finished_step(path) or 0) > config.steps:
                 raise ConfigError(
                     f"config.steps = {config.steps}, but the run in {path} has done {finished_step(path)} "

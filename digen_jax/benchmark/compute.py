@@ -20,7 +20,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from digen_jax import assemble
-from digen_jax.config import algorithm_section, checks, recipe
+from digen_jax.config.door import open_recipe
+from digen_jax.config.recipe import Recipe, complete, resized
+from digen_jax.engine.placement import ONE_DEVICE
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.process.launching import prepare
@@ -67,7 +69,7 @@ class Speed:
         )
 
 
-Build = Callable[[ConfigDict, Sequence[jax.Device]], System]
+Build = Callable[[Recipe, Sequence[jax.Device]], System]
 
 
 def compare(
@@ -91,13 +93,13 @@ def compare(
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < 2:
         raise ConfigError("two processes need two cores to be pinned to: run it on such a machine")
-    checks.check(recipe.resized(config, recipe.one_device()))
-    if algorithm_section.kind(config).objective != "transitions":
+    recipe = open_recipe(resized(complete(config), ONE_DEVICE))
+    if recipe.algorithm.objective != "transitions":
         raise ConfigError(
-            f"config.algorithm.name = {config.algorithm.name!r} trains final images, but what is sent from process to "
+            f"config.algorithm.name = {recipe.algorithm.name!r} trains final images, but what is sent from process to "
             "process here are transitions: set it to 'policy_gradient'"
         )
-    images, size = config.batch.groups * config.batch.images, config.sampler.fragment
+    images, size = recipe.batch.groups * recipe.batch.images, recipe.sampler.fragment
     if images <= size:
         raise ConfigError(
             f"config.sampler.fragment = {size} is a whole step of {images} images, so nothing can overlap: "
@@ -107,8 +109,8 @@ def compare(
     receiving, sending = context.Pipe(duplex=False)
     found: dict[str, list[float]] = {field.name: [] for field in dataclasses.fields(Speed)}
     with (
-        closing(Process(context, cores[0], config, sending, build)) as one,
-        closing(Process(context, cores[1], config, receiving, build)) as other,
+        closing(Process(context, cores[0], recipe, sending, build)) as one,
+        closing(Process(context, cores[1], recipe, receiving, build)) as other,
     ):
         # Theirs alone from now on: who is left by the other fails, too, and does not wait for ever.
         receiving.close(), sending.close()
@@ -132,9 +134,9 @@ def compare(
 class Process:
     """A process on a core of its own, that does what it is asked for."""
 
-    def __init__(self, context: Any, core: int, config: ConfigDict, link: Connection, build: Build):
+    def __init__(self, context: Any, core: int, recipe: Recipe, link: Connection, build: Build):
         self._control, control = context.Pipe()
-        arguments = (core, config.to_dict(), control, link, build)
+        arguments = (core, recipe, control, link, build)
         self._process = context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         control.close()
@@ -160,13 +162,11 @@ class Process:
         self._process.join()
 
 
-def serve(
-    core: int, config: dict[str, Any], control: Connection, link: Connection, build: Build
-) -> None:
+def serve(core: int, recipe: Recipe, control: Connection, link: Connection, build: Build) -> None:
     """What a process does: a step of its role for every word it is sent."""
     os.sched_setaffinity(0, {core})  # before XLA counts the cores
     prepare()
-    roles = Roles(ConfigDict(config), build)
+    roles = Roles(recipe, build)
     roles.both(link)
     control.send(())
     while True:
@@ -176,12 +176,11 @@ def serve(
 class Roles:
     """A step of sampling, and one of training, by a run's own parts on one device."""
 
-    def __init__(self, config: ConfigDict, build: Build = assemble.build):
-        config = recipe.resized(config, recipe.one_device())
-        self.system = build(config, jax.devices()[:1])
+    def __init__(self, recipe: Recipe, build: Build = assemble.build):
+        self.system = build(recipe, jax.devices()[:1])
         self.state = self.system.trainer.init(self.system.start)
-        batch, size = config.batch, config.sampler.fragment
-        known = read_prompt_file(config.prompts.file)
+        batch, size = recipe.batch, recipe.sampler.fragment
+        known = read_prompt_file(recipe.prompts.file)
         records = [known[i % len(known)] for i in range(batch.groups)]
         self.prompts = self.system.sampler.encode(self.system.publish(self.state.tuned), records)
         rows = np.repeat(np.arange(batch.groups, dtype=np.int32), batch.images)

@@ -119,7 +119,7 @@ def driving(problem: Problem, candidate: Candidate, run: Run) -> Iterator[Driver
     waits = run.waits(of.costs(problem, candidate), settings)
     executors = WaitingExecutors(waits, of.layout(problem, candidate))
     with (
-        closing(RewardPool(score, "waits", 0)) as rewards,
+        closing(RewardPool(score, ("waits",), 0)) as rewards,
         closing(Driver(executors, Scheduler(settings, GUESSED), rewards)) as driver,
     ):
         yield driver

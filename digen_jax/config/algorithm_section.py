@@ -4,6 +4,7 @@ A field that holds settings itself, such as the noise levels `times`, is a secti
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -11,8 +12,11 @@ from ml_collections import ConfigDict
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.awm import AWM
 from digen_jax.algorithms.diffusion_nft import DiffusionNFT
+from digen_jax.algorithms.guidance import choose_guidance
+from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
+from digen_jax.config.sections import Sampling
 from digen_jax.errors import ConfigError, check_choice
 
 # The algorithms there are.
@@ -60,11 +64,31 @@ def check_own(config: ConfigDict) -> None:
             )
 
 
-def settings(given: ConfigDict, **changes: Any) -> Algorithm:
-    """The settings that a complete section describes, with some fields changed."""
-    kind = CLASSES[given.name]
-    fields = {field: value for field, value in given.items() if field != "name"} | changes
-    for field, default in vars(kind()).items():
+def settled(given: Mapping[str, Any], sampler: Sampling, stale: bool, updates: int) -> Algorithm:
+    """The settings of a complete section, with what it leaves to others decided.
+
+    Args:
+      given: the section.
+      sampler: the config's section of that name.
+      stale: whether asynchrony is on.
+      updates: optimizer updates a step.
+    """
+    algorithm = CLASSES[given["name"]]
+    fields = {field: value for field, value in given.items() if field != "name"}
+    for field, default in vars(algorithm()).items():
         if dataclasses.is_dataclass(default):
             fields[field] = dataclasses.replace(default, **fields[field])
-    return kind(**fields)
+    if fields.get("old_log_probs") == "auto":
+        fields["old_log_probs"] = choose_old_log_probs(
+            "auto",
+            # Else the weights are rounded, too, which an importance weight to what sampled corrects.
+            same_dtype=not sampler.dtype or fields.get("importance_cap", 0) > 0,
+            stale=stale,
+            updates=updates,
+            stored=algorithm.objective == "transitions",
+        )
+    if "guidance" in fields:
+        own = fields["guidance"], fields["reference_guidance"]
+        guidances = choose_guidance(*own, sampler.guidance)
+        fields["guidance"], fields["reference_guidance"] = guidances
+    return algorithm(**fields)

@@ -1,17 +1,43 @@
-"""What a training config may hold, and what of it a resumed run may have otherwise.
+"""What a training config may hold, typed; and what of it a resumed run may have otherwise.
 
-A recipe in configs/ states the fields that matter to it; `complete` fills in the rest from
-`reference`. What cannot work is for `checks` to say; the settings that a run's parts
-take of it are made by `sections`.
+A recipe in configs/ states the fields that matter to it; `complete` fills in the rest. What cannot work is
+for `checks` to say. `door.open_recipe` does all of this once.
 """
 
+import dataclasses
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from ml_collections import ConfigDict
 
+from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.algorithms.algorithm import Algorithm
+from digen_jax.algorithms.subsets import share_of_timesteps
 from digen_jax.config import algorithm_section
 from digen_jax.config.fields import check_fields, check_types
+from digen_jax.config.sections import (
+    GIVEN,
+    Advantages,
+    Batch,
+    Checkpoints,
+    Evaluating,
+    Lora,
+    Model,
+    Pictures,
+    Placing,
+    Prompts,
+    Reward,
+    Runtime,
+    Sampling,
+    Training,
+    Wandb,
+)
+from digen_jax.engine.draws import Draws
+from digen_jax.engine.placement import MeshSizes
 from digen_jax.errors import ConfigError
+from digen_jax.flow.windows import Window
+from digen_jax.scheduling.settings import Settings
 
 # Where a step's work is done and how it is cut: its result is the same up to rounding.
 LAYOUT = ("placement", "sampler.fragment", "trainer.micro_batch", "trainer.pack")
@@ -40,122 +66,170 @@ MAY_CHANGE = (
     "wandb",
 )
 
-SIZES = (GIVEN, FITTED, AUTO) = ("given", "fitted", "auto")  # of the meshes of a placement
+# What a user calls the fields of the scheduler's settings that a config has by other names.
+SCHEDULED = {
+    "groups": "config.batch.groups",
+    "images": "config.batch.images",
+    "fragment_images": "config.sampler.fragment",
+    "updates": "config.trainer.updates",
+    "max_candidates": "config.runtime.max_candidates",
+    "redundant_groups": "config.runtime.redundant_groups",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a run takes of a config: every section typed, and settled what sections leave to one another.
+
+    `asked` is the section `algorithm` as the config has it, where "auto" or 0 may stand for what others say.
+    """
+
+    seed: int = 0
+    steps: int = 100
+    model: Model = dataclasses.field(default=Model())
+    prompts: Prompts = dataclasses.field(default=Prompts())
+    reward: Reward = dataclasses.field(default=Reward())
+    batch: Batch = dataclasses.field(default=Batch())
+    sampler: Sampling = dataclasses.field(default=Sampling())
+    algorithm: Algorithm
+    advantages: AdvantageSettings
+    lora: Lora = dataclasses.field(default=Lora())
+    trainer: Training = dataclasses.field(default=Training())
+    placement: Placing = dataclasses.field(default=Placing())
+    runtime: Runtime = dataclasses.field(default=Runtime())
+    evaluation: Evaluating = dataclasses.field(default=Evaluating())
+    pictures: Pictures = dataclasses.field(default=Pictures())
+    checkpoint: Checkpoints = dataclasses.field(default=Checkpoints())
+    wandb: Wandb = dataclasses.field(default=Wandb())
+    asked: Mapping[str, Any]
+
+    @property
+    def noisy_steps(self) -> int:
+        """Steps of the sampler's window, which have noise and are stored."""
+        return self.sampler.window.length
+
+    @property
+    def trained_steps(self) -> int:
+        """Samples that are trained of each image: transitions, or noise levels of the forward process.
+
+        Raises:
+          ValueError: no transition, or more than the window has.
+        """
+        if self.algorithm.objective == "matching":
+            return self.algorithm.times.count
+        return share_of_timesteps(self.noisy_steps, self.sampler.window.fraction)
+
+    @property
+    def window(self) -> Window:
+        """Where the noisy steps are, if there are any."""
+        given = {k: v for k, v in vars(self.sampler.window).items() if k != "fraction"}
+        return Window(**given | {"end": given["end"] or None, "seed": self.seed})
+
+    @property
+    def draws(self) -> Draws:
+        """What the images of every step are drawn by."""
+        noisy = self.window if self.noisy_steps else None
+        return Draws(self.seed, noisy, self.sampler.window.fraction, self.sampler.shared_noise)
+
+    @property
+    def scheduler(self) -> Settings:
+        """The scheduler's settings."""
+        runtime = self.runtime
+        return Settings(
+            steps=self.steps,
+            groups=self.batch.groups,
+            images=self.batch.images,
+            fragment_images=self.sampler.fragment,
+            updates=self.trainer.updates,
+            readiness=self.algorithm.needs(self.advantages),
+            open_groups=runtime.early_groups,
+            ordered=runtime.in_order,
+            staleness=runtime.staleness,
+            stale_share=runtime.stale_share,
+            tag_fragments=runtime.tag_fragments,
+            max_candidates=runtime.max_candidates,
+            redundant_groups=runtime.redundant_groups,
+            score_retries=self.reward.retries,
+        )
+
+    @property
+    def drawn_groups(self) -> int:
+        """Groups for which every step draws prompts: with dynamic sampling all that may be candidates.
+
+        Their number is fixed, so that the next step's prompts, which asynchrony begins before this step is
+        known, and the place in the file after a step depend on nothing that happens in it.
+        """
+        return self.runtime.max_candidates or self.batch.groups
+
+    @property
+    def evaluation_steps(self) -> int:
+        """Of the sampler that evaluates."""
+        return self.evaluation.steps or self.sampler.steps
+
+    @property
+    def layout(self) -> str:
+        """Where a step's work is done and how it is cut, as a text: what commands cost depends on it."""
+        placement = dataclasses.asdict(self.placement)
+        del placement["cpu_devices"], placement["sizes"]
+        cut = self.sampler.fragment, self.trainer.micro_batch, self.trainer.pack
+        return json.dumps({"placement": placement, "cut": cut}, sort_keys=True)
+
+    def as_json(self) -> dict[str, Any]:
+        """The complete config as it was asked for, in the words of JSON: what all files of a run hold of it."""
+        sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        asked = {"algorithm": dict(sections.pop("asked"))}
+        own = {field.name for field in dataclasses.fields(Advantages)}
+        asked["advantages"] = {k: v for k, v in vars(self.advantages).items() if k in own}
+        plain = {name: _plain(section) for name, section in (sections | asked).items()}
+        return json.loads(json.dumps(plain, sort_keys=True))
+
+    def with_meshes(self, sizes: MeshSizes) -> "Recipe":
+        """The same with meshes of other sizes."""
+        placement = dataclasses.replace(self.placement, sizes=GIVEN, **sizes._asdict())
+        return dataclasses.replace(self, placement=placement)
 
 
 def reference(algorithm: str = "policy_gradient") -> ConfigDict:
     """Every field with its default; those of the section `algorithm` are the algorithm's own."""
-    return ConfigDict(
-        dict(
-            seed=0,
-            steps=100,
-            model=dict(
-                folder="assets/shapes-sd3",  # a diffusers pipeline: local folder or hub id
-                height=32,
-                width=32,
-                dtype="float32",  # of the network's arithmetic; parameters are kept in float32
-                remat=False,  # recompute activations in the backward pass: less memory, more time
-            ),
-            prompts=dict(file="assets/prompts/shapes_train.jsonl"),
-            reward=dict(
-                name="shapes_geneval",  # or module:function; or several, with commas between them
-                weights=(),  # of several, one each; empty: all 1
-                # That score beside generation; 0: a thread of this one, which nothing can end: where the reward
-                # hangs in it (`runtime.deadline`) the run saves and stops, while a process is killed and replaced.
-                processes=1,
-                retries=2,  # of pictures on which it raises an exception, dies or hangs; then the run saves and stops
-            ),
-            batch=dict(groups=12, images=12),  # groups a step, images a group
-            sampler=dict(
-                steps=8,
-                kind="cps",
-                noise_level=0.8,
-                window=dict(  # the steps that are noisy and trained: `flow.windows.Window`
-                    first=0,
-                    length=4,
-                    mode="fixed",  # or "random", "progressive"
-                    end=0,  # of a window that moves, which stays before this step; 0: none
-                    interval=1,  # training steps at one place
-                    stride=1,  # of "progressive"
-                    roll_back=True,  # of "progressive", which else stays at its last place
-                    fraction=1.0,  # of the window, that each image trains: random steps, as DanceGRPO's
-                ),
-                shared_noise=False,  # a group's images start from one noise: DanceGRPO; an option of Flow-GRPO
-                guidance=1.0,  # policy gradients train at it, too, others at algorithm.guidance
-                fragment=144,  # images generated by one call
-                dtype="",  # of its arithmetic, and of the weights that it is sent; "": as the trainer's
-            ),
-            algorithm=algorithm_section.section(algorithm),
-            advantages=dict(
-                baseline="group_mean",  # or "leave_one_out", as in RLOO
-                std="group",  # that divides; or "global", "none"
-                ddof=0,  # 0: the population's std; 1: a sample's
-                combine="rewards",  # several, weighed and added up, then their advantages; or "advantages", "gdpo"
-                best_and_worst=0,  # train so many of the best and of the worst of a group; 0: all
-                drop_zero_std=False,  # leave groups of equal rewards out of loss, KL and means
-            ),
-            lora=dict(
-                rank=0,  # 0: all weights are tuned
-                alpha=1.0,
-                targets=".*",
-                init="kaiming",  # of the first factor: PEFT's default; or "gaussian", of std 1 / rank
-                start="",  # a LoRA to continue, of this rank, alpha and layers: PEFT's or diffusers' folder, or hub id
-            ),
-            trainer=dict(
-                micro_batch=144,  # images in one forward and backward pass
-                pack=1,  # denoising steps of each of them in it
-                updates=1,  # optimizer updates a step
-                learning_rate=1e-4,
-                warmup=0,  # updates in which the rate rises
-                decay=0,  # updates after these in which it falls linearly to 0; 0: it stays
-                b1=0.9,
-                b2=0.999,
-                eps=1e-8,
-                weight_decay=0.0,
-                clip_norm=1.0,
-                ema=0.0,  # decay of the average that is evaluated and exported; 0: none
-                ema_warm_up=False,  # a smaller decay at first: (1 + n) / (10 + n) after n updates
-                ema_every=1,  # the average follows each so many updates
-                ema_repeats=1,  # so often each time: to go by code that mixes it at every micro-batch
-            ),
-            # Or in one word what `sizes` is to be, here as on the command line: --config.placement=auto.
-            placement=dict(
-                # "given"; or "fitted": made smaller where there are fewer devices; or "auto": the planner's
-                # choice, from costs that are measured first
-                sizes=GIVEN,
-                # data 0: on the trainer's devices, in turn with it; workers: meshes of this size
-                rollout=dict(data=4, fsdp=1, workers=1),
-                trainer=dict(data=4, fsdp=1, time=1),  # time splits the steps of a pass
-                rules=((".*", "replicate"),),  # (regex over the parameter's path, tactic)
-                cpu_devices=8,  # virtual devices where there is no accelerator
-            ),
-            runtime=dict(
-                staleness=0,  # versions that a trajectory may be old; 0: strictly on policy
-                stale_share=0.5,  # of a step's groups, at most, that may begin before the step is on
-                tag_fragments=0,  # of a step, that the trainer may generate where it would wait
-                tag_weights="in place",  # what it samples from; or "resharded", a copy on each device
-                max_candidates=0,  # groups tried for a step, as those of equal rewards are replaced; 0: none are
-                redundant_groups=0,  # generated beside those needed, so that no replacement is waited for
-                ordered="auto",  # train a step's fragments in their order: "yes", "no", or if nothing is early or stale
-                early_groups=0,  # that may be in training at a time before they are complete; 0: none
-                # Seconds after which a command or a reward counts as hung, or ten times as many as it was
-                # measured to take, if these are more; compilation does not count. 0: never.
-                deadline=1800.0,
-            ),
-            evaluation=dict(
-                prompts="assets/prompts/shapes_heldout.jsonl",
-                every=20,
-                steps=0,  # of the sampler; 0: as many as in training
-                guidance=1.0,
-                batch=180,
-                images=0,  # 0: one for every prompt of the file
-            ),
-            pictures=dict(every=20, images=12),
-            checkpoint=dict(every=20, keep=2),
-            # Arguments of wandb.init; without a project no wandb.
-            wandb=dict(project="", entity="", name="", group="", notes="", tags=(), mode="online"),
-        )
+    own = {"algorithm": algorithm_section.section(algorithm), "advantages": _plain(Advantages())}
+    return ConfigDict({name: _plain(section) for name, section in _defaults().items()} | own)
+
+
+def typed(config: ConfigDict) -> Recipe:
+    """The recipe of a complete config whose fields hold, each alone, what they may: see `checks.check_each`."""
+    sections = {name: _section(default, config[name]) for name, default in _defaults().items()}
+    asked = config.algorithm.to_dict()
+    algorithm = algorithm_section.settled(
+        asked,
+        sections["sampler"],
+        sections["runtime"].staleness > 0,
+        sections["trainer"].updates,
     )
+    advantages = _section(Advantages(), config.advantages).settings(sections["reward"])
+    return Recipe(**sections, algorithm=algorithm, advantages=advantages, asked=asked)
+
+
+def _defaults() -> dict[str, Any]:
+    """By name, of all fields of a recipe that are as the config has them."""
+    fields = dataclasses.fields(Recipe)
+    return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+
+
+def _section(default: Any, given: Any) -> Any:
+    """A section like its default, but with a config's values."""
+    if dataclasses.is_dataclass(default):
+        names = [field.name for field in dataclasses.fields(default)]
+        return type(default)(**{k: _section(getattr(default, k), given[k]) for k in names})
+    return _fixed(given) if isinstance(default, tuple) else given
+
+
+def _fixed(value: Any) -> Any:
+    """Tuples in place of lists, as JSON has them."""
+    return tuple(map(_fixed, value)) if isinstance(value, list | tuple) else value
+
+
+def _plain(section: Any) -> Any:
+    return dataclasses.asdict(section) if dataclasses.is_dataclass(section) else section
 
 
 def complete(config: ConfigDict) -> ConfigDict:
@@ -176,15 +250,10 @@ def complete(config: ConfigDict) -> ConfigDict:
     return full
 
 
-def is_automatic(config: ConfigDict) -> bool:
-    """Whether a complete config leaves its placement to the planner."""
-    return config.placement.sizes == AUTO
-
-
-def resized(config: ConfigDict, sizes: Mapping[str, Mapping[str, int]]) -> ConfigDict:
-    """A complete config with meshes of other sizes, {"rollout": {axis: size}, "trainer": ...}."""
+def resized(config: ConfigDict, sizes: MeshSizes) -> ConfigDict:
+    """A complete config with meshes of other sizes."""
     changed = config.copy_and_resolve_references()
-    changed.placement.update(sizes=GIVEN, **sizes)
+    changed.placement.update(sizes=GIVEN, **sizes.plain())
     return changed
 
 
@@ -193,18 +262,6 @@ def with_placement(config: ConfigDict, placement: ConfigDict | str) -> ConfigDic
     changed = ConfigDict({k: v for k, v in config.items() if k != "placement"})
     changed.placement = placement
     return changed
-
-
-def one_device() -> dict[str, dict[str, int]]:
-    """Sizes of meshes: the first device samples and trains."""
-    return dict(rollout=dict(data=0, fsdp=1, workers=1), trainer=dict(data=1, fsdp=1, time=1))
-
-
-def layout(config: ConfigDict) -> str:
-    """Where a step's work is done and how it is cut, as a text: what commands cost depends on it."""
-    placement = {k: v for k, v in config.placement.items() if k not in ("cpu_devices", "sizes")}
-    cut = config.sampler.fragment, config.trainer.micro_batch, config.trainer.pack
-    return ConfigDict({"placement": placement, "cut": cut}).to_json(sort_keys=True)
 
 
 def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:

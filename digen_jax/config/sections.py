@@ -1,125 +1,255 @@
-"""The settings that the parts of a run take of a complete config."""
+"""The sections of a config: their fields with defaults, and what the parts of a run take of each.
 
+The section `algorithm` is that of the algorithm's own settings: see `algorithm_section`.
+"""
+
+import dataclasses
+import functools
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.algorithms.guidance import choose_guidance
-from digen_jax.algorithms.old_log_probs import OldLogProbs, choose_old_log_probs
-from digen_jax.algorithms.subsets import share_of_timesteps
-from digen_jax.config import algorithm_section
-from digen_jax.engine.draws import Draws
 from digen_jax.engine.optimisation import TrainerSettings
-from digen_jax.flow.windows import Window
+from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.rewards import names_in
-from digen_jax.scheduling.settings import Settings
+from digen_jax.weights.lora import LoraConfig
+
+SIZES = (GIVEN, FITTED, AUTO) = ("given", "fitted", "auto")  # of the meshes of a placement
 
 
-def algorithm_settings(config: ConfigDict) -> Algorithm:
-    """The algorithm's own settings, with what they leave to others resolved."""
-    section, resolved = config.algorithm, {}
-    if "old_log_probs" in section:
-        resolved["old_log_probs"] = _old_log_probs(config)
-    if "guidance" in section:
-        given = section.guidance, section.reference_guidance
-        found = choose_guidance(*given, config.sampler.guidance)
-        resolved |= zip(("guidance", "reference_guidance"), found, strict=True)
-    return algorithm_section.settings(section, **resolved)
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is tuned, and the size of its images."""
+
+    folder: str = "assets/shapes-sd3"  # a diffusers pipeline: local folder or hub id
+    height: int = 32
+    width: int = 32
+    dtype: str = "float32"  # of the network's arithmetic; parameters are kept in float32
+    remat: bool = False  # recompute activations in the backward pass: less memory, more time
 
 
-def _old_log_probs(config: ConfigDict) -> OldLogProbs:
-    return choose_old_log_probs(
-        config.algorithm.old_log_probs,
-        # Else the weights are rounded, too, which an importance weight to what sampled corrects.
-        same_dtype=not config.sampler.dtype or config.algorithm.get("importance_cap", 0) > 0,
-        stale=config.runtime.staleness > 0,
-        updates=config.trainer.updates,
-        stored=algorithm_section.kind(config).objective == "transitions",
-    )
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """What is trained on."""
+
+    file: str = "assets/prompts/shapes_train.jsonl"
 
 
-def noisy_steps(config: ConfigDict) -> int:
-    """Steps of the sampler's window, which have noise and are stored."""
-    return config.sampler.window.length
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """What scores the images."""
+
+    name: str = "shapes_geneval"  # or module:function; or several, with commas between them
+    weights: tuple[float, ...] = ()  # of several, one each; empty: all 1
+    # That score beside generation; 0: a thread of this one, which nothing can end: where the reward
+    # hangs in it (`runtime.deadline`) the run saves and stops, while a process is killed and replaced.
+    processes: int = 1
+    retries: int = 2  # of pictures on which it raises an exception, dies or hangs; then the run saves and stops
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of each reward."""
+        return names_in(self.name)
+
+    @property
+    def weight_of_each(self) -> tuple[float, ...]:
+        """As many weights as rewards."""
+        return tuple(map(float, self.weights)) or (1.0,) * len(self.names)
 
 
-def trained_steps(config: ConfigDict) -> int:
-    """Samples that are trained of each image: transitions, or noise levels of the forward process.
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The images of a step."""
 
-    Raises:
-      ValueError: no transition, or more than the window has.
+    groups: int = 12  # groups a step
+    images: int = 12  # images a group
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisyWindow:
+    """The steps that are noisy and trained: `flow.windows.Window`."""
+
+    first: int = 0
+    length: int = 4
+    mode: str = "fixed"  # or "random", "progressive"
+    end: int = 0  # of a window that moves, which stays before this step; 0: none
+    interval: int = 1  # training steps at one place
+    stride: int = 1  # of "progressive"
+    roll_back: bool = True  # of "progressive", which else stays at its last place
+    fraction: float = 1.0  # of the window, that each image trains: random steps, as DanceGRPO's
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How training images are sampled."""
+
+    steps: int = 8
+    kind: str = "cps"
+    noise_level: float = 0.8
+    window: NoisyWindow = NoisyWindow()
+    # a group's images start from one noise: DanceGRPO; an option of Flow-GRPO
+    shared_noise: bool = False
+    guidance: float = 1.0  # policy gradients train at it, too, others at algorithm.guidance
+    fragment: int = 144  # images generated by one call
+    dtype: str = ""  # of its arithmetic, and of the weights that it is sent; "": as the trainer's
+
+
+@dataclasses.dataclass(frozen=True)
+class Advantages:
+    """How rewards become advantages: `algorithms.advantages.AdvantageSettings`."""
+
+    baseline: str = "group_mean"  # or "leave_one_out", as in RLOO
+    std: str = "group"  # that divides; or "global", "none"
+    ddof: int = 0  # 0: the population's std; 1: a sample's
+    # several, weighed and added up, then their advantages; or "advantages", "gdpo"
+    combine: str = "rewards"
+    best_and_worst: int = 0  # train so many of the best and of the worst of a group; 0: all
+    drop_zero_std: bool = False  # leave groups of equal rewards out of loss, KL and means
+
+    def settings(self, reward: Reward) -> AdvantageSettings:
+        """Those of a reward."""
+        return AdvantageSettings(**vars(self), reward_weights=reward.weight_of_each)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """What is tuned of the model, where it is not all of it."""
+
+    rank: int = 0  # 0: all weights are tuned
+    alpha: float = 1.0
+    targets: str = ".*"
+    init: str = "kaiming"  # of the first factor: PEFT's default; or "gaussian", of std 1 / rank
+    start: str = ""  # a LoRA to continue, of this rank, alpha and layers: PEFT's or diffusers' folder, or hub id
+
+    @property
+    def settings(self) -> LoraConfig | None:
+        """The layers and their factors; None where all weights are tuned.
+
+        Raises:
+          ValueError: targets that are no regular expression.
+        """
+        return LoraConfig(self.rank, self.alpha, self.targets, self.init) if self.rank else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How a step's images become updates."""
+
+    micro_batch: int = 144  # images in one forward and backward pass
+    pack: int = 1  # denoising steps of each of them in it
+    updates: int = 1  # optimizer updates a step
+    learning_rate: float = 1e-4
+    warmup: int = 0  # updates in which the rate rises
+    decay: int = 0  # updates after these in which it falls linearly to 0; 0: it stays
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    ema: float = 0.0  # decay of the average that is evaluated and exported; 0: none
+    ema_warm_up: bool = False  # a smaller decay at first: (1 + n) / (10 + n) after n updates
+    ema_every: int = 1  # the average follows each so many updates
+    ema_repeats: int = 1  # so often each time: to go by code that mixes it at every micro-batch
+
+    @property
+    def settings(self) -> TrainerSettings:
+        """The trainer's, which is told when to update."""
+        return TrainerSettings(**{k: v for k, v in vars(self).items() if k != "updates"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Placing:
+    """Which devices do what.
+
+    Or in one word what `sizes` is to be, in a config file as on the command line: --config.placement=auto.
     """
-    if algorithm_section.kind(config).objective == "matching":
-        return config.algorithm.times.count
-    return share_of_timesteps(noisy_steps(config), config.sampler.window.fraction)
+
+    # "given"; or "fitted": made smaller where there are fewer devices; or "auto": the planner's
+    # choice, from costs that are measured first
+    sizes: str = GIVEN
+    # data 0: on the trainer's devices, in turn with it; workers: meshes of this size
+    rollout: RolloutAxes = dataclasses.field(default=RolloutAxes(data=4, fsdp=1, workers=1))
+    # time splits the steps of a pass
+    trainer: TrainerAxes = dataclasses.field(default=TrainerAxes(data=4, fsdp=1, time=1))
+    # (regex over the parameter's path, tactic)
+    rules: tuple[tuple[str, str], ...] = ((".*", "replicate"),)
+    cpu_devices: int = 8  # virtual devices where there is no accelerator
+
+    @property
+    def meshes(self) -> MeshSizes:
+        """The meshes that are asked for."""
+        return MeshSizes(self.rollout, self.trainer)
 
 
-def window(config: ConfigDict) -> Window:
-    """Where the noisy steps are, if there are any."""
-    settings = {k: v for k, v in config.sampler.window.items() if k != "fraction"}
-    return Window(**settings | {"end": settings["end"] or None, "seed": config.seed})
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """Who works when."""
+
+    staleness: int = 0  # versions that a trajectory may be old; 0: strictly on policy
+    stale_share: float = 0.5  # of a step's groups, at most, that may begin before the step is on
+    tag_fragments: int = 0  # of a step, that the trainer may generate where it would wait
+    tag_weights: str = "in place"  # what it samples from; or "resharded", a copy on each device
+    # groups tried for a step, as those of equal rewards are replaced; 0: none are
+    max_candidates: int = 0
+    redundant_groups: int = 0  # generated beside those needed, so that no replacement is waited for
+    ordered: str = "auto"  # train a step's fragments in their order: "yes", "no", or if nothing is early or stale
+    early_groups: int = 0  # that may be in training at a time before they are complete; 0: none
+    # Seconds after which a command or a reward counts as hung, or ten times as many as it was
+    # measured to take, if these are more; compilation does not count. 0: never.
+    deadline: float = 1800.0
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a step's fragments are trained in their order.
+
+        By default they are strictly on policy, unless something is trained early: a run is then the same
+        to the last bit whenever it is done again.
+        """
+        if self.ordered == "auto":
+            return self.staleness == 0 and not self.early_groups
+        return self.ordered == "yes"
 
 
-def draws(config: ConfigDict) -> Draws:
-    """What the images of every step are drawn by."""
-    sampler, noisy = config.sampler, window(config) if noisy_steps(config) else None
-    return Draws(config.seed, noisy, sampler.window.fraction, sampler.shared_noise)
+@dataclasses.dataclass(frozen=True)
+class Evaluating:
+    """How the model is measured on held-out prompts."""
+
+    prompts: str = "assets/prompts/shapes_heldout.jsonl"
+    every: int = 20
+    steps: int = 0  # of the sampler; 0: as many as in training
+    guidance: float = 1.0
+    batch: int = 180
+    images: int = 0  # 0: one for every prompt of the file
 
 
-def advantage_settings(config: ConfigDict) -> AdvantageSettings:
-    """How rewards become advantages, and which images train."""
-    weights = config.reward.weights or (1.0,) * len(names_in(config.reward.name))
-    return AdvantageSettings(**config.advantages, reward_weights=tuple(map(float, weights)))
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """When pictures are written, and how many images each shows."""
+
+    every: int = 20
+    images: int = 12
 
 
-def trainer_settings(config: ConfigDict) -> TrainerSettings:
-    """The trainer's."""
-    return TrainerSettings(**{k: v for k, v in config.trainer.items() if k != "updates"})
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """When the run is saved, and how many checkpoints stay."""
+
+    every: int = 20
+    keep: int = 2
 
 
-def scheduler_settings(config: ConfigDict) -> Settings:
-    """The scheduler's.
+@dataclasses.dataclass(frozen=True)
+class Wandb:
+    """Arguments of wandb.init; without a project no wandb."""
 
-    By default fragments are trained in their order strictly on policy, unless that is to be early: a
-    run is then the same to the last bit whenever it is done again.
-    """
-    runtime = config.runtime
-    on_policy = runtime.staleness == 0 and not runtime.early_groups
-    return Settings(
-        steps=config.steps,
-        groups=config.batch.groups,
-        images=config.batch.images,
-        fragment_images=config.sampler.fragment,
-        updates=config.trainer.updates,
-        readiness=algorithm_settings(config).needs(advantage_settings(config)),
-        open_groups=runtime.early_groups,
-        ordered={"auto": on_policy, "yes": True, "no": False}[runtime.ordered],
-        staleness=runtime.staleness,
-        stale_share=runtime.stale_share,
-        tag_fragments=runtime.tag_fragments,
-        max_candidates=runtime.max_candidates,
-        redundant_groups=runtime.redundant_groups,
-        score_retries=config.reward.retries,
-    )
+    project: str = ""
+    entity: str = ""
+    name: str = ""
+    group: str = ""
+    notes: str = ""
+    tags: tuple[str, ...] = ()
+    mode: str = "online"
 
-
-def drawn_groups(config: ConfigDict) -> int:
-    """Groups for which every step draws prompts: with dynamic sampling all that may be candidates.
-
-    Their number is fixed, so that the next step's prompts, which asynchrony begins before this step is
-    known, and the place in the file after a step depend on nothing that happens in it.
-    """
-    return config.runtime.max_candidates or config.batch.groups
-
-
-def wandb_options(config: ConfigDict) -> dict[str, Any] | None:
-    """What `wandb.init` is given; None where no project is named."""
-    given = {name: value for name, value in config.wandb.items() if value}
-    return given if config.wandb.project else None
-
-
-def fixed_set_steps(config: ConfigDict) -> int:
-    """Steps after which prompts and images come again, as they are a fixed set; 0: they never do."""
-    return algorithm_settings(config).set_steps
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """What `wandb.init` is given; None where no project is named."""
+        return {k: v for k, v in vars(self).items() if v} if self.project else None

@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -108,6 +108,39 @@ TACTICS = {"replicate": lambda shape, devices: PartitionSpec(), "fsdp": fsdp_spe
 
 
 @dataclasses.dataclass(frozen=True)
+class RolloutAxes:
+    """The meshes that sample: how many, and the axes of each; `data` 0: sampling is on the trainer's devices."""
+
+    data: int
+    fsdp: int = 1
+    workers: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerAxes:
+    """The axes of the mesh that trains."""
+
+    data: int
+    fsdp: int = 1
+    time: int = 1
+
+
+class MeshSizes(NamedTuple):
+    """How many devices each mesh has along its axes."""
+
+    rollout: RolloutAxes
+    trainer: TrainerAxes
+
+    def plain(self) -> dict[str, dict[str, int]]:
+        """{"rollout": {axis: size}, "trainer": ...}, as a config's section `placement` has them."""
+        return {name: dataclasses.asdict(axes) for name, axes in self._asdict().items()}
+
+
+# It samples and trains.
+ONE_DEVICE = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1))
+
+
+@dataclasses.dataclass(frozen=True)
 class Placement:
     """The rollout meshes encode, sample and decode; the trainer mesh trains, and without them does all."""
 
@@ -139,28 +172,21 @@ class Placement:
         return f"disaggregated: of {rollout + trainer} devices ({kind}) {rollout} sample{apart} and {trainer} train"
 
 
-def make_placement(config: Any, devices: Sequence[jax.Device]) -> Placement:
-    """Meshes on the first of `devices`, from the config's `placement` section.
-
-    Its `rollout` and `trainer` hold the sizes of a mesh's axes, {data: n, fsdp: m}, `trainer` also {time: t}, and
-    `rollout.workers` the number of rollout meshes; one without devices means colocated on the trainer's. With one
-    device everything runs colocated on it, whatever the config asks for.
+def make_placement(sizes: MeshSizes, rules: Rules, devices: Sequence[jax.Device]) -> Placement:
+    """Meshes of some sizes on the first of `devices`; with one device everything runs colocated on it.
 
     Raises:
       ConfigError: the devices do not suffice, or they belong to several processes and are not all the trainer's.
     """
-    check_processes(config, devices)
-    rules = tuple((pattern, tactic) for pattern, tactic in config.rules)
+    check_processes(sizes, devices)
     if len(devices) == 1:
         alone = DeviceGroup(_mesh(1, 1, devices), rules)
         return Placement((), alone)
-    size, trainer = mesh_sizes(config, len(devices))
-    starts = range(0, size * config.rollout.workers, size) if size else ()
-    sampling = (
-        _mesh(config.rollout.data, config.rollout.fsdp, devices[start : start + size])
-        for start in starts
-    )
-    first, axes = size * len(starts), config.trainer
+    size, trainer = mesh_sizes(sizes, len(devices))
+    sampler, axes = sizes.rollout, sizes.trainer
+    starts = range(0, size * sampler.workers, size) if size else ()
+    sampling = (_mesh(sampler.data, sampler.fsdp, devices[i : i + size]) for i in starts)
+    first = size * len(starts)
     last = devices[first : first + trainer]
     training = DeviceGroup(_mesh(axes.data, axes.fsdp, last, axes.time), rules)
     return Placement(tuple(DeviceGroup(mesh, rules) for mesh in sampling), training)
@@ -171,15 +197,15 @@ def processes_of(devices: Iterable[jax.Device]) -> int:
     return len({device.process_index for device in devices})
 
 
-def check_processes(config: Any, devices: Sequence[jax.Device]) -> None:
+def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
     """Refuses what several processes cannot do yet: anything but sampling and training on all devices in turn."""
     processes = processes_of(devices)
     if processes == 1:
         return
-    rollout, trainer = mesh_sizes(config, len(devices))
+    rollout, trainer = mesh_sizes(sizes, len(devices))
     if rollout:
         raise ConfigError(
-            f"config.placement.rollout.data = {config.rollout.data} would sample apart from training, which "
+            f"config.placement.rollout.data = {sizes.rollout.data} would sample apart from training, which "
             f"several processes (here {processes}) cannot do yet: set config.placement.rollout.data = 0, and "
             f"the axes of config.placement.trainer so that they take all {len(devices)} devices"
         )
@@ -190,17 +216,17 @@ def check_processes(config: Any, devices: Sequence[jax.Device]) -> None:
         )
 
 
-def mesh_sizes(config: Any, devices: int) -> tuple[int, int]:
-    """How many of `devices` (each rollout mesh, the trainer's) takes in a `placement` section; 0: colocated.
+def mesh_sizes(sizes: MeshSizes, devices: int) -> tuple[int, int]:
+    """How many of `devices` (each rollout mesh, the trainer's) takes; 0: colocated.
 
     Raises:
       ConfigError: more than there are.
     """
     if devices == 1:
         return 0, 1
-    rollout, trainer = (axes.data * axes.fsdp for axes in (config.rollout, config.trainer))
-    trainer *= config.trainer.time
-    total = rollout * config.rollout.workers
+    rollout = sizes.rollout.data * sizes.rollout.fsdp
+    trainer = sizes.trainer.data * sizes.trainer.fsdp * sizes.trainer.time
+    total = rollout * sizes.rollout.workers
     if total + trainer > devices:
         raise ConfigError(
             f"config.placement.rollout wants {total} and config.placement.trainer {trainer} devices, but there "
@@ -209,40 +235,32 @@ def mesh_sizes(config: Any, devices: int) -> tuple[int, int]:
     return rollout, trainer
 
 
-def fitted(config: Any, devices: int) -> dict[str, dict[str, int]]:
-    """The sizes of a `placement` section's axes on so many devices, smaller ones where these are too few.
+def fitted(wanted: MeshSizes, devices: int) -> MeshSizes:
+    """The sizes of the meshes on so many devices, smaller ones where these are too few.
 
     Each axis is split by a divisor, so that what divided a batch does so still. Both meshes keep as large a share
     of their size as there can be for both, then as many devices as possible work; the trainer comes first.
-
-    Returns:
-      {"rollout": {workers, data, fsdp}, "trainer": {data, fsdp, time}}.
     """
-    wanted = {mesh: dict(config[mesh]) for mesh in ("rollout", "trainer")}
     if devices == 1:
-        return {
-            "rollout": wanted["rollout"] | {"data": 0},
-            "trainer": dict.fromkeys(wanted["trainer"], 1),
-        }
+        return MeshSizes(dataclasses.replace(wanted.rollout, data=0), ONE_DEVICE.trainer)
 
-    def smaller(sizes: dict[str, int]) -> list[dict[str, int]]:
-        choices = itertools.product(*(_divisors(size, devices) for size in sizes.values()))
-        return [dict(zip(sizes, choice, strict=True)) for choice in choices]
+    def smaller(axes: Any) -> list[Any]:
+        choices = itertools.product(*(_divisors(size, devices) for size in vars(axes).values()))
+        return [type(axes)(*choice) for choice in choices]
 
-    def size(mesh: dict[str, int]) -> int:
-        return math.prod(mesh.values())
+    def size(axes: RolloutAxes | TrainerAxes) -> int:
+        return math.prod(vars(axes).values())
 
-    def preferred(pair: tuple[dict[str, int], dict[str, int]]) -> tuple[float, ...]:
-        shares = [
-            size(mesh) / max(1, size(w)) for mesh, w in zip(pair, wanted.values(), strict=True)
-        ]
-        rollout, trainer = pair
-        share = min(shares) if size(rollout) else shares[1]
-        return share, size(rollout) + size(trainer), size(trainer), trainer["fsdp"], rollout["fsdp"]
+    def preferred(sizes: MeshSizes) -> tuple[float, ...]:
+        rollout, trainer = sizes.rollout, sizes.trainer
+        share = size(trainer) / max(1, size(wanted.trainer))
+        if size(rollout):
+            share = min(share, size(rollout) / max(1, size(wanted.rollout)))
+        return share, size(rollout) + size(trainer), size(trainer), trainer.fsdp, rollout.fsdp
 
-    pairs = itertools.product(*map(smaller, wanted.values()))
-    found = max((p for p in pairs if sum(map(size, p)) <= devices), key=preferred)
-    return dict(zip(wanted, found, strict=True))
+    pairs = itertools.product(smaller(wanted.rollout), smaller(wanted.trainer))
+    found = (MeshSizes(*pair) for pair in pairs if sum(map(size, pair)) <= devices)
+    return max(found, key=preferred)
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -48,7 +48,7 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
         write_lora(output, run.tuned, run.policy.lora.alpha, _lists(run))
     else:
         write = functools.partial(_write_transformer, run)
-        sampling = defaults_of_run(run.config)
+        sampling = defaults_of_run(run.recipe)
         own = {"steps": sampling.steps, "guidance": sampling.guidance}
         copy_pipeline(run.folder, output, {"transformer": write}, own)
     return run
@@ -57,7 +57,7 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
 def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
     """The lines of Python that load in diffusers what was exported to `output`."""
     whole = (output / "model_index.json").exists()
-    source = str(output) if whole else run.config.model.folder
+    source = str(output) if whole else run.recipe.model.folder
     # diffusers wants to be told of each component that is not there, although model_index.json says so.
     without = absent_components(output if whole else run.folder)
     name = read_model_index(run.folder)["_class_name"]

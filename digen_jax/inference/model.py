@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Float, UInt8
-from ml_collections import ConfigDict
 from PIL import Image
 
 from digen_jax.assemble import load_family, make_policy, open_pipeline, read_frozen, read_part
-from digen_jax.config import recipe
+from digen_jax.config.door import reopen_recipe
+from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
@@ -44,7 +44,7 @@ class Defaults(NamedTuple):
 class TunedRun(NamedTuple):
     """What a training run has made of its base model, at its newest checkpoint."""
 
-    config: ConfigDict
+    recipe: Recipe
     step: int
     folder: pathlib.Path  # the pipeline it started from
     policy: Policy
@@ -63,7 +63,7 @@ class Model(NamedTuple):
     group: DeviceGroup
     weights: Weights
     defaults: Defaults
-    run: ConfigDict | None  # of the training run that made it
+    run: Recipe | None  # of the training run that made it
 
     def sampler(
         self, guidance: float | None, steps: int | None, height: int | None, width: int | None
@@ -110,10 +110,10 @@ def open_model(
     with user_input():
         if is_run(name):
             run = read_run(name, group, dtype)
-            config, folder, family = run.config, run.folder, run.policy.family
-            transformer, defaults = run.transformer(), defaults_of_run(config)
+            recipe, folder, family = run.recipe, run.folder, run.policy.family
+            transformer, defaults = run.transformer(), defaults_of_run(recipe)
         else:
-            config, folder = None, open_pipeline(name)
+            recipe, folder = None, open_pipeline(name)
             family = load_family(folder, dtype or "float32")
             transformer = read_part(family, folder, "transformer", group)
             defaults = _defaults_of_folder(folder, family)
@@ -121,7 +121,7 @@ def open_model(
             transformer = _with_lora(family, transformer, lora, group)
         frozen = read_frozen(family, folder, group)
     tuned, base = Policy(family).split(jax.random.key(0), transformer, reference=False)
-    return Model(family, group, Weights(tuned, base, frozen), defaults, config)
+    return Model(family, group, Weights(tuned, base, frozen), defaults, recipe)
 
 
 def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
@@ -150,23 +150,23 @@ def read_run(workdir: str | pathlib.Path, group: DeviceGroup, dtype: str | None 
       ConfigError: there is no run or no checkpoint, or its base model is gone.
     """
     workdir = pathlib.Path(workdir).expanduser()
-    config = run_config(workdir)
+    recipe = run_recipe(workdir)
     with user_input():
-        folder = open_pipeline(config.model.folder)
-        family = load_family(folder, dtype or config.model.dtype)
-        policy = make_policy(config, family)
-        tree = "ema" if config.trainer.ema else "tuned"
+        folder = open_pipeline(recipe.model.folder)
+        family = load_family(folder, dtype or recipe.model.dtype)
+        policy = make_policy(recipe, family)
+        tree = "ema" if recipe.trainer.ema else "tuned"
         found = _read_tree(workdir, tree, policy, group)
         base = read_part(family, folder, "transformer", group)
-    return TunedRun(config, found.step, folder, policy, found.arrays[tree], base)
+    return TunedRun(recipe, found.step, folder, policy, found.arrays[tree], base)
 
 
-def run_config(workdir: pathlib.Path) -> ConfigDict:
-    """The config of the run in a workdir, with the fields that came later at their defaults."""
+def run_recipe(workdir: pathlib.Path) -> Recipe:
+    """The recipe of the run in a workdir, with the fields that came later at their defaults."""
     with user_input():
-        given = ConfigDict(read_json(workdir / "config.json"))
+        given = read_json(workdir / "config.json")
     try:
-        return recipe.complete(given)
+        return reopen_recipe(given)
     except ConfigError as error:
         raise ConfigError(f"{workdir} is no training run's workdir: {error}") from error
 
@@ -239,11 +239,10 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
     return Defaults(height, width, **defaults | own)
 
 
-def defaults_of_run(config: ConfigDict) -> Defaults:
+def defaults_of_run(recipe: Recipe) -> Defaults:
     """As the run's own evaluation samples."""
-    model, evaluation = config.model, config.evaluation
-    steps = evaluation.steps or config.sampler.steps
-    return Defaults(model.height, model.width, steps, evaluation.guidance)
+    model, evaluation = recipe.model, recipe.evaluation
+    return Defaults(model.height, model.width, recipe.evaluation_steps, evaluation.guidance)
 
 
 def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGroup) -> Any:

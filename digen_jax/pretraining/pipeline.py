@@ -15,71 +15,76 @@ from digen_jax.models.stable_diffusion_3 import (
 )
 from digen_jax.pretraining import stages
 from digen_jax.pretraining.pool import cached_pool
+from digen_jax.pretraining.settings import PretrainSettings
 from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.weights import folder as weights
 
 
-def pretrain(config: Any, workdir: pathlib.Path, output: pathlib.Path) -> None:
+def pretrain(settings: PretrainSettings, workdir: pathlib.Path, output: pathlib.Path) -> None:
     """Train every component and write the pipeline folder. Killed and started again, it continues.
 
-    `config` is configs/shapes_pretrain.py's; `workdir` keeps pool, checkpoints and curves; `output` is written last.
+    `settings` are configs/shapes_pretrain.py's; `workdir` keeps pool, checkpoints and curves; `output` is written last.
     """
-    print(f"rendering {config.images} pictures, unless they are there", flush=True)
-    pool = cached_pool(workdir / "pool.npz", config.images, config.image_size, config.seed)
-    tokenizer = build_tokenizer(pool.captions, config.text.max_length)
-    networks = network_configs(config, tokenizer)
-    family = build_family(networks, tokenizer, config)
-    params = jax.jit(family.init)(jax.random.key(config.seed))
+    print(f"rendering {settings.images} pictures, unless they are there", flush=True)
+    pool = cached_pool(workdir / "pool.npz", settings.images, settings.image_size, settings.seed)
+    tokenizer = build_tokenizer(pool.captions, settings.text.max_length)
+    networks = network_configs(settings, tokenizer)
+    family = build_family(networks, tokenizer, settings)
+    params = jax.jit(family.init)(jax.random.key(settings.seed))
 
     print("stage 1 of 2: the autoencoder", flush=True)
-    params["vae"] = stages.train_autoencoder(family, params, pool, config, workdir / "autoencoder")
+    params["vae"] = stages.train_autoencoder(
+        family, params, pool, settings, workdir / "autoencoder"
+    )
     latents = stages.encode_pool(family, params["vae"], pool)
     networks["vae"] |= stages.latent_statistics(latents)
-    family = build_family(networks, tokenizer, config)
+    family = build_family(networks, tokenizer, settings)
 
     print("stage 2 of 2: transformer and text encoders", flush=True)
     latents = stages.scaled(family, latents)
     params |= stages.train_transformer(
-        family, params, latents, pool, config, workdir / "transformer"
+        family, params, latents, pool, settings, workdir / "transformer"
     )
     write_pipeline(output, family, networks, params)
     print(f"the pipeline lies in {output}")
 
 
-def network_configs(config: Any, tokenizer: Any) -> dict[str, dict]:
+def network_configs(settings: PretrainSettings, tokenizer: Any) -> dict[str, dict]:
     """config.json of each network, in diffusers' and transformers' fields."""
     text = {
         "architectures": ["CLIPTextModelWithProjection"],
         "model_type": "clip_text_model",
         "vocab_size": len(tokenizer),
-        "max_position_embeddings": config.text.max_length,
+        "max_position_embeddings": settings.text.max_length,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        **config.text.encoder,
+        **settings.text.encoder,
     }
     networks = {
-        "transformer": {"_class_name": "SD3Transformer2DModel", **config.transformer.network},
+        "transformer": {"_class_name": "SD3Transformer2DModel", **settings.transformer.network},
         "vae": {
             "_class_name": "AutoencoderKL",
-            "sample_size": config.image_size,
-            **config.autoencoder.network,
+            "sample_size": settings.image_size,
+            **settings.autoencoder.network,
         },
         "text_encoder": text,
         "text_encoder_2": {**text, "hidden_act": "gelu"},
         "scheduler": {
             "_class_name": "FlowMatchEulerDiscreteScheduler",
             "num_train_timesteps": 1000,
-            "shift": config.shift,
+            "shift": settings.shift,
         },
     }
     # Tuples become lists, as they are when the file is read.
     return json.loads(json.dumps(networks))
 
 
-def build_family(networks: dict[str, dict], tokenizer: Any, config: Any) -> StableDiffusion3:
+def build_family(
+    networks: dict[str, dict], tokenizer: Any, settings: PretrainSettings
+) -> StableDiffusion3:
     """The family object of freshly designed networks; both text encoders read the same tokens."""
-    dtype = jnp.dtype(config.dtype)
+    dtype = jnp.dtype(settings.dtype)
     return StableDiffusion3.from_configs(networks, (tokenizer, tokenizer), dtype)
 
 

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float
 
 from digen_jax.models.autoencoder_kl import scale_latents
 from digen_jax.models.stable_diffusion_3 import StableDiffusion3, TokenIds
-from digen_jax.pretraining.fit import FitSettings, fit
+from digen_jax.pretraining.fit import fit
 from digen_jax.pretraining.pool import Pool
+from digen_jax.pretraining.settings import PretrainSettings
 from digen_jax.run.workdir import claim_workdir
 
 ENCODE_BATCH = 500
@@ -50,24 +51,27 @@ def flow_matching_loss(
 
 
 def train_autoencoder(
-    family: StableDiffusion3, params: Any, pool: Pool, config: Any, workdir: pathlib.Path
+    family: StableDiffusion3,
+    params: Any,
+    pool: Pool,
+    settings: PretrainSettings,
+    workdir: pathlib.Path,
 ) -> Any:
     """Stage 1. Returns the autoencoder's parameters.
 
     Raises:
       ConfigError: `workdir` holds this stage of another config.
     """
+    stage = settings.autoencoder
 
     def batch(step):
-        rows = np.random.default_rng([config.seed, step]).integers(
-            len(pool.images), size=config.autoencoder.batch
-        )
+        rng = np.random.default_rng([settings.seed, step])
+        rows = rng.integers(len(pool.images), size=stage.batch)
         return _to_signed(pool.images[rows])
 
-    loss = functools.partial(autoencoder_loss, family, config.autoencoder.kl_weight)
-    settings = FitSettings(**config.autoencoder.fit)
-    with _claim(workdir, config, "autoencoder", FIRST):
-        return fit(params["vae"], loss, batch, settings, workdir, jax.random.key(config.seed))
+    loss = functools.partial(autoencoder_loss, family, stage.kl_weight)
+    with _claim(workdir, settings, "autoencoder", FIRST):
+        return fit(params["vae"], loss, batch, stage.fit, workdir, jax.random.key(settings.seed))
 
 
 def train_transformer(
@@ -75,7 +79,7 @@ def train_transformer(
     params: Any,
     latents: Float[np.ndarray, "n h w c"],
     pool: Pool,
-    config: Any,
+    settings: PretrainSettings,
     workdir: pathlib.Path,
 ) -> Any:
     """Stage 2: transformer and both text encoders together, the autoencoder frozen. Returns their parameters.
@@ -84,13 +88,13 @@ def train_transformer(
       ConfigError: `workdir` holds this stage of another config.
     """
     ids = family.tokenize([{"prompt": caption} for caption in pool.captions])
-    empty = family.tokenize_null([])
+    empty, stage = family.tokenize_null([]), settings.transformer
 
     def batch(step):
-        rng = np.random.default_rng([config.seed, step])
-        rows = rng.integers(len(latents), size=config.transformer.batch)
+        rng = np.random.default_rng([settings.seed, step])
+        rows = rng.integers(len(latents), size=stage.batch)
         # A tenth of the captions is dropped, so that guidance has its unconditional velocity.
-        dropped = rng.random(len(rows)) < config.transformer.caption_dropout
+        dropped = rng.random(len(rows)) < stage.caption_dropout
         chosen = [
             np.where(dropped[:, None], none, given[rows])
             for given, none in zip(ids, empty, strict=True)
@@ -99,10 +103,9 @@ def train_transformer(
 
     trained = {name: tree for name, tree in params.items() if name != "vae"}
     loss = functools.partial(flow_matching_loss, family)
-    settings = FitSettings(**config.transformer.fit)
     fields = (*FIRST, "text", "transformer", "dtype")
-    with _claim(workdir, config, "transformer", fields):
-        return fit(trained, loss, batch, settings, workdir, jax.random.key(config.seed + 1))
+    with _claim(workdir, settings, "transformer", fields):
+        return fit(trained, loss, batch, stage.fit, workdir, jax.random.key(settings.seed + 1))
 
 
 def encode_pool(family: StableDiffusion3, vae: Any, pool: Pool) -> Float[np.ndarray, "n h w c"]:
@@ -131,12 +134,14 @@ def scaled(
     return np.asarray(scale_latents(family.vae.config, jnp.asarray(latents)))
 
 
-def _claim(workdir: pathlib.Path, config: Any, stage: str, fields: tuple[str, ...]) -> IO[str]:
-    """A stage's folder for this process, and for a config that agrees on what the stage depends on.
+def _claim(
+    workdir: pathlib.Path, settings: PretrainSettings, stage: str, fields: tuple[str, ...]
+) -> IO[str]:
+    """A stage's folder for this process, and for settings that agree on what the stage depends on.
 
     It may be given another number of steps, which stretches the rest of its learning rate's cosine.
     """
-    given = config.to_dict()
+    given = settings.as_json()
     free = [f"{stage}.fit.{name}" for name in ("steps", "checkpoint_every", "log_every")]
     return claim_workdir(workdir, {name: given[name] for name in fields}, free)
 

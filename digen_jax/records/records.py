@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from ml_collections import ConfigDict
 
-from digen_jax.config import sections
+from digen_jax.config.recipe import Recipe
 from digen_jax.images import stills
 from digen_jax.records import pictures
 from digen_jax.records.checkpoint import SaveFailed
@@ -29,23 +28,23 @@ class Records:
 
     Args:
       workdir: the run's folder, which this process has claimed.
-      config: the run's, complete.
+      recipe: the run's.
       release_room: gives up the space on the disk that is held for a checkpoint.
 
     Raises:
       ConfigError: wandb is asked for and not installed, or garbage is in metrics.jsonl.
     """
 
-    def __init__(self, workdir: pathlib.Path, config: ConfigDict, release_room: Callable[[], None]):
+    def __init__(self, workdir: pathlib.Path, recipe: Recipe, release_room: Callable[[], None]):
         self._workdir, self._release_room = workdir, release_room
         self._full: OSError | None = None  # the disk is, as a file of the workdir has shown
         self._timeline = TraceFile(workdir / "timeline.json")
         self._shown: list[list[Interval]] = []  # of the last steps
-        self._metrics = MetricsLog(workdir, sections.wandb_options(config), config.to_dict())
+        self._metrics = MetricsLog(workdir, recipe.wandb.options, recipe.as_json())
         self._commands: CommandLog | None = None
         self._folder = workdir / "pictures"
         self._folder.mkdir(exist_ok=True)
-        self._count = config.pictures.images
+        self._count = recipe.pictures.images
 
     def close(self) -> None:
         """Ends the wandb run; the files are whole after every write."""

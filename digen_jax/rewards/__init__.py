@@ -1,8 +1,8 @@
 """Rewards: functions from images, prompts and metadata to one score an image.
 
 A reward is `f(images [b, h, w, 3] in [0, 1], prompts, metadata) -> scores [b]`, numpy on the host.
-Several, named with commas between them, are one function with a column of scores for each, [b, k];
-where a single number is wanted, that is their weighted sum (`total`).
+Several are one function with a column of scores for each, [b, k]; where a single number is wanted, that is
+their weighted sum (`total`). Rewards are called by a tuple of their names, which a user writes with commas.
 """
 
 import dataclasses
@@ -34,17 +34,22 @@ class Several:
     ) -> Float32[np.ndarray, "b k"]:
         """A column for each; what is wrong with one is said of that one."""
         pairs = zip(self.rewards, self.names, strict=True)
-        columns = [call(reward, name, images, prompts, metadata) for reward, name in pairs]
+        columns = [call(reward, (name,), images, prompts, metadata) for reward, name in pairs]
         return np.stack(columns, axis=1)
 
 
-def names_in(name: str) -> tuple[str, ...]:
-    """The single names of `a` or of `a, module:b`."""
-    return tuple(part.strip() for part in name.split(","))
+def names_in(text: str) -> tuple[str, ...]:
+    """The names that a user writes as `a` or as `a, module:b`."""
+    return tuple(part.strip() for part in text.split(","))
 
 
-def resolve(name: str) -> Reward:
-    """The reward of a name, built-in or the user's own as "module:function"; `Several` of names with commas.
+def label(names: tuple[str, ...]) -> str:
+    """What errors call rewards."""
+    return ", ".join(names)
+
+
+def resolve(names: tuple[str, ...]) -> Reward:
+    """The reward of a name, built-in or the user's own as "module:function"; of several names `Several`.
 
     The user's module is looked for in the current directory first, then wherever Python looks.
 
@@ -52,7 +57,6 @@ def resolve(name: str) -> Reward:
       ConfigError: there is no such reward, module or function, it cannot be imported or called, or one is
         named twice.
     """
-    names = names_in(name)
     twice = [one for one in names if names.count(one) > 1]
     if twice:
         raise ConfigError(
@@ -73,10 +77,9 @@ def total(
 
 
 def each(
-    name: str, scores: Float[np.ndarray, "b"] | Float[np.ndarray, "b k"]
+    names: tuple[str, ...], scores: Float[np.ndarray, "b"] | Float[np.ndarray, "b k"]
 ) -> dict[str, Float[np.ndarray, "b"]]:
     """Of several rewards each one's own scores by its name; of a single one nothing, as it is the total."""
-    names = names_in(name)
     return dict(zip(names, scores.T, strict=True)) if len(names) > 1 else {}
 
 
@@ -99,20 +102,21 @@ def _resolve(name: str) -> Reward:
 
 def call(
     reward: Reward,
-    name: str,
+    names: tuple[str, ...],
     images: Float[np.ndarray, "b h w 3"],
     prompts: list[str],
     metadata: list[dict],
 ) -> Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]:
-    """The reward's scores as float32, checked, [b] or for a name of k rewards [b, k]; errors say the name.
+    """The reward's scores as float32, checked, [b] or of k rewards [b, k]; errors say the names.
 
     Raises:
       RewardFailed: the reward raises something.
       RewardMistake: its scores are not one finite number an image and reward.
     """
+    name, count = label(names), len(names)
     with blamed(name, "raised"):
         returned = reward(images, prompts, metadata)
-    scores, count = _as_array(returned, name), len(names_in(name))
+    scores = _as_array(returned, name)
     shape = (len(images),) if count == 1 else (len(images), count)
     if scores.shape != shape:
         numbers = "one number" if count == 1 else f"{count} numbers"

@@ -27,11 +27,11 @@ class Thread:
     """Scores in a thread of this process. A reward that hangs in it cannot be killed.
 
     Args:
-      reward, name: see `RewardPool`.
+      reward, names: see `RewardPool`.
     """
 
-    def __init__(self, reward: rewards.Reward, name: str):
-        self._reward, self._name = reward, name
+    def __init__(self, reward: rewards.Reward, names: tuple[str, ...]):
+        self._reward, self._names = reward, names
         self._asked: queue.SimpleQueue = queue.SimpleQueue()
         self._hangs = False
         threading.Thread(target=self._work, name="reward", daemon=True).start()
@@ -48,8 +48,9 @@ class Thread:
                 raise  # the reward's own
         self._hangs = True
         hangs("reward")
+        name = rewards.label(self._names)
         raise Stopped(
-            f"reward {self._name!r} took more than {limit:g} seconds in a thread of this process, where it cannot "
+            f"reward {name!r} took more than {limit:g} seconds in a thread of this process, where it cannot "
             "be killed and asked again: mend it, set config.reward.processes to 1 or more, or raise "
             "config.runtime.deadline, and the same command goes on"
         )
@@ -62,7 +63,7 @@ class Thread:
         while (asked := self._asked.get()) is not None:
             future, batch = asked
             try:
-                future.set_result(timed(self._reward, self._name, batch))
+                future.set_result(timed(self._reward, self._names, batch))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -72,7 +73,7 @@ class RewardPool:
 
     Args:
       reward: the function; of several (`rewards.Several`) all score a batch, one after the other.
-      name: what errors call it; of several all names, with commas between them.
+      names: what errors call it: one name, or of several all.
       processes: that score side by side; 0 is a thread in this process. A function that no other
         process can import, such as one from a notebook's cell, gets a thread too, which is said.
       retries: times that `score` asks again where the reward fails.
@@ -83,23 +84,23 @@ class RewardPool:
     def __init__(
         self,
         reward: rewards.Reward,
-        name: str,
+        names: tuple[str, ...],
         processes: int,
         retries: int = 0,
         limit: Callable[[float | None], float] = for_ever,
     ):
-        self.reward, self.name = reward, name
+        self.reward, self.name = reward, rewards.label(names)
         self._retries, self._limit = retries, limit
         payload = _sendable(reward) if processes else None
         if processes and payload is None:
             print(
-                f"reward {name!r} is in no file that another process could import: it scores in a thread",
+                f"reward {self.name!r} is in no file that another process could import: it scores in a thread",
                 file=sys.stderr,
             )
         self._scorers: list[Process | Thread] = (
-            [Thread(reward, name)]
+            [Thread(reward, names)]
             if payload is None
-            else [Process(payload, name) for _ in range(processes)]
+            else [Process(payload, names) for _ in range(processes)]
         )
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._closed = False

@@ -57,11 +57,11 @@ class Process:
 
     Args:
       payload: the reward, pickled.
-      name: what errors call it.
+      names: what errors call it.
     """
 
-    def __init__(self, payload: bytes, name: str):
-        self._told = payload, name
+    def __init__(self, payload: bytes, names: tuple[str, ...]):
+        self._told = payload, names
         self._lock = threading.Lock()
         self._closed = False
         self._start()
@@ -162,9 +162,9 @@ def serve(descriptor: int) -> None:
     link = multiprocessing.connection.Connection(descriptor)
     told: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(link, told), daemon=True).start()
-    payload, name = told.get()
+    payload, names = told.get()
     try:
-        with blamed(name, "cannot be imported in its process:"):
+        with blamed(rewards.label(names), "cannot be imported in its process:"):
             reward, failed = pickle.loads(payload), None
     except BaseException as error:
         reward, failed = None, error
@@ -173,7 +173,7 @@ def serve(descriptor: int) -> None:
         try:
             if failed is not None:
                 raise failed
-            answer: Any = timed(reward, name, batch)
+            answer: Any = timed(reward, names, batch)
         except BaseException as error:
             answer = _sendable(error)
         link.send(answer)
@@ -187,10 +187,10 @@ def _listen(link: multiprocessing.connection.Connection, told: queue.SimpleQueue
     os.killpg(0, signal.SIGKILL)
 
 
-def timed(reward: rewards.Reward, name: str, batch: tuple[Any, ...]) -> Scored:
+def timed(reward: rewards.Reward, names: tuple[str, ...], batch: tuple[Any, ...]) -> Scored:
     """A batch's scores, and how long they took."""
     begin = time.perf_counter()
-    scores = rewards.call(reward, name, *batch)
+    scores = rewards.call(reward, names, *batch)
     return Scored(scores, time.perf_counter() - begin)
 
 

@@ -1,5 +1,6 @@
 """The other processes of a run: they do what the first one announces, and keep no record of it."""
 
+import json
 import pathlib
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,15 +11,14 @@ import numpy as np
 from jaxtyping import Float32
 from ml_collections import ConfigDict
 
-from digen_jax.assemble import build
-from digen_jax.config.recipe import complete
-from digen_jax.config.sections import drawn_groups, fixed_set_steps
+from digen_jax.assemble import build, duties
+from digen_jax.config.recipe import Recipe
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.run.planning import fitting
+from digen_jax.run.opening import open_fitted
 from digen_jax.run.positions import Position, Positions
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.evaluation import evaluate
@@ -50,22 +50,27 @@ def _follow(
     kind, value = next(told)
     if kind == "end":
         return value
-    config, mistake = fitting(complete(config)), None
-    if config.to_json(sort_keys=True) != value:
-        raise ConfigError(
-            "this process was given another config than the first one: start all by one command"
-        )
+    system = mistake = None
     try:
-        system = build(config, jax.devices())
+        recipe = open_fitted(config)
     except ConfigError as error:
         mistake = error
+    else:
+        if recipe.as_json() != json.loads(value):
+            raise ConfigError(
+                "this process was given another config than the first one: start all by one command"
+            )
+        try:
+            system = build(recipe, jax.devices())
+        except ConfigError as error:
+            mistake = error
     # Most mistakes are those of all processes: then the first one says what is wrong.
     kind, value = next(told)
     if kind == "end":
         return value
     if mistake is not None:
         raise mistake
-    with closing(Follower(config, workdir, system)) as follower:
+    with closing(Follower(recipe, workdir, system)) as follower:
         for kind, value in told:
             if kind == "end":
                 return value
@@ -75,23 +80,25 @@ def _follow(
 class Follower:
     """A process's share in a run: the same parts as the first one's but for rewards, scheduler and records."""
 
-    def __init__(self, config: ConfigDict, workdir: pathlib.Path, system: System):
-        self._config, self._system = config, system
-        self._held_out = read_prompt_file(config.evaluation.prompts)
-        self._positions = Positions(workdir, config)
+    def __init__(self, recipe: Recipe, workdir: pathlib.Path, system: System):
+        self._recipe, self._system = recipe, system
+        self._held_out = read_prompt_file(recipe.evaluation.prompts)
+        self._positions = Positions(workdir, recipe)
         prompts = prompt_batches(
-            config.prompts.file,
-            drawn_groups(config),
-            config.seed,
+            recipe.prompts.file,
+            recipe.drawn_groups,
+            recipe.seed,
             workdir / "prompts",
-            set_steps=fixed_set_steps(config),
+            set_steps=recipe.algorithm.set_steps,
         )
         state = self._system.trainer.init(self._system.start)
         found = self._positions.newest(state) or Position(0, state, None, {})
         if found.host:
             prompts.set_state(found.host["prompts"])
         kept = found.begun.kept if found.begun else None
-        self._executors = Executors(self._system, config, found.state, prompts, found.done, kept)
+        self._executors = Executors(
+            system, recipe.scheduler, duties(recipe), found.state, prompts, found.done, kept
+        )
 
     def do(self, kind: str, value: Any) -> None:
         """One entry of the log."""
@@ -114,11 +121,11 @@ class Follower:
 
     def _evaluate(self, images: int) -> None:
         """Samples the first held-out prompts; only the first process scores them."""
-        state, settings = self._executors.trainer.state, self._config.evaluation
+        state, settings = self._executors.trainer.state, self._recipe.evaluation
         rollout = self._system.rollouts[0]
         weights = rollout.weights(state.evaluated)
         records = self._held_out[:images]
-        evaluate(rollout.evaluator, weights, records, _unscored, "none", settings.batch)
+        evaluate(rollout.evaluator, weights, records, _unscored, ("none",), settings.batch)
 
     def _save(self, done: int, versions: tuple[int, ...]) -> None:
         kept = {version: self._executors.versions[version] for version in versions}

@@ -1,4 +1,4 @@
-"""The sizes of a config's model, which say what a placement needs of a device's memory."""
+"""The sizes of a recipe's model, which say what a placement needs of a device's memory."""
 
 import functools
 import math
@@ -7,19 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.assemble import load_family, make_policy, open_pipeline, trained_policy
-from digen_jax.config import sections
+from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import fsdp_spec
 from digen_jax.errors import blame
 from digen_jax.models.family import Size, Tokens
 from digen_jax.scheduling.planner.problem import Footprint, Parameters
 
 
-def model_footprint(config: ConfigDict) -> Footprint:
-    """The sizes of a config's model, from shapes alone: nothing is read or allocated.
+def model_footprint(recipe: Recipe) -> Footprint:
+    """The sizes of a recipe's model, from shapes alone: nothing is read or allocated.
 
     Activations are what the transformer's backward pass keeps of one transition as it is written,
     before the compiler saves any of it; the guidance that is trained with is included.
@@ -29,18 +28,18 @@ def model_footprint(config: ConfigDict) -> Footprint:
     """
     with blame("config.model.folder: "):
         family = load_family(
-            open_pipeline(config.model.folder), config.model.dtype, config.model.remat
+            open_pipeline(recipe.model.folder), recipe.model.dtype, recipe.model.remat
         )
-    policy, shapes = make_policy(config, family), family.shapes()
-    algorithm = sections.algorithm_settings(config)
+    policy, shapes = make_policy(recipe, family), family.shapes()
+    algorithm = recipe.algorithm
     split = functools.partial(policy.split, reference=algorithm.reads_reference)
     tuned, base = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
     frozen = {part: tree for part, tree in shapes.items() if part != "transformer"}
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
-    if config.sampler.dtype:
-        sent = jax.tree.map(lambda leaf: leaf.update(dtype=config.sampler.dtype), sent)
-    latent = family.latent_shape(Size(config.model.height, config.model.width))
-    placement = config.placement
+    if recipe.sampler.dtype:
+        sent = jax.tree.map(lambda leaf: leaf.update(dtype=recipe.sampler.dtype), sent)
+    latent = family.latent_shape(Size(recipe.model.height, recipe.model.width))
+    placement = recipe.placement
     sizes = functools.partial(_parameters, placement.rules)
     return Footprint(
         tuned=sizes(tuned),
@@ -48,10 +47,10 @@ def model_footprint(config: ConfigDict) -> Footprint:
         base=sizes(base),
         sampler_base=sizes(sent[1]),
         frozen=sizes(frozen),
-        copies=(config.trainer.ema > 0) + (algorithm.slow_copy is not None),
+        copies=(recipe.trainer.ema > 0) + (algorithm.slow_copy is not None),
         activations=_residuals(trained_policy(policy, algorithm), tuned, base, frozen, latent),
-        trajectory=_stored(algorithm, sections.noisy_steps(config), latent),
-        micro_batch=config.trainer.micro_batch,
+        trajectory=_stored(algorithm, recipe.noisy_steps, latent),
+        micro_batch=recipe.trainer.micro_batch,
         trainer_fsdp=placement.trainer.fsdp,
         worker_fsdp=placement.rollout.fsdp,
     )

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from digen_jax import rewards
+from digen_jax.config.recipe import Recipe
 from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import trained_part
 from digen_jax.engine.system import System
@@ -25,7 +26,7 @@ UNMEASURED = ("score_latency", "switch")
 
 def measure(
     system: System,
-    config: Any,
+    recipe: Recipe,
     records: list[dict],
     reward: rewards.Reward,
     note: Callable[[str], None],
@@ -33,8 +34,8 @@ def measure(
     """Seconds on the system's own meshes; training includes the way to the trainer.
 
     Args:
-      system: as built from the config; its trainer's state is consumed.
-      config: complete.
+      system: as built from the recipe; its trainer's state is consumed.
+      recipe: says what a step and a fragment are.
       records: the prompts of a step, one a group.
       reward: what scores.
       note: is told each part, when it begins to be compiled and how long it took.
@@ -46,9 +47,9 @@ def measure(
         note(f"{name}: {seconds:.4g} s")
         return result, seconds
 
-    size = config.sampler.fragment
-    rows = np.repeat(np.arange(len(records), dtype=np.int32), config.batch.images)[:size]
-    numbers = np.tile(np.arange(config.batch.images), len(records))[:size]
+    size = recipe.sampler.fragment
+    rows = np.repeat(np.arange(len(records), dtype=np.int32), recipe.batch.images)[:size]
+    numbers = np.tile(np.arange(recipe.batch.images), len(records))[:size]
     drawn = system.draws.of(0, rows, numbers)
     state = system.trainer.init(system.start)
     weights, publish = timed_part("publish", lambda: system.publish(state.tuned))
@@ -61,7 +62,7 @@ def measure(
     _, score = timed_part(
         "score",
         lambda: rewards.call(
-            reward, config.reward.name, pictures, [record["prompt"] for record in shown], shown
+            reward, recipe.reward.names, pictures, [record["prompt"] for record in shown], shown
         ),
     )
     samples = trained_part(made, put(drawn.keys, system.sampler.group.batch))
@@ -69,7 +70,7 @@ def measure(
     advantages = np.linspace(-1, 1, size, dtype=np.float32)
     local = jax.device_put(prompts, system.placement.trainer.replicated)
 
-    trainer, count = system.placement.trainer, system.advantages.kept(size, config.batch.images)
+    trainer, count = system.placement.trainer, system.advantages.kept(size, recipe.batch.images)
 
     def accumulate() -> Any:
         given = moved(images, trainer)

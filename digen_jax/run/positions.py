@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
-from digen_jax.config import recipe
+from digen_jax.config.recipe import Recipe
 from digen_jax.engine.hosts import put
 from digen_jax.engine.trainer import State
 from digen_jax.records.checkpoint import Checkpointer, template_of
@@ -34,10 +33,10 @@ class Positions:
       ConfigError: there are checkpoints, and none is whole.
     """
 
-    def __init__(self, workdir: pathlib.Path, config: ConfigDict):
-        self._seed, self._layout = config.seed, recipe.layout(config)
+    def __init__(self, workdir: pathlib.Path, recipe: Recipe):
+        self._seed, self._layout = recipe.seed, recipe.layout
         self._checkpoints = Checkpointer(
-            workdir / "checkpoints", config.checkpoint.every, config.checkpoint.keep
+            workdir / "checkpoints", recipe.checkpoint.every, recipe.checkpoint.keep
         )
 
     def due(self, done: int) -> bool:

@@ -1,17 +1,17 @@
-"""What the commands of a config's step cost: from a finished run's timings, or timed on the devices at hand."""
+"""What the commands of a recipe's step cost: from a finished run's timings, or timed on the devices at hand."""
 
 import pathlib
 import statistics
 from collections.abc import Callable
 
 import jax
-from ml_collections import ConfigDict
 
 from digen_jax import rewards
 from digen_jax.assemble import build
+from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError, user_input
-from digen_jax.inference.model import run_config
+from digen_jax.inference.model import run_recipe
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run.measure import UNMEASURED, measure
@@ -33,7 +33,7 @@ def read_run_costs(
     Raises:
       ConfigError: it has no timings, or its config no sizes of meshes.
     """
-    config = run_config(workdir)
+    recipe = run_recipe(workdir)
     with user_input():
         lines = read_metrics(workdir / "metrics.jsonl")
     timed = [line for line in lines if "seconds/train" in line]
@@ -42,8 +42,8 @@ def read_run_costs(
             f"{workdir} has timings of {len(timed)} steps, the first {WARM} of which may hold compilation: "
             f"let it run for more"
         )
-    rollout, trainer = mesh_sizes(config.placement, 10**9)
-    images = config.batch.groups * config.batch.images
+    rollout, trainer = mesh_sizes(recipe.placement.meshes, 10**9)
+    images = recipe.batch.groups * recipe.batch.images
 
     def median(phase: str) -> float:
         return statistics.median(line[f"seconds/{phase}"] for line in timed[WARM:])
@@ -52,11 +52,10 @@ def read_run_costs(
         generate=median("rollout") / images,
         train=median("train") / images,
         score=median("reward") / images,
-        publish=median("publish") / config.placement.rollout.workers,
+        publish=median("publish") / recipe.placement.rollout.workers,
     )
     return _on_one_device(
         measured,
-        config,
         (rollout or trainer, trainer),
         f"the metrics of {len(timed) - WARM} steps of the run in {workdir}",
         ("encode", "score_latency", "switch"),
@@ -65,15 +64,15 @@ def read_run_costs(
 
 
 def measured_costs(
-    config: ConfigDict,
+    recipe: Recipe,
     trainer_serial: float = 0.0,
     worker_serial: float = 0.0,
     note: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
-    """Costs from a fragment's way through the config's own system, on the devices at hand.
+    """Costs from a fragment's way through the recipe's own system, on the devices at hand.
 
     Args:
-      config: complete.
+      recipe: on these devices.
       trainer_serial: share of training that more devices do not shorten.
       worker_serial: the same of generation.
       note: is told what is done, as it takes minutes.
@@ -81,21 +80,20 @@ def measured_costs(
     Raises:
       ConfigError: the system cannot be built.
     """
-    note(f"loading {config.model.folder}")
-    system = build(config, jax.devices())
-    records = read_prompt_file(config.prompts.file)
-    records = [records[i % len(records)] for i in range(config.batch.groups)]
-    measured = measure(system, config, records, rewards.resolve(config.reward.name), note)
+    note(f"loading {recipe.model.folder}")
+    system = build(recipe, jax.devices())
+    records = read_prompt_file(recipe.prompts.file)
+    records = [records[i % len(records)] for i in range(recipe.batch.groups)]
+    measured = measure(system, recipe, records, rewards.resolve(recipe.reward.names), note)
     rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
     kind = jax.devices()[0].device_kind
     source = f"a fragment timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"
     serial = (trainer_serial, worker_serial)
-    return _on_one_device(measured, config, (rollout, trainer), source, UNMEASURED, serial)
+    return _on_one_device(measured, (rollout, trainer), source, UNMEASURED, serial)
 
 
 def _on_one_device(
     measured: Costs,
-    config: ConfigDict,
     devices: tuple[int, int],
     source: str,
     missing: tuple[str, ...],

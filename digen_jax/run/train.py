@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import pathlib
 import time
 from collections.abc import Iterator
@@ -13,9 +14,7 @@ from ml_collections import ConfigDict
 
 from digen_jax import rewards
 from digen_jax.assemble import build, make_driver
-from digen_jax.config.checks import check
-from digen_jax.config.recipe import MAY_CHANGE, complete, is_automatic
-from digen_jax.config.sections import drawn_groups, fixed_set_steps
+from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.engine.divergence import DivergedError, check_metrics
 from digen_jax.engine.trainer import State
 from digen_jax.errors import ConfigError
@@ -32,7 +31,7 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.run.following import follow_run
-from digen_jax.run.planning import placed
+from digen_jax.run.opening import open_run
 from digen_jax.run.positions import Position, Positions
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
 from digen_jax.runtime.clock import paused
@@ -68,23 +67,17 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
 
 def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | None:
     """As `train`, in the process that decides."""
-    config = complete(config)
-    if is_automatic(config) and several():
-        raise ConfigError(
-            "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
-            "takes all devices of all processes, and rollout.data = 0"
-        )
-    config = placed(config, workdir)
-    check(config, jax.device_count())
+    recipe = open_run(config, workdir)
+    asked = recipe.as_json()
     # In a run's folder that another process has, or that cannot be used at all, the claim finds what is wrong.
-    changed = changes(workdir, config.to_dict()) if workdir.is_dir() else {}
-    with claim_workdir(workdir, config.to_dict(), MAY_CHANGE):
+    changed = changes(workdir, asked) if workdir.is_dir() else {}
+    with claim_workdir(workdir, asked, MAY_CHANGE):
         finished = finished_step(workdir) or 0
-        if finished < config.steps:
+        if finished < recipe.steps:
             for file, read in {"metrics.jsonl": read_metrics, "commands.jsonl": read_log}.items():
                 if (workdir / file).exists():
                     read(workdir / file)  # so that garbage in it is found before anything slow
-            run = Run(config, workdir, orders)
+            run = Run(recipe, workdir, orders)
             with full_disk(workdir):
                 return run.train([f"{name}: {change}" for name, change in changed.items()])
     print(f"This run is finished: {finished} steps are done. To go on, give a larger config.steps.")
@@ -95,24 +88,24 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
 class Run:
     """A run from its beginning, or where it was left, to its results; `records` has what it writes on the way."""
 
-    def __init__(self, config: ConfigDict, workdir: pathlib.Path, orders: Orders):
-        self.config, self.workdir, self.orders = config, workdir, orders
-        self.positions = Positions(workdir, config)
-        orders.announce("begin", config.to_json(sort_keys=True))
-        reward = config.reward
-        deadline = Deadline(config.runtime.deadline)
+    def __init__(self, recipe: Recipe, workdir: pathlib.Path, orders: Orders):
+        self.recipe, self.workdir, self.orders = recipe, workdir, orders
+        self.positions = Positions(workdir, recipe)
+        orders.announce("begin", json.dumps(recipe.as_json()))
+        reward = recipe.reward
+        deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(
-            rewards.resolve(reward.name),
-            reward.name,
+            rewards.resolve(reward.names),
+            reward.names,
             reward.processes,
             reward.retries,
             deadline.seconds,
         )
-        held_out = read_prompt_file(config.evaluation.prompts)
-        files = read_prompt_file(config.prompts.file), held_out
+        held_out = read_prompt_file(recipe.evaluation.prompts)
+        files = read_prompt_file(recipe.prompts.file), held_out
         try:
-            try_out(self.rewards.score, files, config.model.height, config.model.width)
-            self.system = build(config, jax.devices())
+            try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
+            self.system = build(recipe, jax.devices())
         except BaseException:  # Ctrl-C, too: else the reward's processes would go on
             self.rewards.close()
             raise
@@ -121,23 +114,23 @@ class Run:
         orders.announce("built")
         self.driver: Driver | None = None
         self.saved: int | None = None  # the steps of the newest checkpoint
-        self.held_out = held_out[: config.evaluation.images or None]
+        self.held_out = held_out[: recipe.evaluation.images or None]
         self.prompts = prompt_batches(
-            config.prompts.file,
-            drawn_groups(config),
-            config.seed,
+            recipe.prompts.file,
+            recipe.drawn_groups,
+            recipe.seed,
             workdir / "prompts",
-            set_steps=fixed_set_steps(config),
+            set_steps=recipe.algorithm.set_steps,
         )
         self.drawn: dict[int, Any] = {}  # places in the prompts, by steps drawn
-        self.records = Records(workdir, config, self.positions.release_room)
+        self.records = Records(workdir, recipe, self.positions.release_room)
 
     def train(self, changed: list[str]) -> int | None:
         """From the last checkpoint to the last step, then the results; returns as `train` does.
 
         `changed` says what the config has otherwise than at the last start.
         """
-        for file in dict.fromkeys((self.config.prompts.file, self.config.evaluation.prompts)):
+        for file in dict.fromkeys((self.recipe.prompts.file, self.recipe.evaluation.prompts)):
             tell(file, self.system.policy.family.cut)
         print(self.system.placement.describe(), flush=True)
         with closing(self.watch), closing(self.rewards):
@@ -147,7 +140,7 @@ class Run:
                     print(f"changed from step {position.done + 1} on: {change}", flush=True)
                 note_start(self.workdir, position.done, changed)
                 position = self.advance(position, interrupt)
-            if position.done < self.config.steps:
+            if position.done < self.recipe.steps:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
                 return 128 + interrupt.asked
             self.finish(position)
@@ -160,9 +153,9 @@ class Run:
         self.positions.hold_room(state)
         if found is None:
             return self.begin(state)
-        if found.done > self.config.steps:
+        if found.done > self.recipe.steps:
             raise ConfigError(
-                f"config.steps = {self.config.steps}, but the run in {self.workdir} has done "
+                f"config.steps = {self.recipe.steps}, but the run in {self.workdir} has done "
                 f"{found.done} steps already: give {found.done} or more"
             )
         self.saved = found.done
@@ -188,7 +181,7 @@ class Run:
         Raises:
           SaveFailed: something could not be written; what the disk has room for is saved.
         """
-        if position.done == self.config.steps:
+        if position.done == self.recipe.steps:
             return position
         try:
             position = self.go_on(position, interrupt)
@@ -213,7 +206,7 @@ class Run:
         prompts = self.draw_prompts(position.done)
         self.driver = make_driver(
             self.system,
-            self.config,
+            self.recipe,
             position.state,
             prompts,
             self.rewards,
@@ -223,10 +216,10 @@ class Run:
             self.orders,
             self.watch,
         )
-        with closing(Progress(self.config.steps, position.done)) as progress, closing(self.driver):
+        with closing(Progress(self.recipe.steps, position.done)) as progress, closing(self.driver):
             try:
                 self.check_disk()
-                while position.done < self.config.steps and not interrupt.asked:
+                while position.done < self.recipe.steps and not interrupt.asked:
                     position, line = self.step(position)
                     progress.update(
                         position.done,
@@ -272,7 +265,7 @@ class Run:
         if position.is_whole():  # then `advance` saves it
             self.saved = done
         trainer, saved = (
-            self.config.trainer,
+            self.recipe.trainer,
             "nothing is saved"
             if self.saved is None
             else (f"the newest checkpoint is of step {self.saved}"),
@@ -294,15 +287,15 @@ class Run:
 
     def shown(self, done: int) -> bool:
         """Whether pictures are due after `done` steps."""
-        return done % self.config.pictures.every == 0 or done == self.config.steps
+        return done % self.recipe.pictures.every == 0 or done == self.recipe.steps
 
     def look(self, done: int, state: State) -> Metrics:
         """Evaluation and pictures, where they are due after `done` steps; the evaluation's metrics."""
-        evaluated = done % self.config.evaluation.every == 0 or done == self.config.steps
+        evaluated = done % self.recipe.evaluation.every == 0 or done == self.recipe.steps
         shown = self.shown(done)
         if not (evaluated or shown):
             return {}
-        count = None if evaluated else self.config.pictures.images
+        count = None if evaluated else self.recipe.pictures.images
         found = self.evaluate(state.evaluated, self.held_out[:count])
         if shown:
             self.records.show(done, found)
@@ -316,7 +309,7 @@ class Run:
         with self.orders.together("evaluate", len(records)):
             if self.driver is not None:
                 return self.driver.evaluate(tuned, records)
-            name, batch = self.config.reward.name, self.config.evaluation.batch
+            names, batch = self.recipe.reward.names, self.recipe.evaluation.batch
             weights = self.system.publish(tuned)
             late = functools.partial(end_process, "this process")
             with self.watch.over_batches(late) as progress:
@@ -325,7 +318,7 @@ class Run:
                     weights,
                     records,
                     paused()(self.rewards.score),
-                    name,
+                    names,
                     batch,
                     progress=progress,
                     reward_weights=self.system.advantages.reward_weights,

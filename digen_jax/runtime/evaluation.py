@@ -62,7 +62,7 @@ def evaluate(
     weights: Weights,
     records: Sequence[dict[str, Any]],
     reward: rewards.Reward,
-    name: str,
+    names: tuple[str, ...],
     batch: int,
     seed: int = SEED,
     reward_weights: Sequence[float] = (1.0,),
@@ -71,19 +71,19 @@ def evaluate(
 ) -> Evaluation:
     """Samples one image for each record and scores it.
 
-    Image i depends on the seed, i, its prompt and the weights only. Of several rewards (`name` has
-    commas) there is one of `reward_weights` for each. `head` is what is shown of its progress.
+    Image i depends on the seed, i, its prompt and the weights only. Of several rewards there is
+    one of `names` and of `reward_weights` for each. `head` is what is shown of its progress.
     """
     clips, scores = [], []
     for start in progress(watched(range(0, len(records), batch), head, "batch")):
         part = list(records[start : start + batch])
         made = sample_clips(sampler, weights, part, start, batch, seed)
         prompts = [record["prompt"] for record in part]
-        scores.append(rewards.call(reward, name, as_judged(made), prompts, part))
+        scores.append(rewards.call(reward, names, as_judged(made), prompts, part))
         clips.append(to_uint8(made))
     clips, scores = np.concatenate(clips), np.concatenate(scores)
     total = rewards.total(scores, reward_weights)
-    return Evaluation(list(records), clips, total, rewards.each(name, scores))
+    return Evaluation(list(records), clips, total, rewards.each(names, scores))
 
 
 def sample_clips(

@@ -1,5 +1,6 @@
 """All executors of a run in one process: what each command does, whoever's thread it is done on."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Float32
-from ml_collections import ConfigDict
 
 from digen_jax import rewards
 from digen_jax.engine.divergence import check_images
@@ -35,8 +35,18 @@ from digen_jax.scheduling.commands import (
     Train,
     Update,
 )
+from digen_jax.scheduling.settings import Settings
 
 Scores = Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.call`
+
+
+@dataclasses.dataclass(frozen=True)
+class Duties:
+    """What executors are told beside the scheduler's settings."""
+
+    rewards: tuple[str, ...]  # the names of the rewards
+    evaluation_batch: int  # images that an evaluation samples at once
+    tag_weights: str = "in place"  # what the trainer samples from: see `engine.system.tag_group`
 
 
 class Executors:
@@ -49,36 +59,35 @@ class Executors:
     def __init__(
         self,
         system: System,
-        config: ConfigDict,
+        settings: Settings,
+        duties: Duties,
         state: State,
         batches: Iterator[list[dict[str, Any]]],
         first: int = 0,
         kept: Mapping[int, Any] | None = None,
     ):
         """`first` is the step that `state` is the start of, `kept` the older versions to be held."""
-        self.system, self._config = system, config
+        self.system, self._duties = system, duties
         algorithm = system.trainer.algorithm
         self.steps = Steps(
             batches,
-            config.batch.images,
-            config.sampler.fragment,
+            settings.images,
+            settings.fragment_images,
             system.draws,
             first,
             system.advantages,
             algorithm.set_steps,
         )
         apart = not system.placement.colocated
-        self.last_update = config.trainer.updates - 1
+        self.last_update = settings.updates - 1
         # What an update consumes is sampled from, or compared with, behind it only where these say so.
         later = apart or algorithm.reads_behaviour or algorithm.reads_start
         # And where meshes sampled apart before, which may have begun something ahead by the newest version.
-        stale = config.runtime.staleness > 0 and (later or first > 0)
+        stale = settings.staleness > 0 and (later or first > 0)
         self.versions = Versions(stale or (later and self.last_update > 0))
         for version, tuned in (kept or {}).items():
             self.versions.add(version, tuned, own=False)
-        self.trainer = TrainingExecutor(
-            system, self.steps, self.versions, state, config.trainer.updates
-        )
+        self.trainer = TrainingExecutor(system, self.steps, self.versions, state, settings.updates)
         self.trainer.publish(first)
         rollouts = system.rollouts if apart else ()
         self.rollouts = {f"rollout {i}": self._sampling(one) for i, one in enumerate(rollouts)}
@@ -101,7 +110,7 @@ class Executors:
         system = self.system
         if system.placement.colocated:
             return self._sampling(system.rollouts[0])
-        group = tag_group(system.placement.trainer, self._config.runtime.tag_weights)
+        group = tag_group(system.placement.trainer, self._duties.tag_weights)
         base = system.policy.sampler_base(system.base)
         return self._sampling(system.rollouts[0].moved(group, base))
 
@@ -183,7 +192,7 @@ class Executors:
     def end_step(self) -> dict[str, float]:
         """The step that is on has ended: the metrics of its rewards and updates."""
         step = self.steps.end()
-        return self.trainer.metrics() | reward_metrics(step, self._config.reward.name)
+        return self.trainer.metrics() | reward_metrics(step, self._duties.rewards)
 
     def tuned(self, version: int) -> Any:
         """A version that is held, on the trainer mesh."""
@@ -198,17 +207,16 @@ class Executors:
         progress: Progress = iter,
     ) -> Evaluation:
         """Images and scores of tuned parameters, sampled by a worker between its commands."""
-        rollout, config = self.sampling(worker).rollout, self._config
+        rollout, duties = self.sampling(worker).rollout, self._duties
         weights = jax.block_until_ready(rollout.weights(tree))
-        name, batch = config.reward.name, config.evaluation.batch
         of_rewards = self.system.advantages.reward_weights
         return evaluate(
             rollout.evaluator,
             weights,
             records,
             score,
-            name,
-            batch,
+            duties.rewards,
+            duties.evaluation_batch,
             progress=progress,
             reward_weights=of_rewards,
         )

@@ -133,15 +133,15 @@ class Summary:
         return done
 
 
-def reward_metrics(step: Step, name: str) -> dict[str, Any]:
+def reward_metrics(step: Step, names: tuple[str, ...]) -> dict[str, Any]:
     """Mean and spread of the rewards of the groups that form a step, over all and for each task.
 
-    Of several rewards these are those of the weighted sum, beside each one's own mean. `name` is theirs.
+    Of several rewards these are those of the weighted sum, beside each one's own mean, by their `names`.
     """
     members = step.members
     scores, rows = step.values[members], step.rows[members]
     shown, groups = [step.records[row] for row in rows], len(np.unique(rows))
-    each = rewards.each(name, step.scores[members])
+    each = rewards.each(names, step.scores[members])
     teaching = dataclasses.replace(step.settings, best_and_worst=0, drop_zero_std=True)
     taught = trained_images(teaching, step.scores[members], rows, len(step.records))
     metrics = {

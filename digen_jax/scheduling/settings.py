@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from digen_jax.errors import ConfigError, check_choice, check_divides, check_positive
 
 READINESS = ("group", "step")
+OWN: Mapping[str, str] = MappingProxyType({})  # names of fields in errors: their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +122,10 @@ class Settings:
             check_positive("evaluation_fragments", self.evaluation_fragments)
         if self.early:
             self._check_early()
-        self._check_cut()
-        self._check_candidates()
+        self.check_cut()
+        self.check_candidates()
+        if self.max_candidates:
+            self._check_replaced()
 
     def _check_early(self) -> None:
         if self.images % self.fragment_images:
@@ -134,25 +139,51 @@ class Settings:
                 "its group is complete depends on arrival: set ordered to False"
             )
 
-    def _check_cut(self) -> None:
-        why = "as an update takes whole groups and fragments"
-        share = self.groups * self.images
-        check_divides("updates", self.updates, "groups", self.groups, why)
-        share //= self.updates
-        check_divides("fragment_images", self.fragment_images, "images of an update", share, why)
+    def check_cut(self, names: Mapping[str, str] = OWN) -> None:
+        """Refuses update sets and fragments that do not divide a step.
 
-    def _check_candidates(self) -> None:
-        if not self.max_candidates:
-            if self.redundant_groups:
-                raise ConfigError(
-                    "redundant_groups needs max_candidates above groups: set it, or redundant_groups to 0"
-                )
-            return
-        if self.max_candidates < self.groups + self.redundant_groups:
+        Args:
+          names: what errors call a field, where a user knows it by another name.
+
+        Raises:
+          ConfigError: names the fields and what to change.
+        """
+        updates, groups, images, fragment = (
+            names.get(name, name) for name in ("updates", "groups", "images", "fragment_images")
+        )
+        why = "as each update trains its own groups"
+        check_divides(updates, self.updates, groups, self.groups, why)
+        share, of_update = f"{groups} * {images} / {updates}", self.groups * self.images
+        of_update //= self.updates
+        why = "as a fragment belongs to one update"
+        check_divides(fragment, self.fragment_images, share, of_update, why)
+
+    def check_candidates(self, names: Mapping[str, str] = OWN) -> None:
+        """Refuses fewer candidates than groups, and what is for candidates where there are none.
+
+        Args:
+          names: as of `check_cut`.
+
+        Raises:
+          ConfigError: names the fields and what to change.
+        """
+        most, groups, redundant = (
+            names.get(name, name) for name in ("max_candidates", "groups", "redundant_groups")
+        )
+        least = self.groups + self.redundant_groups
+        if self.redundant_groups and not self.max_candidates:
             raise ConfigError(
-                f"max_candidates = {self.max_candidates} must be at least groups + redundant_groups = "
-                f"{self.groups + self.redundant_groups}, or 0 for no dynamic sampling"
+                f"{redundant} = {self.redundant_groups} is for dynamic sampling, which is off: set "
+                f"{most} to {least} or more, or {redundant} to 0"
             )
+        if self.max_candidates and self.max_candidates < least:
+            raise ConfigError(
+                f"{most} = {self.max_candidates} must be at least {groups} + {redundant} = {least}, or 0 for "
+                "no dynamic sampling"
+            )
+
+    def _check_replaced(self) -> None:
+        """What else a group must be like that may be replaced."""
         if self.early:
             raise ConfigError(
                 f"open_groups = {self.open_groups} cannot go with max_candidates, as only a complete "

@@ -22,7 +22,6 @@ from digen_jax.benchmark.algorithms import (
     read_cells,
 )
 from digen_jax.benchmark.cells import Cost, cost
-from digen_jax.config import sections
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run import train as run
@@ -68,7 +67,7 @@ def built(monkeypatch):
         if surrogate not in systems:
             systems[surrogate] = toy.system(config, 1)
         system = systems[surrogate]
-        return system._replace(start=toy.moved(system.start, 0.0), draws=sections.draws(config))
+        return system._replace(start=toy.moved(system.start, 0.0), draws=config.draws)
 
     monkeypatch.setattr(run, "build", build)
     return seen

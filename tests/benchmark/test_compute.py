@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from digen_jax.benchmark.compute import Roles, Speed, compare
+from digen_jax.config.door import open_recipe
+from digen_jax.config.recipe import resized
+from digen_jax.engine.placement import ONE_DEVICE
 from tests.engine import toy
 from tests.tiny_runs import prompt_file
 
@@ -25,7 +28,8 @@ def build(config, devices):
 
 @pytest.mark.slow
 def test_fragments_by_a_link_train_as_fragments_at_hand(config):
-    at_hand, apart = Roles(config, build), Roles(config, build)
+    alone = open_recipe(resized(config, ONE_DEVICE))
+    at_hand, apart = Roles(alone, build), Roles(alone, build)
     start = jax.device_get(at_hand.state.tuned)
     receiving, sending = multiprocessing.Pipe(duplex=False)
     at_hand.both(sending)

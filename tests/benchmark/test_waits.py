@@ -57,7 +57,7 @@ def test_a_command_takes_its_cost(command, seconds):
 
 def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
     executors = WaitingExecutors(EXACT, Layout(Mesh()))
-    with closing(RewardPool(score, "waits", 0)) as rewards:
+    with closing(RewardPool(score, ("waits",), 0)) as rewards:
         found = [rewards.submit(*executors.to_score(FRAGMENT)).result() for _ in range(5)]
     assert found[0].scores.shape == (4,)
     assert 0.024 <= min(scored.seconds for scored in found) < 0.054

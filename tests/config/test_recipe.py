@@ -8,7 +8,9 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from digen_jax.config import checks, recipe, sections
+from digen_jax.config import checks, recipe
+from digen_jax.config.door import open_recipe
+from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import LARGEST_SEED, ConfigError
 
 
@@ -43,9 +45,7 @@ def changed(given, **fields):
 def refused(config, *parts, devices=None):
     """The sentence that refuses a config, once it is seen to be one and to hold `parts`."""
     with pytest.raises(ConfigError) as caught:
-        full = recipe.complete(config)
-        checks.check(full)
-        checks.check_devices(full, devices)
+        open_recipe(config, devices)
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.startswith(("config.", "the "))
     for part in parts:
@@ -61,8 +61,7 @@ def test_fields_that_are_left_out_have_their_defaults(given):
     defaults = recipe.reference()
     defaults.prompts.file = defaults.evaluation.prompts = given.prompts.file
     assert full.to_dict() == defaults.to_dict()
-    checks.check(full)
-    checks.check_devices(full, 8)
+    open_recipe(full, 8)
 
 
 def test_a_recipe_overrides_single_fields_of_a_group(given):
@@ -81,11 +80,11 @@ def test_whole_numbers_become_floats_where_floats_belong(given):
 
 
 def test_wandb_without_a_project_is_refused(given):
-    full = recipe.complete(changed(given, wandb__name="first"))
+    full = changed(given, wandb__name="first")
     with pytest.raises(
         ConfigError, match=r"config.wandb.name does nothing without config.wandb.pro"
     ):
-        checks.check(full)
+        open_recipe(full)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +128,11 @@ def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentenc
 def test_a_placement_may_be_given_in_a_word(given, whole):
     given = recipe.complete(given) if whole else given
     full = recipe.complete(recipe.with_placement(given, "auto"))
-    assert recipe.is_automatic(full) and not recipe.is_automatic(recipe.complete(given))
+    assert full.placement.sizes == "auto" != recipe.complete(given).placement.sizes
     assert full.placement.rules == recipe.reference().placement.rules
-    sizes = dict(rollout=dict(data=2), trainer=dict(time=3))
+    sizes = MeshSizes(RolloutAxes(2), TrainerAxes(1, time=3))
     placed = recipe.resized(full, sizes)
-    assert not recipe.is_automatic(placed) and recipe.is_automatic(full)
+    assert placed.placement.sizes == "given" and full.placement.sizes == "auto"
     assert (placed.placement.rollout.data, placed.placement.trainer.time) == (2, 3)
     sentence = refused(recipe.with_placement(given, "atuo"))
     assert sentence.startswith("config.placement.sizes is 'atuo'; did you mean 'auto'?")
@@ -179,7 +178,7 @@ def test_a_placement_may_be_given_in_a_word(given, whole):
 )
 def test_several_mistakes_are_listed_at_once(given, fields, sentences):
     with pytest.raises(ConfigError) as caught:
-        checks.check(recipe.complete(changed(given, **fields)), 8)
+        open_recipe(changed(given, **fields), 8)
     head, *lines = str(caught.value).splitlines()
     assert head == f"{len(sentences)} things must change:"
     for line, sentence in zip(lines, sentences, strict=True):
@@ -200,7 +199,7 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
     refused(given, change)
     size = int(re.search(r"micro_batch to (\d+)", change)[1])
     sizes = dict(sampler__fragment=size, trainer__micro_batch=size)
-    checks.check(recipe.complete(changed(given, **sizes)), 8)
+    open_recipe(changed(given, **sizes), 8)
 
 
 # ------------------------------------------------------------------------------ values
@@ -391,9 +390,8 @@ def test_windows_that_cannot_be_trained_are_refused(given, fields, sentence):
 
 def test_a_pass_takes_no_more_steps_than_an_image_trains(given):
     given = changed(given, sampler__window__fraction=0.75, trainer__pack=3)
-    full = recipe.complete(given)
-    checks.check(full)
-    assert sections.trained_steps(full) == 3
+    full = open_recipe(given)
+    assert full.trained_steps == 3
     sentence = (
         "config.trainer.pack = 4 is more than the 3 trained steps of config.sampler.window fill"
     )
@@ -403,7 +401,7 @@ def test_a_pass_takes_no_more_steps_than_an_image_trains(given):
 @pytest.mark.parametrize("kind", ["ode", "dpm2"])
 def test_start_noise_is_not_shared_where_nothing_else_is_random(given, kind):
     given = changed(given, sampler__shared_noise=True)
-    checks.check(recipe.complete(given))
+    open_recipe(given)
     sentence = (
         "config.sampler.shared_noise = True makes all images of a group equal, as a sampler of "
     )
@@ -414,10 +412,8 @@ def test_start_noise_is_not_shared_where_nothing_else_is_random(given, kind):
 def test_a_pass_may_be_filled_up_to_an_equal_share_of_steps_for_every_device(given):
     """Three steps over two devices along "time": two each, one of them padding."""
     fields = dict(sampler__window=dict(length=3), placement__trainer=dict(data=2, fsdp=1, time=2))
-    full = recipe.complete(changed(given, **fields, trainer__pack=4))
-    checks.check(full)
-    checks.check_devices(full, 8)
-    assert sections.trainer_settings(full).pack == 4
+    full = open_recipe(changed(given, **fields, trainer__pack=4), 8)
+    assert full.trainer.settings.pack == 4
     assert refused(changed(given, trainer__pack=6)).endswith("fill: set it to 4 or less")
 
 
@@ -500,9 +496,7 @@ def test_advantages_and_rewards_that_do_not_fit_are_refused(given, fields, sente
 def test_devices_divide_the_images_that_are_kept(given):
     """Of 24 images 8 are trained: four devices divide them, as the micro-batch says."""
     fields = dict(advantages__best_and_worst=2, sampler__fragment=24)
-    full = recipe.complete(changed(given, **fields, trainer__micro_batch=8))
-    checks.check(full)
-    checks.check_devices(full, 8)
+    open_recipe(changed(given, **fields, trainer__micro_batch=8), 8)
     fields = changed(given, **fields, trainer__micro_batch=2)
     sentence = (
         "the number of devices of config.placement.trainer = 4 must divide config.trainer.micro"
@@ -516,7 +510,7 @@ def test_devices_divide_the_images_that_are_kept(given):
 def test_current_log_probabilities_are_taken_for_one_update_and_refused_for_two(given):
     sizes = dict(sampler__fragment=72, trainer__micro_batch=72)
     given = changed(given, algorithm__old_log_probs="current", **sizes)
-    assert sections.algorithm_settings(recipe.complete(given)).old_log_probs == "current"
+    assert open_recipe(given).algorithm.old_log_probs == "current"
     sentence = "config.algorithm.old_log_probs is 'current', but with 2 updates a step the policy"
     assert refused(changed(given, trainer__updates=2)).startswith(sentence)
 
@@ -844,7 +838,7 @@ def test_a_step_that_cannot_be_cut_is_refused(given, fields, sentence):
 def test_meshes_that_do_not_fit_are_refused(given, fields, sentence):
     config = changed(given, **fields)
     assert refused(config, devices=8).startswith(sentence)
-    checks.check_devices(recipe.complete(config), 1)  # where nothing is split
+    open_recipe(config, 1)  # where nothing is split
 
 
 # ------------------------------------------------------------------------------ prompts, reward
@@ -908,7 +902,7 @@ def test_ratios_of_trajectories_want_all_steps_of_an_image_in_a_pass(given):
         "them all: set config.trainer.pack to 3"
     )
     whole.trainer = ConfigDict(dict(pack=3))
-    checks.check(recipe.complete(whole))
+    open_recipe(whole)
     split = changed(whole, trainer__pack=4, placement__trainer__time=2)
     assert "config.placement.trainer.time = 2 splits them: set that to 1" in refused(split)
 
@@ -922,7 +916,7 @@ def test_every_number_has_a_range_or_is_checked_with_what_it_depends_on(given):
     for name, value in checks.numbers.RANGES.items():
         assert value[0] <= checks._value(full, name) <= value[1]
     infinite = changed(given, trainer__clip_norm=float("inf"))
-    checks.check(recipe.complete(infinite))
+    open_recipe(infinite)
 
 
 def test_a_seed_beyond_the_range_would_be_that_of_another_run():

@@ -5,7 +5,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.config import checks, recipe, sections
+from digen_jax.config.door import open_recipe, reopen_recipe
 from digen_jax.errors import ConfigError
 from digen_jax.flow.windows import Window
 from tests.config import test_recipe
@@ -15,21 +15,20 @@ given, prompts = test_recipe.given, test_recipe.prompts
 
 
 def test_wandb_is_off_until_a_project_is_named(given):
-    assert sections.wandb_options(recipe.complete(given)) is None
-    full = recipe.complete(changed(given, wandb__project="shapes", wandb__tags=["a"]))
-    checks.check(full)
-    assert sections.wandb_options(full) == {
+    assert open_recipe(given).wandb.options is None
+    full = open_recipe(changed(given, wandb__project="shapes", wandb__tags=["a"]))
+    assert full.wandb.options == {
         "project": "shapes",
-        "tags": ["a"],
+        "tags": ("a",),
         "mode": "online",
     }
 
 
 def test_what_trainer_and_algorithm_are_made_of(given):
-    full = recipe.complete(changed(given, trainer__ema=0.9, algorithm__kl_coefficient=0.5))
+    full = open_recipe(changed(given, trainer__ema=0.9, algorithm__kl_coefficient=0.5))
     settings, algorithm = (
-        sections.trainer_settings(full),
-        sections.algorithm_settings(full),
+        full.trainer.settings,
+        full.algorithm,
     )
     assert (settings.ema, settings.micro_batch) == (0.9, full.trainer.micro_batch)
     assert (algorithm.kl_coefficient, algorithm.clip_range) == (0.5, full.algorithm.clip_range)
@@ -38,22 +37,19 @@ def test_what_trainer_and_algorithm_are_made_of(given):
 def test_a_moving_window_is_drawn_by_the_runs_own_seed(given):
     fields = dict(mode="random", first=1, length=2, end=7, interval=3, stride=2, roll_back=False)
     fields = {f"sampler__window__{name}": value for name, value in fields.items()}
-    full = recipe.complete(changed(given, seed=5, **fields))
-    checks.check(full)
-    assert sections.window(full) == Window("random", 2, 1, 7, 3, 2, False, seed=5)
-    assert sections.window(recipe.complete(ConfigDict())) == Window(length=4)
+    full = open_recipe(changed(given, seed=5, **fields))
+    assert full.window == Window("random", 2, 1, 7, 3, 2, False, seed=5)
+    assert open_recipe(ConfigDict()).window == Window(length=4)
 
 
 def test_what_advantages_are_made_of(given):
-    full = recipe.complete(changed(given, advantages__std="none", advantages__drop_zero_std=True))
+    full = open_recipe(changed(given, advantages__std="none", advantages__drop_zero_std=True))
     expected = AdvantageSettings(std="none", drop_zero_std=True)
-    assert sections.advantage_settings(full) == expected
-    full = recipe.complete(changed(given, **TWO))
-    checks.check(full)
-    assert sections.advantage_settings(full).reward_weights == (1.0, 1.0)
-    full = recipe.complete(changed(given, reward__weights=[2, -0.5]))  # as read from JSON
-    checks.check(full)
-    assert sections.advantage_settings(full).reward_weights == (2.0, -0.5)
+    assert full.advantages == expected
+    full = open_recipe(changed(given, **TWO))
+    assert full.advantages.reward_weights == (1.0, 1.0)
+    full = open_recipe(changed(given, reward__weights=[2, -0.5]))  # as read from JSON
+    assert full.advantages.reward_weights == (2.0, -0.5)
 
 
 @pytest.mark.parametrize(
@@ -67,29 +63,26 @@ def test_what_advantages_are_made_of(given):
     ],
 )
 def test_the_scheduler_waits_for_what_advantages_need(given, fields, readiness):
-    full = recipe.complete(changed(given, **fields))
-    checks.check(full)
-    assert sections.scheduler_settings(full).readiness == readiness
+    full = open_recipe(changed(given, **fields))
+    assert full.scheduler.readiness == readiness
 
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_of_one_dtype_old_log_probabilities_are_the_rollouts(given, updates):
     given = changed(given, trainer__updates=updates, sampler__fragment=72)
-    assert sections.algorithm_settings(recipe.complete(given)).old_log_probs == "rollout"
+    assert reopen_recipe(given).algorithm.old_log_probs == "rollout"
 
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
-    full = recipe.complete(of_method(given, name))
-    checks.check(full)
-    checks.check_devices(full, 8)
-    settings = sections.algorithm_settings(full)
+    full = open_recipe(of_method(given, name), 8)
+    settings = full.algorithm
     own = {field.name for field in dataclasses.fields(settings)}
-    assert set(full.algorithm) == own | {"name"} and "times" in own
-    again = recipe.complete(ConfigDict(json.loads(full.to_json())))
-    assert sections.algorithm_settings(again) == settings
+    assert set(full.asked) == own | {"name"} and "times" in own
+    again = reopen_recipe(json.loads(json.dumps(full.as_json())))
+    assert again == full
     count = {"diffusion_nft": 7, "awm": 6, "diffusion_dpo": 1}[name]
-    assert sections.trained_steps(full) == settings.times.count == count
+    assert full.trained_steps == settings.times.count == count
 
 
 @pytest.mark.parametrize(
@@ -102,9 +95,8 @@ def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
     ],
 )
 def test_pairs_wait_for_what_orders_a_group(given, fields, readiness):
-    full = recipe.complete(of_method(given, "diffusion_dpo", **TWO, **fields))
-    checks.check(full)
-    assert sections.scheduler_settings(full).readiness == readiness
+    full = open_recipe(of_method(given, "diffusion_dpo", **TWO, **fields))
+    assert full.scheduler.readiness == readiness
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -118,28 +110,26 @@ def test_pairs_wait_for_what_orders_a_group(given, fields, readiness):
     ],
 )
 def test_training_has_a_guidance_of_its_own(given, name, fields, expected):
-    full = recipe.complete(of_method(given, name, sampler__guidance=4.5, **fields))
-    checks.check(full)
-    settings = sections.algorithm_settings(full)
+    full = open_recipe(of_method(given, name, sampler__guidance=4.5, **fields))
+    settings = full.algorithm
     assert (settings.guidance, settings.reference_guidance) == expected
 
 
 def test_awms_ratios_are_recomputed_where_they_are_not_1(given):
-    full = recipe.complete(of_method(given, "awm"))
-    assert sections.algorithm_settings(full).old_log_probs == "current"
-    full.runtime.staleness = 1
-    assert sections.algorithm_settings(full).old_log_probs == "recomputed"
+    given = of_method(given, "awm")
+    assert open_recipe(given).algorithm.old_log_probs == "current"
+    stale = reopen_recipe(changed(given, runtime__staleness=1))
+    assert stale.algorithm.old_log_probs == "recomputed"
 
 
 def test_with_dynamic_sampling_a_step_draws_prompts_for_all_its_candidates(given):
-    assert sections.drawn_groups(recipe.complete(given)) == 12
+    assert open_recipe(given).drawn_groups == 12
     sizes = dict(sampler__fragment=12, trainer__micro_batch=12)
     fields = dict(runtime__max_candidates=20, runtime__redundant_groups=3)
-    full = recipe.complete(changed(given, **sizes, **fields))
-    checks.check(full)
-    settings = sections.scheduler_settings(full)
+    full = open_recipe(changed(given, **sizes, **fields))
+    settings = full.scheduler
     assert (settings.groups, settings.max_candidates, settings.redundant_groups) == (12, 20, 3)
-    assert settings.ordered and sections.drawn_groups(full) == 20
+    assert settings.ordered and full.drawn_groups == 20
 
 
 def test_whether_fragments_are_trained_in_their_order_may_be_said(given):
@@ -149,12 +139,12 @@ def test_whether_fragments_are_trained_in_their_order_may_be_said(given):
         (dict(runtime__staleness=1), False),
         (dict(runtime__staleness=1, runtime__ordered="yes"), True),
     ):
-        full = recipe.complete(changed(given, **fields))
-        assert sections.scheduler_settings(full).ordered == ordered
+        full = reopen_recipe(changed(given, **fields))
+        assert full.scheduler.ordered == ordered
     with pytest.raises(
         ConfigError, match=r"config\.runtime\.ordered is 'maybe'; it must be one of"
     ):
-        checks.check(recipe.complete(changed(given, runtime__ordered="maybe")))
+        open_recipe(changed(given, runtime__ordered="maybe"))
 
 
 @pytest.mark.parametrize(
@@ -165,12 +155,11 @@ def test_whether_fragments_are_trained_in_their_order_may_be_said(given):
     ],
 )
 def test_training_early_is_for_the_scheduler_what_the_algorithm_needs(given, fields, readiness):
-    full = recipe.complete(changed(given, **EARLY | fields))
-    checks.check(full)
-    settings = sections.scheduler_settings(full)
+    full = open_recipe(changed(given, **EARLY | fields))
+    settings = full.scheduler
     assert (settings.readiness, settings.open_groups, settings.ordered) == (readiness, 2, False)
 
 
 def test_where_what_sampled_is_corrected_for_it_is_what_was_stored(given):
     given = changed(given, sampler__dtype="bfloat16", algorithm__importance_cap=2.0)
-    assert sections.algorithm_settings(recipe.complete(given)).old_log_probs == "rollout"
+    assert open_recipe(given).algorithm.old_log_probs == "rollout"

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.config import sections
-from digen_jax.runtime.executors import Executors
 from digen_jax.scheduling.commands import TRAINER
 from tests.cases import quick
 from tests.engine import toy
@@ -29,7 +27,7 @@ def test_parameters_are_rounded_for_every_sampler_and_for_nobody_else(lora, weig
     c = config(runtime__tag_weights=weights, **lora)
     system = toy.system(c)
     state = toy.fresh(system)
-    executors = Executors(system, c, state, toy.batches(2))
+    executors = toy.executors(system, c, state, toy.batches(2))
     for worker in ("rollout 0", TRAINER):
         sent = executors.sampling(worker).rollout.weights(state.tuned)
         assert kinds(sent.tuned) == {jnp.dtype("bfloat16")} and kinds(sent.base) <= kinds(
@@ -74,9 +72,9 @@ def test_it_samples_by_the_rounded_network():
     ],
 )
 def test_old_log_probs_are_the_trainers_own_unless_asked_for_otherwise(fields, expected):
-    assert sections.algorithm_settings(config(**fields)).old_log_probs == expected
+    assert toy.opened(config(**fields)).algorithm.old_log_probs == expected
     if "algorithm__old_log_probs" not in fields:
-        assert sections.algorithm_settings(config("", **fields)).old_log_probs == "rollout"
+        assert toy.opened(config("", **fields)).algorithm.old_log_probs == "rollout"
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,23 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from digen_jax.engine import placement
-from digen_jax.engine.placement import fitted, fsdp_spec, make_placement, mesh_sizes
+from digen_jax.engine.placement import (
+    MeshSizes,
+    RolloutAxes,
+    TrainerAxes,
+    fitted,
+    fsdp_spec,
+    make_placement,
+    mesh_sizes,
+)
 from digen_jax.errors import ConfigError
 from tests.engine import toy
 
 
 def placed(rollout, trainer, devices=8, workers=1, **fields):
     config = toy.config(**toy.meshes(rollout, trainer, workers) | fields)
-    return make_placement(config.placement, jax.devices()[:devices])
+    asked = toy.opened(config).placement
+    return make_placement(asked.meshes, asked.rules, jax.devices()[:devices])
 
 
 def local_shape(array):
@@ -106,9 +115,9 @@ def test_one_device_is_colocated_whatever_the_config_says():
 )
 def test_meshes_are_fitted_to_fewer_devices(wanted, devices, found):
     (workers, data, fsdp), (*trainer, time) = wanted
-    config = toy.config(**toy.meshes((data, fsdp), tuple(trainer))).placement
-    config.rollout.workers, config.trainer.time = workers, time
-    sizes = fitted(config, devices)
+    sizes = fitted(
+        MeshSizes(RolloutAxes(data, fsdp, workers), TrainerAxes(*trainer, time)), devices
+    ).plain()
     assert tuple(sizes["rollout"][axis] for axis in ("workers", "data", "fsdp")) == found[0]
     assert tuple(sizes["trainer"][axis] for axis in ("data", "fsdp", "time")) == found[1]
 
@@ -116,13 +125,13 @@ def test_meshes_are_fitted_to_fewer_devices(wanted, devices, found):
 def timed(rollout, trainer, time):
     config = toy.config(**toy.meshes(rollout, trainer), trainer__pack=time)
     config.placement.trainer.time = time
-    return config.placement
+    return toy.opened(config).placement
 
 
 def test_a_trainer_mesh_may_have_an_axis_for_time():
     config = timed((2, 1), (1, 2), 3)
-    found = make_placement(config, jax.devices())
-    assert mesh_sizes(config, 8) == (2, 6)
+    found = make_placement(config.meshes, config.rules, jax.devices())
+    assert mesh_sizes(config.meshes, 8) == (2, 6)
     assert found.trainer.mesh.shape == {"time": 3, "data": 1, "fsdp": 2}
     assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[2:8]
     assert (found.trainer.time, found.rollout.time) == (3, 1)
@@ -130,11 +139,12 @@ def test_a_trainer_mesh_may_have_an_axis_for_time():
     assert local_shape(batch) == (5, 4, 3)
     packed = jax.device_put(np.zeros((5, 6, 8)), found.trainer.passes(1))
     assert local_shape(packed) == (5, 2, 4)
-    assert make_placement(config, jax.devices()[:1]).trainer.time == 1
+    assert make_placement(config.meshes, config.rules, jax.devices()[:1]).trainer.time == 1
 
 
 def test_colocated_a_sampler_splits_images_over_what_splits_time_in_training():
-    found = make_placement(timed((0, 1), (2, 2), 2), jax.devices())
+    asked = timed((0, 1), (2, 2), 2)
+    found = make_placement(asked.meshes, asked.rules, jax.devices())
     assert found.colocated
     assert found.rollout.mesh.shape == {"data": 4, "fsdp": 2}
     assert local_shape(jax.device_put(np.zeros((8, 3)), found.rollout.batch)) == (1, 3)
@@ -150,7 +160,8 @@ def test_too_few_devices_are_refused(rollout, trainer):
     )
     with pytest.raises(ConfigError, match=expected):
         placed(rollout, trainer)
-    assert mesh_sizes(toy.config(**toy.meshes(rollout, trainer)).placement, 9) == tuple(sizes)
+    asked = toy.opened(toy.config(**toy.meshes(rollout, trainer))).placement
+    assert mesh_sizes(asked.meshes, 9) == tuple(sizes)
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])

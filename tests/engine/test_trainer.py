@@ -10,7 +10,6 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from digen_jax.config import sections
 from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.trainer import Totals, Trainer
 from digen_jax.runtime.steps import Images
@@ -195,7 +194,7 @@ def make_trainer(rules=((".*", "fsdp"),), **changes):
     system = toy.system(config)
     group = dataclasses.replace(system.placement.trainer, rules=rules)
     settings = TrainerSettings(**SETTINGS | changes)
-    step, algorithm = system.sampler.settings.step, sections.algorithm_settings(config)
+    step, algorithm = system.sampler.settings.step, toy.opened(config).algorithm
     return Trainer(system.policy, group, step, algorithm, settings)
 
 

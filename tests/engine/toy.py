@@ -13,13 +13,17 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from digen_jax import assemble
-from digen_jax.config import checks, recipe, sections
+from digen_jax.config import recipe
+from digen_jax.config.checks import check_devices
+from digen_jax.config.door import reopen_recipe
+from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import make_placement
 from digen_jax.engine.system import System
 from digen_jax.engine.trainer import State
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.family import Size
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.runtime.watch import Watch
@@ -157,16 +161,22 @@ def meshes(rollout: tuple[int, int], trainer: tuple[int, ...], workers: int = 1)
     )
 
 
-def system(config: ConfigDict, devices: int = 8, family: Any = None) -> System:
+def opened(config: ConfigDict | Recipe) -> Recipe:
+    """The recipe of a config, which need not name files that there are."""
+    return config if isinstance(config, Recipe) else reopen_recipe(config)
+
+
+def system(config: ConfigDict | Recipe, devices: int = 8, family: Any = None) -> System:
     """All parts of a run around the toy family, its parameters where the rules put them."""
-    family = family or ToyFamily()
-    checks.check_devices(config, devices)
-    placement = make_placement(config.placement, jax.devices()[:devices])
+    family, asked = family or ToyFamily(), opened(config)
+    check_devices(asked, devices)
+    sizes, rules = asked.placement.meshes, asked.placement.rules
+    placement = make_placement(sizes, rules, jax.devices()[:devices])
     frozen = family.params()
     transformer = frozen.pop("transformer")
     transformer = jax.device_put(transformer, placement.trainer.params(transformer))
     frozen = jax.device_put(frozen, placement.rollout.params(frozen))
-    return assemble.connect(config, placement, family, transformer, frozen)
+    return assemble.connect(asked, placement, family, transformer, frozen)
 
 
 def records(count: int) -> list[dict]:
@@ -228,16 +238,26 @@ def fresh(system: System) -> State:
     return system.trainer.init(jax.tree.map(lambda leaf: leaf + 0, system.start))
 
 
+def executors(
+    system: System, config: ConfigDict | Recipe, state: State, batches, **options
+) -> Executors:
+    """Those of a run's commands, from the beginning."""
+    asked = opened(config)
+    settings, duties = asked.scheduler, assemble.duties(asked)
+    return Executors(system, settings, duties, state, batches, **options)
+
+
 @contextlib.contextmanager
 def driver(system: System, config: ConfigDict, reward=brightness, **options):
     """A driver from the beginning of a run, which scores in a thread; `options` are its own."""
+    asked = opened(config)
     deadline = Deadline(config.runtime.deadline)
-    rewards = RewardPool(reward, "mine", 0, config.reward.retries, deadline.seconds)
+    rewards = RewardPool(reward, ("mine",), 0, config.reward.retries, deadline.seconds)
     options.setdefault("state", fresh(system))
-    given = options.pop("batches", None) or batches(sections.drawn_groups(config))
+    given = options.pop("batches", None) or batches(asked.drawn_groups)
     watch = options.setdefault("watch", Watch(deadline))
     with contextlib.closing(watch), contextlib.closing(rewards):
-        found = assemble.make_driver(system, config, batches=given, rewards=rewards, **options)
+        found = assemble.make_driver(system, asked, batches=given, rewards=rewards, **options)
         with contextlib.closing(found):
             yield found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from digen_jax.assemble import build
-from digen_jax.config import recipe
+from digen_jax.config.door import open_recipe
 from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys, start_noise
@@ -35,7 +35,7 @@ def _keys():
 @functools.cache
 def by_our_sampler(base, kind):
     """Images by the parts of the run itself, its LoRA unmerged, and the weights that it evaluated."""
-    config = recipe.complete(tiny_config(base, kind))
+    config = open_recipe(tiny_config(base, kind), 1)
     system = build(config, jax.devices()[:1])
     state = system.trainer.init(system.start)
     arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}

@@ -18,6 +18,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.pretraining import stages
 from digen_jax.pretraining.pipeline import pretrain
 from digen_jax.pretraining.pool import Pool, cached_pool
+from digen_jax.pretraining.settings import read_settings
 from digen_jax.records.metrics import read_metrics, without_timing
 from tests.cases import said
 from tests.pipelines import ROOT, environment
@@ -54,7 +55,7 @@ def trained(tmp_path_factory) -> pathlib.Path:
     other = get_config()
     other.transformer.batch = 8
     with pytest.raises(ConfigError, match=r"config\.transformer\.batch: 16 -> 8\): choose"):
-        pretrain(other, base / "workdir", base / "output")
+        pretrain(read_settings(other), base / "workdir", base / "output")
     done = launch(base)
     assert done.returncode == 0, done.stderr
     return base
@@ -182,7 +183,9 @@ def test_captions_are_dropped_by_chance_and_rows_are_drawn_by_the_step(trained, 
         stages, "fit", lambda params, loss, batch, *_: seen.append((params, batch)) or params
     )
     latents = np.arange(len(pool.images), dtype=np.float32)[:, None, None, None]
-    stages.train_transformer(family, params, latents, pool, config, trained / "unused")
+    stages.train_transformer(
+        family, params, latents, pool, read_settings(config), trained / "unused"
+    )
     ((tuned, batch),) = seen
     assert sorted(tuned) == ["text_encoder", "text_encoder_2", "transformer"]
     rows, ids = batch(7)

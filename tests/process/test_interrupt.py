@@ -25,11 +25,11 @@ def ready():
 
 with Interrupt() as interrupt:
     if what == "thread":
-        pool = RewardPool(hanging.for_ever, "hanging:for_ever", 0)
+        pool = RewardPool(hanging.for_ever, ("hanging:for_ever",), 0)
         ready()
         pool.score([[]], ["x"], [{}])
     elif what == "process":
-        pool = RewardPool(hanging.for_ever, "hanging:for_ever", 1)
+        pool = RewardPool(hanging.for_ever, ("hanging:for_ever",), 1)
         pool.score([[]], ["x"], [{}])  # which says that it is ready
     elif what == "mesh":
         from digen_jax.runtime.worker import Worker

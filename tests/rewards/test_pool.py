@@ -97,7 +97,7 @@ def pool(mine):
 
     def open_pool(reward, processes=1, **options):
         reward = getattr(mine, reward) if isinstance(reward, str) else reward
-        opened.append(RewardPool(reward, "mine:f", processes, **options))
+        opened.append(RewardPool(reward, ("mine:f",), processes, **options))
         return opened[-1]
 
     yield open_pool
@@ -114,7 +114,7 @@ def test_scores_are_the_rewards(pool, processes):
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_several_rewards_have_a_column_each_and_their_own_names(mine, processes):
-    names = "pooled_rewards:mean, pooled_rewards:darkness"
+    names = ("pooled_rewards:mean", "pooled_rewards:darkness")
     scorer = RewardPool(rewards.resolve(names), names, processes)
     scores = scorer.score(IMAGES, PROMPTS, METADATA)
     assert scores.dtype == np.float32 and scores.shape == (3, 2)
@@ -122,7 +122,7 @@ def test_several_rewards_have_a_column_each_and_their_own_names(mine, processes)
     np.testing.assert_allclose(scores, np.stack([means, 1 - np.array(means)], axis=1), rtol=1e-6)
     scorer.close()
     for wrong in ("nan", "short"):
-        names = f"pooled_rewards:mean,pooled_rewards:{wrong}"
+        names = ("pooled_rewards:mean", f"pooled_rewards:{wrong}")
         scorer = RewardPool(rewards.resolve(names), names, processes)
         with pytest.raises(ConfigError, match=f"reward 'pooled_rewards:{wrong}' returned"):
             scorer.score(IMAGES, PROMPTS, METADATA)

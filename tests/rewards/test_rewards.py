@@ -25,16 +25,16 @@ def folder(tmp_path, monkeypatch):
 
 
 def call(scores):
-    return rewards.call(lambda *_: scores, "mine:f", IMAGES, PROMPTS, METADATA)
+    return rewards.call(lambda *_: scores, ("mine:f",), IMAGES, PROMPTS, METADATA)
 
 
 def test_the_built_in_reward_has_a_name():
-    assert rewards.resolve("shapes_geneval") is shapes_geneval
+    assert rewards.resolve(("shapes_geneval",)) is shapes_geneval
 
 
 def test_a_users_own_function_is_found_in_the_current_directory(folder):
     (folder / "my_reward.py").write_text("def redness(images, prompts, metadata):\n    return 7\n")
-    assert rewards.resolve("my_reward:redness")(IMAGES, PROMPTS, METADATA) == 7
+    assert rewards.resolve(("my_reward:redness",))(IMAGES, PROMPTS, METADATA) == 7
 
 
 def test_several_names_are_one_function_with_a_column_each(folder):
@@ -43,18 +43,19 @@ def test_several_names_are_one_function_with_a_column_each(folder):
         "def blue(images, *_):\n    return images[:, 0, 0, 2].tolist()\n"
     )
     name = "two_rewards:red , two_rewards:blue"
-    both = rewards.resolve(name)
-    assert both.names == rewards.names_in(name) == ("two_rewards:red", "two_rewards:blue")
+    names = rewards.names_in(name)
+    both = rewards.resolve(names)
+    assert both.names == names == ("two_rewards:red", "two_rewards:blue")
     images = np.arange(3 * 8 * 8 * 3, dtype=np.float32).reshape(3, 8, 8, 3) / 576
-    scores = rewards.call(both, name, images, PROMPTS, METADATA)
+    scores = rewards.call(both, names, images, PROMPTS, METADATA)
     np.testing.assert_array_equal(scores, images[:, 0, 0, ::2])
     total = rewards.total(scores, (2.0, -1.0))
     assert total.dtype == np.float32
     np.testing.assert_allclose(total, 2 * images[:, 0, 0, 0] - images[:, 0, 0, 2], rtol=1e-6)
-    each = rewards.each(name, scores)
+    each = rewards.each(names, scores)
     assert list(each) == ["two_rewards:red", "two_rewards:blue"]
     np.testing.assert_array_equal(each["two_rewards:blue"], scores[:, 1])
-    assert rewards.each("two_rewards:red", total) == {}
+    assert rewards.each(("two_rewards:red",), total) == {}
 
 
 def test_of_one_reward_the_total_is_itself():
@@ -65,26 +66,26 @@ def test_of_one_reward_the_total_is_itself():
 
 def test_a_reward_that_is_named_twice_is_refused():
     with pytest.raises(ValueError, match="'shapes_geneval' is named twice"):
-        rewards.resolve("shapes_geneval, shapes_geneval")
+        rewards.resolve(("shapes_geneval", "shapes_geneval"))
 
 
 @pytest.mark.parametrize("name", ["shape_geneval", "module:", ":function", ""])
 def test_an_unknown_name_is_refused(name):
     expected = f"unknown reward '{name}': use one of shapes_geneval, or module:function"
     with pytest.raises(ValueError, match=re.escape(expected)):
-        rewards.resolve(name)
+        rewards.resolve((name,))
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "no_such.module:f", "json.nothing:f"])
 def test_a_missing_module_is_named(folder, name):
     with pytest.raises(ValueError, match=f"there is no module '{name.split(':')[0]}' in"):
-        rewards.resolve(name)
+        rewards.resolve((name,))
 
 
 def test_a_missing_function_is_named(folder):
     (folder / "other_reward.py").write_text("number = 3\n")
     with pytest.raises(ConfigError, match="module other_reward has no function 'redness'"):
-        rewards.resolve("other_reward:redness")
+        rewards.resolve(("other_reward:redness",))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_a_missing_function_is_named(folder):
 def test_what_cannot_be_a_reward_is_refused_when_it_is_named(folder, code, sentence):
     (folder / "mistaken.py").write_text(code)
     with pytest.raises(ConfigError, match=rf"(?s)^reward 'mistaken:f' .*{sentence}"):
-        rewards.resolve("mistaken:f")
+        rewards.resolve(("mistaken:f",))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_what_cannot_be_a_reward_is_refused_when_it_is_named(folder, code, sente
 )
 def test_arguments_may_have_any_names(folder, form):
     (folder / "lenient.py").write_text(f"f = {form}\n")
-    assert rewards.resolve("lenient:f")(IMAGES, PROMPTS, METADATA) == 1
+    assert rewards.resolve(("lenient:f",))(IMAGES, PROMPTS, METADATA) == 1
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_what_a_reward_raises_is_said_with_the_users_own_lines(folder, line, err
     inner = f"import sys\nimport numpy as np\ndef inner(images):\n    {line}\n"
     (folder / "raising.py").write_text(f"{inner}def f(images, *_):\n    return inner(images)\n")
     with pytest.raises(ConfigError) as caught:
-        rewards.call(rewards.resolve("raising:f"), "raising:f", IMAGES, PROMPTS, METADATA)
+        rewards.call(rewards.resolve(("raising:f",)), ("raising:f",), IMAGES, PROMPTS, METADATA)
     file = folder / "raising.py"
     assert str(caught.value).splitlines() == [
         f"reward 'raising:f' raised {error}",
@@ -190,4 +191,4 @@ def test_that_a_pool_cannot_go_on_is_not_the_rewards_exception():
         raise Stopped("reward 'mine:f' took more than 3 seconds")
 
     with pytest.raises(Stopped, match=r"^reward 'mine:f' took more than 3 seconds$"):
-        rewards.call(pooled, "mine:f", IMAGES, PROMPTS, METADATA)
+        rewards.call(pooled, ("mine:f",), IMAGES, PROMPTS, METADATA)

@@ -13,7 +13,7 @@ PLAIN = {"prompt": "a cat"}
 
 
 def scored(reward):
-    return functools.partial(rewards.call, reward, "mine:f")
+    return functools.partial(rewards.call, reward, ("mine:f",))
 
 
 def test_a_record_of_each_kind_is_tried_on_pictures_of_the_runs_size():
@@ -31,7 +31,7 @@ def test_a_record_of_each_kind_is_tried_on_pictures_of_the_runs_size():
 
 
 def test_what_a_reward_cannot_score_is_refused_before_anything_is_computed():
-    reward = rewards.resolve("shapes_geneval")
+    reward = rewards.resolve(("shapes_geneval",))
     with pytest.raises(
         ConfigError, match=r"cannot score .a cat.: (?s:.*)it was tried on grey pictures"
     ):

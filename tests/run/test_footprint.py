@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.run.footprint import model_footprint
-from digen_jax.run.planning import make_problem, placement_section
+from digen_jax.run.planning import make_problem, meshes
 from digen_jax.scheduling.planner.candidate import Candidate
 from tests.run.test_planning import calibration, shapes
 from tests.tiny_runs import pipeline, tiny_config
@@ -13,7 +14,7 @@ from tests.tiny_runs import pipeline, tiny_config
 def test_the_footprint_is_the_models(base):
     config = complete(tiny_config(base, "full"))
     config.placement.rules = ((".*", "replicate"),)
-    found = model_footprint(config)
+    found = model_footprint(reopen_recipe(config))
     from safetensors.numpy import load_file
 
     folder = pipeline(base)
@@ -21,11 +22,11 @@ def test_the_footprint_is_the_models(base):
     total = {part: sum(a.nbytes for a in load_file(file).values()) for part, file in files.items()}
     assert found.tuned.whole + found.base.whole == total["transformer"]
     assert found.tuned.split == 0 and found.frozen.whole > total["vae"] and found.copies == 1
-    lora = model_footprint(complete(tiny_config(base, "lora")))
+    lora = model_footprint(reopen_recipe(tiny_config(base, "lora")))
     assert lora.base.whole == total["transformer"] and 0 < lora.tuned.whole < found.tuned.whole / 2
     assert (found.published, found.sampler_base) == (found.tuned, found.base)
     config.sampler.dtype = "bfloat16"
-    half = model_footprint(config)
+    half = model_footprint(reopen_recipe(config))
     assert half.published.whole == found.tuned.whole / 2 and half.tuned == found.tuned
     # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
     side = 32 // 4
@@ -41,8 +42,8 @@ def forward(config, **fields):
 
 def test_of_the_forward_process_noise_levels_are_trained_and_the_image_alone_is_stored(base):
     config = complete(forward(tiny_config(base, "lora"), times=dict(count=5)))
-    assert make_problem(config, 4, calibration()).transitions == 5
-    found = model_footprint(config)
+    assert make_problem(reopen_recipe(config), 4, calibration()).transitions == 5
+    found = model_footprint(reopen_recipe(config))
     assert (found.trajectory, found.copies) == (4 * (8 * 8 * 4 + 2), 1)
 
 
@@ -53,13 +54,13 @@ def test_activations_are_what_a_backward_pass_keeps(base):
     for remat, guidance in ((False, 1.0), (True, 1.0), (False, 2.0)):
         config = complete(tiny_config(base, "full"))
         config.model.remat, config.sampler.guidance = remat, guidance
-        kept[remat, guidance] = model_footprint(config).activations
+        kept[remat, guidance] = model_footprint(reopen_recipe(config)).activations
     assert kept[True, 1.0] < 0.5 * kept[False, 1.0]
     assert kept[False, 2.0] == pytest.approx(2 * kept[False, 1.0], rel=0.1)
     # What counts is the guidance of training, which is not always the sampler's.
     config = complete(forward(tiny_config(base, "full")))
     config.sampler.guidance = 4.5
-    assert model_footprint(config).activations == kept[False, 1.0]
+    assert model_footprint(reopen_recipe(config)).activations == kept[False, 1.0]
     # At least a block's inputs: 4 image and 16 text tokens of width 16 in float32.
     assert kept[True, 1.0] > 3 * 4 * 16 * 4
 
@@ -67,9 +68,9 @@ def test_activations_are_what_a_backward_pass_keeps(base):
 def test_parts_of_parameters_are_split_by_the_rules():
     config = shapes()
     config.placement.rules = ((".*bias", "replicate"), (".*", "fsdp"))
-    found = model_footprint(config)
+    found = model_footprint(reopen_recipe(config))
     assert found.tuned.split > found.tuned.whole > 0
-    problem = make_problem(config, 4, calibration(), found)
-    section = placement_section(problem, Candidate(1, 2, 2))
-    assert section["trainer"] == {"data": 1, "fsdp": 2, "time": 1}
-    assert np.prod(list(section["rollout"].values())) == 2
+    problem = make_problem(reopen_recipe(config), 4, calibration(), found)
+    sizes = meshes(problem, Candidate(1, 2, 2)).plain()
+    assert sizes["trainer"] == {"data": 1, "fsdp": 2, "time": 1}
+    assert np.prod(list(sizes["rollout"].values())) == 2

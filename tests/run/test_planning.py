@@ -7,14 +7,13 @@ import re
 import jax
 import pytest
 
-from digen_jax.config import checks
 from digen_jax.config.checks import check_devices
+from digen_jax.config.door import open_recipe, reopen_recipe
 from digen_jax.config.recipe import complete, resized, with_placement
-from digen_jax.config.sections import scheduler_settings
 from digen_jax.errors import ConfigError
 from digen_jax.run import step_costs
 from digen_jax.run import train as run
-from digen_jax.run.planning import auto_placement, make_problem, placement_section
+from digen_jax.run.planning import auto_placement, make_problem, meshes
 from digen_jax.scheduling.planner import candidate as of
 from digen_jax.scheduling.planner.calibration import Calibration, read_calibration
 from digen_jax.scheduling.planner.candidate import Candidate
@@ -34,6 +33,10 @@ def shapes(fragment=12):
     config = complete(load_config("shapes_flow_grpo"))
     config.sampler.fragment = config.trainer.micro_batch = fragment
     return config
+
+
+def opened(fragment=12):
+    return reopen_recipe(shapes(fragment))
 
 
 def calibration(**fields):
@@ -75,7 +78,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     assert fields
     config = shapes()
     config.update_from_flattened_dict({name: int(value) for name, value in fields})
-    checks.check(config, 4)
+    open_recipe(config, 4)
     for mesh, axes in section.items():
         assert {axis: config.placement[mesh][axis] for axis in axes} == axes
     assert config.runtime.tag_fragments == 12
@@ -156,7 +159,7 @@ def test_a_wrong_file_of_costs_is_refused(tmp_path, given, sentence):
 
 
 def test_a_step_of_one_fragment_is_best_colocated_and_the_sentence_says_so():
-    plan = make_plan(make_problem(shapes(144), 4, calibration(publish=0.1)))
+    plan = make_plan(make_problem(opened(144), 4, calibration(publish=0.1)))
     assert plan.choice.candidate.kind == "colocated"
     sentence = why(plan)
     assert sentence.startswith("colocated (4 devices in turn) is best because")
@@ -167,14 +170,14 @@ def test_a_step_of_one_fragment_is_best_colocated_and_the_sentence_says_so():
 def test_auto_is_the_choice_as_a_section_of_the_config():
     config, costs = shapes(), calibration(switch=2.0, publish=0.1)
     config.runtime.staleness, config.runtime.tag_fragments = 1, 12
-    section = auto_placement(config, 4, costs)
-    plan = make_plan(make_problem(config, 4, costs))
-    assert section == placement_section(plan.problem, plan.choice.candidate)
-    rollout, trainer = section["rollout"], section["trainer"]
+    sizes = auto_placement(reopen_recipe(config), 4, costs)
+    plan = make_plan(make_problem(reopen_recipe(config), 4, costs))
+    assert sizes == meshes(plan.problem, plan.choice.candidate)
+    rollout, trainer = sizes.plain().values()
     assert set(rollout) == {"workers", "data", "fsdp"} and set(trainer) == {"data", "fsdp", "time"}
     assert rollout["data"] > 0
     config.evaluation.batch = 12
-    check_devices(resized(config, section), 4)
+    check_devices(reopen_recipe(resized(config, sizes)), 4)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def test_what_is_simulated_of_a_placement_is_what_its_run_does(fields):
     config.runtime.update(fields)
     if "early_groups" in fields:
         config.algorithm.old_log_probs = "current"
-    problem = make_problem(config, 4, calibration())
+    problem = make_problem(reopen_recipe(config), 4, calibration())
     tactics = dict(
         gap=True,
         tag=config.runtime.tag_fragments > 0,
@@ -205,7 +208,7 @@ def test_what_is_simulated_of_a_placement_is_what_its_run_does(fields):
         staleness=config.runtime.staleness,
     )
     problem = dataclasses.replace(problem, settings=settings)
-    run = dataclasses.replace(scheduler_settings(config), steps=1)
+    run = dataclasses.replace(reopen_recipe(config).scheduler, steps=1)
     assert of.settings(problem, Candidate(2, 1, 2, **tactics)) == run
     # Colocated neither tactic changes anything.
     own = dict(staleness=0, tag_fragments=0, ordered=not config.runtime.early_groups)
@@ -216,14 +219,16 @@ def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_alrea
     """It was taken to wait for the whole step's scores (29.2 s), so that a split of 28.8 s was chosen."""
     config, costs = shapes(), calibration(score_latency=4.0)
     config.runtime.staleness = 1
-    assert auto_placement(config, 4, costs)["rollout"]["data"] == 0
+    assert auto_placement(reopen_recipe(config), 4, costs).rollout.data == 0
 
     def seconds(candidate):
         told = of.layout(problem, candidate), of.costs(problem, candidate)
-        run = dataclasses.replace(scheduler_settings(config), steps=1)  # as a real run has them
+        run = dataclasses.replace(
+            reopen_recipe(config).scheduler, steps=1
+        )  # as a real run has them
         return simulate(*told, run, 8).step_seconds
 
-    problem = make_problem(config, 4, costs)
+    problem = make_problem(reopen_recipe(config), 4, costs)
     splits = [Candidate(4 - n, 1, n, gap=True, asynchrony=True) for n in (1, 2, 3)]
     colocated = seconds(Candidate(0, 0, 4))
     assert colocated == pytest.approx(144 * 0.7 / 4)
@@ -233,8 +238,8 @@ def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_alrea
 def test_a_placement_that_no_batch_fits_is_not_chosen():
     config = shapes()
     config.evaluation.batch = 7
-    section = auto_placement(config, 4, calibration(switch=2.0))
-    assert section["rollout"]["data"] == 1  # workers of one device: 7 images are for no others
+    sizes = auto_placement(reopen_recipe(config), 4, calibration(switch=2.0))
+    assert sizes.rollout.data == 1  # workers of one device: 7 images are for no others
 
 
 def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
@@ -267,20 +272,20 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
 
 def test_one_device_and_free_switching_are_colocated():
     for devices in (1, 4):
-        section = auto_placement(shapes(), devices, calibration())
-        assert section["rollout"]["data"] == 0
-        trainer = section["trainer"]
-        assert trainer["data"] * trainer["fsdp"] * trainer["time"] == devices
+        sizes = auto_placement(opened(), devices, calibration())
+        trainer = sizes.trainer
+        assert sizes.rollout.data == 0
+        assert trainer.data * trainer.fsdp * trainer.time == devices
 
 
 def test_no_meshes_of_which_every_device_has_a_share_are_one_sentence():
     config = shapes(144)
     config.trainer.micro_batch = 1
-    problem = make_problem(config, 7, calibration())
+    problem = make_problem(reopen_recipe(config), 7, calibration())
     with pytest.raises(ConfigError, match=r"no meshes of 7 devices can split config.sampler.frag"):
         make_plan(problem, lambda candidate: False)
 
 
 def test_every_device_must_be_of_use():
     with pytest.raises(ConfigError, match=r"config.sampler.fragment.*must divide"):
-        make_problem(shapes(10), 4, calibration())
+        make_problem(opened(10), 4, calibration())

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.config import recipe
 from digen_jax.engine import placement
 from digen_jax.errors import ConfigError
 from digen_jax.records.checkpoint import SaveFailed
@@ -85,10 +84,12 @@ def test_a_run_goes_on_with_other_meshes_cuts_and_processes_to_the_same_result(
 
 
 def test_a_layout_is_what_costs_depend_on(tmp_path):
-    c = config(tmp_path)
-    assert recipe.layout(c) == recipe.layout(config(tmp_path, placement__cpu_devices=3, steps=9))
+    def layout(**fields):
+        return toy.opened(config(tmp_path, **fields)).layout
+
+    assert layout() == layout(placement__cpu_devices=3, steps=9)
     for fields in ({"sampler__fragment": 4}, toy.meshes((0, 1), (1, 1, 2)), {"trainer__pack": 2}):
-        assert recipe.layout(c) != recipe.layout(config(tmp_path, **fields))
+        assert layout() != layout(**fields)
 
 
 def test_what_was_begun_by_two_meshes_is_done_by_others(tmp_path, train):

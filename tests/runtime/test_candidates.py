@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.executors import Executors, replay
+from digen_jax.runtime.executors import replay
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import DropFragments, Fragment, Generate, Train, Update
@@ -186,9 +186,9 @@ def test_with_asynchrony_a_replayed_log_gives_the_same_bits(late):
     assert max(metrics["staleness"] for metrics in history) > 0
     assert any(isinstance(command, DropFragments) for command in log)
     batches = toy.batches(MOST)
-    executors = Executors(parts, c, toy.fresh(parts), batches)
+    executors = toy.executors(parts, c, toy.fresh(parts), batches)
     last = max(i for i, command in enumerate(log) if isinstance(command, Update))
-    pool = RewardPool(some_equal, "mine", 0)
+    pool = RewardPool(some_equal, ("mine",), 0)
     again = replay(executors, pool, log[: last + 1])
     pool.close()
     for leaf, expected in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):

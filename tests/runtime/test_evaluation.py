@@ -28,7 +28,7 @@ def scored(parts, records, batch, **options):
         seen.append(images)
         return toy.brightness(images, prompts, metadata)
 
-    return evaluate(*parts, records, reward, "mine", batch, **options), np.concatenate(seen)
+    return evaluate(*parts, records, reward, ("mine",), batch, **options), np.concatenate(seen)
 
 
 @pytest.fixture(scope="module")
@@ -89,5 +89,5 @@ def test_progress_goes_through_the_batches(parts):
 
 def test_a_wrong_reward_is_named(parts):
     with pytest.raises(ConfigError, match="reward 'mine' returned nan for image 0"):
-        evaluate(*parts, RECORDS, lambda images, *_: np.full(len(images), np.nan), "mine", 8)
+        evaluate(*parts, RECORDS, lambda images, *_: np.full(len(images), np.nan), ("mine",), 8)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(parts[1]))

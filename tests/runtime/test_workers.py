@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun
-from digen_jax.runtime.executors import Executors, replay
+from digen_jax.runtime.executors import replay
 from digen_jax.runtime.log import CommandLog, read_log
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.training import Versions
@@ -54,9 +54,9 @@ def equal_bits(state, other):
 
 def replayed(system, config, log, **options):
     """The state behind a log's last command."""
-    pool = RewardPool(toy.brightness, "mine", 0)
+    pool = RewardPool(toy.brightness, ("mine",), 0)
     options = {"state": toy.fresh(system), "batches": toy.batches(GROUPS)} | options
-    executors = Executors(system, config, **options)
+    executors = toy.executors(system, config, **options)
     last = max(i for i, c in enumerate(log) if isinstance(c, Update))
     state = replay(executors, pool, log[: last + 1])
     pool.close()

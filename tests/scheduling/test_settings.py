@@ -11,8 +11,14 @@ GOOD = Settings(1, groups=6, images=4, fragment_images=2)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (dict(fragment_images=5), "fragment_images = 5 must divide images of an update = 24"),
-        (dict(fragment_images=16), "fragment_images = 16 must divide images of an update = 24"),
+        (
+            dict(fragment_images=5),
+            r"fragment_images = 5 must divide groups \* images / updates = 24, as a fragment",
+        ),
+        (
+            dict(fragment_images=16),
+            r"fragment_images = 16 must divide groups \* images / updates = 24, as a fragment",
+        ),
         (dict(updates=4), "updates = 4 must divide groups = 6"),
         (dict(readiness="groups"), "did you mean 'group'"),
         (dict(readiness="early_group"), "did you mean 'group'"),
@@ -27,7 +33,10 @@ GOOD = Settings(1, groups=6, images=4, fragment_images=2)
         ),
         (dict(stale_share=1.5), "stale_share must lie between 0 and 1"),
         (dict(staleness=-1), "staleness must be at least 0"),
-        (dict(redundant_groups=2), "redundant_groups needs max_candidates"),
+        (
+            dict(redundant_groups=2),
+            "redundant_groups = 2 is for dynamic sampling, which is off",
+        ),
         (dict(max_candidates=7, redundant_groups=2), "must be at least groups"),
         (dict(max_candidates=9, open_groups=1), "only a complete group"),
         (dict(max_candidates=9, readiness="step", open_groups=1), "only a complete group"),

@@ -1,18 +1,20 @@
-"""What a complete config must be like: all checks that need no model to be built.
+"""What a config must be like: all checks that need no model to be built. `door.open_recipe` makes them.
 
 They run before anything compiles. Each mistake is a sentence of a `ConfigError`, and all that can be told at once are.
+A check is a function that raises one. A new one of a field alone goes into EACH, and is told the complete config; one
+of several fields into one of the STAGES, and is told the recipe. All checks of a stage are made, those of a later
+stage only if the stages before found nothing. A check with several independent sentences collects them by `together`.
 """
 
 import dataclasses
 import functools
-import operator
 import re
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
-from digen_jax.config.algorithm_section import kind
 from digen_jax.config.checks.algorithm import check_algorithm, check_algorithm_choices
 from digen_jax.config.checks.groups import (
     check_advantage_choices,
@@ -25,8 +27,8 @@ from digen_jax.config.checks.groups import (
 )
 from digen_jax.config.checks.numbers import check_numbers
 from digen_jax.config.checks.sampler import check_sampler
-from digen_jax.config.recipe import SIZES
-from digen_jax.config.sections import advantage_settings, scheduler_settings
+from digen_jax.config.recipe import SCHEDULED, Recipe
+from digen_jax.config.sections import SIZES
 from digen_jax.engine.placement import TACTICS, mesh_sizes
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
 from digen_jax.flow.steps import make_step
@@ -34,36 +36,48 @@ from digen_jax.prompts.files import read_prompt_file
 from digen_jax.weights.lora import Init
 
 
-def check(config: ConfigDict, devices: int | None = None) -> None:
-    """Refuses what cannot work; `config` is complete. Reads the prompt files, nothing slow.
+def check_each(config: ConfigDict) -> None:
+    """Refuses fields of a complete config that cannot be what they are, whatever the others say.
 
-    A check is a function of the config that raises `ConfigError` with one sentence. A new one goes into one of
-    the STAGES at the end of this module: all checks of a stage are made, those of a later stage only if the
-    stages before found nothing. A check with several independent sentences collects them by `together`.
+    Raises:
+      ConfigError: the sentences of all such fields.
+    """
+    _all(EACH, config)
+
+
+def check_rules(recipe: Recipe, devices: int | None = None) -> None:
+    """Refuses fields that cannot go together.
 
     Args:
-      config: complete.
+      recipe: of a config whose fields `check_each` has passed.
       devices: how many there are, where the meshes are to be checked, too.
 
     Raises:
       ConfigError: the sentences of all mistakes that can be told at once.
     """
-    fields, groups, cuts, step = STAGES
+    groups, cuts, step = STAGES
     if devices is not None:
         groups = *groups, functools.partial(_check_meshes, devices=devices)
         step = *step, functools.partial(check_devices, devices=devices)
+    for stage in (groups, cuts, step):
+        _all(stage, recipe)
+
+
+def _all(checks: Iterable[Callable[[Any], None]], value: Any) -> None:
     with together() as one:
-        with one():
-            _check_given(config)
-        for stage in (fields, groups, cuts, step):
-            with together() as each:
-                for refuse in stage:
-                    with each():
-                        refuse(config)
+        for refuse in checks:
+            with one():
+                refuse(value)
 
 
-def _check_given(config: ConfigDict) -> None:
-    """What has to be given: the model's folder, prompt files that can be read, and a reward."""
+def check_given(config: ConfigDict) -> None:
+    """What has to be given: the model's folder, prompt files that can be read, and a reward.
+
+    Reads the files and imports the reward.
+
+    Raises:
+      ConfigError: what is not there, or cannot be used.
+    """
     with together() as one:
         for name in ("model.folder", "prompts.file", "reward.name", "evaluation.prompts"):
             with one():
@@ -73,15 +87,15 @@ def _check_given(config: ConfigDict) -> None:
                     )
                 if name == "reward.name":
                     with blame("config.reward.name: ", (ConfigError,)):
-                        rewards.resolve(config.reward.name)
+                        rewards.resolve(rewards.names_in(config.reward.name))
                 elif name != "model.folder":
                     with blame(f"config.{name}: "):
                         read_prompt_file(_value(config, name))
 
 
-def _check_decay(config: ConfigDict) -> None:
-    trainer = config.trainer
-    updates, rising = config.steps * trainer.updates, trainer.warmup + trainer.decay
+def _check_decay(recipe: Recipe) -> None:
+    trainer = recipe.trainer
+    updates, rising = recipe.steps * trainer.updates, trainer.warmup + trainer.decay
     if trainer.decay and updates > rising:
         raise ConfigError(
             f"config.trainer.warmup + config.trainer.decay = {rising} updates, after which the learning rate is 0, are "
@@ -89,8 +103,8 @@ def _check_decay(config: ConfigDict) -> None:
         )
 
 
-def _check_average(config: ConfigDict) -> None:
-    trainer = config.trainer
+def _check_average(recipe: Recipe) -> None:
+    trainer = recipe.trainer
     if not trainer.ema and (trainer.ema_warm_up or trainer.ema_every * trainer.ema_repeats > 1):
         raise ConfigError(
             "config.trainer.ema = 0 keeps no average that ema_warm_up, ema_every or ema_repeats could be "
@@ -113,39 +127,25 @@ def _check_choices(config: ConfigDict) -> None:
                 check_choice(f"config.{name}", _value(config, name), choices)
 
 
-def _check_start(config: ConfigDict) -> None:
+def _check_start(recipe: Recipe) -> None:
     """Refuses a LoRA to continue where none is tuned."""
-    if config.lora.start and not config.lora.rank:
+    if recipe.lora.start and not recipe.lora.rank:
         raise ConfigError(
-            f"config.lora.start = {config.lora.start!r} is a LoRA to continue, but config.lora.rank = 0 tunes "
+            f"config.lora.start = {recipe.lora.start!r} is a LoRA to continue, but config.lora.rank = 0 tunes "
             "all weights: set config.lora.rank, config.lora.alpha and config.lora.targets to that LoRA's"
         )
 
 
-def _value(config: ConfigDict, name: str) -> Any:
+def _value(holder: Any, name: str) -> Any:
     """The value of a dotted name."""
-    return functools.reduce(operator.getitem, name.split("."), config)
+    return functools.reduce(getattr, name.split("."), holder)
 
 
-def _check_batches(config: ConfigDict) -> None:
+def _check_batches(recipe: Recipe) -> None:
     """Every cut of a step's images: into update sets, fragments, micro-batches, devices."""
-    batch, trainer, fragment = config.batch, config.trainer, config.sampler.fragment
-    check_divides(
-        "config.trainer.updates",
-        trainer.updates,
-        "config.batch.groups",
-        batch.groups,
-        "as each update trains its own groups",
-    )
-    images = batch.groups * batch.images // trainer.updates
-    check_divides(
-        "config.sampler.fragment",
-        fragment,
-        "config.batch.groups * config.batch.images / config.trainer.updates",
-        images,
-        "as a fragment belongs to one update",
-    )
-    count = config.advantages.best_and_worst
+    batch, trainer, fragment = recipe.batch, recipe.trainer, recipe.sampler.fragment
+    recipe.scheduler.check_cut(SCHEDULED)
+    count = recipe.advantages.best_and_worst
     if count:
         check_divides(
             "config.batch.images",
@@ -154,8 +154,8 @@ def _check_batches(config: ConfigDict) -> None:
             fragment,
             f"as with config.advantages.best_and_worst = {count} a fragment holds whole groups",
         )
-    if kind(config).images_of_sample == 1:
-        trained = advantage_settings(config).kept(fragment, batch.images)
+    if recipe.algorithm.images_of_sample == 1:
+        trained = recipe.advantages.kept(fragment, batch.images)
         chosen = ""
         if trained < fragment:
             chosen = " / config.batch.images * 2 * config.advantages.best_and_worst"
@@ -168,8 +168,8 @@ def _check_batches(config: ConfigDict) -> None:
         )
 
 
-def _check_stale(config: ConfigDict) -> None:
-    runtime, settings = config.runtime, scheduler_settings(config)
+def _check_stale(recipe: Recipe) -> None:
+    runtime, settings = recipe.runtime, recipe.scheduler
     if not runtime.staleness or settings.stale_units:
         return
     images = settings.groups * settings.images // settings.updates
@@ -178,26 +178,26 @@ def _check_stale(config: ConfigDict) -> None:
         for size in range(1, settings.fragment_images)
         if images % size == 0 and dataclasses.replace(settings, fragment_images=size).stale_units
     ]
-    room = smaller_fragments(config, sizes) if sizes else "config.runtime.stale_share higher"
+    room = smaller_fragments(recipe, sizes) if sizes else "config.runtime.stale_share higher"
     raise ConfigError(
         f"config.runtime.staleness = {runtime.staleness} changes nothing, as config.runtime.stale_share = "
-        f"{runtime.stale_share} of a step is less than config.sampler.fragment = {config.sampler.fragment} "
+        f"{runtime.stale_share} of a step is less than config.sampler.fragment = {recipe.sampler.fragment} "
         f"images or a group: set {room}, or config.runtime.staleness to 0"
     )
 
 
-def _check_scheduler(config: ConfigDict) -> None:
+def _check_scheduler(recipe: Recipe) -> None:
     with blame("config.runtime.", (ConfigError,)):
-        scheduler_settings(config).check()
-    _check_stale(config)
+        recipe.scheduler.check()
+    _check_stale(recipe)
 
 
-def _check_noise_level(config: ConfigDict) -> None:
+def _check_noise_level(recipe: Recipe) -> None:
     with blame("config.sampler."):
-        make_step(config.sampler.kind, config.sampler.noise_level)
+        make_step(recipe.sampler.kind, recipe.sampler.noise_level)
 
 
-def _check_rules(config: ConfigDict) -> None:
+def _check_placement_rules(config: ConfigDict) -> None:
     for rule in config.placement.rules:
         if not (isinstance(rule, tuple | list) and [type(part) for part in rule] == [str, str]):
             raise ConfigError(
@@ -214,28 +214,28 @@ def _check_rules(config: ConfigDict) -> None:
         check_choice(f"the tactic of {pattern!r} in config.placement.rules", tactic, tuple(TACTICS))
 
 
-def _check_meshes(config: ConfigDict, devices: int) -> None:
-    mesh_sizes(config.placement, devices)
+def _check_meshes(recipe: Recipe, devices: int) -> None:
+    mesh_sizes(recipe.placement.meshes, devices)
 
 
-def check_devices(config: ConfigDict, devices: int) -> None:
+def check_devices(recipe: Recipe, devices: int) -> None:
     """Refuses meshes that `devices` do not suffice for, and batches that a mesh cannot divide."""
-    rollout, trainer = mesh_sizes(config.placement, devices)
+    rollout, trainer = mesh_sizes(recipe.placement.meshes, devices)
     sampling = ("rollout", rollout) if rollout else ("trainer", trainer)
-    time = config.placement.trainer.time if devices > 1 else 1
+    time = recipe.placement.trainer.time if devices > 1 else 1
     training = (
         "trainer / config.placement.trainer.time" if time > 1 else "trainer",
         trainer // time,
     )
-    tag = [(("trainer", trainer), "sampler.fragment")] if config.runtime.tag_fragments else []
+    tag = [(("trainer", trainer), "sampler.fragment")] if recipe.runtime.tag_fragments else []
     for (mesh, size), name in (
         *tag,
         (sampling, "sampler.fragment"),
         (sampling, "evaluation.batch"),
         (training, "trainer.micro_batch"),
     ):
-        value, name = _value(config, name), f"config.{name}"
-        if name == "config.trainer.micro_batch" and kind(config).images_of_sample == 2:
+        value, name = _value(recipe, name), f"config.{name}"
+        if name == "config.trainer.micro_batch" and recipe.algorithm.images_of_sample == 2:
             value, name = value // 2, f"{name} / 2, the pairs of a pass,"
         check_divides(
             f"the number of devices of config.placement.{mesh}",
@@ -254,17 +254,16 @@ def _check_wandb(config: ConfigDict) -> None:
         )
 
 
+EACH = (
+    check_numbers,
+    _check_choices,
+    _check_wandb,
+    check_weights,
+    check_advantage_choices,
+    check_algorithm_choices,
+    _check_placement_rules,
+)
 STAGES = (
-    # Each field alone.
-    (
-        check_numbers,
-        _check_choices,
-        _check_wandb,
-        check_weights,
-        check_advantage_choices,
-        check_algorithm_choices,
-        _check_rules,
-    ),
     # What a group is, and what is sampled of an image.
     (_check_decay, _check_average, _check_start, check_advantages, check_sampler, check_early),
     # How a step is cut, and what the algorithm demands of that.

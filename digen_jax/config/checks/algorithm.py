@@ -5,13 +5,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.algorithm import Algorithm
+from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.config.algorithm_section import kind
-from digen_jax.config.sections import (
-    advantage_settings,
-    algorithm_settings,
-    noisy_steps,
-    trained_steps,
-)
+from digen_jax.config.recipe import Recipe
 from digen_jax.errors import (
     ConfigError,
     blame,
@@ -42,42 +38,55 @@ def check_algorithm_choices(config: ConfigDict) -> None:
                     check_choice(f"config.algorithm.{field}", section[field], auto + get_args(hint))
 
 
-def check_algorithm(config: ConfigDict) -> None:
+def check_algorithm(recipe: Recipe) -> None:
     """Refuses settings of the algorithm that cannot work together."""
+    algorithm = recipe.algorithm
     with blame("config.algorithm."):
-        algorithm = algorithm_settings(config)
-    _check_nested(config, algorithm)
+        _check_old_log_probs(recipe)
+    _check_nested(recipe, algorithm)
     with blame("config.algorithm."):
         algorithm.check()
-        algorithm.check_kind(config.sampler.kind)
-        if config.runtime.early_groups:
-            advantages = advantage_settings(config)
-            algorithm.check_early(advantages, config.batch.images, config.batch.groups)
+        algorithm.check_kind(recipe.sampler.kind)
+        if recipe.runtime.early_groups:
+            algorithm.check_early(recipe.advantages, recipe.batch.images, recipe.batch.groups)
     if algorithm.of_trajectories:
-        _check_trajectories(config)
+        _check_trajectories(recipe)
     if algorithm.objective == "matching":
-        _check_final_images(config)
+        _check_final_images(recipe)
     if algorithm.ranks:
-        _check_ranking(config)
+        _check_ranking(recipe)
     if algorithm.images_of_sample == 2:
-        _check_pairs(config)
+        _check_pairs(recipe)
 
 
-def _check_nested(config: ConfigDict, algorithm: Algorithm) -> None:
+def _check_old_log_probs(recipe: Recipe) -> None:
+    """Ratios that are said to be 1 must be."""
+    choice = recipe.asked.get("old_log_probs", "auto")
+    if choice != "auto":
+        choose_old_log_probs(
+            choice,
+            same_dtype=True,
+            stale=recipe.runtime.staleness > 0,
+            updates=recipe.trainer.updates,
+            stored=recipe.algorithm.objective == "transitions",
+        )
+
+
+def _check_nested(recipe: Recipe, algorithm: Algorithm) -> None:
     """The settings that the algorithm's fields hold."""
     if algorithm.times is not None:
         with blame("config.algorithm.times."):
-            algorithm.times.check(config.sampler.steps)
-    if "ema" in config.algorithm:
+            algorithm.times.check(recipe.sampler.steps)
+    if "ema" in recipe.asked:
         with blame("config.algorithm.ema."):
             algorithm.ema.check()
 
 
-def _check_trajectories(config: ConfigDict) -> None:
+def _check_trajectories(recipe: Recipe) -> None:
     """Ratios of whole trajectories want all steps of an image in one pass, on one device."""
-    time, pack, steps = config.placement.trainer.time, config.trainer.pack, trained_steps(config)
+    time, pack, steps = recipe.placement.trainer.time, recipe.trainer.pack, recipe.trained_steps
     ratio = (
-        f"config.algorithm.ratio = {config.algorithm.ratio!r} puts the steps of an image together"
+        f"config.algorithm.ratio = {recipe.algorithm.ratio!r} puts the steps of an image together"
     )
     if time > 1:
         raise ConfigError(
@@ -90,10 +99,10 @@ def _check_trajectories(config: ConfigDict) -> None:
         )
 
 
-def _check_final_images(config: ConfigDict) -> None:
+def _check_final_images(recipe: Recipe) -> None:
     """Final images are trained, so that noise on the way there serves nothing and costs quality."""
-    name, sampler = config.algorithm.name, config.sampler
-    if noisy_steps(config) or sampler.kind not in WITHOUT_NOISE:
+    name, sampler = recipe.algorithm.name, recipe.sampler
+    if recipe.noisy_steps or sampler.kind not in WITHOUT_NOISE:
         raise ConfigError(
             f"config.algorithm.name = {name!r} trains final images, which are sampled without noise: set "
             "config.sampler.window.length to 0, config.sampler.kind to 'ode' or 'dpm2', and "
@@ -101,30 +110,32 @@ def _check_final_images(config: ConfigDict) -> None:
         )
 
 
-def _check_ranking(config: ConfigDict) -> None:
+def _check_ranking(recipe: Recipe) -> None:
     """A pair depends on the order of a group's images alone, so that most of `advantages` has nothing to act on."""
-    section = config.advantages
+    section = recipe.advantages
     without = dict(baseline="group_mean", ddof=0, best_and_worst=0, drop_zero_std=False)
     if section.combine == "rewards":
         without["std"] = "group"
-    idle = {name: value for name, value in without.items() if section[name] != value}
+    idle = {name: value for name, value in without.items() if getattr(section, name) != value}
     if idle:
-        given = " and ".join(f"config.advantages.{name} = {section[name]!r}" for name in idle)
+        given = " and ".join(
+            f"config.advantages.{name} = {getattr(section, name)!r}" for name in idle
+        )
         it = "it" if len(idle) == 1 else "them"
         raise ConfigError(
-            f"{given} cannot change which pair of each group {config.algorithm.name} trains, its best and "
+            f"{given} cannot change which pair of each group {recipe.algorithm.name} trains, its best and "
             f"its worst image: set {it} to {' and '.join(map(repr, idle.values()))}"
         )
 
 
-def _check_pairs(config: ConfigDict) -> None:
+def _check_pairs(recipe: Recipe) -> None:
     """A fragment holds whole groups, of each of which one pair is trained; a micro-batch holds whole pairs."""
     images, fragment, micro = (
-        config.batch.images,
-        config.sampler.fragment,
-        config.trainer.micro_batch,
+        recipe.batch.images,
+        recipe.sampler.fragment,
+        recipe.trainer.micro_batch,
     )
-    name = config.algorithm.name
+    name = recipe.algorithm.name
     check_divides(
         "config.batch.images",
         images,

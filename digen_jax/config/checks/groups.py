@@ -1,4 +1,4 @@
-"""What a complete config must say of its groups, their rewards and advantages: a part of `checks`."""
+"""What a config must say of its groups, their rewards and advantages: a part of `checks`."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,7 @@ from typing import get_args
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.advantages import Baseline, Combine, DDof, Std
-from digen_jax.config.algorithm_section import kind
-from digen_jax.config.sections import advantage_settings
+from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.errors import ConfigError, blame, check_choice, together
 from digen_jax.rewards import names_in
 
@@ -42,40 +41,28 @@ def check_advantage_choices(config: ConfigDict) -> None:
                 check_choice(f"config.advantages.{name}", value, get_args(choice))
 
 
-def check_advantages(config: ConfigDict) -> None:
+def check_advantages(recipe: Recipe) -> None:
     """Refuses advantages that groups of this size do not have; the rewards' weights are checked."""
     with blame("config.advantages."):
-        advantage_settings(config).check(config.batch.images, config.batch.groups)
+        recipe.advantages.check(recipe.batch.images, recipe.batch.groups)
 
 
-def check_candidates(config: ConfigDict) -> None:
+def check_candidates(recipe: Recipe) -> None:
     """Refuses dynamic sampling that cannot work.
 
     Raises:
       ConfigError: fewer candidates than groups, or groups that share fragments.
     """
-    most, redundant = config.runtime.max_candidates, config.runtime.redundant_groups
-    least = config.batch.groups + redundant
-    if redundant and not most:
-        raise ConfigError(
-            f"config.runtime.redundant_groups = {redundant} is for dynamic sampling, which is off: set "
-            f"config.runtime.max_candidates to {least} or more, or config.runtime.redundant_groups to 0"
+    recipe.scheduler.check_candidates(SCHEDULED)
+    if recipe.runtime.max_candidates:
+        _check_one_group(
+            recipe,
+            "as with config.runtime.max_candidates a group that is replaced must not share a fragment",
+            recipe.batch.images,
         )
-    if not most:
-        return
-    if most < least:
-        raise ConfigError(
-            f"config.runtime.max_candidates = {most} must be at least config.batch.groups + "
-            f"config.runtime.redundant_groups = {least}, or 0 for no dynamic sampling"
-        )
-    _check_one_group(
-        config,
-        "as with config.runtime.max_candidates a group that is replaced must not share a fragment",
-        config.batch.images,
-    )
 
 
-def check_early(config: ConfigDict) -> None:
+def check_early(recipe: Recipe) -> None:
     """Refuses training before groups are complete where it is not exact, or nothing would be early.
 
     What else the algorithm must be like for it is for `Algorithm.check_early` to say.
@@ -85,23 +72,23 @@ def check_early(config: ConfigDict) -> None:
         than what has to be waited for otherwise.
     """
     early, names = (
-        f"config.runtime.early_groups = {config.runtime.early_groups}",
-        names_in(config.reward.name),
+        f"config.runtime.early_groups = {recipe.runtime.early_groups}",
+        recipe.reward.names,
     )
-    if not config.runtime.early_groups:
+    if not recipe.runtime.early_groups:
         return
-    if not kind(config).may_train_early:
+    if not recipe.algorithm.may_train_early:
         raise ConfigError(
             f"{early} is for policy_gradient, whose loss may be linear in the advantages, and not for "
-            f"{config.algorithm.name}: set it to 0"
+            f"{recipe.algorithm.name}: set it to 0"
         )
     with together() as one:
         for name, value, needed, why in (
-            ("runtime.staleness", config.runtime.staleness, 0, "older weights' ratios are not 1"),
-            ("trainer.updates", config.trainer.updates, 1, "behind an update ratios are not 1"),
+            ("runtime.staleness", recipe.runtime.staleness, 0, "older weights' ratios are not 1"),
+            ("trainer.updates", recipe.trainer.updates, 1, "behind an update ratios are not 1"),
             (
                 "runtime.max_candidates",
-                config.runtime.max_candidates,
+                recipe.runtime.max_candidates,
                 0,
                 "only of a complete group it is known whether it is replaced",
             ),
@@ -118,7 +105,7 @@ def check_early(config: ConfigDict) -> None:
                         f"{early} cannot go with config.{name} = {value}, as {why}: set that to {needed}, or "
                         "config.runtime.early_groups to 0"
                     )
-        if config.runtime.ordered == "yes":
+        if recipe.runtime.ordered == "yes":
             with one():
                 raise ConfigError(
                     f"{early} cannot go with config.runtime.ordered = 'yes', as what is trained before its "
@@ -127,18 +114,18 @@ def check_early(config: ConfigDict) -> None:
                 )
         if len(names) == 1:
             with one(), blame("config.advantages."):
-                advantage_settings(config).check_early()
+                recipe.advantages.check_early()
 
 
-def check_early_fragments(config: ConfigDict) -> None:
+def check_early_fragments(recipe: Recipe) -> None:
     """Refuses fragments of several groups, or no smaller than what has to be waited for otherwise."""
-    early = f"config.runtime.early_groups = {config.runtime.early_groups}"
-    fragment, images = config.sampler.fragment, config.batch.images
-    if not config.runtime.early_groups:
+    early = f"config.runtime.early_groups = {recipe.runtime.early_groups}"
+    fragment, images = recipe.sampler.fragment, recipe.batch.images
+    if not recipe.runtime.early_groups:
         return
-    less = config.advantages.std == "group"
+    less = recipe.advantages.std == "group"
     most = images // 2 if less else images
-    _check_one_group(config, f"as with {early} a fragment belongs to one group", most)
+    _check_one_group(recipe, f"as with {early} a fragment belongs to one group", most)
     if less and fragment == images:
         raise ConfigError(
             f"{early} changes nothing where config.sampler.fragment = {fragment} is a whole group: set "
@@ -146,23 +133,23 @@ def check_early_fragments(config: ConfigDict) -> None:
         )
 
 
-def _check_one_group(config: ConfigDict, why: str, most: int) -> None:
+def _check_one_group(recipe: Recipe, why: str, most: int) -> None:
     """Refuses fragments of several groups; `why` says why, and at most so many images are advised."""
-    fragment, images = config.sampler.fragment, config.batch.images
+    fragment, images = recipe.sampler.fragment, recipe.batch.images
     if images % fragment:
         sizes = [size for size in range(1, most + 1) if images % size == 0]
         raise ConfigError(
             f"config.sampler.fragment = {fragment} must divide config.batch.images = {images}, {why}: "
-            f"set {smaller_fragments(config, sizes)}"
+            f"set {smaller_fragments(recipe, sizes)}"
         )
 
 
-def smaller_fragments(config: ConfigDict, sizes: Sequence[int]) -> str:
+def smaller_fragments(recipe: Recipe, sizes: Sequence[int]) -> str:
     """What to set for the largest of some sizes that the meshes can split, the micro-batch included."""
-    meshes = (config.placement.rollout, config.placement.trainer)
+    meshes = (recipe.placement.rollout, recipe.placement.trainer)
     split = math.lcm(*(max(1, mesh.data * mesh.fsdp) for mesh in meshes))
     size = max([size for size in sizes if size % split == 0] or sizes)
     fields = "config.sampler.fragment"
-    if size % config.trainer.micro_batch:
+    if size % recipe.trainer.micro_batch:
         fields += " and config.trainer.micro_batch"
     return f"{fields} to {size}"

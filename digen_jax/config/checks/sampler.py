@@ -1,30 +1,28 @@
-"""What a complete config says of the steps that are sampled and trained: the checks that need no model."""
+"""What a config says of the steps that are sampled and trained: the checks that need no model."""
 
 from typing import get_args
 
-from ml_collections import ConfigDict
-
-from digen_jax.config import sections
-from digen_jax.config.algorithm_section import kind
+from digen_jax.algorithms.subsets import share_of_timesteps
+from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides
 from digen_jax.flow.steps import KINDS, Ode
 from digen_jax.flow.windows import Mode
 
 
-def check_sampler(config: ConfigDict) -> None:
+def check_sampler(recipe: Recipe) -> None:
     """Refuses a window, a share of it, start noise or passes that cannot work.
 
     Raises:
       ConfigError: names the field and what to change.
     """
-    if sections.noisy_steps(config) or kind(config).objective == "transitions":
-        _check_window(config)
-    _check_noise(config)
-    _check_pack(config)
+    if recipe.noisy_steps or recipe.algorithm.objective == "transitions":
+        _check_window(recipe)
+    _check_noise(recipe)
+    _check_pack(recipe)
 
 
-def _check_window(config: ConfigDict) -> None:
-    window = config.sampler.window
+def _check_window(recipe: Recipe) -> None:
+    window = recipe.sampler.window
     check_choice("config.sampler.window.mode", window.mode, get_args(Mode))
     if (window.mode == "fixed") != (window.end == 0):
         raise ConfigError(
@@ -32,23 +30,24 @@ def _check_window(config: ConfigDict) -> None:
             "window that moves needs the step before which it stops, a fixed one has none, which is 0"
         )
     with blame("config.sampler.window."):
-        sections.window(config).check(config.sampler.steps)
-        sections.trained_steps(config)
+        recipe.window.check(recipe.sampler.steps)
+        if recipe.algorithm.objective == "transitions":
+            share_of_timesteps(recipe.noisy_steps, window.fraction)
 
 
-def _check_noise(config: ConfigDict) -> None:
+def _check_noise(recipe: Recipe) -> None:
     """One start noise for a whole group makes its images equal where nothing else is random."""
-    kind = config.sampler.kind
-    if config.sampler.shared_noise and issubclass(KINDS.get(kind, object), Ode):
+    kind = recipe.sampler.kind
+    if recipe.sampler.shared_noise and issubclass(KINDS.get(kind, object), Ode):
         raise ConfigError(
             "config.sampler.shared_noise = True makes all images of a group equal, as a sampler of "
             f"config.sampler.kind = {kind!r} adds no noise: set it to False"
         )
 
 
-def _check_pack(config: ConfigDict) -> None:
+def _check_pack(recipe: Recipe) -> None:
     """A pass takes `pack` steps, split over the mesh axis "time"; none of its parts is only padding."""
-    pack, time = config.trainer.pack, config.placement.trainer.time
+    pack, time = recipe.trainer.pack, recipe.placement.trainer.time
     check_divides(
         "config.placement.trainer.time",
         time,
@@ -56,12 +55,12 @@ def _check_pack(config: ConfigDict) -> None:
         pack,
         "as the steps of a pass are split evenly over that axis",
     )
-    steps = sections.trained_steps(config)
+    steps = recipe.trained_steps
     most = steps + -steps % time
     if pack > most:
         where = (
             "noise levels of config.algorithm.times"
-            if kind(config).objective == "matching"
+            if recipe.algorithm.objective == "matching"
             else "trained steps of config.sampler.window"
         )
         raise ConfigError(

@@ -1,0 +1,78 @@
+"""What comes out of the door: typed settings that say what the config said, and no more of it to be decided."""
+
+import dataclasses
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from digen_jax.config import recipe
+from digen_jax.config.door import open_recipe, reopen_recipe
+from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
+from digen_jax.errors import ConfigError
+from tests.config import test_recipe
+from tests.config.test_recipe import FORWARD, changed, of_method
+from tests.pipelines import ROOT, load_config
+
+given, prompts = test_recipe.given, test_recipe.prompts
+
+
+def as_written(config: ConfigDict) -> dict:
+    """A complete config in the words of JSON."""
+    return json.loads(json.dumps(recipe.complete(config).to_dict()))
+
+
+@pytest.mark.parametrize("name", ["shapes_demo", "shapes_flow_grpo", "sd35_medium"])
+def test_a_runs_files_hold_the_config_as_it_was_asked_for(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(name)
+    assert reopen_recipe(config).as_json() == as_written(config)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_what_an_algorithm_leaves_to_others_is_written_as_it_was_asked_for(given, name):
+    given = of_method(given, name, algorithm__guidance=0.0, sampler__guidance=4.5)
+    opened = open_recipe(given)
+    assert opened.algorithm.guidance == opened.algorithm.reference_guidance == 4.5
+    assert opened.as_json() == as_written(given)
+    assert opened.as_json()["algorithm"]["guidance"] == 0.0
+    assert reopen_recipe(opened.as_json()) == opened
+
+
+def test_nothing_behind_the_door_can_be_changed(given):
+    opened = reopen_recipe(changed(given, reward__weights=[1], placement__rules=[["a", "fsdp"]]))
+    assert (opened.reward.weights, opened.placement.rules) == ((1,), (("a", "fsdp"),))
+    for holder in (opened, opened.sampler, opened.sampler.window, opened.placement.trainer):
+        field = dataclasses.fields(holder)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(holder, field, 1)
+
+
+def test_names_of_rewards_are_parsed_and_weighed(given):
+    opened = reopen_recipe(changed(given, reward__name="a:b ,shapes_geneval"))
+    assert opened.reward.names == ("a:b", "shapes_geneval")
+    assert opened.advantages.reward_weights == (1.0, 1.0)
+    assert opened.as_json()["reward"]["name"] == "a:b ,shapes_geneval"
+
+
+def test_meshes_are_fitted_to_the_devices_that_are_named(given):
+    given = changed(given, placement__sizes="fitted")
+    assert open_recipe(given).placement.sizes == "fitted"
+    opened = open_recipe(given, 2)
+    assert opened.placement.meshes == MeshSizes(RolloutAxes(1), TrainerAxes(1))
+    expected = recipe.resized(recipe.complete(given), opened.placement.meshes)
+    assert opened.as_json() == as_written(expected)
+
+
+def test_a_run_is_opened_again_without_its_files(given):
+    gone = changed(given, prompts__file="gone.txt", reward__name="gone:reward")
+    assert reopen_recipe(gone).prompts.file == "gone.txt"
+    with pytest.raises(ConfigError, match=r"(?s)2 things .* no prompt file .* no module 'gone'"):
+        open_recipe(gone)
+
+
+def test_the_layout_is_the_text_that_older_checkpoints_hold(given):
+    assert reopen_recipe(given).layout == (
+        '{"cut": [144, 144, 1], "placement": {"rollout": {"data": 4, "fsdp": 1, "workers": 1}, '
+        '"rules": [[".*", "replicate"]], "trainer": {"data": 4, "fsdp": 1, "time": 1}}}'
+    )
