@@ -1,1 +1,1 @@
-"""A config, completed and checked at the door; behind it the settings that each part of a run takes."""
+"""A config as a user writes it, and the door by which it becomes the typed recipe that a run takes."""
