@@ -7,9 +7,8 @@ guidance 2 0.565 before and 0.633 after.
 
 python launch/train.py --config configs/shapes_flow_grpo.py:long --workdir runs/long
 
-Expected: 0.676 after 600 steps from 0.324, in 56 minutes of CPU time, by the reward's reader before commit 38accec. The
-rate is lower: at 2e-4 the run was ahead at step 150 (0.548), but its reward in training fell from 0.65 to 0.42 by
-step 170.
+Expected: 0.680 after 600 steps from 0.320, in 39 minutes of CPU time. The rate is lower: at 2e-4 the run was ahead at
+step 150, but its reward in training fell from 0.65 to 0.42 by step 170.
 """
 
 from ml_collections import ConfigDict
