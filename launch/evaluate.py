@@ -80,7 +80,7 @@ def main() -> None:
     samplers = [
         model.sampler(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances
     ]
-    size = samplers[0].settings
+    size = samplers[0].settings.size
     try_out(functools.partial(rewards.call, score, names), [records], size.height, size.width)
     batch = model.batch(_BATCH.value, len(records))
     found = {}
