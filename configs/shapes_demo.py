@@ -31,8 +31,8 @@ r12 3e-4, to 0 in 120  2       0.05  0.95  0.630 (40) 0.707 (80) 0.711 (120); gu
 r13 3e-4, to 0 in 160  2       0.05  0.95  0.659 (40) 0.707 (80) 0.730 (160); guidance 1, 2   525
 
 Levels are algorithm.times.count. r12 and r13: guidance of the sampler and of the KL's reference, so that the guided
-base model is learnt; that of training is 1. r1 had the second KL, too. r6 was stopped to try r7, the others because the reward
-sank. Not tried: groups of other sizes, other methods.
+base model is learnt; that of training is 1. r1 had the second KL, too. r6 was stopped to try r7, the others because the
+reward sank. Not tried: groups of other sizes, other methods.
 """
 
 from ml_collections import ConfigDict
