@@ -162,8 +162,8 @@ def _write(
         "reward_weights": reward[1],
         "seed": _SEED.value,
         "steps": settings.steps,
-        "height": settings.height,
-        "width": settings.width,
+        "height": settings.size.height,
+        "width": settings.size.width,
         "guidance": {
             guidance: {task: score._asdict() for task, score in scores.items()}
             for guidance, scores in found.items()
