@@ -63,7 +63,7 @@ class PromptFile(tfds.core.GeneratorBasedBuilder):
 class PromptBatches(Iterator[list[dict[str, Any]]]):
     """An endless iterator over the steps of a run, see `prompt_batches`.
 
-    Its state is a small JSON-able dict, the same on all hosts and for any number of hosts.
+    Its state is a small JSON-able dict.
     """
 
     def __init__(self, batches: grain.IterDataset, stream: dict[str, Any]):
@@ -102,10 +102,8 @@ def prompt_batches(
     cache_dir: str | os.PathLike[str],
     shuffle: bool = True,
     set_steps: int = 0,
-    process_index: int = 0,
-    process_count: int = 1,
 ) -> PromptBatches:
-    """The prompts of every step of a run: endless, deterministic, restartable, split by host.
+    """The prompts of every step of a run: endless, deterministic, restartable.
 
     A step is a list of prompt records, one for each group, as `files.read_prompt_file` gives
     them, with the group's `serial` = step * groups_per_step + position in the step: its number in
@@ -115,23 +113,20 @@ def prompt_batches(
 
     Args:
         path: the prompt file.
-        groups_per_step: groups in a step over all hosts together.
+        groups_per_step: groups in a step.
         seed: the order's seed, not negative.
         cache_dir: where the dataset is built, unless this content has been built there before.
         shuffle: whether to leave the file's order.
         set_steps: after so many steps the first ones come again, with their serials; 0: never.
-        process_index: this host's number. Host h gets the h-th of process_count equal runs of
-            neighbouring groups of each step.
-        process_count: the number of hosts.
 
     Raises:
         FileNotFoundError: there is no prompt file at `path`.
-        ValueError: the prompt file is malformed, the seed is negative, or the hosts cannot share a
-            step equally.
+        ValueError: the prompt file is malformed, the seed is negative, or a step has no group.
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}: it must not be negative.")
-    part = _host_part(groups_per_step, process_index, process_count)
+    if groups_per_step < 1:
+        raise ValueError(f"groups_per_step is {groups_per_step}: it must be 1 or more.")
     content = files.read_bytes(path)
     digest = content_hash(path, content)
     with _quiet():
@@ -144,9 +139,7 @@ def prompt_batches(
         # Not a slice repeated, which would go on in the stream.
         fixed = grain.MapDataset.range(set_steps * groups_per_step).repeat()
         groups = fixed.map(groups.__getitem__)
-    steps = groups.batch(
-        groups_per_step, drop_remainder=True, batch_fn=lambda records: records[part]
-    )
+    steps = groups.batch(groups_per_step, drop_remainder=True, batch_fn=list)
     # Reading a step takes microseconds: threads that read ahead would cost more than they save.
     batches = steps.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     stream = {"prompt_file_hash": digest, "groups_per_step": groups_per_step, "seed": seed}
@@ -181,21 +174,6 @@ def cached_source(
                 if not final.exists():
                     raise
     return PromptFile(data_dir=cache_dir, config=config).as_data_source(split="train")
-
-
-def _host_part(groups_per_step: int, process_index: int, process_count: int) -> slice:
-    if groups_per_step < 1 or groups_per_step % process_count:
-        raise ValueError(
-            f"groups_per_step is {groups_per_step}: make it a positive multiple of the "
-            f"{process_count} host(s), so that each gets whole groups and all get the same number."
-        )
-    if not 0 <= process_index < process_count:
-        raise ValueError(
-            f"process_index is {process_index}: it must be at least 0 and less than "
-            f"process_count, which is {process_count}."
-        )
-    share = groups_per_step // process_count
-    return slice(process_index * share, (process_index + 1) * share)
 
 
 def _record(serial: int, example: dict[str, Any]) -> dict[str, Any]:

@@ -127,34 +127,10 @@ def test_refuses_the_state_of_another_stream(seven, cache, tmp_path, field, othe
     assert batches.get_state() == before
 
 
-def test_hosts_together_get_what_one_host_gets(seven, cache):
-    whole = take(prompt_batches(seven, 6, 2, cache), 10)
-    for count in (2, 3, 6):
-        hosts = [
-            take(prompt_batches(seven, 6, 2, cache, process_index=host, process_count=count), 10)
-            for host in range(count)
-        ]
-        assert all(len(step) == 6 // count for host in hosts for step in host)
-        assert [list(itertools.chain(*parts)) for parts in zip(*hosts, strict=True)] == whole
-
-
-def test_a_state_from_one_host_serves_another_number_of_hosts(seven, cache):
-    alone = prompt_batches(seven, 4, 0, cache)
-    take(alone, 5)
-    second = prompt_batches(seven, 4, 0, cache, process_index=1, process_count=2)
-    second.set_state(alone.get_state())
-    assert next(second) == next(alone)[2:]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"groups_per_step": 5, "process_count": 2},
-            "groups_per_step is 5: .*multiple of the 2 host",
-        ),
-        ({"groups_per_step": 0}, "groups_per_step is 0: make it a positive multiple"),
-        ({"process_index": 2, "process_count": 2}, "process_index is 2: .* less than"),
+        ({"groups_per_step": 0}, "groups_per_step is 0: it must be 1 or more"),
         ({"seed": -1}, "seed is -1: it must not be negative"),
     ],
 )
