@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from digen_jax.models.family import Family, Size
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
+from digen_jax.runtime.evaluation import Evaluation
 from digen_jax.runtime.executors import Duties, Executors
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
@@ -29,6 +30,7 @@ from digen_jax.runtime.watch import Watch
 from digen_jax.scheduling.commands import Command
 from digen_jax.scheduling.costs import GUESSED
 from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.settings import Settings
 from digen_jax.weights.folder import read_model_index, resolve_folder
 from digen_jax.weights.lora import LoraConfig, check_rank
 from digen_jax.weights.lora_start import read_start
@@ -181,6 +183,8 @@ def make_driver(
     log: CommandLog | list[Command] | None = None,
     orders: Orders | None = None,
     watch: Watch | None = None,
+    held_out: Sequence[dict[str, Any]] = (),
+    evaluated: Callable[[int, Evaluation], None] = lambda version, found: None,
 ) -> Driver:
     """What drives a run from a step on.
 
@@ -195,22 +199,43 @@ def make_driver(
       log: gets all commands in their order.
       orders: tells other processes what is done as it begins.
       watch: has what takes too long given up; None: nothing is.
+      held_out: the prompts of evaluations; none: nothing is evaluated.
+      evaluated: is called with a version and its evaluation.
     """
     if begun is None and first:
         raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
-    kept, settings = begun.kept if begun else {}, recipe.scheduler
-    executors = Executors(system, settings, duties(recipe), state, batches, first, kept)
+    kept, settings = begun.kept if begun else {}, scheduled(recipe, held_out)
+    executors = Executors(system, settings, duties(recipe, held_out), state, batches, first, kept)
     if begun is None:
         scheduler = Scheduler(settings, GUESSED)
     else:
         costs = None if begun.layout == recipe.layout else GUESSED
         scheduler = Scheduler.resume(begun.scheduler, settings, costs)
-    return Driver(executors, scheduler, rewards, begun, log, orders, watch)
+    return Driver(executors, scheduler, rewards, begun, log, orders, watch, evaluated)
 
 
-def duties(recipe: Recipe) -> Duties:
-    """What the executors do beside the scheduler's commands, and from where the trainer samples."""
-    return Duties(recipe.reward.names, recipe.evaluation.batch, recipe.runtime.tag_weights)
+def duties(recipe: Recipe, held_out: Sequence[dict[str, Any]] = ()) -> Duties:
+    """What the executors are told beside the scheduler's settings."""
+    return Duties(recipe.reward.names, held_out, recipe.runtime.tag_weights)
+
+
+def scheduled(recipe: Recipe, held_out: Sequence[dict[str, Any]]) -> Settings:
+    """The scheduler's settings of a run that evaluates on these prompts; none: it does not."""
+    settings, algorithm = recipe.scheduler, recipe.algorithm
+    if not held_out:
+        return settings
+    return dataclasses.replace(
+        settings,
+        evaluate_every=recipe.evaluation.every,
+        evaluation_images=len(held_out),
+        show_every=recipe.pictures.every,
+        shown_images=recipe.pictures.images,
+        evaluation_batch=recipe.evaluation.batch,
+        # The trained parameters are not what samples, or their average is evaluated.
+        evaluated_apart=recipe.trainer.ema > 0
+        or algorithm.publishes_copy
+        or algorithm.set_steps > 0,
+    )
 
 
 def read_part(family: Family, folder: pathlib.Path, part: str, group: DeviceGroup) -> Any:

@@ -27,9 +27,8 @@ from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.process.launching import prepare
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.runtime.sampling import moved
 from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import receive, taken
+from digen_jax.runtime.training import on_trainer, receive, selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,11 +218,11 @@ class Roles:
             yield jax.device_get(Images(0, rows, made.transitions, made.sigmas))
 
     def _train(self, fragments: Any) -> None:
-        trainer, totals = self.system.trainer, None
+        trainer, totals, mesh = self.system.trainer, None, self.system.placement.trainer
         for images in fragments:
+            images = on_trainer(images, mesh)
             if self.trained < len(images.rows):
-                mesh = self.system.placement.trainer
-                images = taken(moved(images, mesh), np.arange(self.trained), mesh)
+                images = selected(images, np.arange(self.trained), mesh)
             advantages = np.linspace(-1, 1, self.trained, dtype=np.float32)
             experience = receive(self.system, self.prompts, images, advantages)
             totals = trainer.accumulate(

@@ -144,10 +144,10 @@ def measure(
         tuple(ends[n + 1] - ends[n] for n in run.measured),
         fmean(line["utilisation"] for line in told),
         bound(problem, run),
-        predict(known.costs, driver.executors.devices, known.settings, run),
+        predict(known.costs, driver.executor.devices, known.settings, run),
         fmean(line["tag_share"] for line in told),
         fmean(line["staleness"] for line in told),
-        fmean(driver.executors.late),
+        fmean(driver.executor.late),
     )
 
 

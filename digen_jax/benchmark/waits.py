@@ -13,9 +13,11 @@ from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
     Decode,
+    Deliver,
     Encode,
-    Fragment,
+    Evaluate,
     Generate,
+    Publication,
     Publish,
     Score,
     Train,
@@ -54,7 +56,7 @@ class Waits:
     def _work(self, command: Command) -> list[tuple[int, int]]:
         """What a command is about, whoever is told to do it: some parts of a step."""
         match command:
-            case Generate() | Decode() | Score() | Train():
+            case Generate() | Decode() | Deliver() | Score() | Train():
                 fragment, units = command.fragment, self.images // self.unit
                 first = fragment.index * units
                 return [(fragment.step, part) for part in range(first, first + units)]
@@ -89,13 +91,13 @@ class WaitingExecutors:
             time.sleep(max(0.0, end - time.perf_counter()))
             self.late.append(time.perf_counter() - end)
 
-    def to_score(self, fragment: Fragment) -> tuple[Float[np.ndarray, "b 1 1 3"], list[str], list]:
+    def to_score(self, command: Score) -> tuple[Float[np.ndarray, "b 1 1 3"], list[str], list]:
         """The arguments of `score`."""
         images = self._waits.images
-        seconds = self._waits.seconds(Score(0, fragment))
+        seconds = self._waits.seconds(command)
         return np.zeros((images, 1, 1, 3)), [""] * images, [{"seconds": seconds}] * images
 
-    def scored(self, fragment: Fragment, scores: Float[np.ndarray, "b"]) -> Float[np.ndarray, "b"]:
+    def scored(self, command: Score, scores: Float[np.ndarray, "b"]) -> Float[np.ndarray, "b"]:
         """Nobody but the scheduler looks at the scores."""
         return scores
 
@@ -103,8 +105,14 @@ class WaitingExecutors:
         """There is nothing to tell beside what the driver measures."""
         return {}
 
-    def tuned(self, version: int) -> None:
+    def published(self, publication: Publication) -> None:
         """A version without weights."""
+
+    def evaluated(self, command: Evaluate) -> None:
+        """Nothing is evaluated."""
+
+    def give_up(self, worker: str) -> None:
+        """A worker that only waits holds nothing."""
 
 
 def score(

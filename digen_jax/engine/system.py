@@ -103,20 +103,27 @@ def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
     `dtype` is theirs from then on, None: the one they have; they are rounded before they are sent.
     """
     if dtype is not None:
-        tree = _rounded(tree, dtype)
-    shardings = group.params(tree)
-    leaves = jax.tree.leaves(tree)
+        tree = rounded(tree, dtype)
+    return resharded(tree, group.params(tree))
+
+
+def resharded(tree: Any, shardings: Any) -> Any:
+    """Arrays as shardings of the same structure say: on their own devices by one program, else from mesh to mesh."""
+    leaves, wanted = jax.tree.leaves(tree), jax.tree.leaves(shardings)
     here = bool(leaves) and all(
-        isinstance(leaf, jax.Array) and leaf.sharding.device_set == set(group.mesh.devices.flat)
-        for leaf in leaves
+        isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set
+        for leaf, sharding in zip(leaves, wanted, strict=True)
     )
-    if here and jax.tree.map(lambda leaf: leaf.sharding, tree) != shardings:
+    if here and any(
+        leaf.sharding != sharding for leaf, sharding in zip(leaves, wanted, strict=True)
+    ):
         return jax.jit(_same, out_shardings=shardings)(tree)
     return jax.device_put(tree, shardings)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _rounded(tree: Any, dtype: Any) -> Any:
+def rounded(tree: Any, dtype: Any) -> Any:
+    """Parameters in another type."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
 

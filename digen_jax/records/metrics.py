@@ -31,11 +31,24 @@ def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Reads metrics.jsonl, except for a last line that a killed process left unfinished.
+    """What metrics.jsonl holds of each step, except for a last line that a killed process left unfinished.
+
+    The evaluation of a step's version comes later than the step and has a line of its own: here they are one
+    record, with the step's clock.
 
     Raises:
       ConfigError: names the file and the number of a line that holds no metrics.
     """
+    records: list[dict[str, Any]] = []
+    for line in _lines(path):
+        if records and records[-1]["step"] == line["step"]:
+            records[-1] = line | records[-1]
+        else:
+            records.append(line)
+    return records
+
+
+def _lines(path: Path | str) -> list[dict[str, Any]]:
     records = []
     lines = without_torn_line(Path(path).read_bytes()).splitlines()
     for number, line in enumerate(lines, start=1):
@@ -76,7 +89,7 @@ class MetricsLog:
         self.path = self.folder / "metrics.jsonl"
         self.path.touch()
         self._wandb = None if wandb is None else _start_wandb(self.folder, wandb, config)
-        self.cut_back(len(read_metrics(self.path)))
+        self.cut_back(len(_lines(self.path)))
 
     def write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Writes a line `{"step", "seconds/clock", **values}`; what is written survives a kill.
@@ -142,7 +155,7 @@ class MetricsLog:
     def _event_file(self) -> Path:
         """The event file; after `cut_back` a new one with what is on the record."""
         if self._events is None:
-            lines = read_metrics(self.path)
+            lines = _lines(self.path)
             last = lines[-1]["step"] if lines else -1
             found = (self.folder / "pictures").glob("*.png")
             pictures = [p for p in sorted(found) if PICTURE.fullmatch(p.name)]

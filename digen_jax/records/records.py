@@ -98,14 +98,19 @@ class Records:
         self._metrics.cut_back(place)
 
     def write(self, done: int, line: dict[str, float]) -> None:
-        """The metrics of the step that is `done`, or of the model before tuning."""
+        """Metrics of the step that is `done`, or of an evaluation after it."""
         self._kept(lambda: self._metrics.write(done, line))
 
     def step(self, done: int, line: dict[str, float]) -> None:
-        """The metrics and commands of the step that is `done`; the curve where it was evaluated."""
+        """The metrics and commands of the step that is `done`."""
         self.write(done, line)
         self._kept(self._commands.flush)
-        if "evaluation/reward" in line:
+
+    def evaluated(self, done: int, found: Evaluation) -> None:
+        """The evaluation of the model after `done` steps: its metrics, the curve, what the results need of it."""
+        self.write(done, found.metrics())
+        self._keep(done, found)
+        if done:
             self._kept(self._draw_curve)
 
     def timeline(self, intervals: Sequence[Interval], clock: float) -> None:
@@ -138,7 +143,7 @@ class Records:
         self._kept(lambda: grid.save(path))
         self._kept(lambda: self._metrics.picture(path))
 
-    def keep(self, done: int, found: Evaluation) -> None:
+    def _keep(self, done: int, found: Evaluation) -> None:
         """Keeps the first images and all scores of an evaluation, for the results."""
         images, scores = stills(found.clips[: self._count]), found.scores
         file = self._folder / ("after.npz" if done else "before.npz")
@@ -151,11 +156,6 @@ class Records:
             {"training": "reward", "held-out prompts": "evaluation/reward"},
             self._folder / "curve.png",
         )
-
-    def evaluated(self) -> int | None:
-        """The steps after which the last evaluation was that is kept; None where there is none."""
-        last = saved_images(self._folder / "after.npz")
-        return None if last is None else int(last["step"])
 
     def results(self, held_out: list[dict]) -> None:
         """The results, on the console and as pictures; `held_out` are the records that are evaluated."""

@@ -23,6 +23,7 @@ COLOURS = {
     "update": ("thread_state_running", "#2f6b2a"),
     "score": ("bad", "#f58518"),
     "publish": ("yellow", "#e4c441"),
+    "deliver": ("cq_build_running", "#b5a76a"),
     "switch": ("black", "#333333"),
     "evaluate": ("olive", "#9d755d"),
 }

@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32
 from ml_collections import ConfigDict
 
-from digen_jax.assemble import build, duties
+from digen_jax.assemble import build, duties, scheduled
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
@@ -21,9 +20,9 @@ from digen_jax.prompts.files import read_prompt_file
 from digen_jax.run.opening import open_fitted
 from digen_jax.run.positions import Position, Positions
 from digen_jax.runtime.driver import Begun
-from digen_jax.runtime.evaluation import evaluate
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.orders import leave, orders
+from digen_jax.scheduling.commands import Publication
 
 
 def follow_run(config: ConfigDict, workdir: pathlib.Path) -> int | None:
@@ -81,8 +80,7 @@ class Follower:
     """A process's share in a run: the same parts as the first one's but for rewards, scheduler and records."""
 
     def __init__(self, recipe: Recipe, workdir: pathlib.Path, system: System):
-        self._recipe, self._system = recipe, system
-        self._held_out = read_prompt_file(recipe.evaluation.prompts)
+        held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
         self._positions = Positions(workdir, recipe)
         prompts = prompt_batches(
             recipe.prompts.file,
@@ -91,13 +89,19 @@ class Follower:
             workdir / "prompts",
             set_steps=recipe.algorithm.set_steps,
         )
-        state = self._system.trainer.init(self._system.start)
+        state = system.trainer.init(system.start)
         found = self._positions.newest(state) or Position(0, state, None, {})
         if found.host:
             prompts.set_state(found.host["prompts"])
         kept = found.begun.kept if found.begun else None
         self._executors = Executors(
-            system, recipe.scheduler, duties(recipe), found.state, prompts, found.done, kept
+            system,
+            scheduled(recipe, held_out),
+            duties(recipe, held_out),
+            found.state,
+            prompts,
+            found.done,
+            kept,
         )
 
     def do(self, kind: str, value: Any) -> None:
@@ -106,10 +110,8 @@ class Follower:
             case "do":
                 follow(self._executors, value)
             case "scored":
-                fragment, scores = value
-                self._executors.scored(fragment, np.asarray(scores, np.float32))
-            case "evaluate":
-                self._evaluate(value)
+                command, scores = value
+                self._executors.scored(command, np.asarray(scores, np.float32))
             case "save":
                 self._save(*value)
             case _:
@@ -119,21 +121,7 @@ class Follower:
         """Waits until the last checkpoint is whole."""
         self._positions.close()
 
-    def _evaluate(self, images: int) -> None:
-        """Samples the first held-out prompts; only the first process scores them."""
-        state, settings = self._executors.trainer.state, self._recipe.evaluation
-        rollout = self._system.rollouts[0]
-        weights = rollout.weights(state.evaluated)
-        records = self._held_out[:images]
-        evaluate(rollout.evaluator, weights, records, _unscored, ("none",), settings.batch)
-
     def _save(self, done: int, versions: tuple[int, ...]) -> None:
-        kept = {version: self._executors.versions[version] for version in versions}
-        state = self._executors.trainer.state
+        kept = {v: self._executors.published(Publication(v)) for v in versions}
+        state = self._executors.state
         self._positions.save(Position(done, state, Begun({}, kept), {}))
-
-
-def _unscored(
-    images: Float32[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
-) -> Float32[np.ndarray, "b"]:
-    return np.zeros(len(images), np.float32)

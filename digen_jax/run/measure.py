@@ -14,9 +14,8 @@ from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import trained_part
 from digen_jax.engine.system import System
 from digen_jax.images import as_judged
-from digen_jax.runtime.sampling import moved
 from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import receive, taken
+from digen_jax.runtime.training import on_trainer, receive, selected
 from digen_jax.scheduling.settings import Costs
 
 REPEATS = 3  # after one call that compiles; their median counts
@@ -31,7 +30,7 @@ def measure(
     reward: rewards.Reward,
     note: Callable[[str], None],
 ) -> Costs:
-    """Seconds on the system's own meshes; training includes the way to the trainer.
+    """Seconds on the system's own meshes.
 
     Args:
       system: as built from the recipe; its trainer's state is consumed.
@@ -72,10 +71,12 @@ def measure(
 
     trainer, count = system.placement.trainer, system.advantages.kept(size, recipe.batch.images)
 
+    delivered, deliver = timed_part("deliver", lambda: on_trainer(images, trainer)[2:])
+
     def accumulate() -> Any:
-        given = moved(images, trainer)
+        given = Images(0, rows, *delivered)
         if count < size:
-            given = taken(given, np.arange(count), trainer)
+            given = selected(given, np.arange(count), trainer)
         experience = receive(system, local, given, advantages[:count])
         return system.trainer.accumulate(state, system.base, experience, None, state.tuned)
 
@@ -89,6 +90,7 @@ def measure(
         score=score / size,
         update=update,
         publish=publish,
+        deliver=deliver / size,
     )
 
 

@@ -53,6 +53,7 @@ def read_run_costs(
         train=median("train") / images,
         score=median("reward") / images,
         publish=median("publish") / recipe.placement.rollout.workers,
+        deliver=median("deliver") / images,
     )
     return _on_one_device(
         measured,

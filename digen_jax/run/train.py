@@ -1,10 +1,8 @@
 """A whole training run in a workdir: claim it, continue where it was left, train, show the results."""
 
 import contextlib
-import functools
 import json
 import pathlib
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -13,36 +11,29 @@ import jax
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
-from digen_jax.assemble import build, make_driver
+from digen_jax.assemble import build, make_driver, scheduled
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.engine.divergence import DivergedError, check_metrics
-from digen_jax.engine.trainer import State
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
-from digen_jax.process.progress import Progress
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.prompts.notes import tell
 from digen_jax.records.checkpoint import SaveFailed
-from digen_jax.records.environment import note_start
 from digen_jax.records.metrics import read_metrics
-from digen_jax.records.records import Records, full_disk, where
+from digen_jax.records.records import full_disk, where
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.run.following import follow_run
 from digen_jax.run.opening import open_run
 from digen_jax.run.positions import Position, Positions
+from digen_jax.run.report import Metrics, Report, diverged
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
-from digen_jax.runtime.clock import paused
 from digen_jax.runtime.driver import Driver
-from digen_jax.runtime.evaluation import Evaluation, evaluate
 from digen_jax.runtime.log import read_log
 from digen_jax.runtime.orders import Orders, is_first, leading, several
-from digen_jax.runtime.watch import Watch, end_process
+from digen_jax.runtime.watch import Watch
 from digen_jax.scheduling.deadlines import Deadline
-
-Metrics = dict[str, float]
 
 
 def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
@@ -86,7 +77,7 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
 
 
 class Run:
-    """A run from its beginning, or where it was left, to its results; `records` has what it writes on the way."""
+    """The loop of a run, from its beginning, or where it was left, to its results."""
 
     def __init__(self, recipe: Recipe, workdir: pathlib.Path, orders: Orders):
         self.recipe, self.workdir, self.orders = recipe, workdir, orders
@@ -112,7 +103,6 @@ class Run:
         # Of several processes one may wait long for what another one compiles.
         self.watch = Watch(Deadline(0) if several() else deadline)
         orders.announce("built")
-        self.driver: Driver | None = None
         self.saved: int | None = None  # the steps of the newest checkpoint
         self.held_out = held_out[: recipe.evaluation.images or None]
         self.prompts = prompt_batches(
@@ -123,57 +113,46 @@ class Run:
             set_steps=recipe.algorithm.set_steps,
         )
         self.drawn: dict[int, Any] = {}  # places in the prompts, by steps drawn
-        self.records = Records(workdir, recipe, self.positions.release_room)
+        settings = scheduled(recipe, self.held_out)
+        release = self.positions.release_room
+        self.report = Report(workdir, recipe, settings, self.held_out, release)
+        self.records = self.report.records
 
     def train(self, changed: list[str]) -> int | None:
         """From the last checkpoint to the last step, then the results; returns as `train` does.
 
         `changed` says what the config has otherwise than at the last start.
         """
-        for file in dict.fromkeys((self.recipe.prompts.file, self.recipe.evaluation.prompts)):
-            tell(file, self.system.policy.family.cut)
-        print(self.system.placement.describe(), flush=True)
+        self.report.begin(self.system)
         with closing(self.watch), closing(self.rewards):
-            with Interrupt() as interrupt, closing(self.records), closing(self.positions):
+            with Interrupt() as interrupt, closing(self.report), closing(self.positions):
                 position = self.resume()
-                for change in changed:
-                    print(f"changed from step {position.done + 1} on: {change}", flush=True)
-                note_start(self.workdir, position.done, changed)
+                self.report.start(position.done, changed)
                 position = self.advance(position, interrupt)
-            if position.done < self.recipe.steps:
+            if interrupt.asked:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
                 return 128 + interrupt.asked
-            self.finish(position)
+            self.report.results()
+            mark_finished(self.workdir, position.done)
         return None
 
     def resume(self) -> Position:
-        """The newest checkpoint's position, or the beginning's once the start has been evaluated."""
+        """The newest checkpoint's position, or the beginning's."""
         state = self.system.trainer.init(self.system.start)
         found = self.positions.newest(state)
         self.positions.hold_room(state)
         if found is None:
-            return self.begin(state)
+            self.records.cut_back(0)
+            return Position(0, state, None, self.places(0))
         if found.done > self.recipe.steps:
             raise ConfigError(
                 f"config.steps = {self.recipe.steps}, but the run in {self.workdir} has done "
                 f"{found.done} steps already: give {found.done} or more"
             )
         self.saved = found.done
-        print(f"continuing after step {found.done}", flush=True)
         self.prompts.set_state(found.host["prompts"])
         self.records.cut_back(found.host["metrics"])
         return found
-
-    def begin(self, state: State) -> Position:
-        """The position before the first step; the first line of metrics is the model's before tuning."""
-        count = len(self.held_out)
-        print(
-            f"compiling, and evaluating the model before tuning on {count} held-out prompts",
-            flush=True,
-        )
-        self.records.cut_back(0)
-        self.records.write(0, self.look(0, state))
-        return Position(0, state, None, self.places(0))
 
     def advance(self, position: Position, interrupt: Interrupt) -> Position:
         """Step after step, to the last or until a signal asks to stop; where it ends is saved.
@@ -181,8 +160,6 @@ class Run:
         Raises:
           SaveFailed: something could not be written; what the disk has room for is saved.
         """
-        if position.done == self.recipe.steps:
-            return position
         try:
             position = self.go_on(position, interrupt)
             self.positions.wait()
@@ -203,78 +180,65 @@ class Run:
 
     def go_on(self, position: Position, interrupt: Interrupt) -> Position:
         """As `advance`, but for what follows where something could not be written."""
-        prompts = self.draw_prompts(position.done)
-        self.driver = make_driver(
-            self.system,
-            self.recipe,
-            position.state,
-            prompts,
-            self.rewards,
-            position.done,
-            position.begun,
-            self.records.begin_commands(position.done),
-            self.orders,
-            self.watch,
-        )
-        with closing(Progress(self.recipe.steps, position.done)) as progress, closing(self.driver):
+        with closing(self.drive(position)) as driver:
             try:
                 self.check_disk()
                 while position.done < self.recipe.steps and not interrupt.asked:
-                    position, line = self.step(position)
-                    progress.update(
-                        position.done,
-                        line["reward"],
-                        line["images_per_second"],
-                        line["utilisation"],
-                    )
-                    if "evaluation/reward" in line:
-                        reward = f"{line['evaluation/reward']:.3f}"
-                        progress.note(f"step {position.done}: {reward} on the held-out prompts")
+                    with self.told_of_divergence(position):
+                        line = driver.step()
+                        check_metrics(line)
+                    position = self.stepped(position.done + 1, line, driver)
                     self.check_disk()
                     interrupt.asked = interrupt.asked or self.orders.asked_to_stop()
+                if not interrupt.asked:
+                    with self.told_of_divergence(position):
+                        driver.finish()  # the last version's evaluation
             finally:
                 # After a failure, too, what came before it is kept. An update consumes its state:
-                # a step that fails behind its first update leaves the last checkpoint as it is.
+                # a step that fails after its first update leaves the last checkpoint as it is.
                 if position.is_whole() and not self.orders.torn:
                     self.save(position)
-                rest, clock = self.driver.rest(), time.time() - self.driver.now()
-                self.records.timeline(rest, clock)
-        self.driver = None
+                self.report.rest(driver)
         return position
 
-    def step(self, position: Position) -> tuple[Position, Metrics]:
-        """One step with all that is due after it: evaluation, pictures, metrics, checkpoint."""
-        try:
-            line = self.driver.step()
-            check_metrics(line)
-        except DivergedError as error:
-            raise ConfigError(self.diverged(str(error), position)) from error
-        done, state, begun = position.done + 1, self.driver.state, self.driver.begun
-        clock = time.time() - self.driver.now()
-        self.records.step_timeline(done, self.driver.intervals, clock, picture=self.shown(done))
-        line |= self.look(done, state)
-        self.records.step(done, line)
+    def drive(self, position: Position) -> Driver:
+        """What carries the steps after a position out."""
+        done = position.done
+        return make_driver(
+            self.system,
+            self.recipe,
+            position.state,
+            self.draw_prompts(done),
+            self.rewards,
+            done,
+            position.begun,
+            self.records.begin_commands(done),
+            self.orders,
+            self.watch,
+            self.held_out,
+            self.report.evaluated,
+        )
+
+    def stepped(self, done: int, line: Metrics, driver: Driver) -> Position:
+        """A step is done: its metrics, its position, and its checkpoint where one is due."""
+        state, begun = driver.executor.state, driver.begun
+        self.report.step(done, line, driver)
         position = Position(done, state, begun, self.places(done))
         if self.positions.due(done):
             self.save(position)
-        return position, line
+        return position
 
-    def diverged(self, what: str, position: Position) -> str:
-        """The sentence that ends a run in which something stopped to be finite in the step behind a position."""
-        done = position.done
-        if position.is_whole():  # then `advance` saves it
-            self.saved = done
-        trainer, saved = (
-            self.recipe.trainer,
-            "nothing is saved"
-            if self.saved is None
-            else (f"the newest checkpoint is of step {self.saved}"),
-        )
-        return (
-            f"{what} in step {done + 1}: training has diverged; the last good step is {done}, and {saved}. Lower "
-            f"config.trainer.learning_rate = {trainer.learning_rate} or config.trainer.clip_norm = "
-            f"{trainer.clip_norm}, and begin in another workdir"
-        )
+    @contextlib.contextmanager
+    def told_of_divergence(self, position: Position) -> Iterator[None]:
+        """In this block, the step after a position, what is not finite ends the run with a sentence."""
+        try:
+            yield
+        except DivergedError as error:
+            if position.is_whole():  # then `go_on` saves it
+                self.saved = position.done
+            raise ConfigError(
+                diverged(str(error), position.done, self.saved, self.recipe)
+            ) from error
 
     def check_disk(self) -> None:
         """Between two steps: whether all could be written, and the next checkpoint can be.
@@ -284,45 +248,6 @@ class Run:
         """
         self.records.check_disk()
         self.positions.check()
-
-    def shown(self, done: int) -> bool:
-        """Whether pictures are due after `done` steps."""
-        return done % self.recipe.pictures.every == 0 or done == self.recipe.steps
-
-    def look(self, done: int, state: State) -> Metrics:
-        """Evaluation and pictures, where they are due after `done` steps; the evaluation's metrics."""
-        evaluated = done % self.recipe.evaluation.every == 0 or done == self.recipe.steps
-        shown = self.shown(done)
-        if not (evaluated or shown):
-            return {}
-        count = None if evaluated else self.recipe.pictures.images
-        found = self.evaluate(state.evaluated, self.held_out[:count])
-        if shown:
-            self.records.show(done, found)
-        if not evaluated:
-            return {}
-        self.records.keep(done, found)
-        return found.metrics()
-
-    def evaluate(self, tuned: Any, records: list[dict]) -> Evaluation:
-        """Scores the first held-out prompts, `records`; between steps the driver has it done."""
-        with self.orders.together("evaluate", len(records)):
-            if self.driver is not None:
-                return self.driver.evaluate(tuned, records)
-            names, batch = self.recipe.reward.names, self.recipe.evaluation.batch
-            weights = self.system.publish(tuned)
-            late = functools.partial(end_process, "this process")
-            with self.watch.over_batches(late) as progress:
-                return evaluate(
-                    self.system.evaluator,
-                    weights,
-                    records,
-                    paused()(self.rewards.score),
-                    names,
-                    batch,
-                    progress=progress,
-                    reward_weights=self.system.advantages.reward_weights,
-                )
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
         """The prompts of the steps after `done`; notes down where each step's end."""
@@ -345,11 +270,3 @@ class Run:
         kept = position.begun.kept if position.begun else {}
         with self.orders.together("save", (position.done, tuple(kept))):
             self.positions.save(position)
-
-    def finish(self, position: Position) -> None:
-        """The results, on the console and as pictures."""
-        if self.records.evaluated() != position.done:
-            # The run had stopped here, and only now is this to be its last step.
-            self.look(position.done, position.state)
-        self.records.results(self.held_out)
-        mark_finished(self.workdir, position.done)

@@ -4,14 +4,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import TypeVar
 
 import jax
 
 COMPILING = "/jax/core/compile"
 LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # what follows is the compiler
-
-Value = TypeVar("Value")
 
 _thread = threading.local()
 
@@ -30,11 +27,6 @@ class Stopwatch:
         since, now = self._since, time.perf_counter()
         spans = [*self._apart, *([(since, now)] if since is not None else [])]
         return max(0.0, now - self.began - _length(spans, self.began))
-
-    def restarted(self, value: Value) -> Value:
-        """Begins again from 0 where `value` comes, which is given back."""
-        self.began = time.perf_counter()
-        return value
 
     def pause(self) -> None:
         """From now on nothing counts."""

@@ -5,16 +5,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from digen_jax.engine.trainer import State
 from digen_jax.process.ending import Stopped, hangs
 from digen_jax.rewards.pool import RewardPool, may_pass
-from digen_jax.runtime.clock import Stopwatch, paused
-from digen_jax.runtime.evaluation import Evaluation
+from digen_jax.runtime.clock import Stopwatch
+from digen_jax.runtime.executors import Executor
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
 from digen_jax.runtime.summary import Summary
@@ -24,7 +23,9 @@ from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
     Decode,
+    Deliver,
     Encode,
+    Evaluate,
     Generate,
     Publish,
     Score,
@@ -36,7 +37,7 @@ from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.state import SchedulerError
 from digen_jax.scheduling.timeline import Interval
 
-SAMPLING = Encode | Generate | Decode | Publish  # of the trainer: it samples
+SAMPLING = Encode | Generate | Decode | Deliver | Publish  # of the trainer: it samples
 FAILURES = 2  # and no fragment whole between them, or publications: a worker is given up
 
 
@@ -52,29 +53,29 @@ class Driver:
     """A run, step by step. Between two calls the sampling meshes go on with what comes next.
 
     Args:
-      executors: what carries out commands, such as `Executors`. Of it are asked `devices` (of each
-        worker, the trainer last), `do`, `to_score`, `scored`, which says what the scheduler is told of
-        each image, `end_step`, `tuned`, and `give_up` where a worker fails or hangs; `state` and `evaluate`
-        only by who wants them of the driver.
+      executor: carries commands out.
       scheduler: before its first event.
       rewards: scores; closed by who opened it.
       begun: what was in flight when the run was saved; None: nothing.
       log: gets all commands in their order; the real thing is a `CommandLog`.
       orders: tells other processes what is done as it begins.
       watch: has what takes too long given up; closed by who opened it. None: nothing is.
+      evaluated: is called, on the main thread, with a version and what came of its evaluation.
     """
 
     def __init__(
         self,
-        executors: Any,
+        executor: Executor,
         scheduler: Scheduler,
         rewards: RewardPool,
         begun: Begun | None = None,
         log: CommandLog | list[Command] | None = None,
         orders: Orders | None = None,
         watch: Watch | None = None,
+        evaluated: Callable[[int, Any], None] = lambda version, found: None,
     ):
-        self.executors, self._scheduler = executors, scheduler
+        self.executor, self._scheduler = executor, scheduler
+        self._evaluated = evaluated
         self.begun = begun
         self.intervals: list[Interval] = []  # of the step that ended last
         self._rewards, self._log = rewards, log
@@ -83,7 +84,7 @@ class Driver:
         self._lock = threading.RLock()
         # Commands for the trainer, or an error that ends the run.
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        rollouts = [name for name in executors.devices if name != TRAINER]
+        rollouts = [name for name in executor.devices if name != TRAINER]
         self._workers = {name: Worker(name) for name in rollouts}
         self._hung: list[str] = []  # workers
         self._closed = False
@@ -91,16 +92,11 @@ class Driver:
         self._start = time.perf_counter()
         settings = scheduler.state.settings
         self._last_update = settings.updates - 1
-        self._summary = Summary(executors.devices, settings.groups * settings.images)
+        self._summary = Summary(executor.devices, settings.groups * settings.images)
         for name in (*self._workers, TRAINER):
             self._post(Joined(self.now(), name))
 
     # ------------------------------------------------------------------------ for the main thread
-
-    @property
-    def state(self) -> State:
-        """The trainer's."""
-        return self.executors.state
 
     def now(self) -> float:
         """Seconds since this driver began."""
@@ -115,25 +111,43 @@ class Driver:
           SchedulerError: something failed again and again.
         """
         self._away += self.now() - self._left
-        while True:
-            item = self._inbox.get()
-            if isinstance(item, BaseException):
-                raise item
-            begin = self.now()
-            late = self._watched(item, lambda *late: end_process("the trainer", *late))
-            with self._orders.together("do", item), late as stopwatch:
-                self._do_for_all(item)
-            self._completed(item, begin, stopwatch.seconds)
-            if self._ends_step(item):
-                self._orders.step_done()
-                metrics = self.executors.end_step()
-                self._left = self.now()
-                return metrics | self._summary.numbers
+        while not self._ends_step(self._next()):
+            pass
+        self._orders.step_done()
+        metrics = self.executor.end_step()
+        self._left = self.now()
+        return metrics | self._summary.numbers
+
+    def finish(self) -> None:
+        """After the last step: goes on until its version is evaluated. Raises what `step` does."""
+        while not self._over():
+            self._next()
+
+    def _over(self) -> bool:
+        """Whether there is nothing more to do."""
+        with self._lock:
+            return self._scheduler.finished and self._inbox.empty()
+
+    def _next(self) -> Command:
+        """Carries out the trainer's next command, once there is one."""
+        item = self._inbox.get()
+        if isinstance(item, BaseException):
+            raise item
+        if isinstance(item, Evaluate):
+            self._orders.announce("do", item)
+            self._evaluated(item.version, self.executor.evaluated(item))
+            return item
+        begin = self.now()
+        late = self._watched(item, lambda *late: end_process("the trainer", *late))
+        with self._orders.together("do", item), late as stopwatch:
+            self._do_for_all(item)
+        self._completed(item, begin, stopwatch.seconds)
+        return item
 
     def _do_for_all(self, command: Command) -> None:
         """A command of the trainer's, which may have to do what workers that hang were to do."""
         try:
-            self.executors.do(command)
+            self.executor.do(command)
         except Exception as error:
             if not self._hung or self._workers or not isinstance(command, SAMPLING):
                 raise
@@ -141,16 +155,6 @@ class Driver:
                 f"{' and '.join(self._hung)} hung, and the trainer could not take over ({error!r}): what came "
                 "before this step is saved, and the same command goes on"
             ) from error
-
-    def evaluate(self, tree: Any, records: Sequence[dict[str, Any]]) -> Evaluation:
-        """Images and scores of tuned parameters, sampled by the first mesh that samples."""
-        while worker := next(iter(self._workers.values()), None):
-            try:
-                return worker.thread.submit(self._evaluate, worker.name, tree, records).result()
-            except (CancelledError, RuntimeError):
-                if worker.name in self._workers:
-                    raise  # Else it was given up just now.
-        return self._evaluate(TRAINER, tree, records)
 
     def rest(self) -> list[Interval]:
         """What was recorded since the last step ended."""
@@ -184,8 +188,9 @@ class Driver:
 
     def _step_ended(self, version: int) -> None:
         """Remembers what is in flight, from which another process could go on."""
-        kept = [v for v in self._scheduler.kept_versions if v < version]
-        trees = {version: self.executors.tuned(version) for version in kept}
+        # The newest version, and what is evaluated of it, are in the trainer's state.
+        kept = [p for p in self._scheduler.kept if p.version < version]
+        trees = {p.version: self.executor.published(p) for p in kept}
         self.begun = Begun(self._scheduler.save(), trees)
         self.intervals = self._summary.end_step(self.now(), self._away)
         self._away = 0.0
@@ -196,17 +201,17 @@ class Driver:
     def _send(self, command: Command) -> None:
         worker = getattr(command, "worker", None)
         if isinstance(command, Score):
-            asked, begin = self.executors.to_score(command.fragment), self.now()
+            asked, begin = self.executor.to_score(command), self.now()
             future = self._rewards.submit(*asked)
             future.add_done_callback(lambda done: self._scored(command, begin, done))
+        elif worker == TRAINER or isinstance(command, Evaluate):
+            self._inbox.put(command)
         elif worker is None:
             self._orders.announce("do", command)
-            self.executors.do(command)
-        elif worker == TRAINER:
-            self._inbox.put(command)
+            self.executor.do(command)
         else:
             found = self._workers[worker]
-            line = found.publisher if isinstance(command, Publish) else found.thread
+            line = found.line(command)
             line.submit(self._do, found, line, command)
 
     def _completed(
@@ -239,11 +244,11 @@ class Driver:
             try:
                 late = self._watched(command, lambda *late: self._hangs(worker, *late))
                 with late as stopwatch:
-                    self.executors.do(command)
+                    self.executor.do(command)
             # Whatever it is: what one device cannot do, another may, and the scheduler gives up in the end.
             except Exception as error:
                 return self._failed(worker, line, command, error)
-            if isinstance(command, Decode | Publish):
+            if isinstance(command, Decode | Deliver | Publish):
                 worker.failed[line] = 0
             self._completed(command, begin, stopwatch.seconds)
         except BaseException as error:
@@ -275,7 +280,7 @@ class Driver:
         print(f"{worker.name} {why}: given up", file=sys.stderr, flush=True)
         with self._lock:
             self._workers.pop(worker.name, None)
-            self.executors.give_up(worker.name)
+            self.executor.give_up(worker.name)
             self._post(Lost(self.now(), worker.name))
         worker.give_up()
 
@@ -286,9 +291,9 @@ class Driver:
             if error is not None and may_pass(error):
                 return self._not_scored(command, error)
             scores, seconds = done.result()
-            values = tuple(map(float, self.executors.scored(command.fragment, scores)))
+            values = tuple(map(float, self.executor.scored(command, scores)))
             now = self.now()
-            self._orders.announce("scored", (command.fragment, scores.tolist()))
+            self._orders.announce("scored", (command, scores.tolist()))
             self._completed(command, max(asked, now - seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)
@@ -300,19 +305,3 @@ class Driver:
         except SchedulerError:
             raise self._rewards.final(error) from None
         self._rewards.tell(error)
-
-    def _evaluate(self, worker: str, tree: Any, records: Sequence[dict[str, Any]]) -> Evaluation:
-        begin, found = self.now(), self._workers.get(worker)
-
-        def late(what: str, seconds: float) -> None:
-            self._hangs(found, what, seconds) if found else end_process(
-                "the trainer", what, seconds
-            )
-
-        with self._watch.over_batches(late) as progress:
-            # Who waits for scores is not late: the reward has a limit of its own.
-            score = paused()(self._rewards.score)
-            evaluation = self.executors.evaluate(worker, tree, records, score, progress)
-        with self._lock:
-            self._summary.evaluated(worker, begin, self.now())
-        return evaluation

@@ -1,7 +1,7 @@
 """Rewards of a model on a fixed prompt file: every prompt its own fixed noise, none in the sampler."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,12 +12,11 @@ from jaxtyping import Float, UInt8
 from digen_jax import rewards
 from digen_jax.engine.hosts import fetch
 from digen_jax.engine.sampler import Sampler, Weights
-from digen_jax.flow.sampling import image_keys
+from digen_jax.flow.sampling import Trajectory, image_keys
 from digen_jax.images import as_judged, to_uint8
 from digen_jax.process.progress import watched
-
-# Goes through the batches, such as with a deadline for each; `iter` does no more than that.
-Progress = Callable[[Iterable[int]], Iterable[int]]
+from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.settings import Settings
 
 # The same for all runs, whatever their own seed, so that their evaluations can be compared.
 SEED = 2**20
@@ -67,7 +66,6 @@ def evaluate(
     seed: int = SEED,
     reward_weights: Sequence[float] = (1.0,),
     head: str = "evaluating",
-    progress: Progress = iter,
 ) -> Evaluation:
     """Samples one image for each record and scores it.
 
@@ -75,7 +73,7 @@ def evaluate(
     one of `names` and of `reward_weights` for each. `head` is what is shown of its progress.
     """
     clips, scores = [], []
-    for start in progress(watched(range(0, len(records), batch), head, "batch")):
+    for start in watched(range(0, len(records), batch), head, "batch"):
         part = list(records[start : start + batch])
         made = sample_clips(sampler, weights, part, start, batch, seed)
         prompts = [record["prompt"] for record in part]
@@ -99,12 +97,68 @@ def sample_clips(
 
     Where every record of a list has several clips, one after the other, `of_each` says how many.
     """
+    trajectory = sample_fixed(sampler, weights, records, first, batch, seed, of_each)
+    return fetch(sampler.decode(weights, trajectory))[: len(records)]
+
+
+def sample_fixed(
+    sampler: Sampler,
+    weights: Weights,
+    records: Sequence[Mapping[str, Any]],
+    first: int,
+    batch: int,
+    seed: int = SEED,
+    of_each: int = 1,
+) -> Trajectory:
+    """The trajectories of `sample_clips`, filled up to `batch`; returns at once, as `Sampler.generate` does."""
     padded = [*records, *[records[-1]] * (batch - len(records))]
     numbers = np.arange(first, first + batch, dtype=np.int32)
     keys = image_keys(jax.random.key(seed), numbers // of_each, numbers % of_each)
     rows = np.arange(batch, dtype=np.int32)
-    trajectory = sampler.generate(weights, sampler.encode(weights, padded), rows, keys)
-    return fetch(sampler.decode(weights, trajectory))[: len(records)]
+    return sampler.generate(weights, sampler.encode(weights, padded), rows, keys)
+
+
+class HeldOut:
+    """The prompts of a run's evaluations, cut into fragments as the scheduler's settings say."""
+
+    def __init__(self, records: Sequence[dict[str, Any]], settings: Settings):
+        self.records, self._settings = list(records), settings
+
+    @property
+    def batch(self) -> int:
+        """Images of a fragment."""
+        return self._settings.evaluation_batch
+
+    def of(self, fragment: Fragment) -> list[dict[str, Any]]:
+        """The records of a fragment; the last one of an evaluation may have fewer than a batch."""
+        count, first = self._settings.evaluated_images(fragment.step), self.first(fragment)
+        return self.records[first : min(first + self.batch, count)]
+
+    def first(self, fragment: Fragment) -> int:
+        """The number of a fragment's first image."""
+        return fragment.index * self.batch
+
+
+class Gathering:
+    """The leader's: clips and scores of evaluations, fragment by fragment, until all of a version are there."""
+
+    def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
+        self._held_out, self._names, self._weights = held_out, names, weights
+        self._found: dict[int, dict[int, tuple[np.ndarray, np.ndarray]]] = defaultdict(dict)
+
+    def note(
+        self, fragment: Fragment, clips: Float[np.ndarray, "b t h w 3"], scores: np.ndarray
+    ) -> None:
+        """A fragment is scored."""
+        self._found[fragment.step][fragment.index] = to_uint8(clips), scores
+
+    def take(self, version: int) -> Evaluation:
+        """A version's whole evaluation, which is forgotten."""
+        parts = [part for _, part in sorted(self._found.pop(version).items())]
+        clips, scores = (np.concatenate(each) for each in zip(*parts, strict=True))
+        total = rewards.total(scores, self._weights)
+        each = rewards.each(self._names, scores)
+        return Evaluation(self._held_out.records[: len(clips)], clips, total, each)
 
 
 def by_tag(

@@ -3,32 +3,37 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-import jax
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float, Float32
 
 from digen_jax import rewards
 from digen_jax.engine.divergence import check_images
-from digen_jax.engine.system import System, tag_group
+from digen_jax.engine.system import Rollout, System, tag_group
 from digen_jax.engine.trainer import State
+from digen_jax.images import as_judged
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.evaluation import Evaluation, Progress, evaluate
+from digen_jax.runtime.evaluation import Evaluation, Gathering, HeldOut
+from digen_jax.runtime.link import LocalLink
 from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.scores import Scored, StepScores
 from digen_jax.runtime.steps import Steps
 from digen_jax.runtime.summary import reward_metrics
-from digen_jax.runtime.training import TrainingExecutor, Versions
+from digen_jax.runtime.training import TrainingExecutor
+from digen_jax.runtime.versions import Versions
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
     Decode,
+    Deliver,
     DropFragments,
     DropVersion,
     Encode,
-    Fragment,
+    Evaluate,
     Generate,
+    Publication,
     Publish,
     Score,
     Switch,
@@ -37,7 +42,39 @@ from digen_jax.scheduling.commands import (
 )
 from digen_jax.scheduling.settings import Settings
 
-Scores = Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.call`
+ToScore = tuple[Float[np.ndarray, "b ..."], list[str], list[dict[str, Any]]]
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """What carries out a run's commands, wherever the meshes are.
+
+    Attributes:
+      devices: how many each worker has, the trainer last.
+    """
+
+    devices: Mapping[str, int]
+
+    def do(self, command: Command) -> None:
+        """Carries a command out that is neither a Score nor an Evaluate; returns once its work is done."""
+
+    def to_score(self, command: Score) -> ToScore:
+        """(images or clips, prompts, metadata) that the rewards are asked for."""
+
+    def scored(self, command: Score, scores: Scored) -> Float32[np.ndarray, "b"]:
+        """The scores have come; returns what the scheduler compares images by."""
+
+    def evaluated(self, command: Evaluate) -> Any:
+        """All of a version's evaluation is scored: what came of it."""
+
+    def end_step(self) -> dict[str, float]:
+        """The step that is on has ended: the metrics of its rewards and updates."""
+
+    def published(self, publication: Publication) -> Any:
+        """Published weights that are kept, as a checkpoint holds them."""
+
+    def give_up(self, worker: str) -> None:
+        """A sampling mesh failed or hangs: what it may still come back with is not taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +82,16 @@ class Duties:
     """What executors are told beside the scheduler's settings."""
 
     rewards: tuple[str, ...]  # the names of the rewards
-    evaluation_batch: int  # images that an evaluation samples at once
+    held_out: Sequence[dict[str, Any]] = ()  # the prompts of evaluations
     tag_weights: str = "in place"  # what the trainer samples from: see `engine.system.tag_group`
 
 
 class Executors:
-    """The sampling meshes' executors, by worker, and the trainer's; they share steps and versions.
+    """The sampling meshes' executors, by worker, and the trainer's, in one process.
 
-    The order of commands is the scheduler's. `do` may be called from one thread for each worker,
-    and from another one for its publications.
+    They share what everyone works out from the config (`steps`); arrays go from one to another by the link.
+    The order of commands is the scheduler's. `do` may be called from one thread for each worker, and from
+    others for the transfers to it and from it.
     """
 
     def __init__(
@@ -69,28 +107,30 @@ class Executors:
         """`first` is the step that `state` is the start of, `kept` the older versions to be held."""
         self.system, self._duties = system, duties
         algorithm = system.trainer.algorithm
-        self.steps = Steps(
-            batches,
-            settings.images,
-            settings.fragment_images,
-            system.draws,
-            first,
-            system.advantages,
-            algorithm.set_steps,
-        )
+        shape = settings.images, settings.fragment_images
+        self.steps = Steps(batches, *shape, system.draws, first, algorithm.set_steps)
+        self._scores: dict[int, StepScores] = {}
+        self._held_out = HeldOut(duties.held_out, settings)
+        of_rewards = system.advantages.reward_weights
+        self._gathering = Gathering(self._held_out, duties.rewards, of_rewards)
+        self._link = LocalLink()
         apart = not system.placement.colocated
         self.last_update = settings.updates - 1
-        # What an update consumes is sampled from, or compared with, behind it only where these say so.
+        # Something may need, after an update, what it consumes, only where these say so.
         later = apart or algorithm.reads_behaviour or algorithm.reads_start
         # And where meshes sampled apart before, which may have begun something ahead by the newest version.
         stale = settings.staleness > 0 and (later or first > 0)
-        self.versions = Versions(stale or (later and self.last_update > 0))
+        keep = stale or (later and self.last_update > 0)
+        self.versions = Versions(self._link, keep, system.rollouts[0].dtype)
         for version, tuned in (kept or {}).items():
-            self.versions.add(version, tuned, own=False)
-        self.trainer = TrainingExecutor(system, self.steps, self.versions, state, settings.updates)
+            self.versions.add(Publication(version), tuned)
+        self.trainer = TrainingExecutor(
+            system, settings, self.steps, self.versions, self._link, state
+        )
         self.trainer.publish(first)
         rollouts = system.rollouts if apart else ()
-        self.rollouts = {f"rollout {i}": self._sampling(one) for i, one in enumerate(rollouts)}
+        named = ((f"rollout {i}", one) for i, one in enumerate(rollouts))
+        self.rollouts = {name: self._sampling(name, one) for name, one in named}
 
     @property
     def devices(self) -> dict[str, int]:
@@ -109,124 +149,123 @@ class Executors:
         """The trainer's devices as a sampling mesh; made when they are first wanted as one."""
         system = self.system
         if system.placement.colocated:
-            return self._sampling(system.rollouts[0])
+            return self._sampling(TRAINER, system.rollouts[0])
         group = tag_group(system.placement.trainer, self._duties.tag_weights)
         base = system.policy.sampler_base(system.base)
-        return self._sampling(system.rollouts[0].moved(group, base))
+        return self._sampling(TRAINER, system.rollouts[0].moved(group, base))
 
     def sampling(self, worker: str) -> SamplingExecutor:
         """A worker's executor; the trainer's is its assistant."""
         return self.assistant if worker == TRAINER else self.rollouts[worker]
 
     def give_up(self, worker: str) -> None:
-        """A sampling mesh failed or hangs: what it may still come back with is not taken."""
-        executor = self.rollouts.pop(worker)
-        executor.given_up = True
-        self.versions.give_up(executor.rollout)
+        """See `Executor`."""
+        self.rollouts.pop(worker).given_up = True
+        self._link.give_up(worker)
 
     def do(self, command: Command) -> None:
-        """Carries a command out; a Score is the rewards' to do."""
+        """Carries a command out. The way of a fragment, from its prompts to the next version, is their order here."""
         match command:
             case Encode():
                 self.sampling(command.worker).encode(command.step)
             case Generate():
-                self.sampling(command.worker).generate(command.fragment, command.version)
+                self.sampling(command.worker).generate(command.fragment, command.publication)
             case Decode():
                 self.sampling(command.worker).decode(command.fragment)
+            # Here the rewards score it: `to_score`, `scored`.
+            case Deliver():
+                self.trainer.deliver(command)
             case Train():
-                self.trainer.train(command.fragment, command.early)
+                scores = self.scores(command.fragment.step)
+                self.trainer.train(command.fragment, scores, command.early)
             case Update():
                 last = command.update == self.last_update
-                self.trainer.update(command.step + 1 if last else None)
+                self.trainer.update(self.scores(command.step), command.step + 1 if last else None)
             case Publish():
-                self._publish(command.version, self.sampling(command.worker))
+                self._publish(command)
             case DropVersion():
-                self.versions.drop(command.version)
+                self.versions.drop(command.publication)
                 for executor in self._samplers():
-                    executor.drop_version(command.version)
+                    executor.drop_weights(command.publication)
             case DropFragments():
                 # First of all: what is generated at the moment is then not kept.
                 self.steps.drop(command.fragments)
-                for executor, fragment in itertools.product(self._samplers(), command.fragments):
-                    executor.drop_fragment(fragment)
+                holders = (self.trainer, *self._samplers())
+                for holder, fragment in itertools.product(holders, command.fragments):
+                    holder.drop_fragment(fragment)
             case Switch():
                 pass  # The programs of both roles and their arrays are there at any time.
             case _:
                 raise TypeError(f"{command} is not for the executors")
 
-    def _publish(self, version: int, executor: SamplingExecutor) -> None:
-        """Brings a version to a sampling mesh; one that is gone, before or meanwhile, is asked for no more."""
-        weights = self.versions.send(version, executor.rollout)
-        if weights is not None:
-            executor.weights[version] = weights
-        # A version is dropped from the trainer before it is dropped from the sampling meshes.
-        if version not in self.versions:
-            executor.drop_version(version)
+    def _publish(self, command: Publish) -> None:
+        executor = self.sampling(command.worker)
+        executor.receive(command.publication)
+        # Weights are dropped from the trainer before they are dropped from the sampling meshes.
+        if command.publication not in self.versions:
+            executor.drop_weights(command.publication)
 
-    def to_score(self, fragment: Fragment) -> tuple:
-        """The arguments of the reward for a decoded fragment.
+    def scores(self, step: int) -> StepScores:
+        """Those of a step."""
+        found = self._scores.get(step)
+        if found is None:
+            begun = StepScores.begin(self.steps[step], self.system.advantages)
+            found = self._scores.setdefault(step, begun)
+        return found
+
+    def to_score(self, command: Score) -> ToScore:
+        """See `Executor`.
 
         Raises:
-          DivergedError: its images hold NaN, which no reward should be blamed for.
+          DivergedError: the images hold NaN, which no reward should be blamed for.
         """
-        images, *others = self.steps.of(fragment).to_score(fragment.index)
+        fragment = command.fragment
+        images = as_judged(self.sampling(command.maker).images[fragment])
         check_images(images)
-        return images, *others
+        held_out, steps = self._held_out, self.steps
+        shown = (
+            held_out.of(fragment)
+            if fragment.evaluation
+            else steps.of(fragment).shown(fragment.index)
+        )
+        return images, [record["prompt"] for record in shown], shown
 
-    def scored(self, fragment: Fragment, scores: Scores) -> Float32[np.ndarray, "b"]:
-        """A fragment's scores have come, wherever they were given: its pictures are needed no more.
+    def scored(self, command: Score, scores: Scored) -> Float32[np.ndarray, "b"]:
+        """See `Executor`; of several rewards it is their weighted sum. The images are needed no more."""
+        fragment = command.fragment
+        at_maker = command.maker == TRAINER or command.maker in self.rollouts
+        images = self.sampling(command.maker).images.pop(fragment, None) if at_maker else None
+        if fragment.evaluation and images is not None:
+            self._gathering.note(fragment, images, scores)
+        elif not fragment.evaluation and self.steps.find(fragment) is not None:
+            self.scores(fragment.step).note(fragment.index, scores)
+        return rewards.total(scores, self.system.advantages.reward_weights)
 
-        Returns:
-          What the scheduler compares images by, of several rewards their weighted sum.
-        """
-        step, weights = self.steps.find(fragment), self.system.advantages.reward_weights
-        if step is not None:
-            step.decoded.pop(fragment.index, None)
-            step.scores[step.cut(fragment.index)] = scores.reshape(-1, len(weights))
-        return rewards.total(scores, weights)
+    def evaluated(self, command: Evaluate) -> Evaluation:
+        """See `Executor`."""
+        return self._gathering.take(command.version)
+
+    def end_step(self) -> dict[str, float]:
+        """See `Executor`."""
+        scores = self.scores(self.steps.first)
+        del self._scores[self.steps.first]
+        self.steps.end()
+        return self.trainer.metrics() | reward_metrics(scores, self._duties.rewards)
+
+    def published(self, publication: Publication) -> Any:
+        """See `Executor`."""
+        return self.versions[publication]
 
     def _samplers(self) -> Iterator[SamplingExecutor]:
         """Those that there are at present."""
         return filter(None, (self.__dict__.get("assistant"), *self.rollouts.values()))
 
-    def end_step(self) -> dict[str, float]:
-        """The step that is on has ended: the metrics of its rewards and updates."""
-        step = self.steps.end()
-        return self.trainer.metrics() | reward_metrics(step, self._duties.rewards)
-
-    def tuned(self, version: int) -> Any:
-        """A version that is held, on the trainer mesh."""
-        return self.versions[version]
-
-    def evaluate(
-        self,
-        worker: str,
-        tree: Any,
-        records: Sequence[dict[str, Any]],
-        score: Callable[..., Scores],
-        progress: Progress = iter,
-    ) -> Evaluation:
-        """Images and scores of tuned parameters, sampled by a worker between its commands."""
-        rollout, duties = self.sampling(worker).rollout, self._duties
-        weights = jax.block_until_ready(rollout.weights(tree))
-        of_rewards = self.system.advantages.reward_weights
-        return evaluate(
-            rollout.evaluator,
-            weights,
-            records,
-            score,
-            duties.rewards,
-            duties.evaluation_batch,
-            progress=progress,
-            reward_weights=of_rewards,
-        )
-
-    def _sampling(self, rollout: Any) -> SamplingExecutor:
-        return SamplingExecutor(rollout, self.steps, self.system.placement.trainer)
+    def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
+        return SamplingExecutor(name, rollout, self.steps, self._held_out, self._link)
 
 
 def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> State:
-    """Carries out the commands of a recorded log one after the other; the state behind the last.
+    """Carries out the commands of a recorded log one after the other; the state after the last.
 
     An order in which the scheduler sent commands is one in which everything is there in time, and
     the trainer gets them in the order in which it got them then: equal inputs lead to equal bits.
@@ -237,15 +276,18 @@ def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> State:
             if command.fragment in scored:
                 continue  # the reward had failed
             scored.add(command.fragment)
-            scores = pool.score(*executors.to_score(command.fragment))
-            executors.scored(command.fragment, scores)
+            scores = pool.score(*executors.to_score(command))
+            executors.scored(command, scores)
             continue
         follow(executors, command)
     return executors.state
 
 
 def follow(executors: Executors, command: Command) -> None:
-    """Carries a command of a log out; behind its last one a step is forgotten."""
+    """Carries a command of a log out; after its last one a step is forgotten, and so is an evaluation."""
+    if isinstance(command, Evaluate):
+        executors.evaluated(command)
+        return
     executors.do(command)
     if isinstance(command, Update) and command.update == executors.last_update:
         executors.end_step()

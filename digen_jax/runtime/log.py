@@ -89,10 +89,12 @@ def since(commands: list[Command], done: int) -> list[Command]:
     ]
     before, behind = commands[: ends[-1] + 1], commands[ends[-1] + 1 :]
     sampled = {
-        c.version for c in (*before, *behind) if isinstance(c, Generate) and _step(c) >= done
+        c.publication for c in (*before, *behind) if isinstance(c, Generate) and _step(c) >= done
     }
     ahead = [
-        c for c in before if (c.version in sampled if isinstance(c, Publish) else _step(c) >= done)
+        c
+        for c in before
+        if (c.publication in sampled if isinstance(c, Publish) else _step(c) >= done)
     ]
     return ahead + behind
 
@@ -102,7 +104,7 @@ def _step(command: Command) -> int:
     if isinstance(command, DropFragments):
         return command.fragments[0].step
     if isinstance(command, Encode):
-        return -1 if command.step is None else command.step
+        return command.step
     fragment = getattr(command, "fragment", None)
     return -1 if fragment is None or fragment.evaluation else fragment.step
 

@@ -1,88 +1,99 @@
 """A sampling mesh's executor: holds weights by version, prompts by step, fragments in the making."""
 
 import jax
+import numpy as np
 
 from digen_jax.engine.hosts import fetch, put
-from digen_jax.engine.packing import Endpoints, trained_part
-from digen_jax.engine.placement import DeviceGroup
+from digen_jax.engine.packing import trained_part
 from digen_jax.engine.sampler import Prompts, Weights
 from digen_jax.engine.system import Rollout
 from digen_jax.flow.sampling import Trajectory
-from digen_jax.runtime.steps import Images, Steps
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.runtime.evaluation import HeldOut, sample_fixed
+from digen_jax.runtime.link import Conditionings, Link, Samples
+from digen_jax.runtime.steps import Steps
+from digen_jax.scheduling.commands import Fragment, Publication
 
 
 class SamplingExecutor:
-    """Encodes, generates and decodes on one mesh; every method returns once its work is done."""
+    """Encodes, generates and decodes on one mesh; every method returns once its work is done.
 
-    def __init__(self, rollout: Rollout, steps: Steps, trainer: DeviceGroup):
-        self.rollout = rollout
-        self.weights: dict[int, Weights] = {}
+    What it makes it holds until others have taken it: images for the rewards in `images`, what is trained
+    of them on the link.
+    """
+
+    def __init__(self, name: str, rollout: Rollout, steps: Steps, held_out: HeldOut, link: Link):
+        self.name, self.rollout = name, rollout
+        self.weights: dict[Publication, Weights] = {}
+        self.images: dict[Fragment, np.ndarray] = {}  # decoded, to be scored
         self.given_up = False
-        self._steps, self._trainer = steps, trainer
+        self._steps, self._held_out, self._link = steps, held_out, link
         self._fixed = Weights(None, rollout.base, rollout.frozen)
         self._prompts: dict[int, Prompts] = {}
-        self._begun: dict[Fragment, tuple[int, Trajectory]] = {}  # with their versions
+        self._begun: dict[Fragment, Trajectory] = {}
+
+    def receive(self, publication: Publication) -> None:
+        """Takes published weights; those that are gone, before or meanwhile, are needed no more."""
+        tuned = self._link.take(publication, self.rollout.group.params, self.name)
+        if tuned is not None:
+            self.weights[publication] = Weights(tuned, self.rollout.base, self.rollout.frozen)
 
     def encode(self, number: int) -> None:
-        """A step's prompts, for this mesh and where nobody was faster for the trainer."""
-        step = self._steps[number]
-        prompts = jax.block_until_ready(self.rollout.sampler.encode(self._fixed, step.records))
-        kept = {old: held for old, held in self._prompts.items() if old >= self._steps.first}
-        self._prompts = {**kept, number: prompts}
-        if step.prompts is None:
-            step.prompts = jax.device_put(prompts, self._trainer.replicated)
+        """A step's prompts, for this mesh and for the trainer."""
+        prompts = self.rollout.sampler.encode(self._fixed, self._steps[number].records)
+        self._prompts[number] = jax.block_until_ready(prompts)
+        self._link.offer(Conditionings(self.name, number), prompts)
+        for old in [old for old in self._prompts if old < self._steps.first]:
+            del self._prompts[old]
+            self._link.withdraw(Conditionings(self.name, old))
 
-    def generate(self, fragment: Fragment, version: int) -> None:
-        """A fragment's trajectories by a version that was taken."""
-        # In this order: a fragment is dropped before its version is.
-        weights, step = self.weights.get(version), self._steps.find(fragment)
-        if step is None:
+    def generate(self, fragment: Fragment, publication: Publication) -> None:
+        """A fragment's trajectories by weights that were received."""
+        if fragment.evaluation:
+            trajectory = self._evaluated(fragment, publication)
+        else:
+            # In this order: a fragment is dropped before its version is.
+            weights, step = self.weights.get(publication), self._steps.find(fragment)
+            if step is None:
+                return
+            cut = step.cut(fragment.index)
+            trajectory = self.rollout.sampler.generate(
+                weights, self._prompts[fragment.step], step.rows[cut], *step.drawn.cut(cut)
+            )
+        self._begun[fragment] = jax.block_until_ready(trajectory)
+        if not fragment.evaluation and self._steps.find(fragment) is None:
+            self.drop_fragment(fragment)
+
+    def _evaluated(self, fragment: Fragment, publication: Publication) -> Trajectory:
+        held_out, weights = self._held_out, self.weights[publication]
+        records, first = held_out.of(fragment), held_out.first(fragment)
+        return sample_fixed(self.rollout.evaluator, weights, records, first, held_out.batch)
+
+    def decode(self, fragment: Fragment) -> None:
+        """A fragment's images to the host, and what is trained of it onto the link."""
+        trajectory = self._begun.pop(fragment, None)
+        if trajectory is None:
             return
-        cut = step.cut(fragment.index)
-        trajectory = self.rollout.sampler.generate(
-            weights, self._prompts[fragment.step], step.rows[cut], *step.drawn.cut(cut)
-        )
-        self._begun[fragment] = version, jax.block_until_ready(trajectory)
+        if fragment.evaluation:
+            images = fetch(self.rollout.evaluator.decode(self._fixed, trajectory))
+            self.images[fragment] = images[: len(self._held_out.of(fragment))]
+            return
+        images = fetch(self.rollout.sampler.decode(self._fixed, trajectory))
+        step = self._steps.find(fragment)
+        if step is None or self.given_up:  # given up: another mesh makes the fragment
+            return
+        keys = put(step.training_keys[step.cut(fragment.index)], self.rollout.group.batch)
+        samples = trained_part(trajectory, keys), trajectory.sigmas
+        self._link.offer(Samples(self.name, fragment), jax.block_until_ready(samples))
+        self.images[fragment] = images
         if self._steps.find(fragment) is None:
             self.drop_fragment(fragment)
 
-    def decode(self, fragment: Fragment) -> None:
-        """A fragment's pictures to the host, what is trained of it to the trainer mesh."""
-        begun, step = self._begun.pop(fragment, None), self._steps.find(fragment)
-        if step is None:
-            return
-        version, trajectory = begun
-        pictures = self.rollout.sampler.decode(self._fixed, trajectory)
-        cut = step.cut(fragment.index)
-        keys = put(step.training_keys[cut], self.rollout.group.batch)
-        samples = trained_part(trajectory, keys)
-        images = Images(version, step.rows[cut], samples, trajectory.sigmas)
-        images = jax.block_until_ready(moved(images, self._trainer))
-        pictures = fetch(pictures)
-        if not self.given_up:  # else another mesh makes the fragment
-            self._steps.store(fragment, pictures, images)
-
     def drop_fragment(self, fragment: Fragment) -> None:
-        """Frees a fragment in the making."""
+        """Frees whatever there is of a fragment."""
         self._begun.pop(fragment, None)
+        self.images.pop(fragment, None)
+        self._link.withdraw(Samples(self.name, fragment))
 
-    def drop_version(self, version: int) -> None:
-        """Frees a version's weights."""
-        self.weights.pop(version, None)
-
-
-def moved(images: Images, trainer: DeviceGroup) -> Images:
-    """A fragment from a sampling mesh to the trainer mesh, its images split over the devices."""
-    samples, whole = images.samples, trainer.replicated
-    if isinstance(samples, Endpoints):
-        shardings = Endpoints(trainer.batch, trainer.batch, whole)
-    else:
-        split = trainer.batch_of_steps
-        means = None if samples.mean is None else split
-        sigma = split if samples.sigma.ndim == 2 else whole
-        shardings = type(samples)(split, split, split, sigma, sigma, means)
-    return images._replace(
-        samples=jax.device_put(samples, shardings),
-        sigmas=jax.device_put(images.sigmas, whole),
-    )
+    def drop_weights(self, publication: Publication) -> None:
+        """Frees published weights."""
+        self.weights.pop(publication, None)

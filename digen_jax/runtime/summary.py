@@ -10,10 +10,11 @@ import numpy as np
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import trained_images
 from digen_jax.runtime.evaluation import by_tag
-from digen_jax.runtime.steps import Step
+from digen_jax.runtime.scores import StepScores
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
+    Deliver,
     Generate,
     Publish,
     Train,
@@ -33,6 +34,8 @@ PHASES = {
     "update": "train",
     "switch": "train",
     "publish": "publish",
+    "deliver": "deliver",
+    "evaluate": "evaluation",
 }
 
 
@@ -66,8 +69,8 @@ class Summary:
 
     def _commanded(self, command: Command, scheduler: Scheduler, now: float) -> None:
         worker = getattr(command, "worker", None)
-        if isinstance(command, Publish) and worker != TRAINER:
-            if self._recorder.waits(worker):
+        if isinstance(command, Publish | Deliver) and worker != TRAINER:
+            if isinstance(command, Publish) and self._recorder.waits(worker):
                 self._recorder.wait(worker, "publish", now)
             return
         if worker is not None:
@@ -82,25 +85,30 @@ class Summary:
         """A command is done; `apart`: there are rollout workers beside the trainer."""
         worker, kind = getattr(command, "worker", "reward"), command.kind
         fragment = getattr(command, "fragment", None)
-        if isinstance(command, Generate):
+        if fragment is not None and fragment.evaluation:
+            kind = "evaluate"
+        elif isinstance(command, Generate):
             kind = "tag" if worker == TRAINER and apart else kind
             self._made[kind] += 1
-        if isinstance(command, Publish) and worker != TRAINER:
-            worker = f"publish to {worker}"  # beside what the worker does
+        if isinstance(command, Publish | Deliver) and worker != TRAINER:
+            worker = f"{kind} {worker}"  # beside what the worker does
         else:
             self._under_way.pop(worker, None)
         self._recorder.work(worker, kind, start, end, fragment)
 
-    def evaluated(self, worker: str, start: float, end: float) -> None:
-        """A worker has sampled an evaluation, between its commands."""
-        self._recorder.intervals.append(Interval(worker, "evaluate", start, end))
-
     def end_step(self, now: float, away: float) -> list[Interval]:
         """Sums a step up that ends now; its intervals, which are forgotten.
 
-        `away`: seconds in which the trainer was called for something else, such as a checkpoint.
+        `away`: seconds in which the trainer was called for something else, such as a checkpoint. They are
+        not counted in the images a second, nor are those in which an evaluation kept it from training.
         """
         done = self.take(now)
+        away += sum(
+            interval.seconds
+            for interval in done
+            if interval.worker == TRAINER
+            and (interval.kind == "evaluate" or interval.cause == "evaluation")
+        )
         running = [Interval(w, "work", since, now) for w, since in self._under_way.items()]
         seconds = now - self._began
         total = sum(self._devices.values())
@@ -133,17 +141,17 @@ class Summary:
         return done
 
 
-def reward_metrics(step: Step, names: tuple[str, ...]) -> dict[str, Any]:
+def reward_metrics(found: StepScores, names: tuple[str, ...]) -> dict[str, Any]:
     """Mean and spread of the rewards of the groups that form a step, over all and for each task.
 
     Of several rewards these are those of the weighted sum, beside each one's own mean, by their `names`.
     """
-    members = step.members
-    scores, rows = step.values[members], step.rows[members]
-    shown, groups = [step.records[row] for row in rows], len(np.unique(rows))
-    each = rewards.each(names, step.scores[members])
-    teaching = dataclasses.replace(step.settings, best_and_worst=0, drop_zero_std=True)
-    taught = trained_images(teaching, step.scores[members], rows, len(step.records))
+    members, records = found.members, found.images.records
+    scores, rows = found.values[members], found.images.rows[members]
+    shown, groups = [records[row] for row in rows], len(np.unique(rows))
+    each = rewards.each(names, found.scores[members])
+    teaching = dataclasses.replace(found.settings, best_and_worst=0, drop_zero_std=True)
+    taught = trained_images(teaching, found.scores[members], rows, len(records))
     metrics = {
         "reward": float(scores.mean()),
         "reward_std": float(scores.std()),
@@ -152,6 +160,6 @@ def reward_metrics(step: Step, names: tuple[str, ...]) -> dict[str, Any]:
         **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
         **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},
     }
-    if len(step.records) > groups:
-        metrics["candidates"] = float(step.generated)
+    if len(records) > groups:
+        metrics["candidates"] = float(found.generated)
     return metrics

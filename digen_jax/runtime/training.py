@@ -1,11 +1,10 @@
-"""The trainer mesh's executor: accumulates fragments, updates, and keeps the published versions."""
+"""The trainer mesh's executor: takes what is trained, accumulates fragments, updates and publishes."""
 
 import functools
 import threading
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int
@@ -14,40 +13,74 @@ from digen_jax.engine.early import OpenGroup
 from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import Endpoints
 from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.sampler import Prompts, Weights
-from digen_jax.engine.system import Rollout, System
+from digen_jax.engine.sampler import Prompts
+from digen_jax.engine.system import System, resharded
 from digen_jax.engine.trainer import Experience, State
-from digen_jax.runtime.clock import paused
-from digen_jax.runtime.sampling import moved
-from digen_jax.runtime.steps import Images, Step, Steps
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.runtime.link import Conditionings, Link, Samples
+from digen_jax.runtime.scores import StepScores
+from digen_jax.runtime.steps import Images, Steps
+from digen_jax.runtime.versions import Versions
+from digen_jax.scheduling.commands import TRAINER, Deliver, Fragment, Publication
+from digen_jax.scheduling.settings import Settings
 
 
 class TrainingExecutor:
     """Trains on its mesh; every method returns once its work is done."""
 
     def __init__(
-        self, system: System, steps: Steps, versions: "Versions", state: State, updates: int = 1
+        self,
+        system: System,
+        settings: Settings,
+        steps: Steps,
+        versions: Versions,
+        link: Link,
+        state: State,
     ):
         self.state = state
-        self._updates = updates  # of a step
+        self.samples: dict[Fragment, Images] = {}  # delivered, to be trained
+        self._settings = settings
         fixed = system.trainer.algorithm.set_steps > 0
         self._fixed = system.untuned() if fixed else None  # what samples a fixed set
-        self._system, self._steps, self._versions = system, steps, versions
+        self._system, self._steps, self._versions, self._link = system, steps, versions, link
+        self._prompts: dict[int, Prompts] = {}  # by step
+        self._taking = threading.Lock()
         self._totals = None
         self._groups: dict[int, OpenGroup] = {}  # those that are trained early, by number
         self._history: list[dict[str, jax.Array]] = []  # of the step's updates
 
-    def train(self, fragment: Fragment, early: bool = False) -> None:
+    def deliver(self, command: Deliver) -> None:
+        """Takes what is trained of a fragment from the worker that made it; the step's prompts with the first one."""
+        group, fragment = self._system.placement.trainer, command.fragment
+        step, key = self._steps.find(fragment), Samples(command.worker, command.fragment)
+        if step is None:
+            return
+        with self._taking:  # one for all workers' fragments
+            if fragment.step not in self._prompts:
+                prompts = Conditionings(command.worker, fragment.step)
+                found = self._link.take(prompts, lambda tree: _everywhere(tree, group), TRAINER)
+                self._prompts[fragment.step] = found
+        taken = self._link.take(key, lambda tree: shardings(tree, group), TRAINER)
+        self._link.withdraw(key)
+        if taken is None:
+            return
+        rows = step.rows[step.cut(fragment.index)]
+        self.samples[fragment] = Images(command.version, rows, *taken)
+        if self._steps.find(fragment) is None:
+            self.drop_fragment(fragment)
+
+    def drop_fragment(self, fragment: Fragment) -> None:
+        """Frees a fragment that is not trained."""
+        self.samples.pop(fragment, None)
+
+    def train(self, fragment: Fragment, scores: StepScores, early: bool = False) -> None:
         """Adds a fragment's gradient to the update's; `early`: by way of its group's own sums."""
-        step = self._steps.of(fragment)
-        images = step.sampled.pop(fragment.index)
+        images = self.samples.pop(fragment)
         if early:
-            return self._train_early(step, step.cut(fragment.index), images)
+            return self._train_early(fragment, scores, images)
         trainer, base = self._system.trainer, self._system.base
-        experience = self._experience(step, fragment.index, images)
+        experience = self._experience(fragment, scores, images)
         read = trainer.algorithm.reads_behaviour
-        behaviour = self._versions[images.version] if read else None
+        behaviour = self._versions[Publication(images.version)] if read else None
         self._totals = jax.block_until_ready(
             trainer.accumulate(self.state, base, experience, self._totals, behaviour, self._start())
         )
@@ -57,26 +90,27 @@ class TrainingExecutor:
         """The parameters at the step's start, where they are read and an update has changed them."""
         if not self._system.trainer.algorithm.reads_start or not self._history:
             return None
-        return self._versions[self._steps.first]
+        return self._versions[Publication(self._steps.first)]
 
-    def _experience(self, step: Step, index: int, images: Images) -> Experience:
+    def _experience(self, fragment: Fragment, scores: StepScores, images: Images) -> Experience:
         """A scored fragment as the trainer takes it."""
-        system = self._system
+        system, prompts = self._system, self._prompts[fragment.step]
         if system.trainer.algorithm.ranks:
-            return receive(system, step.prompts, images, step.ranking(index))
-        lesson = step.lesson(index)
+            return receive(system, prompts, images, scores.ranking(fragment.index))
+        lesson = scores.lesson(fragment.index)
         if len(lesson.places) < len(images.rows):
-            images = taken(images, lesson.places, system.placement.trainer)
-        return receive(system, step.prompts, images, lesson.advantages, lesson.weight)
+            images = selected(images, lesson.places, system.placement.trainer)
+        return receive(system, prompts, images, lesson.advantages, lesson.weight)
 
-    def _train_early(self, step: Step, cut: slice, images: Images) -> None:
+    def _train_early(self, fragment: Fragment, scores: StepScores, images: Images) -> None:
         """Adds a fragment to its group's sums, and these to the update's with the group's last one."""
-        trainer, number, scores = self._system.trainer, int(step.rows[cut.start]), step.values[cut]
+        trainer, number, step = self._system.trainer, int(images.rows[0]), scores.images
+        values = scores.values[step.cut(fragment.index)]
         # Whatever they will be: nobody may read them.
-        advantages = np.full_like(scores, np.nan)
-        experience = receive(self._system, step.prompts, images, advantages)
+        advantages = np.full_like(values, np.nan)
+        experience = receive(self._system, self._prompts[fragment.step], images, advantages)
         begun, base = self._groups.pop(number, None), self._system.base
-        group = trainer.accumulate_early(self.state, base, experience, scores, begun)
+        group = trainer.accumulate_early(self.state, base, experience, values, begun)
         jax.block_until_ready(group.sums)
         if len(group.rewards) < np.count_nonzero(step.rows == number):
             self._groups[number] = group
@@ -84,25 +118,33 @@ class TrainingExecutor:
             std = self._system.advantages.std
             self._totals = jax.block_until_ready(trainer.close(group, self._totals, std))
 
-    def update(self, version: int | None) -> None:
-        """One optimizer update; the step's last one makes a version."""
-        state = self.state._replace(tuned=self._versions.to_consume(self.state.tuned))
-        step = self._steps[self._steps.first]
-        std = None if self._totals.unscaled is None else step.reward_std
+    def update(self, scores: StepScores, version: int | None) -> None:
+        """One optimizer update of the step with these scores; the step's last one makes a version."""
+        state = self._versions.to_consume(self.state)
+        std = None if self._totals.unscaled is None else scores.std
         self.state, metrics = self._system.trainer.update(state, self._totals, std)
         self._totals = None
         self._history.append(metrics)
         jax.block_until_ready(self.state)
         if version is not None:
-            self.state = self._system.trainer.end_step(self.state, version * self._updates)
+            self._prompts = {step: held for step, held in self._prompts.items() if step >= version}
+            updates = version * self._settings.updates
+            self.state = self._system.trainer.end_step(self.state, updates)
             self.publish(version)
 
     def publish(self, version: int) -> None:
-        """Makes the behaviour policy a version."""
-        tree = self._fixed
+        """Makes the behaviour policy a version, and what is evaluated of it, where that is another and is due."""
+        tree, settings = self._fixed, self._settings
         if tree is None:
             tree = self._system.trainer.published(self.state)
-        self._versions.add(version, tree, own=tree is self.state.tuned)
+        self._add(Publication(version), tree)
+        if settings.evaluated_apart and settings.evaluated_images(version):
+            self._add(Publication(version, evaluated=True), self.state.evaluated)
+
+    def _add(self, publication: Publication, tree: Any) -> None:
+        """Publishes a tree, which may be a part of the state that the next update consumes."""
+        own = (field for field in ("tuned", "ema") if getattr(self.state, field) is tree)
+        self._versions.add(publication, tree, next(own, None))
 
     def metrics(self) -> dict[str, float]:
         """The means over a step's updates, which are forgotten."""
@@ -111,76 +153,29 @@ class TrainingExecutor:
         return {name: float(value) for name, value in means.items()}
 
 
-class Versions:
-    """The weights of each version that may be asked for, on the trainer mesh.
-
-    The newest ones may be the trainer's own arrays. With `keep` an update consumes a copy of them, as
-    something may still refer to the version; without it the version ends there.
-    May be used by several threads.
-    """
-
-    def __init__(self, keep: bool):
-        self._keep = keep
-        self._trees: dict[int, Any] = {}
-        self._own: int | None = None  # the version whose arrays are the trainer's own
-        self._readers: list[tuple[Rollout, int]] = []  # with the versions that they read
-        self._hung: set[int] = set()  # versions that a mesh may read for ever
-        self._changed = threading.Condition()
-
-    def __getitem__(self, version: int) -> Any:
-        return self._trees[version]
-
-    def __contains__(self, version: int) -> bool:
-        return version in self._trees
-
-    def add(self, version: int, tuned: Any, own: bool = True) -> None:
-        """A version's weights; `own`: the arrays are the trainer's, whose next update consumes them."""
-        with self._changed:
-            self._trees[version] = tuned
-            self._own = version if own else self._own
-
-    def drop(self, version: int) -> None:
-        """Frees a version's weights."""
-        with self._changed:
-            self._trees.pop(version, None)
-
-    def send(self, version: int, rollout: Rollout) -> Weights | None:
-        """A version on a sampling mesh, once it is there; None where it has ended. Any thread may ask."""
-        with self._changed:
-            if version not in self._trees:
-                return None
-            tuned = self._trees[version]
-            reader = rollout, version
-            self._readers.append(reader)
-        try:
-            return jax.block_until_ready(rollout.weights(tuned))
-        finally:
-            with self._changed:
-                self._readers = [one for one in self._readers if one is not reader]
-                self._changed.notify_all()
-
-    def give_up(self, rollout: Rollout) -> None:
-        """Nobody waits for a sampling mesh any more; what it reads is never consumed."""
-        with self._changed:
-            self._hung |= {version for reader, version in self._readers if reader is rollout}
-            self._readers = [one for one in self._readers if one[0] is not rollout]
-            self._changed.notify_all()
-
-    def to_consume(self, tuned: Any) -> Any:
-        """What an update is to consume in place of the trainer's arrays, which may be a version's."""
-        with self._changed:
-            version, self._own = self._own, None
-            if version is None:
-                return tuned
-            if self._keep:
-                return jax.tree.map(jnp.copy, tuned)
-            with paused():  # the trainer: who reads has a deadline of its own
-                self._changed.wait_for(lambda: not self._readers)
-            del self._trees[version]
-            return jax.tree.map(jnp.copy, tuned) if version in self._hung else tuned
+def shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]:
+    """Where (what is trained of a fragment, its sigmas) lies on the trainer mesh: its images split over the devices."""
+    trained, whole = samples[0], trainer.replicated
+    if isinstance(trained, Endpoints):
+        return Endpoints(trainer.batch, trainer.batch, whole), whole
+    split = trainer.batch_of_steps
+    means = None if trained.mean is None else split
+    sigma = split if trained.sigma.ndim == 2 else whole
+    return type(trained)(split, split, split, sigma, sigma, means), whole
 
 
-def taken(images: Images, places: Int[np.ndarray, "k"], trainer: DeviceGroup) -> Images:
+def on_trainer(images: Images, trainer: DeviceGroup) -> Images:
+    """A fragment from wherever it lies to the trainer mesh."""
+    samples = images.samples, images.sigmas
+    moved, sigmas = resharded(samples, shardings(samples, trainer))
+    return images._replace(samples=moved, sigmas=sigmas)
+
+
+def _everywhere(tree: Any, trainer: DeviceGroup) -> Any:
+    return jax.tree.map(lambda _: trainer.replicated, tree)
+
+
+def selected(images: Images, places: Int[np.ndarray, "k"], trainer: DeviceGroup) -> Images:
     """The images at some places of a fragment that lies on the trainer mesh, in their order, split as before.
 
     A place may come more than once. The devices divide the number of places.
@@ -213,18 +208,17 @@ def receive(
     advantages: Float[Any, "b"],
     weight: Float32[Any, "b"] | None = None,
 ) -> Experience:
-    """A fragment as the trainer takes it, on its mesh; `weight` None: all images train.
+    """A fragment that lies on the trainer mesh, as the trainer takes it; `weight` None: all images train.
 
     For an algorithm that `ranks`, `advantages` are any numbers of the images' order.
     """
     group = system.placement.trainer
-    images = moved(images, group)
     samples, rows = images.samples, images.rows
     weight = np.ones(len(rows), np.float32) if weight is None else weight
     prepared = system.trainer.algorithm.prepare(advantages, weight, rows)
     if prepared.pairs is not None:
         samples, rows = _paired(samples, prepared.pairs, group), rows[prepared.pairs[:, 0]]
-    conditioning, null = jax.device_put(tuple(prompts), group.replicated)
+    conditioning, null = prompts
     each = (put(a, group.batch) for a in (rows, prepared.advantages, prepared.weight))
     return Experience(samples, conditioning, null, *each, images.sigmas[1])
 

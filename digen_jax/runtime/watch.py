@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
 import sys
 import threading
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 from digen_jax.process.ending import STOPPED, leave
 from digen_jax.runtime.clock import Stopwatch, measured
-from digen_jax.runtime.evaluation import Progress
 from digen_jax.scheduling.deadlines import Deadline
 
 LOOKS = 20  # within a deadline, at most a second apart
@@ -22,7 +20,6 @@ class _Work:
     stopwatch: Stopwatch
     seconds: float  # it may take
     late: Callable[[float], None]
-    began: float
     seen: float = 0.0  # seconds in which this process ran, so that one that was stopped for a while is not late
 
 
@@ -31,7 +28,6 @@ class Watch:
 
     def __init__(self, deadline: Deadline):
         self._deadline = deadline
-        self._batch: float | None = None  # seconds of an evaluation's last one
         self._works: dict[int, _Work] = {}
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -49,7 +45,7 @@ class Watch:
             if seconds == math.inf:
                 yield stopwatch
                 return
-            work = _Work(stopwatch, seconds, late, stopwatch.began)
+            work = _Work(stopwatch, seconds, late)
             with self._lock:
                 self._works[id(work)] = work
                 if self._thread is None and not self._closed:
@@ -61,14 +57,6 @@ class Watch:
             finally:
                 with self._lock:
                     self._works.pop(id(work), None)
-
-    @contextlib.contextmanager
-    def over_batches(self, late: Callable[[str, float], None]) -> Iterator[Progress]:
-        """The same of an evaluation, in which each batch may take so long; `late(what, seconds)`."""
-        whole = functools.partial(late, "a batch of the evaluation")
-        with self.over(self._batch, whole) as stopwatch:
-            yield lambda batches: map(stopwatch.restarted, batches)
-        self._batch = stopwatch.seconds
 
     def close(self) -> None:
         """Looks no more."""
@@ -93,9 +81,7 @@ class Watch:
         """What is late now, and not looked at again."""
         with self._lock:
             for work in self._works.values():
-                restarted = work.began != work.stopwatch.began
-                work.seen = 0.0 if restarted else work.seen + passed
-                work.began = work.stopwatch.began
+                work.seen += passed
             late = {
                 key: work
                 for key, work in self._works.items()

@@ -7,23 +7,36 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
+from digen_jax.scheduling.commands import Command, Deliver, Publish
+
 
 class Worker:
-    """A sampling mesh's thread, and the one that brings it weights."""
+    """A sampling mesh's thread, and those of the transfers to it and from it."""
 
     def __init__(self, name: str):
         self.name = name
-        self.thread, self.publisher = Line(name), Line(f"publish to {name}")
-        self.failed = {self.thread: 0, self.publisher: 0}  # times in a row
+        self.thread = Line(name)
+        self.publisher, self.deliverer = Line(f"publish {name}"), Line(f"deliver {name}")
+        self._lines = self.thread, self.publisher, self.deliverer
+        self.failed = dict.fromkeys(self._lines, 0)  # times in a row
+
+    def line(self, command: Command) -> "Line":
+        """Where a command is done."""
+        match command:
+            case Publish():
+                return self.publisher
+            case Deliver():
+                return self.deliverer
+        return self.thread
 
     def close(self) -> None:
         """Ends the threads once what they do is done; what has not begun is forgotten."""
-        for line in (self.thread, self.publisher):
+        for line in self._lines:
             line.close()
 
     def give_up(self) -> None:
         """The same, without a wait for what they do."""
-        for line in (self.thread, self.publisher):
+        for line in self._lines:
             line.give_up()
 
 

@@ -95,16 +95,16 @@ class Batch:
         return True
 
     def requeue(self, index: int) -> None:
-        """A fragment that was not decoded has to be generated again, by the same version."""
-        if self.stages[index] == BEGUN:
+        """A fragment that was not decoded and scored has to be generated again, by the same version."""
+        if self.stages[index] in (BEGUN, SCORING):
             del self.scored_at[index]
-            self.generating -= 1
+            self.generating -= self.stages[index] == BEGUN
             self.queued += 1
             self.stages[index] = QUEUED
             heapq.heappush(self.queue, index)
 
     def decode(self, index: int, scored_at: float) -> None:
-        """A fragment is decoded and on its way to the rewards."""
+        """A fragment is decoded and on its way to the rewards and to the trainer."""
         self.generating -= 1
         self.stages[index] = SCORING
         self.scored_at[index] = scored_at
@@ -112,7 +112,7 @@ class Batch:
     # ------------------------------------------------------------------------------- scoring
 
     def score(self, index: int, values: tuple[float, ...]) -> None:
-        """A fragment's values are known; what may be trained thereby becomes ready."""
+        """A fragment is with the trainer and its values are known; what may be trained thereby becomes ready."""
         del self.scored_at[index]
         self.stages[index] = SCORED
         number, group = index // self.settings.unit_fragments, self.group_of(index)
@@ -198,6 +198,11 @@ class Batch:
     def set_trained(self) -> bool:
         """Whether the present update set is trained completely."""
         return self.finished == self.candidates.current.wanted
+
+    @property
+    def in_last_set(self) -> bool:
+        """Whether the update set whose turn it is is the step's last."""
+        return self.update == self.settings.updates - 1
 
     def next_set(self) -> bool:
         """The present set's update is done; returns whether it was the step's last."""

@@ -1,7 +1,8 @@
 """What the scheduler tells the executors to do.
 
-A worker is given one command after another, each when the one before is completed. Only `Publish`
-to a rollout worker runs beside its other commands, so that weights travel while it generates.
+A worker is given one command after another, each when the one before is completed. Only transfers
+to and from a rollout worker, `Publish` and `Deliver`, run beside its other commands, so that weights
+and samples travel while it generates.
 Every command is answered by one `Completed` or `Failed`, except those with `answered = False`.
 """
 
@@ -23,6 +24,17 @@ class Fragment:
     evaluation: bool = False
 
 
+@dataclasses.dataclass(frozen=True, order=True)
+class Publication:
+    """Published weights of a version: those that sample training images, or, where these differ, those evaluated.
+
+    Evaluated is, for example, the moving average of the trained parameters.
+    """
+
+    version: int
+    evaluated: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     """`serial` numbers all commands of a run."""
@@ -34,26 +46,31 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Encode(Command):
-    """Encode a step's prompts, or those of the evaluation (None), where the worker needs them."""
+    """Encode a step's prompts on a worker. A fragment of an evaluation encodes its own when it is generated."""
 
     worker: str
-    step: int | None
+    step: int
     kind: ClassVar[str] = "encode"
 
 
 @dataclasses.dataclass(frozen=True)
 class Generate(Command):
-    """Sample a fragment's trajectories by a version that the worker holds."""
+    """Sample a fragment's trajectories by weights that the worker holds."""
 
     worker: str
     fragment: Fragment
-    version: int
+    publication: Publication
     kind: ClassVar[str] = "generate"
+
+    @property
+    def version(self) -> int:
+        """The weights' version."""
+        return self.publication.version
 
 
 @dataclasses.dataclass(frozen=True)
 class Decode(Command):
-    """Decode the images; done when they and their trajectories outlive the worker."""
+    """Decode the images; they and what is trained of them then wait on the worker to be taken."""
 
     worker: str
     fragment: Fragment
@@ -61,10 +78,21 @@ class Decode(Command):
 
 
 @dataclasses.dataclass(frozen=True)
+class Deliver(Command):
+    """Bring what is trained of a decoded fragment, made by some version, from its worker to the trainer."""
+
+    worker: str
+    fragment: Fragment
+    version: int
+    kind: ClassVar[str] = "deliver"
+
+
+@dataclasses.dataclass(frozen=True)
 class Score(Command):
-    """Ask the pool of rewards for a fragment's values."""
+    """Ask the pool of rewards for the values of a fragment, whose images are on the worker that made it."""
 
     fragment: Fragment
+    maker: str
     kind: ClassVar[str] = "score"
 
 
@@ -91,11 +119,16 @@ class Update(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Publish(Command):
-    """Send a version's weights, which the trainer keeps, to a worker."""
+    """Bring published weights, which the trainer keeps, to a worker."""
 
     worker: str
-    version: int
+    publication: Publication
     kind: ClassVar[str] = "publish"
+
+    @property
+    def version(self) -> int:
+        """The weights' version."""
+        return self.publication.version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +160,9 @@ class Checkpoint(Command):
 
 @dataclasses.dataclass(frozen=True)
 class DropVersion(Command):
-    """No fragment will need a version again: the trainer and every worker may free it."""
+    """No fragment will need these weights again: the trainer and every worker may free them."""
 
-    version: int
+    publication: Publication
     answered: ClassVar[bool] = False
     kind: ClassVar[str] = "drop_version"
 

@@ -2,13 +2,33 @@
 
 import dataclasses
 
+from digen_jax.scheduling.commands import Command
 from digen_jax.scheduling.settings import Costs
 
 WEIGHT = 1 / 16  # of the newest measurement, once there are so many
-SCALED = ("generate", "decode")  # kinds that a worker's speed divides
+SCALED = (
+    "generate",
+    "decode",
+    "evaluate",
+    "decode evaluation",
+)  # kinds that a worker's speed divides
+# An evaluation's fragments have another size, schedule and guidance.
+OF_EVALUATION = {
+    "generate": "evaluate",
+    "decode": "decode evaluation",
+    "score": "score evaluation",
+}
 
 # Before anything is measured: an image takes as long to train as to generate.
 GUESSED = Costs(generate=1.0, train=1.0)
+
+
+def cost_of(command: Command) -> str:
+    """The kind of cost that a command has."""
+    fragment = getattr(command, "fragment", None)
+    if fragment is not None and fragment.evaluation:
+        return OF_EVALUATION[command.kind]
+    return command.kind
 
 
 @dataclasses.dataclass

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from digen_jax.scheduling.commands import Command
-from digen_jax.scheduling.costs import CostModel
+from digen_jax.scheduling.costs import CostModel, cost_of
 
 FACTOR = 10  # times as long as expected
 
@@ -27,6 +27,7 @@ def expected(costs: CostModel, command: Command) -> float | None:
 
     What costs were assumed before a run does not count: they compare commands, and may have another unit.
     """
-    if not costs.averages.get(command.kind):
+    kind = cost_of(command)
+    if not costs.averages.get(kind):
         return None
-    return costs.predict(command.kind, getattr(command, "worker", ""), 1.0)
+    return costs.predict(kind, getattr(command, "worker", ""), 1.0)

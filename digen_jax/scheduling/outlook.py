@@ -4,7 +4,7 @@ import math
 
 from digen_jax.scheduling import forecast
 from digen_jax.scheduling.batch import SCORED
-from digen_jax.scheduling.commands import TRAINER
+from digen_jax.scheduling.commands import TRAINER, Publication
 from digen_jax.scheduling.forecast import Ahead, Outlook
 from digen_jax.scheduling.state import State
 
@@ -29,6 +29,38 @@ def tag_pays(state: State) -> bool:
     return queued and forecast.tag_pays(outlook)
 
 
+def evaluation_fits(state: State) -> bool:
+    """Whether the trainer can make a fragment of the evaluation before it has anything to train."""
+    batch = state.batch
+    if not batch.scored_at:
+        return False
+    seconds = _evaluation_seconds(state) + _seconds(state, "switch")
+    return state.now + seconds <= min(batch.scored_at.values())
+
+
+def helps_evaluation(state: State) -> bool:
+    """Whether the trainer makes a fragment of the evaluation before the rollout workers have made all queued ones."""
+    queued = sum(len(evaluation.queue) for evaluation in state.evaluations.values())
+    workers = state.rollout.values()
+    each = [state.evaluation_seconds(worker) for worker in workers]
+    busy = sum(
+        max(0.0, w.free_at - state.now) / max(1e-12, s) for w, s in zip(workers, each, strict=True)
+    )
+    ends = (queued + busy) / sum(1 / max(1e-12, seconds) for seconds in each)
+    return _evaluation_seconds(state) <= ends
+
+
+def _evaluation_seconds(state: State) -> float:
+    """Seconds of a fragment of the evaluation on the trainer, from its present role on."""
+    trainer = state.trainer
+    seconds = state.evaluation_seconds(trainer)
+    if trainer.role != "sample":
+        seconds += _seconds(state, "switch")
+    if not all(state.evaluated(version) in trainer.held for version in state.evaluations):
+        seconds += _seconds(state, "publish")
+    return seconds
+
+
 def look_ahead(state: State) -> Outlook:
     """The rest of the step that is on, by measured costs."""
     trainer, settings, batch = state.trainer, state.settings, state.batch
@@ -45,7 +77,7 @@ def look_ahead(state: State) -> Outlook:
         sampling=trainer.role == "sample",
         tags=settings.tag_fragments - batch.tagged,
         generate=state.generation_seconds(trainer),
-        score=state.costs.predict("score", "", 1.0),
+        score=state.handover_seconds(),
         train=_seconds(state, "train"),
         update=_seconds(state, "update"),
         to_sample=_seconds(state, "switch") + _preparation(state),
@@ -82,9 +114,7 @@ def _gain_by_rates(state: State, left: int) -> float:
     """
     batch = state.batch
     generated = (batch.queued + batch.generating / 2) / state.rollout_rate()
-    slack = (
-        generated + state.costs.predict("score", "", 1.0) - (left - 1) * _seconds(state, "train")
-    )
+    slack = generated + state.handover_seconds() - (left - 1) * _seconds(state, "train")
     cost = state.generation_seconds(state.trainer) + _seconds(state, "switch")
     if state.trainer.role != "sample":
         cost += _seconds(state, "switch") + _preparation(state)
@@ -95,7 +125,7 @@ def _gain_by_rates(state: State, left: int) -> float:
 
 def _preparation(state: State) -> float:
     """Seconds before the trainer can sample the newest version."""
-    missing = state.version not in state.trainer.held
+    missing = Publication(state.version) not in state.trainer.held
     seconds = _seconds(state, "publish") if missing else 0.0
     return seconds + (_seconds(state, "encode") if state.step not in state.trainer.encoded else 0.0)
 

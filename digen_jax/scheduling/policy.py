@@ -1,7 +1,9 @@
 """Who does what next: gives work to every worker that has none, and takes tasks one command further."""
 
 import heapq
+from collections.abc import Iterable
 
+from digen_jax.scheduling.batch import Batch
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -13,7 +15,7 @@ from digen_jax.scheduling.commands import (
     Train,
     Update,
 )
-from digen_jax.scheduling.outlook import tag_pays
+from digen_jax.scheduling.outlook import evaluation_fits, helps_evaluation, tag_pays
 from digen_jax.scheduling.state import State, Worker
 
 
@@ -29,19 +31,19 @@ def give_work(state: State, out: list[Command]) -> None:
 def continue_task(state: State, worker: Worker, out: list[Command]) -> None:
     """The next command of a worker's task; none while its weights are on their way."""
     task, name = worker.task, worker.name
-    prompts = None if task.fragment.evaluation else task.fragment.step
+    fragment = task.fragment
     if worker.role != "sample":
         state.send(Switch(state.next_serial(), name, "sample"), out, worker)
-    elif task.version not in worker.held:
-        if task.version not in worker.arriving:
-            state.publish(worker, task.version, out)
-    elif prompts not in worker.encoded:
-        state.send(Encode(state.next_serial(), name, prompts), out, worker)
+    elif task.publication not in worker.held:
+        if task.publication not in worker.arriving:
+            state.publish(worker, task.publication, out)
+    elif not fragment.evaluation and fragment.step not in worker.encoded:
+        state.send(Encode(state.next_serial(), name, fragment.step), out, worker)
     elif not task.generated:
-        command = Generate(state.next_serial(), name, task.fragment, task.version)
+        command = Generate(state.next_serial(), name, fragment, task.publication)
         state.send(command, out, worker)
     else:
-        state.send(Decode(state.next_serial(), name, task.fragment), out, worker)
+        state.send(Decode(state.next_serial(), name, fragment), out, worker)
 
 
 # -------------------------------------------------------------------------------- rollout workers
@@ -69,13 +71,30 @@ def _serve_rollout(state: State, out: list[Command]) -> None:
 
 
 def _next_fragment(state: State, worker: Worker) -> Fragment | None:
-    """Evaluation, then the step that is on, then the steps ahead within their bounds."""
+    """The step that is on, then the evaluation, then the steps ahead within their bounds.
+
+    So an evaluation fills the time in which the trainer trains the rest of a step.
+    """
+    return (
+        _of_steps(state, worker, [state.batch] if state.batch else [])
+        or _of_evaluation(state, worker)
+        or _of_steps(state, worker, [b for b in state.batches.values() if b.step != state.step])
+    )
+
+
+def _of_evaluation(state: State, worker: Worker) -> Fragment | None:
+    """The first fragment of an evaluation that a worker may have."""
     for evaluation in state.evaluations.values():
         if evaluation.queue:
             fragment = Fragment(evaluation.version, evaluation.queue[0], evaluation=True)
             if not _refused(state, worker, fragment):
                 return fragment
-    for batch in state.batches.values():
+    return None
+
+
+def _of_steps(state: State, worker: Worker, batches: Iterable[Batch]) -> Fragment | None:
+    """The first fragment of some steps that a worker may have."""
+    for batch in batches:
         index = batch.next_queued()
         if index is not None and state.failed_on:
             refused = (f for f in state.failed_on if f.step == batch.step and not f.evaluation)
@@ -131,8 +150,12 @@ def _serve_trainer(state: State, out: list[Command]) -> None:
             state.assign(trainer, fragment)
             return continue_task(state, trainer, out)
     if batch is None:
-        return None
+        return _help_evaluation(state, out)
     index = batch.next_ready()
+    if index is None and batch.set_trained and batch.in_last_set and state.evaluations:
+        # The version is evaluated before the next one is there: so evaluations end in their order, and
+        # what the update consumes is needed by nobody any more.
+        return _help_evaluation(state, out)
     if index is not None or batch.set_trained:
         if trainer.role != "train":
             state.send(Switch(state.next_serial(), TRAINER, "train"), out, trainer)
@@ -145,7 +168,17 @@ def _serve_trainer(state: State, out: list[Command]) -> None:
         batch.tagged += 1
         state.assign(trainer, Fragment(batch.step, batch.next_queued()))
         continue_task(state, trainer, out)
+    elif evaluation_fits(state):
+        _help_evaluation(state, out)
     return None
+
+
+def _help_evaluation(state: State, out: list[Command]) -> None:
+    """The trainer makes a fragment of the evaluation where it may sample, and the rollout would not be sooner."""
+    fragment = _of_evaluation(state, state.trainer)
+    if fragment is not None and state.settings.tag_fragments and helps_evaluation(state):
+        state.assign(state.trainer, fragment)
+        continue_task(state, state.trainer, out)
 
 
 def _train(state: State, index: int, out: list[Command]) -> None:
@@ -158,9 +191,9 @@ def _train(state: State, index: int, out: list[Command]) -> None:
 
 def _next_fragment_of_colocated(state: State) -> Fragment | None:
     """Without rollout workers the trainer generates all that there is before it trains."""
-    for evaluation in state.evaluations.values():
-        if evaluation.queue:
-            return Fragment(evaluation.version, evaluation.queue[0], evaluation=True)
+    evaluation = _of_evaluation(state, state.trainer)
+    if evaluation is not None:
+        return evaluation
     index = state.batch.next_queued() if state.batch else None
     return None if index is None else Fragment(state.step, index)
 

@@ -63,25 +63,21 @@ def rewind(
     if now.batch is not None and (now.batch.update or now.batch.has_trained):
         raise ValueError("a scheduler can only be resumed from the end of a step")
     now.trainer, now.rollout, now.idle, now.in_flight = None, {}, [], {}
-    now.failures, now.failed_on = {}, {}
+    now.failures, now.failed_on, now.handovers = {}, {}, {}
     now.now, now.joins, now.rate = 0.0, 0, None
     now.settings = new or now.settings
     if expected is not None:
         now.costs = costs.CostModel(expected, now.settings.fragment_images)
-    count = now.settings.evaluation_fragments
-    now.evaluations = {
-        version: state.Evaluation(version, list(range(count)), count) for version in now.evaluations
-    }
+    now.evaluations = {}  # at a step's end that of the newest version alone is on
     now.batches = {
         step: old.rewound(now.settings)
         for step, old in now.batches.items()
         if step < now.settings.steps
     }
     now.open_batches()
-    now.references = {now.version: 0, **dict.fromkeys(now.evaluations, 0)}
+    now.references = {commands.Publication(now.version): 0}
     for begun in now.batches.values():
         for group in begun.groups:
             if group.version is not None:
-                now.references[group.version] = now.references.get(group.version, 0) + 1
-    for version in now.evaluations:
-        now.refer(version)
+                now.refer(commands.Publication(group.version))
+    now.open_evaluation()

@@ -7,16 +7,19 @@ from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
     Decode,
+    Deliver,
     Encode,
     Evaluate,
     Fragment,
     Generate,
+    Publication,
     Publish,
     Score,
     Switch,
     Train,
     Update,
 )
+from digen_jax.scheduling.costs import cost_of
 from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
 from digen_jax.scheduling.policy import continue_task, give_work
 from digen_jax.scheduling.settings import Costs, Settings
@@ -63,8 +66,8 @@ class Scheduler:
         return self.state.finished
 
     @property
-    def kept_versions(self) -> list[int]:
-        """The versions whose weights the trainer has to keep, and a checkpoint to hold."""
+    def kept(self) -> list[Publication]:
+        """The weights that the trainer has to keep, and a checkpoint to hold."""
         return sorted(self.state.references)
 
     def save(self) -> dict[str, Any]:
@@ -116,13 +119,15 @@ class Scheduler:
         return self.state.worker(worker).busy is not None
 
     def waits_for(self, worker: str) -> str:
-        """What an idle worker waits for: generation, reward, trainer, publish or nothing (end)."""
+        """What an idle worker waits for, one of `timeline.CAUSES`."""
         state = self.state
         found, batch = state.worker(worker), state.batch
+        if found.task is not None or (found.arriving and batch is not None):
+            return "publish"
+        if state.evaluations and (batch is None or (batch.in_last_set and batch.set_trained)):
+            return "evaluation"
         if batch is None:
             return "end"
-        if found.task is not None or found.arriving:
-            return "publish"
         if worker != TRAINER:
             return "trainer" if not batch.queued else "faster worker"
         return "generation" if batch.queued or batch.generating else "reward"
@@ -143,24 +148,20 @@ class Scheduler:
             state.trainer = worker
             return
         state.rollout[worker.name] = worker
-        state.publish(worker, state.version, out)
+        state.publish(worker, Publication(state.version), out)
         state.set_idle(worker)
         state.rate = None
 
     def _lost(self, event: Lost) -> None:
-        """A worker's fragment goes back to the queue; what it was sent is in flight no more."""
+        """A worker's fragments go back to the queue; what it was sent is in flight no more."""
         state = self.state
         if event.worker == TRAINER:
             raise SchedulerError("the trainer is lost: restart the run from its last checkpoint")
         worker = state.rollout.get(event.worker)
         if worker is None:
             return
-        if worker.task is not None:
-            state.give_back(worker)
         del state.rollout[worker.name]
-        for serial, command in list(state.in_flight.items()):
-            if getattr(command, "worker", None) == worker.name:
-                del state.in_flight[serial]
+        state.lose(worker)
         state.rate = None
 
     def _completed(self, event: Completed, out: list[Command]) -> None:
@@ -169,7 +170,7 @@ class Scheduler:
         name = getattr(command, "worker", "")
         worker = state.worker(name)
         speed = worker.speed if worker else 1.0
-        state.costs.observe(command.kind, name, speed, event.seconds)
+        state.costs.observe(cost_of(command), name, speed, event.seconds)
         state.forget_failures(command)
         if worker is not None and worker.busy == command.serial:
             worker.busy = None
@@ -177,20 +178,27 @@ class Scheduler:
             case Switch():
                 worker.role = command.role
             case Publish():
-                worker.arriving.discard(command.version)
-                if command.version in state.references:
-                    worker.held.add(command.version)
+                worker.arriving.discard(command.publication)
+                if command.publication in state.references:
+                    worker.held.add(command.publication)
             case Encode():
                 worker.encoded.add(command.step)
             case Generate():
                 worker.task.generated = True
             case Decode():
                 self._decoded(worker, command.fragment, out)
+            case Deliver():
+                if handover := state.handovers.get(command.fragment):
+                    handover.delivered = True
+                    self._handed_over(command.fragment, out)
             case Score():
-                self._scored(command.fragment, event.values, out)
+                if handover := state.handovers.get(command.fragment):
+                    handover.values = event.values
+                    self._handed_over(command.fragment, out)
             case Train():
                 if state.batch.trained(command.fragment.index):
-                    state.release(state.batch.group_of(command.fragment.index).version, 1, out)
+                    version = state.batch.group_of(command.fragment.index).version
+                    state.release(Publication(version), 1, out)
             case Update():
                 if state.batch.next_set():
                     state.end_step(out)
@@ -216,32 +224,34 @@ class Scheduler:
         if not state.wanted(fragment):
             return
         if not fragment.evaluation:
-            scored_at = state.now + state.costs.predict("score", "", 1.0)
+            scored_at = state.now + state.handover_seconds()
             state.batches[fragment.step].decode(fragment.index, scored_at)
-        state.score(fragment, out)
+        state.hand_over(worker, fragment, out)
 
-    def _scored(self, fragment: Fragment, values: tuple[float, ...], out: list[Command]) -> None:
-        state = self.state
-        if not state.wanted(fragment):
+    def _handed_over(self, fragment: Fragment, out: list[Command]) -> None:
+        """A part of a handover is done: goes on with the fragment once all of it is."""
+        state, handover = self.state, self.state.handovers[fragment]
+        if handover.values is None or not handover.delivered:
             return
+        del state.handovers[fragment]
         if not fragment.evaluation:
             batch = state.batches[fragment.step]
-            batch.score(fragment.index, values)
-            return state.drop_others(batch, out)
+            batch.score(fragment.index, handover.values)
+            state.drop_others(batch, out)
+            return
         evaluation = state.evaluations[fragment.step]
         evaluation.unscored -= 1
         if not evaluation.unscored:
             del state.evaluations[fragment.step]
             out.append(Evaluate(state.next_serial(), fragment.step))
-            state.release(fragment.step, 1, out)
-        return None
+            state.release(state.evaluated(fragment.step), 1, out)
 
     def _failed(self, event: Failed, out: list[Command]) -> None:
         """The work of a failed command is done again, elsewhere if it can be."""
         state, command = self.state, event.command
         worker = state.worker(getattr(command, "worker", ""))
         if isinstance(command, Publish) and state.is_superseded(command):
-            worker.arriving.discard(command.version)
+            worker.arriving.discard(command.publication)
             if worker is not state.trainer:
                 state.publish_newest(worker, out)
             return
@@ -256,11 +266,14 @@ class Scheduler:
                     state.failed_on.setdefault(fragment, []).append(worker.name)
                 self._go_on(worker, out)
             case Publish():
-                worker.arriving.discard(command.version)
-                if command.version in state.references and worker is not state.trainer:
-                    state.publish(worker, command.version, out)
+                worker.arriving.discard(command.publication)
+                if command.publication in state.references and worker is not state.trainer:
+                    state.publish(worker, command.publication, out)
+            case Deliver():
+                if command.fragment in state.handovers:
+                    state.deliver(worker, command.fragment, out)
             case Score():
-                if state.wanted(command.fragment):
+                if command.fragment in state.handovers:
                     state.score(command.fragment, out)
             case Train():
                 state.batch.retrain(command.fragment.index)

@@ -48,8 +48,12 @@ class Settings:
     redundant_groups: int = 0
     retries: int = 2  # of one piece of work, before its failure ends the run
     score_retries: int = 2  # the same of a score
-    evaluate_every: int = 0  # versions; 0: never
-    evaluation_fragments: int = 1
+    evaluate_every: int = 0  # versions, and after the last step; 0: never
+    evaluation_images: int = 1
+    show_every: int = 0  # the same for evaluations that are only to be looked at; 0: never
+    shown_images: int = 1  # the first of an evaluation's
+    evaluation_batch: int = 1  # images of an evaluation's fragment
+    evaluated_apart: bool = False  # by other weights than those that sample training images
     checkpoint_every: int = 0  # steps; 0: never
 
     @property
@@ -97,6 +101,27 @@ class Settings:
         # A share such as 0.3 of 10 groups must not lose a group to rounding.
         return math.floor(self.stale_share * self.units + 1e-9) if self.staleness else 0
 
+    def is_evaluated(self, version: int) -> bool:
+        """Whether a version's whole evaluation is due."""
+        return self._due(version, self.evaluate_every)
+
+    def is_shown(self, version: int) -> bool:
+        """Whether a version's first images are due to be looked at."""
+        return self._due(version, self.show_every)
+
+    def _due(self, version: int, every: int) -> bool:
+        return every > 0 and (version % every == 0 or version == self.steps)
+
+    def evaluated_images(self, version: int) -> int:
+        """Images of a version's evaluation; 0: it has none."""
+        if self.is_evaluated(version):
+            return self.evaluation_images
+        return min(self.shown_images, self.evaluation_images) if self.is_shown(version) else 0
+
+    def evaluated_fragments(self, version: int) -> int:
+        """Fragments of a version's evaluation; 0: it has none."""
+        return math.ceil(self.evaluated_images(version) / self.evaluation_batch)
+
     def check(self) -> None:
         """Refuses settings that cannot work.
 
@@ -118,8 +143,9 @@ class Settings:
                 raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
         if not 0 <= self.stale_share <= 1:
             raise ConfigError(f"stale_share must lie between 0 and 1, not {self.stale_share}")
-        if self.evaluate_every:
-            check_positive("evaluation_fragments", self.evaluation_fragments)
+        if self.evaluate_every or self.show_every:
+            for name in ("evaluation_images", "shown_images", "evaluation_batch"):
+                check_positive(name, getattr(self, name))
         if self.early:
             self._check_early()
         self.check_cut()
@@ -214,14 +240,21 @@ class Costs:
     score_latency: float = 0.0  # a fragment, beside the scorer's work
     update: float = 0.0
     publish: float = 0.0  # a version, to one worker
+    deliver: float = 0.0  # an image's samples, to the trainer
+    evaluate: float = 0.0  # a fragment of an evaluation, on a worker of speed 1
     switch: float = 0.0  # the trainer's role, each way
 
     def seconds(self, kind: str, images: int, speed: float) -> float:
         """Seconds of one command of a kind, for a fragment of so many images."""
-        if kind in ("generate", "decode"):
-            return getattr(self, kind) * images / speed
-        if kind == "train":
-            return self.train * images
-        if kind == "score":
-            return self.score_latency + self.score * images
+        match kind:
+            case "generate" | "decode":
+                return getattr(self, kind) * images / speed
+            case "train" | "deliver":
+                return getattr(self, kind) * images
+            case "score":
+                return self.score_latency + self.score * images
+            case "evaluate":
+                return self.evaluate / speed
+            case "decode evaluation" | "score evaluation":
+                return 0.0  # part of "evaluate", until they are measured
         return getattr(self, kind)

@@ -9,11 +9,13 @@ from digen_jax.scheduling.commands import (
     Checkpoint,
     Command,
     Decode,
+    Deliver,
     DropFragments,
     DropVersion,
     Encode,
     Fragment,
     Generate,
+    Publication,
     Publish,
     Score,
     Train,
@@ -31,8 +33,20 @@ class Task:
     """The fragment that a worker was given, and how far it is."""
 
     fragment: Fragment
-    version: int
+    publication: Publication
     generated: bool = False
+
+
+@dataclasses.dataclass
+class Handover:
+    """A decoded fragment on its way: its values to the scheduler, what is trained of it to the trainer.
+
+    Until both are there it is lost with the worker that made it.
+    """
+
+    worker: str
+    delivered: bool
+    values: tuple[float, ...] | None = None
 
 
 @dataclasses.dataclass
@@ -43,9 +57,9 @@ class Worker:
     speed: float
     order: int  # of joining
     role: str = "sample"
-    held: set[int] = dataclasses.field(default_factory=set)  # versions
-    arriving: set[int] = dataclasses.field(default_factory=set)
-    encoded: set[int | None] = dataclasses.field(default_factory=set)  # steps; None: evaluation
+    held: set[Publication] = dataclasses.field(default_factory=set)
+    arriving: set[Publication] = dataclasses.field(default_factory=set)
+    encoded: set[int] = dataclasses.field(default_factory=set)  # steps
     task: Task | None = None
     busy: int | None = None  # serial of the command that occupies it
     free_at: float = 0.0  # when its task is expected to be done
@@ -81,7 +95,9 @@ class State:
     rollout: dict[str, Worker] = dataclasses.field(default_factory=dict)
     idle: list[tuple[float, int, str]] = dataclasses.field(default_factory=list)  # heap of ranks
     in_flight: dict[int, Command] = dataclasses.field(default_factory=dict)
-    references: dict[int, int] = dataclasses.field(default_factory=dict)  # version -> groups
+    # Of weights that the trainer keeps: the groups and evaluations that need them.
+    references: dict[Publication, int] = dataclasses.field(default_factory=dict)
+    handovers: dict[Fragment, Handover] = dataclasses.field(default_factory=dict)
     failures: dict[str, int] = dataclasses.field(default_factory=dict)
     failed_on: dict[Fragment, list[str]] = dataclasses.field(default_factory=dict)
     rate: float | None = None  # fragments a second of all rollout workers; None: to be measured
@@ -90,7 +106,7 @@ class State:
     def begin(cls, settings: Settings, costs: Costs) -> "State":
         """Before the first event."""
         state = cls(settings, CostModel(costs, settings.fragment_images))
-        state.references[0] = 0
+        state.references[Publication(0)] = 0
         state.open_batches()
         state.open_evaluation()
         return state
@@ -123,20 +139,24 @@ class State:
 
     def open_evaluation(self) -> None:
         """Evaluates the newest version where that is due."""
-        every, count = self.settings.evaluate_every, self.settings.evaluation_fragments
-        if every and self.version % every == 0:
+        count = self.settings.evaluated_fragments(self.version)
+        if count:
             self.evaluations[self.version] = Evaluation(self.version, list(range(count)), count)
-            self.refer(self.version)
+            self.refer(self.evaluated(self.version))
+
+    def evaluated(self, version: int) -> Publication:
+        """The weights that are evaluated of a version."""
+        return Publication(version, self.settings.evaluated_apart)
 
     def end_step(self, out: list[Command]) -> None:
         """The step's last update is done: its version is there, the next step is on."""
         del self.batches[self.step]
         self.step += 1
-        self.references.setdefault(self.version, 0)
+        self.references.setdefault(Publication(self.version), 0)
         self.open_evaluation()
-        self.release(self.version - 1, 0, out)
+        self.release(Publication(self.version - 1), 0, out)
         for worker in (self.trainer, *self.rollout.values()):
-            worker.encoded = {step for step in worker.encoded if step is None or step >= self.step}
+            worker.encoded = {step for step in worker.encoded if step >= self.step}
         for worker in self.rollout.values():
             self.publish_newest(worker, out)
         self.open_batches()
@@ -159,10 +179,10 @@ class State:
             worker.busy = command.serial
         out.append(command)
 
-    def publish(self, worker: Worker, version: int, out: list[Command]) -> None:
-        """Sends a version to a worker; only the trainer is occupied by it."""
-        worker.arriving.add(version)
-        command = Publish(self.next_serial(), worker.name, version)
+    def publish(self, worker: Worker, publication: Publication, out: list[Command]) -> None:
+        """Brings weights to a worker; only the trainer is occupied by it."""
+        worker.arriving.add(publication)
+        command = Publish(self.next_serial(), worker.name, publication)
         self.send(command, out, worker if worker is self.trainer else None)
 
     def publish_newest(self, worker: Worker, out: list[Command]) -> None:
@@ -170,33 +190,49 @@ class State:
 
         So of the versions that come while one is being sent the worker gets only the last.
         """
-        if not worker.arriving and self.version not in worker.held:
-            self.publish(worker, self.version, out)
+        newest = Publication(self.version)
+        if not worker.arriving and newest not in worker.held:
+            self.publish(worker, newest, out)
 
     def is_superseded(self, command: Publish) -> bool:
         """Whether there is a newer version than the one being sent, and the worker's task is not by that one."""
         worker = self.worker(command.worker)
         task = worker and worker.task
-        return command.version < self.version and (not task or task.version != command.version)
+        waited_for = task and task.publication == command.publication
+        return command.version < self.version and not waited_for
+
+    def hand_over(self, worker: Worker, fragment: Fragment, out: list[Command]) -> None:
+        """A fragment is decoded: asks for its values, and has the trainer given what it trains of it."""
+        self.handovers[fragment] = Handover(worker.name, delivered=fragment.evaluation)
+        self.score(fragment, out)
+        if not fragment.evaluation:
+            self.deliver(worker, fragment, out)
 
     def score(self, fragment: Fragment, out: list[Command]) -> None:
         """Asks for a fragment's values."""
-        self.send(Score(self.next_serial(), fragment), out)
+        self.send(Score(self.next_serial(), fragment, self.handovers[fragment].worker), out)
+
+    def deliver(self, worker: Worker, fragment: Fragment, out: list[Command]) -> None:
+        """Brings a fragment's samples to the trainer, which alone is occupied by it, with its own fragments."""
+        version = self.batches[fragment.step].group_of(fragment.index).version
+        command = Deliver(self.next_serial(), worker.name, fragment, version)
+        self.send(command, out, worker if worker is self.trainer else None)
 
     # ------------------------------------------------------------------------------ versions
 
-    def refer(self, version: int) -> None:
-        """One more group or evaluation needs a version."""
-        self.references[version] += 1
+    def refer(self, publication: Publication) -> None:
+        """One more group or evaluation needs some weights."""
+        self.references[publication] = self.references.get(publication, 0) + 1
 
-    def release(self, version: int, count: int, out: list[Command]) -> None:
-        """So many groups need a version no more; an old one that nobody needs is dropped."""
-        self.references[version] -= count
-        if version < self.version and not self.references[version]:
-            del self.references[version]
-            for worker in (self.trainer, *self.rollout.values()):
-                worker.held.discard(version)
-            out.append(DropVersion(self.next_serial(), version))
+    def release(self, publication: Publication, count: int, out: list[Command]) -> None:
+        """So many groups need some weights no more; old ones that nobody needs are dropped."""
+        self.references[publication] -= count
+        newest = Publication(self.version)  # samples whatever comes next
+        if publication != newest and not self.references[publication]:
+            del self.references[publication]
+            for worker in filter(None, (self.trainer, *self.rollout.values())):
+                worker.held.discard(publication)
+            out.append(DropVersion(self.next_serial(), publication))
 
     # ----------------------------------------------------------------------------- fragments
 
@@ -212,21 +248,39 @@ class State:
         worker.free_at = self.now + self.generation_seconds(worker)
         if fragment.evaluation:
             heapq.heappop(self.evaluations[fragment.step].queue)
-            worker.task = Task(fragment, fragment.step)
+            worker.free_at = self.now + self.evaluation_seconds(worker)
+            worker.task = Task(fragment, self.evaluated(fragment.step))
             return
         batch = self.batches[fragment.step]
         version = batch.group_of(fragment.index).version
         if version is None:
             version = self.version
-        scored_at = worker.free_at + self.costs.predict("score", "", 1.0)
+        scored_at = worker.free_at + self.handover_seconds()
         if batch.generate(fragment.index, version, scored_at):
-            self.refer(version)
-        worker.task = Task(fragment, version)
+            self.refer(Publication(version))
+        worker.task = Task(fragment, Publication(version))
 
     def give_back(self, worker: Worker) -> None:
         """A worker's fragment has to be generated elsewhere."""
         fragment = worker.task.fragment
         worker.task = None
+        self.requeue(fragment)
+
+    def lose(self, worker: Worker) -> None:
+        """What a worker had begun or made, and has not handed over, has to be made elsewhere."""
+        if worker.task is not None:
+            self.give_back(worker)
+        lost = [f for f, handover in self.handovers.items() if handover.worker == worker.name]
+        for fragment in lost:
+            del self.handovers[fragment]
+            self.requeue(fragment)
+        for serial, command in list(self.in_flight.items()):
+            scored = isinstance(command, Score) and command.fragment in lost
+            if scored or getattr(command, "worker", None) == worker.name:
+                del self.in_flight[serial]
+
+    def requeue(self, fragment: Fragment) -> None:
+        """A fragment that was begun is to be generated again, if it is still wanted."""
         if not self.wanted(fragment):
             return
         if fragment.evaluation:
@@ -241,9 +295,11 @@ class State:
         begun, versions = batch.drop_others()
         if begun:
             fragments = tuple(Fragment(batch.step, index) for index in begun)
+            for fragment in fragments:
+                self.handovers.pop(fragment, None)
             out.append(DropFragments(self.next_serial(), fragments))
         for version in versions:
-            self.release(version, 1, out)
+            self.release(Publication(version), 1, out)
 
     # -------------------------------------------------------------------------------- workers
 
@@ -260,10 +316,18 @@ class State:
 
     def generation_seconds(self, worker: Worker) -> float:
         """Seconds in which a worker is expected to generate and decode a fragment."""
-        predict = self.costs.predict
-        return predict("generate", worker.name, worker.speed) + predict(
-            "decode", worker.name, worker.speed
-        )
+        return self._seconds(worker, "generate") + self._seconds(worker, "decode")
+
+    def evaluation_seconds(self, worker: Worker) -> float:
+        """The same for a fragment of an evaluation."""
+        return self._seconds(worker, "evaluate") + self._seconds(worker, "decode evaluation")
+
+    def _seconds(self, worker: Worker, kind: str) -> float:
+        return self.costs.predict(kind, worker.name, worker.speed)
+
+    def handover_seconds(self) -> float:
+        """Seconds until a decoded fragment is expected to be scored and with the trainer."""
+        return max(self.costs.predict(kind, "", 1.0) for kind in ("score", "deliver"))
 
     def fail(self, command: Command, reason: str) -> None:
         """Counts a failure of a piece of work.
@@ -290,13 +354,17 @@ class State:
     def work(self, command: Command) -> str:
         """The piece of work that a command belongs to, in words."""
         if isinstance(command, Publish):
-            return f"publishing version {command.version} to {command.worker}"
+            what = (
+                "the evaluated weights of version" if command.publication.evaluated else "version"
+            )
+            return f"publishing {what} {command.version} to {command.worker}"
         if isinstance(command, Encode):
             fragment = self.worker(command.worker).task.fragment
-        elif isinstance(command, Generate | Decode | Score | Train):
+        elif isinstance(command, Generate | Decode | Deliver | Score | Train):
             fragment = command.fragment
         else:
             return f"the command {command.kind!r}"
         owner = "the evaluation of version" if fragment.evaluation else "step"
-        verb = {"score": "scoring", "train": "training on"}.get(command.kind, "generating")
+        verbs = {"score": "scoring", "train": "training on", "deliver": "delivering"}
+        verb = verbs.get(command.kind, "generating")
         return f"{verb} fragment {fragment.index} of {owner} {fragment.step}"

@@ -7,13 +7,17 @@ from typing import NamedTuple
 from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.scheduler import Scheduler
 
+# What a worker may wait for; "end" is that of the run.
+CAUSES = ("generation", "reward", "trainer", "faster worker", "publish", "evaluation", "end")
+
 
 class Interval(NamedTuple):
     """What a worker did from `start` to `end`, in seconds.
 
     `kind` is a command's, "tag" for a fragment that the trainer generates beside rollout workers,
-    "evaluate", or "wait" for `cause`: generation, reward, trainer, faster worker, publish, or end
-    (of the run). The rewards are the worker "reward", and scoring overlaps there.
+    "evaluate" for one of an evaluation, or "wait" for `cause`, one of CAUSES. The rewards are the worker
+    "reward", and scoring overlaps there. Transfers to and from a rollout worker have rows of their own,
+    such as "publish rollout 0".
     """
 
     worker: str

@@ -11,10 +11,12 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.scheduling.commands import (
     TRAINER,
     Decode,
+    Deliver,
     DropVersion,
     Encode,
     Fragment,
     Generate,
+    Publication,
     Publish,
     Score,
     Switch,
@@ -25,7 +27,14 @@ from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.settings import Costs
 
 COSTS = Costs(
-    generate=0.02, train=0.01, decode=0.005, encode=0.03, score=0.006, update=0.04, publish=0.05
+    generate=0.02,
+    train=0.01,
+    decode=0.005,
+    encode=0.03,
+    score=0.006,
+    update=0.04,
+    publish=0.05,
+    deliver=0.002,
 )
 EXACT = Waits(COSTS, images=4, unit=4, jitter=0.0, seed=0)
 FRAGMENT = Fragment(3, 5)
@@ -34,15 +43,16 @@ FRAGMENT = Fragment(3, 5)
 @pytest.mark.parametrize(
     ("command", "seconds"),
     [
-        (Generate(1, "rollout 0", FRAGMENT, 2), 0.08 / 2),
+        (Generate(1, "rollout 0", FRAGMENT, Publication(2)), 0.08 / 2),
         (Decode(1, "rollout 0", FRAGMENT), 0.02 / 2),
-        (Generate(1, TRAINER, FRAGMENT, 2), 0.08 / 4),
+        (Deliver(1, "rollout 0", FRAGMENT, 2), 0.008),
+        (Generate(1, TRAINER, FRAGMENT, Publication(2)), 0.08 / 4),
         (Train(1, TRAINER, FRAGMENT, 0, False), 0.04),
         (Encode(1, "rollout 0", 3), 0.03),
         (Update(1, TRAINER, 3, 0), 0.04),
-        (Publish(1, "rollout 0", 3), 0.05),
+        (Publish(1, "rollout 0", Publication(3)), 0.05),
         (Switch(1, TRAINER, "sample"), 0.0),
-        (DropVersion(1, 3), 0.0),
+        (DropVersion(1, Publication(3)), 0.0),
     ],
 )
 def test_a_command_takes_its_cost(command, seconds):
@@ -58,7 +68,10 @@ def test_a_command_takes_its_cost(command, seconds):
 def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
     executors = WaitingExecutors(EXACT, Layout(Mesh()))
     with closing(RewardPool(score, ("waits",), 0)) as rewards:
-        found = [rewards.submit(*executors.to_score(FRAGMENT)).result() for _ in range(5)]
+        found = [
+            rewards.submit(*executors.to_score(Score(0, FRAGMENT, "rollout 0"))).result()
+            for _ in range(5)
+        ]
     assert found[0].scores.shape == (4,)
     assert 0.024 <= min(scored.seconds for scored in found) < 0.054
 
@@ -71,11 +84,14 @@ def test_jitter_is_of_the_work_and_not_of_who_does_it():
         return [
             [waits.factor(command) for command in kind]
             for kind in (
-                [Generate(serial + i, worker, f, version) for i, f in enumerate(fragments)],
+                [
+                    Generate(serial + i, worker, f, Publication(version))
+                    for i, f in enumerate(fragments)
+                ],
                 [Decode(serial, worker, f) for f in fragments],
                 [Train(serial, worker, f, serial, False) for f in fragments],
-                [Score(serial, f) for f in fragments],
-                [Publish(serial, worker, step) for step in range(400)],
+                [Score(serial, f, worker) for f in fragments],
+                [Publish(serial, worker, Publication(step)) for step in range(400)],
             )
         ]
 
@@ -87,8 +103,8 @@ def test_jitter_is_of_the_work_and_not_of_who_does_it():
     np.testing.assert_allclose(drawn.std(1), 0.1155, rtol=0.1)
     assert np.abs(np.corrcoef(drawn) - np.eye(5)).max() < 0.2
     other = Waits(COSTS, 4, 4, jitter=0.2, seed=8)
-    assert other.factor(Score(0, FRAGMENT)) != waits.factor(Score(0, FRAGMENT))
-    generate = Generate(0, "rollout 0", FRAGMENT, 0)
+    assert other.factor(Score(0, FRAGMENT, "")) != waits.factor(Score(0, FRAGMENT, ""))
+    generate = Generate(0, "rollout 0", FRAGMENT, Publication(0))
     assert waits.seconds(generate, 2.0) == pytest.approx(0.04 * waits.factor(generate))
 
 

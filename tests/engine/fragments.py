@@ -10,9 +10,9 @@ from ml_collections import ConfigDict
 from digen_jax.engine.system import System
 from digen_jax.engine.trainer import Experience
 from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import receive
 from tests.engine import toy
 from tests.engine.test_trainer import gradient_config, plain_loss
+from tests.engine.toy import receive
 
 GROUPS, IMAGES, STEPS = 3, 4, 4
 ROWS = np.repeat(np.arange(GROUPS, dtype=np.int32), IMAGES)

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.runtime.sampling import moved
+from digen_jax.runtime.scores import StepScores
 from digen_jax.runtime.steps import Images, Steps
-from digen_jax.runtime.training import TrainingExecutor, Versions, taken
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.runtime.training import on_trainer, selected
 from tests.engine import fragments, toy
 from tests.engine.fragments import GROUPS, IMAGES, ROWS
 
@@ -99,22 +98,16 @@ def part_of(images: slice):
     t = whole.samples
     t = t._replace(**{name: getattr(t, name)[:, images] for name in ("x", "x_next", "log_prob")})
     part = Images(0, ROWS[images], t, whole.sigmas)
-    return moved(part, built()[0].placement.trainer)
+    return on_trainer(part, built()[0].placement.trainer)
 
 
 def accumulated(settings, size, scores):
     """The totals of a step's fragments of `size` images, trained by a run's own executor."""
     parts, state = built()
     parts = parts._replace(advantages=settings)
-    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, size, parts.draws, 0, settings)
-    step = steps[0]
-    step.scores[:] = scores
-    step.prompts = jax.device_put(fragments.sampled()[0], parts.placement.trainer.replicated)
-    executor = TrainingExecutor(parts, steps, Versions(False), state)
-    for index in range(12 // size):
-        step.sampled[index] = part_of(step.cut(index))
-        executor.train(Fragment(0, index))
-    return executor._totals
+    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, size, parts.draws, 0)
+    known = StepScores(steps[0], np.float32(scores), settings)
+    return toy.trained(parts, steps, state, known, fragments.sampled()[0], part_of)
 
 
 # With best and worst 4 images of which 2 are kept, or 12 and 6; else 2 that are half a group, or 6
@@ -155,7 +148,7 @@ def test_images_are_taken_in_any_order_and_stay_split():
     """As pairs are, too, in which an image may come twice."""
     images, trainer = part_of(slice(0, 12)), built()[0].placement.trainer
     places = np.array([7, 0, 0, 11])
-    found = taken(images, places, trainer)
+    found = selected(images, places, trainer)
     np.testing.assert_array_equal(found.rows, [1, 0, 0, 2])
     for name, array in found.samples._asdict().items():
         before = getattr(images.samples, name)

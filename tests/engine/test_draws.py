@@ -12,14 +12,13 @@ from digen_jax.engine.draws import Draws
 from digen_jax.engine.sampler import Prompts
 from digen_jax.flow.sampling import image_keys
 from digen_jax.flow.windows import Window
-from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.steps import Steps
-from digen_jax.runtime.training import receive
+from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.scheduling import policy
-from digen_jax.scheduling.commands import TRAINER, Fragment, Generate
+from digen_jax.scheduling.commands import TRAINER, Generate
 from tests.cases import said
 from tests.engine import fragments, toy
 from tests.engine.test_packing import sent_latents
+from tests.engine.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -40,22 +39,14 @@ def steps_of(parts, count):
     """The first steps of a run, all of the same groups, as they are sampled by the start."""
     config, system = parts
     size, same = config.sampler.fragment, itertools.repeat(toy.records(GROUPS))
-    steps = Steps(same, IMAGES, size, system.draws, 0, system.advantages)
-    executor = SamplingExecutor(system.rollouts[0], steps, system.placement.trainer)
-    executor.weights[0] = system.publish(system.start)
-    for number in range(count):
-        executor.encode(number)
-        for index in range(GROUPS * IMAGES // size):
-            executor.generate(Fragment(number, index), 0)
-            executor.decode(Fragment(number, index))
-    return [steps[number] for number in range(count)]
+    return list(toy.sampled_steps(system, same, IMAGES, size, count, system.start))
 
 
 def gradient(parts, step):
     """Of a step whose only fragment is trained away from where it was sampled."""
     _, system = parts
     state = system.trainer.init(toy.moved(system.start, 0.05))
-    experience = receive(system, step.prompts, step.sampled[0], ADVANTAGES)
+    experience = receive(system, step.prompts, step.images[0], ADVANTAGES)
     return system.trainer.accumulate(state, system.base, experience, None)
 
 
@@ -74,13 +65,13 @@ def test_at_every_place_a_moving_window_is_a_fixed_one_and_nothing_is_compiled_a
     for place, step in zip(places, steps_of(moving, 3), strict=True):
         fixed = one_device(place)
         (expected,) = steps_of(fixed, 1)
-        equal_bits(step.decoded[0], expected.decoded[0])
-        equal_bits(step.sampled[0].samples, expected.sampled[0].samples)
-        t, sigmas = step.sampled[0].samples, step.sampled[0].sigmas
+        equal_bits(step.pictures[0], expected.pictures[0])
+        equal_bits(step.images[0].samples, expected.images[0].samples)
+        t, sigmas = step.images[0].samples, step.images[0].sigmas
         np.testing.assert_array_equal(t.sigma, sigmas[place : place + 2])
         found = gradient(moving, step)
         equal_bits(found, gradient(fixed, expected))
-        seen.append((step.decoded[0], jax.device_get(found.gradient)))
+        seen.append((step.pictures[0], jax.device_get(found.gradient)))
     equal_bits(seen[0], seen[2])
     assert np.abs(seen[0][0] - seen[1][0]).max() > 0.01
     assert toy.difference(seen[0][1], seen[1][1]) > 0.01
@@ -98,13 +89,13 @@ def test_a_window_that_leaves_the_schedule_is_no_sampled_one():
 
 def test_a_fragment_has_the_window_of_its_own_step_whoever_samples_it_and_when(monkeypatch):
     """Begun ahead with older weights, or by the trainer."""
-    found, real = {}, Steps.store
+    found, real = {}, TrainingExecutor.deliver
 
-    def store(steps, fragment, pictures, images):
-        found[fragment] = np.asarray(images.samples.sigma)
-        real(steps, fragment, pictures, images)
+    def deliver(executor, command):
+        real(executor, command)
+        found[command.fragment] = np.asarray(executor.samples[command.fragment].samples.sigma)
 
-    monkeypatch.setattr(Steps, "store", store)
+    monkeypatch.setattr(TrainingExecutor, "deliver", deliver)
     monkeypatch.setattr(policy, "tag_pays", lambda state: True)
     config = toy.config(
         **toy.meshes((1, 1), (1, 1), workers=2),
@@ -133,7 +124,7 @@ def test_images_of_a_group_may_start_from_one_noise_whatever_the_fragment():
     shared, halves, own = (
         [
             jax.device_get((one.samples.x, one.samples.x_next))
-            for one in steps_of(one_device(fragment=size, **fields), 1)[0].sampled.values()
+            for one in steps_of(one_device(fragment=size, **fields), 1)[0].images
         ]
         for size, fields in ((8, {"shared_noise": True}), (2, {"shared_noise": True}), (8, {}))
     )

@@ -14,10 +14,11 @@ from digen_jax.engine.sampler import Prompts
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime import training
 from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import Versions, receive
+from digen_jax.runtime.versions import Versions
 from tests.cases import quick
 from tests.engine import toy
 from tests.engine.test_trainer import LORA, adapted
+from tests.engine.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -283,9 +284,9 @@ def driven(monkeypatch, name, steps, devices=1, **fields):
         states.append((jax.device_get(state), updates))
         return state
 
-    def added(self, version, tree, own=True):
-        versions[version] = jax.device_get(tree)
-        add(self, version, tree, own)
+    def added(self, publication, tree, own=None):
+        versions[publication.version] = jax.device_get(tree)
+        add(self, publication, tree, own)
 
     def reward(images, prompts, metadata):
         calls.append(np.asarray(images))
@@ -337,9 +338,9 @@ def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch, 
     parts = toy.system(c := config(name, **OPTIMIZER | fields), 2)
     accumulate, kept, add = parts.trainer.accumulate, {}, Versions.add
 
-    def added(self, version, tree, own=True):
-        kept[version] = jax.device_get(tree)
-        add(self, version, tree, own)
+    def added(self, publication, tree, own=None):
+        kept[publication.version] = jax.device_get(tree)
+        add(self, publication, tree, own)
 
     def checked(state, base, experience, totals, behaviour, proximal):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(behaviour), kept[seen[-1]])

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.runtime.training import receive
 from tests.engine import fragments, toy
 from tests.engine.test_trainer import ADV_CLIP, CLIP, GUIDANCE, KL, NOISE, adapted
+from tests.engine.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 

@@ -3,15 +3,13 @@
 import functools
 import statistics
 
-import jax
 import numpy as np
 import pytest
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.engine.packing import Endpoints
+from digen_jax.runtime.scores import StepScores
 from digen_jax.runtime.steps import Images, Steps
-from digen_jax.runtime.training import TrainingExecutor, Versions
-from digen_jax.scheduling.commands import Fragment
 from tests.engine import toy
 from tests.engine.test_matching import (
     GROUPS,
@@ -63,17 +61,14 @@ def system():
 def accumulated(settings):
     """The totals of a step's two fragments, trained by a run's own executor."""
     parts = system()._replace(advantages=settings)
-    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, 6, parts.draws, 0, settings)
-    step, whole = steps[0], parts.placement.trainer
-    step.scores[:], step.prompts = REWARDS, jax.device_put(PROMPTS, whole.replicated)
+    steps = Steps(iter([toy.records(GROUPS)]), IMAGES, 6, parts.draws, 0)
     state = parts.trainer.init(parameters("full")[0])
-    executor = TrainingExecutor(parts, steps, Versions(False), state)
-    for index in (0, 1):
-        cut = step.cut(index)
-        samples = Endpoints(*jax.device_put((X0[cut], keys()[cut]), whole.batch), SIGMAS)
-        step.sampled[index] = Images(0, ROWS[cut], samples, SIGMAS)
-        executor.train(Fragment(0, index))
-    return executor._totals
+
+    def part_of(cut):
+        return Images(0, ROWS[cut], Endpoints(X0[cut], keys()[cut], SIGMAS), SIGMAS)
+
+    known = StepScores(steps[0], REWARDS, settings)
+    return toy.trained(parts, steps, state, known, PROMPTS, part_of)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -15,9 +15,9 @@ from digen_jax.config.door import open_recipe
 from digen_jax.flow.sampling import TRANSITION, flatten, image_keys, replay
 from digen_jax.models.sd3 import FROZEN, SD3Config, SD3Transformer
 from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import receive
 from tests.cases import quick, said
 from tests.engine import toy
+from tests.engine.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
 

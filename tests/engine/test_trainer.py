@@ -13,9 +13,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.trainer import Totals, Trainer
 from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import receive
 from tests.cases import quick
 from tests.engine import toy
+from tests.engine.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 

@@ -23,12 +23,18 @@ from digen_jax.engine.trainer import State
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.family import Size
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime import training
 from digen_jax.runtime.executors import Executors
+from digen_jax.runtime.link import Conditionings, LocalLink, Samples
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.steps import Steps
+from digen_jax.runtime.scores import StepScores
+from digen_jax.runtime.steps import Images, Steps
+from digen_jax.runtime.training import TrainingExecutor, on_trainer, shardings
+from digen_jax.runtime.versions import Versions
 from digen_jax.runtime.watch import Watch
-from digen_jax.scheduling.commands import Fragment
+from digen_jax.scheduling.commands import Deliver, Fragment, Publication
 from digen_jax.scheduling.deadlines import Deadline
+from digen_jax.scheduling.settings import Settings
 
 LETTERS, TEXT = 6, 8
 
@@ -191,18 +197,54 @@ def brightness(images, prompts, metadata):
     return images.mean((1, 2, 3), dtype=np.float64)
 
 
+class Sampled(NamedTuple):
+    """A step as a sampling mesh made it: what the trainer was delivered, and the pictures of each fragment."""
+
+    prompts: Any
+    images: list[Images]
+    pictures: list[np.ndarray]
+
+
+def sampled_steps(system: System, batches, images: int, size: int, count: int, tuned: Any):
+    """The first steps of a run whose fragments have `size` images, all from the same weights."""
+    steps = Steps(batches, images, size, system.draws, 0)
+    link, group, name = LocalLink(), system.placement.trainer, "rollout 0"
+    executor = SamplingExecutor(name, system.rollouts[0], steps, None, link)
+    executor.weights[Publication(0)] = system.publish(tuned)
+    for number in range(count):
+        executor.encode(number)
+        found = Sampled(
+            link.take(
+                Conditionings(name, number),
+                lambda tree: jax.tree.map(lambda _: group.replicated, tree),
+                "trainer",
+            ),
+            [],
+            [],
+        )
+        for index in range(len(steps[number].rows) // size):
+            fragment = Fragment(number, index)
+            executor.generate(fragment, Publication(0))
+            executor.decode(fragment)
+            key, rows = Samples(name, fragment), steps[number].rows[steps[number].cut(index)]
+            made = link.take(key, lambda tree: shardings(tree, group), "trainer")
+            found.images.append(Images(0, rows, *made))
+            found.pictures.append(executor.images[fragment])
+        yield found
+
+
 def rollout(system: System, config: ConfigDict, tuned: Any):
     """(prompts, the images of each fragment) of the step with `records`, from published weights."""
-    batch, size = config.batch, config.sampler.fragment
-    given = iter([records(batch.groups)])
-    steps = Steps(given, batch.images, size, system.draws, 0, system.advantages)
-    executor = SamplingExecutor(system.rollouts[0], steps, system.placement.trainer)
-    executor.weights[0] = system.publish(tuned)
-    executor.encode(0)
-    for index in range(batch.groups * batch.images // size):
-        executor.generate(Fragment(0, index), 0)
-        executor.decode(Fragment(0, index))
-    return steps[0].prompts, list(steps[0].sampled.values())
+    batch, given = config.batch, iter([records(config.batch.groups)])
+    step = sampled_steps(system, given, batch.images, config.sampler.fragment, 1, tuned)
+    return next(step)[:2]
+
+
+def receive(system: System, prompts, images: Images, *known):
+    """A fragment as the trainer takes it, from wherever it and its prompts lie."""
+    group = system.placement.trainer
+    prompts = jax.device_put(prompts, group.replicated)
+    return training.receive(system, prompts, on_trainer(images, group), *known)
 
 
 def draw_and_show(sampler, weights, prompts, rows, keys, **drawn):
@@ -267,4 +309,19 @@ def drive(system: System, config: ConfigDict, steps: int, reward=brightness, **o
     log = []
     with driver(system, config, reward, log=log, **options) as found:
         history = [found.step() for _ in range(steps)]
-    return found.state, history, log
+    return found.executor.state, history, log
+
+
+def trained(system: System, steps: Steps, state: State, scores: StepScores, prompts, part_of):
+    """The totals of the first step's fragments, `part_of` some images each, trained by a run's own executor."""
+    link, made = LocalLink(), "rollout 0"
+    link.offer(Conditionings(made, 0), prompts)
+    settings = Settings(1, 1, 1, 1)
+    executor = TrainingExecutor(system, settings, steps, Versions(link, False), link, state)
+    step = steps[0]
+    for index in range(len(step.rows) // step.size):
+        images, fragment = part_of(step.cut(index)), Fragment(0, index)
+        link.offer(Samples(made, fragment), (images.samples, images.sigmas))
+        executor.deliver(Deliver(0, made, fragment, 0))
+        executor.train(fragment, scores)
+    return executor._totals

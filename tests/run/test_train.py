@@ -199,7 +199,8 @@ def test_a_run_trains_and_shows_its_results(unbroken):
 def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
     events = json.loads((unbroken[0] / "timeline.json").read_text())
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert set(rows.values()) == {"rollout 0", "trainer", "reward", "publish to rollout 0"}
+    transfers = {"publish rollout 0", "deliver rollout 0"}
+    assert set(rows.values()) == {"rollout 0", "trainer", "reward"} | transfers
     done = {}
     for event in events:
         if event["ph"] == "X":
@@ -207,7 +208,9 @@ def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
     assert [e["name"] for e in done["trainer"] if e["cat"] == "work"] == ["train", "update"] * 6
     names = [e["name"] for e in done["rollout 0"] if e["cat"] == "work" and e["name"] != "evaluate"]
     assert names[:18] == ["encode", "generate", "decode"] * 6
-    assert [e["name"] for e in done["rollout 0"]].count("evaluate") == 3
+    assert [e["name"] for e in done["rollout 0"]].count(
+        "evaluate"
+    ) == 8  # four are generated and decoded
     for row in ("trainer", "rollout 0"):
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in done[row] if e["cat"] == "work")
         assert all(end <= start + 1000 for (_, end), (start, _) in itertools.pairwise(spans))
@@ -404,10 +407,10 @@ def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
         train("broken", c, at(2, lambda scores: scores[:-1]))
     # What came before the step that failed is saved, though none was due.
     assert saved(tmp_path / "broken") == ["1"]
-    # Behind the update there is nothing left to save but what is saved already.
+    # What came before the evaluation that failed is saved, too, and its evaluation is made again.
     with pytest.raises(ConfigError, match=r"returned shape \(4,\) for 5 images"):
         train("broken", c, at(0, lambda scores: scores[:-1]))
-    assert saved(tmp_path / "broken") == ["1"]
+    assert saved(tmp_path / "broken") == ["1", "2"]
     assert train("broken", c) is None
     history = lines(tmp_path / "broken")
     assert history == lines(tmp_path / "unbroken") and history[-1]["step"] == 4

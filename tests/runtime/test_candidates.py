@@ -170,13 +170,13 @@ def test_what_is_dropped_while_it_is_made_is_not_kept(monkeypatch):
     c, log = config("two workers, half groups"), []
     with toy.driver(system("two workers, half groups"), c, some_equal, log=log) as driver:
         history = [driver.step() for _ in range(4)]
-        workers = list(driver.executors.rollouts.values())
+        workers = list(driver.executor.rollouts.values())
     dropped = {f for c in log if isinstance(c, DropFragments) for f in c.fragments}
     assert last in dropped and history[2]["candidates"] == GROUPS + 1
     assert sum(isinstance(c, Generate) and c.fragment == last for c in log) == 1
     kept = {f for worker in workers for f in worker._begun}
     assert not kept & dropped and {f.step for f in kept} <= {4}
-    assert set(driver.executors.steps._steps) <= {4}
+    assert set(driver.executor.steps._steps) <= {4}
 
 
 def test_with_asynchrony_a_replayed_log_gives_the_same_bits(late):

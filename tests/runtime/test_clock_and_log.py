@@ -14,6 +14,7 @@ from digen_jax.scheduling.commands import (
     Encode,
     Fragment,
     Generate,
+    Publication,
     Publish,
     Score,
     Switch,
@@ -21,10 +22,10 @@ from digen_jax.scheduling.commands import (
 )
 
 COMMANDS = [
-    Generate(1, "rollout 0", Fragment(2, 3), 1),
-    Score(2, Fragment(2, 3, evaluation=True)),
+    Generate(1, "rollout 0", Fragment(2, 3), Publication(1)),
+    Score(2, Fragment(2, 3, evaluation=True), "rollout 0"),
     Switch(3, "trainer", "sample"),
-    DropVersion(4, 1),
+    DropVersion(4, Publication(1)),
 ]
 
 
@@ -71,8 +72,11 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
 
 def test_a_log_is_cut_back_to_the_process_that_a_checkpoint_is_of(tmp_path):
     path = tmp_path / "commands.jsonl"
-    ahead = [Publish(7, "rollout 0", 1), Encode(8, "rollout 0", 2), COMMANDS[0]]
-    end, later = [Update(9, "trainer", 1, 0)], [DropVersion(10, 0), Score(11, Fragment(2, 3))]
+    ahead = [Publish(7, "rollout 0", Publication(1)), Encode(8, "rollout 0", 2), COMMANDS[0]]
+    end, later = (
+        [Update(9, "trainer", 1, 0)],
+        [DropVersion(10, Publication(0)), Score(11, Fragment(2, 3), "rollout 0")],
+    )
     CommandLog(path, 0).extend([Encode(5, "rollout 0", 1), *ahead, *end, *later])
     log = CommandLog(path, 1)  # of a run that was killed at once
     log = CommandLog(path, 2)

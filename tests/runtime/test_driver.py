@@ -8,8 +8,8 @@ import pytest
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys
 from digen_jax.rewards.mistakes import RewardFailed
-from digen_jax.runtime.training import receive
 from tests.engine import toy
+from tests.engine.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -89,7 +89,7 @@ def test_each_step_samples_from_the_version_before_it(alone):
 
     with toy.driver(system, config, reward) as driver:
         driver.step()
-        tuned = jax.tree.map(np.asarray, driver.state.tuned)
+        tuned = jax.tree.map(np.asarray, driver.executor.state.tuned)
         driver.step()
     weights, records = system.publish(tuned), toy.records(2)
     prompts = system.sampler.encode(weights, records)
@@ -177,7 +177,7 @@ def test_a_wrong_reward_stops_the_step_and_leaves_its_state_whole(alone, scores,
     with toy.driver(system, config, lambda *_: scores) as driver:
         with pytest.raises(ConfigError, match=sentence):
             driver.step()
-        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.state))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
 
 
 def test_an_exception_inside_the_reward_is_named_with_the_users_own_lines(alone):

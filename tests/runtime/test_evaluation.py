@@ -5,6 +5,7 @@ import pytest
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
 from digen_jax.runtime.evaluation import SEED, evaluate, sample_clips
+from digen_jax.scheduling.commands import Generate
 from tests.engine import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -75,19 +76,66 @@ def test_metrics_are_means_over_all_and_for_each_task(at_once):
     }
 
 
-def test_progress_goes_through_the_batches(parts):
-    passed = []
-
-    def progress(batches):
-        for batch in batches:
-            yield batch
-            passed.append(batch)
-
-    scored(parts, RECORDS, 4, progress=progress)
-    assert len(passed) == 2
-
-
 def test_a_wrong_reward_is_named(parts):
     with pytest.raises(ConfigError, match="reward 'mine' returned nan for image 0"):
         evaluate(*parts, RECORDS, lambda images, *_: np.full(len(images), np.nan), ("mine",), 8)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(parts[1]))
+
+
+# ------------------------------------------------------------------------------ through the driver
+
+OF_RUN = {
+    "two meshes": toy.meshes((1, 1), (1, 1), workers=2),
+    "two meshes, two updates, stale": toy.meshes((1, 1), (1, 1), workers=2)
+    | dict(trainer__updates=2, trainer__micro_batch=2, sampler__fragment=4, runtime__staleness=1),
+    "colocated": dict(placement__rollout=dict(data=0), placement__trainer=dict(data=1)),
+}
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+@pytest.mark.parametrize("layout", OF_RUN)
+def test_a_run_evaluates_each_version_as_that_versions_weights_alone(layout, ema):
+    """In fragments, on all meshes, while the step is trained; or of the average, where one is kept."""
+    config = toy.config(
+        **OF_RUN[layout],
+        trainer__ema=ema,
+        trainer__learning_rate=0.05,
+        evaluation__every=1,
+        evaluation__batch=4,
+    )
+    system, records = toy.system(config, 3), toy.records(10)
+    found, log = {}, []
+    states = [system.start]
+    with toy.driver(
+        system, config, log=log, held_out=records, evaluated=found.__setitem__
+    ) as driver:
+        for _ in range(2):
+            driver.step()
+            states.append(jax.device_get(driver.executor.state.evaluated))
+    assert set(found) == {0, 1}  # that of a step's version is over before the next one's end
+    assert toy.difference(states[1], jax.device_get(states[0])) > 1e-3
+    for version, one in found.items():
+        alone = evaluate(
+            system.evaluator,
+            system.publish(states[version]),
+            records,
+            toy.brightness,
+            ("mine",),
+            4,
+        )
+        assert one.records == records
+        np.testing.assert_allclose(one.scores, alone.scores, atol=1e-6)
+        assert np.abs(one.clips.astype(int) - alone.clips).max() <= 1
+    makers = {c.worker for c in log if isinstance(c, Generate) and c.fragment.evaluation}
+    assert makers == ({"trainer"} if layout == "colocated" else {"rollout 0", "rollout 1"})
+
+
+def test_after_the_last_step_its_version_is_evaluated(parts):
+    config = toy.config(**OF_RUN["two meshes"], evaluation__every=5)
+    config.steps, found = 1, {}
+    options = dict(held_out=toy.records(4), evaluated=found.__setitem__)
+    with toy.driver(toy.system(config, 3), config, **options) as driver:
+        driver.step()
+        assert set(found) == {0}
+        driver.finish()
+    assert set(found) == {0, 1} and len(found[1].scores) == 4

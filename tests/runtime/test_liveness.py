@@ -12,13 +12,13 @@ from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.runtime import driver as driving
 from digen_jax.runtime.clock import measured, paused
 from digen_jax.runtime.executors import Executors
+from digen_jax.runtime.link import LocalLink, Samples
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.training import Versions
 from digen_jax.runtime.watch import Watch
-from digen_jax.scheduling.commands import TRAINER, Encode, Generate, Publish, Score
+from digen_jax.scheduling.commands import TRAINER, Encode, Generate, Publication, Publish, Score
 from digen_jax.scheduling.deadlines import Deadline
 from tests.engine import toy
-from tests.runtime.test_workers import GROUPS, STALE, config, equal_bits, replayed
+from tests.runtime.test_workers import STALE, config, equal_bits, replayed
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -89,25 +89,20 @@ def test_a_mesh_that_hangs_is_given_up_and_changes_nothing(
     equal_bits(replayed(system, config(), log), state)
 
 
-def test_what_comes_back_too_late_is_not_taken(system, hang, end, monkeypatch, capfd):
+def test_what_comes_back_too_late_is_not_taken(system, hang, end):
     """The fragment is another mesh's by then."""
     hang("decode")
-    stored, real = [], Executors.give_up
-
-    def give_up(executors, worker):
-        real(executors, worker)
-        monkeypatch.setattr(
-            executors.steps, "store", lambda f, *rest: (stored.append(f), store(f, *rest))
-        )
-
-    store = None
-    monkeypatch.setattr(Executors, "give_up", give_up)
     with toy.driver(system, config(**HANGS)) as driver:
-        store = driver.executors.steps.store
+        late = driver.executor.rollouts["rollout 1"]
         driver.step()
         end.set()
         driver.step()
-    assert len(stored) == len(set(stored)) >= GROUPS
+        deadline = time.monotonic() + LONG
+        while late._begun and time.monotonic() < deadline:
+            time.sleep(0.05)
+        offered = driver.executor._link._offered
+    assert late.given_up and late.images == {}
+    assert not any(isinstance(key, Samples) and key.worker == late.name for key in offered)
 
 
 def test_without_any_mesh_left_the_trainer_does_everything(system, undisturbed, hang, noted):
@@ -138,7 +133,7 @@ def test_where_the_trainer_cannot_take_over_the_run_stops_by_name(system, hang, 
             Stopped, match=r"rollout . and rollout . hung.*could not take over.*room"
         ):
             driver.step()
-        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.state))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
 
 
 def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
@@ -147,9 +142,9 @@ def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
     """An update consumes what is published: it waits for who reads, and not for ever."""
     place = threading.local()
 
-    def send(versions, version, rollout):
-        place.hangs = version == 1 and rollout is system.rollouts[1]
-        return sent(versions, version, rollout)
+    def take(link, key, shardings, taker):
+        place.hangs = key == Publication(1) and taker == "rollout 1"
+        return taken(link, key, shardings, taker)
 
     def ready(tree):
         if getattr(place, "hangs", False):
@@ -157,8 +152,8 @@ def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
             end.wait(LONG)
         return block(tree)
 
-    sent, block = Versions.send, jax.block_until_ready
-    monkeypatch.setattr(Versions, "send", send)
+    taken, block = LocalLink.take, jax.block_until_ready
+    monkeypatch.setattr(LocalLink, "take", take)
     monkeypatch.setattr(jax, "block_until_ready", ready)
     state, _, log = toy.drive(system, config(**HANGS), 3)
     equal_bits(state, undisturbed[0])
@@ -167,43 +162,44 @@ def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
     assert {c.worker for c in late} <= {"rollout 0"}
 
 
-def test_an_evaluation_that_hangs_is_made_elsewhere(system, hang, noted):
-    config_ = config(**HANGS)
-    with toy.driver(system, config_) as driver:
-        records = toy.records(8)
-        expected = driver.evaluate(system.start, records)
-        real, calls = driver.executors.evaluate, []
+def test_an_evaluation_that_hangs_is_made_elsewhere(system, end, noted, monkeypatch):
+    """Of its two fragments one hangs on the first mesh that has it."""
+    real, hung = SamplingExecutor.generate, []
 
-        def evaluate(worker, *arguments):
-            calls.append(worker)
-            if worker == "rollout 0":
-                arguments = (*arguments[:2], lambda *_: hang_for_ever(), *arguments[3:])
-            return real(worker, *arguments)
-
-        driver.executors.evaluate = evaluate
-        end = threading.Event()
-
-        def hang_for_ever():
+    def generate(executor, fragment, publication):
+        if fragment.evaluation and fragment.index == 0 and not hung:
+            hung.append(executor.name)
             end.wait(LONG)
+        return real(executor, fragment, publication)
 
-        found = driver.evaluate(system.start, records)
-        end.set()
-    assert calls == ["rollout 0", "rollout 1"] and noted == ["rollout 0"]
+    def evaluated():
+        found = {}
+        options = dict(held_out=toy.records(16), evaluated=found.__setitem__)
+        with toy.driver(system, config(**HANGS), **options) as driver:
+            driver.step()
+        return found[0]
+
+    hung.append("nobody")
+    expected = evaluated()
+    hung.clear()
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    found = evaluated()
+    assert len(found.scores) == 16 and noted == hung
     np.testing.assert_array_equal(found.scores, expected.scores)
 
 
 def test_a_publication_that_others_supersede_costs_its_mesh_nothing(system, monkeypatch, capfd):
     """It fails in the end: of what came meanwhile its mesh gets the last, and stays."""
-    c, release, real = config(**STALE), threading.Event(), Versions.send
+    c, release, real = config(**STALE), threading.Event(), LocalLink.take
     c.batch.groups = 1  # rollout 0 makes it
 
-    def send(versions, version, rollout):
-        if version == 1 and rollout is system.rollouts[1]:
+    def take(link, key, shardings, taker):
+        if key == Publication(1) and taker == "rollout 1":
             release.wait(LONG)
             raise RuntimeError("what is sent has been freed")
-        return real(versions, version, rollout)
+        return real(link, key, shardings, taker)
 
-    monkeypatch.setattr(Versions, "send", send)
+    monkeypatch.setattr(LocalLink, "take", take)
     log = []
     with toy.driver(system, c, log=log) as driver:
         for step in range(6):
@@ -211,7 +207,8 @@ def test_a_publication_that_others_supersede_costs_its_mesh_nothing(system, monk
                 release.set()
             driver.step()
         deadline = time.monotonic() + LONG
-        while not (held := max(driver.executors.rollouts["rollout 1"].weights, default=0)):
+        weights = driver.executor.rollouts["rollout 1"].weights
+        while not (held := max((one.version for one in list(weights)), default=0)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     sent = [c.version for c in log if isinstance(c, Publish) and c.worker == "rollout 1"]
@@ -251,7 +248,7 @@ def test_a_reward_that_goes_on_failing_stops_the_run_with_its_own_error(system, 
     with toy.driver(system, config(reward__retries=retries), reward) as driver:
         with pytest.raises(RewardFailed, match="the server is down") as caught:
             driver.step()
-        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.state))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
     often = {0: "once", 1: "2 times"}[retries]
     assert f"failed {often} on the same pictures" in str(caught.value)
 
@@ -261,7 +258,7 @@ def test_a_reward_that_hangs_in_a_thread_stops_the_run_by_name(system, end, monk
     with toy.driver(system, config(**HANGS), lambda *_: end.wait(LONG)) as driver:
         with pytest.raises(Stopped, match=r"'mine' took more than .* seconds in a thread"):
             driver.step()
-        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.state))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))
 
 
 # ----------------------------------------------------------------------------------- the watch
@@ -285,11 +282,6 @@ def test_only_work_counts_until_a_deadline():
             time.sleep(seconds)
 
     assert late_in(watch, 1.0, wait) == []
-    late = []
-    with watch.over_batches(lambda *told: late.append(told)) as progress:
-        for _ in progress(range(4)):
-            time.sleep(0.2)
-    assert late == []
     assert late_in(Watch(Deadline(0)), 0.6, time.sleep) == []
     watch.close()
 

@@ -10,10 +10,18 @@ import pytest
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import replay
+from digen_jax.runtime.link import LocalLink
 from digen_jax.runtime.log import CommandLog, read_log
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.training import Versions
-from digen_jax.scheduling.commands import TRAINER, Generate, Publish, Score, Train, Update
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Generate,
+    Publication,
+    Publish,
+    Score,
+    Train,
+    Update,
+)
 from digen_jax.scheduling.scheduler import SchedulerError
 from tests.engine import toy
 
@@ -114,14 +122,14 @@ def test_without_any_worker_left_the_trainer_does_everything(system, undisturbed
 
 
 def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, monkeypatch, capfd):
-    real = Versions.send
+    real = LocalLink.take
 
-    def send(versions, version, rollout):
-        if version == 1 and rollout is system.rollouts[1]:
+    def take(link, key, shardings, taker):
+        if key == Publication(1) and taker == "rollout 1":
             raise RuntimeError("the link is down")
-        return real(versions, version, rollout)
+        return real(link, key, shardings, taker)
 
-    monkeypatch.setattr(Versions, "send", send)
+    monkeypatch.setattr(LocalLink, "take", take)
     state, _, log = toy.drive(system, config(), 3)
     equal_bits(state, undisturbed[0])
     assert "rollout 1 has failed 2 times in a row: given up" in capfd.readouterr().err
@@ -189,7 +197,7 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
     with toy.driver(system, c) as driver:
         driver.step()
         driver.step()
-        saved = jax.device_get((driver.state, driver.begun.kept))
+        saved = jax.device_get((driver.executor.state, driver.begun.kept))
         scheduler = json.loads(json.dumps(driver.begun.scheduler))
     batch = next(b for step, b in _dict(scheduler["batches"]) if step == 2)
     begun = {i: 1 for i, group in enumerate(batch["groups"]) if group["version"] == 1}
@@ -225,11 +233,11 @@ def test_a_log_that_was_cut_back_is_replayed_from_the_checkpoint_that_it_begins_
     with toy.driver(system, c, log=log) as driver:
         driver.step()
         driver.step()
-        saved = jax.device_get((driver.state, driver.begun.kept))
+        saved = jax.device_get((driver.executor.state, driver.begun.kept))
         driver.step()
         log.cut_back(2)
         driver.step()
-        after = jax.device_get(driver.state)
+        after = jax.device_get(driver.executor.state)
     with path.open("a") as file:
         file.write('{"is": "Publ')
     first, commands = read_log(path)

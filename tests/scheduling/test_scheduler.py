@@ -15,15 +15,20 @@ from digen_jax.scheduling.commands import (
     TRAINER,
     Checkpoint,
     Command,
+    Decode,
+    Deliver,
     Encode,
     Fragment,
     Generate,
+    Publication,
     Publish,
+    Score,
     Train,
 )
 from digen_jax.scheduling.costs import CostModel
 from digen_jax.scheduling.events import Completed, Failed, Joined, Lost
 from digen_jax.scheduling.outlook import look_ahead
+from digen_jax.scheduling.planner.simulate import Layout, Mesh, simulate
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import READINESS, Costs, Settings
 from digen_jax.scheduling.state import SchedulerError
@@ -72,7 +77,11 @@ def plans(draw):
         redundant_groups=redundant,
         retries=draw(st.integers(0, 2)),
         evaluate_every=draw(st.integers(0, 2)),
-        evaluation_fragments=draw(st.integers(1, 3)),
+        evaluation_images=draw(st.integers(1, 3)),
+        show_every=draw(st.integers(0, 2)),
+        shown_images=1,
+        evaluation_batch=draw(st.integers(1, 2)),
+        evaluated_apart=draw(st.booleans()),
         checkpoint_every=draw(st.integers(0, 2)),
     )
     found.check()
@@ -138,9 +147,9 @@ def test_a_new_process_goes_on_from_a_checkpoint(plan, seed, trouble, workers, f
     while not found.referee.checkpoints:
         found.tick()
     scheduler, referee = found.scheduler, found.referee
-    saved, kept = json.loads(json.dumps(scheduler.save())), scheduler.kept_versions
+    saved, kept = json.loads(json.dumps(scheduler.save())), scheduler.kept
     begun = {g: v for g, v in referee.group_version.items() if g[0] >= referee.step}
-    assert kept == sorted({*kept, *begun.values()})
+    assert kept == sorted({*kept, *map(Publication, begun.values())})
 
     second = world(plan, seed, trouble, workers, flat_share)
     second.scheduler = Scheduler.resume(saved)
@@ -359,7 +368,7 @@ def test_a_run_goes_on_with_other_fragments_and_workers(fragment):
     saved = at_a_checkpoint(plan, seed=3)
     old = saved.state.batch
     begun = {i for i, group in enumerate(old.groups) if group.version == 0}
-    assert begun and saved.kept_versions == [0, 1]
+    assert begun and saved.kept == [Publication(0), Publication(1)]
     cut = dataclasses.replace(plan, fragment_images=fragment)
     other = Costs(generate=9.0, train=1.0)
     scheduler = Scheduler.resume(json.loads(json.dumps(saved.save())), cut, other)
@@ -368,7 +377,7 @@ def test_a_run_goes_on_with_other_fragments_and_workers(fragment):
     units = {i for i, group in enumerate(state.batch.groups) if group.version == 0}
     assert units == {i // per_unit for i in begun} and state.batch.stale == len(units)
     assert state.costs.predict("generate", "r0", 1.0) == 9.0 * fragment
-    assert scheduler.kept_versions == [0, 1]
+    assert scheduler.kept == [Publication(0), Publication(1)]
     second = World(scheduler, Referee(cut, 0, 0.0), random.Random(0), 0.0, 1)
     books = second.referee
     books.step, books.updates, books.published = 1, [0], {0, 1}
@@ -384,3 +393,81 @@ def test_only_the_end_of_a_step_can_be_resumed_from():
         found.tick()
     with pytest.raises(ValueError, match="from the end of a step"):
         Scheduler.resume(found.scheduler.save())
+
+
+# ---------------------------------------------------------------------------------- handing over
+
+
+def test_what_a_lost_worker_has_made_and_not_handed_over_is_made_again():
+    """Decoded, scored or delivered alone does not do: images and samples are on the worker."""
+    for done in ((), (Score,), (Deliver,)):
+        scheduler, flying = joined()
+        until_generating(scheduler, flying)
+        for kind in (Generate, Decode):
+            complete(scheduler, flying, kind, "r0")
+        fragment = next(c.fragment for c in flying if isinstance(c, Score))
+        for kind in done:
+            complete(scheduler, flying, kind)
+        scheduler.handle(Lost(1.0, "r0"))
+        made = []
+        while not made:
+            new = complete(scheduler, flying, Generate | Decode, "r1")
+            made = [c for c in new if isinstance(c, Generate) and c.fragment == fragment]
+        scheduler, flying = joined()
+        until_generating(scheduler, flying)
+        for kind in (Generate, Decode, Score, Deliver):
+            complete(scheduler, flying, kind, "r0" if kind in (Generate, Decode) else None)
+        scheduler.handle(Lost(1.0, "r0"))
+        assert scheduler.state.batch.stages[fragment.index] in ("scored", "ready")
+
+
+# ------------------------------------------------------------------------------------ evaluation
+
+
+EVALUATED = dataclasses.replace(
+    PLAIN, groups=4, evaluate_every=1, evaluation_images=4, evaluation_batch=2
+)
+DEAR = dataclasses.replace(COSTS, evaluate=3.0)
+
+
+def simulated(plan, layout, costs=DEAR):
+    return simulate(layout, costs, plan, plan.steps)
+
+
+def test_an_evaluation_fills_the_time_in_which_the_trainer_trains():
+    """With training slower than generation it costs nothing, but for that of the last version."""
+    slow = dataclasses.replace(DEAR, train=4.0, evaluate=1.0)
+    layout = Layout(Mesh(), (Mesh(), Mesh()))
+    plan = dataclasses.replace(EVALUATED, steps=3)
+    without = dataclasses.replace(plan, evaluate_every=0)
+    ends = [simulated(settings, layout, slow).step_ends for settings in (plan, without)]
+    assert ends[0] == pytest.approx(ends[1])
+
+
+def test_it_is_over_before_the_next_version_is_there():
+    report = simulated(EVALUATED, Layout(Mesh(), (Mesh(),)))
+    made = [i for i in report.intervals if i.kind == "evaluate" and i.worker != "reward"]
+    updates = [i for i in report.intervals if i.kind == "update"]
+    for version, update in enumerate(updates):
+        own = [i for i in made if i.fragment.step == version]
+        assert len({i.fragment for i in own}) == 2
+        assert max(i.end for i in own) <= update.start
+    assert {i.fragment.step for i in made} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("tags", "workers"), [(0, {"rollout 0"}), (4, {"rollout 0", TRAINER})])
+def test_the_trainer_helps_where_it_may_sample_and_would_wait(tags, workers):
+    plan = dataclasses.replace(EVALUATED, evaluation_images=8, tag_fragments=tags)
+    report = simulated(plan, Layout(Mesh(), (Mesh(),)))
+    made = [i for i in report.intervals if i.kind == "evaluate" and i.worker != "reward"]
+    assert {i.worker for i in made} == workers
+    alone = simulated(dataclasses.replace(plan, tag_fragments=0), Layout(Mesh(), (Mesh(),)))
+    assert report.step_ends[-1] <= alone.step_ends[-1]
+
+
+def test_what_is_only_shown_has_its_own_images_and_time():
+    plan = dataclasses.replace(
+        EVALUATED, steps=5, evaluate_every=3, evaluation_images=7, show_every=2, shown_images=3
+    )
+    assert [plan.evaluated_images(version) for version in range(6)] == [7, 0, 3, 7, 3, 7]
+    assert [plan.evaluated_fragments(version) for version in range(6)] == [4, 0, 2, 4, 2, 4]

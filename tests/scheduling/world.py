@@ -13,12 +13,14 @@ from digen_jax.scheduling.commands import (
     TRAINER,
     Checkpoint,
     Decode,
+    Deliver,
     DropFragments,
     DropVersion,
     Encode,
     Evaluate,
     Fragment,
     Generate,
+    Publication,
     Publish,
     Score,
     Switch,
@@ -65,12 +67,13 @@ class Referee:
     def __init__(self, settings, seed, flat_share):
         self.settings, self.seed, self.flat_share = settings, seed, flat_share
         self.published = {0}  # versions that exist
-        self.dropped = set()
+        self.dropped = set()  # publications
         self.held = defaultdict(set)
         self.encoded = defaultdict(set)
         self.role = "train"
         self.group_version = {}
-        self.generated, self.decoded, self.scored = {}, set(), set()
+        self.generated, self.decoded = {}, {}  # by whom
+        self.scored, self.delivered = set(), set()
         self.trained, self.evaluated = {}, []
         self.step, self.update = 0, 0
         self.updates, self.checkpoints = [], []
@@ -106,15 +109,16 @@ class Referee:
 
     def check_generate(self, c):
         f = c.fragment
-        assert c.version in self.held[c.worker] and c.version not in self.dropped
-        assert (None if f.evaluation else f.step) in self.encoded[c.worker]
+        assert c.publication in self.held[c.worker] and c.publication not in self.dropped
+        assert f.evaluation or f.step in self.encoded[c.worker]
         if c.worker == TRAINER:
             assert self.role == "sample"
             if self.alive - {TRAINER} and not f.evaluation:
                 self.tagged[f.step] += 1
         if f.evaluation:
-            assert c.version == f.step
+            assert c.publication == Publication(f.step, self.settings.evaluated_apart)
             return
+        assert not c.publication.evaluated
         assert f not in self.decoded, "generated twice"
         for group in self.groups_of(f):
             assert self.group_version.setdefault(group, c.version) == c.version
@@ -123,13 +127,18 @@ class Referee:
     def check_decode(self, c):
         assert self.generated[c.fragment] == c.worker
 
+    def check_deliver(self, c):
+        assert self.decoded[c.fragment] == c.worker and not c.fragment.evaluation
+        assert c.fragment not in self.delivered
+
     def check_score(self, c):
         assert c.fragment in self.decoded and c.fragment not in self.scored
 
     def check_train(self, c):
         f, s = c.fragment, self.settings
         assert not f.evaluation and f.step == self.step and self.role == "train"
-        assert f in self.scored and f not in self.trained and f not in self.gone
+        assert f in self.scored and f in self.delivered
+        assert f not in self.trained and f not in self.gone
         assert c.update == self.update
         if s.ordered:
             ranks = members_of(self.seed, f.step, s, self.flat_share)
@@ -166,16 +175,18 @@ class Referee:
         }
         found = {f.index for f, u in self.trained.items() if (f.step, u) == (c.step, c.update)}
         assert found == expected, "an update without all of its set"
+        if c.update == s.updates - 1 and s.evaluated_fragments(c.step):
+            assert c.step in self.evaluated, "a new version before the last one is evaluated"
 
     def check_publish(self, c):
-        assert c.version in self.published and c.version not in self.dropped
+        assert c.version in self.published and c.publication not in self.dropped
 
     def check_switch(self, c):
         assert c.worker == TRAINER and c.role != self.role
 
     def check_evaluate(self, c):
         assert c.version not in self.evaluated
-        count = self.settings.evaluation_fragments
+        count = self.settings.evaluated_fragments(c.version)
         done = [f for f in self.scored if f.evaluation and f.step == c.version]
         assert len(done) == count
         self.evaluated.append(c.version)
@@ -185,10 +196,17 @@ class Referee:
         self.checkpoints.append(c.step)
 
     def check_drop_version(self, c):
-        assert c.version not in self.dropped and c.version < max(self.published)
-        self.dropped.add(c.version)
+        found = c.publication
+        assert found not in self.dropped
+        self.dropped.add(found)
+        if found.evaluated or not self.settings.evaluated_apart:
+            due = self.settings.evaluated_fragments(found.version)
+            assert not due or found.version in self.evaluated
+        if found.evaluated:
+            return
+        assert found.version < max(self.published)
         for group, version in self.group_version.items():
-            assert version != c.version or self.ended(group), "a fragment refers to the version"
+            assert version != found.version or self.ended(group), "a fragment refers to the version"
 
     def check_drop_fragments(self, c):
         for f in c.fragments:
@@ -216,7 +234,9 @@ class Referee:
             case Generate():
                 self.generated[c.fragment] = c.worker
             case Decode():
-                self.decoded.add(c.fragment)
+                self.decoded[c.fragment] = c.worker
+            case Deliver():
+                self.delivered.add(c.fragment)
             case Score():
                 self.scored.add(c.fragment)
             case Train():
@@ -232,7 +252,7 @@ class Referee:
                     self.step, self.update = self.step + 1, 0
                     self.published.add(self.step)
             case Publish():
-                self.held[c.worker].add(c.version)
+                self.held[c.worker].add(c.publication)
             case Switch():
                 self.role = c.role
 
@@ -240,6 +260,11 @@ class Referee:
         self.alive.discard(worker)
         self.held.pop(worker, None)
         self.encoded.pop(worker, None)
+        for f in [f for f, maker in self.decoded.items() if maker == worker]:
+            if f not in self.scored or not (f.evaluation or f in self.delivered):
+                del self.decoded[f]
+                self.scored.discard(f)
+                self.delivered.discard(f)
 
     def finish(self):
         """What must hold of a whole run."""
@@ -256,9 +281,11 @@ class Referee:
         )
         share = s.stale_share * s.groups if s.staleness else 0
         assert all(count <= share + 1e-6 for count in stale.values())
-        due = range(0, s.steps + 1, s.evaluate_every) if s.evaluate_every else ()
-        assert sorted(self.evaluated) == list(due)
-        assert self.dropped == set(range(s.steps)), "a version was kept for ever"
+        due = [v for v in range(s.steps + 1) if s.evaluated_fragments(v)]
+        assert sorted(self.evaluated) == due
+        dropped = {Publication(v) for v in range(s.steps)}
+        dropped |= {Publication(v, True) for v in due if s.evaluated_apart}
+        assert self.dropped == dropped, "a version was kept for ever"
 
 
 @dataclasses.dataclass
@@ -300,9 +327,18 @@ class World:
         self.send(Joined(self.now, name, self.rng.choice([0.5, 1.0, 1.0, 3.0])))
 
     def lose(self, name):
-        self.referee.lost(name)
-        gone = [s for s, c in self.in_flight.items() if getattr(c, "worker", "") == name]
+        unscored = {
+            f
+            for f, maker in self.referee.decoded.items()
+            if maker == name and f not in self.referee.scored
+        }
+        gone = [
+            s
+            for s, c in self.in_flight.items()
+            if getattr(c, "worker", "") == name or (isinstance(c, Score) and c.fragment in unscored)
+        ]
         ghosts = [self.in_flight.pop(serial) for serial in gone]
+        self.referee.lost(name)
         if len(self.referee.alive) == 1:
             self.referee.was_alone = True
         self.send(Lost(self.now, name))
@@ -324,7 +360,7 @@ class World:
         occupied = Counter(
             getattr(c, "worker", None)
             for c in self.in_flight.values()
-            if not isinstance(c, Publish) or c.worker == TRAINER
+            if not isinstance(c, Publish | Deliver) or c.worker == TRAINER
         )
         assert all(n == 1 for name, n in occupied.items() if name is not None)
         serial = self.rng.choice(sorted(self.in_flight))
@@ -347,8 +383,13 @@ class World:
             "generate": ("generate", getattr(command, "fragment", None)),
             "decode": ("generate", getattr(command, "fragment", None)),
             "score": ("score", getattr(command, "fragment", None)),
+            "deliver": ("deliver", getattr(command, "fragment", None)),
             "train": ("train", getattr(command, "fragment", None)),
-            "publish": ("publish", getattr(command, "worker", 0), getattr(command, "version", 0)),
+            "publish": (
+                "publish",
+                getattr(command, "worker", 0),
+                getattr(command, "publication", 0),
+            ),
             "update": ("update", r.step, r.update),
         }.get(command.kind)
         if key is None:

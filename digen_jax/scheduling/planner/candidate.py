@@ -67,13 +67,13 @@ def costs(problem: Problem, candidate: Candidate) -> Costs:
     """What commands take with the candidate's trainer mesh.
 
     Steps that `time` does not divide are filled up, so ceil(s / time) of s are each device's. Colocated the
-    weights lie where they are needed, and nothing is published.
+    weights and samples lie where they are needed: nothing is published or delivered.
     """
     longest = -(-problem.transitions // candidate.time)
     devices = candidate.data * problem.transitions / longest
     seconds = problem.costs.train * problem.trainer.seconds(devices)
-    publish = problem.costs.publish if candidate.workers else 0.0
-    return dataclasses.replace(problem.costs, train=seconds, publish=publish)
+    transfers = {} if candidate.workers else {"publish": 0.0, "deliver": 0.0}
+    return dataclasses.replace(problem.costs, train=seconds, **transfers)
 
 
 def settings(problem: Problem, candidate: Candidate) -> Settings:

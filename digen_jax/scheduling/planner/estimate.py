@@ -46,7 +46,7 @@ class Step:
     updates: float  # all of a step
     last_update: float  # those that follow on the last fragment
     start: float  # until a worker can generate by new weights; early fragments need prompts before
-    score: float  # a fragment
+    score: float  # a fragment, or its delivery beside that, if it takes longer
     scoring: float  # all of a step by the scorers there are
     turn: float  # of the trainer's role, each way
     switch: float  # both ways, and its own weights and prompts
@@ -72,7 +72,7 @@ class Step:
             updates=costs.update * settings.updates,
             last_update=costs.update * (settings.updates if settings.step_first else 1),
             start=costs.publish + (0.0 if early else costs.encode),
-            score=score,
+            score=max(score, costs.seconds("deliver", images, 1.0)),
             scoring=score * count / problem.scorers if problem.scorers else 0.0,
             turn=costs.switch,
             switch=2 * costs.switch + costs.publish + costs.encode,

@@ -40,5 +40,6 @@ def learned(model: CostModel, devices: Mapping[str, int]) -> tuple[Layout, Costs
         update=seconds("update"),
         publish=fmean(seconds("publish", name) for name in makers),
         switch=seconds("switch"),
+        deliver=fmean(seconds("deliver", name) for name in makers) / model.images,
     )
     return Layout(mesh(TRAINER), tuple(map(mesh, rollout))), costs

@@ -224,7 +224,7 @@ def _longer(other: Prediction, choice: Prediction) -> str:
 def describe_costs(problem: Problem, missing: Sequence[str]) -> str:
     """The costs that a plan stands on, on one device each."""
     given = dataclasses.asdict(problem.costs)
-    per_image = {"generate", "train", "decode", "score"}
+    per_image = {"generate", "train", "decode", "score", "deliver"}
     parts = [
         f"{name} {seconds:.4g} s{' an image' if name in per_image else ''}"
         for name, seconds in given.items()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
+    Deliver,
     Fragment,
     Generate,
     Publish,
@@ -18,6 +19,7 @@ from digen_jax.scheduling.commands import (
     Train,
     Update,
 )
+from digen_jax.scheduling.costs import cost_of
 from digen_jax.scheduling.events import Completed, Event, Joined, Lost
 from digen_jax.scheduling.planner.report import Report
 from digen_jax.scheduling.scheduler import Scheduler
@@ -169,7 +171,7 @@ class _Simulation:
         """A command begins now, a score once a scorer is free; its completion is in the future."""
         name = getattr(command, "worker", "")
         speed = self.meshes[name].speed if name else 1.0
-        seconds = self.costs.seconds(command.kind, self.settings.fragment_images, speed)
+        seconds = self.costs.seconds(cost_of(command), self.settings.fragment_images, speed)
         if self.disturbance.jitter:
             seconds *= 1 + self.disturbance.jitter * self.random.uniform(-1, 1)
         start = now
@@ -197,14 +199,17 @@ class _Simulation:
     # ------------------------------------------------------------------------------ the report
 
     def _note(self, command: Command, start: float, end: float) -> None:
-        """The interval that a command takes; publication to a rollout worker occupies nobody."""
+        """The interval that a command takes; transfers to and from a rollout worker occupy nobody."""
         name = getattr(command, "worker", "reward")
         fragment, kind = getattr(command, "fragment", None), command.kind
-        if isinstance(command, Publish) and name != TRAINER:
-            if self.recorder.waits(name):
+        if isinstance(command, Publish | Deliver) and name != TRAINER:
+            if isinstance(command, Publish) and self.recorder.waits(name):
                 self.recorder.wait(name, "publish", start)
+            self.recorder.work(f"{command.kind} {name}", command.kind, start, end, fragment)
             return
-        if isinstance(command, Generate) and not fragment.evaluation:
+        if fragment is not None and fragment.evaluation and name != "reward":
+            kind = "evaluate"
+        elif isinstance(command, Generate):
             self.versions[fragment] = command.version
             self.report.generated += 1
             if name == TRAINER and self.scheduler.has_rollout:

@@ -1,0 +1,107 @@
+"""What a run says and writes on its way: metrics, pictures, progress, results."""
+
+import pathlib
+import time
+from collections.abc import Callable
+
+from digen_jax.config.recipe import Recipe
+from digen_jax.engine.system import System
+from digen_jax.process.progress import Progress
+from digen_jax.prompts.notes import tell
+from digen_jax.records.environment import note_start
+from digen_jax.records.records import Records
+from digen_jax.runtime.driver import Driver
+from digen_jax.runtime.evaluation import Evaluation
+from digen_jax.scheduling.settings import Settings
+
+Metrics = dict[str, float]
+
+
+class Report:
+    """The reporting of a run.
+
+    Args:
+      workdir: the run's folder, which this process has claimed.
+      recipe: the run's.
+      settings: the scheduler's, which say when a version is evaluated and shown.
+      held_out: the prompts of evaluations.
+      release_room: gives up the space on the disk that is held for a checkpoint.
+    """
+
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        recipe: Recipe,
+        settings: Settings,
+        held_out: list[dict],
+        release_room: Callable[[], None],
+    ):
+        self.records = Records(workdir, recipe, release_room)
+        self._workdir, self._recipe, self._settings = workdir, recipe, settings
+        self._held_out = held_out
+        self._progress: Progress | None = None
+
+    def begin(self, system: System) -> None:
+        """What is known before anything slow: of the prompts, and which devices do what."""
+        for file in dict.fromkeys((self._recipe.prompts.file, self._recipe.evaluation.prompts)):
+            tell(file, system.policy.family.cut)
+        print(system.placement.describe(), flush=True)
+
+    def start(self, done: int, changed: list[str]) -> None:
+        """The run goes on after `done` steps; `changed` says what the config has otherwise than before."""
+        if done:
+            print(f"continuing after step {done}", flush=True)
+        else:
+            count = len(self._held_out)
+            print(
+                f"compiling, and evaluating the model before tuning on {count} held-out prompts",
+                flush=True,
+            )
+        for change in changed:
+            print(f"changed from step {done + 1} on: {change}", flush=True)
+        note_start(self._workdir, done, changed)
+        self._progress = Progress(self._recipe.steps, done)
+
+    def step(self, done: int, line: Metrics, driver: Driver) -> None:
+        """A step is done, with these metrics."""
+        clock = time.time() - driver.now()
+        shown = self._settings.is_shown(done)
+        self.records.step_timeline(done, driver.intervals, clock, picture=shown)
+        self.records.step(done, line)
+        speed = line["images_per_second"], line["utilisation"]
+        self._progress.update(done, line["reward"], *speed)
+
+    def evaluated(self, version: int, found: Evaluation) -> None:
+        """The model after so many steps is evaluated, or has drawn some pictures to look at."""
+        if self._settings.is_shown(version):
+            self.records.show(version, found)
+        if not self._settings.is_evaluated(version):
+            return
+        self.records.evaluated(version, found)
+        when = f"step {version}" if version else "before tuning"
+        self._progress.note(f"{when}: {found.scores.mean():.3f} on the held-out prompts")
+
+    def rest(self, driver: Driver) -> None:
+        """What was recorded after the last step's end."""
+        self.records.timeline(driver.rest(), time.time() - driver.now())
+
+    def results(self) -> None:
+        """The results, on the console and as pictures."""
+        self.records.results(self._held_out)
+
+    def close(self) -> None:
+        """Ends progress bar and records."""
+        if self._progress is not None:
+            self._progress.close()
+        self.records.close()
+
+
+def diverged(what: str, done: int, saved: int | None, recipe: Recipe) -> str:
+    """The sentence that ends a run in which something stopped to be finite after `done` good steps."""
+    trainer = recipe.trainer
+    newest = "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
+    return (
+        f"{what} in step {done + 1}: training has diverged; the last good step is {done}, and {newest}. Lower "
+        f"config.trainer.learning_rate = {trainer.learning_rate} or config.trainer.clip_norm = "
+        f"{trainer.clip_norm}, and begin in another workdir"
+    )

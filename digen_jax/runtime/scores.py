@@ -1,0 +1,91 @@
+"""What the leader knows of a step: the rewards of its images, and what these teach."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Float32, Int
+
+from digen_jax import rewards
+from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
+from digen_jax.runtime.steps import StepImages
+
+Scored = Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.call`
+
+
+class Lesson(NamedTuple):
+    """The images of a fragment that are given to the trainer, and what it makes of each."""
+
+    places: Int[np.ndarray, "k"]  # within the fragment
+    advantages: Float32[np.ndarray, "k"]
+    weight: Float32[np.ndarray, "k"]  # 0: of a group that is dropped
+
+
+@dataclasses.dataclass
+class StepScores:
+    """The scores of a step's images; NaN where there are none yet."""
+
+    images: StepImages
+    scores: Float32[np.ndarray, "n k"]  # a column for each reward
+    settings: AdvantageSettings
+
+    @classmethod
+    def begin(cls, images: StepImages, settings: AdvantageSettings) -> "StepScores":
+        """Nothing scored yet."""
+        shape = len(images.rows), len(settings.reward_weights)
+        return cls(images, np.full(shape, np.nan, np.float32), settings)
+
+    def note(self, index: int, scores: Scored) -> None:
+        """A fragment's scores have come."""
+        self.scores[self.images.cut(index)] = scores.reshape(-1, self.scores.shape[1])
+
+    @property
+    def members(self) -> Bool[np.ndarray, "n"]:
+        """The images of the groups that form the step, once these are known and scored."""
+        images = self.images
+        dropped = np.isin(np.arange(len(images.rows)) // images.size, list(images.dropped))
+        return np.isfinite(self.scores).all(axis=1) & ~dropped
+
+    @property
+    def values(self) -> Float32[np.ndarray, "n"]:
+        """The one number of each image: its reward, or the weighted sum of several."""
+        return rewards.total(self.scores, self.settings.reward_weights)
+
+    @property
+    def std(self) -> float:
+        """The std of the rewards of the groups that form the step."""
+        return float(self.values[self.members].std(dtype=np.float64))
+
+    @property
+    def generated(self) -> int:
+        """The candidates that were begun, once it is known which form the step."""
+        begun = self.members
+        for index in self.images.dropped:
+            begun[self.images.cut(index)] = True
+        return len(np.unique(self.images.rows[begun]))
+
+    def lesson(self, index: int) -> Lesson:
+        """What of a fragment trains, once what `AdvantageSettings.needs` is scored.
+
+        However many groups are dropped, as many images are given to the trainer.
+        """
+        settings = self.settings
+        known, mine = self._known(index, settings.needs)
+        given = trained_images(dataclasses.replace(settings, drop_zero_std=False), *known)[mine]
+        weight = trained_images(settings, *known)[mine].astype(np.float32)
+        found = advantages(settings, *known)[mine]
+        return Lesson(np.flatnonzero(given), found[given], weight[given])
+
+    def ranking(self, index: int) -> Float[np.ndarray, "b"]:
+        """How the images of a fragment are ordered, once what `AdvantageSettings.ranking_needs` is scored."""
+        known, mine = self._known(index, self.settings.ranking_needs)
+        return ranking(self.settings, *known)[mine]
+
+    def _known(
+        self, index: int, needs: Literal["group", "step"]
+    ) -> tuple[tuple[np.ndarray, np.ndarray, int], Bool[np.ndarray, "m"]]:
+        """((scores, groups, number of groups) of the images of a fragment's groups or the step, which are its own)."""
+        rows, cut = self.images.rows, self.images.cut(index)
+        members = np.isin(rows, rows[cut]) if needs == "group" else self.members
+        mine = np.isin(np.flatnonzero(members), np.arange(cut.start, cut.stop))
+        return (self.scores[members], rows[members], len(self.images.records)), mine
