@@ -18,7 +18,7 @@ from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
 from digen_jax.runtime.summary import Summary
 from digen_jax.runtime.watch import Watch, end_process
-from digen_jax.runtime.worker import Line, Worker
+from digen_jax.runtime.worker import Line, WorkerThreads
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -85,7 +85,7 @@ class Driver:
         # Commands for the trainer, or an error that ends the run.
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         rollouts = [name for name in executor.devices if name != TRAINER]
-        self._workers = {name: Worker(name) for name in rollouts}
+        self._workers = {name: WorkerThreads(name) for name in rollouts}
         self._hung: list[str] = []  # workers
         self._closed = False
         self._left, self._away = 0.0, 0.0  # when `step` returned, and seconds spent outside of it
@@ -135,7 +135,9 @@ class Driver:
             raise item
         if isinstance(item, Evaluate):
             self._orders.announce("do", item)
+            begin = self.now()
             self._evaluated(item.version, self.executor.evaluated(item))
+            self._away += self.now() - begin
             return item
         begin = self.now()
         late = self._watched(item, lambda *late: end_process("the trainer", *late))
@@ -237,7 +239,7 @@ class Driver:
 
     # ------------------------------------------------------------------------- in other threads
 
-    def _do(self, worker: Worker, line: Line, command: Command) -> None:
+    def _do(self, worker: WorkerThreads, line: Line, command: Command) -> None:
         """A sampling mesh's command; a failure is the scheduler's to answer, twice in a row the end."""
         try:
             begin = self.now()
@@ -254,7 +256,9 @@ class Driver:
         except BaseException as error:
             self._stop(error)
 
-    def _failed(self, worker: Worker, line: Line, command: Command, error: Exception) -> None:
+    def _failed(
+        self, worker: WorkerThreads, line: Line, command: Command, error: Exception
+    ) -> None:
         with self._lock:
             if worker.name not in self._workers:
                 return None
@@ -266,7 +270,7 @@ class Driver:
             return self._post(Failed(self.now(), command, repr(error)))
         return self._give_up(worker, f"has failed {FAILURES} times in a row")
 
-    def _hangs(self, worker: Worker, what: str, seconds: float) -> None:
+    def _hangs(self, worker: WorkerThreads, what: str, seconds: float) -> None:
         """A worker is late: the others do without it what it was to do."""
         try:
             hangs(worker.name)
@@ -276,7 +280,7 @@ class Driver:
         except BaseException as error:
             self._stop(error)
 
-    def _give_up(self, worker: Worker, why: str) -> None:
+    def _give_up(self, worker: WorkerThreads, why: str) -> None:
         print(f"{worker.name} {why}: given up", file=sys.stderr, flush=True)
         with self._lock:
             self._workers.pop(worker.name, None)

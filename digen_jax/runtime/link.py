@@ -15,7 +15,7 @@ Shardings = Callable[[Tree], Tree]  # of a tree: where each of its arrays is to 
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples:
+class SamplesOf:
     """The key of what is trained of a fragment, on the worker that made it."""
 
     worker: str
@@ -23,14 +23,14 @@ class Samples:
 
 
 @dataclasses.dataclass(frozen=True)
-class Conditionings:
+class ConditioningOf:
     """The key of a step's encoded prompts, on a worker that encoded them."""
 
     worker: str
     step: int
 
 
-Key = Publication | Samples | Conditionings
+Key = Publication | SamplesOf | ConditioningOf
 
 
 @runtime_checkable

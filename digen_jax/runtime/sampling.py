@@ -9,7 +9,7 @@ from digen_jax.engine.sampler import Prompts, Weights
 from digen_jax.engine.system import Rollout
 from digen_jax.flow.sampling import Trajectory
 from digen_jax.runtime.evaluation import HeldOut, sample_fixed
-from digen_jax.runtime.link import Conditionings, Link, Samples
+from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Fragment, Publication
 
@@ -41,10 +41,10 @@ class SamplingExecutor:
         """A step's prompts, for this mesh and for the trainer."""
         prompts = self.rollout.sampler.encode(self._fixed, self._steps[number].records)
         self._prompts[number] = jax.block_until_ready(prompts)
-        self._link.offer(Conditionings(self.name, number), prompts)
+        self._link.offer(ConditioningOf(self.name, number), prompts)
         for old in [old for old in self._prompts if old < self._steps.first]:
             del self._prompts[old]
-            self._link.withdraw(Conditionings(self.name, old))
+            self._link.withdraw(ConditioningOf(self.name, old))
 
     def generate(self, fragment: Fragment, publication: Publication) -> None:
         """A fragment's trajectories by weights that were received."""
@@ -83,7 +83,7 @@ class SamplingExecutor:
             return
         keys = put(step.training_keys[step.cut(fragment.index)], self.rollout.group.batch)
         samples = trained_part(trajectory, keys), trajectory.sigmas
-        self._link.offer(Samples(self.name, fragment), jax.block_until_ready(samples))
+        self._link.offer(SamplesOf(self.name, fragment), jax.block_until_ready(samples))
         self.images[fragment] = images
         if self._steps.find(fragment) is None:
             self.drop_fragment(fragment)
@@ -92,7 +92,7 @@ class SamplingExecutor:
         """Frees whatever there is of a fragment."""
         self._begun.pop(fragment, None)
         self.images.pop(fragment, None)
-        self._link.withdraw(Samples(self.name, fragment))
+        self._link.withdraw(SamplesOf(self.name, fragment))
 
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""

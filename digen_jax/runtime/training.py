@@ -16,7 +16,7 @@ from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.sampler import Prompts
 from digen_jax.engine.system import System, resharded
 from digen_jax.engine.trainer import Experience, State
-from digen_jax.runtime.link import Conditionings, Link, Samples
+from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.runtime.scores import StepScores
 from digen_jax.runtime.steps import Images, Steps
 from digen_jax.runtime.versions import Versions
@@ -51,12 +51,12 @@ class TrainingExecutor:
     def deliver(self, command: Deliver) -> None:
         """Takes what is trained of a fragment from the worker that made it; the step's prompts with the first one."""
         group, fragment = self._system.placement.trainer, command.fragment
-        step, key = self._steps.find(fragment), Samples(command.worker, command.fragment)
+        step, key = self._steps.find(fragment), SamplesOf(command.worker, command.fragment)
         if step is None:
             return
         with self._taking:  # one for all workers' fragments
             if fragment.step not in self._prompts:
-                prompts = Conditionings(command.worker, fragment.step)
+                prompts = ConditioningOf(command.worker, fragment.step)
                 found = self._link.take(prompts, lambda tree: _everywhere(tree, group), TRAINER)
                 self._prompts[fragment.step] = found
         taken = self._link.take(key, lambda tree: shardings(tree, group), TRAINER)

@@ -10,7 +10,7 @@ from typing import Any
 from digen_jax.scheduling.commands import Command, Deliver, Publish
 
 
-class Worker:
+class WorkerThreads:
     """A sampling mesh's thread, and those of the transfers to it and from it."""
 
     def __init__(self, name: str):

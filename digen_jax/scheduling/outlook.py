@@ -6,13 +6,13 @@ from digen_jax.scheduling import forecast
 from digen_jax.scheduling.batch import SCORED
 from digen_jax.scheduling.commands import TRAINER, Publication
 from digen_jax.scheduling.forecast import Ahead, Outlook
-from digen_jax.scheduling.state import State
+from digen_jax.scheduling.state import SchedulerState
 
 PLAYABLE = 64  # fragments and rollout workers; more are judged by rates
 ALWAYS_PLAYED = 8  # fragments; more are judged by rates where these leave no doubt
 
 
-def tag_pays(state: State) -> bool:
+def tag_pays(state: SchedulerState) -> bool:
     """Whether the step ends sooner if the trainer generates a fragment now instead of waiting."""
     batch = state.batch
     left = state.settings.fragments - batch.finished * state.settings.unit_fragments
@@ -29,7 +29,7 @@ def tag_pays(state: State) -> bool:
     return queued and forecast.tag_pays(outlook)
 
 
-def evaluation_fits(state: State) -> bool:
+def evaluation_fits(state: SchedulerState) -> bool:
     """Whether the trainer can make a fragment of the evaluation before it has anything to train."""
     batch = state.batch
     if not batch.scored_at:
@@ -38,7 +38,7 @@ def evaluation_fits(state: State) -> bool:
     return state.now + seconds <= min(batch.scored_at.values())
 
 
-def helps_evaluation(state: State) -> bool:
+def helps_evaluation(state: SchedulerState) -> bool:
     """Whether the trainer makes a fragment of the evaluation before the rollout workers have made all queued ones."""
     queued = sum(len(evaluation.queue) for evaluation in state.evaluations.values())
     workers = state.rollout.values()
@@ -50,7 +50,7 @@ def helps_evaluation(state: State) -> bool:
     return _evaluation_seconds(state) <= ends
 
 
-def _evaluation_seconds(state: State) -> float:
+def _evaluation_seconds(state: SchedulerState) -> float:
     """Seconds of a fragment of the evaluation on the trainer, from its present role on."""
     trainer = state.trainer
     seconds = state.evaluation_seconds(trainer)
@@ -61,7 +61,7 @@ def _evaluation_seconds(state: State) -> float:
     return seconds
 
 
-def look_ahead(state: State) -> Outlook:
+def look_ahead(state: SchedulerState) -> Outlook:
     """The rest of the step that is on, by measured costs."""
     trainer, settings, batch = state.trainer, state.settings, state.batch
     return Outlook(
@@ -85,7 +85,7 @@ def look_ahead(state: State) -> Outlook:
     )
 
 
-def _fragments(state: State) -> tuple[Ahead, ...]:
+def _fragments(state: SchedulerState) -> tuple[Ahead, ...]:
     """The fragments of the step that are not trained, in the order of their index."""
     settings, batch = state.settings, state.batch
     ahead, units = [], []
@@ -106,7 +106,7 @@ def _fragments(state: State) -> tuple[Ahead, ...]:
     return tuple(ahead)
 
 
-def _gain_by_rates(state: State, left: int) -> float:
+def _gain_by_rates(state: SchedulerState, left: int) -> float:
     """Seconds for which the rollout workers keep the trainer waiting, less those of a fragment.
 
     It waits for the whole step, where fragments under way count half, or at least for the next one.
@@ -123,12 +123,12 @@ def _gain_by_rates(state: State, left: int) -> float:
     return slack - cost
 
 
-def _preparation(state: State) -> float:
+def _preparation(state: SchedulerState) -> float:
     """Seconds before the trainer can sample the newest version."""
     missing = Publication(state.version) not in state.trainer.held
     seconds = _seconds(state, "publish") if missing else 0.0
     return seconds + (_seconds(state, "encode") if state.step not in state.trainer.encoded else 0.0)
 
 
-def _seconds(state: State, kind: str) -> float:
+def _seconds(state: SchedulerState, kind: str) -> float:
     return state.costs.predict(kind, TRAINER, 1.0)

@@ -49,7 +49,9 @@ def unpack(value: Any) -> Any:
 
 
 def rewind(
-    now: state.State, new: settings.Settings | None = None, expected: settings.Costs | None = None
+    now: state.SchedulerState,
+    new: settings.Settings | None = None,
+    expected: settings.Costs | None = None,
 ) -> None:
     """Forgets the workers and all that is in flight; versions that groups have begun by stay fixed.
 

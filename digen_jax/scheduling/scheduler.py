@@ -20,10 +20,10 @@ from digen_jax.scheduling.commands import (
     Update,
 )
 from digen_jax.scheduling.costs import cost_of
+from digen_jax.scheduling.dispatch import continue_task, give_work
 from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
-from digen_jax.scheduling.policy import continue_task, give_work
 from digen_jax.scheduling.settings import Costs, Settings
-from digen_jax.scheduling.state import SchedulerError, State, Worker
+from digen_jax.scheduling.state import SchedulerError, SchedulerState, Worker
 
 
 class Scheduler:
@@ -34,7 +34,7 @@ class Scheduler:
 
     def __init__(self, settings: Settings, costs: Costs):
         settings.check()
-        self.state = State.begin(settings, costs)
+        self.state = SchedulerState.begin(settings, costs)
 
     def handle(self, event: Event) -> list[Command]:
         """Books an event and returns the commands that it leads to, in the order to send them.

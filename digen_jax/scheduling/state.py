@@ -71,7 +71,7 @@ class Worker:
 
 
 @dataclasses.dataclass
-class Evaluation:
+class PendingEvaluation:
     """The fragments of a version's evaluation."""
 
     version: int
@@ -80,7 +80,7 @@ class Evaluation:
 
 
 @dataclasses.dataclass
-class State:
+class SchedulerState:
     """Between two events. `version` is the newest one; `step`, the step that is on, equals it."""
 
     settings: Settings
@@ -90,7 +90,7 @@ class State:
     serials: int = 0
     joins: int = 0
     batches: dict[int, Batch] = dataclasses.field(default_factory=dict)  # steps on and ahead
-    evaluations: dict[int, Evaluation] = dataclasses.field(default_factory=dict)
+    evaluations: dict[int, PendingEvaluation] = dataclasses.field(default_factory=dict)
     trainer: Worker | None = None
     rollout: dict[str, Worker] = dataclasses.field(default_factory=dict)
     idle: list[tuple[float, int, str]] = dataclasses.field(default_factory=list)  # heap of ranks
@@ -103,7 +103,7 @@ class State:
     rate: float | None = None  # fragments a second of all rollout workers; None: to be measured
 
     @classmethod
-    def begin(cls, settings: Settings, costs: Costs) -> "State":
+    def begin(cls, settings: Settings, costs: Costs) -> "SchedulerState":
         """Before the first event."""
         state = cls(settings, CostModel(costs, settings.fragment_images))
         state.references[Publication(0)] = 0
@@ -141,7 +141,9 @@ class State:
         """Evaluates the newest version where that is due."""
         count = self.settings.evaluated_fragments(self.version)
         if count:
-            self.evaluations[self.version] = Evaluation(self.version, list(range(count)), count)
+            self.evaluations[self.version] = PendingEvaluation(
+                self.version, list(range(count)), count
+            )
             self.refer(self.evaluated(self.version))
 
     def evaluated(self, version: int) -> Publication:

@@ -13,7 +13,7 @@ from digen_jax.engine.sampler import Prompts
 from digen_jax.flow.sampling import image_keys
 from digen_jax.flow.windows import Window
 from digen_jax.runtime.training import TrainingExecutor
-from digen_jax.scheduling import policy
+from digen_jax.scheduling import dispatch
 from digen_jax.scheduling.commands import TRAINER, Generate
 from tests.cases import said
 from tests.engine import fragments, toy
@@ -96,7 +96,7 @@ def test_a_fragment_has_the_window_of_its_own_step_whoever_samples_it_and_when(m
         found[command.fragment] = np.asarray(executor.samples[command.fragment].samples.sigma)
 
     monkeypatch.setattr(TrainingExecutor, "deliver", deliver)
-    monkeypatch.setattr(policy, "tag_pays", lambda state: True)
+    monkeypatch.setattr(dispatch, "tag_pays", lambda state: True)
     config = toy.config(
         **toy.meshes((1, 1), (1, 1), workers=2),
         batch__groups=4,

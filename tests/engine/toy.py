@@ -25,7 +25,7 @@ from digen_jax.models.family import Size
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import training
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.link import Conditionings, LocalLink, Samples
+from digen_jax.runtime.link import ConditioningOf, LocalLink, SamplesOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.scores import StepScores
 from digen_jax.runtime.steps import Images, Steps
@@ -215,7 +215,7 @@ def sampled_steps(system: System, batches, images: int, size: int, count: int, t
         executor.encode(number)
         found = Sampled(
             link.take(
-                Conditionings(name, number),
+                ConditioningOf(name, number),
                 lambda tree: jax.tree.map(lambda _: group.replicated, tree),
                 "trainer",
             ),
@@ -226,7 +226,7 @@ def sampled_steps(system: System, batches, images: int, size: int, count: int, t
             fragment = Fragment(number, index)
             executor.generate(fragment, Publication(0))
             executor.decode(fragment)
-            key, rows = Samples(name, fragment), steps[number].rows[steps[number].cut(index)]
+            key, rows = SamplesOf(name, fragment), steps[number].rows[steps[number].cut(index)]
             made = link.take(key, lambda tree: shardings(tree, group), "trainer")
             found.images.append(Images(0, rows, *made))
             found.pictures.append(executor.images[fragment])
@@ -315,13 +315,13 @@ def drive(system: System, config: ConfigDict, steps: int, reward=brightness, **o
 def trained(system: System, steps: Steps, state: State, scores: StepScores, prompts, part_of):
     """The totals of the first step's fragments, `part_of` some images each, trained by a run's own executor."""
     link, made = LocalLink(), "rollout 0"
-    link.offer(Conditionings(made, 0), prompts)
+    link.offer(ConditioningOf(made, 0), prompts)
     settings = Settings(1, 1, 1, 1)
     executor = TrainingExecutor(system, settings, steps, Versions(link, False), link, state)
     step = steps[0]
     for index in range(len(step.rows) // step.size):
         images, fragment = part_of(step.cut(index)), Fragment(0, index)
-        link.offer(Samples(made, fragment), (images.samples, images.sigmas))
+        link.offer(SamplesOf(made, fragment), (images.samples, images.sigmas))
         executor.deliver(Deliver(0, made, fragment, 0))
         executor.train(fragment, scores)
     return executor._totals

@@ -12,7 +12,7 @@ from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.runtime import driver as driving
 from digen_jax.runtime.clock import measured, paused
 from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.link import LocalLink, Samples
+from digen_jax.runtime.link import LocalLink, SamplesOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.watch import Watch
 from digen_jax.scheduling.commands import TRAINER, Encode, Generate, Publication, Publish, Score
@@ -102,7 +102,7 @@ def test_what_comes_back_too_late_is_not_taken(system, hang, end):
             time.sleep(0.05)
         offered = driver.executor._link._offered
     assert late.given_up and late.images == {}
-    assert not any(isinstance(key, Samples) and key.worker == late.name for key in offered)
+    assert not any(isinstance(key, SamplesOf) and key.worker == late.name for key in offered)
 
 
 def test_without_any_mesh_left_the_trainer_does_everything(system, undisturbed, hang, noted):

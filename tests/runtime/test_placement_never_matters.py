@@ -10,7 +10,7 @@ import pytest
 
 from digen_jax.engine.early import settled
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.scheduling import policy
+from digen_jax.scheduling import dispatch
 from digen_jax.scheduling.commands import TRAINER, Generate, Train
 from tests.cases import quick
 from tests.engine import toy
@@ -81,7 +81,7 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
     system.trainer.update = spy
     start = jax.device_get(system.start)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "tag_pays", lambda state: True)
+        patch.setattr(dispatch, "tag_pays", lambda state: True)
         state, history, log = toy.drive(system, config, STEPS)
     by_trainer = sum(isinstance(c, Generate) and c.worker == TRAINER for c in log)
     assert system.placement.colocated or (by_trainer > 0) == bool(tag)

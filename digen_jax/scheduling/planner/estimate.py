@@ -17,7 +17,7 @@ from digen_jax.scheduling.planner.problem import Problem
 
 def lower_bound(problem: Problem, candidate: Candidate) -> float:
     """No step of the steady state takes less on average."""
-    step = Step.of(problem, candidate)
+    step = StepEstimate.of(problem, candidate)
     if not step.workers:
         return step.colocated
     return max(step.generation, step.scoring, step.best_share(step.way))
@@ -25,14 +25,14 @@ def lower_bound(problem: Problem, candidate: Candidate) -> float:
 
 def estimate(problem: Problem, candidate: Candidate) -> float:
     """About what a simulation will say, never below `lower_bound`."""
-    step = Step.of(problem, candidate)
+    step = StepEstimate.of(problem, candidate)
     if not step.workers:
         return lower_bound(problem, candidate)
     return max(step.generation, step.scoring, step.best_share(step.played))
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepEstimate:
     """A candidate's step in a few numbers: fragments, and seconds. `share` is the trainer's, by TAG."""
 
     fragments: int
@@ -52,7 +52,7 @@ class Step:
     switch: float  # both ways, and its own weights and prompts
 
     @classmethod
-    def of(cls, problem: Problem, candidate: Candidate) -> "Step":
+    def of(cls, problem: Problem, candidate: Candidate) -> "StepEstimate":
         """Of a candidate."""
         costs, settings = of.costs(problem, candidate), of.settings(problem, candidate)
         layout, images = of.layout(problem, candidate), settings.fragment_images

@@ -16,10 +16,10 @@ from digen_jax.scheduling.commands import (
     Update,
 )
 from digen_jax.scheduling.outlook import evaluation_fits, helps_evaluation, tag_pays
-from digen_jax.scheduling.state import State, Worker
+from digen_jax.scheduling.state import SchedulerState, Worker
 
 
-def give_work(state: State, out: list[Command]) -> None:
+def give_work(state: SchedulerState, out: list[Command]) -> None:
     """Commands for all who have nothing to do; the trainer's turn comes last."""
     if state.trainer is None:
         return
@@ -28,7 +28,7 @@ def give_work(state: State, out: list[Command]) -> None:
         _serve_trainer(state, out)
 
 
-def continue_task(state: State, worker: Worker, out: list[Command]) -> None:
+def continue_task(state: SchedulerState, worker: Worker, out: list[Command]) -> None:
     """The next command of a worker's task; none while its weights are on their way."""
     task, name = worker.task, worker.name
     fragment = task.fragment
@@ -49,7 +49,7 @@ def continue_task(state: State, worker: Worker, out: list[Command]) -> None:
 # -------------------------------------------------------------------------------- rollout workers
 
 
-def _serve_rollout(state: State, out: list[Command]) -> None:
+def _serve_rollout(state: SchedulerState, out: list[Command]) -> None:
     """Fragments for the idle rollout workers, the fastest first."""
     passed = []
     while state.idle:
@@ -70,7 +70,7 @@ def _serve_rollout(state: State, out: list[Command]) -> None:
         heapq.heappush(state.idle, rank)
 
 
-def _next_fragment(state: State, worker: Worker) -> Fragment | None:
+def _next_fragment(state: SchedulerState, worker: Worker) -> Fragment | None:
     """The step that is on, then the evaluation, then the steps ahead within their bounds.
 
     So an evaluation fills the time in which the trainer trains the rest of a step.
@@ -82,7 +82,7 @@ def _next_fragment(state: State, worker: Worker) -> Fragment | None:
     )
 
 
-def _of_evaluation(state: State, worker: Worker) -> Fragment | None:
+def _of_evaluation(state: SchedulerState, worker: Worker) -> Fragment | None:
     """The first fragment of an evaluation that a worker may have."""
     for evaluation in state.evaluations.values():
         if evaluation.queue:
@@ -92,7 +92,7 @@ def _of_evaluation(state: State, worker: Worker) -> Fragment | None:
     return None
 
 
-def _of_steps(state: State, worker: Worker, batches: Iterable[Batch]) -> Fragment | None:
+def _of_steps(state: SchedulerState, worker: Worker, batches: Iterable[Batch]) -> Fragment | None:
     """The first fragment of some steps that a worker may have."""
     for batch in batches:
         index = batch.next_queued()
@@ -112,7 +112,7 @@ def _of_steps(state: State, worker: Worker, batches: Iterable[Batch]) -> Fragmen
     return None
 
 
-def _refused(state: State, worker: Worker, fragment: Fragment) -> bool:
+def _refused(state: SchedulerState, worker: Worker, fragment: Fragment) -> bool:
     """Whether a fragment failed on a worker and there is another one that may have it."""
     failed = state.failed_on.get(fragment, ())
     if worker.name not in failed:
@@ -120,7 +120,7 @@ def _refused(state: State, worker: Worker, fragment: Fragment) -> bool:
     return any(name not in failed for name in state.rollout)
 
 
-def _sooner_elsewhere(state: State, worker: Worker, queued: int) -> bool:
+def _sooner_elsewhere(state: SchedulerState, worker: Worker, queued: int) -> bool:
     """Whether faster workers, once they are free, finish all that is queued before this one could."""
     if queued > len(state.rollout):
         return False
@@ -137,7 +137,7 @@ def _sooner_elsewhere(state: State, worker: Worker, queued: int) -> bool:
 # ---------------------------------------------------------------------------------------- trainer
 
 
-def _serve_trainer(state: State, out: list[Command]) -> None:
+def _serve_trainer(state: SchedulerState, out: list[Command]) -> None:
     """Its task, if it has one; else train, update, or generate by itself."""
     trainer, batch = state.trainer, state.batch
     if trainer.task is not None and not state.wanted(trainer.task.fragment):
@@ -173,7 +173,7 @@ def _serve_trainer(state: State, out: list[Command]) -> None:
     return None
 
 
-def _help_evaluation(state: State, out: list[Command]) -> None:
+def _help_evaluation(state: SchedulerState, out: list[Command]) -> None:
     """The trainer makes a fragment of the evaluation where it may sample, and the rollout would not be sooner."""
     fragment = _of_evaluation(state, state.trainer)
     if fragment is not None and state.settings.tag_fragments and helps_evaluation(state):
@@ -181,7 +181,7 @@ def _help_evaluation(state: State, out: list[Command]) -> None:
         continue_task(state, state.trainer, out)
 
 
-def _train(state: State, index: int, out: list[Command]) -> None:
+def _train(state: SchedulerState, index: int, out: list[Command]) -> None:
     batch = state.batch
     early = batch.train(index)
     fragment = Fragment(batch.step, index)
@@ -189,7 +189,7 @@ def _train(state: State, index: int, out: list[Command]) -> None:
     state.send(command, out, state.trainer)
 
 
-def _next_fragment_of_colocated(state: State) -> Fragment | None:
+def _next_fragment_of_colocated(state: SchedulerState) -> Fragment | None:
     """Without rollout workers the trainer generates all that there is before it trains."""
     evaluation = _of_evaluation(state, state.trainer)
     if evaluation is not None:
@@ -198,7 +198,7 @@ def _next_fragment_of_colocated(state: State) -> Fragment | None:
     return None if index is None else Fragment(state.step, index)
 
 
-def _may_tag(state: State) -> bool:
+def _may_tag(state: SchedulerState) -> bool:
     """Whether there is something that the trainer may generate beside the rollout workers."""
     batch = state.batch
     return bool(
