@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from digen_jax.engine.chunks import in_chunks
 from digen_jax.engine.hosts import put
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy, of_rows
 from digen_jax.flow.sampling import Trajectory, check_inside, own_steps, sample, start_noise
 from digen_jax.flow.steps import Step
-from digen_jax.models.family import Record, Size
+from digen_jax.models.family import Family, Record, Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Sampler:
         self._generate = jax.jit(
             functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
         )
-        self._decode = jax.jit(policy.family.decode)
+        self._decode = jax.jit(functools.partial(_decode, policy.family, settings.size, group))
 
     def encode(self, weights: Weights, records: Sequence[Record]) -> Prompts:
         """The conditioning of each record."""
@@ -147,3 +149,15 @@ def _generate(
         return trajectory
     # Here already, so that what is not trained is neither kept nor sent to the trainer.
     return trajectory._replace(transitions=own_steps(trajectory.transitions, trained))
+
+
+def _decode(
+    family: Family,
+    size: Size,
+    group: DeviceGroup,
+    frozen: Any,
+    latents: Float[Array, "b *latent"],
+) -> Float[Array, "b t h w 3"]:
+    """Clips, as many at a time as the family decodes in bounded memory."""
+    at_once = max(1, family.decoded_pixels // math.prod(size))
+    return in_chunks(functools.partial(family.decode, frozen), latents, at_once, group)

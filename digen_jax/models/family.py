@@ -47,6 +47,7 @@ class Family(Protocol):
       guidance: how the velocity is guided.
       default_steps: of the sampler, where diffusers' pipeline is not told otherwise.
       default_guidance: the same.
+      decoded_pixels: of all frames of the clips that a device decodes at a time, at most, unless one has more.
     """
 
     trained: tuple[str, ...]
@@ -55,6 +56,7 @@ class Family(Protocol):
     guidance: Guidance
     default_steps: int
     default_guidance: float
+    decoded_pixels: int
 
     def in_dtype(self, dtype: Any) -> "Family":
         """The same, but what is trained computes in this type."""
@@ -107,7 +109,7 @@ class Family(Protocol):
     def decode(
         self, params: Params, latents: Float[Array, "b *latent"]
     ) -> Float[Array, "b t H W 3"]:
-        """Clips in [0, 1]."""
+        """Clips in [0, 1]; of a long one only some frames in memory at a time."""
 
     # ------------------------------------------------------------------------------- parameters
 

@@ -87,6 +87,8 @@ class StableDiffusion3:
     # How diffusers' pipeline samples where it is not told otherwise.
     default_steps: ClassVar[int] = 28
     default_guidance: ClassVar[float] = 7.0
+    # Four images of 1024 x 1024.
+    decoded_pixels: ClassVar[int] = 2**22
     # Of the transformer: what no optimizer may touch.
     frozen: ClassVar = sd3.FROZEN
     ignored: ClassVar = {"text_encoder": clip_text.IGNORED, "text_encoder_2": clip_text.IGNORED}

@@ -68,6 +68,7 @@ class ToyFamily:
     size: tuple[int, int, int] = (4, 4, 4)
     frozen: tuple[str, ...] = ("places",)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    decoded_pixels: int = 2**22
     trained: ClassVar = ("transformer",)
     guidance: ClassVar = "classifier-free"
     default_steps: ClassVar = 8

@@ -129,6 +129,30 @@ def test_latents_are_decoded_as_by_the_pipeline(folder):
     np.testing.assert_allclose(images, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("folder", ["random"], indirect=True)
+def test_decoding_takes_memory_for_a_chunk_not_for_the_batch(folder, monkeypatch):
+    """The images are those of one call, to the rounding of sums that are grouped otherwise."""
+    family, params = ours(folder)
+    size, weights = Size(32, 32), Weights(None, None, params)
+    shape = family.latent_shape(size)
+    latents = np.random.default_rng(1).normal(size=(16, *shape)).astype(np.float32)
+
+    def decode(images: int, at_once: int):
+        """(bytes of temporary arrays, the images)."""
+        monkeypatch.setattr(type(family), "decoded_pixels", at_once * 32 * 32)
+        sampler = Sampler(Policy(family), group(), SamplerSettings(size, 8, Ode()))
+        program = sampler._decode.lower(weights.frozen, latents[:images]).compile()
+        return program.memory_analysis().temp_size_in_bytes, program(params, latents[:images])
+
+    with jax.default_matmul_precision("highest"):
+        (two, _), (eight, _), (sixteen, whole) = (decode(n, 16) for n in (2, 8, 16))
+        (chunks_of_eight, _), (chunks_of_sixteen, found) = (decode(n, 2) for n in (8, 16))
+    assert sixteen > 1.8 * eight > 5 * two
+    latents_and_images = 2 * (latents.nbytes + whole.nbytes)
+    assert chunks_of_eight <= chunks_of_sixteen < two + latents_and_images < sixteen / 2
+    np.testing.assert_allclose(found, whole, rtol=0, atol=2e-6)
+
+
 def test_an_image_that_does_not_fit_is_refused_with_a_size_that_does(folder):
     family, _ = ours(folder)
     with pytest.raises(ValueError, match=r"30x32 does not fit.*multiples of 8"):
