@@ -84,7 +84,7 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
     """Whether recipe and model fit, by shapes alone.
 
     Raises:
-      ConfigError: an image size that the model has not, a window with steps that cannot be trained,
+      ConfigError: an image size or a guidance that the model has not, a window with steps that cannot be trained,
         a LoRA without layers or of too large a rank, or a parameter that no sharding rule matches.
     """
     sampler, shapes = recipe.sampler, family.shapes()
@@ -93,6 +93,7 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
         family.latent_shape(size)
     with blame("config.sampler.steps: "):
         sigmas = family.sigmas(sampler.steps, size)
+    _check_guidance(recipe, family)
     if recipe.noisy_steps:
         with blame("config.sampler.window: "):
             recipe.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
@@ -106,9 +107,21 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
         placement.trainer.params(tree)
 
 
+def _check_guidance(recipe: Recipe, family: Family) -> None:
+    """Whether the model has what the sampler, evaluation and training are guided by."""
+    for name, section in (("sampler", recipe.sampler), ("evaluation", recipe.evaluation)):
+        with blame(f"config.{name}."):
+            Policy(family, section.guidance, true_guidance=section.true_guidance)
+    with blame("config.algorithm."):
+        trained_policy(Policy(family), recipe.algorithm)
+
+
 def make_policy(recipe: Recipe, family: Family) -> Policy:
     """What is tuned, and the guidance it is sampled with."""
-    return Policy(family, recipe.sampler.guidance, recipe.lora.settings)
+    sampler = recipe.sampler
+    return Policy(
+        family, sampler.guidance, recipe.lora.settings, true_guidance=sampler.true_guidance
+    )
 
 
 def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
@@ -146,9 +159,7 @@ def connect(
     sampling = family.in_dtype(dtype) if dtype else family
     samplers = (
         Sampler(dataclasses.replace(policy, family=sampling), placement.rollout, settings),
-        evaluation_sampler(
-            sampling, placement.rollout, recipe.evaluation.guidance, recipe, policy.lora
-        ),
+        evaluation_sampler(sampling, placement.rollout, recipe, policy.lora),
     )
     sampler_base = policy.sampler_base(base)
     at_sampler = reshard(sampler_base, placement.rollout, dtype)
@@ -252,11 +263,11 @@ def read_frozen(family: Family, folder: pathlib.Path, group: DeviceGroup) -> dic
 def evaluation_sampler(
     family: Family,
     group: DeviceGroup,
-    guidance: float,
     recipe: Recipe,
     lora: LoraConfig | None = None,
 ) -> Sampler:
     """As the recipe's sampler, but without noise, and with steps and guidance of its own."""
-    model = recipe.model
+    model, own = recipe.model, recipe.evaluation
     settings = SamplerSettings(Size(model.height, model.width), recipe.evaluation_steps, Ode())
-    return Sampler(Policy(family, guidance, lora), group, settings)
+    policy = Policy(family, own.guidance, lora, true_guidance=own.true_guidance)
+    return Sampler(policy, group, settings)

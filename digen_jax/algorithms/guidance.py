@@ -4,6 +4,8 @@ The loss is that of v = v(null) + guidance (v(prompt) - v(null)) (arXiv 2207.125
 One guidance holds for the trained policy, the one that sampled and the slow copy, another one for the reference.
 A policy gradient has none of its own: its ratio is to what was sampled, so it replays with the sampler's guidance,
 for the reference, too (yifan123/flow_grpo, scripts/train_sd3.py, ac4c86e, `train.cfg`).
+Of a model that is given a number as its guidance these are that number; where it has a second pass beside it, that is
+at the sampler's `true_guidance` in every velocity.
 
 Public code of the others:
 

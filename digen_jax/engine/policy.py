@@ -13,6 +13,7 @@ from digen_jax.models.family import Family
 from digen_jax.weights.lora import LoraConfig, lora_init, lora_layers, merge
 
 Params = Any
+GUIDED = "classifier-free", "embedded", "both"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,24 @@ class Policy:
     guidance: float = 1.0
     lora: LoraConfig | None = None
     reference_guidance: float | None = None  # None: as `guidance`
+    true_guidance: float = 1.0  # of the second pass, where the family's guidance is "both"
+
+    def __post_init__(self):
+        kind = self.family.guidance
+        for name, value, kinds in (
+            ("guidance", self.guidance, GUIDED),
+            ("reference_guidance", self.reference_guidance, GUIDED),
+            ("true_guidance", self.true_guidance, ("both",)),
+        ):
+            if value not in (None, 1) and kind not in kinds:
+                raise ValueError(
+                    f"{name} = {value}, but this model's guidance is {kind!r} and has no such number: set it to 1"
+                )
+
+    @property
+    def reads_null(self) -> bool:
+        """Whether there may be a second pass, without the prompt."""
+        return self.family.guidance in ("classifier-free", "both")
 
     def split(self, key: Array, transformer: Params, reference: bool) -> tuple[Params, Params]:
         """(tuned, base) before the first update; `reference` says whether the start is kept."""
@@ -80,17 +99,19 @@ class Policy:
 
     def _guided(self, variables: Params, conditioning: Any, null: Any, guidance: float) -> Velocity:
         """The family's guidance; `null` has the rows of `conditioning`, or one for all of them."""
+        kind = self.family.guidance
+        embedded = guidance if kind in ("embedded", "both") else None
+        scale = {"classifier-free": guidance, "both": self.true_guidance}.get(kind, 1)
 
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
-            if self.family.guidance == "embedded":
-                return self.family.velocity(variables, x, sigma, conditioning, guidance)
-            if self.family.guidance == "none" or guidance == 1:
-                return self.family.velocity(variables, x, sigma, conditioning)
+            if scale == 1:
+                return self.family.velocity(variables, x, sigma, conditioning, embedded)
             pairs = jax.tree.map(
                 lambda n, c: _interleave(jnp.broadcast_to(n, c.shape), c), null, conditioning
             )
-            v = self.family.velocity(variables, _interleave(x, x), _interleave(sigma, sigma), pairs)
-            return self.family.guided(v[0::2], v[1::2], guidance)
+            both = _interleave(x, x), _interleave(sigma, sigma)
+            v = self.family.velocity(variables, *both, pairs, embedded)
+            return self.family.guided(v[0::2], v[1::2], scale)
 
         return velocity
 

@@ -46,7 +46,7 @@ class Prompts(NamedTuple):
     """Encoded records, replicated on the sampler's mesh, and the same for guidance, or one row of it for all."""
 
     conditioning: Any
-    null: Any
+    null: Any  # None where the policy reads none
 
 
 class Sampler:
@@ -69,8 +69,10 @@ class Sampler:
     def encode(self, weights: Weights, records: Sequence[Record]) -> Prompts:
         """The conditioning of each record."""
         family = self.policy.family
-        tokens = family.tokenize(records), family.tokenize_null(records)
-        return Prompts(*(self._encode(weights.frozen, one) for one in tokens))
+        conditioning = self._encode(weights.frozen, family.tokenize(records))
+        if not self.policy.reads_null:
+            return Prompts(conditioning, None)
+        return Prompts(conditioning, self._encode(weights.frozen, family.tokenize_null(records)))
 
     def generate(
         self,

@@ -50,6 +50,8 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
         write = functools.partial(_write_transformer, run)
         sampling = defaults_of_run(run.recipe)
         own = {"steps": sampling.steps, "guidance": sampling.guidance}
+        if run.policy.family.guidance == "both":
+            own["true_guidance"] = sampling.true_guidance
         copy_pipeline(run.folder, output, {"transformer": write}, own)
     return run
 

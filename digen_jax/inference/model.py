@@ -39,6 +39,7 @@ class Defaults(NamedTuple):
     width: int
     steps: int
     guidance: float
+    true_guidance: float = 1.0  # see `Policy`
 
 
 class TunedRun(NamedTuple):
@@ -73,14 +74,13 @@ class Model(NamedTuple):
         Raises:
           ConfigError: no step, or a size that does not fit the model.
         """
-        given = Defaults(height, width, steps, guidance)
-        chosen = Defaults(
-            *(b if a is None else a for a, b in zip(given, self.defaults, strict=True))
-        )
+        given = dict(height=height, width=width, steps=steps, guidance=guidance)
+        chosen = self.defaults._replace(**{k: v for k, v in given.items() if v is not None})
         check_positive("the number of steps", chosen.steps)
         settings = SamplerSettings(Size(chosen.height, chosen.width), chosen.steps, Ode())
         with user_input():
-            return Sampler(Policy(self.family, chosen.guidance), self.group, settings)
+            policy = Policy(self.family, chosen.guidance, true_guidance=chosen.true_guidance)
+            return Sampler(policy, self.group, settings)
 
     def batch(self, wanted: int, images: int) -> int:
         """`wanted` images at once, no more than there are, rounded up to a multiple of the devices."""
@@ -228,12 +228,15 @@ def _grid(
 def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
     """As the pipeline's own `SAMPLING` says, or where it says nothing as diffusers' pipeline samples."""
     defaults = {"steps": family.default_steps, "guidance": family.default_guidance}
+    if family.guidance == "both":
+        defaults["true_guidance"] = 1.0
     path = folder / SAMPLING
     own = read_json(path) if path.exists() else {}
     for name, value in own.items():
         if name not in defaults or type(value) not in (int, type(defaults[name])):
             raise ConfigError(
-                f"{path} has {name!r}: {value!r}; it may have steps, a whole number, and guidance, a number"
+                f"{path} has {name!r}: {value!r}; it may have steps, a whole number, and a number for "
+                + " and ".join(one for one in defaults if one != "steps")
             )
     height, width, _ = family.default_size()
     return Defaults(height, width, **defaults | own)
@@ -242,7 +245,8 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
 def defaults_of_run(recipe: Recipe) -> Defaults:
     """As the run's own evaluation samples."""
     model, evaluation = recipe.model, recipe.evaluation
-    return Defaults(model.height, model.width, recipe.evaluation_steps, evaluation.guidance)
+    guidances = evaluation.guidance, evaluation.true_guidance
+    return Defaults(model.height, model.width, recipe.evaluation_steps, *guidances)
 
 
 def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGroup) -> Any:

@@ -23,9 +23,10 @@ Conditioning = (
     Any  # arrays with a row for each record, masks among them where a text's length differs
 )
 
-# How a prompt is made to count for more: not at all, by a second pass without it (arXiv 2207.12598), or by a number
-# that the network is given.
-Guidance = Literal["none", "classifier-free", "embedded"]
+# How a prompt is made to count for more: not at all, by a second pass without it (arXiv 2207.12598), by a number that
+# the network is given, or by both, which are diffusers' `true_cfg_scale` and `guidance_scale` (FluxPipeline,
+# QwenImagePipeline).
+Guidance = Literal["none", "classifier-free", "embedded", "both"]
 
 
 class Size(NamedTuple):
@@ -67,7 +68,10 @@ class Family(Protocol):
         """What `encode` reads of some records, on the host."""
 
     def tokenize_null(self, records: Sequence[Record]) -> Tokens:
-        """The same for guidance: a row for each record, or one for all where it does not depend on them."""
+        """The same for guidance: a row for each record, or one for all where it does not depend on them.
+
+        Asked where `guidance` is "classifier-free" or "both".
+        """
 
     def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
         """Which prompts are longer than a text encoder reads, so that `tokenize` cuts them off."""
@@ -85,7 +89,7 @@ class Family(Protocol):
         conditioning: Conditioning,
         guidance: float | None = None,
     ) -> Float32[Array, "b *latent"]:
-        """dx/dsigma = eps - x0. `variables` are linen collections; `guidance` where that is "embedded"."""
+        """dx/dsigma = eps - x0. `variables` are linen collections; `guidance` where that is "embedded" or "both"."""
 
     def guided(
         self,
@@ -93,7 +97,7 @@ class Family(Protocol):
         prompt: Float[Array, "b *latent"],
         guidance: float,
     ) -> Float[Array, "b *latent"]:
-        """The velocity of "classifier-free" guidance from those without and with the prompt."""
+        """The velocity of a second pass from those without and with the prompt, which `guidance` 1 leaves as it is."""
 
     # ------------------------------------------------------------------------ latents and clips
 

@@ -86,7 +86,9 @@ def _residuals(policy: Any, tuned: Any, base: Any, frozen: Any, latent: tuple[in
     def pullback(count: int, tuned: Any, base: Any, frozen: Any) -> Any:
         records = [{"prompt": ""}] * count
         texts = encoded(policy.family.tokenize(records), frozen)
-        null = encoded(policy.family.tokenize_null(records), frozen)
+        null = None
+        if policy.reads_null:
+            null = encoded(policy.family.tokenize_null(records), frozen)
         x, sigma = jnp.zeros((count, *latent)), jnp.ones(count)
         return jax.vjp(lambda tuned: policy.velocity(tuned, base, texts, null)(x, sigma), tuned)[1]
 

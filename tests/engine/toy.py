@@ -69,8 +69,8 @@ class ToyFamily:
     frozen: tuple[str, ...] = ("places",)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     decoded_pixels: int = 2**22
+    guidance: str = "classifier-free"
     trained: ClassVar = ("transformer",)
-    guidance: ClassVar = "classifier-free"
     default_steps: ClassVar = 8
     default_guidance: ClassVar = 1.0
     lists: ClassVar = {"transformer": ("transformer_blocks", "to_out", "net")}

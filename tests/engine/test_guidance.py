@@ -1,0 +1,166 @@
+"""The four kinds of guidance, by a family whose velocity one can work out by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax import assemble
+from digen_jax.engine.placement import make_placement
+from digen_jax.engine.policy import Policy
+from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.errors import ConfigError
+from digen_jax.flow.sampling import start_noise
+from digen_jax.flow.steps import Ode
+from digen_jax.inference.model import Model, all_devices, defaults_of_run
+from digen_jax.models.family import Size
+from tests.cases import said
+from tests.engine import toy
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+# Of one prompt and of none, as `Linear.encode` gives them.
+PROMPT, NULL, W = 3.0, 2.0, 0.5
+NFT = dict(name="diffusion_nft", kl_coefficient=0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(toy.ToyFamily):
+    """v = w (c x + g / 10), c the length of the prompt and g an embedded guidance; a prompt of none has 2."""
+
+    size: tuple[int, int, int] = (1, 1, 1)
+    frozen: tuple[str, ...] = ()
+
+    def tokenize(self, records):
+        return np.array([float(len(record["prompt"])) for record in records], np.float32)
+
+    def tokenize_null(self, records):
+        assert self.guidance in ("classifier-free", "both"), "nobody reads it"
+        return np.array([NULL], np.float32)
+
+    def encode(self, params, lengths):
+        return jnp.asarray(lengths)
+
+    def velocity(self, variables, x, sigma, conditioning, guidance=None):
+        given = 0.0 if guidance is None else guidance / 10
+        assert (guidance is not None) == (self.guidance in ("embedded", "both"))
+        w = variables["params"]["w"]
+        return w * (conditioning[:, None, None, None] * x + given)
+
+    def decode(self, params, latents):
+        return jnp.repeat(latents, 3, -1)[:, None]
+
+
+# kind, guidance, true guidance, and of v = w (c x + e): c, e
+KINDS = [
+    ("none", 1.0, 1.0, PROMPT, 0.0),
+    ("embedded", 4.0, 1.0, PROMPT, 0.4),
+    ("classifier-free", 5.0, 1.0, NULL + 5 * (PROMPT - NULL), 0.0),
+    ("classifier-free", 1.0, 1.0, PROMPT, 0.0),
+    ("both", 4.0, 1.0, PROMPT, 0.4),
+    ("both", 4.0, 5.0, NULL + 5 * (PROMPT - NULL), 0.4),
+]
+
+
+@pytest.mark.parametrize(("kind", "guidance", "true_guidance", "c", "e"), KINDS)
+def test_every_kind_of_guidance_samples_and_trains_by_its_formula(
+    kind, guidance, true_guidance, c, e
+):
+    policy = Policy(Linear(guidance=kind), guidance, true_guidance=true_guidance)
+    assert policy.reads_null == (kind in ("classifier-free", "both"))
+    start = {"w": jnp.float32(W)}
+    tuned, base = policy.split(jax.random.key(0), start, reference=True)
+    sampler = Sampler(policy, all_devices(jax.devices()[:1]), SamplerSettings(Size(8, 8), 4, Ode()))
+    weights = Weights(tuned, policy.sampler_base(base), {})
+    prompts = sampler.encode(weights, said("a" * int(PROMPT)))
+    assert (prompts.null is None) == (not policy.reads_null)
+
+    x = jnp.array([0.5, -2.0]).reshape(2, 1, 1, 1)
+    rows = prompts.conditioning[np.zeros(2, int)]
+
+    def total(tuned):
+        return policy.velocity(tuned, base, rows, prompts.null)(x, jnp.ones(2)).sum()
+
+    value, gradient = jax.value_and_grad(total)(tuned)
+    by_hand = c * (0.5 - 2.0) + 2 * e
+    np.testing.assert_allclose([value, gradient["w"]], [W * by_hand, by_hand], rtol=1e-6)
+    reference = policy.reference(base, rows, prompts.null)(x, jnp.ones(2))
+    np.testing.assert_allclose(reference, W * (c * x + e), rtol=1e-6)
+
+    keys = jax.random.split(jax.random.key(1), 2)
+    trajectory = sampler.generate(weights, prompts, np.zeros(2, np.int32), keys)
+    image = np.asarray(start_noise(keys, (1, 1, 1)), np.float64)
+    for sigma, after in zip(sampler.sigmas[:-1], sampler.sigmas[1:], strict=True):
+        image = image + W * (c * image + e) * (float(after) - float(sigma))
+    np.testing.assert_allclose(trajectory.latents, image, rtol=1e-5)
+
+
+def test_the_references_guidance_is_the_embedded_one():
+    policy = Policy(Linear(guidance="both"), 4.0, reference_guidance=7.0, true_guidance=5.0)
+    start, one = {"w": jnp.float32(W)}, jnp.ones((1, 1, 1, 1))
+    v = policy.reference(start, jnp.array([PROMPT]), jnp.array([NULL]))(one, jnp.ones(1))
+    np.testing.assert_allclose(v, W * (NULL + 5 * (PROMPT - NULL) + 0.7), rtol=1e-6)
+
+
+def test_a_step_of_a_family_without_guidance_is_that_of_one_at_guidance_1():
+    """From prompts to the update, with nothing where others have the empty prompt."""
+
+    class Unguided(toy.ToyFamily):
+        def tokenize_null(self, records):
+            raise AssertionError("nobody reads it")
+
+    config = toy.config(sampler__guidance=1.0, **toy.meshes((1, 2), (1, 2)))
+    found, expected = (
+        toy.drive(toy.system(config, family=family), config, 1)[0]
+        for family in (Unguided(guidance="none"), toy.ToyFamily())
+    )
+    jax.tree.map(np.testing.assert_array_equal, found.tuned, expected.tuned)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "field"),
+    [
+        ("none", dict(sampler__guidance=3.0), "sampler.guidance = 3.0"),
+        ("none", dict(evaluation__guidance=2.0), "evaluation.guidance = 2.0"),
+        ("none", dict(algorithm=dict(NFT, guidance=2.0)), "algorithm.guidance = 2.0"),
+        (
+            "none",
+            dict(algorithm=dict(NFT, reference_guidance=2.0)),
+            "algorithm.reference_guidance = 2.0",
+        ),
+        ("classifier-free", dict(sampler__true_guidance=2.0), "sampler.true_guidance = 2.0"),
+        ("embedded", dict(evaluation__true_guidance=0.0), "evaluation.true_guidance = 0.0"),
+        ("both", dict(sampler__true_guidance=2.0), None),
+    ],
+)
+def test_a_guidance_that_the_model_has_not_is_refused(kind, fields, field):
+    fields = dict(sampler__guidance=1.0) | fields
+    recipe = toy.opened(toy.config(**fields))
+    family = toy.ToyFamily(guidance=kind)
+    placement = make_placement(recipe.placement.meshes, recipe.placement.rules, jax.devices())
+    if field is None:
+        return assemble.check_model(recipe, family, placement)
+    with pytest.raises(ConfigError) as caught:
+        assemble.check_model(recipe, family, placement)
+    assert str(caught.value) == (
+        f"config.{field}, but this model's guidance is {kind!r} and has no such number: set it to 1"
+    )
+
+
+def test_an_opened_model_is_sampled_at_both_of_its_runs_guidances():
+    recipe = toy.opened(toy.config(evaluation__guidance=4.0, evaluation__true_guidance=2.0))
+    group, defaults = all_devices(jax.devices()[:1]), defaults_of_run(recipe)
+
+    def policy(kind, guidance):
+        model = Model(toy.ToyFamily(guidance=kind), group, None, defaults, None)
+        return model.sampler(guidance, None, None, None).policy
+
+    own, given = policy("both", None), policy("both", 3.0)
+    assert (own.guidance, own.true_guidance) == (4.0, 2.0)
+    assert (given.guidance, given.true_guidance) == (3.0, 2.0)
+    with pytest.raises(
+        ConfigError, match=r"true_guidance = 2\.0, but this model's guidance is 'embedded'"
+    ):
+        policy("embedded", None)
