@@ -119,9 +119,8 @@ def _check_guidance(recipe: Recipe, family: Family) -> None:
 def make_policy(recipe: Recipe, family: Family) -> Policy:
     """What is tuned, and the guidance it is sampled with."""
     sampler = recipe.sampler
-    return Policy(
-        family, sampler.guidance, recipe.lora.settings, true_guidance=sampler.true_guidance
-    )
+    lora = recipe.lora.settings(family.lora_targets)
+    return Policy(family, sampler.guidance, lora, true_guidance=sampler.true_guidance)
 
 
 def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:

@@ -212,6 +212,21 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
     assert system.trainer.settings.micro_batch == 4
 
 
+@pytest.mark.parametrize("targets", ["", TARGETS])
+def test_lora_is_of_the_familys_layers_where_the_config_names_none(make, folder, family, targets):
+    recipe = open_recipe(make(folder, lora__rank=4, lora__targets=targets), 1)
+    policy = assemble.make_policy(recipe, family)
+    assert policy.lora.targets == (targets or family.lora_targets)
+    tuned, _ = jax.eval_shape(
+        lambda key, params: policy.split(key, params, reference=False),
+        jax.random.key(0),
+        family.shapes()["transformer"],
+    )
+    names = {path[-2] for path in flatten_dict(tuned)}
+    added = {"to_out_0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}
+    assert names == {"to_q", "to_k", "to_v"} | (set() if targets else added)
+
+
 def test_lora_on_one_device(make, folder, tensors):
     config = make(folder, lora__rank=4, lora__targets=TARGETS, algorithm__kl_coefficient=0.1)
     system = assemble.build(open_recipe(config, 1), jax.devices()[:1])

@@ -118,18 +118,21 @@ class Lora:
 
     rank: int = 0  # 0: all weights are tuned
     alpha: float = 1.0
-    targets: str = ".*"
+    targets: str = ""  # a regular expression for names of linear layers, see `LoraConfig`; "": the model family's
     init: str = "kaiming"  # of the first factor: PEFT's default; or "gaussian", of std 1 / rank
     start: str = ""  # a LoRA to continue, of this rank, alpha and layers: PEFT's or diffusers' folder, or hub id
 
-    @property
-    def settings(self) -> LoraConfig | None:
+    def settings(self, of_family: str) -> LoraConfig | None:
         """The layers and their factors; None where all weights are tuned.
+
+        Args:
+          of_family: the targets of the model's family.
 
         Raises:
           ValueError: targets that are no regular expression.
         """
-        return LoraConfig(self.rank, self.alpha, self.targets, self.init) if self.rank else None
+        targets = self.targets or of_family
+        return LoraConfig(self.rank, self.alpha, targets, self.init) if self.rank else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Family(Protocol):
       trained: the components that may be tuned.
       lists: by component, the modules whose children a checkpoint numbers (see `weights.names`).
       frozen: paths of a trained component's parameters that no optimizer may touch.
+      lora_targets: the linear layers that LoRA adapts by default, a regular expression for their whole torch names.
       guidance: how the velocity is guided.
       default_steps: of the sampler, where diffusers' pipeline is not told otherwise.
       default_guidance: the same.
@@ -54,6 +55,7 @@ class Family(Protocol):
     trained: tuple[str, ...]
     lists: Mapping[str, Any]
     frozen: Any
+    lora_targets: str
     guidance: Guidance
     default_steps: int
     default_guidance: float

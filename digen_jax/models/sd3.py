@@ -21,6 +21,9 @@ from digen_jax.models import layers
 
 LISTS = ("transformer_blocks", "to_out", "net")
 FROZEN = ("pos_embed/pos_embed",)
+# The linear layers of the joint attention, not those of the second attention over the image alone: `target_modules`
+# of yifan123/flow_grpo, scripts/train_sd3.py (ac4c86e), and of NVlabs/DiffusionNFT, scripts/train_nft_sd3.py (24af555).
+LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 TIME_FEATURES = 256
 NUM_TRAIN_TIMESTEPS = 1000
 

@@ -91,6 +91,7 @@ class StableDiffusion3:
     decoded_pixels: ClassVar[int] = 2**22
     # Of the transformer: what no optimizer may touch.
     frozen: ClassVar = sd3.FROZEN
+    lora_targets: ClassVar[str] = sd3.LORA_TARGETS
     ignored: ClassVar = {"text_encoder": clip_text.IGNORED, "text_encoder_2": clip_text.IGNORED}
 
     @classmethod

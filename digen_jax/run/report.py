@@ -42,10 +42,13 @@ class Report:
         self._progress: Progress | None = None
 
     def begin(self, system: System) -> None:
-        """What is known before anything slow: of the prompts, and which devices do what."""
+        """What is known before anything slow: of the prompts, which devices do what, and the layers of a LoRA."""
         for file in dict.fromkeys((self._recipe.prompts.file, self._recipe.evaluation.prompts)):
             tell(file, system.policy.family.cut)
         print(system.placement.describe(), flush=True)
+        if lora := system.policy.lora:
+            whose = "" if self._recipe.lora.targets else ", the model's own"
+            print(f"LoRA of rank {lora.rank} on the layers {lora.targets}{whose}", flush=True)
 
     def start(self, done: int, changed: list[str]) -> None:
         """The run goes on after `done` steps; `changed` says what the config has otherwise than before."""

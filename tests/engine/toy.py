@@ -71,6 +71,7 @@ class ToyFamily:
     decoded_pixels: int = 2**22
     guidance: str = "classifier-free"
     trained: ClassVar = ("transformer",)
+    lora_targets: ClassVar = "inside|outside"
     default_steps: ClassVar = 8
     default_guidance: ClassVar = 1.0
     lists: ClassVar = {"transformer": ("transformer_blocks", "to_out", "net")}

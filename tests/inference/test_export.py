@@ -93,7 +93,7 @@ def test_a_lora_gives_the_images_of_the_run(base, tmp_path):
     check_same_but_not_the_base(images, base, "lora")
 
 
-def test_a_run_continues_an_exported_lora(base, tmp_path):
+def test_a_run_continues_an_exported_lora(base, tmp_path, capsys):
     """Its first pictures are the tuned ones, bit for bit; its KL is to the base model, so above 0 at once."""
     tuned, workdir = trained(base, "lora"), tmp_path / "run"
     export(tuned, tmp_path / "lora")
@@ -102,6 +102,7 @@ def test_a_run_continues_an_exported_lora(base, tmp_path):
     config.lora.start = str(tmp_path / "lora")
     config.algorithm.kl_coefficient = 0.1
     train(config, workdir)
+    assert f"LoRA of rank 4 on the layers {config.lora.targets}\n" in capsys.readouterr().out
     before = np.load(workdir / "pictures" / "before.npz")
     after = np.load(tuned / "pictures" / "after.npz")
     np.testing.assert_array_equal(before["images"], after["images"])

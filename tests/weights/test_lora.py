@@ -20,7 +20,7 @@ from peft.utils import get_peft_model_state_dict
 from digen_jax.errors import ConfigError
 from digen_jax.models import sd3
 from digen_jax.weights import folder, tensors
-from digen_jax.weights.lora import LoraConfig, lora_init, lora_layers, merge
+from digen_jax.weights.lora import LoraConfig, adapted_layers, lora_init, lora_layers, merge
 from digen_jax.weights.lora_files import PEFT_CONFIG, PEFT_FILE, read_lora, write_lora
 from digen_jax.weights.lora_start import read_start
 from tests.models import parity
@@ -232,6 +232,19 @@ TARGETS = r"transformer_blocks\.\d+\.attn2?\..*|context_embedder"
 MODULES = ["to_q", "to_k", "to_v", "to_out.0", "to_add_out", "context_embedder"]
 MODULES += ["add_q_proj", "add_k_proj", "add_v_proj"]
 LORA = LoraConfig(rank=3, alpha=7.0, targets=TARGETS)
+
+
+def test_the_familys_targets_are_the_layers_that_flow_grpos_script_adapts():
+    """The names are its `target_modules`; the last block updates no text, and has no `to_add_out`."""
+    names = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
+    names += ["to_k", "to_out.0", "to_q", "to_v"]
+    module = diffusers.SD3Transformer2DModel(**toy.SD3)
+    module.add_adapter(peft.LoraConfig(target_modules=[f"attn.{name}" for name in names]))
+    adapted = {name for name, part in module.named_modules() if hasattr(part, "lora_A")}
+    network = sd3.SD3Transformer(sd3.SD3Config.from_config(toy.SD3))
+    template = jax.eval_shape(network.init, KEY, *sd3_inputs())["params"]
+    assert adapted_layers(template, sd3.LORA_TARGETS, sd3.LISTS) == adapted
+    assert not any("attn2" in name for name in adapted) and len(adapted) > 8
 
 
 @pytest.fixture(scope="module")
