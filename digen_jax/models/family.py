@@ -117,6 +117,12 @@ class Family(Protocol):
     ) -> Float[Array, "b t H W 3"]:
         """Clips in [0, 1]; of a long one only some frames in memory at a time."""
 
+    def flops(self, size: Size) -> dict[str, dict[str, float]]:
+        """Of a forward pass of one sequence through each trained component, by the family's own streams.
+
+        Matrix products and attention, a multiply-add being two. A clip with classifier-free guidance is two sequences.
+        """
+
     # ------------------------------------------------------------------------------- parameters
 
     def shapes(self) -> Params:

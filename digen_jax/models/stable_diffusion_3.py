@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
-from digen_jax.models import autoencoder_kl, clip_text, clip_tokenizer, sd3
+from digen_jax.models import autoencoder_kl, clip_text, clip_tokenizer, sd3, sd3_flops
 from digen_jax.models.family import Guidance, Params, Record, Size
 from digen_jax.models.precision import exact_products
 from digen_jax.weights import folder as weights
@@ -267,6 +267,12 @@ class StableDiffusion3:
                 f"height and width must be multiples of {multiple} from {multiple} to {largest}"
             )
         return height // factor, width // factor, self.transformer.config.in_channels
+
+    def flops(self, size: Size) -> dict[str, dict[str, float]]:
+        """Of the transformer, by stream: see `sd3_flops`."""
+        text = self.tokenizers[0].model_max_length + 1  # one stands for those of the T5
+        config, latent = self.transformer.config, self.latent_shape(size)
+        return {"transformer": sd3_flops.forward_flops(config, latent, text)}
 
     # ---------------------------------------------------------------- parameters
 

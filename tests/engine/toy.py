@@ -111,6 +111,11 @@ class ToyFamily:
     def sigmas(self, steps, size):
         return make_sigmas(self.scheduler, steps)
 
+    def flops(self, size):
+        h, w, c = self.size
+        width = self.network.width
+        return {"transformer": {"image": 4.0 * h * w * c * width, "text": 2.0 * (TEXT + 2) * width}}
+
     def shapes(self):
         return jax.eval_shape(self.params)
 

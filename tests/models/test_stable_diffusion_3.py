@@ -16,6 +16,7 @@ from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
+from digen_jax.models.sd3_flops import forward_flops
 from tests.cases import quick, said
 from tests.pipelines import ROOT
 from tests.tiny_runs import oracle, pipeline
@@ -151,6 +152,17 @@ def test_decoding_takes_memory_for_a_chunk_not_for_the_batch(folder, monkeypatch
     latents_and_images = 2 * (latents.nbytes + whole.nbytes)
     assert chunks_of_eight <= chunks_of_sixteen < two + latents_and_images < sixteen / 2
     np.testing.assert_allclose(found, whole, rtol=0, atol=2e-6)
+
+
+def test_flops_are_of_the_tokens_that_the_transformer_is_given(folder):
+    family, params = ours(folder)
+    size, config = Size(32, 48), family.transformer.config
+    context = jax.eval_shape(family.encode, params, family.tokenize(said("a"))).context
+    found = family.flops(size)
+    assert found.keys() == {*family.trained}
+    assert found["transformer"] == forward_flops(
+        config, family.latent_shape(size), context.shape[1] + 1
+    )
 
 
 def test_an_image_that_does_not_fit_is_refused_with_a_size_that_does(folder):

@@ -1,0 +1,36 @@
+"""How much arithmetic a forward pass of the SD3 transformer is."""
+
+from digen_jax.models.sd3 import TIME_FEATURES, SD3Config
+
+
+def forward_flops(config: SD3Config, latent: tuple[int, int, int], text: int) -> dict[str, float]:
+    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add being two.
+
+    "image" and "text" are what is done to each token by itself, "attention" the products of queries, keys and
+    values, "modulation" what is done once a sequence, to the embedding of time and pooled text. Norms, softmax and
+    whatever else is done to each element are left out.
+
+    Args:
+      config: of the transformer.
+      latent: (h, w, c) of the latents.
+      text: tokens of the context, the one that stands for all empty ones included.
+    """
+    d, patch = config.dim, config.patch_size
+    h, w, _ = latent
+    image = (h // patch) * (w // patch)
+    patches = patch * patch * (config.in_channels + config.out_channels)
+    blocks, dual = config.num_layers, len(set(config.dual_attention_layers))
+    # Linear layers of a block: four of the attention, two of a feed-forward network four times as wide. The last
+    # block reads the text, but does not write it: of the text it needs keys and values only.
+    attention, feed_forward = 4 * d * d, 8 * d * d
+    wide = blocks * (attention + feed_forward)
+    modulations = blocks * 6 + dual * 3 + (blocks - 1) * 6 + 2 + 2  # the last of them is norm_out
+    embedders = (TIME_FEATURES + config.pooled_projection_dim + 2 * d) * d
+    tokens = image + text
+    products = {
+        "image": image * (wide + dual * attention + patches * d),
+        "text": text * (wide - 2 * d * d - feed_forward + config.joint_attention_dim * d),
+        "attention": 2 * d * ((blocks - 1) * tokens**2 + image * tokens + dual * image**2),
+        "modulation": modulations * d * d + embedders,
+    }
+    return {stream: 2.0 * count for stream, count in products.items()}
