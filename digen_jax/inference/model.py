@@ -22,7 +22,7 @@ from digen_jax.images import stills, to_uint8
 from digen_jax.models.family import Family, Size
 from digen_jax.process.progress import watched
 from digen_jax.records.checkpoint_folder import read_checkpoint
-from digen_jax.records.pictures import image_grid
+from digen_jax.records.pictures import image_grid, save_frames
 from digen_jax.runtime.evaluation import Evaluation, sample_clips
 from digen_jax.weights.folder import SAMPLING, read_json
 from digen_jax.weights.lora import merge
@@ -180,7 +180,7 @@ def sample_to_folder(
     seed: int,
     images: int = 1,
 ) -> None:
-    """So many PNGs a prompt, numbered and named by it, and `grid.png` with the first of them.
+    """So many PNGs a prompt, numbered and named by it, and `grid.png` with the first of them; of clips also animations.
 
     Image j of prompt i depends on the seed, i, j and the prompt, not on the batch.
     """
@@ -190,30 +190,35 @@ def sample_to_folder(
     shown = []
     for first in watched(range(0, len(every), batch), "sampling", "batch"):
         part = every[first : first + batch]
-        clips = sample_clips(sampler, model.weights, part, first, batch, seed, images)
-        drawn = to_uint8(stills(clips))
-        for number, (image, record) in enumerate(zip(drawn, part, strict=True), first):
+        clips = to_uint8(sample_clips(sampler, model.weights, part, first, batch, seed, images))
+        for number, (clip, record) in enumerate(zip(clips, part, strict=True), first):
             which = f"{number // images:05d}" + (f"_{number % images:02d}" if images > 1 else "")
-            Image.fromarray(image).save(output / f"{which}_{slug(record['prompt'])}.png")
-        shown += list(drawn[: LARGEST_GRID - len(shown)])
+            _save_clip(output / f"{which}_{slug(record['prompt'])}.png", clip)
+        shown += list(stills(clips[: LARGEST_GRID - len(shown)]))
     _grid(np.stack(shown), [record["prompt"] for record in every]).save(output / "grid.png")
 
 
 def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
-    """An evaluation's pictures as PNGs that are named by score and prompt, and `grid.png` with the first of them."""
+    """An evaluation's pictures as PNGs that are named by score and prompt, and `grid.png` with the first of them.
+
+    Of clips also animations.
+    """
     output.mkdir(parents=True, exist_ok=True)
     prompts = [record["prompt"] for record in found.records]
-    drawn = stills(found.clips)
-    for number, (image, prompt) in enumerate(zip(drawn, prompts, strict=True)):
+    for number, (clip, prompt) in enumerate(zip(found.clips, prompts, strict=True)):
         name = f"{number:05d}_{found.scores[number]:.3f}_{slug(prompt)}.png"
-        Image.fromarray(image).save(output / name)
+        _save_clip(output / name, clip)
     shown = slice(LARGEST_GRID)
-    _grid(drawn[shown], prompts, found.scores[shown]).save(output / "grid.png")
+    _grid(stills(found.clips[shown]), prompts, found.scores[shown]).save(output / "grid.png")
 
 
 def slug(prompt: str) -> str:
     """The words of a prompt as a part of a file name, of every alphabet, at most 48 letters."""
     return re.sub(r"\W+", "-", prompt).strip("-")[:48].rstrip("-").lower() or "empty"
+
+
+def _save_clip(path: pathlib.Path, clip: UInt8[np.ndarray, "t h w 3"]) -> None:
+    save_frames(path, [Image.fromarray(frame) for frame in clip])
 
 
 def _grid(

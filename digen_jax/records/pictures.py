@@ -19,6 +19,7 @@ SMALLEST, LARGEST = 160, 384
 GAP, FRAME, BADGE = 18, 4, 28
 NUMBER, TEXT, HEADING = 13, 14, 18  # heights of letters
 LINE, HEADING_LINE = 19, 30
+FRAMES_A_SECOND = 8  # of an animation; nothing says how fast a clip is
 SCALES = {"nearest": Image.Resampling.NEAREST, "lanczos": Image.Resampling.LANCZOS}
 
 
@@ -44,6 +45,18 @@ def image_grid(
     """
     marks = None if scores is None else scores[:, None]
     return _sheet(images[:, None], captions, columns, marks, [], title, scale)
+
+
+def save_frames(path: Path, frames: Sequence[Image.Image]) -> None:
+    """The middle frame as a PNG file `path`; of several all, as an animated WebP beside it."""
+    frames[len(frames) // 2].save(path)
+    if len(frames) > 1:
+        frames[0].save(
+            path.with_suffix(".webp"),
+            save_all=True,
+            append_images=frames[1:],
+            duration=1000 // FRAMES_A_SECOND,
+        )
 
 
 def before_after(

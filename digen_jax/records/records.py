@@ -132,15 +132,16 @@ class Records:
             self._kept(lambda: self._metrics.picture(path))
 
     def show(self, done: int, found: Evaluation) -> None:
-        """A picture of what the model draws after `done` steps, with the rewards."""
+        """A picture of what the model draws after `done` steps, with the rewards; of clips an animation, too."""
         count = self._count
         captions = [record["prompt"] for record in found.records[:count]]
         title = f"after step {done}" if done else "before tuning"
-        grid = pictures.image_grid(
-            stills(found.clips[:count]), captions, 6, found.scores[:count], title
-        )
+        grids = [
+            pictures.image_grid(images, captions, 6, found.scores[:count], title)
+            for images in found.clips[:count].swapaxes(0, 1)
+        ]
         path = self._folder / f"step_{done:06d}.png"
-        self._kept(lambda: grid.save(path))
+        self._kept(lambda: pictures.save_frames(path, grids))
         self._kept(lambda: self._metrics.picture(path))
 
     def _keep(self, done: int, found: Evaluation) -> None:

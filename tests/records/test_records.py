@@ -3,8 +3,13 @@
 import pathlib
 
 import numpy as np
+from PIL import Image
 
+from digen_jax.inference.model import evaluation_to_folder
 from digen_jax.records import records
+from digen_jax.records.pictures import image_grid
+from digen_jax.runtime.evaluation import Evaluation
+from tests.engine import toy
 
 
 def test_table_and_places():
@@ -17,3 +22,56 @@ def test_table_and_places():
     assert records.where(pathlib.Path("runs/x")).startswith(
         "In runs/x:\n  pictures/before_after.png  "
     )
+
+
+def evaluation(frames: int) -> Evaluation:
+    """Two clips, of which every frame has a grey of its own."""
+    greys = np.arange(2 * frames, dtype=np.uint8).reshape(2, frames) * 20
+    clips = np.broadcast_to(greys[..., None, None, None], (2, frames, 8, 8, 3))
+    return Evaluation([{"prompt": "a"}, {"prompt": "b"}], clips, np.array([0.0, 1.0]))
+
+
+def grids(found: Evaluation) -> list[Image.Image]:
+    return [
+        image_grid(found.clips[:, t], ["a", "b"], 6, found.scores, "after step 3")
+        for t in range(found.clips.shape[1])
+    ]
+
+
+def test_of_clips_an_animation_lies_beside_the_picture_of_the_middle_frame(tmp_path):
+    found = evaluation(frames=5)
+    writer = records.Records(tmp_path, toy.opened(toy.config()), lambda: None)
+    writer.show(3, found)
+    writer.close()
+    evaluation_to_folder(found, tmp_path / "each")
+
+    names = [file.name for file in sorted((tmp_path / "pictures").iterdir())]
+    assert names == ["step_000003.png", "step_000003.webp"]
+    expected = grids(found)
+    assert Image.open(tmp_path / "pictures" / "step_000003.png").tobytes() == expected[2].tobytes()
+    moving = Image.open(tmp_path / "pictures" / "step_000003.webp")
+    assert moving.n_frames == 5
+    for t, grid in enumerate(expected):
+        moving.seek(t)
+        error = np.asarray(moving.convert("RGB"), float) - np.asarray(grid, float)
+        assert (
+            np.abs(error).mean() < 1.5
+        )  # WebP is lossy; frames are 20 apart in a third of the picture
+    each = Image.open(tmp_path / "each" / "00001_1.000_b.webp")
+    assert each.n_frames == 5 and each.size == (8, 8)
+    still = np.asarray(Image.open(tmp_path / "each" / "00001_1.000_b.png"))
+    np.testing.assert_array_equal(still, found.clips[1, 2])
+
+
+def test_of_pictures_there_are_the_same_files_as_ever(tmp_path):
+    found = evaluation(frames=1)
+    writer = records.Records(tmp_path, toy.opened(toy.config()), lambda: None)
+    writer.show(3, found)
+    writer.close()
+    evaluation_to_folder(found, tmp_path / "each")
+    grids(found)[0].save(tmp_path / "expected.png")
+    assert [file.name for file in (tmp_path / "pictures").iterdir()] == ["step_000003.png"]
+    shown = (tmp_path / "pictures" / "step_000003.png").read_bytes()
+    assert shown == (tmp_path / "expected.png").read_bytes()
+    names = ["00000_0.000_a.png", "00001_1.000_b.png", "grid.png"]
+    assert sorted(file.name for file in (tmp_path / "each").iterdir()) == names
