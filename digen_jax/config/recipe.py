@@ -84,8 +84,8 @@ class Recipe:
     `asked` is the section `algorithm` as the config has it, where "auto" or 0 may stand for what others say.
     """
 
-    seed: int = 0
-    steps: int = 100
+    seed: int = 0  # seed of all random numbers of a run
+    steps: int = 100  # training steps
     model: Model = dataclasses.field(default=Model())
     prompts: Prompts = dataclasses.field(default=Prompts())
     reward: Reward = dataclasses.field(default=Reward())

@@ -32,7 +32,7 @@ class ScheduleTimes:
     a permutation of its own. The first, sigma = 1, is among them, where x is noise only.
     """
 
-    count: int
+    count: int  # noise levels at which each image is trained, of the sampler's steps
 
     def check(self, steps: int) -> None:
         """Raises ValueError for a setting that a schedule of so many steps cannot serve."""
@@ -64,10 +64,10 @@ class LogitNormalTimes:
     draws are independent (AWM's public code stratifies them and shares them within a micro-batch).
     """
 
-    count: int
-    mean: float = 0.0
-    std: float = 1.0
-    shift: float = 1.0
+    count: int  # noise levels at which each image is trained
+    mean: float = 0.0  # mean of z, the normal variable whose sigmoid is the noise level
+    std: float = 1.0  # standard deviation of z
+    shift: float = 1.0  # schedule shift of the noise levels: above 1 they are noisier
 
     def check(self, steps: int) -> None:
         """Raises ValueError for a setting that cannot work; any schedule serves."""
