@@ -1,5 +1,6 @@
 # make demo: set everything up and tune the embedded model.   make test: set everything up and run the tests;
 # make test-slow: those that take long (sweeps, many random configurations, kills);
+# make docs: write the configuration reference from the code;
 # make constraints: take the newest versions that requirements*.txt allow, for make test and make test-slow to judge.
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -10,10 +11,13 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt
 PYTEST := $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow lint format constraints clean
+.PHONY: demo docs test test-slow lint format constraints clean
 
 demo: $(VENV)/train
 	$(RUN) launch/train.py --config configs/shapes_demo.py --workdir runs/shapes
+
+docs: $(VENV)/train
+	$(RUN) -m digen_jax.config.reference > docs/configuration.md
 
 # Their many processes share the modules' bytecode, wherever the shell turns that off.
 test test-slow: export PYTHONDONTWRITEBYTECODE =

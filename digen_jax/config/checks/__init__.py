@@ -35,6 +35,17 @@ from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.weights.lora import Init
 
+# By field: the words that it may be.
+CHOICES = {
+    "model.dtype": ("float32", "bfloat16"),
+    "sampler.dtype": ("", "float32", "bfloat16"),
+    "runtime.tag_weights": ("in place", "resharded"),
+    "lora.init": get_args(Init),
+    "runtime.ordered": ("auto", "yes", "no"),
+    "wandb.mode": ("online", "offline", "disabled", "shared"),
+    "placement.sizes": SIZES,
+}
+
 
 def check_each(config: ConfigDict) -> None:
     """Refuses fields of a complete config that cannot be what they are, whatever the others say.
@@ -114,15 +125,7 @@ def _check_average(recipe: Recipe) -> None:
 
 def _check_choices(config: ConfigDict) -> None:
     with together() as one:
-        for name, choices in (
-            ("model.dtype", ("float32", "bfloat16")),
-            ("sampler.dtype", ("", "float32", "bfloat16")),
-            ("runtime.tag_weights", ("in place", "resharded")),
-            ("lora.init", get_args(Init)),
-            ("runtime.ordered", ("auto", "yes", "no")),
-            ("wandb.mode", ("online", "offline", "disabled", "shared")),
-            ("placement.sizes", SIZES),
-        ):
+        for name, choices in CHOICES.items():
             with one():
                 check_choice(f"config.{name}", _value(config, name), choices)
 

@@ -11,6 +11,9 @@ from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.errors import ConfigError, blame, check_choice, together
 from digen_jax.rewards import names_in
 
+# By field of the section `advantages`: the words that it may be.
+CHOICES = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
+
 
 def check_weights(config: ConfigDict) -> None:
     """Refuses weights that do not fit the rewards."""
@@ -33,9 +36,8 @@ def check_weights(config: ConfigDict) -> None:
 
 def check_advantage_choices(config: ConfigDict) -> None:
     """Refuses words that no advantage knows."""
-    choices = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
     with together() as one:
-        for name, choice in choices.items():
+        for name, choice in CHOICES.items():
             value = config.advantages[name]
             with one():
                 check_choice(f"config.advantages.{name}", value, get_args(choice))
