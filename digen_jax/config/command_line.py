@@ -19,44 +19,26 @@ OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
 # A group of fields that one word may be given for, and the field that it is the value of.
 IN_A_WORD = {"config.placement": "config.placement.sizes"}
 
+# What a script runs; by name, where it has several.
+Main = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
-def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
+
+def run_main(main: Main) -> None:
     """Runs a script's `main()` once absl has read the flags; a `ConfigError` is one line, code 2.
 
     So are `ending.Stopped`, code 75, and Ctrl-C where nothing else answers it, code 130. Where a thread
     hangs the process does not wait for it.
 
-    Of several, by their names, the first word of the command line says which one.
-    A file given by `--config` and its overrides `--config.some.field=value` are checked first,
-    because config_flags answers a misspelt field with a traceback.
+    A script with several `main` functions, by their names, takes one of these names as its first word.
     """
-    several = isinstance(main, Mapping)
-
-    def checked(argv: Sequence[str]) -> Any:
-        words, call = argv[1:], main
-        if several:
-            if not words:
-                raise ConfigError(f"say which one to run: {' or '.join(main)}")
-            check_choice("the first word", words[0], main)
-            call, words = main[words[0]], words[1:]
-        if words:
-            raise ConfigError(f"{words[0]!r} belongs to no option: write --option='its value'")
-        return call()
-
-    def parse_flags(argv: Sequence[str]) -> list[str]:
-        check_overrides(argv)
-        # Else absl reads no option behind a word.
-        flags.FLAGS.set_gnu_getopt(several)
-        try:
-            return flags.FLAGS(argv)
-        except flags.Error as error:
-            raise ConfigError(f"{error}; --help lists all options") from error
-
     # In place, as config_flags has kept this very list to find its overrides in.
     sys.argv[:] = spelled_out(sys.argv)
     with without_the_hung():
         try:
-            app.run(checked, flags_parser=parse_flags)
+            app.run(
+                lambda argv: chosen(main, argv[1:])(),
+                flags_parser=lambda argv: parse_flags(argv, isinstance(main, Mapping)),
+            )
         except (ConfigError, Stopped) as error:
             text = error.shown() if isinstance(error, ConfigError) else str(error)
             print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
@@ -64,6 +46,40 @@ def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
         except KeyboardInterrupt:
             print(f"{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
+
+
+def chosen(main: Main, words: Sequence[str]) -> Callable[[], Any]:
+    """The function that the words of a command line, which are left when absl has read its flags, ask for.
+
+    Raises:
+      ConfigError: there is no such function, or a word too many.
+    """
+    if isinstance(main, Mapping):
+        if not words:
+            raise ConfigError(f"say which one to run: {' or '.join(main)}")
+        check_choice("the first word", words[0], main)
+        main, words = main[words[0]], words[1:]
+    if words:
+        raise ConfigError(f"{words[0]!r} belongs to no option: write --option='its value'")
+    return main
+
+
+def parse_flags(argv: Sequence[str], with_words: bool) -> list[str]:
+    """Has absl read a command line's flags; returns the script's name and the words that are left.
+
+    A file given by `--config` and its overrides `--config.some.field=value` are checked first,
+    because config_flags answers a misspelt field with a traceback.
+
+    Raises:
+      ConfigError: a flag or an override that there is not, or that cannot have its value.
+    """
+    check_overrides(argv)
+    # Else absl reads no option after a word.
+    flags.FLAGS.set_gnu_getopt(with_words)
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        raise ConfigError(f"{error}; --help lists all options") from error
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
