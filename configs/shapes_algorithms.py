@@ -31,7 +31,7 @@ GRPO-Guard's log-ratio is smaller, as it has the steps' stds for a factor, and a
 where the published ranges (configs/sd35_medium.py) are for 65,536: 1e-4 acts on 37% of the samples in the first step
 and on 3% to 12% from the fourth on (grpo_guard, seed 0, `clip_fraction`), with a gain of 0.078.
 
-README has what came of it over three seeds. The settings are from single runs of the first command with
+docs/algorithms.md has the results over three seeds. The settings are from single runs of the first command with
 --config.sampler.window.length and other fields, most at seed 0, on the 540 held-out prompts or on a file that has
 each three times (*). Their gains over the base, by the reward's reader before commit 38accec:
 

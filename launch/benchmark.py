@@ -8,7 +8,7 @@ python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --wor
     --config.sampler.fragment=36 --config.trainer.micro_batch=36 --config.runtime.staleness=1 [--seeds=3]
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
-python launch/benchmark.py algorithms --cells=assets/readme/algorithms.csv --workdir runs/algorithms    # draws it again
+python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
 """
 
 import dataclasses
