@@ -1,4 +1,4 @@
-"""The command line of a script: its overrides are checked before the config is read, its mistakes are one line each."""
+"""The command line of a script: overrides are checked before the config is read, each mistake is one line."""
 
 import re
 import runpy
@@ -16,7 +16,7 @@ from digen_jax.errors import ConfigError, check_choice
 from digen_jax.process.ending import STOPPED, Stopped, without_the_hung
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
-# A group of fields that one word may be given for, and the field that it is the value of.
+# Groups of fields that may be given as one word, and the field that this word sets.
 IN_A_WORD = {"config.placement": "config.placement.sizes"}
 
 # What a script runs; by name, where it has several.
@@ -24,14 +24,14 @@ Main = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
 
 def run_main(main: Main) -> None:
-    """Runs a script's `main()` once absl has read the flags; a `ConfigError` is one line, code 2.
+    """Runs a script's `main()` after absl has read the flags; a `ConfigError` prints one line, exit code 2.
 
-    So are `ending.Stopped`, code 75, and Ctrl-C where nothing else answers it, code 130. Where a thread
-    hangs the process does not wait for it.
+    `ending.Stopped` prints one line, too, with exit code 75, and so does Ctrl-C where nothing else handles it, with
+    130. The process does not wait for a thread that hangs.
 
     A script with several `main` functions, by their names, takes one of these names as its first word.
     """
-    # In place, as config_flags has kept this very list to find its overrides in.
+    # In place, because config_flags looks for its overrides in this list.
     sys.argv[:] = spelled_out(sys.argv)
     with without_the_hung():
         try:
@@ -49,10 +49,10 @@ def run_main(main: Main) -> None:
 
 
 def chosen(main: Main, words: Sequence[str]) -> Callable[[], Any]:
-    """The function that the words of a command line, which are left when absl has read its flags, ask for.
+    """The function that a command line asks for by the words that are left after absl has read the flags.
 
     Raises:
-      ConfigError: there is no such function, or a word too many.
+      ConfigError: there is no such function, or there are too many words.
     """
     if isinstance(main, Mapping):
         if not words:
@@ -65,16 +65,16 @@ def chosen(main: Main, words: Sequence[str]) -> Callable[[], Any]:
 
 
 def parse_flags(argv: Sequence[str], with_words: bool) -> list[str]:
-    """Has absl read a command line's flags; returns the script's name and the words that are left.
+    """Lets absl read a command line's flags; returns the script's name and the words that are left.
 
     A file given by `--config` and its overrides `--config.some.field=value` are checked first,
     because config_flags answers a misspelt field with a traceback.
 
     Raises:
-      ConfigError: a flag or an override that there is not, or that cannot have its value.
+      ConfigError: an unknown flag or override, or a value that it cannot have.
     """
     check_overrides(argv)
-    # Else absl reads no option after a word.
+    # Without this absl reads no option after a word.
     flags.FLAGS.set_gnu_getopt(with_words)
     try:
         return flags.FLAGS(argv)
@@ -83,7 +83,7 @@ def parse_flags(argv: Sequence[str], with_words: bool) -> list[str]:
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """A command line with the field that is meant where one word is given for a group of fields."""
+    """A command line in which one word for a group of fields is replaced by the field that it sets."""
 
     def argument(text: str) -> str:
         name, _, value = text.partition("=")
@@ -94,10 +94,10 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
 
 
 def check_overrides(argv: Sequence[str]) -> None:
-    """Checks that the file behind `--config` exists and has every field that is overridden.
+    """Checks that the file given by `--config` exists and has every field that is overridden.
 
     Args:
-      argv: a command line; where `--config` is not in it nothing is checked.
+      argv: a command line; without `--config` nothing is checked.
 
     Raises:
       ConfigError: names the missing file, or the unknown field and the closest known one.
@@ -129,7 +129,7 @@ def _config_path(argv: Sequence[str]) -> str | None:
 
 
 def _check_group(name: str, given: str, fields: dict[str, Any]) -> None:
-    """Refuses one value for a group of fields; all of them in braces are taken."""
+    """Refuses one value for a group of fields; a dict of all of them in braces is accepted."""
     if isinstance(fields.get(name), ConfigDict) and given and not given.startswith("{"):
         some = next(iter(fields[name]), "field")
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The sections of a config: their fields with defaults, and what the parts of a run take of each.
+"""The sections of a config: their fields with defaults, and the settings that they become.
 
-The section `algorithm` is that of the algorithm's own settings: see `algorithm_section`.
+A field's comment is its text in docs/configuration.md. For the section `algorithm` see `algorithm_section`.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.rewards import names_in
 from digen_jax.weights.lora import LoraConfig
 
-SIZES = (GIVEN, FITTED, AUTO) = ("given", "fitted", "auto")  # of the meshes of a placement
+SIZES = (GIVEN, FITTED, AUTO) = ("given", "fitted", "auto")  # values of `Placing.sizes`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Reward:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Of each reward."""
+        """The name of each reward."""
         return names_in(self.name)
 
     @property
     def weight_of_each(self) -> tuple[float, ...]:
-        """As many weights as rewards."""
+        """One weight for each reward."""
         return tuple(map(float, self.weights)) or (1.0,) * len(self.names)
 
 
@@ -120,7 +120,7 @@ class Advantages:
     drop_zero_std: bool = False
 
     def settings(self, reward: Reward) -> AdvantageSettings:
-        """Those of a reward."""
+        """The settings for the rewards of a section `reward`."""
         return AdvantageSettings(**vars(self), reward_weights=reward.weight_of_each)
 
 
@@ -138,10 +138,10 @@ class Lora:
 
     @property
     def settings(self) -> LoraConfig | None:
-        """The layers and their factors; None where all weights are tuned.
+        """Layers and factors; None where all weights are tuned.
 
         Raises:
-          ValueError: targets that are no regular expression.
+          ValueError: the targets are no regular expression.
         """
         return LoraConfig(self.rank, self.alpha, self.targets, self.init) if self.rank else None
 
@@ -153,7 +153,7 @@ class Training:
     micro_batch: int = 144  # images in one forward and backward pass
     pack: int = 1  # denoising steps of each image in one pass
     updates: int = 1  # optimizer updates a step, each of its own groups
-    learning_rate: float = 1e-4  # of AdamW, after the warm-up
+    learning_rate: float = 1e-4  # AdamW's learning rate after the warm-up
     warmup: int = 0  # updates in which the learning rate rises linearly
     decay: int = 0  # updates after the warm-up in which the rate falls linearly to 0; 0: it stays
     b1: float = 0.9  # AdamW's decay of the gradient's average
@@ -169,7 +169,7 @@ class Training:
 
     @property
     def settings(self) -> TrainerSettings:
-        """The trainer's, which is told when to update."""
+        """The trainer's settings; the scheduler tells it when to update."""
         return TrainerSettings(**{k: v for k, v in vars(self).items() if k != "updates"})
 
 
@@ -192,7 +192,7 @@ class Placing:
 
     @property
     def meshes(self) -> MeshSizes:
-        """The meshes that are asked for."""
+        """Sizes of the meshes."""
         return MeshSizes(self.rollout, self.trainer)
 
 
@@ -221,8 +221,7 @@ class Runtime:
     def in_order(self) -> bool:
         """Whether a step's fragments are trained in their order.
 
-        By default they are strictly on policy, unless something is trained early: a run is then the same
-        to the last bit whenever it is done again.
+        "auto" means yes without asynchrony and early training: a repeated run then gives the same bits.
         """
         if self.ordered == "auto":
             return self.staleness == 0 and not self.early_groups
@@ -271,5 +270,5 @@ class Wandb:
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """What `wandb.init` is given; None where no project is named."""
+        """Arguments of `wandb.init`; None without a project."""
         return {k: v for k, v in vars(self).items() if v} if self.project else None
