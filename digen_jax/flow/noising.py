@@ -35,7 +35,7 @@ class ScheduleTimes:
     count: int  # noise levels at which each image is trained, of the sampler's steps
 
     def check(self, steps: int) -> None:
-        """Raises ValueError for a setting that a schedule of so many steps cannot serve."""
+        """Raises ValueError for a setting that does not fit a schedule of `steps` steps."""
         if not 1 <= self.count <= steps:
             raise ValueError(f"count is {self.count}; train 1 to {steps}, the sampler's steps")
 
@@ -101,7 +101,7 @@ def forward_noise(
 ) -> Float32[Array, "n ..."]:
     """Standard normal noise of `shape`; `draws` says which of its image's draws each sample is.
 
-    The draws of an image are independent of each other, and of what sampled it.
+    The draws of an image are independent of each other and of the draws that sampled it.
     """
 
     def draw(key, number):
@@ -111,9 +111,9 @@ def forward_noise(
 
 
 def turn_keys(keys: Key[Array, "b"], turn: int) -> Key[Array, "b"]:
-    """The keys that images are trained by when it is their turn again: other noise, other noise levels.
+    """The keys of images that are trained again: other noise, other noise levels.
 
-    In the first turn, 0, these are the images' own keys.
+    In the first turn, 0, they are the images' own keys.
     """
     if not turn:
         return keys
