@@ -26,7 +26,7 @@ HEAD = (
 
 
 def introduction(work: Work, run: Run) -> str:
-    """What is measured, and how."""
+    """A text on what is measured, and how."""
     settings, steps = work.problem.settings, run.measured
     return (
         f"Waits in place of device work, drawn {run.jitter:.0%} around their means; driver, threads, scheduler and "
@@ -81,7 +81,7 @@ def speed_up(row: Measured, other: Measured) -> float:
 
 
 def accuracy(rows: Mapping[str, Measured]) -> str:
-    """How far the predictions are off, and how calm the machine was, in two sentences."""
+    """The error of the predictions and the timer wake-up delay, in two sentences."""
     errors = sorted(abs(row.error) for row in rows.values())
     worst = max(row.late for row in rows.values())
     late = any(row.late > LATE * row.bound for row in rows.values())
@@ -96,7 +96,7 @@ def accuracy(rows: Mapping[str, Measured]) -> str:
 
 
 def record(work: Work, rows: Mapping[str, Measured]) -> dict[str, Any]:
-    """A ratio's numbers, as JSON holds them."""
+    """A ratio's numbers as JSON values."""
     return {
         "work": dataclasses.asdict(work),
         "variants": {
