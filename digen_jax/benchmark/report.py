@@ -9,7 +9,7 @@ from digen_jax.benchmark.runtime import Measured, Run
 from digen_jax.benchmark.variants import COLOCATED, PLAIN, Work
 from digen_jax.scheduling.planner.plan import describe_costs
 
-LATE = 1 / 600  # of the bound, by which waits are overrun on a machine that does something else
+LATE = 1 / 600  # wake-up delay, as a share of the bound, above which the machine counts as busy
 
 HEAD = (
     "",
@@ -90,7 +90,7 @@ def accuracy(rows: Mapping[str, Measured]) -> str:
     return (
         f"The simulator is within 5% of {within} of {len(errors)} measurements, "
         f"off by {errors[-1]:.1%} at most and {errors[len(errors) // 2]:.1%} in the median. "
-        f"Waits were overrun by {1000 * fmean(row.late for row in rows.values()):.2g} ms on average, by "
+        f"Timer wake-up delay: {1000 * fmean(row.late for row in rows.values()):.2g} ms on average, "
         f"{1000 * worst:.2g} ms in the worst row{busy}."
     )
 
