@@ -245,7 +245,7 @@ class Pictures:
     """When pictures are written, and how many images each shows."""
 
     every: int = 20  # steps between two pictures
-    images: int = 12  # images on each picture
+    images: int = 12  # images on each picture, of the first held-out prompts
 
 
 @dataclasses.dataclass(frozen=True)
