@@ -1,6 +1,6 @@
-"""What README and docs/ say that can be checked: commands, fields, flags, names of files and code, links.
+"""The checkable parts of README and docs/: commands, fields, flags, names of files and code, links.
 
-Every `check_...` raises where a text says what is not so, and names it.
+Every `check_...` raises a ValueError that names what does not exist or does not work.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from digen_jax.pretraining.settings import read_settings
 from tests.pipelines import ROOT
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py"))
-FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != ".")
+FOLDERS = ("assets", "configs", "constraints", "digen_jax", "docs", "launch", "notebooks", "tests")
 DEMO = "configs/shapes_demo.py"
-# What a fence may begin with that is no command of this repository.
+# Commands of other programs, which are not checked.
 FOREIGN = ("pip", "python3", ".", "hf")
 
 
@@ -53,7 +53,7 @@ class Page(NamedTuple):
 
     @property
     def commands(self) -> list[list[str]]:
-        """Each command of a shell in words: lines of fences without a language, and spans that run something."""
+        """Each shell command in words: lines of fences without a language, and code spans that are commands."""
         lines = [text.replace("\\\n", " ") for language, text in self.fences if not language]
         words = [shlex.split(line, comments=True) for text in lines for line in text.splitlines()]
         words += [shlex.split(span) for span in self.spans if _runs(span)]
@@ -61,7 +61,7 @@ class Page(NamedTuple):
 
     @property
     def overrides(self) -> list[list[str]]:
-        """The command that each block means which sets fields in its text: of its recipe, else of the demo."""
+        """A training command for each block that sets fields in code spans: of the recipe it names, or the demo's."""
         found = []
         for spans in self.blocks:
             given = [
@@ -99,11 +99,11 @@ def page(text: str) -> Page:
 
 
 def check_command(words: Sequence[str], stand_ins: Mapping[str, str]) -> None:
-    """A command's flags parse, its config loads with its overrides and may pass the door, its files are there.
+    """Parses a command's flags, loads its config with the overrides and opens it at the door; its files must exist.
 
     Args:
       words: of the command.
-      stand_ins: what takes the place of values that only a user has.
+      stand_ins: replacements for values that only a user has.
     """
     for word in words:
         _check_path(word.rpartition("=")[2])
@@ -115,7 +115,7 @@ def check_command(words: Sequence[str], stand_ins: Mapping[str, str]) -> None:
             if importlib.util.find_spec(module) is None:
                 raise ValueError(f"there is no module {module}")
         case ["make", *arguments]:
-            targets = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            targets = re.findall(r"^([\w -]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
             known = {target for line in targets for target in line.split()}
             if wrong := [word for word in arguments if "=" not in word and word not in known]:
                 raise ValueError(f"the Makefile has no target {wrong[0]}")
@@ -128,7 +128,7 @@ def check_command(words: Sequence[str], stand_ins: Mapping[str, str]) -> None:
 
 
 def check_fields(spans: Sequence[str]) -> None:
-    """Fields of a config that a text names exist: `config.x.y`, `--config.x.y`, or `x.y=...` of a section x."""
+    """Looks up the fields of a config that a text names: `config.x.y`, `--config.x.y`, or `x.y=...` of a section x."""
     known = flat(reference())
     for name in CLASSES:
         known |= flat(reference(name))
@@ -147,7 +147,7 @@ def check_fields(spans: Sequence[str]) -> None:
 
 
 def check_flags(spans: Sequence[str]) -> None:
-    """Options that a text names are some script's."""
+    """Looks up the options that a text names in all scripts."""
     for span in spans:
         match = re.fullmatch(r"--(\w+)(?:=\S*)?(?: --.*)?", span)
         if match and match[1] not in {name for script in SCRIPTS for name in _flags(script)}:
@@ -168,7 +168,7 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _loaded(command: Sequence[str]) -> Iterator[command_line.Main]:
-    """A script's main, which is not run, while absl knows its flags."""
+    """A script's main function, which is not run; absl knows the script's flags within the block."""
     mains: list[Any] = []
     argv = command_line.spelled_out(command)
     with flagsaver.flagsaver(), pytest.MonkeyPatch.context() as patch:
@@ -177,6 +177,7 @@ def _loaded(command: Sequence[str]) -> Iterator[command_line.Main]:
         patch.setattr(command_line, "run_main", mains.append)
         runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
         yield mains[0]
+    flags.FLAGS.unparse_flags()
 
 
 @functools.cache
@@ -187,7 +188,7 @@ def _flags(script: str) -> frozenset[str]:
 
 
 def _devices(config: ConfigDict) -> int:
-    """As many as the placement names, where it is to be taken as it stands."""
+    """The number of devices of a given placement; 8 where the placement is fitted or planned."""
     placement = complete(config).placement
     if placement.sizes != "given":
         return 8
@@ -205,7 +206,7 @@ def _runs(span: str) -> bool:
 
 
 def _parts(words: list[str]) -> Iterator[list[str]]:
-    """The commands of a line that && joins."""
+    """The commands that && joins in a line."""
     part: list[str] = []
     for word in [*words, "&&"]:
         if word != "&&":
@@ -219,7 +220,7 @@ def _parts(words: list[str]) -> Iterator[list[str]]:
 
 
 def check_names(spans: Sequence[str]) -> None:
-    """Files and folders of the repository that a text names are there, and so is the code that it names."""
+    """Looks up the files, folders, modules and functions of the repository that a text names."""
     for span in spans:
         _check_path(span)
         if re.fullmatch(r"digen_jax(\.\w+)+", span):
@@ -230,7 +231,7 @@ def check_names(spans: Sequence[str]) -> None:
 
 
 def check_links(found: Page, place: pathlib.Path) -> None:
-    """Relative links and images lead to files, and anchors to headings; `place` is the text's own file."""
+    """Follows relative links and images to files, and anchors to headings; `place` is the text's own file."""
     for link in found.links:
         if re.match(r"\w+:", link):
             continue
@@ -243,12 +244,12 @@ def check_links(found: Page, place: pathlib.Path) -> None:
 
 
 def _check_path(text: str) -> None:
-    """Refuses what looks like a file or folder of the repository and is none."""
+    """Refuses a path into a folder of the repository that does not exist."""
     path = re.split(r"[:\s]", text)[0]
     if path.partition("/")[0] in FOLDERS and "/" in path and not (ROOT / path).exists():
         raise ValueError(f"there is no {path}")
 
 
 def _anchor(heading: str) -> str:
-    """As GitHub makes it of a heading."""
+    """GitHub's anchor of a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")

@@ -1,4 +1,4 @@
-"""README and docs/: each command and each link works, and README stays short."""
+"""README and docs/: every command and link works, and README stays short."""
 
 import importlib
 import itertools
@@ -26,12 +26,12 @@ PAGES = {
 }
 COMMANDS = [command for found in PAGES.values() for command in found.commands]
 OVERRIDES = [command for found in PAGES.values() for command in found.overrides]
-MODULE = "my_rewards"  # what the texts call a user's own
+MODULE = "my_rewards"  # a user's own module in the texts
 
 
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
-    """What a user brings: prompt files, a module of rewards as the texts write it, numbers of processes."""
+    """A user's own files and values: prompt files, the texts' module of rewards, numbers of processes."""
     files = {name: tmp_path / name for name in ("my_prompts.txt", "train.txt", "test.txt")}
     for file in files.values():
         file.write_text("a photo of a red star\n")

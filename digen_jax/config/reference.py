@@ -91,7 +91,7 @@ def document() -> str:
 
 
 def described(section: str, algorithm: str = "policy_gradient") -> list[Field]:
-    """The fields of a section, or the one field that a name outside of all sections is.
+    """The fields of a section, or the single field of that name outside of all sections.
 
     Raises:
       ConfigError: a field without a comment.
@@ -124,7 +124,7 @@ def comments(kind: type) -> dict[str, str]:
 
 
 def _fields(kind: type, path: str, algorithm: str) -> Iterator[Field]:
-    """Of a dataclass and of those that it holds."""
+    """The fields of a dataclass and of the dataclasses in it."""
     meanings, defaults = comments(kind), flat(reference(algorithm))
     for field in dataclasses.fields(kind):
         name, default = f"{path}.{field.name}", field.default
@@ -143,7 +143,7 @@ def _field(name: str, meaning: str, algorithm: str) -> Field:
 
 @functools.cache
 def _allowed(algorithm: str) -> Mapping[str, str]:
-    """What each field may be, of those that have a choice or a range by themselves."""
+    """The allowed values of each field that has a choice or a range of its own."""
     words = dict(checks.CHOICES)
     words |= {f"advantages.{name}": get_args(kind) for name, kind in groups.CHOICES.items()}
     words |= {"sampler.kind": tuple(KINDS), "sampler.window.mode": get_args(Mode)}
@@ -161,7 +161,7 @@ def _allowed(algorithm: str) -> Mapping[str, str]:
 
 
 def _old_log_probs(kind: type[Algorithm]) -> tuple[str, ...]:
-    """Only a sampler of transitions stores any."""
+    """The allowed sources of old log-probabilities; only a sampler of transitions stores any."""
     stored = kind.objective == "transitions"
     return ("auto", *(word for word in get_args(OldLogProbs) if stored or word != "rollout"))
 
@@ -180,7 +180,7 @@ def _range(default: float | int, least: float, most: float, excluded: str = "") 
 
 
 def _literal(value: Any) -> str:
-    """As it is written in a config file."""
+    """A value as a config file has it."""
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
