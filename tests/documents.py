@@ -176,8 +176,10 @@ def _loaded(command: Sequence[str]) -> Iterator[command_line.Main]:
         patch.setattr(sys, "argv", argv)
         patch.setattr(command_line, "run_main", mains.append)
         runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
-        yield mains[0]
-    flags.FLAGS.unparse_flags()
+        try:
+            yield mains[0]
+        finally:
+            flags.FLAGS.unparse_flags()
 
 
 @functools.cache
