@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from digen_jax.algorithms.algorithm import MatchingSamples, Velocities
+from digen_jax.algorithms.algorithm import Algorithm, MatchingSamples, Velocities
 from digen_jax.config import algorithm_section
 from digen_jax.config.door import open_recipe
+from digen_jax.models.family import Family
 from tests import documents
 from tests.documents import page
 from tests.pipelines import ROOT
@@ -95,6 +96,16 @@ def test_the_example_of_an_algorithm_is_one(monkeypatch):
     np.testing.assert_allclose(terms["matching_error"], error, rtol=1e-6)
     expected = error * np.exp([0.25, 0.5, 0.0])
     np.testing.assert_allclose(terms["loss"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol"),
+    [("docs/adding-a-family.md", Family), ("docs/adding-an-algorithm.md", Algorithm)],
+)
+def test_a_page_names_all_that_may_be_answered(name, protocol):
+    members = {m for m in {**vars(protocol), **protocol.__annotations__} if m[0] != "_"}
+    text = (ROOT / name).read_text()
+    assert {member for member in members if not re.search(rf"\b{member}\b", text)} == set()
 
 
 TRAIN = "python launch/train.py --config configs/shapes_demo.py --workdir x"
