@@ -143,7 +143,7 @@ def _weights(names: tuple[str, ...], own: tuple[float, ...] | None = None) -> tu
         weights = ()
     if len(weights) != count:
         raise ConfigError(
-            f"--reward_weights={given} must be {count} numbers, as {label(names)!r} has so many rewards"
+            f"--reward_weights={given} must be {count} numbers, one for each reward of {label(names)!r}"
         )
     return weights
 

@@ -70,7 +70,7 @@ class LogitNormalTimes:
     shift: float = 1.0  # schedule shift of the noise levels: above 1 they are noisier
 
     def check(self, steps: int) -> None:
-        """Raises ValueError for a setting that cannot work; any schedule serves."""
+        """Raises ValueError for a setting that cannot work; every schedule fits."""
         if self.count < 1:
             raise ValueError(f"count is {self.count}; train at least 1 noise level an image")
         if not math.isfinite(self.mean):

@@ -86,7 +86,7 @@ def check_early(recipe: Recipe) -> None:
     with together() as one:
         for name, value, needed, why in (
             ("runtime.staleness", recipe.runtime.staleness, 0, "older weights' ratios are not 1"),
-            ("trainer.updates", recipe.trainer.updates, 1, "behind an update ratios are not 1"),
+            ("trainer.updates", recipe.trainer.updates, 1, "after an update ratios are not 1"),
             (
                 "runtime.max_candidates",
                 recipe.runtime.max_candidates,
