@@ -1,21 +1,25 @@
 # make demo: set everything up and tune the embedded model.   make test: set everything up and run the tests;
-# make test-slow: those that take long (sweeps, many random configurations, kills);
-# make constraints: take the newest versions that requirements*.txt allow, for make test and make test-slow to judge.
+# make test-slow: run the slow tests (sweeps, many random configurations, kills);
+# make docs: write the configuration reference from the code;
+# make constraints: take the newest versions that requirements*.txt allow; then run make test and make test-slow.
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PYTHONS := 3.11 3.12 3.13
 VENV := .venv/$(VERSION)
 RUN := $(VENV)/bin/python
-# Exact versions: a release of tomorrow changes nothing here.
+# Exact versions: new releases change nothing here.
 INSTALL := $(RUN) -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt
 PYTEST := $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow lint format constraints clean
+.PHONY: demo docs test test-slow lint format constraints clean
 
 demo: $(VENV)/train
 	$(RUN) launch/train.py --config configs/shapes_demo.py --workdir runs/shapes
 
-# Their many processes share the modules' bytecode, wherever the shell turns that off.
+docs: $(VENV)/train
+	$(RUN) -m digen_jax.config.reference > docs/configuration.md
+
+# Test processes share the modules' bytecode, even where the shell turns that off.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/dev
 	$(PYTEST) -m "not slow"
@@ -35,8 +39,8 @@ format: $(VENV)/dev
 clean:
 	rm -rf .venv .cache .pytest_cache .ruff_cache
 
-# uv resolves for all systems at once and installs nothing. torch names its CUDA libraries itself, each by its
-# version; here they would stand in the way of those of a JAX for CUDA.
+# uv resolves for all systems at once and installs nothing. torch pins its own versions of CUDA libraries, which
+# would conflict with those of a JAX for CUDA.
 constraints: $(VENV)/bin/python
 	$(RUN) -m pip install -q --disable-pip-version-check uv
 	for version in $(PYTHONS); do \

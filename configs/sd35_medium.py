@@ -1,17 +1,17 @@
-"""Stable Diffusion 3.5 Medium with the published settings of a few methods, on one GPU of 80 GB or several.
+"""Stable Diffusion 3.5 Medium with the published settings of several methods, on one or more GPUs of 80 GB.
 
 python launch/train.py --config configs/sd35_medium.py:geneval,8 --workdir runs/sd35 \
     --config.reward.name=my_rewards:geneval \
     --config.prompts.file=train_metadata.jsonl --config.evaluation.prompts=test_metadata.jsonl
 
-Before the comma the recipe, behind it the number of GPUs, 1, 2, 4, 8, ... 64. Reward and prompt files are yours, as no
-detector, no reader of texts and no preference model is shipped here. The hub repository is gated: accept its
+The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8, ... 64. Reward and prompt files are
+yours: no detector, no text reader and no preference model is shipped here. The hub repository is gated: accept its
 licence there and log in with `hf auth login`, or set model.folder to a copy.
 
-geneval, ocr, pickscore              Flow-GRPO (arXiv 2505.05470); they differ in the KL's coefficient
+geneval, ocr, pickscore              Flow-GRPO (arXiv 2505.05470), with different KL coefficients
 geneval_fast_nocfg,                  Flow-GRPO-Fast: three noisy steps at a random place in the first half, cps, without
     pickscore_fast_nocfg             guidance and without KL, clip range 1e-5
-geneval_guard, ocr_guard,            GRPO-Guard (arXiv 2510.22319): clip range 2e-6, of pickscore_guard 4e-6, group std,
+geneval_guard, ocr_guard,            GRPO-Guard (arXiv 2510.22319): clip range 2e-6 (pickscore_guard: 4e-6), group std,
     pickscore_guard                  without KL
 nft_geneval, nft_ocr, nft_pickscore  DiffusionNFT (arXiv 2509.16117), without guidance
 
@@ -19,28 +19,27 @@ Sources: the papers and their public code. github.com/yifan123/flow_grpo: `genev
 `pickscore_sd3`, `geneval_sd3_fast_nocfg`, `pickscore_sd3_fast_nocfg`, for one GPU `general_ocr_sd3_1gpu`, in
 config/grpo.py; `geneval_sd3_rationorm`, `general_ocr_sd3_rationorm`, `pickscore_hps_sd3_ratio_norm` in
 config/grpo_guard.py (2e2f712); the LoRA and the EMA in scripts/train_sd3.py. github.com/NVlabs/DiffusionNFT:
-`sd3_geneval`, `sd3_ocr`, `sd3_pickscore` in config/nft.py. In part they were read in copies of these repositories.
+`sd3_geneval`, `sd3_ocr`, `sd3_pickscore` in config/nft.py. Some were read in copies of these repositories.
 
-Where this departs from the sources:
-- no T5: it is not supported yet, so both CLIPs and empty tokens in its place give the context;
-- float32 and its TF32 matrix products in place of float16, whose 10 bits of mantissa TF32 has.
-  Not bfloat16, with 7: between sampling and replay its rounding alone moved the ratio by 3e-5 in the
-  first step to 5e-3 in the ninth (the embedded model on a CPU, 128 pixels, Flow-GRPO's sampler), against a
-  clip range of 1e-4;
-- noise in the nine trained steps only, none in the tenth; an update's groups are cut by index, not
-  shuffled. Of Flow-GRPO and GRPO-Guard groups of equal rewards are dropped, from the KL, too, where the
-  sources drop each image whose advantage is 0 and deal out the rest to both updates alike, with some of
-  the dropped to fill micro-batches;
+Differences to the sources:
+- no T5: it is not supported yet, so the context is that of both CLIPs, with empty tokens in the T5's place;
+- float32 with TF32 matrix products in place of float16; both have 10 bits of mantissa. bfloat16 has 7:
+  between sampling and replay its rounding alone moved the ratio by 3e-5 in the first step to 5e-3 in the
+  ninth (the embedded model on a CPU, 128 pixels, Flow-GRPO's sampler), against a clip range of 1e-4;
+- only the nine trained steps have noise, not the tenth; an update's groups are split by index, not
+  shuffled. Flow-GRPO and GRPO-Guard drop groups of equal rewards, from the KL, too; the sources drop each
+  image whose advantage is 0 and divide the rest evenly among both updates, with some of the dropped images
+  to fill micro-batches;
 - each image has its own std and KL in GRPO-Guard's ratio, not the batch's means;
-- one GPU has the batch of `general_ocr_sd3_1gpu` (8 groups of 8) whatever the recipe.
+- on one GPU every recipe has the batch of `general_ocr_sd3_1gpu` (8 groups of 8).
 
-GRPO-Guard's clip range is within float32: the clip acts on the log-ratio, which between sampling and replay
+float32 resolves GRPO-Guard's clip range. The clip acts on the log-ratio, which between sampling and replay
 by the same weights was 1.5e-8 at most (the embedded model on a CPU, 10 steps; `pytest -s -m slow
-tests/engine/test_ratios.py -k guard` prints it), and where a log-probability between 1 and 2 is rounded
-otherwise 8e-8: it is resolved to 1.2e-7, times the first step's std of 0.7. In bfloat16 the range would be lost.
+tests/engine/test_ratios.py -k guard` prints it). Where a log-probability between 1 and 2 is rounded differently,
+it is 8e-8: a resolution of 1.2e-7, times the first step's std of 0.7. bfloat16 could not resolve the range.
 
-Expected result: not measured here, for want of such a GPU. Published, with the T5 and on 32 GPUs, for Flow-GRPO:
-GenEval 0.63 before, 0.95 after. The tests check all shapes of a step at this size.
+Expected result: not measured here, because there was no such GPU. Published for Flow-GRPO, with the T5 and on 32
+GPUs: GenEval 0.63 before, 0.95 after. The tests check all shapes of a step at this size.
 """
 
 from ml_collections import ConfigDict
@@ -48,12 +47,12 @@ from ml_collections import ConfigDict
 from digen_jax.config.recipe import complete
 from digen_jax.errors import ConfigError
 
-# The linear layers of the joint attention; not those of the second attention over the image alone.
+# The linear layers of the joint attention, without the second attention, which is over the image alone.
 ATTENTION = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 
-# After every micro-batch the sources mix the average, so as often at each of its turns as an update has
-# micro-batches: of 48 * 24 images or 64 * 18 by 32 GPUs with 9 at once in 2 updates, 1152 / (32 * 9) / 2; for
-# GRPO-Guard by 16 GPUs, 1152 / (16 * 9) / 2; and of 8 * 8 by one GPU with 8 at once, 64 / 8 / 2.
+# The sources mix the average after every micro-batch, so at each turn as often as an update has micro-batches.
+# With 48 * 24 or 64 * 18 images on 32 GPUs, 9 at once, in 2 updates: 1152 / (32 * 9) / 2. For GRPO-Guard on 16
+# GPUs: 1152 / (16 * 9) / 2. With 8 * 8 images on one GPU, 8 at once: 64 / 8 / 2.
 REPEATS, REPEATS_OF_GUARD, REPEATS_ON_ONE = 2, 4, 4
 
 FAST = dict(
@@ -99,7 +98,7 @@ def nft(updates: int = 1, **algorithm: float) -> dict:
     )
 
 
-# What differs from `base`.
+# Differences to `base`.
 RECIPES = {
     "geneval": flow_grpo(kl_coefficient=0.04),
     "ocr": flow_grpo(kl_coefficient=0.04),
@@ -116,7 +115,7 @@ RECIPES = {
 
 
 def base(n: int) -> ConfigDict:
-    """What all have in common on n GPUs."""
+    """The common settings of all recipes on n GPUs."""
     each = 8 if n == 1 else 9  # images a GPU at once
     c = ConfigDict()
     c.seed = 0
@@ -139,7 +138,7 @@ def base(n: int) -> ConfigDict:
     c.lora = ConfigDict(dict(rank=32, alpha=64.0, targets=ATTENTION, init="gaussian"))
     c.trainer = ConfigDict(
         dict(
-            # As many as are sampled at once: kernels, and with them roundings, go by the batch.
+            # The same number as in sampling: kernels, and with them rounding, depend on the batch.
             micro_batch=n * each,
             updates=2,
             learning_rate=3e-4,
@@ -151,7 +150,7 @@ def base(n: int) -> ConfigDict:
             ema_repeats=REPEATS,
         )
     )
-    # Sampling and training take turns, so on the same devices neither waits for the other's.
+    # Sampling and training take turns on the same devices, so no device waits for another.
     c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)))
     c.evaluation = ConfigDict(
         dict(

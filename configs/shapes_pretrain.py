@@ -2,9 +2,9 @@
 
 python launch/pretrain.py --config configs/shapes_pretrain.py --workdir runs/pretrain --output assets/shapes-sd3
 
-Expected on 2 CPU cores: autoencoder 14 minutes, mse 0.0012; transformer 75 minutes, loss 0.22. The embedded
-model was begun with 12,000 steps of the transformer in mind and given 16,000 at step 6000, which stretched the rest of
-its learning rate's cosine.
+Expected on 2 CPU cores: autoencoder 14 minutes, mse 0.0012; transformer 75 minutes, loss 0.22. The run that made the
+embedded model began with 12,000 transformer steps; at step 6000 this was raised to 16,000, which stretched the rest of
+the learning rate's cosine.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,7 @@
-"""A user's mistake as one sentence on what to change, and the checks that find it before anything slow starts.
+"""A user's mistake as one sentence on what to change, and checks that find it before anything slow starts.
 
-What a user can get wrong raises `ConfigError`, which `command_line.run_main` prints without a traceback. Other
-errors are bugs and keep theirs.
+A mistake of the user raises `ConfigError`, which `command_line.run_main` prints without a traceback. Other
+errors are bugs and keep their traceback.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-# Keys of random numbers are made of 32 bits: of a larger seed the rest would silently be dropped.
+# Random keys are made of 32 bits: the other bits of a larger seed would silently be dropped.
 LARGEST_SEED = 2**32 - 1
 
 
 class ConfigError(ValueError):
     """A mistake in what the user asked for; its text is one sentence that says what to change.
 
-    Mistakes that were found `together` are one argument each, and each a line of the text.
+    Each of several mistakes that were found `together` is one argument and one line of the text.
     """
 
     def __str__(self) -> str:
@@ -29,7 +29,7 @@ class ConfigError(ValueError):
         return "\n  ".join([f"{len(sentences)} things must change:", *sentences])
 
     def shown(self) -> str:
-        """As a script prints it: one sentence on one line."""
+        """The text that a script prints: one sentence on one line."""
         return str(self) if len(self.args) > 1 else " ".join(str(self).split())
 
 
@@ -37,7 +37,7 @@ class ConfigError(ValueError):
 def blame(
     field: str, errors: tuple[type[Exception], ...] = (ValueError, OSError)
 ) -> Iterator[None]:
-    """Begins the sentence of an error with the field of the config that it is about."""
+    """Puts the field of the config that an error is about in front of its sentence."""
     try:
         yield
     except errors as error:
@@ -47,7 +47,7 @@ def blame(
 
 @contextlib.contextmanager
 def user_input() -> Iterator[None]:
-    """Turns the errors of reading what a user named (files, folders, a reward) into `ConfigError`.
+    """Turns errors in reading a user's input (files, folders, a reward) into `ConfigError`.
 
     Wrap only code whose ValueError, ImportError, AttributeError or OSError is about that input.
     """
@@ -59,17 +59,17 @@ def user_input() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
-    """Lets several checks find their mistakes, so that a user reads of all at once.
+    """Collects the mistakes of several checks, so that a user sees all of them at once.
 
         with together() as one:
             for name in names:
                 with one():
                     check_positive(name, values[name])
 
-    What is inside `one` must not need that an earlier check has passed.
+    The code inside `one` must not depend on an earlier check.
 
     Raises:
-      ConfigError: behind the block, the only one that was raised in it, or one with the sentences of all.
+      ConfigError: after the block, the only one that was raised in it, or one with the sentences of all.
     """
     errors: list[ConfigError] = []
 
@@ -97,7 +97,7 @@ def check_positive(name: str, value: float | int) -> None:
 def check_range(
     name: str, value: float | int, least: float, most: float = math.inf, excluded: str = ""
 ) -> None:
-    """Refuses a value below `least` or above `most`, and NaN; `excluded` "least" or "most": that end itself, too."""
+    """Refuses a value below `least` or above `most`, NaN, and the end that `excluded`, "least" or "most", names."""
     if least <= value <= most and value != {"least": least, "most": most}.get(excluded):
         return
     if excluded == "most":
@@ -109,7 +109,7 @@ def check_range(
 
 
 def check_finite(name: str, value: Any, may_be_infinite: bool = False) -> None:
-    """Refuses NaN, and an infinite number unless that may be; any other value passes."""
+    """Refuses NaN, and infinity unless that is allowed; any other value passes."""
     if not isinstance(value, float) or math.isfinite(value):
         return
     if math.isnan(value) or not may_be_infinite:
@@ -136,9 +136,9 @@ def check_divides(name_a: str, a: int, name_b: str, b: int, why: str) -> None:
 
 
 def check_output(name: str, path: str | Path, folder: bool = False) -> None:
-    """Refuses a file (or a `folder`) that could not be written in the end: call it before the work for it.
+    """Refuses a file (or a `folder`) that cannot be written; to be called before the work on its content.
 
-    What lacks of the way there is not made yet; a file that exists would be replaced.
+    Missing folders on its path are not made yet; an existing file would be replaced.
     """
     if not str(path):
         raise ConfigError(f"{name} is empty: give the name of a {'folder' if folder else 'file'}")

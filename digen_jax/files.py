@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk leaves as they were, or whole."""
+"""Writing files so that a kill or a full disk leaves the old content or the complete new one."""
 
 import contextlib
 import os
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def append(path: Path, data: bytes) -> None:
-    """Adds to a file; where that fails the file is as long as it was.
+    """Appends to a file; if that fails, the file keeps its old length.
 
     Raises:
-      OSError: it failed.
+      OSError: appending failed.
     """
     with path.open("ab", buffering=0) as file:
         size = file.tell()
@@ -23,10 +23,10 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Gives a file another content: a kill leaves the old one or the new one, never a part.
+    """Replaces the content of a file: a kill leaves the old or the new content, never a part.
 
     Raises:
-      OSError: the disk is full; the file is as it was.
+      OSError: the disk is full; the file is unchanged.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
@@ -38,5 +38,5 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def without_torn_line(data: bytes) -> bytes:
-    """Whole lines: without a last one that a kill cut off."""
+    """The complete lines, without a last one that a kill cut off."""
     return data[: data.rfind(b"\n") + 1]

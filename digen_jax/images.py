@@ -1,24 +1,24 @@
-"""Images as numbers: the one rule by which they become bytes."""
+"""Images as arrays: conversion to bytes, and the form in which rewards get them."""
 
 import numpy as np
 from jaxtyping import Num, UInt8
 
 
 def stills(clips: Num[np.ndarray, "*b t h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
-    """The middle frame of each clip, which of a picture is the picture."""
+    """The middle frame of each clip; for a picture, which has one frame, the picture."""
     return clips[..., clips.shape[-4] // 2, :, :, :]
 
 
 def as_judged(clips: Num[np.ndarray, "b t h w 3"]) -> np.ndarray:
-    """What a reward is given: pictures [b h w 3] where clips have one frame, else the clips."""
+    """The reward's input: pictures [b h w 3] where clips have one frame, else the clips."""
     return clips[:, 0] if clips.shape[1] == 1 else clips
 
 
 def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3"]:
-    """Images in [0, 1] as bytes, rounded, values outside clipped; images of bytes stay as they are.
+    """Images in [0, 1] as bytes, clipped and rounded; images that are bytes stay as they are.
 
     Raises:
-      ValueError: an image holds a NaN, which no byte can show.
+      ValueError: an image holds a NaN.
     """
     if images.dtype == np.uint8:
         return images

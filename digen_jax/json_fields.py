@@ -1,4 +1,4 @@
-"""Checks on the values of a model folder's JSON files, by the fields of the dataclass that they fill.
+"""Checks of the values in a model folder's JSON files against the fields of the dataclass that they fill.
 
 `int` is a whole number from 1, `float` a finite number, `tuple[int, ...]` a list of whole numbers, `X | None` null
 as well; `number` gives a field another range.
@@ -11,12 +11,12 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-# No width, length or count of a network that exists comes near; beyond it even shapes take minutes.
+# No width, length or count of an existing network comes near this; above it even shapes take minutes.
 LARGEST = 10**6
 
 
 class Within(NamedTuple):
-    """The range of a number, both ends in it."""
+    """The range of a number, both ends included."""
 
     least: float
     most: float = LARGEST
@@ -31,10 +31,10 @@ def number(default: Any, least: float, most: float = LARGEST) -> Any:
 
 
 def check_values(kind: type, values: Mapping[str, Any]) -> None:
-    """Checks each value by the field of dataclass `kind` that has its name; other names are let pass.
+    """Checks each value against the field of its name in the dataclass `kind`; other names are ignored.
 
     Raises:
-      ValueError: names the first field with a value that it cannot hold, and what it can.
+      ValueError: names the first field with a value that it cannot hold, and the allowed values.
     """
     for field in dataclasses.fields(kind):
         if field.name not in values:
@@ -82,6 +82,6 @@ def _words(hint: Any, within: Within | None = None) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value in a sentence, cut where it is long."""
+    """A value for a sentence, shortened if it is long."""
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}..."

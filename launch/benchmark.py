@@ -1,5 +1,5 @@
-"""How fast the runtime is, with waits in place of device work or real compute on two cores; what asynchrony costs, and
-which algorithms learn.
+"""Benchmarks: the runtime's speed with waits in place of device work, real compute on two cores, what asynchrony costs,
+and which algorithms learn.
 
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
@@ -8,7 +8,7 @@ python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --wor
     --config.sampler.fragment=36 --config.trainer.micro_batch=36 --config.runtime.staleness=1 [--seeds=3]
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
-python launch/benchmark.py algorithms --cells=assets/readme/algorithms.csv --workdir runs/algorithms    # draws it again
+python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
 """
 
 import dataclasses
@@ -26,29 +26,31 @@ from digen_jax.errors import ConfigError, check_positive, user_input
 
 _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for all numbers.")
 
-# Of "runtime".
-_DEVICES = flags.DEFINE_integer("devices", 8, "How many there are to split.")
+# Options of "runtime".
+_DEVICES = flags.DEFINE_integer("devices", 8, "Number of devices to split.")
 _RATIOS = flags.DEFINE_list(
     "ratios",
     ["1:8", "1:4", "1:1", "4:1", "8:1"],
-    "Device-seconds of generation to those of training.",
+    "Ratios of the device-seconds of generation to those of training.",
 )
-_SECONDS = flags.DEFINE_float("seconds", 0.6, "Of a step if all devices were always busy.")
-_PUBLISH = flags.DEFINE_float("publish", 0.02, "A publication of weights, as a share of that.")
-_SCORE = flags.DEFINE_float("score", 0.1, "The scorer's work on a step, as a share of that.")
-_JITTER = flags.DEFINE_float("jitter", 0.2, "Of every wait, as a share of it.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the jitter.")
-_LEARN = flags.DEFINE_integer("learn", 3, "First steps, of which the simulator knows the costs.")
-_STEPS = flags.DEFINE_integer("steps", 5, "Steps after these, which are measured.")
+_SECONDS = flags.DEFINE_float("seconds", 0.6, "Duration of a step if all devices were always busy.")
+_PUBLISH = flags.DEFINE_float(
+    "publish", 0.02, "Duration of a publication of weights, as a share of --seconds."
+)
+_SCORE = flags.DEFINE_float("score", 0.1, "Duration of scoring a step, as a share of --seconds.")
+_JITTER = flags.DEFINE_float("jitter", 0.2, "Random variation of every wait, as a share of it.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the jitter.")
+_LEARN = flags.DEFINE_integer("learn", 3, "First steps, from which the simulator takes the costs.")
+_STEPS = flags.DEFINE_integer("steps", 5, "Measured steps after the first ones.")
 
-# Of "compute", which does not use its placement, of "asynchrony", and of "algorithms", which takes all of the
-# file's ALGORITHMS with the same overrides.
+# Options of "compute", which does not use the placement, of "asynchrony", and of "algorithms", which applies the
+# same overrides to all of the file's ALGORITHMS.
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Steps in turn, and as many on a core each.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Number of steps in turn, and of steps on a core each.")
 
-# Of "asynchrony" and "algorithms".
-_WORKDIR = flags.DEFINE_string("workdir", None, "For all its runs; give it again to continue.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind.")
+# Options of "asynchrony" and "algorithms".
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all runs; give it again to continue.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Number of runs of each kind.")
 _ONLY = flags.DEFINE_list("only", [], "Algorithms to train now; none: all.")
 _CELLS = flags.DEFINE_string("cells", None, "An algorithms.csv to draw again; nothing is trained.")
 
@@ -201,7 +203,7 @@ def _ratio(text: str) -> tuple[float, float]:
 
 
 def _output() -> pathlib.Path | None:
-    """Where the numbers are to be written; looked at before anything is measured."""
+    """The file for the numbers, checked before anything is measured."""
     if _OUTPUT.value is None:
         return None
     path = pathlib.Path(_OUTPUT.value)

@@ -24,34 +24,44 @@ from digen_jax.errors import (
 
 _MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
 _LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
-_PROMPTS = flags.DEFINE_string("prompts", None, "A .jsonl or .txt file; else the run's held-out.")
+_PROMPTS = flags.DEFINE_string(
+    "prompts", None, "A .jsonl or .txt file; default: the run's held-out prompts."
+)
 _REWARD = flags.DEFINE_string(
-    "reward", None, "A reward or module:function, or several with commas; else the run's."
+    "reward", None, "A reward or module:function, or several with commas; default: the run's."
 )
 _WEIGHTS = flags.DEFINE_list(
     "reward_weights",
     [],
-    "Of several rewards a number each; else all 1, of the run's own the run's.",
+    "A number for each of several rewards; default: the run's weights for its own rewards, else 1.",
 )
 _GUIDANCE = flags.DEFINE_list(
-    "guidance", [], "A number, or several with commas; else the run's or the model's."
+    "guidance", [], "A number, or several with commas; default: the run's or the model's."
 )
-_STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; else as for guidance.", 1, 1000)
-_HEIGHT = flags.DEFINE_integer("height", None, "Height in pixels; else as for guidance.")
-_WIDTH = flags.DEFINE_integer("width", None, "Width in pixels; else as for guidance.")
-_IMAGES = flags.DEFINE_integer("images", None, "Only the first prompts of the file; else all.")
+_STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; default: as for guidance.", 1, 1000)
+_HEIGHT = flags.DEFINE_integer("height", None, "Height in pixels; default: as for guidance.")
+_WIDTH = flags.DEFINE_integer("width", None, "Width in pixels; default: as for guidance.")
+_IMAGES = flags.DEFINE_integer(
+    "images", None, "Number of prompts, from the first of the file; default: all."
+)
 _SEED = flags.DEFINE_integer(
-    "seed", 2**20, "Of the noise; as it stands, that of every run.", 0, LARGEST_SEED
+    "seed",
+    2**20,
+    "Seed of the noise; the default is that of every run's evaluation.",
+    0,
+    LARGEST_SEED,
 )
-_BATCH = flags.DEFINE_integer("batch", 32, "Images at once.")
-_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of the network's arithmetic.")
+_BATCH = flags.DEFINE_integer("batch", 32, "Images in one call.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16"], "Type of the network's arithmetic."
+)
 _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for the numbers.")
 _PICTURES = flags.DEFINE_string("pictures", None, "A folder for all pictures with their scores.")
 flags.mark_flags_as_required(["model"])
 
 
 def main() -> None:
-    """Read what is to be evaluated, sample and score it, and print the table."""
+    """Read model, prompts and reward, sample and score, and print the table."""
     from digen_jax.process.launching import prepare
 
     prepare()
@@ -100,7 +110,7 @@ def main() -> None:
 
 
 def _task() -> tuple[str, int | None, tuple[str, ...], tuple[float, ...]]:
-    """(prompt file, how many of its prompts, rewards, their weights), as given or else the run's own."""
+    """(prompt file, number of prompts, rewards, weights): as given, by default the run's own."""
     from digen_jax.inference.model import is_run, run_recipe
     from digen_jax.rewards import names_in
 
@@ -121,7 +131,7 @@ def _task() -> tuple[str, int | None, tuple[str, ...], tuple[float, ...]]:
 
 
 def _weights(names: tuple[str, ...], own: tuple[float, ...] | None = None) -> tuple[float, ...]:
-    """The numbers of --reward_weights, one for each reward; else `own`, else 1."""
+    """The numbers of --reward_weights, one for each reward; by default `own`, or 1."""
     from digen_jax.rewards import label
 
     count, given = len(names), ",".join(_WEIGHTS.value)
@@ -133,7 +143,7 @@ def _weights(names: tuple[str, ...], own: tuple[float, ...] | None = None) -> tu
         weights = ()
     if len(weights) != count:
         raise ConfigError(
-            f"--reward_weights={given} must be {count} numbers, as {label(names)!r} has so many rewards"
+            f"--reward_weights={given} must be {count} numbers, one for each reward of {label(names)!r}"
         )
     return weights
 

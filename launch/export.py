@@ -1,4 +1,4 @@
-"""Write what a training run has made as files that diffusers loads.
+"""Export a training run as files that diffusers loads.
 
 python launch/export.py --workdir runs/shapes --output runs/shapes-tuned
 """

@@ -1,4 +1,4 @@
-"""Which placement and which tactics suit a config, devices and measured costs.
+"""Choose placement and tactics for a config, a number of devices and measured costs.
 
 python launch/plan.py --config configs/shapes_flow_grpo.py --costs costs.json --devices 8
 python launch/plan.py --config configs/shapes_demo.py --costs runs/shapes
@@ -22,23 +22,29 @@ MOST_DEVICES = 1024
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _DEVICES = flags.DEFINE_integer(
-    "devices", None, "How many to place; else all that are here.", 1, MOST_DEVICES
+    "devices", None, "Number of devices to place; default: all of this machine.", 1, MOST_DEVICES
 )
 _COSTS = flags.DEFINE_string(
     "costs", None, 'Seconds on one device, {"generate": 0.5, ...} in JSON; or a run\'s workdir.'
 )
-_MEASURE = flags.DEFINE_bool("measure", False, "Time a fragment on the config's own meshes here.")
+_MEASURE = flags.DEFINE_bool(
+    "measure", False, "Time a fragment on the config's own meshes on this machine."
+)
 _TRAINER_SERIAL = flags.DEFINE_float(
-    "trainer_serial", None, "Share of training that more devices do not shorten; 0: linear."
+    "trainer_serial",
+    None,
+    "Share of training time that more devices do not shorten; 0: linear speed-up.",
 )
 _WORKER_SERIAL = flags.DEFINE_float("worker_serial", None, "The same share of generation.")
-_MEMORY = flags.DEFINE_float("memory", None, "GiB of a device; placements that need more fall out.")
+_MEMORY = flags.DEFINE_float(
+    "memory", None, "GiB of a device; placements that need more are excluded."
+)
 _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for the chosen placement.")
 flags.mark_flags_as_required(["config"])
 
 
 def main() -> None:
-    """Find out what commands cost, plan, and print the table, the choice and why."""
+    """Find the costs of commands, plan, and print the table, the choice and its reason."""
     from digen_jax.config.door import reopen_recipe
     from digen_jax.process.launching import prepare
 
@@ -86,7 +92,7 @@ def main() -> None:
 
 
 def _show(problem: Any, plan: Any, calibration: Any) -> None:
-    """Prints what is planned from, the table with its legend, the choice's memory and why it is chosen."""
+    """Prints the costs, the table with its legend, the choice's memory and its reason."""
     from digen_jax.scheduling.planner.plan import (
         LEGEND,
         describe_costs,
@@ -114,7 +120,7 @@ def _show(problem: Any, plan: Any, calibration: Any) -> None:
 
 
 def _calibration(recipe: Any) -> Any:
-    """The costs, with the scaling that the flags give instead of the source's."""
+    """The costs; the flags' scaling replaces that of the source."""
     from digen_jax.config.sections import AUTO
     from digen_jax.run.opening import open_alone, open_fitted
     from digen_jax.run.step_costs import measured_costs, read_run_costs

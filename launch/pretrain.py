@@ -13,7 +13,7 @@ from digen_jax.errors import check_output
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Pool, checkpoints and curves; give it again to continue."
+    "workdir", None, "Folder for pool, checkpoints and curves; give it again to continue."
 )
 _OUTPUT = flags.DEFINE_string("output", None, "The pipeline folder to write.")
 flags.mark_flags_as_required(["config", "workdir", "output"])

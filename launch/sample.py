@@ -1,4 +1,4 @@
-"""Turn prompts into images, by a pipeline folder, a hub id or what a training run has made so far.
+"""Turn prompts into images with a pipeline folder, a hub id or a training run's newest checkpoint.
 
 python launch/sample.py --model assets/shapes-sd3 --prompt "a red circle above a blue star" --output runs/samples
 """
@@ -20,21 +20,25 @@ from digen_jax.errors import (
 
 _MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
 _LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "What to draw; may be given several times.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be given several times.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A .jsonl or .txt file of prompts instead.")
-_IMAGES = flags.DEFINE_integer("images", 1, "How many of each prompt.")
+_IMAGES = flags.DEFINE_integer("images", 1, "Number of images of each prompt.")
 _OUTPUT = flags.DEFINE_string("output", None, "The folder for the images.")
 _SEED = flags.DEFINE_integer(
-    "seed", 0, "The same seed gives the same images, whatever the batch.", 0, LARGEST_SEED
+    "seed", 0, "The same seed gives the same images for any batch.", 0, LARGEST_SEED
 )
 _STEPS = flags.DEFINE_integer(
-    "steps", None, "Denoising steps; else the run's or the model's.", 1, 1000
+    "steps", None, "Denoising steps; default: the run's or the model's.", 1, 1000
 )
-_GUIDANCE = flags.DEFINE_float("guidance", None, "Guidance, 1 for none; else as for steps.")
-_HEIGHT = flags.DEFINE_integer("height", None, "Height in pixels; else as for steps.")
-_WIDTH = flags.DEFINE_integer("width", None, "Width in pixels; else as for steps.")
-_BATCH = flags.DEFINE_integer("batch", 8, "Images at once.")
-_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of the arithmetic.")
+_GUIDANCE = flags.DEFINE_float(
+    "guidance", None, "Guidance scale, 1 for none; default: as for steps."
+)
+_HEIGHT = flags.DEFINE_integer("height", None, "Height in pixels; default: as for steps.")
+_WIDTH = flags.DEFINE_integer("width", None, "Width in pixels; default: as for steps.")
+_BATCH = flags.DEFINE_integer("batch", 8, "Images in one call.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16"], "Type of the network's arithmetic."
+)
 flags.mark_flags_as_required(["model", "output"])
 
 

@@ -2,7 +2,7 @@
 
 python launch/train.py --config configs/shapes_demo.py --workdir runs/shapes [--config.field=value]
 
-On several hosts: the same on each, with --coordinator=auto, or where there is nothing to detect
+On several hosts start the same command on each, with --coordinator=auto, or where nothing can be detected with
 --coordinator=HOST:PORT --processes=N --process=I.
 """
 
@@ -16,13 +16,13 @@ from digen_jax.errors import check_output
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Everything the run writes; give it again to continue."
+    "workdir", None, "Folder for everything that the run writes; give it again to continue."
 )
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "Several processes: HOST:PORT of the first one, or auto on a cluster."
+    "coordinator", None, "For several processes: HOST:PORT of the first one, or auto on a cluster."
 )
-_PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.")
-_PROCESS = flags.DEFINE_integer("process", None, "Which of them this is, from 0.")
+_PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes.")
+_PROCESS = flags.DEFINE_integer("process", None, "Number of this process, from 0.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 

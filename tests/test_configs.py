@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import re
 import runpy
 
 import huggingface_hub
@@ -164,26 +163,6 @@ def test_the_demo_fits_itself_to_the_devices_there_are(devices):
     fitted = open_recipe(load("shapes_demo"), devices)
     rollout, trainer = mesh_sizes(fitted.placement.meshes, devices)
     assert rollout + trainer == {1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6, 7: 6, 8: 8, 16: 8}[devices]
-
-
-def switches():
-    """What README's part on the runtime says can be switched on, for each of its items and paragraphs, and on what."""
-    section = (ROOT / "README.md").read_text().split("## Who works when\n")[1].split("\n## ")[0]
-    found = []
-    for item in re.split(r"\n\n|\n- ", section.split("\n\nOn several hosts:")[0]):
-        recipe = re.search(r"configs/(\w+)\.py", item)
-        if given := re.findall(r"--config\.([\w.]+)=([\w.]+)", item):
-            found.append((recipe[1] if recipe else "shapes_demo", given))
-    assert len(found) > 5
-    return found
-
-
-@pytest.mark.parametrize(("name", "given"), switches(), ids=lambda value: value[0][0])
-def test_readmes_runtime_switches_suit_the_demo_as_it_is_written(name, given):
-    fields = {name: int(value) if value.isdigit() else value for name, value in given}
-    config = load(name)
-    config.update_from_flattened_dict(fields)
-    open_recipe(config, 8)
 
 
 @pytest.mark.parametrize("name", ["reward.name", "prompts.file", "evaluation.prompts"])

@@ -83,7 +83,7 @@ def test_scores_are_given_for_each_task_with_their_standard_error():
         (["--prompts=PROMPTS", "--reward=nicest"], "unknown reward 'nicest'"),
         (
             ["--prompts=PROMPTS", "--reward=shapes_geneval", "--reward_weights=1,2"],
-            "--reward_weights=1,2 must be 1 numbers, as 'shapes_geneval' has so many rewards",
+            "--reward_weights=1,2 must be 1 numbers, one for each reward of 'shapes_geneval'",
         ),
     ],
 )

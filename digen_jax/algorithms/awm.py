@@ -51,17 +51,21 @@ class AWM(Matching):
     name: ClassVar[str] = "awm"
     config_defaults: ClassVar[dict] = dict(old_log_probs="auto", reference_guidance=0.0)
 
-    weighting: Weighting = "ghuber"
-    ghuber_power: float = 0.25
+    weighting: Weighting = "ghuber"  # how an image's matching error counts at a noise level
+    ghuber_power: float = 0.25  # "ghuber": power of the error; above 0, at most 1
     clip_range: float = 1.0  # the ratio is clipped to [1 - clip_range, 1 + clip_range]
-    adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip],
-    advantage_max: float = 1.0  # then scaled to [-advantage_max, advantage_max]
-    kl_coefficient: float = 0.001  # 0: no reference is evaluated
-    ema_kl_coefficient: float = 1.0  # 0: no slow copy is kept
+    adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip] first
+    advantage_max: float = 1.0  # clipped advantages are scaled to [-advantage_max, advantage_max]
+    # weight of the KL to the model before tuning; 0: none is computed
+    kl_coefficient: float = 0.001
+    # weight of the KL to a slow copy of the policy; 0: no copy is kept
+    ema_kl_coefficient: float = 1.0
     ema: LinearDecay = SLOW_COPY
+    # where the ratio's old matching errors come from: recomputed with the policy that sampled, or the
+    # current ones, so that ratios are 1; "auto" chooses by staleness and updates
     old_log_probs: OldLogProbs = "current"
-    guidance: float = 1.0  # of training, see `guidance.py`; in a config 0: the sampler's
-    reference_guidance: float = 1.0  # in a config 0, its default: as `guidance`
+    guidance: float = 1.0  # guidance scale in training, 1: none; 0: the sampler's
+    reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: LogitNormalTimes = TIMES
 
     @property

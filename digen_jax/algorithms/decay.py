@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 class LinearDecay:
     """0 until `start` updates were made, then rising by `slope` an update to `largest`."""
 
-    start: int
-    slope: float
-    largest: float
+    start: int  # updates before the decay begins to rise
+    slope: float  # rise of the decay an update
+    largest: float  # the decay rises no further; below 1
 
     def check(self) -> None:
         """Raises ValueError for a setting that cannot work, and says what to change."""

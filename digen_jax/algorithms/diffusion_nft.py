@@ -45,12 +45,12 @@ class DiffusionNFT(Matching):
 
     beta: float = 1.0  # the trained policy's share in the positive one; 1 / beta is the guidance
     adv_clip: float = 5.0  # the advantage whose reward probability is 1
-    advantage_mode: AdvantageMode = "all"
-    kl_coefficient: float = 1e-4  # 0: no reference is evaluated
+    advantage_mode: AdvantageMode = "all"  # which advantages become probabilities, and how
+    kl_coefficient: float = 1e-4  # weight of the KL to the model before tuning; 0: none is computed
     weight_floor: float = 1e-5  # the smallest mean |x0_hat - x0| that the error is divided by
-    decay_type: Literal[0, 1, 2] = 1
-    guidance: float = 1.0  # of training, see `guidance.py`; in a config 0: the sampler's
-    reference_guidance: float = 1.0  # in a config 0, its default: as `guidance`
+    decay_type: Literal[0, 1, 2] = 1  # how the old policy follows: 0 at once, 1 faster than 2
+    guidance: float = 1.0  # guidance scale in training, 1: none; 0: the sampler's
+    reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: ScheduleTimes = TIMES
 
     @property

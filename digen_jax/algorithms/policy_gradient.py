@@ -66,19 +66,25 @@ class PolicyGradient(Algorithm):
     may_train_early: ClassVar[bool] = True
 
     clip_range: float = 1e-4  # the ratio is clipped to [1 - clip_range, 1 + clip_high]
-    clip_high: float = 0.0  # 0: as clip_range
-    dual_clip: float = 0.0  # bound of a bad sample's ratio; 0: none
+    clip_high: float = 0.0  # upper clip range, for clip-higher; 0: as clip_range
+    dual_clip: float = 0.0  # bound of the ratio where the advantage is negative, above 1; 0: none
     adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip]; not for "divergence"
-    ratio: Ratio = "plain"
-    surrogate: Surrogate = "clip"
-    kl_threshold: float = 1e-5  # of "divergence", to the old policy
-    positive_weight: float = 1.0  # of "topr"
-    negative_weight: float = 1.0
-    importance_cap: float = 0.0  # 0: the ratio is to the policy that sampled, else see `decoupled`
-    rejection_bound: float = 0.0  # of |log_prob - the sampler's|, beyond it no training; 0: none
-    smallest_sigma: float = 0.0  # steps that begin below it are not trained
-    kl_coefficient: float = 0.0  # 0: no reference is evaluated
+    ratio: Ratio = "plain"  # of one step, GRPO-Guard's ("guard"), or of a whole trajectory (GSPO)
+    surrogate: Surrogate = "clip"  # PPO's clipping, CISPO, TOPR, or Flow-DPPO ("divergence")
+    kl_threshold: float = 1e-5  # "divergence": largest KL to the old policy that is trained
+    positive_weight: float = 1.0  # "topr": weight of images with positive advantage
+    negative_weight: float = 1.0  # "topr": weight of images with negative advantage
+    # 0: the ratio is to the policy that sampled; above: it is to the step's start, and the loss is
+    # weighted by that policy's ratio to the sampler, up to this cap (TIS; inf: decoupled PPO)
+    importance_cap: float = 0.0
+    # samples whose log-probability differs by more from the sampler's are not trained; 0: all are
+    rejection_bound: float = 0.0
+    smallest_sigma: float = 0.0  # steps that begin below this noise level are not trained
+    kl_coefficient: float = 0.0  # weight of the KL to the model before tuning; 0: none is computed
+    # Flow-GRPO's code, its paper ("gaussian_dt"), or squared velocity difference
     kl: Kl = "gaussian"
+    # where a ratio's old log-probabilities come from: stored by the sampler, recomputed by the
+    # trainer, or the current ones, so that ratios are 1; "auto" chooses by dtype, staleness, updates
     old_log_probs: OldLogProbs = "rollout"
 
     @property

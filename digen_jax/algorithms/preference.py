@@ -44,9 +44,9 @@ class DiffusionDPO(Matching):
     ranks: ClassVar[bool] = True
 
     beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
-    set_steps: int = 0  # steps whose images the fixed set holds; 0: online
-    guidance: float = 1.0  # of training, see `guidance.py`; in a config 0: the sampler's
-    reference_guidance: float = 1.0  # in a config 0, its default: as `guidance`
+    set_steps: int = 0  # offline: steps whose images the fixed set holds; 0: online
+    guidance: float = 1.0  # guidance scale in training, 1: none; 0: the sampler's
+    reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: LogitNormalTimes = TIMES
 
     @property

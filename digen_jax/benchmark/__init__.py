@@ -1,6 +1,6 @@
-"""What the runtime gains and the algorithms learn, measured: `launch/benchmark.py` prints it.
+"""Benchmarks of the runtime and the algorithms: `launch/benchmark.py` prints them.
 
-`variants.py` says what is compared, `waits.py` stands in for device work, `runtime.py` drives the real
-runtime with it, `report.py` tells. `compute.py` is real work on two cores. `cells.py` are real runs over a few
-seeds, which `asynchrony.py` and `algorithms.py` compare.
+`variants.py` lists the tactics to compare, `waits.py` replaces device work, `runtime.py` drives the real
+runtime with it, `report.py` prints the results. `compute.py` is real work on two cores. `cells.py` trains
+real runs over a few seeds, which `asynchrony.py` and `algorithms.py` compare.
 """

@@ -1,7 +1,7 @@
 """Every algorithm from the same start on the same number of images: real runs over a few seeds.
 
-One *learns* where its mean gain on the held-out prompts, over all seeds, is at least 0.05 and more than two
-of its standard errors.
+An algorithm *learns* where its mean gain on the held-out prompts, over all seeds, is at least 0.05 and more
+than two of its standard errors.
 """
 
 import csv
@@ -40,14 +40,14 @@ HEAD = "| algorithm | gain | reward at the end | images | seconds a cell | CPU-s
 class Point(NamedTuple):
     """An evaluation on the held-out prompts."""
 
-    images: int  # seen in training until then
-    seconds: float  # of training until then, evaluations apart
+    images: int  # images trained so far
+    seconds: float  # seconds of training so far, without evaluations
     reward: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a finished cell came to; `seconds` and `cpu_seconds` are of all of it."""
+    """The result of a finished cell; `seconds` and `cpu_seconds` are those of the whole run."""
 
     points: tuple[Point, ...]
     seconds: float
@@ -55,17 +55,17 @@ class Outcome:
 
     @property
     def gain(self) -> float:
-        """Reward at the end less that of the base."""
+        """Reward at the end minus that of the base model."""
         return self.reward - self.points[0].reward
 
     @property
     def reward(self) -> float:
-        """At the end."""
+        """Reward at the end."""
         return self.points[-1].reward
 
     @property
     def images(self) -> int:
-        """Seen in training, in all."""
+        """All images seen in training."""
         return self.points[-1].images
 
     def record(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def gain(self) -> tuple[float, float | None] | None:
-        """(mean, its standard error) over the seeds; of one seed without error, of none None."""
+        """(mean, its standard error) over the seeds; without error for one seed, None for none."""
         gains = [outcome.gain for outcome in self.outcomes.values()]
         return mean_and_error(gains) if len(gains) > 1 else (gains[0], None) if gains else None
 
@@ -98,7 +98,7 @@ class Row:
         return mean >= GAIN and mean > ERRORS * error
 
     def mean(self, name: str) -> float:
-        """The mean over the seeds of an attribute of `Outcome`."""
+        """The mean of an attribute of `Outcome` over the seeds."""
         return fmean(getattr(outcome, name) for outcome in self.outcomes.values())
 
     def record(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Table:
     rows: tuple[Row, ...]
 
     def describe(self) -> str:
-        """A Markdown table of what is finished, and below it what is not."""
+        """A Markdown table of the finished cells, and a list of the others."""
         lines = [HEAD, "| --- |" + " ---: |" * 5 + " --- |"]
         lines += [_line(row) for row in self.rows if row.outcomes]
         base = {round(o.points[0].reward, 3) for row in self.rows for o in row.outcomes.values()}
@@ -128,7 +128,7 @@ class Table:
         return "\n".join(lines)
 
     def draw(self, path: pathlib.Path) -> None:
-        """The families' held-out reward against images and against seconds, and every gain, into a PNG file."""
+        """Draws the families' held-out reward against images and against seconds, and every gain, into a PNG file."""
         runs, gains = {}, {}
         for row in self.rows:
             if row.outcomes:
@@ -138,7 +138,7 @@ class Table:
         draw(runs, gains, path)
 
     def write_cells(self, path: pathlib.Path) -> None:
-        """A CSV file of what is finished, a line for each evaluation, from which `read_cells` makes the table again."""
+        """Writes the finished cells as CSV, a line for each evaluation; `read_cells` reads it back."""
         with path.open("w", newline="") as file:
             lines = csv.writer(file)
             lines.writerow((*CELLS, *COSTS))
@@ -150,7 +150,7 @@ class Table:
                         lines.writerow((row.name, row.family, seed, *point, *costs))
 
     def write(self, folder: pathlib.Path) -> None:
-        """As algorithms.md, .csv and .png; nothing where nothing is finished."""
+        """Writes algorithms.md, .csv and .png; nothing if no cell is finished."""
         if any(row.outcomes for row in self.rows):
             (folder / "algorithms.md").write_text(self.describe() + "\n")
             self.write_cells(folder / "algorithms.csv")
@@ -158,10 +158,10 @@ class Table:
 
 
 def read_cells(path: pathlib.Path) -> Table:
-    """The table that `Table.write_cells` wrote, of its finished cells.
+    """The table of the finished cells that `Table.write_cells` wrote.
 
     Raises:
-      ConfigError: the file cannot be read, or is another table.
+      ConfigError: the file cannot be read, or is no such table.
     """
     with user_input(), path.open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -206,13 +206,13 @@ def compare(
       configs: complete, by the algorithms' names.
       seeds: the first one's config.seed and those after it.
       folder: gets a workdir for every cell, the table and the curves.
-      only: the names of those to train; of none, all of them. The table has all that is finished.
+      only: the names of the algorithms to train; empty: all. The table has all finished cells.
 
     Returns:
       The table; and the exit code where a signal stopped a run, else None.
 
     Raises:
-      ConfigError: something of a config cannot work, or is not the same for all.
+      ConfigError: a config cannot work, or differs where all must be the same.
     """
     check(configs, seeds, only)
     first = next(iter(configs.values())).seed
@@ -226,7 +226,7 @@ def compare(
 
 
 def check(configs: Mapping[str, ConfigDict], seeds: int, only: Collection[str] = ()) -> None:
-    """Refuses what would not be a comparison.
+    """Refuses configs that cannot be compared.
 
     Raises:
       ConfigError: says what to change.
@@ -247,7 +247,7 @@ def check(configs: Mapping[str, ConfigDict], seeds: int, only: Collection[str] =
 
 
 def shared(config: ConfigDict) -> dict[str, Any]:
-    """What has to be the same of all, or the numbers would not be about the algorithms."""
+    """Fields that must be the same for all algorithms for a fair comparison."""
     fields = {f"config.{name}": config[name] for name in ("seed", "steps", "model", "prompts")}
     return fields | {
         "config.batch.groups * config.batch.images": step_images(config),
@@ -262,7 +262,7 @@ def step_images(config: ConfigDict) -> int:
 
 
 def read_row(name: str, config: ConfigDict, seeds: Sequence[int], folder: pathlib.Path) -> Row:
-    """What an algorithm's cells in a folder have come to."""
+    """The results of an algorithm's cells in a folder."""
     paths = {seed: workdir(folder, name, seed) for seed in seeds}
     finished = {seed: path for seed, path in paths.items() if is_finished(path, config)}
     outcomes = {seed: read_outcome(path, config) for seed, path in finished.items()}
@@ -271,19 +271,19 @@ def read_row(name: str, config: ConfigDict, seeds: Sequence[int], folder: pathli
 
 
 def _family(algorithm: type[Algorithm]) -> str:
-    """In which group of methods an algorithm is shown."""
+    """The group of methods under which an algorithm is shown."""
     if algorithm.objective == "transitions":
         return "policy gradients"
     return "preference" if algorithm.ranks else "forward process"
 
 
 def read_outcome(path: pathlib.Path, config: ConfigDict) -> Outcome:
-    """What the metrics of a finished cell say."""
+    """The result of a finished cell, from its metrics."""
     lines = read_metrics(path / "metrics.jsonl")
     images = step_images(config)
     seconds = [images / line["images_per_second"] if line["step"] else 0.0 for line in lines]
     until = dict(zip((line["step"] for line in lines), itertools.accumulate(seconds), strict=True))
-    # One that was trained less far at first has been evaluated there, too.
+    # A run that first ended earlier was also evaluated there.
     points = tuple(
         Point(step * images, until[step], reward)
         for step, reward in held_out(lines).items()

@@ -1,6 +1,6 @@
 """Asynchrony on and off from the same start: real runs over a few seeds, compared on the held-out prompts.
 
-Every run has a workdir of its own, so the whole goes on where it was stopped.
+Every run has a workdir of its own, so that the comparison continues where it was stopped.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ KINDS = ("off", "on")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
       rewards: on the held-out prompts, by the steps done.
@@ -54,14 +54,14 @@ class Comparison:
     on: tuple[Outcome, ...]
 
     def ends(self, kind: str) -> list[float]:
-        """Rewards at the end, of all seeds."""
+        """Rewards at the end, one for each seed."""
         return [outcome.after for outcome in getattr(self, kind)]
 
     @property
     def difference(self) -> tuple[float, float]:
-        """(mean of "on" less mean of "off", its standard error).
+        """(mean of "on" minus mean of "off", its standard error).
 
-        Seeds are not paired: that they share noise and prompts makes the true error smaller.
+        Seeds are treated as unpaired; as they share noise and prompts, the true error is smaller.
         """
         (off, off_error), (on, on_error) = (mean_and_error(self.ends(kind)) for kind in KINDS)
         return on - off, math.hypot(off_error, on_error)
@@ -73,7 +73,7 @@ class Comparison:
         return abs(difference) <= 2 * error
 
     def describe(self) -> str:
-        """A table, and what it says."""
+        """A table and a sentence on its result."""
         rows = [(f"asynchrony {kind}", self.ends(kind)) for kind in KINDS]
         names = [f"seed {i}" for i in range(len(self.off))]
         steps = max(self.off[0].rewards)
@@ -95,7 +95,7 @@ class Comparison:
         )
 
     def draw(self, path: pathlib.Path) -> None:
-        """The means over the seeds, as they went, into a PNG file."""
+        """Draws the curves' means over the seeds into a PNG file."""
         steps = sorted(self.off[0].rewards)
         means = [
             {"step": step}
@@ -110,7 +110,7 @@ def compare(config: ConfigDict, seeds: int, folder: pathlib.Path) -> Comparison 
     """Trains with and without asynchrony from each seed.
 
     Args:
-      config: complete; `runtime.staleness` says how far "on" goes.
+      config: complete; `runtime.staleness` is the staleness of "on".
       seeds: config.seed and those after it.
       folder: gets a workdir for every run, and the curves as a picture.
 
@@ -118,7 +118,7 @@ def compare(config: ConfigDict, seeds: int, folder: pathlib.Path) -> Comparison 
       The outcomes; or the exit code where a signal stopped a run.
 
     Raises:
-      ConfigError: something of the config cannot work, or nothing would be asynchronous.
+      ConfigError: the config cannot work, or nothing would be asynchronous.
     """
     check(config, seeds)
     chosen = range(config.seed, config.seed + seeds)
@@ -135,7 +135,7 @@ def compare(config: ConfigDict, seeds: int, folder: pathlib.Path) -> Comparison 
 
 
 def check(config: ConfigDict, seeds: int) -> None:
-    """Refuses what would not be a comparison.
+    """Refuses a config that gives no comparison.
 
     Raises:
       ConfigError: says what to change.
@@ -157,7 +157,7 @@ def check(config: ConfigDict, seeds: int) -> None:
 
 
 def variant(config: ConfigDict, kind: str) -> ConfigDict:
-    """The config of a kind's runs."""
+    """The config of the runs "on" or "off"."""
     changed = config.copy_and_resolve_references()
     if kind == "off":
         changed.runtime.staleness = 0
@@ -165,6 +165,6 @@ def variant(config: ConfigDict, kind: str) -> ConfigDict:
 
 
 def outcome(path: pathlib.Path) -> Outcome:
-    """What the metrics of a finished run say."""
+    """The result of a finished run, from its metrics."""
     lines = read_metrics(path / "metrics.jsonl")
     return Outcome(held_out(lines), fmean(line["staleness"] for line in lines if line["step"]))

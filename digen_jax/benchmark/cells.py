@@ -1,4 +1,4 @@
-"""Real runs over a few seeds, each a cell with a workdir of its own, so that all goes on where it was stopped."""
+"""Real runs over a few seeds, each a cell with a workdir of its own, so that they continue where they were stopped."""
 
 import json
 import math
@@ -18,27 +18,27 @@ from digen_jax.run.train import train
 from digen_jax.run.workdir import claim_workdir, finished_step
 
 REWARD = "evaluation/reward"
-# What a user may turn within a run is not the same cell any more.
+# Fields that a user may change within a run, but not within a cell.
 SAME_CELL = tuple(field for field in MAY_CHANGE if field not in TURNED)
 
 
 class Cost(NamedTuple):
-    """What a cell took so far, compilation and evaluations included.
+    """The cost of a cell so far, compilation and evaluations included.
 
-    A call that was killed, and not stopped by a signal that it could answer, is not in it.
+    A call that was killed, and not stopped by a signal that it could handle, is not counted.
     """
 
     seconds: float
-    cpu_seconds: float  # of this process and of those that scored for it
+    cpu_seconds: float  # of this process and of its reward processes
 
 
 def workdir(folder: pathlib.Path, name: str, seed: int) -> pathlib.Path:
-    """Where a cell lies."""
+    """The workdir of a cell."""
     return folder / f"{name}-{seed}"
 
 
 def check_seeds(seeds: int) -> None:
-    """Raises ConfigError for too few seeds to say how far runs differ."""
+    """Raises ConfigError for too few seeds for a standard error."""
     if seeds < 2:
         raise ConfigError(f"seeds must be at least 2 for a standard error, not {seeds}")
 
@@ -72,7 +72,7 @@ def check_workdirs(
 def train_cells(
     configs: Mapping[str, ConfigDict], seeds: Sequence[int], folder: pathlib.Path
 ) -> int | None:
-    """Trains what is not finished, seed by seed, so that one stopped early has something of each name.
+    """Trains the unfinished cells, seed by seed, so that an early stop leaves some results for each name.
 
     Args:
       configs: complete, by the names of the cells.
@@ -80,7 +80,7 @@ def train_cells(
       folder: gets a workdir for every cell.
 
     Returns:
-      None once all are finished; the exit code where a signal stopped one.
+      None if all are finished; the exit code where a signal stopped one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
@@ -114,7 +114,7 @@ def held_out(lines: Collection[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def cost(path: pathlib.Path) -> Cost:
-    """What the cell in a workdir has taken."""
+    """The cost of the cell in a workdir so far."""
     file = path / "cost.json"
     return Cost(**json.loads(file.read_text())) if file.exists() else Cost(0.0, 0.0)
 

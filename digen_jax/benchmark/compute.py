@@ -1,8 +1,8 @@
 """Real compute in two processes pinned to a core each: one samples while the other trains.
 
 A device of this benchmark is a core. Both roles run the same programs, compiled for one core, whether
-one process does both in turn or two do one each; between them go fragments and nothing else, so no new
-weights are published. It shows that sampling and training overlap where devices are apart.
+one process does both in turn or two processes do one each. Only fragments go between them, so no new
+weights are published. It shows that sampling and training overlap on separate devices.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from digen_jax.runtime.training import on_trainer, receive, selected
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Seconds of a step, once for every round; medians count.
+    """Seconds of a step in every round; the results are medians.
 
     Attributes:
       sampling, training: the parts of `in_turn`.
@@ -48,12 +48,12 @@ class Speed:
 
     @property
     def speed_up(self) -> float:
-        """Of two cores over one."""
+        """The speed of two cores over that of one."""
         return median(self.in_turn) / median(self.together)
 
     @property
     def ideal(self) -> float:
-        """The speed-up if the shorter part was hidden behind the longer one: (G + T) / max(G, T)."""
+        """The speed-up if the longer part hid the shorter one entirely: (G + T) / max(G, T)."""
         parts = median(self.sampling), median(self.training)
         return sum(parts) / max(parts)
 
@@ -77,16 +77,16 @@ def compare(
     went_round: Callable[[], object] = lambda: None,
     build: Build = assemble.build,
 ) -> Speed:
-    """Times a step in turn and together, by turns so that a machine's drift is in both.
+    """Times a step in turn and together, alternating, so that a machine's drift affects both.
 
     Args:
       config: complete; its placement is not read.
-      rounds: of a step in turn and one together each.
-      went_round: is called after each of them.
+      rounds: number of rounds, of one step in turn and one together each.
+      went_round: called after each round.
       build: makes the parts of a run in both processes.
 
     Raises:
-      ConfigError: there are not two cores, or something of the config cannot work.
+      ConfigError: there are not two cores, or the config cannot work.
     """
     check_positive("rounds", rounds)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -111,7 +111,7 @@ def compare(
         closing(Process(context, cores[0], recipe, sending, build)) as one,
         closing(Process(context, cores[1], recipe, receiving, build)) as other,
     ):
-        # Theirs alone from now on: who is left by the other fails, too, and does not wait for ever.
+        # Only the processes hold the ends from now on: if one dies, the other fails, too.
         receiving.close(), sending.close()
         one.answer(), other.answer()  # both have compiled
         for _ in range(rounds):
@@ -131,7 +131,7 @@ def compare(
 
 
 class Process:
-    """A process on a core of its own, that does what it is asked for."""
+    """A process on a core of its own that does the steps that it is asked for."""
 
     def __init__(self, context: Any, core: int, recipe: Recipe, link: Connection, build: Build):
         self._control, control = context.Pipe()
@@ -141,11 +141,11 @@ class Process:
         control.close()
 
     def ask(self, what: str) -> None:
-        """A step of "sample", "train" or "both"."""
+        """Asks for a step of "sample", "train" or "both"."""
         self._control.send(what)
 
     def answer(self) -> tuple[float, ...]:
-        """Seconds, once it is done.
+        """Waits for the step and returns its seconds.
 
         Raises:
           RuntimeError: the process has ended.
@@ -156,13 +156,13 @@ class Process:
             raise RuntimeError("a process has failed: what it says stands above") from None
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self._process.terminate()
         self._process.join()
 
 
 def serve(core: int, recipe: Recipe, control: Connection, link: Connection, build: Build) -> None:
-    """What a process does: a step of its role for every word it is sent."""
+    """The main function of a process: a step for every role that it is sent."""
     os.sched_setaffinity(0, {core})  # before XLA counts the cores
     prepare()
     roles = Roles(recipe, build)
@@ -190,20 +190,20 @@ class Roles:
         self.trained = self.system.advantages.kept(size, batch.images)
 
     def sample(self, link: Connection) -> tuple[float, ...]:
-        """A step's fragments, each sent on its way as soon as it is decoded."""
+        """Samples a step's fragments and sends each as soon as it is decoded."""
         begin = time.perf_counter()
         for fragment in self._sampled():
             link.send(fragment)
         return (time.perf_counter() - begin,)
 
     def train(self, link: Connection) -> tuple[float, ...]:
-        """A step's fragments, as they come, and its update."""
+        """Trains a step's fragments as they come, and updates."""
         begin = time.perf_counter()
         self._train(link.recv() for _ in self.fragments)
         return (time.perf_counter() - begin,)
 
     def both(self, link: Connection) -> tuple[float, ...]:
-        """A step, colocated: all is sampled, then all is trained."""
+        """A colocated step: samples everything, then trains everything."""
         begin = time.perf_counter()
         made = list(self._sampled())
         middle = time.perf_counter()
@@ -214,7 +214,7 @@ class Roles:
         sampler, weights = self.system.sampler, self.system.publish(self.state.tuned)
         for rows, drawn in self.fragments:
             made = sampler.generate(weights, self.prompts, rows, *drawn)
-            np.asarray(sampler.decode(weights, made))  # for a reward, which nobody asks here
+            np.asarray(sampler.decode(weights, made))  # for a reward, which is not used here
             yield jax.device_get(Images(0, rows, made.transitions, made.sigmas))
 
     def _train(self, fragments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Draws what algorithms learnt: families of them with their spread, and each one's gain with its error."""
+"""Draws the results of algorithms: families with their spread, and each algorithm's gain with its error."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from digen_jax.records.pictures import label_axes
 
-# (how far along, by what is drawn below; reward) of each evaluation of one run.
+# Each evaluation of one run: the values on the horizontal axes, and the reward.
 Curve = Sequence[Mapping[str, float]]
 
 PANELS = {"images": "images seen", "seconds": "seconds of training"}
@@ -23,10 +23,10 @@ def draw(
     """Draws into a PNG file the reward over images and over seconds, and the gains.
 
     Args:
-      runs: of each family the curves of all its runs, with as many points each; a point has "images",
-        "seconds" and "reward". Drawn are their means, with bars of one standard deviation.
-      gains: of each family the (mean, standard error) of its algorithms, by name; of a single run there
-        is no error.
+      runs: for each family the curves of all its runs, with equally many points each; a point has "images",
+        "seconds" and "reward". The picture shows their means with bars of one standard deviation.
+      gains: for each family the (mean, standard error) of its algorithms, by name; a single run has no
+        error.
       path: the file.
     """
     count = sum(map(len, gains.values()))
@@ -46,7 +46,7 @@ def draw(
 
 
 def _draw_gains(axes: Any, gains: Mapping[str, Mapping[str, tuple[float, float | None]]]) -> None:
-    """A row for each algorithm, the best of each family at its top."""
+    """Draws a row for each algorithm, the best of each family at the top."""
     names = []
     for number, own in enumerate(gains.values()):
         rows = sorted(own.items(), key=lambda row: -row[1][0])
@@ -63,7 +63,7 @@ def _draw_gains(axes: Any, gains: Mapping[str, Mapping[str, tuple[float, float |
 
 
 def _summary(runs: Sequence[Curve], entry: str) -> tuple[list[float], list[float], list[float]]:
-    """Over the runs, at each of their points: the mean of an entry, and mean and deviation of the reward."""
+    """At each point, over the runs: the mean of an entry, and mean and standard deviation of the reward."""
     columns = list(zip(*runs, strict=True))
     rewards = [[point["reward"] for point in column] for column in columns]
     return (

@@ -9,7 +9,7 @@ from digen_jax.benchmark.runtime import Measured, Run
 from digen_jax.benchmark.variants import COLOCATED, PLAIN, Work
 from digen_jax.scheduling.planner.plan import describe_costs
 
-LATE = 1 / 600  # of the bound, by which waits are overrun on a machine that does something else
+LATE = 1 / 600  # wake-up delay, as a share of the bound, above which the machine counts as busy
 
 HEAD = (
     "",
@@ -26,7 +26,7 @@ HEAD = (
 
 
 def introduction(work: Work, run: Run) -> str:
-    """What is measured, and how."""
+    """A text on what is measured, and how."""
     settings, steps = work.problem.settings, run.measured
     return (
         f"Waits in place of device work, drawn {run.jitter:.0%} around their means; driver, threads, scheduler and "
@@ -81,7 +81,7 @@ def speed_up(row: Measured, other: Measured) -> float:
 
 
 def accuracy(rows: Mapping[str, Measured]) -> str:
-    """How far the predictions are off, and how calm the machine was, in two sentences."""
+    """The error of the predictions and the timer wake-up delay, in two sentences."""
     errors = sorted(abs(row.error) for row in rows.values())
     worst = max(row.late for row in rows.values())
     late = any(row.late > LATE * row.bound for row in rows.values())
@@ -90,13 +90,13 @@ def accuracy(rows: Mapping[str, Measured]) -> str:
     return (
         f"The simulator is within 5% of {within} of {len(errors)} measurements, "
         f"off by {errors[-1]:.1%} at most and {errors[len(errors) // 2]:.1%} in the median. "
-        f"Waits were overrun by {1000 * fmean(row.late for row in rows.values()):.2g} ms on average, by "
+        f"Timer wake-up delay: {1000 * fmean(row.late for row in rows.values()):.2g} ms on average, "
         f"{1000 * worst:.2g} ms in the worst row{busy}."
     )
 
 
 def record(work: Work, rows: Mapping[str, Measured]) -> dict[str, Any]:
-    """A ratio's numbers, as JSON holds them."""
+    """A ratio's numbers as JSON values."""
     return {
         "work": dataclasses.asdict(work),
         "variants": {

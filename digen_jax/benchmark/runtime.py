@@ -1,7 +1,7 @@
 """The real runtime with waits in place of device work: every tactic at its best split, and the bound.
 
-Driver, threads, scheduler and the pool of rewards are those of a run. Split and tactics are what the
-planner's search finds best, and what a command costs on them is what the planner reckons with.
+Driver, threads, scheduler and reward pool are those of a run. The planner's search chooses split and tactics,
+and commands take the time that the planner assumes.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from digen_jax.scheduling.planner.simulate import Disturbance, simulate
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
 
-SIMULATED = 8  # runs of the simulator with other draws, whose mean is the prediction
+SIMULATED = 8  # runs of the simulator with other random draws, whose mean is the prediction
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How a variant is measured: in `steps` steps after the `learn` first ones, of which costs are learned.
+    """How a variant is measured: in `steps` steps after the `learn` first ones, which give the costs.
 
-    `jitter` is drawn, from `seed`, for every `unit` of images, which divides any fragment.
+    `jitter` is drawn from `seed` for every `unit` of images, which divides any fragment.
     """
 
     learn: int = 3
@@ -42,7 +42,7 @@ class Run:
     unit: int = Work.fragment
 
     def check(self) -> None:
-        """Refuses what cannot be done.
+        """Refuses settings that cannot work.
 
         Raises:
           ConfigError: names the field and what to change.
@@ -58,24 +58,24 @@ class Run:
         return range(self.learn, self.learn + self.steps)
 
     def waits(self, costs: Costs, settings: Settings) -> Waits:
-        """How long the commands of such steps take."""
+        """The durations of the commands of such steps."""
         return Waits(costs, settings.fragment_images, self.unit, self.jitter, self.seed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A variant as it ran.
+    """The result of a variant.
 
     Attributes:
       candidate: its split and tactics.
       images: trained in a step.
-      step_times: seconds, of the measured steps.
-      busy: the share of device-seconds that were spent at work, whatever work.
-      bound: seconds of a step, had all devices always been generating or training: (G + T)/N, of
-        what was drawn.
-      predicted: mean seconds of these steps by the simulator, from what the first ones had cost.
-      tag_share, staleness: of the fragments made by the trainer; mean age in versions.
-      late: mean seconds by which the machine overran a wait.
+      step_times: seconds of the measured steps.
+      busy: the share of device-seconds that were spent at any work.
+      bound: seconds of a step if all devices had always generated or trained: (G + T)/N, with the
+        drawn durations.
+      predicted: mean seconds of these steps by the simulator, from the costs of the first steps.
+      tag_share, staleness: share of the fragments that the trainer generated; mean age in versions.
+      late: timer wake-up delay, mean seconds a wait.
     """
 
     candidate: Candidate
@@ -90,30 +90,30 @@ class Measured:
 
     @property
     def step_seconds(self) -> float:
-        """Mean."""
+        """Mean seconds of a step."""
         return fmean(self.step_times)
 
     @property
     def images_per_device_second(self) -> float:
-        """Images trained in a second by one device."""
+        """Images trained per second and device."""
         devices = self.candidate.trainer + self.candidate.workers * self.candidate.worker_devices
         return self.images / (self.step_seconds * devices)
 
     @property
     def utilisation(self) -> float:
-        """The bound over the step's seconds."""
+        """The bound divided by the step's seconds."""
         return self.bound / self.step_seconds
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Error of the prediction, relative to the measurement."""
         return self.predicted / self.step_seconds - 1
 
 
 @contextmanager
 def driving(problem: Problem, candidate: Candidate, run: Run) -> Iterator[Driver]:
     """A driver of waits, before the first step of a run."""
-    # One step more than is looked at, so that the last of these is no end of a run.
+    # One step more than is measured, so that the last measured step is not the end of a run.
     steps = run.learn + run.steps + 1
     settings = dataclasses.replace(of.settings(problem, candidate), steps=steps)
     waits = run.waits(of.costs(problem, candidate), settings)
@@ -128,7 +128,7 @@ def driving(problem: Problem, candidate: Candidate, run: Run) -> Iterator[Driver
 def measure(
     problem: Problem, candidate: Candidate, run: Run, stepped: Callable[[], object] = lambda: None
 ) -> Measured:
-    """Drives the runtime through a run of waits; `stepped` is called after every step."""
+    """Drives the runtime through a run of waits; calls `stepped` after every step."""
     ends, told, saved = [0.0], [], {}
     with driving(problem, candidate, run) as driver:
         for step in range(run.learn + run.steps):
@@ -152,13 +152,13 @@ def measure(
 
 
 def predict(model: CostModel, devices: Mapping[str, int], settings: Settings, run: Run) -> float:
-    """Mean seconds of the measured steps by the simulator, from the scheduler's averages and the jitter."""
+    """Mean seconds of the measured steps by the simulator, with the scheduler's average costs and the jitter."""
     layout, costs = learned(model, devices)
     # Of a fragment: that of the mean of its draws.
     jitter = run.jitter / math.sqrt(settings.fragment_images / run.unit)
     times = []
     for number in range(SIMULATED):
-        # Other draws than the run's own, which nobody could know.
+        # Other draws than the run's own, which a prediction cannot know.
         disturbance = Disturbance(jitter=jitter, seed=number)
         report = simulate(layout, costs, settings, settings.steps, disturbance)
         times += [report.step_times[n] for n in run.measured]
@@ -166,7 +166,7 @@ def predict(model: CostModel, devices: Mapping[str, int], settings: Settings, ru
 
 
 def bound(problem: Problem, run: Run) -> float:
-    """Seconds of a measured step if all devices did nothing but generate and train: (G + T)/N."""
+    """Seconds of a measured step if all devices only generated and trained: (G + T)/N."""
     settings = problem.settings
     waits = run.waits(problem.costs, settings)
     fragments = (Fragment(s, i) for s in run.measured for i in range(settings.fragments))
@@ -187,7 +187,7 @@ def compare(
     """Every variant at its best split.
 
     Raises:
-      ConfigError: something cannot be measured as it is asked for.
+      ConfigError: the request cannot be measured.
     """
     work.check()
     run.check()

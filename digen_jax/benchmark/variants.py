@@ -1,4 +1,4 @@
-"""What is compared: a step's work, and the tactics one after the other, each at its best split."""
+"""The compared variants: a step's work, and the tactics one after the other, each at its best split."""
 
 import dataclasses
 import math
@@ -16,12 +16,12 @@ DECODE = 0.05  # of the seconds of generation
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A step, and what its commands cost.
+    """A step and the costs of its commands.
 
     Attributes:
-      devices: all alike.
+      devices: number of equal devices.
       generate, train: the ratio of their device-seconds.
-      seconds: of a step if all devices were busy always: the bound (G + T)/N.
+      seconds: duration of a step if all devices were always busy: the bound (G + T)/N.
       encode, update, publish: as shares of that bound.
       score: of a step's images by the one scorer, as a share of the bound.
       groups, images, fragment: groups of a step, images of a group and of a fragment.
@@ -42,7 +42,7 @@ class Work:
     transitions: int = 9
 
     def check(self) -> None:
-        """Refuses what cannot be measured.
+        """Refuses work that cannot be measured.
 
         Raises:
           ConfigError: names the field and what to change.
@@ -57,7 +57,7 @@ class Work:
 
     @property
     def problem(self) -> Problem:
-        """For the planner; the trainer and each worker speed up linearly as far as they can split."""
+        """The planner's problem; the trainer and each worker speed up linearly as far as they can split."""
         image = self.seconds * self.devices / (self.groups * self.images)
         making = image * self.generate / (self.generate + self.train)
         costs = Costs(
@@ -79,7 +79,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A row of the table: which candidates compete for it, in a problem that may be an easier one."""
+    """A row of the table: its candidates, in a problem that may be an easier one."""
 
     name: str
     allowed: Callable[[Candidate], bool]
@@ -118,7 +118,7 @@ VARIANTS = (
 
 
 def best_split(variant: Variant, problem: Problem) -> Candidate:
-    """The one of a variant's candidates that the planner's search finds to be the fastest.
+    """The fastest of a variant's candidates by the planner's search.
 
     Raises:
       ConfigError: there is none.

@@ -1,4 +1,4 @@
-"""Executors whose commands wait, in place of device work, for as long as it is said to take."""
+"""Executors whose commands wait for a stated time in place of device work."""
 
 import dataclasses
 import random
@@ -29,32 +29,32 @@ from digen_jax.scheduling.settings import Costs
 
 @dataclasses.dataclass(frozen=True)
 class Waits:
-    """How long commands take.
+    """The durations of commands.
 
-    Each takes its cost times a factor drawn uniformly from 1 - `jitter` to 1 + `jitter`, which depends
-    on the seed and on what is done, but neither on who does it nor when: any two placements have
-    the same work to do. For a fragment there is a draw for every `unit` of its images, and their mean counts.
+    Each takes its cost times a factor drawn uniformly from 1 - `jitter` to 1 + `jitter`. The factor depends
+    on the seed and on the work, but not on the worker or the time, so that all placements have the same
+    work to do. A fragment has a draw for every `unit` of its images and takes their mean.
     """
 
     costs: Costs
     images: int  # of a fragment
-    unit: int  # which divides them
+    unit: int  # divides the images of a fragment
     jitter: float
     seed: int
 
     def seconds(self, command: Command, speed: float = 1.0) -> float:
-        """Of a command, by a worker of some speed."""
+        """Duration of a command on a worker of a given speed."""
         return self.costs.seconds(command.kind, self.images, speed) * self.factor(command)
 
     def factor(self, command: Command) -> float:
-        """What jitter makes of a command's cost."""
+        """The factor by which jitter changes a command's cost."""
         drawn = (
             random.Random(f"{self.seed} {command.kind} {part}") for part in self._work(command)
         )
         return 1 + self.jitter * fmean(one.uniform(-1, 1) for one in drawn)
 
     def _work(self, command: Command) -> list[tuple[int, int]]:
-        """What a command is about, whoever is told to do it: some parts of a step."""
+        """The parts of a step that a command is about, independent of the worker."""
         match command:
             case Generate() | Decode() | Deliver() | Score() | Train():
                 fragment, units = command.fragment, self.images // self.unit
@@ -67,13 +67,13 @@ class Waits:
             case Publish():
                 return [(command.version, 0)]
             case _:
-                return [(command.serial, 0)]  # no two placements have the same switches of roles
+                return [(command.serial, 0)]  # role switches differ between placements
 
 
 class WaitingExecutors:
-    """What a `Driver` drives, made of nothing but waits.
+    """Executors for a `Driver` that only wait.
 
-    The driver, its threads, the scheduler and the pool of rewards around it are the real ones.
+    The driver, its threads, the scheduler and the reward pool are the real ones.
     """
 
     def __init__(self, waits: Waits, layout: Layout):
@@ -82,10 +82,10 @@ class WaitingExecutors:
         self.devices: Mapping[str, int] = {name: mesh.devices for name, mesh in meshes.items()}
         self._speeds = {name: mesh.speed for name, mesh in meshes.items()}
         self._waits = waits
-        self.late: list[float] = []  # seconds by which each wait was overrun
+        self.late: list[float] = []  # timer wake-up delay of each wait, in seconds
 
     def do(self, command: Command) -> None:
-        """Waits as long as a command takes."""
+        """Waits for the duration of a command."""
         if command.answered:
             end = time.perf_counter() + self._waits.seconds(command, self._speeds[command.worker])
             time.sleep(max(0.0, end - time.perf_counter()))
@@ -98,11 +98,11 @@ class WaitingExecutors:
         return np.zeros((images, 1, 1, 3)), [""] * images, [{"seconds": seconds}] * images
 
     def scored(self, command: Score, scores: Float[np.ndarray, "b"]) -> Float[np.ndarray, "b"]:
-        """Nobody but the scheduler looks at the scores."""
+        """The scores, unchanged: only the scheduler reads them."""
         return scores
 
     def end_step(self) -> dict[str, float]:
-        """There is nothing to tell beside what the driver measures."""
+        """No metrics besides those that the driver measures."""
         return {}
 
     def published(self, publication: Publication) -> None:
@@ -118,6 +118,6 @@ class WaitingExecutors:
 def score(
     images: Float[np.ndarray, "b h w 3"], prompts: Sequence[str], metadata: Sequence[dict]
 ) -> Float[np.ndarray, "b"]:
-    """A reward that takes the seconds its metadata states."""
+    """A reward that takes the seconds that its metadata states."""
     time.sleep(metadata[0]["seconds"])
     return np.zeros(len(images))

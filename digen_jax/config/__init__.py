@@ -1,1 +1,1 @@
-"""A config as a user writes it, and the door by which it becomes the typed recipe that a run takes."""
+"""A config as a user writes it, and the door where it becomes the typed recipe of a run."""

@@ -1,6 +1,6 @@
-"""The config's section `algorithm`: its name chooses a settings class, whose fields are its fields.
+"""The config's section `algorithm`: its name chooses a settings class, and the class's fields are the section's.
 
-A field that holds settings itself, such as the noise levels `times`, is a section in it.
+A field that holds settings itself, such as the noise levels `times`, is a nested section.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from digen_jax.algorithms.preference import DiffusionDPO
 from digen_jax.config.sections import Sampling
 from digen_jax.errors import ConfigError, check_choice
 
-# The algorithms there are.
+# All algorithms, by name.
 CLASSES = {kind.name: kind for kind in (PolicyGradient, DiffusionNFT, AWM, DiffusionDPO)}
 
 
 def chosen(config: ConfigDict) -> str:
-    """The name of a config's algorithm, which may have been left out.
+    """The name of a config's algorithm, or the default where the config has none.
 
     Raises:
       ConfigError: there is no algorithm of that name.
@@ -42,12 +42,12 @@ def kind(config: ConfigDict) -> type[Algorithm]:
 
 
 def section(name: str) -> dict[str, Any]:
-    """The section of an algorithm, every field at its default."""
+    """The section of an algorithm with every field at its default."""
     return {"name": name, **dataclasses.asdict(CLASSES[name]()), **CLASSES[name].config_defaults}
 
 
 def check_own(config: ConfigDict) -> None:
-    """Refuses fields of another algorithm than the chosen one; what is no field at all is not looked for.
+    """Refuses fields of another algorithm than the chosen one; `check_fields` refuses unknown fields.
 
     Raises:
       ConfigError: names the first such field, and the algorithms that have it.
@@ -65,7 +65,7 @@ def check_own(config: ConfigDict) -> None:
 
 
 def settled(given: Mapping[str, Any], sampler: Sampling, stale: bool, updates: int) -> Algorithm:
-    """The settings of a complete section, with what it leaves to others decided.
+    """The settings of a complete section; "auto" and 0 are replaced by what the other sections imply.
 
     Args:
       given: the section.
@@ -81,7 +81,7 @@ def settled(given: Mapping[str, Any], sampler: Sampling, stale: bool, updates: i
     if fields.get("old_log_probs") == "auto":
         fields["old_log_probs"] = choose_old_log_probs(
             "auto",
-            # Else the weights are rounded, too, which an importance weight to what sampled corrects.
+            # An importance weight to the sampler's policy also corrects for its rounded weights.
             same_dtype=not sampler.dtype or fields.get("importance_cap", 0) > 0,
             stale=stale,
             updates=updates,

@@ -1,4 +1,4 @@
-"""The command line of a script: its overrides are checked before the config is read, its mistakes are one line each."""
+"""The command line of a script: overrides are checked before the config is read, each mistake is one line."""
 
 import re
 import runpy
@@ -16,47 +16,29 @@ from digen_jax.errors import ConfigError, check_choice
 from digen_jax.process.ending import STOPPED, Stopped, without_the_hung
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
-# A group of fields that one word may be given for, and the field that it is the value of.
+# Groups of fields that may be given as one word, and the field that this word sets.
 IN_A_WORD = {"config.placement": "config.placement.sizes"}
 
+# What a script runs; by name, where it has several.
+Main = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
-def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
-    """Runs a script's `main()` once absl has read the flags; a `ConfigError` is one line, code 2.
 
-    So are `ending.Stopped`, code 75, and Ctrl-C where nothing else answers it, code 130. Where a thread
-    hangs the process does not wait for it.
+def run_main(main: Main) -> None:
+    """Runs a script's `main()` after absl has read the flags; a `ConfigError` prints one line, exit code 2.
 
-    Of several, by their names, the first word of the command line says which one.
-    A file given by `--config` and its overrides `--config.some.field=value` are checked first,
-    because config_flags answers a misspelt field with a traceback.
+    `ending.Stopped` prints one line, too, with exit code 75, and so does Ctrl-C where nothing else handles it, with
+    130. The process does not wait for a thread that hangs.
+
+    A script with several `main` functions, by their names, takes one of these names as its first word.
     """
-    several = isinstance(main, Mapping)
-
-    def checked(argv: Sequence[str]) -> Any:
-        words, call = argv[1:], main
-        if several:
-            if not words:
-                raise ConfigError(f"say which one to run: {' or '.join(main)}")
-            check_choice("the first word", words[0], main)
-            call, words = main[words[0]], words[1:]
-        if words:
-            raise ConfigError(f"{words[0]!r} belongs to no option: write --option='its value'")
-        return call()
-
-    def parse_flags(argv: Sequence[str]) -> list[str]:
-        check_overrides(argv)
-        # Else absl reads no option behind a word.
-        flags.FLAGS.set_gnu_getopt(several)
-        try:
-            return flags.FLAGS(argv)
-        except flags.Error as error:
-            raise ConfigError(f"{error}; --help lists all options") from error
-
-    # In place, as config_flags has kept this very list to find its overrides in.
+    # In place, because config_flags looks for its overrides in this list.
     sys.argv[:] = spelled_out(sys.argv)
     with without_the_hung():
         try:
-            app.run(checked, flags_parser=parse_flags)
+            app.run(
+                lambda argv: chosen(main, argv[1:])(),
+                flags_parser=lambda argv: parse_flags(argv, isinstance(main, Mapping)),
+            )
         except (ConfigError, Stopped) as error:
             text = error.shown() if isinstance(error, ConfigError) else str(error)
             print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
@@ -66,8 +48,42 @@ def run_main(main: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
             sys.exit(128 + signal.SIGINT)
 
 
+def chosen(main: Main, words: Sequence[str]) -> Callable[[], Any]:
+    """The function that a command line asks for by the words that are left after absl has read the flags.
+
+    Raises:
+      ConfigError: there is no such function, or there are too many words.
+    """
+    if isinstance(main, Mapping):
+        if not words:
+            raise ConfigError(f"say which one to run: {' or '.join(main)}")
+        check_choice("the first word", words[0], main)
+        main, words = main[words[0]], words[1:]
+    if words:
+        raise ConfigError(f"{words[0]!r} belongs to no option: write --option='its value'")
+    return main
+
+
+def parse_flags(argv: Sequence[str], with_words: bool) -> list[str]:
+    """Lets absl read a command line's flags; returns the script's name and the words that are left.
+
+    A file given by `--config` and its overrides `--config.some.field=value` are checked first,
+    because config_flags answers a misspelt field with a traceback.
+
+    Raises:
+      ConfigError: an unknown flag or override, or a value that it cannot have.
+    """
+    check_overrides(argv)
+    # Without this absl reads no option after a word.
+    flags.FLAGS.set_gnu_getopt(with_words)
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        raise ConfigError(f"{error}; --help lists all options") from error
+
+
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """A command line with the field that is meant where one word is given for a group of fields."""
+    """A command line in which one word for a group of fields is replaced by the field that it sets."""
 
     def argument(text: str) -> str:
         name, _, value = text.partition("=")
@@ -78,10 +94,10 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
 
 
 def check_overrides(argv: Sequence[str]) -> None:
-    """Checks that the file behind `--config` exists and has every field that is overridden.
+    """Checks that the file given by `--config` exists and has every field that is overridden.
 
     Args:
-      argv: a command line; where `--config` is not in it nothing is checked.
+      argv: a command line; without `--config` nothing is checked.
 
     Raises:
       ConfigError: names the missing file, or the unknown field and the closest known one.
@@ -113,7 +129,7 @@ def _config_path(argv: Sequence[str]) -> str | None:
 
 
 def _check_group(name: str, given: str, fields: dict[str, Any]) -> None:
-    """Refuses one value for a group of fields; all of them in braces are taken."""
+    """Refuses one value for a group of fields; a dict of all of them in braces is accepted."""
     if isinstance(fields.get(name), ConfigDict) and given and not given.startswith("{"):
         some = next(iter(fields[name]), "field")
         raise ConfigError(

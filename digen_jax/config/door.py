@@ -1,4 +1,4 @@
-"""The door: a config comes in as a user wrote it, and goes on as a `Recipe`, completed, checked and typed."""
+"""The door: a config comes in as a user wrote it and leaves as a `Recipe`, completed, checked and typed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,17 +13,17 @@ from digen_jax.errors import together
 
 
 def open_recipe(config: ConfigDict, devices: int | None = None) -> Recipe:
-    """What a run takes of a config, once nothing in it is left that cannot work.
+    """The recipe of a config that has passed all checks which need no model.
 
-    Reads the prompt files and imports the reward, nothing slow; no model is opened.
+    Reads the prompt files and imports the reward. Nothing slow happens, and no model is opened.
 
     Args:
-      config: what is left out of it has its default.
-      devices: how many there are: a placement that is to be fitted is, and the meshes are checked. None: the
-        placement stays as it is, and is checked with what it goes with only.
+      config: missing fields take their defaults.
+      devices: how many there are: a "fitted" placement is fitted to them, and the meshes are checked. None: the
+        placement stays as it is, and is only checked against other fields.
 
     Raises:
-      ConfigError: the sentences of all mistakes that can be told at once.
+      ConfigError: one sentence for each mistake that can be found at once.
     """
     full = complete(config)
     with together() as one:
@@ -39,12 +39,12 @@ def open_recipe(config: ConfigDict, devices: int | None = None) -> Recipe:
 
 
 def reopen_recipe(config: ConfigDict | Mapping[str, Any]) -> Recipe:
-    """As `open_recipe`, of what needs no second look: the config of a run, or of one that is only planned.
+    """The recipe of a config that an earlier run has checked, or of a run that is only planned.
 
-    So its files need not be there any more, or not yet, and its reward not importable.
+    Its files need not exist and its reward need not be importable.
 
     Raises:
-      ConfigError: unknown fields, or fields that cannot be what they are.
+      ConfigError: an unknown field, or a value that a field cannot have.
     """
     full = complete(ConfigDict(config))
     check_each(full)

@@ -1,4 +1,4 @@
-"""The fields of a config: their names and kinds, and where an unknown name comes closest."""
+"""The fields of a config: their names and types, and the known name closest to an unknown one."""
 
 import difflib
 from typing import Any
@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from digen_jax.errors import ConfigError
 
-# Fields that older configs have, and where they have gone.
+# Fields of older configs, and where they have moved.
 MOVED = {"config.algorithm.advantage_std": "config.advantages.std"}
 KINDS = {
     bool: ("True or False", (bool,)),
@@ -20,7 +20,7 @@ KINDS = {
 
 
 def flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
-    """Every dotted name of a config with its value, the groups of fields among them."""
+    """Every dotted name of a config with its value, groups of fields included."""
     fields = {}
     for name, value in config.items():
         fields[f"{path}.{name}"] = value
@@ -30,7 +30,7 @@ def flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
 
 
 def check_known(name: str, fields: dict[str, Any]) -> None:
-    """Refuses the first part of a dotted name that is no field; `fields` are the known ones, as of `flat`."""
+    """Refuses a dotted name and names its first part that is no field; `fields` are the known ones, from `flat`."""
     parts = name.split(".")
     for end in range(2, len(parts) + 1):
         parent, field = ".".join(parts[: end - 1]), ".".join(parts[:end])
@@ -41,7 +41,7 @@ def check_known(name: str, fields: dict[str, Any]) -> None:
 
 
 def _nearest(name: str, fields: dict[str, Any]) -> str:
-    """A hint for an unknown field: the like of it beside it, else elsewhere, else all beside it."""
+    """A hint for an unknown field: a similar one in its section, or elsewhere, or all fields of its section."""
     if name in MOVED:
         return f"it is {MOVED[name]} now"
     parent, field = name.rsplit(".", 1)
@@ -56,7 +56,7 @@ def _nearest(name: str, fields: dict[str, Any]) -> str:
 
 
 def check_fields(config: ConfigDict, reference: ConfigDict) -> None:
-    """Checks that a config has exactly the fields of a reference.
+    """Checks that a config has exactly the fields of a reference config.
 
     Raises:
       ConfigError: names the first unknown field and the closest known one, or the first missing.
@@ -70,13 +70,13 @@ def check_fields(config: ConfigDict, reference: ConfigDict) -> None:
 
 
 def check_types(config: ConfigDict, reference: ConfigDict, path: str = "config") -> None:
-    """Checks the kind of every value of a config by the reference's; call `check_fields` first.
+    """Checks the type of every value of a config against the reference's; call `check_fields` first.
 
-    A whole number passes for a number and a list for a tuple. Where the reference holds None
-    anything passes; where it is a placeholder, None and its own kind.
+    A whole number passes for a number and a list for a tuple. Where the reference holds None,
+    anything passes; where it is a placeholder, None and values of its type pass.
 
     Raises:
-      ConfigError: names the first field whose value is of another kind, and the kind it needs.
+      ConfigError: names the first field whose value has another type, and the type it needs.
     """
     for name, value in reference.items():
         given, kind = config[name], reference.get_type(name)

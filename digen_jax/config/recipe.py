@@ -1,7 +1,7 @@
-"""What a training config may hold, typed; and what of it a resumed run may have otherwise.
+"""The typed fields of a training config, and which of them a resumed run may change.
 
-A recipe in configs/ states the fields that matter to it; `complete` fills in the rest. What cannot work is
-for `checks` to say. `door.open_recipe` does all of this once.
+A recipe in configs/ states the fields that matter to it; `complete` fills in the rest; `checks` refuses what cannot
+work. `door.open_recipe` does all of this once.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ from digen_jax.errors import ConfigError
 from digen_jax.flow.windows import Window
 from digen_jax.scheduling.settings import Settings
 
-# Where a step's work is done and how it is cut: its result is the same up to rounding.
+# Where a step's work is done and how it is divided: the result is the same up to rounding.
 LAYOUT = ("placement", "sampler.fragment", "trainer.micro_batch", "trainer.pack")
-# What a user may turn between two starts of a run: the steps that follow are computed by it.
+# Fields that change the result and that a user may change between two starts of a run.
 TURNED = (
     "algorithm.clip_range",
     "algorithm.kl_coefficient",
@@ -51,7 +51,7 @@ TURNED = (
     "trainer.warmup",
     "trainer.weight_decay",
 )
-# What a resumed run may have otherwise: all but TURNED changes nothing that is computed in a step.
+# All fields that a resumed run may change; only those in TURNED change what a step computes.
 MAY_CHANGE = (
     *LAYOUT,
     *TURNED,
@@ -66,7 +66,7 @@ MAY_CHANGE = (
     "wandb",
 )
 
-# What a user calls the fields of the scheduler's settings that a config has by other names.
+# Fields of the scheduler's settings, and their names in a config.
 SCHEDULED = {
     "groups": "config.batch.groups",
     "images": "config.batch.images",
@@ -79,13 +79,13 @@ SCHEDULED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a run takes of a config: every section typed, and settled what sections leave to one another.
+    """A complete config with typed sections; fields that depend on other sections are settled.
 
-    `asked` is the section `algorithm` as the config has it, where "auto" or 0 may stand for what others say.
+    `asked` is the section `algorithm` as the config has it, where "auto" or 0 may stand for another section's value.
     """
 
-    seed: int = 0
-    steps: int = 100
+    seed: int = 0  # seed of all random numbers of a run
+    steps: int = 100  # training steps
     model: Model = dataclasses.field(default=Model())
     prompts: Prompts = dataclasses.field(default=Prompts())
     reward: Reward = dataclasses.field(default=Reward())
@@ -105,15 +105,15 @@ class Recipe:
 
     @property
     def noisy_steps(self) -> int:
-        """Steps of the sampler's window, which have noise and are stored."""
+        """Number of steps in the sampler's window, which have noise and are stored."""
         return self.sampler.window.length
 
     @property
     def trained_steps(self) -> int:
-        """Samples that are trained of each image: transitions, or noise levels of the forward process.
+        """Number of training samples of each image: transitions, or noise levels of the forward process.
 
         Raises:
-          ValueError: no transition, or more than the window has.
+          ValueError: the window's fraction gives no transition, or more than the window has.
         """
         if self.algorithm.objective == "matching":
             return self.algorithm.times.count
@@ -121,13 +121,13 @@ class Recipe:
 
     @property
     def window(self) -> Window:
-        """Where the noisy steps are, if there are any."""
+        """The noisy steps of the schedule, if there are any."""
         given = {k: v for k, v in vars(self.sampler.window).items() if k != "fraction"}
         return Window(**given | {"end": given["end"] or None, "seed": self.seed})
 
     @property
     def draws(self) -> Draws:
-        """What the images of every step are drawn by."""
+        """The random draws for the images of every step."""
         noisy = self.window if self.noisy_steps else None
         return Draws(self.seed, noisy, self.sampler.window.fraction, self.sampler.shared_noise)
 
@@ -154,28 +154,28 @@ class Recipe:
 
     @property
     def drawn_groups(self) -> int:
-        """Groups for which every step draws prompts: with dynamic sampling all that may be candidates.
+        """Number of groups for which every step draws prompts: with dynamic sampling all possible candidates.
 
-        Their number is fixed, so that the next step's prompts, which asynchrony begins before this step is
-        known, and the place in the file after a step depend on nothing that happens in it.
+        The number is fixed, so that the next step's prompts, which asynchrony reads before this step has
+        ended, and the position in the file after a step do not depend on what happens in the step.
         """
         return self.runtime.max_candidates or self.batch.groups
 
     @property
     def evaluation_steps(self) -> int:
-        """Of the sampler that evaluates."""
+        """Denoising steps of the sampler that evaluates."""
         return self.evaluation.steps or self.sampler.steps
 
     @property
     def layout(self) -> str:
-        """Where a step's work is done and how it is cut, as a text: what commands cost depends on it."""
+        """Where a step's work is done and how it is divided, as a string: the costs of commands depend on it."""
         placement = dataclasses.asdict(self.placement)
         del placement["cpu_devices"], placement["sizes"]
         cut = self.sampler.fragment, self.trainer.micro_batch, self.trainer.pack
         return json.dumps({"placement": placement, "cut": cut}, sort_keys=True)
 
     def as_json(self) -> dict[str, Any]:
-        """The complete config as it was asked for, in the words of JSON: what all files of a run hold of it."""
+        """The complete config as it was asked for, as JSON values: all files of a run store it in this form."""
         sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         asked = {"algorithm": dict(sections.pop("asked"))}
         own = {field.name for field in dataclasses.fields(Advantages)}
@@ -184,19 +184,19 @@ class Recipe:
         return json.loads(json.dumps(plain, sort_keys=True))
 
     def with_meshes(self, sizes: MeshSizes) -> "Recipe":
-        """The same with meshes of other sizes."""
+        """The same recipe with meshes of other sizes."""
         placement = dataclasses.replace(self.placement, sizes=GIVEN, **sizes._asdict())
         return dataclasses.replace(self, placement=placement)
 
 
 def reference(algorithm: str = "policy_gradient") -> ConfigDict:
-    """Every field with its default; those of the section `algorithm` are the algorithm's own."""
+    """Every field with its default; the section `algorithm` has the fields of the given algorithm."""
     own = {"algorithm": algorithm_section.section(algorithm), "advantages": _plain(Advantages())}
     return ConfigDict({name: _plain(section) for name, section in _defaults().items()} | own)
 
 
 def typed(config: ConfigDict) -> Recipe:
-    """The recipe of a complete config whose fields hold, each alone, what they may: see `checks.check_each`."""
+    """The recipe of a complete config whose single fields are valid: see `checks.check_each`."""
     sections = {name: _section(default, config[name]) for name, default in _defaults().items()}
     asked = config.algorithm.to_dict()
     algorithm = algorithm_section.settled(
@@ -210,13 +210,13 @@ def typed(config: ConfigDict) -> Recipe:
 
 
 def _defaults() -> dict[str, Any]:
-    """By name, of all fields of a recipe that are as the config has them."""
+    """Defaults by name, of all fields that a recipe takes from the config unchanged."""
     fields = dataclasses.fields(Recipe)
     return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
 
 
 def _section(default: Any, given: Any) -> Any:
-    """A section like its default, but with a config's values."""
+    """A section of its default's type with a config's values."""
     if dataclasses.is_dataclass(default):
         names = [field.name for field in dataclasses.fields(default)]
         return type(default)(**{k: _section(getattr(default, k), given[k]) for k in names})
@@ -224,7 +224,7 @@ def _section(default: Any, given: Any) -> Any:
 
 
 def _fixed(value: Any) -> Any:
-    """Tuples in place of lists, as JSON has them."""
+    """Tuples in place of the lists of JSON."""
     return tuple(map(_fixed, value)) if isinstance(value, list | tuple) else value
 
 
@@ -233,10 +233,10 @@ def _plain(section: Any) -> Any:
 
 
 def complete(config: ConfigDict) -> ConfigDict:
-    """The config with every field that it leaves out at its default.
+    """The config with defaults for every missing field.
 
     Raises:
-      ConfigError: an unknown field or one of another algorithm, or a value of another kind than the
+      ConfigError: an unknown field or one of another algorithm, or a value of another type than the
         default's.
     """
     if isinstance(config.get("placement"), str):
@@ -258,14 +258,14 @@ def resized(config: ConfigDict, sizes: MeshSizes) -> ConfigDict:
 
 
 def with_placement(config: ConfigDict, placement: ConfigDict | str) -> ConfigDict:
-    """A config with another placement, a section or what its `sizes` are to be in a word."""
+    """A config with another placement: a section, or one word for its `sizes`."""
     changed = ConfigDict({k: v for k, v in config.items() if k != "placement"})
     changed.placement = placement
     return changed
 
 
 def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:
-    """`config` over `defaults`, group by group; fields that the defaults lack stay, to be refused."""
+    """`config` over `defaults`, section by section; unknown fields stay and are refused later."""
     merged = ConfigDict(defaults)
     with merged.unlocked():
         for name, value in config.items():
@@ -281,7 +281,7 @@ def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:
 
 
 def _check_window_is_a_section(config: ConfigDict) -> None:
-    """Says how to write what was once (first trained step, number of trained steps)."""
+    """Says how to rewrite the old form (first trained step, number of trained steps)."""
     window = config.sampler.window if isinstance(config.sampler, ConfigDict) else ConfigDict()
     if isinstance(window, ConfigDict):
         return

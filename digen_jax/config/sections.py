@@ -1,6 +1,6 @@
-"""The sections of a config: their fields with defaults, and what the parts of a run take of each.
+"""The sections of a config: their fields with defaults, and the settings that they become.
 
-The section `algorithm` is that of the algorithm's own settings: see `algorithm_section`.
+A field's comment is its text in docs/configuration.md. For the section `algorithm` see `algorithm_section`.
 """
 
 import dataclasses
@@ -13,46 +13,48 @@ from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.rewards import names_in
 from digen_jax.weights.lora import LoraConfig
 
-SIZES = (GIVEN, FITTED, AUTO) = ("given", "fitted", "auto")  # of the meshes of a placement
+SIZES = (GIVEN, FITTED, AUTO) = ("given", "fitted", "auto")  # values of `Placing.sizes`
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is tuned, and the size of its images."""
+    """The model that is tuned, and the size of its images."""
 
-    folder: str = "assets/shapes-sd3"  # a diffusers pipeline: local folder or hub id
-    height: int = 32
-    width: int = 32
-    dtype: str = "float32"  # of the network's arithmetic; parameters are kept in float32
+    folder: str = "assets/shapes-sd3"  # a diffusers pipeline: a local folder or a hub id
+    height: int = 32  # height of the images, in pixels
+    width: int = 32  # width of the images, in pixels
+    dtype: str = "float32"  # type of the network's arithmetic; parameters are kept in float32
     remat: bool = False  # recompute activations in the backward pass: less memory, more time
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """What is trained on."""
+    """The prompts to train on."""
 
+    # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata
     file: str = "assets/prompts/shapes_train.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """What scores the images."""
+    """The reward that scores the images."""
 
-    name: str = "shapes_geneval"  # or module:function; or several, with commas between them
-    weights: tuple[float, ...] = ()  # of several, one each; empty: all 1
-    # That score beside generation; 0: a thread of this one, which nothing can end: where the reward
-    # hangs in it (`runtime.deadline`) the run saves and stops, while a process is killed and replaced.
+    name: str = "shapes_geneval"  # a built-in reward or module:function; several with commas
+    weights: tuple[float, ...] = ()  # one weight for each reward; empty: all weights are 1
+    # processes that score beside generation; 0: a thread of the run's own process, which cannot be
+    # killed: where the reward hangs in it (`runtime.deadline`), the run saves and stops
     processes: int = 1
-    retries: int = 2  # of pictures on which it raises an exception, dies or hangs; then the run saves and stops
+    # how often a reward that raises, dies or hangs is asked again; then the run saves and stops
+    retries: int = 2
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Of each reward."""
+        """The name of each reward."""
         return names_in(self.name)
 
     @property
     def weight_of_each(self) -> tuple[float, ...]:
-        """As many weights as rewards."""
+        """One weight for each reward."""
         return tuple(map(float, self.weights)) or (1.0,) * len(self.names)
 
 
@@ -60,76 +62,91 @@ class Reward:
 class Batch:
     """The images of a step."""
 
-    groups: int = 12  # groups a step
-    images: int = 12  # images a group
+    groups: int = 12  # groups a step; a group is the images of one prompt
+    images: int = 12  # images a group; at least 2
 
 
 @dataclasses.dataclass(frozen=True)
 class NoisyWindow:
-    """The steps that are noisy and trained: `flow.windows.Window`."""
+    """The denoising steps that have noise and are trained: `flow.windows.Window`."""
 
-    first: int = 0
+    first: int = 0  # first step of the window; the first place of one that moves
+    # steps in the window; 0: sampling without noise, for algorithms that train final images
     length: int = 4
-    mode: str = "fixed"  # or "random", "progressive"
-    end: int = 0  # of a window that moves, which stays before this step; 0: none
-    interval: int = 1  # training steps at one place
-    stride: int = 1  # of "progressive"
-    roll_back: bool = True  # of "progressive", which else stays at its last place
-    fraction: float = 1.0  # of the window, that each image trains: random steps, as DanceGRPO's
+    mode: str = "fixed"  # how the window moves between training steps
+    end: int = 0  # a window that moves stays before this step; 0 for a fixed window
+    interval: int = 1  # training steps that the window stays at one place
+    stride: int = 1  # steps that a "progressive" window moves each time
+    # a "progressive" window starts again after its last place; False: it stays there
+    roll_back: bool = True
+    # share of the window's steps that each image trains, at random (DanceGRPO)
+    fraction: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How training images are sampled."""
 
-    steps: int = 8
+    steps: int = 8  # denoising steps
+    # "ode" and "dpm2" add no noise; "flow" is Flow-GRPO's SDE, "dance" DanceGRPO's, "cps" keeps
+    # coefficients, "flow_capped" bounds the noise of a step
     kind: str = "cps"
+    # noise of the steps in the window, in the unit of `kind`; 0 without noise
     noise_level: float = 0.8
     window: NoisyWindow = NoisyWindow()
-    # a group's images start from one noise: DanceGRPO; an option of Flow-GRPO
+    # a group's images start from one noise (DanceGRPO; an option in Flow-GRPO's code)
     shared_noise: bool = False
-    guidance: float = 1.0  # policy gradients train at it, too, others at algorithm.guidance
-    # where `guidance` is a number that the network is given: of a second pass without the prompt, in training, too
+    # guidance scale, 1: none; policy gradients train at it too, other algorithms at algorithm.guidance
+    guidance: float = 1.0
+    # scale of a second pass without the prompt, for models that are given `guidance` as a number; in training too
     true_guidance: float = 1.0
-    fragment: int = 144  # images generated by one call
-    dtype: str = ""  # of its arithmetic, and of the weights that it is sent; "": as the trainer's
+    fragment: int = 144  # images that one call generates: the unit passed from rollout to trainer
+    # type of the sampler's arithmetic and of the weights that it is sent; "": as the trainer's
+    dtype: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Advantages:
     """How rewards become advantages: `algorithms.advantages.AdvantageSettings`."""
 
-    baseline: str = "group_mean"  # or "leave_one_out", as in RLOO
-    std: str = "group"  # that divides; or "global", "none"
-    ddof: int = 0  # 0: the population's std; 1: a sample's
-    # several, weighed and added up, then their advantages; or "advantages", "gdpo"
+    baseline: str = "group_mean"  # the reward that is subtracted; "leave_one_out" as in RLOO
+    # the standard deviation that divides: of the group, of the whole step ("global"), or "none" (Dr. GRPO)
+    std: str = "group"
+    ddof: int = 0  # 0: standard deviation of a population; 1: of a sample
+    # several rewards: "rewards" sums them with their weights first, "advantages" sums their
+    # advantages, "gdpo" also divides that sum by its standard deviation over the step
     combine: str = "rewards"
-    best_and_worst: int = 0  # train so many of the best and of the worst of a group; 0: all
-    drop_zero_std: bool = False  # leave groups of equal rewards out of loss, KL and means
+    # train this many of the best and this many of the worst images of a group; 0: all
+    best_and_worst: int = 0
+    # leave groups of equal rewards out of the loss, the KL and the means
+    drop_zero_std: bool = False
 
     def settings(self, reward: Reward) -> AdvantageSettings:
-        """Those of a reward."""
+        """The settings for the rewards of a section `reward`."""
         return AdvantageSettings(**vars(self), reward_weights=reward.weight_of_each)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """What is tuned of the model, where it is not all of it."""
+    """The LoRA that is tuned in place of all weights."""
 
-    rank: int = 0  # 0: all weights are tuned
-    alpha: float = 1.0
-    targets: str = ""  # a regular expression for names of linear layers, see `LoraConfig`; "": the model family's
-    init: str = "kaiming"  # of the first factor: PEFT's default; or "gaussian", of std 1 / rank
-    start: str = ""  # a LoRA to continue, of this rank, alpha and layers: PEFT's or diffusers' folder, or hub id
+    rank: int = 0  # rank of the factors; 0: no LoRA, all weights are tuned
+    alpha: float = 1.0  # the update is scaled by alpha / rank
+    # regular expression for the whole names of the linear layers, as in torch; "": the model family's own
+    targets: str = ""
+    # how the first factor is drawn: PEFT's default, or "gaussian" with a standard deviation of 1 / rank
+    init: str = "kaiming"
+    # a LoRA to continue, of the same rank, alpha and layers: a folder of PEFT or diffusers, or a hub id
+    start: str = ""
 
     def settings(self, of_family: str) -> LoraConfig | None:
-        """The layers and their factors; None where all weights are tuned.
+        """Layers and factors; None where all weights are tuned.
 
         Args:
           of_family: the targets of the model's family.
 
         Raises:
-          ValueError: targets that are no regular expression.
+          ValueError: the targets are no regular expression.
         """
         targets = self.targets or of_family
         return LoraConfig(self.rank, self.alpha, targets, self.init) if self.rank else None
@@ -140,24 +157,25 @@ class Training:
     """How a step's images become updates."""
 
     micro_batch: int = 144  # images in one forward and backward pass
-    pack: int = 1  # denoising steps of each of them in it
-    updates: int = 1  # optimizer updates a step
-    learning_rate: float = 1e-4
-    warmup: int = 0  # updates in which the rate rises
-    decay: int = 0  # updates after these in which it falls linearly to 0; 0: it stays
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    ema: float = 0.0  # decay of the average that is evaluated and exported; 0: none
+    pack: int = 1  # denoising steps of each image in one pass
+    updates: int = 1  # optimizer updates a step, each of its own groups
+    learning_rate: float = 1e-4  # AdamW's learning rate after the warm-up
+    warmup: int = 0  # updates in which the learning rate rises linearly
+    decay: int = 0  # updates after the warm-up in which the rate falls linearly to 0; 0: it stays
+    b1: float = 0.9  # AdamW's decay of the gradient's average
+    b2: float = 0.999  # AdamW's decay of the squared gradient's average
+    eps: float = 1e-8  # AdamW's epsilon
+    weight_decay: float = 0.0  # AdamW's weight decay
+    clip_norm: float = 1.0  # gradients are clipped to this global norm; inf: never
+    # decay of the weights' moving average, which is evaluated and exported; 0: no average
+    ema: float = 0.0
     ema_warm_up: bool = False  # a smaller decay at first: (1 + n) / (10 + n) after n updates
-    ema_every: int = 1  # the average follows each so many updates
-    ema_repeats: int = 1  # so often each time: to go by code that mixes it at every micro-batch
+    ema_every: int = 1  # updates between two mixings of the average
+    ema_repeats: int = 1  # mixings each time, to follow code that mixes at every micro-batch
 
     @property
     def settings(self) -> TrainerSettings:
-        """The trainer's, which is told when to update."""
+        """The trainer's settings; the scheduler tells it when to update."""
         return TrainerSettings(**{k: v for k, v in vars(self).items() if k != "updates"})
 
 
@@ -165,49 +183,51 @@ class Training:
 class Placing:
     """Which devices do what.
 
-    Or in one word what `sizes` is to be, in a config file as on the command line: --config.placement=auto.
+    One word in place of the section sets `sizes`, in a config file as on the command line: --config.placement=auto.
     """
 
-    # "given"; or "fitted": made smaller where there are fewer devices; or "auto": the planner's
-    # choice, from costs that are measured first
+    # "given": the sizes below; "fitted": smaller ones where there are fewer devices; "auto": the
+    # planner chooses, from costs that it measures first
     sizes: str = GIVEN
-    # data 0: on the trainer's devices, in turn with it; workers: meshes of this size
     rollout: RolloutAxes = dataclasses.field(default=RolloutAxes(data=4, fsdp=1, workers=1))
-    # time splits the steps of a pass
     trainer: TrainerAxes = dataclasses.field(default=TrainerAxes(data=4, fsdp=1, time=1))
-    # (regex over the parameter's path, tactic)
+    # pairs (regular expression over the parameter's path, tactic); the first that matches decides;
+    # tactics are "replicate" and "fsdp", which splits a parameter over the axis fsdp
     rules: tuple[tuple[str, str], ...] = ((".*", "replicate"),)
-    cpu_devices: int = 8  # virtual devices where there is no accelerator
+    cpu_devices: int = 8  # virtual CPU devices where there is no accelerator
 
     @property
     def meshes(self) -> MeshSizes:
-        """The meshes that are asked for."""
+        """Sizes of the meshes."""
         return MeshSizes(self.rollout, self.trainer)
 
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """Who works when."""
+    """The order in which meshes sample and train."""
 
-    staleness: int = 0  # versions that a trajectory may be old; 0: strictly on policy
-    stale_share: float = 0.5  # of a step's groups, at most, that may begin before the step is on
-    tag_fragments: int = 0  # of a step, that the trainer may generate where it would wait
-    tag_weights: str = "in place"  # what it samples from; or "resharded", a copy on each device
-    # groups tried for a step, as those of equal rewards are replaced; 0: none are
+    staleness: int = 0  # weight versions that a trajectory may be behind; 0: strictly on policy
+    # largest share of a step's groups that may begin before the step; 0 to 1
+    stale_share: float = 0.5
+    # fragments of a step that a waiting trainer may generate itself; 0: none
+    tag_fragments: int = 0
+    # weights that the trainer then samples from: its own, or a copy on each device ("resharded")
+    tag_weights: str = "in place"
+    # dynamic sampling: groups tried for a step, as those of equal rewards are replaced; 0: off
     max_candidates: int = 0
-    redundant_groups: int = 0  # generated beside those needed, so that no replacement is waited for
-    ordered: str = "auto"  # train a step's fragments in their order: "yes", "no", or if nothing is early or stale
-    early_groups: int = 0  # that may be in training at a time before they are complete; 0: none
-    # Seconds after which a command or a reward counts as hung, or ten times as many as it was
-    # measured to take, if these are more; compilation does not count. 0: never.
+    redundant_groups: int = 0  # groups generated ahead, so that no replacement has to be waited for
+    # train a step's fragments in their order; "auto": if nothing is trained early or stale
+    ordered: str = "auto"
+    early_groups: int = 0  # incomplete groups that may be in training at a time; 0: none
+    # seconds after which a command or a reward counts as hung, or ten times its measured duration if
+    # that is longer; compilation does not count; 0: never
     deadline: float = 1800.0
 
     @property
     def in_order(self) -> bool:
         """Whether a step's fragments are trained in their order.
 
-        By default they are strictly on policy, unless something is trained early: a run is then the same
-        to the last bit whenever it is done again.
+        "auto" means yes without asynchrony and early training: a repeated run then gives the same bits.
         """
         if self.ordered == "auto":
             return self.staleness == 0 and not self.early_groups
@@ -216,46 +236,46 @@ class Runtime:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluating:
-    """How the model is measured on held-out prompts."""
+    """How the model is evaluated on held-out prompts."""
 
-    prompts: str = "assets/prompts/shapes_heldout.jsonl"
-    every: int = 20
-    steps: int = 0  # of the sampler; 0: as many as in training
-    guidance: float = 1.0
-    true_guidance: float = 1.0
-    batch: int = 180
-    images: int = 0  # 0: one for every prompt of the file
+    prompts: str = "assets/prompts/shapes_heldout.jsonl"  # a prompt file, as prompts.file
+    every: int = 20  # steps between two evaluations
+    steps: int = 0  # denoising steps of the noiseless sampler; 0: as many as in training
+    guidance: float = 1.0  # guidance scale, 1: none
+    true_guidance: float = 1.0  # as sampler.true_guidance
+    batch: int = 180  # images generated by one call
+    images: int = 0  # the first prompts of the file, one image each; 0: all of them
 
 
 @dataclasses.dataclass(frozen=True)
 class Pictures:
     """When pictures are written, and how many images each shows."""
 
-    every: int = 20
-    images: int = 12
+    every: int = 20  # steps between two pictures
+    images: int = 12  # images on each picture, of the first held-out prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
     """When the run is saved, and how many checkpoints stay."""
 
-    every: int = 20
-    keep: int = 2
+    every: int = 20  # steps between two checkpoints
+    keep: int = 2  # the newest checkpoints that are kept
 
 
 @dataclasses.dataclass(frozen=True)
 class Wandb:
-    """Arguments of wandb.init; without a project no wandb."""
+    """Arguments of wandb.init; without a project there is no wandb."""
 
-    project: str = ""
-    entity: str = ""
-    name: str = ""
-    group: str = ""
-    notes: str = ""
-    tags: tuple[str, ...] = ()
-    mode: str = "online"
+    project: str = ""  # project of the run; a name turns wandb on
+    entity: str = ""  # user or team
+    name: str = ""  # name of the run
+    group: str = ""  # group of runs that it belongs to
+    notes: str = ""  # a text about the run
+    tags: tuple[str, ...] = ()  # words to find the run by
+    mode: str = "online"  # how wandb records
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """What `wandb.init` is given; None where no project is named."""
+        """Arguments of `wandb.init`; None without a project."""
         return {k: v for k, v in vars(self).items() if v} if self.project else None

@@ -111,18 +111,18 @@ TACTICS = {"replicate": lambda shape, devices: PartitionSpec(), "fsdp": fsdp_spe
 class RolloutAxes:
     """The meshes that sample: how many, and the axes of each; `data` 0: sampling is on the trainer's devices."""
 
-    data: int
-    fsdp: int = 1
-    workers: int = 1
+    data: int  # devices that share images; 0: sample on the trainer's devices, in turn with it
+    fsdp: int = 1  # devices that share images and parameters
+    workers: int = 1  # rollout meshes of this size
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerAxes:
     """The axes of the mesh that trains."""
 
-    data: int
-    fsdp: int = 1
-    time: int = 1
+    data: int  # devices that share images
+    fsdp: int = 1  # devices that share images and parameters
+    time: int = 1  # devices that share the denoising steps of a pass
 
 
 class MeshSizes(NamedTuple):

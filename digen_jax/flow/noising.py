@@ -32,10 +32,10 @@ class ScheduleTimes:
     a permutation of its own. The first, sigma = 1, is among them, where x is noise only.
     """
 
-    count: int
+    count: int  # noise levels at which each image is trained, of the sampler's steps
 
     def check(self, steps: int) -> None:
-        """Raises ValueError for a setting that a schedule of so many steps cannot serve."""
+        """Raises ValueError for a setting that does not fit a schedule of `steps` steps."""
         if not 1 <= self.count <= steps:
             raise ValueError(f"count is {self.count}; train 1 to {steps}, the sampler's steps")
 
@@ -64,13 +64,13 @@ class LogitNormalTimes:
     draws are independent (AWM's public code stratifies them and shares them within a micro-batch).
     """
 
-    count: int
-    mean: float = 0.0
-    std: float = 1.0
-    shift: float = 1.0
+    count: int  # noise levels at which each image is trained
+    mean: float = 0.0  # mean of z, the normal variable whose sigmoid is the noise level
+    std: float = 1.0  # standard deviation of z
+    shift: float = 1.0  # schedule shift of the noise levels: above 1 they are noisier
 
     def check(self, steps: int) -> None:
-        """Raises ValueError for a setting that cannot work; any schedule serves."""
+        """Raises ValueError for a setting that cannot work; every schedule fits."""
         if self.count < 1:
             raise ValueError(f"count is {self.count}; train at least 1 noise level an image")
         if not math.isfinite(self.mean):
@@ -101,7 +101,7 @@ def forward_noise(
 ) -> Float32[Array, "n ..."]:
     """Standard normal noise of `shape`; `draws` says which of its image's draws each sample is.
 
-    The draws of an image are independent of each other, and of what sampled it.
+    The draws of an image are independent of each other and of the draws that sampled it.
     """
 
     def draw(key, number):
@@ -111,9 +111,9 @@ def forward_noise(
 
 
 def turn_keys(keys: Key[Array, "b"], turn: int) -> Key[Array, "b"]:
-    """The keys that images are trained by when it is their turn again: other noise, other noise levels.
+    """The keys of images that are trained again: other noise, other noise levels.
 
-    In the first turn, 0, these are the images' own keys.
+    In the first turn, 0, they are the images' own keys.
     """
     if not turn:
         return keys

@@ -21,8 +21,8 @@ class Transitions(NamedTuple):
     """Reverse steps x -> x_next that can be replayed: s steps of b images, as sampled.
 
     Indexing the first axis of every field gives leading axes `[b]` and a scalar sigma, `flatten`
-    gives `[n]` and sigma `[n]`: these two forms are what `replay` takes. Where each image has steps of its
-    own (`own_steps`) sigma is `[s b]`.
+    gives `[n]` and sigma `[n]`: `replay` takes these two forms. Where each image has steps of its
+    own (`own_steps`), sigma is `[s b]`.
     """
 
     x: Float[Array, "s b ..."]  # in the dtype they were stored in
@@ -42,7 +42,7 @@ class Trajectory(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What a policy makes of given transitions: log_prob, mean and std of x_next, and its velocity at x."""
+    """A policy at given transitions: log_prob, mean and std of x_next, and its velocity at x."""
 
     log_prob: Float32[Array, "n"]
     mean: Float32[Array, "n ..."]
@@ -72,11 +72,11 @@ def start_noise(keys: Key[Array, "b"], shape: tuple[int, ...]) -> Float32[Array,
 
 
 def group_keys(root: Key[Array, ""], serials: Int[ArrayLike, "b"]) -> Key[Array, "b"]:
-    """The key of each image's group, which is that of its image 0: for start noise that a group shares.
+    """The key of each image's group, which is the key of its image 0, for start noise that a group shares.
 
-    Transition noise stays each image's own (its key's). The shared noise depends on the group's serial
-    alone, whatever batch the images come in. DanceGRPO's `init_same_noise` (arXiv 2505.07818) draws one noise
-    for a process's batch, in its scripts one prompt; Flow-GRPO's `same_latent` keys it by the prompt's text,
+    Transition noise still comes from each image's own key. The shared noise depends on the group's serial
+    alone, not on the batch. DanceGRPO's `init_same_noise` (arXiv 2505.07818) draws one noise for a
+    process's batch, in its scripts one prompt; Flow-GRPO's `same_latent` keys it by the prompt's text,
     the epoch and the batch.
 
     Args:
@@ -89,8 +89,8 @@ def group_keys(root: Key[Array, ""], serials: Int[ArrayLike, "b"]) -> Key[Array,
 def check_window(step: Step, sigmas: Float[np.ndarray, "sigmas"], start: int, length: int) -> None:
     """Raises ValueError where the steps [start, start + length) cannot be trained by their density.
 
-    That is an empty window, one outside the schedule, a step without noise (ode), or one whose std
-    is 0 (the last step of cps).
+    This is an empty window, a window outside the schedule, a step without noise (ode), or a step whose
+    std is 0 (the last step of cps).
     """
     steps = len(sigmas) - 1
     if length < 1:
@@ -121,8 +121,8 @@ def sample(
 ) -> Trajectory:
     """Goes from noise at sigmas[0] to data at sigmas[-1], in one `lax.scan`.
 
-    The steps in the window follow `step` and are stored; the others are ODE steps: `step`'s own where
-    that is an ODE solver, else Euler's. An image depends on its key and the start noise only, not
+    The steps in the window follow `step` and are stored. The others are ODE steps: those of `step` if
+    that is an ODE solver, else Euler steps. An image depends on its key and the start noise only, not
     on its batch.
 
     Args:
@@ -133,13 +133,13 @@ def sample(
       step: kind of the steps in the window.
       keys: one typed key an image (`image_keys`); step i draws its noise from their fold with i.
       window: (first step, may be traced; number of steps, static). Length 0 stores nothing.
-      store_dtype: x is rounded to it after every step, before its log_prob is taken, and goes on
-        from the rounded value, so that replay sees what was sampled.
-      store_means: whether the transitions carry the mean of x_next too, in float32 (GRPO-Guard and
-        Flow-DPPO read it), at the price of as much memory again as x or more.
+      store_dtype: x is rounded to it after every step, before its log_prob is taken, and sampling
+        continues from the rounded value, so that replay sees what was sampled.
+      store_means: whether the transitions also hold the mean of x_next in float32 (GRPO-Guard and
+        Flow-DPPO read it), which needs as much memory as x or more.
 
     Raises:
-      ValueError: a window outside the schedule, or one of steps without noise.
+      ValueError: a window outside the schedule, or with steps without noise.
     """
     start, length = window
     sigmas = jnp.asarray(sigmas, jnp.float32)
@@ -209,7 +209,7 @@ def per_image(transitions: Transitions) -> Transitions:
 
 
 def own_steps(transitions: Transitions, steps: Int[Array, "k b"]) -> Transitions:
-    """Of each of the b images its own k steps: `[s b ...]` becomes `[k b ...]`, sigma `[k b]`."""
+    """Each image's own k steps, for b images: `[s b ...]` becomes `[k b ...]`, sigma `[k b]`."""
 
     def of_image(image: Transitions, own: Int[Array, "k"]) -> Transitions:
         return jax.tree.map(lambda a: a[own], image)
@@ -223,9 +223,9 @@ def flatten(transitions: Transitions) -> Transitions:
 
 
 def check_inside(start: int | Array, length: int, steps: int) -> None:
-    """Raises ValueError where the steps [start, start + length) are not among so many.
+    """Raises ValueError where the steps [start, start + length) are not within the schedule.
 
-    A traced start is only known to fit by its length.
+    Of a traced start only the length is checked.
     """
     known = isinstance(start, int)
     if not 0 <= length <= steps or (known and not 0 <= start <= steps - length):
@@ -246,7 +246,7 @@ def _noisy_step(step, x, v, sigmas, i, noise_keys) -> Transitions:
 
 
 def _round(x: Array, dtype: DTypeLike) -> Array:
-    """A cast that the compiler may not undo, as it may where a value is cast down and up again."""
+    """A cast that the compiler cannot remove, as it could where a value is cast down and up again."""
     kind = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant).astype(dtype)
 

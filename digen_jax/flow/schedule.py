@@ -10,7 +10,7 @@ from jaxtyping import Float32
 
 from digen_jax.json_fields import check_values, number
 
-# Fields of diffusers' config that would change the schedule or the step, and are not supported.
+# Unsupported fields of diffusers' config that would change the schedule or the step.
 UNSUPPORTED = (
     "invert_sigmas",
     "use_karras_sigmas",
@@ -75,8 +75,8 @@ def make_sigmas(
     Args:
       config: the scheduler's settings.
       num_steps: network evaluations n.
-      image_seq_len: image tokens, needed (only) where `config.use_dynamic_shifting`.
-      spacing: what the family's pipeline asks of the scheduler before the shift. "timesteps":
+      image_seq_len: number of image tokens; needed only with `config.use_dynamic_shifting`.
+      spacing: how the family's pipeline spaces the sigmas before the shift. "timesteps":
         evenly from the scheduler's first to its last training timestep (pipelines that pass
         `num_inference_steps`: SD3, Wan). "uniform": from 1 to 1/n (pipelines that pass `sigmas`:
         FLUX, Qwen-Image, HunyuanVideo, Z-Image).

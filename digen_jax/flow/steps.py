@@ -1,11 +1,11 @@
 """One reverse step x -> x_next: the distribution of x_next, and its log-probability.
 
-Sampling and replay call the same `mean_std` and `log_prob`. All arithmetic is float32, whatever
-comes in. `sigma`, `sigma_next` and `sigma_max` are scalars, or `[b]` where the samples of a batch
-stand at different steps. `sigma_max` is sigmas[1] of the schedule: only `FlowSde` reads it, in
+Sampling and replay call the same `mean_std` and `log_prob`. All arithmetic is float32, for inputs of
+any type. `sigma`, `sigma_next` and `sigma_max` are scalars, or `[b]` where the samples of a batch
+are at different steps. `sigma_max` is sigmas[1] of the schedule: only `FlowSde` reads it, in
 place of a sigma of 1.
 
-The ODE solvers also `advance` along a schedule, where they may remember what the last step saw.
+The ODE solvers also `advance` along a schedule, where they may remember values of the last step.
 """
 
 import dataclasses
@@ -41,12 +41,12 @@ class Ode:
         raise ValueError("an ode step has no log_prob; choose flow, dance or cps for trained steps")
 
     def remember(self, x: Sample) -> None:
-        """What `advance` is given at the first step: this solver remembers nothing."""
+        """The `last` of the first step: this solver remembers nothing."""
 
     def advance(
         self, x: Sample, v: Sample, sigmas: Sigmas, i: int | Int[Array, ""], last: None
     ) -> tuple[Mean, None]:
-        """Step i of a schedule: x at sigmas[i + 1], and what the next step is given as `last`."""
+        """Step i of a schedule: x at sigmas[i + 1], and `last` for the next step."""
         mean, _ = self.mean_std(x, v, sigmas[i], sigmas[i + 1], sigmas[1])
         return mean, None
 
@@ -56,20 +56,20 @@ class Dpm2(Ode):
     """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2) for flow matching: second order in the step.
 
     With lambda = log((1 - sigma) / sigma), h_i its increase over step i and x0 = x - sigma v:
-    x + v dt + (1 - sigma_next / sigma) (x0 - last x0) h_i / (2 h_(i-1)). The last term is what it
-    adds to the Euler step, to which DPM-Solver++(1) comes down for flow matching.
+    x + v dt + (1 - sigma_next / sigma) (x0 - last x0) h_i / (2 h_(i-1)). It adds the last term to the
+    Euler step, which DPM-Solver++(1) equals for flow matching.
 
-    The first step has no last x0, and the last one, to sigma 0, an infinite h: both are Euler steps.
-    So is the second where sigmas[0] = 1, as the first h is infinite there.
+    The first step has no last x0, and the last step, to sigma 0, has an infinite h: both are Euler steps.
+    The second step is one, too, where sigmas[0] = 1, because the first h is infinite there.
 
     Implementations: diffusers' DPMSolverMultistepScheduler (dpmsolver++, solver_order 2, midpoint,
     use_flow_sigmas, flow_prediction) takes the same steps. Its `lower_order_final` makes no
     difference: the last step to sigma 0 is of first order in any case, and the one before it is only
     of a lower order in a solver of order 3. Its own schedule starts at 1 - 1/1000 before the shift,
     so that its second step is of second order. DiffusionNFT's solver ("dpm2") takes these steps on
-    FlowMatchEuler's sigmas, which start at 1, its last step written as DDIM without noise, which is
-    the Euler step. That is followed here, with coefficients in float32 where it has float64, and
-    with the network given sigma as it is where both cut 1000 sigma to a whole number.
+    FlowMatchEuler's sigmas, which start at 1; its last step is written as DDIM without noise, which is
+    the Euler step. This code follows it, with coefficients in float32 in place of float64, and with
+    sigma itself as the network's input, where both others cut 1000 sigma to a whole number.
     """
 
     def remember(self, x: Sample) -> Mean:
@@ -117,7 +117,7 @@ class ReverseSde:
     def log_prob(self, x_next: Sample, mean: Mean, std: Std) -> Float32[Array, "b"]:
         """Gaussian log-density with its normaliser, averaged over all axes but the first.
 
-        Where std = 0 (padding, which has no weight) it is finite: that of std 1.
+        Where std = 0 (padding, which has no weight) it is finite: the density of std 1.
         """
         std = jnp.where(std > 0, std, 1.0)
         normaliser = jnp.log(std) + 0.5 * math.log(2 * math.pi)
@@ -143,9 +143,9 @@ class FlowSde(ReverseSde):
 class CappedFlowSde(FlowSde):
     """Flow-GRPO's SDE with diffusion min(g, 0.45 / sqrt(-dt)): no step's std exceeds 0.45.
 
-    The truncated noise schedule of LongCat-Video (arXiv 2510.22200) as GenRL has it (its
-    `diffusion_clip`, and the value of its configs): it bounds the steps near sigma = 1, where g grows
-    without bound. The mean has the capped g too, so that the marginals stay the ODE's.
+    The truncated noise schedule of LongCat-Video (arXiv 2510.22200) as in GenRL (its
+    `diffusion_clip`, and the value of its configs). It bounds the steps near sigma = 1, where g grows
+    without bound. The mean uses the capped g, too, so that the marginals stay the ODE's.
     """
 
     def diffusion(
@@ -200,7 +200,7 @@ class Cps:
         x, v, sigma, sigma_next = _float32(x, v, sigma, sigma_next)
         x0 = x - _columns(sigma, x) * v
         eps = x + _columns(1 - sigma, x) * v
-        # sqrt(sigma_next^2 - std^2), without the square root whose slope is infinite at 0
+        # sqrt(sigma_next^2 - std^2), without a square root, whose slope is infinite at 0
         kept = sigma_next * math.cos(self.noise_level * math.pi / 2)
         return _columns(1 - sigma_next, x) * x0 + _columns(kept, x) * eps, std
 

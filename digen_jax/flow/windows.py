@@ -1,7 +1,7 @@
 """Which steps of the schedule are noisy and trained in a training step: a window that may move.
 
 All images of a training step have one window. It is a pure function of the settings and the number of
-the training step: every host finds the same one by itself, and so does a resumed run.
+the training step, so that every host and a resumed run compute the same window.
 """
 
 import dataclasses
@@ -18,29 +18,29 @@ Mode = Literal["fixed", "random", "progressive"]
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """`length` steps that stand still, or that move within the steps [first, end) of the schedule.
+    """`length` steps that are fixed, or that move within the steps [first, end) of the schedule.
 
     "fixed": they start at `first`. MixGRPO's paper calls it frozen.
 
     "random": each place is equally likely, drawn anew every `interval` training steps. With an
     interval of 1 it is Flow-GRPO-Fast (arXiv 2505.05470; `sde_window_size` is `length` and
-    `sde_window_range` is (first, end)) and MixGRPO's "random" strategy. Implementations differ in what
-    shares a draw. Flow-GRPO-Fast's paper has a draw a prompt. Its public code draws in each call of
+    `sde_window_range` is (first, end)) and MixGRPO's "random" strategy. Implementations differ in which
+    images share a draw. Flow-GRPO-Fast's paper has a draw a prompt. Its public code draws in each call of
     the sampler, so that all images of the call share a place: for SD3 and FLUX anew each time, from
     a generator that is seeded once a process (flow_grpo/diffusers_patch/
     sd3_pipeline_with_logprob_fast.py, 3d02fd9); for Qwen-Image and BAGEL it seeds with the process's
     number before each draw, so that a device keeps its place (qwenimage_pipeline_with_logprob.py,
     4b13ec7). MixGRPO's draws once a training step and process, without a seed; verl-omni once a
-    training step, by a seed. So does this.
+    training step, by a seed, as here.
 
     "progressive": from `first`, `stride` steps towards the data every `interval` training steps
     (MixGRPO, arXiv 2507.21802: `group_size` is `length`, `iters_per_group` is `interval`). With a
     stride below the length, places overlap (its `prog_overlap_step`); without `prog_overlap` its
-    stride is the length. The last place ends at `end`, also where the stride would lead beyond, as in
-    the paper. Its public code lets the window run over the end instead, where it has fewer steps,
-    down to none for one whole interval. After the last place it starts again (`roll_back`, which its
-    public script sets) or stays (as in the paper). Its intervals that shrink along the way (the
-    strategies "decay" and "exp_decay") are left out.
+    stride is the length. The last place ends at `end`, even where the stride would lead further, as in
+    the paper. MixGRPO's public code lets the window run over the end, where it has fewer steps, down to
+    none for one whole interval. After the last place the window starts again (`roll_back`, which the
+    public script sets) or stays (as in the paper). Intervals that shrink along the way (the strategies
+    "decay" and "exp_decay") are not implemented.
     """
 
     mode: Mode = "fixed"
@@ -53,7 +53,7 @@ class Window:
     seed: int = 0  # of "random"
 
     def check(self, steps: int) -> None:
-        """Raises ValueError for a window that cannot lie in a schedule of so many steps.
+        """Raises ValueError for a window that does not fit into a schedule of `steps` steps.
 
         Whether its steps have noise depends on their kind and the sigmas: see `check_noise`.
         """
@@ -77,7 +77,7 @@ class Window:
             )
 
     def check_noise(self, step: Step, sigmas: Float[np.ndarray, "sigmas"]) -> None:
-        """Raises ValueError where it can come to a step that cannot be trained by its density."""
+        """Raises ValueError where the window can reach a step that cannot be trained by its density."""
         for start in self.places:
             check_window(step, sigmas, start, self.length)
 

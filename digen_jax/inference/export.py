@@ -1,4 +1,4 @@
-"""What a training run has made, as files that diffusers loads."""
+"""Export of a training run as files that diffusers loads."""
 
 import functools
 import pathlib
@@ -19,7 +19,7 @@ from digen_jax.weights.lora_files import write_lora
 
 
 def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None) -> TunedRun:
-    """Writes the newest checkpoint of a run; the average of the weights where the run keeps one.
+    """Writes the newest checkpoint of a run, or its average of the weights where the run keeps one.
 
     Args:
       workdir: the run's.
@@ -28,11 +28,10 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
       lora: whether to write the LoRA alone or merged into a pipeline; None: alone where there is one.
 
     Returns:
-      What was written.
+      The run whose weights were written.
 
     Raises:
-      ConfigError: a run that cannot be read, one without a LoRA where that is wanted, or an output
-        that exists.
+      ConfigError: the run cannot be read, or has no LoRA where one is wanted, or the output exists.
     """
     if output.exists():
         raise ConfigError(f"{output} exists already: choose another folder or delete it")
@@ -57,10 +56,10 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
 
 
 def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
-    """The lines of Python that load in diffusers what was exported to `output`."""
+    """The lines of Python that load the export in `output` with diffusers."""
     whole = (output / "model_index.json").exists()
     source = str(output) if whole else run.recipe.model.folder
-    # diffusers wants to be told of each component that is not there, although model_index.json says so.
+    # diffusers needs an argument for each absent component, although model_index.json names them.
     without = absent_components(output if whole else run.folder)
     name = read_model_index(run.folder)["_class_name"]
     arguments = ", ".join([repr(source), *(f"{part}=None" for part in without)])

@@ -1,4 +1,4 @@
-"""A model opened to sample from it: a pipeline folder, a hub id, or what a training run has made so far."""
+"""A model opened to sample from: a pipeline folder, a hub id, or a training run at its newest checkpoint."""
 
 import pathlib
 import re
@@ -28,12 +28,12 @@ from digen_jax.weights.folder import SAMPLING, read_json
 from digen_jax.weights.lora import merge
 from digen_jax.weights.lora_files import read_lora
 
-# More would make a picture that nobody can look at.
+# A grid of more images would be too large to look at.
 LARGEST_GRID = 64
 
 
 class Defaults(NamedTuple):
-    """How a model is sampled where the user does not say otherwise."""
+    """How a model is sampled by default."""
 
     height: int
     width: int
@@ -43,7 +43,7 @@ class Defaults(NamedTuple):
 
 
 class TunedRun(NamedTuple):
-    """What a training run has made of its base model, at its newest checkpoint."""
+    """A training run at its newest checkpoint."""
 
     recipe: Recipe
     step: int
@@ -83,7 +83,7 @@ class Model(NamedTuple):
             return Sampler(policy, self.group, settings)
 
     def batch(self, wanted: int, images: int) -> int:
-        """`wanted` images at once, no more than there are, rounded up to a multiple of the devices."""
+        """The batch size: `wanted`, at most the number of images, rounded up to a multiple of the devices."""
         check_positive("the batch", wanted)
         devices = self.group.mesh.size
         return -(-min(wanted, images) // devices) * devices
@@ -104,7 +104,7 @@ def open_model(
       dtype: of the network's arithmetic; None takes the run's, or float32.
 
     Raises:
-      ConfigError: what was named cannot be read, in one sentence.
+      ConfigError: one sentence on what cannot be read.
     """
     group = all_devices(devices)
     with user_input():
@@ -144,7 +144,7 @@ def is_run(name: str | pathlib.Path) -> bool:
 
 
 def read_run(workdir: str | pathlib.Path, group: DeviceGroup, dtype: str | None = None) -> TunedRun:
-    """The newest checkpoint of a training run, which may still be going on; the average where it keeps one.
+    """The newest checkpoint of a training run, which may be in progress; its average where it keeps one.
 
     Raises:
       ConfigError: there is no run or no checkpoint, or its base model is gone.
@@ -162,7 +162,7 @@ def read_run(workdir: str | pathlib.Path, group: DeviceGroup, dtype: str | None 
 
 
 def run_recipe(workdir: pathlib.Path) -> Recipe:
-    """The recipe of the run in a workdir, with the fields that came later at their defaults."""
+    """The recipe of the run in a workdir; fields that were introduced later have their defaults."""
     with user_input():
         given = read_json(workdir / "config.json")
     try:
@@ -180,7 +180,9 @@ def sample_to_folder(
     seed: int,
     images: int = 1,
 ) -> None:
-    """So many PNGs a prompt, numbered and named by it, and `grid.png` with the first of them; of clips also animations.
+    """Writes the PNGs of each prompt, numbered and named by it, and `grid.png` with the first of them.
+
+    Clips get animations as well.
 
     Image j of prompt i depends on the seed, i, j and the prompt, not on the batch.
     """
@@ -199,9 +201,9 @@ def sample_to_folder(
 
 
 def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
-    """An evaluation's pictures as PNGs that are named by score and prompt, and `grid.png` with the first of them.
+    """Writes an evaluation's pictures as PNGs named by score and prompt, and `grid.png` with the first of them.
 
-    Of clips also animations.
+    Clips get animations as well.
     """
     output.mkdir(parents=True, exist_ok=True)
     prompts = [record["prompt"] for record in found.records]
@@ -213,7 +215,7 @@ def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
 
 
 def slug(prompt: str) -> str:
-    """The words of a prompt as a part of a file name, of every alphabet, at most 48 letters."""
+    """The words of a prompt as a part of a file name, in any alphabet, at most 48 letters."""
     return re.sub(r"\W+", "-", prompt).strip("-")[:48].rstrip("-").lower() or "empty"
 
 
@@ -231,7 +233,7 @@ def _grid(
 
 
 def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
-    """As the pipeline's own `SAMPLING` says, or where it says nothing as diffusers' pipeline samples."""
+    """The defaults of the pipeline's own `SAMPLING` file, or those of diffusers' pipeline."""
     defaults = {"steps": family.default_steps, "guidance": family.default_guidance}
     if family.guidance == "both":
         defaults["true_guidance"] = 1.0
@@ -248,7 +250,7 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
 
 
 def defaults_of_run(recipe: Recipe) -> Defaults:
-    """As the run's own evaluation samples."""
+    """The sampling settings of the run's own evaluation."""
     model, evaluation = recipe.model, recipe.evaluation
     guidances = evaluation.guidance, evaluation.true_guidance
     return Defaults(model.height, model.width, recipe.evaluation_steps, *guidances)

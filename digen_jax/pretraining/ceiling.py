@@ -2,7 +2,7 @@
 
 python -m digen_jax.pretraining.ceiling assets/shapes-sd3
 
-What this loses no transformer can win back.
+No transformer can recover what the autoencoder loses.
 """
 
 import pathlib
@@ -26,7 +26,7 @@ BATCH = 180
 def round_trip(
     family: StableDiffusion3, vae: Any, images: Float[np.ndarray, "n h w 3"]
 ) -> Float[np.ndarray, "n h w 3"]:
-    """Pictures (RGB in [0, 1]) as they are after the encoder's mean and the decoder."""
+    """Pictures (RGB in [0, 1]) after the encoder's mean and the decoder."""
 
     @jax.jit
     def pass_through(images):

@@ -27,8 +27,8 @@ class FitSettings:
 
     steps: int
     learning_rate: float
-    muon_rate: float  # 0: Adam for everything
-    final_rate: float  # the share of the learning rate that a cosine leaves at the end
+    muon_rate: float  # learning rate of Muon; 0: Adam for everything
+    final_rate: float  # share of the learning rate that is left at the end of the cosine
     warmup: int
     ema: float
     clip_norm: float
@@ -78,7 +78,7 @@ def fit(
         gradient, metrics = grad(state["params"], inputs, jax.random.fold_in(key, step))
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["params"])
         new = optax.apply_updates(state["params"], updates)
-        # A young average would be mostly the random start: let its memory grow with the step.
+        # An early average would be mostly the random start, so its memory grows with the step.
         ema = decayed(state["ema"], new, average.at(step))
         metrics["gradient_norm"] = optax.global_norm(gradient)
         return {"params": new, "optimizer": optimizer_state, "ema": ema}, metrics
@@ -105,10 +105,10 @@ def fit(
 
 
 def _matrices(params: Any) -> Any:
-    """The kernels between hidden layers, single or scanned: what Muon is meant for.
+    """The kernels between hidden layers, single or scanned, which Muon is meant for.
 
-    The first and last layers, which map from and to numbers with a meaning of their own, stay with
-    Adam, as everything that is no matrix does.
+    Adam trains the first and last layers, which map from and to numbers with a meaning of their own, and
+    everything that is no matrix.
     """
 
     def dimensions(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:

@@ -21,7 +21,7 @@ from digen_jax.weights import folder as weights
 
 
 def pretrain(settings: PretrainSettings, workdir: pathlib.Path, output: pathlib.Path) -> None:
-    """Train every component and write the pipeline folder. Killed and started again, it continues.
+    """Train every component and write the pipeline folder. It continues after a kill and a restart.
 
     `settings` are configs/shapes_pretrain.py's; `workdir` keeps pool, checkpoints and curves; `output` is written last.
     """
@@ -76,7 +76,7 @@ def network_configs(settings: PretrainSettings, tokenizer: Any) -> dict[str, dic
             "shift": settings.shift,
         },
     }
-    # Tuples become lists, as they are when the file is read.
+    # Tuples become lists, as in a file that is read.
     return json.loads(json.dumps(networks))
 
 

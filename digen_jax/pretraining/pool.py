@@ -1,4 +1,4 @@
-"""A fixed pool of rendered shapes with their captions: what the embedded model is trained on from scratch."""
+"""A fixed pool of rendered shapes with captions, on which the embedded model is trained from scratch."""
 
 import multiprocessing
 import pathlib
@@ -12,11 +12,11 @@ from digen_jax.shapes.render import render
 from digen_jax.shapes.scene import sample_scene
 
 CHUNK = 1000
-TAGGED = 0.5  # the share of captions that say all; the others are prompts as RL has them
+TAGGED = 0.5  # share of captions that name everything; the others are prompts as in RL
 
 
 class Pool(NamedTuple):
-    """Images as bytes, one caption each: a prompt, or the tags of all that is to be seen."""
+    """Images as bytes, one caption each: a prompt, or tags of everything that is visible."""
 
     images: UInt8[np.ndarray, "n h w 3"]
     captions: list[str]

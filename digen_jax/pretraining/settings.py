@@ -1,4 +1,4 @@
-"""What pretraining takes of its config, configs/shapes_pretrain.py: checked once, and typed."""
+"""The typed settings of pretraining, checked once, from its config configs/shapes_pretrain.py."""
 
 import dataclasses
 import json
@@ -36,13 +36,13 @@ class Transformer:
 
     network: Mapping[str, Any]  # fields of its config.json
     batch: int
-    caption_dropout: float  # the share of captions that are replaced by an empty one
+    caption_dropout: float  # share of captions that are replaced by an empty one
     fit: FitSettings
 
 
 @dataclasses.dataclass(frozen=True)
 class PretrainSettings:
-    """Everything that decides what comes out, and the devices that it is made on."""
+    """Everything that determines the result, and the devices."""
 
     seed: int
     images: int
@@ -55,7 +55,7 @@ class PretrainSettings:
     transformer: Transformer
 
     def as_json(self) -> dict[str, Any]:
-        """The config in the words of JSON, as the stages' folders hold it."""
+        """The config as JSON values, as the stages' folders store it."""
         return json.loads(json.dumps(dataclasses.asdict(self), sort_keys=True))
 
 

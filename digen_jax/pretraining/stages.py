@@ -17,7 +17,7 @@ from digen_jax.pretraining.settings import PretrainSettings
 from digen_jax.run.workdir import claim_workdir
 
 ENCODE_BATCH = 500
-# What the first stage depends on; the second depends on this and on what is its own.
+# Fields that the first stage depends on; the second stage depends on these and on its own.
 FIRST = ("seed", "images", "image_size", "autoencoder")
 
 
@@ -93,7 +93,7 @@ def train_transformer(
     def batch(step):
         rng = np.random.default_rng([settings.seed, step])
         rows = rng.integers(len(latents), size=stage.batch)
-        # A tenth of the captions is dropped, so that guidance has its unconditional velocity.
+        # A tenth of the captions is dropped, which trains the unconditional velocity for guidance.
         dropped = rng.random(len(rows)) < stage.caption_dropout
         chosen = [
             np.where(dropped[:, None], none, given[rows])
@@ -137,9 +137,9 @@ def scaled(
 def _claim(
     workdir: pathlib.Path, settings: PretrainSettings, stage: str, fields: tuple[str, ...]
 ) -> IO[str]:
-    """A stage's folder for this process, and for settings that agree on what the stage depends on.
+    """Claims a stage's folder for this process, and for settings that agree in the stage's `fields`.
 
-    It may be given another number of steps, which stretches the rest of its learning rate's cosine.
+    The number of steps may change, which stretches the rest of the learning rate's cosine.
     """
     given = settings.as_json()
     free = [f"{stage}.fit.{name}" for name in ("steps", "checkpoint_every", "log_every")]

@@ -1,4 +1,4 @@
-"""A CLIP tokenizer for a small vocabulary: every byte, and merges that make each known word one token."""
+"""A CLIP tokenizer for a small vocabulary: every byte, and merges by which each known word is one token."""
 
 import json
 from collections.abc import Iterable

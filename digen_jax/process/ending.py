@@ -1,6 +1,6 @@
-"""The end of a process that something in it may not let end: a thread that hangs, a child that hears nothing.
+"""The end of a process in which a thread hangs or a child does not respond.
 
-Python waits for neither at its exit where this module's `leave` takes its place.
+`leave` ends the process without waiting for either, as Python's own exit would.
 """
 
 import contextlib
@@ -10,32 +10,30 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 
-STOPPED = (
-    75  # exit code of a run that cannot go on: EX_TEMPFAIL, as the same command may be tried again
-)
-PATIENCE = 1.0  # seconds for what is done last
+STOPPED = 75  # exit code of a run that cannot continue: EX_TEMPFAIL, as the same command may be tried again
+PATIENCE = 1.0  # seconds for the last actions
 
 _hung: list[str] = []
 _last: list[Callable[[], None]] = []
 
 
 class Stopped(RuntimeError):
-    """A run cannot go on, for no mistake in what was asked for; its text is one sentence that says why."""
+    """A run cannot continue, but not by a mistake of the user; its text is one sentence that says why."""
 
 
 def hangs(what: str) -> None:
-    """Notes down a thread that will not come back, so that this process's end does not wait for it."""
+    """Registers a thread that hangs, so that this process does not wait for it at its end."""
     _hung.append(what)
 
 
 def at_leaving(call: Callable[[], None]) -> None:
-    """Has something short done before `leave` ends the process, such as ending its children."""
+    """Registers a short action for `leave` to do before it ends the process, such as ending its children."""
     _last.append(call)
 
 
 def leave(code: int) -> None:
-    """Ends this process at once, whatever its threads do; what was printed is written out."""
-    # In a thread of its own: whoever hangs may hold what this needs.
+    """Ends this process at once, whatever its threads do; printed text is flushed."""
+    # In a thread of its own, as a thread that hangs may hold a lock that this needs.
     last = threading.Thread(target=_do_last, daemon=True)
     last.start()
     last.join(PATIENCE)
@@ -50,7 +48,7 @@ def _do_last() -> None:
 
 @contextlib.contextmanager
 def without_the_hung() -> Iterator[None]:
-    """Where a thread hangs, the process ends with this block, as Python and the devices' drivers would wait for it."""
+    """Ends the process after this block if a thread hangs; Python and the devices' drivers would wait for it."""
     try:
         yield
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop, which a run may grant where it is whole."""
+"""Ctrl-C and SIGTERM as a request to stop, which a run follows at the end of a step."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupt:
     """Remembers a first Ctrl-C or SIGTERM, so that a step is finished and saved; a second one ends at once.
 
-    `asked` is the signal's number, 0 while there was none. For the main thread, which may hang in a call
-    that no signal gets into: therefore another one waits for the second.
+    `asked` is the signal's number, 0 before the first. It is for the main thread, which may hang in a call
+    that no signal interrupts: therefore another thread waits for the second signal.
     """
 
     def __init__(self):
@@ -43,7 +43,7 @@ class Interrupt:
 
 
 def _count(came: int) -> None:
-    """Reads the numbers of the signals as they come, and ends the process at the second that asks it to."""
+    """Reads the numbers of the signals as they come, and ends the process at the second request to stop."""
     asked = 0
     while number := os.read(came, 1):
         asked += number[0] in SIGNALS

@@ -15,47 +15,47 @@ from digen_jax.errors import ConfigError, check_range
 
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "digen_jax/xla"
 MOST_CPU_DEVICES = 256
-# Seconds that processes wait for one another at the start, and from one word about it to the next.
+# Seconds that processes wait for one another at the start, and between two lines about it.
 MEETING, WORD = 300, 30
 
 
 def prepare(cpu_devices: int = 1) -> None:
-    """Virtual CPU devices (used where there is no accelerator), and a compile cache between runs.
+    """Sets up virtual CPU devices (used where there is no accelerator) and a compile cache between runs.
 
-    Devices that XLA_FLAGS asks for, and a cache that JAX's own variable names, stand as they are.
+    Devices that XLA_FLAGS asks for, and a cache that JAX's own variable names, take precedence.
     Must be called before JAX starts.
 
     Raises:
-      ConfigError: as many virtual devices would take minutes to start.
+      ConfigError: so many virtual devices would take minutes to start.
     """
-    # Here, as what else is checked comes behind the start of the devices.
+    # Checked here, because all other checks come after the start of the devices.
     check_range("cpu_devices of the config", cpu_devices, 0, MOST_CPU_DEVICES, "least")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(CACHE))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    logging.set_verbosity(logging.ERROR)  # orbax warns of what is none of the user's business
-    # transformers advises to install PyTorch, of which training needs nothing.
+    logging.set_verbosity(logging.ERROR)  # orbax warns of things that a user cannot change
+    # transformers advises to install PyTorch, which training does not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def join(
     coordinator: str | None, processes: int | None, process: int | None, seconds: float = MEETING
 ) -> None:
-    """Makes this process one of several that run together; None for all three: it is alone.
+    """Joins this process to others that run together; None for all three: it runs alone.
 
     Must be called before JAX starts.
 
     Args:
-      coordinator: "host:port", where the first process listens, or "auto" where JAX finds all of this out by
+      coordinator: "host:port", where the first process listens, or "auto" where JAX detects all three by
         itself (Slurm, Open MPI, Kubernetes, TPU slices).
       processes: how many there are.
       process: which of them this is; 0 is the first.
-      seconds: the others must have come by then, else this process ends with code 2.
+      seconds: time for the others to come, after which this process ends with code 2.
 
     Raises:
-      ConfigError: some of it is missing or wrong, or the first process cannot be reached.
+      ConfigError: one of them is missing or wrong, or the first process cannot be reached.
     """
     told = (processes, process)
     if coordinator is None:
@@ -71,10 +71,10 @@ def join(
         )
     if coordinator != "auto":
         _meet(coordinator, processes, process, seconds)
-    # A process that is told to stop says so to the first one, which decides when (see runtime.orders).
+    # A process that gets a signal to stop tells the first one, which decides when (see runtime.orders).
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX aborts the process with a page of its own words where the others do not come in time: ours ends it before.
+    # JAX aborts the process with a page of text where the others do not come in time: this ends it before.
     late = threading.Timer(seconds, _give_up, (coordinator, seconds))
     late.daemon = True
     late.start()
@@ -91,7 +91,7 @@ def join(
 
 
 def _meet(coordinator: str, processes: int, process: int, seconds: float) -> None:
-    """Checks what one of several processes was told, and waits with a word until the first one can be reached."""
+    """Checks the three values, prints that it waits, and waits until the first process can be reached."""
     address = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d+)", coordinator)
     if address is None or not 0 < int(address[2]) < 2**16:
         raise ConfigError(
@@ -111,7 +111,7 @@ def _meet(coordinator: str, processes: int, process: int, seconds: float) -> Non
 
 
 def _give_up(coordinator: str, seconds: float) -> None:
-    """Ends this process, whose main thread is held in JAX."""
+    """Ends this process, whose main thread is blocked in JAX."""
     name = pathlib.Path(sys.argv[0]).name
     print(
         f"{name}: --coordinator={coordinator}: not all processes have come in {seconds:g} s: start as many as "
@@ -123,10 +123,10 @@ def _give_up(coordinator: str, seconds: float) -> None:
 
 
 def reach(host: str, port: int, seconds: float, pause: float = 1) -> None:
-    """Returns once somebody listens at a port; says now and then that it waits, and why.
+    """Returns as soon as a process listens at a port; prints from time to time that it waits, and why.
 
     Raises:
-      ConfigError: nobody did within so many seconds. JAX itself would wait silently, and then abort.
+      ConfigError: no process listened within `seconds`. JAX itself would wait silently, and then abort.
     """
     begin = said = time.monotonic()
     while True:

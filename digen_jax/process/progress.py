@@ -1,4 +1,4 @@
-"""How far something is, on a terminal as a bar, elsewhere as a line now and then."""
+"""Progress: on a terminal a bar, elsewhere a line from time to time."""
 
 import sys
 import time
@@ -9,22 +9,22 @@ from tqdm import tqdm
 
 Item = TypeVar("Item")
 
-EVERY = 20.0  # seconds from one line to the next where nobody watches
+EVERY = 20.0  # seconds between two lines without a terminal
 
 
 def watched(
     items: Iterable[Item], head: str, unit: str, total: int | None = None, done: int = 0
 ) -> Iterator[Item]:
-    """The items one after the other, and on stderr how many of them are done.
+    """Yields the items, and shows on stderr how many of them are done.
 
-    Without a terminal nothing is said of what takes less than `EVERY` seconds.
+    Without a terminal nothing is printed about work of less than `EVERY` seconds.
 
     Args:
-      items: what is gone through.
-      head: what is going on, such as "evaluating".
-      unit: what one item is, such as "batch".
-      total: how many there are in all; None: `len(items)`.
-      done: how many of these were done before.
+      items: to iterate over.
+      head: the name of the work, such as "evaluating".
+      unit: the name of an item, such as "batch".
+      total: the number of items in all; None: `len(items)`.
+      done: the number of items that were done before.
     """
     total = len(items) if total is None else total
     if sys.stderr.isatty():
@@ -42,12 +42,12 @@ def watched(
 
 
 class Progress:
-    """A progress bar with reward, images/s and time left; plain lines where nobody watches.
+    """A progress bar with reward, images/s and time left; plain lines without a terminal.
 
     Args:
       total: steps of the whole run.
       done: steps done before this process began.
-      every: steps from one plain line to the next, where stderr is not a terminal.
+      every: steps between two plain lines, where stderr is not a terminal.
     """
 
     def __init__(self, total: int, done: int = 0, every: int = 10):
@@ -69,9 +69,9 @@ class Progress:
         images_per_second: SupportsFloat,
         utilisation: SupportsFloat,
     ) -> None:
-        """Shows that `step` steps are done, with reward, speed and utilisation (to 1) of the last one."""
+        """Shows that `step` steps are done, with reward, speed and utilisation (0 to 1) of the last one."""
         now = time.monotonic()
-        # The first step is compilation for the most part and says nothing about the others.
+        # The first step is mostly compilation and says nothing about the others.
         self._first = self._first or (step, now)
         speed = f"{float(images_per_second):.1f} images/s, {float(utilisation):.0%} busy"
         numbers = f"reward {float(reward):.3f}, {speed}"

@@ -19,19 +19,19 @@ from absl import logging
 
 from digen_jax.prompts import files
 
-SPOKEN = 50_000  # records, which take seconds, from one word on the way to the next
+SPOKEN = 50_000  # records between two lines of progress; they take seconds
 
 
 @dataclasses.dataclass(eq=False)
 class PromptFileConfig(tfds.core.BuilderConfig):
-    """A prompt file as it was when it was read; `name` is the hash of its content."""
+    """The content of a prompt file when it was read; `name` is its hash."""
 
     path: pathlib.Path = pathlib.Path()
     content: bytes = dataclasses.field(default=b"", repr=False)
 
 
 class PromptFile(tfds.core.GeneratorBasedBuilder):
-    """TFDS builder over one prompt file; every content has its own folder in the cache."""
+    """TFDS builder of one prompt file; each content has its own folder in the cache."""
 
     VERSION = tfds.core.Version("1.0.0")  # raise it when the features change
 
@@ -67,7 +67,7 @@ class PromptBatches(Iterator[list[dict[str, Any]]]):
     """
 
     def __init__(self, batches: grain.IterDataset, stream: dict[str, Any]):
-        """`stream` is what the order of the prompts depends on."""
+        """`stream` holds everything that the order of the prompts depends on."""
         self._iterator = iter(batches)
         self._stream = stream
 
@@ -75,15 +75,14 @@ class PromptBatches(Iterator[list[dict[str, Any]]]):
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the step that was returned last, for `set_state`."""
+        """The position after the last returned step, for `set_state`."""
         return {"stream": dict(self._stream), "position": self._iterator.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue after the step that `state` was taken at.
 
         Raises:
-            ValueError: the state was taken from another prompt file, groups_per_step, seed or
-                shuffle, so that its position means nothing here.
+            ValueError: the state belongs to another prompt file, groups_per_step, seed or shuffle.
         """
         for name, here in self._stream.items():
             if state["stream"][name] != here:
@@ -105,19 +104,19 @@ def prompt_batches(
 ) -> PromptBatches:
     """The prompts of every step of a run: endless, deterministic, restartable.
 
-    A step is a list of prompt records, one for each group, as `files.read_prompt_file` gives
-    them, with the group's `serial` = step * groups_per_step + position in the step: its number in
-    the whole run, which keys its randomness. A prompt that comes again is another group. Every
-    epoch holds each prompt once, in an order of its own if `shuffle`; epochs follow each other
-    without a gap, so that a step may hold the end of one and the start of the next.
+    A step is a list of prompt records from `files.read_prompt_file`, one for each group, with the
+    group's `serial` = step * groups_per_step + position in the step: its number in the whole run,
+    which keys its randomness. A repeated prompt is another group. Every epoch holds each prompt once,
+    in an order of its own if `shuffle`; epochs follow each other without a gap, so that a step may
+    hold the end of one and the start of the next.
 
     Args:
         path: the prompt file.
         groups_per_step: groups in a step.
-        seed: the order's seed, not negative.
+        seed: seed of the order, not negative.
         cache_dir: where the dataset is built, unless this content has been built there before.
-        shuffle: whether to leave the file's order.
-        set_steps: after so many steps the first ones come again, with their serials; 0: never.
+        shuffle: False keeps the file's order.
+        set_steps: number of steps after which the first ones come again, with their serials; 0: never.
 
     Raises:
         FileNotFoundError: there is no prompt file at `path`.
@@ -136,11 +135,11 @@ def prompt_batches(
         prompts = prompts.shuffle()
     groups = prompts.repeat().map_with_index(_record)
     if set_steps:
-        # Not a slice repeated, which would go on in the stream.
+        # Not a repeated slice, which would continue in the stream.
         fixed = grain.MapDataset.range(set_steps * groups_per_step).repeat()
         groups = fixed.map(groups.__getitem__)
     steps = groups.batch(groups_per_step, drop_remainder=True, batch_fn=list)
-    # Reading a step takes microseconds: threads that read ahead would cost more than they save.
+    # Reading a step takes microseconds: threads that read ahead would cost more time than they save.
     batches = steps.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     stream = {"prompt_file_hash": digest, "groups_per_step": groups_per_step, "seed": seed}
     stream |= {"shuffle": shuffle} | ({"set_steps": set_steps} if set_steps else {})
@@ -148,7 +147,7 @@ def prompt_batches(
 
 
 def content_hash(path: str | os.PathLike[str], content: bytes) -> str:
-    """A short name for what a prompt file says: its content, read as its suffix tells."""
+    """A short hash of a prompt file's content, in the format that its suffix says."""
     return hashlib.sha256(pathlib.Path(path).suffix.encode() + content).hexdigest()[:16]
 
 
@@ -157,8 +156,8 @@ def cached_source(
 ) -> Sequence[dict[str, Any]]:
     """The prompt file's dataset as a random-access sequence in the file's order.
 
-    It is built if `cache_dir` lacks this content. Several processes may do so at once: each
-    builds in a folder of its own, and the first to move it into place wins.
+    It is built if `cache_dir` lacks this content. Several processes may build it at once: each
+    in a folder of its own, and the first one that is moved into place is used.
     """
     config = PromptFileConfig(name=digest, path=pathlib.Path(path), content=content)
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -183,7 +182,7 @@ def _record(serial: int, example: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep TFDS from printing, logging and drawing bars for work that takes a moment."""
+    """Keep TFDS from printing, logging and drawing progress bars for short work."""
     verbosity = logging.get_verbosity()
     tfds.disable_progress_bar()
     logging.set_verbosity(logging.ERROR)

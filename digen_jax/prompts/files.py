@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-# Of a line in bytes: a text encoder reads some hundred letters, and an object of metadata is not longer by much.
+# Of a line in bytes: a text encoder reads some hundred letters, and metadata is not much longer.
 LONGEST_LINE = 1_000_000
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
@@ -47,7 +47,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_prompts(path: str | os.PathLike[str], content: bytes) -> list[dict[str, Any]]:
-    """`read_prompt_file` for the file's content; `path` tells the format and is named in errors."""
+    """`read_prompt_file` for the file's content; `path` gives the format and is named in errors."""
     return [record for _, record in _numbered_records(path, content)]
 
 
@@ -77,7 +77,7 @@ def _numbered_records(
 def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, str]]:
     """Numbered lines up to the last that is not blank, without a byte order mark.
 
-    Only a line feed ends a line: a prompt may hold any other of Unicode's separators.
+    Only a line feed ends a line: a prompt may contain Unicode's other separators.
     """
     lines = content.rstrip().split(b"\n") if content.strip() else []
     for number, line in enumerate(lines, start=1):
@@ -149,7 +149,7 @@ def _objects(record: dict[str, Any], field: str) -> list[Any]:
 
 
 def _check_object(name: str, entry: Any, earlier: int) -> None:
-    """Check one entry of include or exclude; `earlier` includes may be named in its position."""
+    """Check one entry of include or exclude; its position may refer to one of the `earlier` includes."""
     if not isinstance(entry, dict):
         raise ValueError(f'{name} must be an object with "class" and "count", not {entry!r}.')
     texts = {"class": entry.get("class"), "color": entry.get("color", "any")}
@@ -178,5 +178,5 @@ def _check_position(name: str, position: Any, earlier: int) -> None:
 
 
 def _is_integer(value: Any) -> bool:
-    """True and false are integers to Python, not to a reader of the file."""
+    """Whether a value is an integer; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)

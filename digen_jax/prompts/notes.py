@@ -1,4 +1,4 @@
-"""What a user should know of a prompt file before a run: prompts that are cut off, repeated, or hold odd characters."""
+"""Warnings about a prompt file before a run: prompts that are cut off, repeated, or contain odd characters."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from digen_jax.prompts.files import CONTROL, numbered_prompts
 
 SHOWN = 5  # lines that are named
 CHUNK = 10_000  # prompts tokenized at a time
-SPOKEN = 100_000  # prompts from one word on the way to the next
+SPOKEN = 100_000  # prompts between two lines of progress
 
 
 def tell(path: str | os.PathLike[str], cut: Callable[[list[str]], Iterable[bool]]) -> None:
@@ -18,11 +18,11 @@ def tell(path: str | os.PathLike[str], cut: Callable[[list[str]], Iterable[bool]
 
 
 def notes(path: str | os.PathLike[str], cut: Callable[[list[str]], Iterable[bool]]) -> list[str]:
-    """A sentence for each kind of oddity of a prompt file, none where all is well.
+    """A sentence for each kind of problem of a prompt file.
 
     Args:
-      path: of the file, which begins the sentences.
-      cut: whether each of some prompts is longer than the text encoders read.
+      path: of the file; the sentences begin with it.
+      cut: says of each prompt whether it is longer than the text encoders read.
 
     Raises:
       ValueError or FileNotFoundError: as `files.read_prompt_file`.

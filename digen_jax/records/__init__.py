@@ -1,1 +1,1 @@
-"""What a run keeps in its workdir: checkpoints, metrics, pictures, command and timeline files, versions."""
+"""Files in a run's workdir: checkpoints, metrics, pictures, commands, timeline, versions."""

@@ -1,8 +1,8 @@
-"""What makes a run resumable: checkpoints.
+"""Checkpoints, from which a run is resumed.
 
-A checkpoint is saved in the background and counts once orbax has renamed its folder, so a run
-killed at any moment, in the middle of a save too, finds the newest whole one. Checksums of all its
-files are in it before that; one that was damaged later, or has none, is not whole.
+A checkpoint is saved in the background and is valid as soon as orbax has renamed its folder, so a run
+that is killed at any moment, even during a save, finds the newest whole one. Before the renaming,
+checksums of all files are written into it; a checkpoint that was damaged later, or has none, is not whole.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from digen_jax.records.checkpoint_folder import (
 from digen_jax.records.checksums import write_checksums
 from digen_jax.records.room import Room
 
-# Held beyond the bytes of the arrays: for what else is in a checkpoint, and for a step's other files.
+# Reserved beyond the bytes of the arrays: for a checkpoint's other files and for a step's records.
 SPARE = 1 << 21
 REASON = re.compile(
     "No space left on device|Disk quota exceeded|File too large|Permission denied"
@@ -42,14 +42,14 @@ class SaveFailed(Stopped):
 class Checkpointer:
     """Saves every few steps into a folder, keeps the newest, and restores the newest whole one.
 
-    It holds the space of one more checkpoint while none is being saved.
+    It reserves the space of one more checkpoint while none is being saved.
 
     Args:
-      folder: where the checkpoints of one run lie, one folder a step; created if need be. What a
-        killed save left there is removed, and damaged checkpoints are put aside, so open it only in
-        the process that trains.
+      folder: for the checkpoints of one run, one folder a step; created if needed. Remains of a
+        killed save are removed, and damaged checkpoints are renamed, so open it only in the
+        process that trains.
       every: a checkpoint is due after this many steps.
-      keep: how many stay; older ones are removed once a newer one is whole.
+      keep: how many stay; older ones are removed as soon as a newer one is whole.
 
     Raises:
       ConfigError: there are checkpoints, and none is whole.
@@ -59,7 +59,7 @@ class Checkpointer:
         self.every, self._keep = every, keep
         self._folder = Path(folder).absolute()
         self._newest, damaged = newest_whole(self._folder)
-        self._saving: int | None = None  # the step whose save is under way, or was the last
+        self._saving: int | None = None  # the step that is being saved, or was saved last
         self._room, self._size = Room(self._folder / "room_for_the_next"), 0
         if jax.process_index() == 0:
             for step in damaged:
@@ -67,7 +67,7 @@ class Checkpointer:
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        """Made when it is first needed, which must be at the same time in all processes of a run."""
+        """Created at its first use, which must be at the same time in all processes of a run."""
         return ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
@@ -79,19 +79,19 @@ class Checkpointer:
         )
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be saved once `step` steps are done."""
+        """Whether a checkpoint is due after `step` steps."""
         return step % self.every == 0
 
     def save(self, step: int, arrays: Any, host: dict[str, Any]) -> None:
-        """Copies the arrays and writes them in the background; a step already saved stays as it is.
+        """Copies the arrays and writes them in the background; an already saved step is left as it is.
 
         Args:
           step: the number of steps done.
-          arrays: a tree of arrays, typed PRNG keys too; they may be donated once this returns.
-          host: what else the run needs to go on, as JSON: data position, position in the metrics.
+          arrays: a tree of arrays, typed PRNG keys included; they may be donated after this returns.
+          host: what else the run needs to continue, as JSON: data position, position in the metrics.
 
         Raises:
-          SaveFailed: the checkpoint before this one, or the beginning of this one.
+          SaveFailed: for the checkpoint before this one, or the beginning of this one.
         """
         self.wait()
         if step == self._manager.latest_step():
@@ -107,7 +107,7 @@ class Checkpointer:
         self._newest = step
 
     def check(self) -> None:
-        """Notices a save that has failed in the background, and holds space for the next one once none is on.
+        """Notices a save that has failed in the background, and reserves space for the next one after a save.
 
         Raises:
           SaveFailed: it failed and was removed, or there is no space for the next one.
@@ -126,7 +126,7 @@ class Checkpointer:
             self._manager.wait_until_finished()
 
     def hold_room(self, arrays: Any) -> None:
-        """Holds the space of a checkpoint of such arrays, before the first one.
+        """Reserves the space of a checkpoint of such arrays, before the first one.
 
         Raises:
           SaveFailed: there is no space.
@@ -135,20 +135,20 @@ class Checkpointer:
         self._hold_room()
 
     def release_room(self) -> None:
-        """Gives up the space that is held, for a checkpoint or on a full disk."""
+        """Frees the reserved space, for a checkpoint or on a full disk."""
         self._room.release()
 
     def steps(self) -> list[int]:
-        """The checkpoints that there are or will be once the present save is done, the oldest first."""
+        """The steps of all checkpoints, including the one that is being saved, the oldest first."""
         return sorted(self._manager.all_steps())
 
     def oldest(self) -> int | None:
-        """The step of the oldest checkpoint, once there are as many as stay; None before."""
+        """The step of the oldest checkpoint; None while there are fewer than `keep`."""
         steps = self.steps()
         return steps[0] if len(steps) >= self._keep else None
 
     def latest_host(self) -> dict[str, Any] | None:
-        """What the host had to remember at the newest whole checkpoint, or None."""
+        """The host's part of the newest whole checkpoint, or None."""
         manager, step = self._manager, self._newest
         if step is None:
             return None
@@ -159,11 +159,11 @@ class Checkpointer:
         """The newest whole checkpoint on the template's devices, or None where there is none.
 
         Args:
-          template: the tree that was saved, with a `jax.ShapeDtypeStruct` for each array whose
-            sharding says where it goes; the mesh need not be the one it was saved from.
+          template: the saved tree with a `jax.ShapeDtypeStruct` for each array, whose sharding says
+            where the array goes; the mesh may differ from the one that it was saved from.
 
         Raises:
-          ValueError: the template is another tree, or of other shapes, than the checkpoint.
+          ValueError: the template's tree or shapes differ from the checkpoint's.
         """
         manager, step = self._manager, self._newest
         if step is None:
@@ -175,10 +175,10 @@ class Checkpointer:
         return Restored(step, restored.arrays, restored.host)
 
     def close(self) -> None:
-        """Waits until the last checkpoint is whole, and gives up the space that is held.
+        """Waits until the last checkpoint is whole, and frees the reserved space.
 
         Raises:
-          SaveFailed: it failed.
+          SaveFailed: the save failed.
         """
         try:
             self.wait()
@@ -203,10 +203,10 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _saved(self) -> Iterator[None]:
-        """Takes away what a failed save leaves, and says in a sentence that it failed."""
+        """Removes the remains of a failed save, and raises one sentence that it failed."""
         try:
             yield
-        # Orbax and TensorStore raise whatever a failed write ends in, ValueError and RuntimeError among it.
+        # Orbax and TensorStore raise various errors after a failed write, ValueError and RuntimeError among them.
         except Exception as error:
             for left in unfinished(self._folder, self._saving):
                 shutil.rmtree(left, ignore_errors=True)
@@ -220,13 +220,13 @@ class Checkpointer:
 
 
 def _bytes_of(arrays: Any) -> int:
-    """Bytes of a checkpoint of a tree of arrays, at most."""
+    """An upper bound of the bytes of a checkpoint of a tree of arrays."""
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     return whole + whole // 20 + SPARE
 
 
 def template_of(arrays: Any) -> Any:
-    """The shapes, dtypes and shardings of a tree of arrays, to restore it where these lie."""
+    """Shapes, dtypes and shardings of a tree of arrays, to restore it onto the same devices."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )

@@ -1,4 +1,4 @@
-"""The checkpoints in a folder: which are whole, and what is in the newest; also while a run goes on there."""
+"""The checkpoints in a folder: which are whole, and the content of the newest, even of a run in progress."""
 
 import json
 import logging
@@ -13,13 +13,13 @@ import orbax.checkpoint as ocp
 from digen_jax.errors import ConfigError
 from digen_jax.records.checksums import damage
 
-STAMPED = "_CHECKPOINT_METADATA"  # of orbax, which writes the time into it last of all
-# It logs the traceback of whatever it raises.
+STAMPED = "_CHECKPOINT_METADATA"  # orbax's file, into which it writes the time last of all
+# It logs a traceback for every error that it raises.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 
 
 class Restored(NamedTuple):
-    """A checkpoint read back: the steps done, the arrays, and what the host had to remember."""
+    """A checkpoint that was read: the steps done, the arrays, and the host's part."""
 
     step: int
     arrays: Any
@@ -27,15 +27,15 @@ class Restored(NamedTuple):
 
 
 def read_checkpoint(folder: Path | str, template: Any) -> Restored:
-    """Reads a part of the newest whole checkpoint, for other programs than the run itself.
+    """Reads a part of the newest whole checkpoint, for programs other than the run itself.
 
     Args:
-      folder: a `Checkpointer`'s folder, which is not changed; the run may still be going on.
-      template: the wanted branches of the tree that was saved, as in `Checkpointer.restore_latest`.
+      folder: a `Checkpointer`'s folder, which is not changed; the run may be in progress.
+      template: the wanted branches of the saved tree, as in `Checkpointer.restore_latest`.
 
     Raises:
       FileNotFoundError: there is no checkpoint.
-      ConfigError: there are some, and none is whole.
+      ConfigError: there are checkpoints, and none is whole.
       ValueError: the checkpoint lacks a branch of the template, or has it in another shape.
     """
     folder = Path(folder).absolute()
@@ -63,7 +63,7 @@ def read_checkpoint(folder: Path | str, template: Any) -> Restored:
 
 
 def newest_whole(folder: Path) -> tuple[int | None, list[int]]:
-    """(the newest whole checkpoint's step or None, those after it, which are damaged, as a line says).
+    """(the newest whole checkpoint's step or None, the damaged ones after it); prints a line about damaged ones.
 
     Raises:
       ConfigError: there are checkpoints, and none is whole.
@@ -95,12 +95,12 @@ def _unstamped(checkpoint: Path) -> str | None:
 
 
 def put_aside(checkpoint: Path) -> None:
-    """Renames a damaged checkpoint, so that the step can be saved anew."""
+    """Renames a damaged checkpoint, so that its step can be saved again."""
     aside = checkpoint.with_name(f"damaged_{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.rename(aside)
 
 
 def unfinished(folder: Path, step: int | None) -> list[Path]:
-    """The folders in which orbax is writing a step, or has begun to."""
+    """The folders in which orbax writes a step, or has begun to."""
     return list(folder.glob(f"{step}.orbax-checkpoint-tmp*"))

@@ -1,8 +1,8 @@
-"""Checksums of the files of a folder, by which one that was damaged later is told from a whole one.
+"""Checksums of the files of a folder, which show whether it was damaged later.
 
-They are CRC-32, made against accidents and not against forgers. Writing or checking them reads every
-file once, on a few threads: about 1 GB/s of a core, so that the 30 GB of a model of 2.5 billion
-float32 parameters with Adam's moments take some ten seconds, beside training when they are saved.
+They are CRC-32, which detects accidents, not forgeries. Writing or checking them reads every file once, on a
+few threads: about 1 GB/s of a core, so that the 30 GB of a model of 2.5 billion float32 parameters
+with Adam's moments take some ten seconds; when they are saved, this happens during training.
 """
 
 import json
@@ -18,7 +18,7 @@ THREADS = 4
 
 
 def write_checksums(folder: Path, without: Collection[str] = ()) -> None:
-    """Notes size and CRC-32 of the files of a folder, but for some names, in its `NAME`; on the disk on return."""
+    """Writes size and CRC-32 of a folder's files, except some names, into its `NAME`; on the disk on return."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in without)
     names = [path.relative_to(folder).as_posix() for path in files]
     with ThreadPoolExecutor(THREADS) as threads:
@@ -30,9 +30,9 @@ def write_checksums(folder: Path, without: Collection[str] = ()) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a folder by its checksums, in a few words; None where it is as it was written.
+    """The first mismatch of a folder with its checksums, in a few words; None if it is as it was written.
 
-    Files that came later are not looked at.
+    Files that were added later are not checked.
     """
     try:
         noted = {

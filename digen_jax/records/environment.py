@@ -1,4 +1,4 @@
-"""By what a run was computed: versions, commit, devices and command, a line for each time that it was started."""
+"""What computed a run: versions, commit, devices and command, a line for each start."""
 
 import datetime
 import importlib.metadata
@@ -29,7 +29,7 @@ def note_start(workdir: pathlib.Path, done: int, changes: list[str]) -> None:
     Args:
       workdir: the run's.
       done: steps that were done before.
-      changes: what differs from the config of the start before, as sentences.
+      changes: differences to the config of the start before, as sentences.
     """
     line = {"done": done, "changes": changes, **environment()}
     with (workdir / "starts.jsonl").open("a") as file:
@@ -37,7 +37,7 @@ def note_start(workdir: pathlib.Path, done: int, changes: list[str]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What may make a difference to what is computed, or how fast. It starts JAX's devices."""
+    """Everything that may change results or speed. It starts JAX's devices."""
     devices = jax.devices()
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -52,7 +52,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit(folder: pathlib.Path = pathlib.Path(__file__).parent) -> str | None:
-    """The commit of the code, "+" behind it where files were changed since; None where git does not know."""
+    """The commit of the code, followed by "+" if files were changed since; None where git does not know."""
     found = _git(folder, "rev-parse", "HEAD")
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Images and scores of an evaluation in a file of their own, to be compared with a later one's."""
+"""Images and scores of an evaluation in a file, for comparison with a later evaluation."""
 
 import io
 import pathlib
@@ -12,14 +12,14 @@ from digen_jax.files import replace
 
 
 def save_images(path: pathlib.Path, **arrays: Any) -> None:
-    """Writes an .npz, so that a kill leaves the old one or the new one."""
+    """Writes an .npz; a kill leaves the old one or the new one."""
     file = io.BytesIO()
     np.savez(file, **arrays)
     replace(path, file.getvalue())
 
 
 def saved_images(path: pathlib.Path) -> dict[str, np.ndarray] | None:
-    """What `save_images` wrote there; None where it is missing or damaged."""
+    """The images and scores that `save_images` wrote; None if they are missing or damaged."""
     try:
         with np.load(path) as found:
             return {name: found[name] for name in ("step", "images", "scores")}

@@ -1,8 +1,8 @@
-"""TensorBoard's event file, as far as scalars, pictures and a text need it, without TensorFlow or torch.
+"""TensorBoard's event files with scalars, pictures and a text, without TensorFlow or torch.
 
-A file is a row of TFRecords (length, masked CRC-32C of the length, message, masked CRC-32C of the
-message), each holding one `Event` protocol buffer. tensorboardX writes the same but imports torch
-wherever that is installed, which a training process must not.
+A file is a sequence of TFRecords (length, masked CRC-32C of the length, message, masked CRC-32C of the
+message), each with one `Event` protocol buffer. tensorboardX writes the same but imports torch where it
+is installed, and a training process must not import torch.
 """
 
 import os
@@ -77,9 +77,9 @@ def text_event(wall_time: float, step: int, name: str, markdown: str) -> bytes:
 
 
 def opening_events(wall_time: float) -> list[bytes]:
-    """The two events every file begins with: its version, and a session that starts at step 0.
+    """The two events at the beginning of every file: its version, and a session that starts at step 0.
 
-    The second makes a TensorBoard that is watching drop what it had read of a file now replaced.
+    The second makes a running TensorBoard drop what it has read of a file that is now replaced.
     """
     session = _key(STATUS, VARINT) + _varint(START)
     return [
@@ -113,7 +113,7 @@ def _varint(number: int) -> bytes:
 
 
 def replace_events(folder: Path, events: list[bytes]) -> Path:
-    """Writes one event file with these events, which takes the place of all others in the folder.
+    """Writes one event file with these events, which replaces all others in the folder.
 
     Args:
       folder: where TensorBoard looks; created if it does not exist.
@@ -129,7 +129,7 @@ def replace_events(folder: Path, events: list[bytes]) -> Path:
     unfinished.write_bytes(b"".join(map(record, opening_events(now) + events)))
     os.replace(unfinished, path)
     for old in set(folder.glob("events.out.tfevents.*")) - {path}:
-        # A TensorBoard that is watching goes on from a file that is empty, but not from one that is gone.
+        # A running TensorBoard continues from a file that is empty, but not from one that is gone.
         if old.stat().st_size:
             os.truncate(old, 0)
         else:

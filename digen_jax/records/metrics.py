@@ -1,8 +1,8 @@
 """The record of a run: metrics.jsonl, the same numbers and the pictures for TensorBoard, optionally wandb.
 
 metrics.jsonl is the record and the event file is made from it, so the two cannot disagree. A
-checkpoint stores `MetricsLog.position()`; a resumed run calls `cut_back` with it and writes on, and
-its record is then an unbroken run's, apart from the fields that `TIMING` names.
+checkpoint stores `MetricsLog.position()`; a resumed run calls `cut_back` with it and appends. Its
+record then equals an uninterrupted run's, apart from the fields that `TIMING` names.
 """
 
 import importlib.util
@@ -22,11 +22,13 @@ from digen_jax.records import event_file
 
 TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
 CLOCK = "seconds/clock"
-PICTURE = re.compile(r"([a-z_]+)_(\d{6})\.png")  # in `workdir`/pictures: of what, after which step
+PICTURE = re.compile(
+    r"([a-z_]+)_(\d{6})\.png"
+)  # in `workdir`/pictures: name, and the step after which it was drawn
 
 
 def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of metrics without what differs between equal runs: the prefixes in `TIMING`."""
+    """A line of metrics without the fields that differ between equal runs: the prefixes in `TIMING`."""
     return {name: value for name, value in record.items() if not name.startswith(TIMING)}
 
 
@@ -54,7 +56,7 @@ def _lines(path: Path | str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            # A line that stands in for a lost one needs no more than these.
+            # A line that replaces a lost one needs only these.
             float(record["step"]), float(record[CLOCK])
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
@@ -69,10 +71,10 @@ class MetricsLog:
     """Appends to `workdir`/metrics.jsonl, `workdir`/tensorboard and, where asked for, a wandb run.
 
     Args:
-      workdir: the run's folder; whole lines already in its metrics.jsonl are kept.
+      workdir: the run's folder; complete lines already in its metrics.jsonl are kept.
       wandb: arguments of `wandb.init` (project, name, ...), or None for no wandb. A resumed run
-        goes on in the same wandb run, which ignores the steps that it already has.
-      config: of the run, shown by both.
+        continues the same wandb run, which ignores the steps that it already has.
+      config: of the run; TensorBoard and wandb show it.
 
     Raises:
       ConfigError: wandb is asked for and not installed.
@@ -92,10 +94,10 @@ class MetricsLog:
         self.cut_back(len(_lines(self.path)))
 
     def write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
-        """Writes a line `{"step", "seconds/clock", **values}`; what is written survives a kill.
+        """Writes a line `{"step", "seconds/clock", **values}`, which survives a kill.
 
         Raises:
-          ValueError: a value is NaN or infinite, or a name is one that every line already has.
+          ValueError: a value is NaN or infinite, or a name is one that every line has anyway.
           OSError: the disk is full; nothing was written.
         """
         if taken := {"step", CLOCK} & values.keys():
@@ -127,7 +129,7 @@ class MetricsLog:
             self._wandb.log({f"pictures/{name}": wandb.Image(str(path))}, step=step)
 
     def position(self) -> int:
-        """The number of lines, now safe on the disk: a checkpoint stores it for `cut_back`."""
+        """The number of lines, flushed to the disk: a checkpoint stores it for `cut_back`."""
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
         return self._position
@@ -136,10 +138,10 @@ class MetricsLog:
         """Removes every line after the first `position`, and its events.
 
         Args:
-          position: what `position()` was when the checkpoint was taken; 0 to begin afresh.
+          position: `position()` when the checkpoint was saved; 0 to start over.
 
         Raises:
-          ConfigError: there are fewer whole lines than that, so the file is not the checkpoint's.
+          ConfigError: there are fewer complete lines, so the file does not belong to the checkpoint.
         """
         lines = self.path.read_bytes().splitlines(keepends=True)[:position]
         if sum(line.endswith(b"\n") for line in lines) < position:
@@ -149,11 +151,11 @@ class MetricsLog:
             )
         os.truncate(self.path, sum(map(len, lines)))
         self._position = position
-        # The event file is made anew from the lines at the next write.
+        # The next write makes a new event file from the lines.
         self._events: Path | None = None
 
     def _event_file(self) -> Path:
-        """The event file; after `cut_back` a new one with what is on the record."""
+        """The event file; after `cut_back` a new one made from metrics.jsonl."""
         if self._events is None:
             lines = _lines(self.path)
             last = lines[-1]["step"] if lines else -1
@@ -172,13 +174,13 @@ class MetricsLog:
 
 
 def _event(line: Mapping[str, Any]) -> bytes:
-    """A line of metrics.jsonl as an event: its clock and step, everything else a scalar."""
+    """A line of metrics.jsonl as an event: its clock and step, and every other field as a scalar."""
     scalars = {name: value for name, value in line.items() if name not in ("step", CLOCK)}
     return event_file.scalars_event(line[CLOCK], line["step"], scalars)
 
 
 def _picture(path: Path) -> tuple[str, int]:
-    """What a picture of a run shows, and after which step."""
+    """The name of a picture of a run, and the step after which it was drawn."""
     name, step = PICTURE.fullmatch(path.name).groups()
     return name, int(step)
 
@@ -191,7 +193,7 @@ def _picture_event(path: Path) -> bytes:
 
 
 def _config_event(config: Mapping[str, Any]) -> bytes:
-    # Four spaces make a block of code of TensorBoard's Markdown.
+    # Four spaces mark a code block in TensorBoard's Markdown.
     lines = json.dumps(config, indent=2, default=str).splitlines()
     text = "\n".join(f"    {line}" for line in lines)
     return event_file.text_event(time.time(), 0, "config", text)

@@ -1,4 +1,4 @@
-"""Pictures for people: grids of images over their prompts, before and after, and curves."""
+"""Pictures for people: grids of images with their prompts, before and after, and curves."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -150,7 +150,7 @@ def _paste(
 ) -> None:
     """Puts a picture inside its frame; with a score, in the score's colour and with its badge."""
     x, y = corner
-    # Without a score a hair line remains, or a white image would have no edge on the paper.
+    # Without a score a hairline remains, or a white image would have no edge on white paper.
     frame = 1 if score is None else FRAME
     start = (x + FRAME - frame, y + FRAME - frame)
     end = (x + FRAME + picture.width + frame - 1, y + FRAME + picture.height + frame - 1)
@@ -167,7 +167,7 @@ def _colour(score: float) -> str:
 
 
 def _badge(score: float) -> Image.Image:
-    """A tick, a cross or a number on the score's colour; drawn large and reduced, to be smooth."""
+    """A tick, a cross or a number on the score's colour; drawn large and reduced for smooth edges."""
     number = "" if score in (0, 1) else f"{score:.2f}"
     width = BADGE if not number else math.ceil(text_width(number, NUMBER)) + 12
     large = Image.new("RGBA", (width * 4, BADGE * 4))
@@ -218,7 +218,7 @@ def plot_curves(
 
 
 def label_axes(axes: Any, x: str, y: str) -> None:
-    """Names of both axes, and no more lines around them than are needed."""
+    """Labels both axes and removes lines that are not needed."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""What a run writes into its workdir besides checkpoints: metrics, timeline, commands, pictures, results."""
+"""Files that a run writes into its workdir besides checkpoints: metrics, timeline, commands, pictures, results."""
 
 import contextlib
 import pathlib
@@ -29,10 +29,10 @@ class Records:
     Args:
       workdir: the run's folder, which this process has claimed.
       recipe: the run's.
-      release_room: gives up the space on the disk that is held for a checkpoint.
+      release_room: frees the disk space that is reserved for a checkpoint.
 
     Raises:
-      ConfigError: wandb is asked for and not installed, or garbage is in metrics.jsonl.
+      ConfigError: wandb is asked for and not installed, or metrics.jsonl holds garbage.
     """
 
     def __init__(self, workdir: pathlib.Path, recipe: Recipe, release_room: Callable[[], None]):
@@ -51,7 +51,7 @@ class Records:
         self._metrics.close()
 
     def _kept(self, write: Callable[[], Any]) -> None:
-        """Writes a file of the workdir; on a full disk in the room that is held, and the run is to stop."""
+        """Writes a file of the workdir; on a full disk into the reserved space, and then the run must stop."""
         try:
             write()
         except OSError as error:
@@ -62,7 +62,7 @@ class Records:
             write()
 
     def check_disk(self) -> None:
-        """Whether all could be written so far.
+        """Checks that everything could be written so far.
 
         Raises:
           SaveFailed: the disk is full.
@@ -71,7 +71,7 @@ class Records:
             raise SaveFailed(f"the disk of {self._workdir} is full")
 
     def forget(self, done: int) -> None:
-        """Cuts the records of what the workers did back to the step that was `done`."""
+        """Cuts the workers' timeline and commands back to the step that was `done`."""
         self._kept(lambda: self._forget(done))
 
     def _forget(self, done: int) -> None:
@@ -81,46 +81,46 @@ class Records:
         self._commands.cut_back(done)
 
     def begin_commands(self, done: int) -> CommandLog:
-        """The log of the commands that follow the `done` steps before this process's."""
+        """The command log of this process, which begins after `done` steps."""
         self._commands = CommandLog(self._workdir / "commands.jsonl", done)
         return self._commands
 
     def place(self) -> int:
-        """How far the metrics are, for `cut_back`; they are safe on the disk then."""
+        """The position in the metrics, for `cut_back`; they are flushed to the disk."""
         return self._metrics.position()
 
     def cut_back(self, place: int) -> None:
-        """Removes the metrics after a place.
+        """Removes the metrics after a position.
 
         Raises:
-          ConfigError: the file does not hold so many.
+          ConfigError: the file has fewer lines.
         """
         self._metrics.cut_back(place)
 
     def write(self, done: int, line: dict[str, float]) -> None:
-        """Metrics of the step that is `done`, or of an evaluation after it."""
+        """Writes metrics of the step that is `done`, or of an evaluation after it."""
         self._kept(lambda: self._metrics.write(done, line))
 
     def step(self, done: int, line: dict[str, float]) -> None:
-        """The metrics and commands of the step that is `done`."""
+        """Writes the metrics and commands of the step that is `done`."""
         self.write(done, line)
         self._kept(self._commands.flush)
 
     def evaluated(self, done: int, found: Evaluation) -> None:
-        """The evaluation of the model after `done` steps: its metrics, the curve, what the results need of it."""
+        """Writes the evaluation after `done` steps: its metrics, the curve, and the images for the results."""
         self.write(done, found.metrics())
         self._keep(done, found)
         if done:
             self._kept(self._draw_curve)
 
     def timeline(self, intervals: Sequence[Interval], clock: float) -> None:
-        """What the workers did; `clock` is the time, in seconds, of the intervals' 0."""
+        """Writes what the workers did; `clock` is the time, in seconds, of the intervals' 0."""
         self._kept(lambda: self._timeline.write(intervals, clock))
 
     def step_timeline(
         self, done: int, intervals: list[Interval], clock: float, picture: bool
     ) -> None:
-        """What the workers did in the step that is `done`; where asked for, a picture of the last ones."""
+        """Writes what the workers did in the step that is `done`; where asked for, a picture of the last steps."""
         self.timeline(intervals, clock)
         self._shown = [*self._shown[1 - SHOWN_STEPS :], intervals]
         if picture:
@@ -132,7 +132,7 @@ class Records:
             self._kept(lambda: self._metrics.picture(path))
 
     def show(self, done: int, found: Evaluation) -> None:
-        """A picture of what the model draws after `done` steps, with the rewards; of clips an animation, too."""
+        """Writes a picture of the model's images after `done` steps, with their rewards; for clips an animation too."""
         count = self._count
         captions = [record["prompt"] for record in found.records[:count]]
         title = f"after step {done}" if done else "before tuning"
@@ -151,7 +151,7 @@ class Records:
         self._kept(lambda: save_images(file, step=done, images=images, scores=scores))
 
     def _draw_curve(self) -> None:
-        """The reward so far, as a picture."""
+        """Writes the reward so far as a picture."""
         pictures.plot_curves(
             read_metrics(self._workdir / "metrics.jsonl"),
             {"training": "reward", "held-out prompts": "evaluation/reward"},
@@ -159,7 +159,7 @@ class Records:
         )
 
     def results(self, held_out: list[dict]) -> None:
-        """The results, on the console and as pictures; `held_out` are the records that are evaluated."""
+        """Prints the results and writes them as pictures; `held_out` are the evaluated records."""
         first, last = (saved_images(self._folder / f"{when}.npz") for when in ("before", "after"))
         if first is None or len(first["scores"]) != len(held_out):
             print(
@@ -173,7 +173,7 @@ class Records:
     def _compare(
         self, first: dict[str, np.ndarray], last: dict[str, np.ndarray], held_out: list[dict]
     ) -> None:
-        """A sheet of the same prompts before and after, and the table of their rewards."""
+        """Writes a sheet of the same prompts before and after, and prints the table of their rewards."""
         count = min(len(first["images"]), len(last["images"]))
         pictures.before_after(
             first["images"][:count],
@@ -188,7 +188,7 @@ class Records:
 
 @contextlib.contextmanager
 def full_disk(workdir: pathlib.Path) -> Iterator[None]:
-    """Says in a sentence that the disk is full, wherever that shows first."""
+    """Turns the first error of a full disk into one sentence."""
     try:
         yield
     except OSError as error:
@@ -214,7 +214,7 @@ def table(
 
 
 def where(workdir: pathlib.Path) -> str:
-    """What lies where in a workdir."""
+    """The files of a workdir and what they hold."""
     files = {
         "pictures/before_after.png": "the same prompts before and after",
         "pictures/curve.png": "reward over the steps",

@@ -1,27 +1,27 @@
-"""Space on the disk that is held in advance, so that a disk that fills up finds a run able to save itself."""
+"""Disk space that is reserved in advance, so that a run can save itself when the disk is full."""
 
 import errno
 import os
 from pathlib import Path
 
-# What a disk or a quota without space answers.
+# Error numbers of a disk or a quota without space.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Room:
-    """A file that takes up space until that is needed.
+    """A file that occupies space until the space is needed.
 
-    Where a file system cannot give space in advance (or a limit on a file's size forbids it) none is held.
+    Where a file system cannot reserve space (or a limit on a file's size forbids it), none is reserved.
     """
 
     def __init__(self, path: Path):
         self._path = path
 
     def hold(self, size: int) -> None:
-        """Holds so many bytes.
+        """Reserves a number of bytes.
 
         Raises:
-          OSError: the disk is full; then nothing is held.
+          OSError: the disk is full; then nothing is reserved.
         """
         if self._path.exists() and self._path.stat().st_size == size:
             return
@@ -35,5 +35,5 @@ class Room:
                 raise
 
     def release(self) -> None:
-        """Gives the space back to the disk."""
+        """Frees the space."""
         self._path.unlink(missing_ok=True)

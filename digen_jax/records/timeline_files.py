@@ -1,4 +1,4 @@
-"""Timelines to look at: in Chrome's trace format, and as pictures."""
+"""Timeline files: in Chrome's trace format, and as pictures."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from digen_jax.files import append, replace
 from digen_jax.scheduling.commands import TRAINER
 from digen_jax.scheduling.timeline import Interval
 
-# Chrome's reserved colour names, and the same in PNG; what is not here is a wait.
+# Chrome's reserved colour names, and the same colours for PNG; every other name is a wait.
 COLOURS = {
     "encode": ("thread_state_iowait", "#c9b458"),
     "generate": ("rail_animation", "#4c78a8"),
@@ -33,8 +33,8 @@ WAIT = ("grey", "#dddddd")
 class TraceFile:
     """A timeline.json in Chrome's trace format, one row a worker: opens in Perfetto.
 
-    Whole after every call, and where a kill left it without its end, still readable there; a
-    resumed run writes on behind what is there.
+    The file is complete after every call. Where a kill left it without its end, Perfetto can still read
+    it, and a resumed run appends to it.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -43,7 +43,7 @@ class TraceFile:
         self._replace(self._events())
 
     def cut_back(self, done: int, ended: float) -> None:
-        """Removes what belongs to the first `done` steps or, where it is of no step, ended before `ended`.
+        """Removes the intervals of the first `done` steps, and those of no step that ended before `ended`.
 
         `ended` is when these were done, in seconds on the clock of `write`.
 
@@ -60,7 +60,7 @@ class TraceFile:
         self._replace(list(filter(stays, self._events())))
 
     def _events(self) -> list[dict[str, Any]]:
-        """What is in the file; a last line that a kill cut off is left out."""
+        """The events in the file, without a last line that a kill cut off."""
         lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
         return list(filter(None, map(_event_of, lines)))
 
@@ -87,14 +87,14 @@ class TraceFile:
         try:
             append(self._path, (("" if self._empty else ",\n") + text + "\n]\n").encode())
         except OSError:
-            # There is room for what was cut off just now.
+            # There is space for what was just cut off.
             append(self._path, b"\n]\n"[self._empty :])
             raise
         self._rows, self._empty = rows, False
 
 
 def _event_of(line: str) -> dict[str, Any] | None:
-    """The event in a line as `write` puts it there, or None."""
+    """The event in a line that `write` wrote, or None."""
     try:
         found = json.loads(line.rstrip(","))
     except json.JSONDecodeError:
@@ -127,7 +127,7 @@ def _event(row: int, interval: Interval, clock: float) -> dict[str, Any]:
 
 
 def draw(intervals: Sequence[Interval], path: pathlib.Path, title: str = "") -> None:
-    """A PNG with a row for each worker, the trainer's last but the rewards'; waits say for what."""
+    """A PNG with a row for each worker, trainer and rewards last; a wait is labelled by what it waits for."""
     rows = sorted({i.worker for i in intervals}, key=lambda w: (w == "reward", w == TRAINER, w))
     begin = min(interval.start for interval in intervals)
     figure = Figure(figsize=(11, 1.2 + 0.5 * len(rows)), dpi=120, layout="constrained")

@@ -1,8 +1,8 @@
 """Rewards: functions from images, prompts and metadata to one score an image.
 
 A reward is `f(images [b, h, w, 3] in [0, 1], prompts, metadata) -> scores [b]`, numpy on the host.
-Several are one function with a column of scores for each, [b, k]; where a single number is wanted, that is
-their weighted sum (`total`). Rewards are called by a tuple of their names, which a user writes with commas.
+Several rewards are one function with a column of scores for each, [b, k]; their weighted sum (`total`) is the
+single number of an image. Rewards are named by a tuple of names, which a user separates by commas.
 """
 
 import dataclasses
@@ -32,29 +32,29 @@ class Several:
     def __call__(
         self, images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b k"]:
-        """A column for each; what is wrong with one is said of that one."""
+        """A column for each reward; an error names the reward that it is about."""
         pairs = zip(self.rewards, self.names, strict=True)
         columns = [call(reward, (name,), images, prompts, metadata) for reward, name in pairs]
         return np.stack(columns, axis=1)
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """The names that a user writes as `a` or as `a, module:b`."""
+    """The names in a user's text such as `a` or `a, module:b`."""
     return tuple(part.strip() for part in text.split(","))
 
 
 def label(names: tuple[str, ...]) -> str:
-    """What errors call rewards."""
+    """The name of rewards in errors."""
     return ", ".join(names)
 
 
 def resolve(names: tuple[str, ...]) -> Reward:
-    """The reward of a name, built-in or the user's own as "module:function"; of several names `Several`.
+    """The reward of a name, built-in or the user's own as "module:function"; for several names `Several`.
 
-    The user's module is looked for in the current directory first, then wherever Python looks.
+    The user's module is searched in the current directory first, then on Python's path.
 
     Raises:
-      ConfigError: there is no such reward, module or function, it cannot be imported or called, or one is
+      ConfigError: there is no such reward, module or function, it cannot be imported or called, or a reward is
         named twice.
     """
     twice = [one for one in names if names.count(one) > 1]
@@ -70,7 +70,7 @@ def resolve(names: tuple[str, ...]) -> Reward:
 def total(
     scores: Float[np.ndarray, "b"] | Float[np.ndarray, "b k"], weights: Sequence[float]
 ) -> Float32[np.ndarray, "b"]:
-    """The one number an image that is shown and compared: the weighted sum of its rewards' scores."""
+    """The weighted sum of each image's scores: the number that is shown and compared."""
     columns = scores.reshape(len(scores), len(weights)).astype(np.float64)
     # no matrix product: it may add up the rows of equal images in different orders
     return (columns * np.asarray(weights)).sum(axis=1).astype(np.float32)
@@ -79,7 +79,7 @@ def total(
 def each(
     names: tuple[str, ...], scores: Float[np.ndarray, "b"] | Float[np.ndarray, "b k"]
 ) -> dict[str, Float[np.ndarray, "b"]]:
-    """Of several rewards each one's own scores by its name; of a single one nothing, as it is the total."""
+    """The scores of several rewards by their names; empty for a single reward, whose score is the total."""
     return dict(zip(names, scores.T, strict=True)) if len(names) > 1 else {}
 
 
@@ -107,10 +107,10 @@ def call(
     prompts: list[str],
     metadata: list[dict],
 ) -> Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]:
-    """The reward's scores as float32, checked, [b] or of k rewards [b, k]; errors say the names.
+    """The reward's scores as checked float32 numbers, [b], or [b, k] for k rewards; errors say the names.
 
     Raises:
-      RewardFailed: the reward raises something.
+      RewardFailed: the reward raises an exception.
       RewardMistake: its scores are not one finite number an image and reward.
     """
     name, count = label(names), len(names)
@@ -126,7 +126,9 @@ def call(
         )
     if scores.dtype.kind not in "biuf":
         raise RewardMistake(f"reward {name!r} returned {scores.dtype} values: return numbers")
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused
+    with np.errstate(
+        over="ignore"
+    ):  # numbers too large for float32 become infinite and are refused
         scores = scores.astype(np.float32)
     if not np.isfinite(scores).all():
         where = tuple(np.argwhere(~np.isfinite(scores))[0])
@@ -150,7 +152,7 @@ def _as_array(scores: object, name: str) -> np.ndarray:
 
 
 def _import(module_name: str, name: str) -> object:
-    """The module; ConfigError where it is not there, or says where in the user's own code it fails."""
+    """The module; a ConfigError says that it is missing, or where in the user's own code it fails."""
     with blamed(name, "cannot be imported:"):
         try:
             return importlib.import_module(module_name)

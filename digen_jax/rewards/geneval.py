@@ -1,9 +1,9 @@
 """GenEval's rules: do the objects that a detector found satisfy a prompt's metadata?
 
 The rules are those of GenEval (Ghosh et al., 2023, arXiv 2310.11513, and its evaluation code), for
-any detector: a class of `include` needs at least `count` objects, of which the `count` most
-confident ones are looked at, all of them in the colour and in the position asked for; of a class of
-`exclude` there must be fewer than `count`.
+any detector. A class of `include` needs at least `count` objects; the `count` most confident ones
+count, and all of them must have the colour and position asked for. A class of `exclude` must have
+fewer than `count` objects.
 """
 
 from collections.abc import Sequence
@@ -50,9 +50,9 @@ def satisfies(found: Sequence[Detection], record: dict) -> bool:
 def relations(a: Detection, b: Detection) -> set[str]:
     """The relations in which a stands to b: where a's centre lies, seen from b's.
 
-    The offset of the centres is first shortened by a tenth of the summed sizes in each direction; a
-    relation holds where what is left exceeds half of the whole distance. Both a horizontal and a
-    vertical one may hold.
+    The offset of the centres is first shortened by a tenth of the summed sizes in each direction. A
+    relation holds where the rest exceeds half of the whole distance. A horizontal and a vertical one
+    may both hold.
     """
     box_a, box_b = np.asarray([a.box, b.box]).reshape(2, 2, 2)
     offset = box_a.mean(axis=0) - box_b.mean(axis=0)
@@ -68,7 +68,7 @@ def relations(a: Detection, b: Detection) -> set[str]:
 def _matches(
     things: list[Detection], entry: dict, matched: Sequence[list[Detection] | None]
 ) -> bool:
-    """Whether these objects are enough of them, in the right colour and in the right place."""
+    """Whether there are enough of these objects, in the right colour and position."""
     if len(things) < entry["count"]:
         return False
     if "color" in entry and any(thing.color != entry["color"] for thing in things):

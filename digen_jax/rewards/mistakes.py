@@ -1,4 +1,4 @@
-"""What goes wrong in a user's reward, as one text: which reward, what, and where in the user's own code."""
+"""Errors of a user's reward as one text: which reward, what failed, and where in the user's own code."""
 
 import inspect
 import sysconfig
@@ -20,7 +20,7 @@ FOREIGN = [
 
 
 class RewardMistake(ConfigError):
-    """What a reward returned is wrong: one sentence, and lines on what follows from that."""
+    """A reward returned something wrong: one sentence, and lines on its consequences."""
 
     def shown(self) -> str:
         """As a script prints it, line by line."""
@@ -28,12 +28,12 @@ class RewardMistake(ConfigError):
 
 
 class RewardFailed(RewardMistake):
-    """A user's code raised something: a line that says what, and one for each place in that code."""
+    """A user's code raised an exception: a line that names it, and one for each place in that code."""
 
 
 @contextmanager
 def blamed(name: str, doing: str) -> Iterator[None]:
-    """Turns whatever a user's code raises, `sys.exit` too, into a RewardFailed, which can go between processes.
+    """Turns any exception of a user's code, `sys.exit` included, into a RewardFailed, which can be pickled.
 
     Args:
       name: the reward's.
@@ -45,7 +45,7 @@ def blamed(name: str, doing: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, Stopped, CancelledError):
-        raise  # Of a pool that asks the reward in another process.
+        raise  # raised by a pool that asks the reward in another process
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(": None")
         raise RewardFailed(
@@ -54,7 +54,7 @@ def blamed(name: str, doing: str) -> Iterator[None]:
 
 
 def own_lines(error: BaseException) -> list[str]:
-    """Where an error came from, a line for each place in the user's own code, the last one innermost."""
+    """The origin of an error: a line for each place in the user's own code, the innermost last."""
     if isinstance(error, SyntaxError) and error.filename:
         return [f"  {error.filename}, line {error.lineno}: {(error.text or '').strip()}"]
     frames = traceback.extract_tb(error.__traceback__)
@@ -66,10 +66,10 @@ def own_lines(error: BaseException) -> list[str]:
 
 
 def check_callable(reward: object, name: str) -> None:
-    """Refuses what cannot be called with images, prompts and metadata.
+    """Refuses a reward that cannot be called with images, prompts and metadata.
 
     Raises:
-      ConfigError: it is a class or nothing that can be called, or takes other arguments.
+      ConfigError: it is a class, is not callable, or takes other arguments.
     """
     if isinstance(reward, type):
         raise ConfigError(

@@ -19,7 +19,7 @@ from digen_jax.rewards.process import Gone, Process, Scored, timed
 
 
 def for_ever(expected: float | None) -> float:
-    """No limit to the seconds of a batch."""
+    """A batch has no time limit."""
     return math.inf
 
 
@@ -37,7 +37,7 @@ class Thread:
         threading.Thread(target=self._work, name="reward", daemon=True).start()
 
     def score(self, batch: tuple[Any, ...], limit: float = math.inf) -> Scored:
-        """Scores a batch; Stopped where it takes more seconds than the limit, and from then on."""
+        """Scores a batch; raises Stopped where it takes longer than the limit, and in every call after that."""
         future = Future()
         if not self._hangs:
             self._asked.put((future, batch))
@@ -56,7 +56,7 @@ class Thread:
         )
 
     def close(self) -> None:
-        """Ends the thread once what it does is done."""
+        """Ends the thread after its current batch."""
         self._asked.put(None)
 
     def _work(self) -> None:
@@ -69,16 +69,16 @@ class Thread:
 
 
 class RewardPool:
-    """Scores batches of images, several at a time, without holding up who asks.
+    """Scores batches of images, several at a time, without blocking the caller.
 
     Args:
-      reward: the function; of several (`rewards.Several`) all score a batch, one after the other.
-      names: what errors call it: one name, or of several all.
-      processes: that score side by side; 0 is a thread in this process. A function that no other
-        process can import, such as one from a notebook's cell, gets a thread too, which is said.
-      retries: times that `score` asks again where the reward fails.
-      limit: seconds that a batch may take of which so many are expected, None: nothing is known yet. A
-        process that takes longer is killed and another one started.
+      reward: the function; several rewards (`rewards.Several`) score a batch one after the other.
+      names: the reward's names in errors.
+      processes: how many score at the same time; 0: a thread in this process. A function that no other
+        process can import, such as one from a notebook's cell, gets a thread, too, and a line says so.
+      retries: how often `score` asks again where the reward fails.
+      limit: from the expected seconds of a batch, None if unknown, to the seconds that it may take. A
+        process that takes longer is killed and replaced.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class RewardPool:
     def submit(
         self, images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Future:
-        """A future `Scored`, asked for once.
+        """A future `Scored`; the reward is asked once.
 
-        It raises what `rewards.call` does; Gone, where its process died or was killed at its
-        limit; Stopped, where a thread hangs.
+        The future raises what `rewards.call` raises; Gone, if its process died or was killed at its
+        limit; Stopped, if a thread hangs.
         """
         future = Future()
         if self._closed:
@@ -129,7 +129,7 @@ class RewardPool:
     def score(
         self, images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
     ) -> Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]:
-        """The scores, once they are there; asked for again where the reward fails.
+        """Waits for the scores; asks again where the reward fails.
 
         Raises:
           Exception: see `final`.
@@ -146,14 +146,14 @@ class RewardPool:
         raise self.final(error)
 
     def tell(self, error: BaseException) -> None:
-        """Says that the reward has failed, and is asked again."""
+        """Prints that the reward has failed and is asked again."""
         what = f"reward {self.name!r} {error}" if isinstance(error, Gone) else error
         print(f"{what}\n  it is asked again", file=sys.stderr, flush=True)
 
     def final(self, error: BaseException) -> BaseException:
-        """What to raise once the reward has failed on the same pictures as often as it is asked.
+        """The error to raise after the reward has failed on the same pictures in every attempt.
 
-        RewardFailed, or Stopped where its process died or hung.
+        RewardFailed, or Stopped if its process died or hung.
         """
         failures = self._retries + 1
         often = f"{failures} times" if failures > 1 else "once"
@@ -165,7 +165,7 @@ class RewardPool:
         )
 
     def close(self) -> None:
-        """Kills the processes; a thread ends once what it does is done. What has not begun is forgotten."""
+        """Kills the processes; a thread ends after its current batch. Batches that have not begun are dropped."""
         self._closed = True
         for scorer in self._scorers:
             self._jobs.put(None)
@@ -177,7 +177,7 @@ class RewardPool:
             scorer.close()
 
     def _keep(self, scorer: Process | Thread) -> None:
-        """Has one batch after the other scored."""
+        """Lets a process or thread score one batch after the other."""
         while (job := self._jobs.get()) is not None:
             future, batch = job
             if self._closed or not future.set_running_or_notify_cancel():
@@ -195,12 +195,12 @@ class RewardPool:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether it makes sense to ask a reward again that failed so: not where what it returns is wrong."""
+    """Whether to ask a reward again after this failure: not if it returned something wrong."""
     return isinstance(error, RewardFailed | Gone)
 
 
 def _sendable(reward: rewards.Reward) -> bytes | None:
-    """The reward as another process can read it, or None."""
+    """The reward pickled for another process; None if it cannot be."""
     single = reward.rewards if isinstance(reward, rewards.Several) else (reward,)
     if any(getattr(one, "__module__", "__main__") == "__main__" for one in single):
         return None

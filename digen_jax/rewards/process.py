@@ -1,7 +1,7 @@
-"""A process that scores: how it is started, asked and killed, and what goes on in it.
+"""A process that scores: how it is started, asked and killed, and what it does.
 
-It is a group of its own, so that what the reward starts is killed with it, and ends with the process
-that asks. It imports JAX only where the user's reward does, and then without an accelerator.
+It is a process group of its own, so that everything the reward starts is killed with it. It ends with the
+process that asks. It imports JAX only if the user's reward does, and then without an accelerator.
 """
 
 import contextlib
@@ -53,11 +53,11 @@ class Late(Gone):
 
 
 class Process:
-    """One that scores, started again after it has died. For one thread; `close` is for any.
+    """A process that scores and is started again after it has died. For one thread; `close` is for any.
 
     Args:
       payload: the reward, pickled.
-      names: what errors call it.
+      names: the reward's names in errors.
     """
 
     def __init__(self, payload: bytes, names: tuple[str, ...]):
@@ -67,7 +67,7 @@ class Process:
         self._start()
 
     def score(self, batch: tuple[Any, ...], limit: float = math.inf) -> Scored:
-        """Scores a batch (images, prompts, metadata) within so many seconds.
+        """Scores a batch (images, prompts, metadata) within a number of seconds.
 
         Raises:
           Gone: the process died, or was killed at the limit (Late).
@@ -96,7 +96,7 @@ class Process:
         return found
 
     def close(self) -> None:
-        """Kills the process, and begins no other one."""
+        """Kills the process and starts no other one."""
         with self._lock:
             self._closed = True
             self._kill()
@@ -104,7 +104,7 @@ class Process:
         _running.discard(self)
 
     def _start(self) -> None:
-        """Begins a process, which is told at once what it is to score by."""
+        """Starts a process and sends it the reward."""
         here, there = socket.socketpair()
         with self._lock, here, there:
             if self._closed:
@@ -120,11 +120,11 @@ class Process:
             )
             self._link = multiprocessing.connection.Connection(here.detach())
         _running.add(self)
-        with contextlib.suppress(OSError):  # where it has died already, `score` says so
+        with contextlib.suppress(OSError):  # if it has died already, `score` says so
             self._link.send(self._told)
 
     def _kill(self, late: threading.Event | None = None) -> None:
-        """Kills the process and all that it started."""
+        """Kills the process and everything that it started."""
         if late is not None:
             late.set()
         if self._process.returncode is None:
@@ -154,8 +154,8 @@ at_leaving(_kill_all)
 
 
 def serve(descriptor: int) -> None:
-    """Scores batches as they come, until who asks has gone."""
-    # Signals to all processes of a job are for the run to answer. No SIG_IGN, which children would inherit.
+    """Scores batches as they come, until the asking process has gone."""
+    # The run handles signals to all processes of a job. SIG_IGN is not used, as children would inherit it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     os.set_inheritable(descriptor, False)
@@ -180,7 +180,7 @@ def serve(descriptor: int) -> None:
 
 
 def _listen(link: multiprocessing.connection.Connection, told: queue.SimpleQueue) -> None:
-    """Takes what comes, also while the reward is at work, so that the other end's end is this one's."""
+    """Receives batches also while the reward works, so that this process ends when the asking one does."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             told.put(link.recv())
@@ -188,18 +188,18 @@ def _listen(link: multiprocessing.connection.Connection, told: queue.SimpleQueue
 
 
 def timed(reward: rewards.Reward, names: tuple[str, ...], batch: tuple[Any, ...]) -> Scored:
-    """A batch's scores, and how long they took."""
+    """A batch's scores, and the seconds that they took."""
     begin = time.perf_counter()
     scores = rewards.call(reward, names, *batch)
     return Scored(scores, time.perf_counter() - begin)
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """An error as another process can read it, with where it came from."""
+    """An error pickled for another process, with its origin."""
     where = "".join(traceback.format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))
-    # An exception's own class decides what its pickling raises.
+    # Pickling may raise anything, as the exception's own class decides.
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(f"In the process of the reward:\n{where}")

@@ -1,4 +1,4 @@
-"""A reward is tried before anything slow starts: on blank pictures, with real prompts and metadata."""
+"""Tries a reward before anything slow starts: on grey pictures, with real prompts and metadata."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def try_out(
       width: likewise.
 
     Raises:
-      ConfigError: what the reward raises or returns wrongly; Stopped, see `RewardPool.score`.
+      ConfigError: the reward raises an exception or returns something wrong; Stopped, see `RewardPool.score`.
     """
     for records in files:
         chosen = _kinds(records)

@@ -1,8 +1,7 @@
 """The prompts of the shapes world in GenEval's format: six tasks, a training and a held-out part.
 
 A training prompt contains no held-out combination of any task (see `split`). A held-out prompt
-contains exactly one, its own task's: what is measured is that combination, made of parts that were
-all seen.
+contains exactly one, of its own task: it measures that combination, whose parts have all been seen.
 
     python -m digen_jax.shapes.captions assets/prompts     # writes both prompt files
 """
@@ -39,19 +38,19 @@ def train_record(rng: np.random.Generator) -> dict:
 
 
 def train_records() -> list[dict]:
-    """The training prompt file: as many a task, in turn; a task with fewer prompts repeats them."""
+    """The training prompt file: equally many prompts of each task, in turn; a task with few prompts repeats them."""
     return _interleaved(0, TRAIN_PER_TASK)
 
 
 def heldout_records() -> list[dict]:
-    """The held-out prompt file: as many a task, in turn, so that any first 6 n are balanced."""
+    """The held-out prompt file: equally many prompts of each task, in turn, so that any first 6 n are balanced."""
     return _interleaved(1, HELDOUT_PER_TASK)
 
 
 def tags(scene: Scene) -> str:
-    """All that a scene shows, in short: "red star left of blue ring gray background".
+    """Everything that a scene shows, in short: "red star left of blue ring gray background".
 
-    Prompts leave most of a picture open; a caption that leaves nothing open teaches each word faster.
+    A prompt leaves most of a picture open; a caption that leaves nothing open teaches each word faster.
     """
     first, *others = (f"{thing.color} {thing.shape}" for thing in scene.objects)
     relation = None
@@ -73,8 +72,8 @@ def write_prompt_files(folder: str | pathlib.Path) -> None:
 def make_record(task: str, include: list[dict], prompt: str) -> dict:
     """A record that asks for what `include` lists and, by GenEval's `exclude`, for nothing else.
 
-    GenEval itself excludes only a surplus object in counting; here every task does, and every other
-    class is excluded too, so that no picture pleases by showing more than it was asked for.
+    GenEval itself excludes surplus objects only in counting. Here every task excludes them and all other
+    classes, so that a picture with more than it was asked for gets no reward.
     """
     counts = {entry["class"]: entry["count"] for entry in include}
     exclude = [{"class": shape, "count": counts.get(shape, 0) + 1} for shape in SHAPES]

@@ -1,16 +1,16 @@
 """Reads a picture of flat shapes from its pixels: background, colours, components, classes.
 
-Every pixel is taken as a mixture of the background and one colour of the vocabulary. Connected
-pixels that are at least half one colour are an object, and so are touching ones of nearly the same
-colour; how much of each pixel it covers is its silhouette, which is scaled to a fixed area and
-compared with the silhouettes of all classes. Works at any picture size.
+Every pixel is read as a mixture of the background and one colour of the vocabulary. Connected
+pixels that are at least half one colour form an object; touching objects of nearly the same colour
+are merged. The share of each pixel that an object covers is its silhouette, which is scaled to a
+fixed area and compared with the silhouettes of all classes. This works at any picture size.
 
 Measured on 200 pictures of the embedded model (half of them tuned), judged by eye with their prompts:
-of 96 right ones 12 are rejected, of 104 wrong ones 9 accepted; where the observer was sure, 4 of 76
-and 1 of 84 (`tests/shapes/test_judged_pictures.py`). What it still misses: stars and rings that are
-small, blurred or askew, which it takes for no shape or for another, and flattened circles. What it
-still accepts: lumpy circles, triangles and hearts that an observer would rather not, and a shape
-with a small piece broken off.
+the reader rejects 12 of 96 right ones and accepts 9 of 104 wrong ones; where the observer was sure,
+4 of 76 and 1 of 84 (`tests/shapes/test_judged_pictures.py`). It still misses stars and rings that are
+small, blurred or tilted, which it reads as no shape or as another one, and flattened circles. It
+still accepts lumpy circles, triangles and hearts that an observer would reject, and a shape with a
+small piece broken off.
 """
 
 from functools import cache
@@ -23,9 +23,9 @@ from digen_jax.rewards.geneval import Detection
 from digen_jax.shapes.render import coverage
 from digen_jax.shapes.vocabulary import COLORS, SHAPES
 
-MIN_AREA = 8 / 1024  # of the picture; less is dirt
-# Relative distance to a class's nearest silhouette, beyond which it is none of that class. Any lump
-# is near a circle, and any that narrows downwards near a heart, so that these two must fit better.
+MIN_AREA = 8 / 1024  # share of the picture; less is dirt
+# Largest relative distance to a class's nearest silhouette at which an object is of that class. Any lump
+# is near a circle, and any lump that narrows downwards near a heart, so these two must fit better.
 MAX_MISMATCH = {
     "circle": 0.16,
     "triangle": 0.33,
@@ -73,14 +73,14 @@ def find_objects(image: Float[np.ndarray, "h w 3"]) -> list[Detection]:
 
 
 def estimate_background(image: Float[np.ndarray, "h w 3"]) -> Float[np.ndarray, "h w 3"]:
-    """The plane through the background's colours: through the rim's first, then all like them."""
+    """The plane through the background's colours: through those of the rim first, then through all similar ones."""
     design, rim = _plane(*image.shape[:2])
     pixels = image.reshape(-1, 3)
     fitted = np.median(pixels[rim], axis=0)[None]
     for inlier, among in ((0.25, rim), (0.15, True), (0.1, True)):
         kept = among & (((pixels - fitted) ** 2).sum(-1) < inlier**2)
         rows = design[kept]
-        # A trace of ridge keeps a picture without any background from being singular.
+        # A small ridge keeps the system of a picture without any background from being singular.
         plane = np.linalg.solve(rows.T @ rows + 1e-3 * np.eye(3), rows.T @ pixels[kept])
         fitted = design @ plane
     return fitted.reshape(image.shape).astype(np.float32)
@@ -116,10 +116,10 @@ def _joined(
     background: Float[np.ndarray, "h w 3"],
     labels: Int[np.ndarray, "h w"],
 ) -> Int[np.ndarray, "h w"]:
-    """The components, touching ones of nearly one colour made one: an object of an uneven colour.
+    """The components, where touching ones of nearly one colour are merged: an object of uneven colour.
 
-    The largest one's number stays, and its colour decides what else joins, so that the blurred rim
-    between two objects does not make them one.
+    The largest one's number stays, and its colour decides which others join, so that the blurred rim
+    between two objects does not merge them.
     """
     pairs = _touching(labels)
     color = {
@@ -165,7 +165,7 @@ def _color(
 def _silhouette(
     image: np.ndarray, background: np.ndarray, labels: np.ndarray, number: int, box: tuple
 ) -> tuple[Float[np.ndarray, "3"], Float[np.ndarray, "g g"]]:
-    """A component's colour, and how much of each point it covers, scaled to the grid."""
+    """A component's colour, and the share of each point that it covers, scaled to the grid."""
     reach = max(1, labels.shape[0] // 32)  # the edge's pixels, which are less than half covered
     near = tuple(slice(max(side.start - reach, 0), side.stop + reach) for side in box)
     inside = labels[near] == number
@@ -201,7 +201,7 @@ def _mismatches(scaled: Float[np.ndarray, "n g g"]) -> Float[np.ndarray, "n s"]:
 
 @cache
 def _templates() -> Float[np.ndarray, "s t p"]:
-    """Every class's silhouettes, differently sharp, each averaged over places within a pixel."""
+    """Every class's silhouettes at several sharpnesses, each averaged over positions within a pixel."""
     pixels = np.arange(-32, 33, dtype=np.float32)
     x, y = np.meshgrid(pixels, pixels)
     rows = []

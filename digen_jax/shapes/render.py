@@ -29,7 +29,7 @@ def render_batch(scenes: Sequence[Scene], size: int = 32) -> Float[np.ndarray, "
 def coverage(
     shape: str, x: Float[np.ndarray, "*b"], y: Float[np.ndarray, "*b"], radius: float
 ) -> Float[np.ndarray, "*b"]:
-    """How much of a pixel a shape covers, 0 to 1; the pixel's offset and `radius` in pixels."""
+    """The share of a pixel that a shape covers, 0 to 1; the pixel's offset and `radius` in pixels."""
     distance = signed_distance(shape, x / radius, y / radius) * radius
     return np.clip(0.5 - distance, 0.0, 1.0)
 

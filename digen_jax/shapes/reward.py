@@ -13,10 +13,10 @@ def shapes_geneval(
 ) -> Float[np.ndarray, "b"]:
     """1 where a picture shows what its record includes and nothing that it excludes, else 0.
 
-    A picture with an object that resembles no shape gets 0, too: tuning would else learn to add such.
+    A picture with an object that resembles no shape gets 0, too: otherwise tuning would learn to add such objects.
 
     Raises:
-      ConfigError: a record has no `include`, as a line of plain text has none.
+      ConfigError: a record has no `include`, such as a line of plain text.
     """
     for prompt, record in zip(prompts, metadata, strict=True):
         if "include" not in record:

@@ -14,7 +14,7 @@ PIXEL = 1 / 32
 GAP = 2.2 * PIXEL
 MARGIN = 1.0 * PIXEL
 RADII = {1: (5.5, 9.0), 2: (5.0, 7.0), 3: (4.6, 5.8), 4: (4.5, 5.2)}
-REACH = 1.15  # no shape extends farther than this times its radius
+REACH = 1.15  # largest extent of a shape, in units of its radius
 _TRIES = 64
 _NAMED_BACKGROUND = re.compile(r" on an? (\w+) background$")
 _AXIS = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}
@@ -49,10 +49,10 @@ class Scene:
 
 
 def sample_scene(record: dict, rng: np.random.Generator) -> Scene:
-    """A scene that satisfies a prompt record in GenEval's format, all else drawn at random.
+    """A scene that satisfies a prompt record in GenEval's format; everything else is drawn at random.
 
-    What is drawn at random never shows a held-out combination (see `split`), and no object that the
-    prompt does not name is in the scene.
+    The random part never shows a held-out combination (see `split`), and the scene has no object that the
+    prompt does not name.
 
     Raises:
       ValueError: the record asks for more objects than fit, or for an unknown color.
@@ -73,7 +73,7 @@ def sample_scene(record: dict, rng: np.random.Generator) -> Scene:
 
 
 def relation_between(a: Object, b: Object) -> str | None:
-    """The relation in which `a` clearly is to `b`, at most 24 degrees off, if it is in one."""
+    """The relation in which `a` clearly stands to `b`, at most 24 degrees off, if there is one."""
     offset = np.array([[a.x - b.x, a.y - b.y]])
     return next((relation for relation in _AXIS if _is_clearly(relation, offset)[0]), None)
 
@@ -129,7 +129,7 @@ def _named_relation(record: dict) -> tuple[str, int, int] | None:
 def _draw_layout(
     shapes: list[str], named: tuple[str, int, int] | None, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Radii `[n]` and centres `[n, 2]`: inside, apart, in the relation named or none held out."""
+    """Radii `[n]` and centres `[n, 2]`: inside, apart, in the named relation or in none that is held out."""
     count = len(shapes)
     low, high = RADII[count]
     while True:

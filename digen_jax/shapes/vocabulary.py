@@ -1,7 +1,6 @@
 """The words of the shapes world and the colours they stand for."""
 
-# Chosen because blur and noise do not confuse them at nine pixels across, as they do a square and a
-# circle.
+# Shapes that blur and noise do not confuse at nine pixels across, as they do a square and a circle.
 SHAPES = ("circle", "triangle", "cross", "star", "ring", "heart")
 
 # RGB in [0, 1]: as far as possible from one another and from every background.
@@ -16,7 +15,7 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "black": (0.00, 0.00, 0.00),
 }
 
-# Unsaturated middle tones, so that no object's colour is ever close to what lies behind it.
+# Unsaturated middle tones, so that no object's colour is ever close to the background.
 BACKGROUNDS: dict[str, tuple[float, float, float]] = {
     "dark": (0.31, 0.31, 0.33),
     "gray": (0.52, 0.52, 0.52),

@@ -1,9 +1,9 @@
-"""What a config must be like: all checks that need no model to be built. `door.open_recipe` makes them.
+"""All checks of a config that need no model. `door.open_recipe` makes them before anything compiles.
 
-They run before anything compiles. Each mistake is a sentence of a `ConfigError`, and all that can be told at once are.
-A check is a function that raises one. A new one of a field alone goes into EACH, and is told the complete config; one
-of several fields into one of the STAGES, and is told the recipe. All checks of a stage are made, those of a later
-stage only if the stages before found nothing. A check with several independent sentences collects them by `together`.
+A check is a function that raises a `ConfigError`; each mistake is one of its sentences, and all mistakes that can be
+found at once are reported at once. A new check of one field goes into EACH and gets the complete config; a check of
+several fields goes into one of the STAGES and gets the recipe. All checks of a stage run; a later stage runs only if
+the stages before it found nothing. A check with several independent sentences collects them with `together`.
 """
 
 import dataclasses
@@ -35,12 +35,23 @@ from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.weights.lora import Init
 
+# By field: its allowed values.
+CHOICES = {
+    "model.dtype": ("float32", "bfloat16"),
+    "sampler.dtype": ("", "float32", "bfloat16"),
+    "runtime.tag_weights": ("in place", "resharded"),
+    "lora.init": get_args(Init),
+    "runtime.ordered": ("auto", "yes", "no"),
+    "wandb.mode": ("online", "offline", "disabled", "shared"),
+    "placement.sizes": SIZES,
+}
+
 
 def check_each(config: ConfigDict) -> None:
-    """Refuses fields of a complete config that cannot be what they are, whatever the others say.
+    """Refuses values that a field of a complete config cannot have, independent of other fields.
 
     Raises:
-      ConfigError: the sentences of all such fields.
+      ConfigError: one sentence for each such field.
     """
     _all(EACH, config)
 
@@ -49,11 +60,11 @@ def check_rules(recipe: Recipe, devices: int | None = None) -> None:
     """Refuses fields that cannot go together.
 
     Args:
-      recipe: of a config whose fields `check_each` has passed.
-      devices: how many there are, where the meshes are to be checked, too.
+      recipe: of a config that has passed `check_each`.
+      devices: how many there are; None: the meshes are not checked.
 
     Raises:
-      ConfigError: the sentences of all mistakes that can be told at once.
+      ConfigError: one sentence for each mistake that can be found at once.
     """
     groups, cuts, step = STAGES
     if devices is not None:
@@ -71,12 +82,12 @@ def _all(checks: Iterable[Callable[[Any], None]], value: Any) -> None:
 
 
 def check_given(config: ConfigDict) -> None:
-    """What has to be given: the model's folder, prompt files that can be read, and a reward.
+    """Refuses a config without a model folder, readable prompt files and a reward.
 
     Reads the files and imports the reward.
 
     Raises:
-      ConfigError: what is not there, or cannot be used.
+      ConfigError: names what is missing or cannot be used.
     """
     with together() as one:
         for name in ("model.folder", "prompts.file", "reward.name", "evaluation.prompts"):
@@ -114,21 +125,13 @@ def _check_average(recipe: Recipe) -> None:
 
 def _check_choices(config: ConfigDict) -> None:
     with together() as one:
-        for name, choices in (
-            ("model.dtype", ("float32", "bfloat16")),
-            ("sampler.dtype", ("", "float32", "bfloat16")),
-            ("runtime.tag_weights", ("in place", "resharded")),
-            ("lora.init", get_args(Init)),
-            ("runtime.ordered", ("auto", "yes", "no")),
-            ("wandb.mode", ("online", "offline", "disabled", "shared")),
-            ("placement.sizes", SIZES),
-        ):
+        for name, choices in CHOICES.items():
             with one():
                 check_choice(f"config.{name}", _value(config, name), choices)
 
 
 def _check_start(recipe: Recipe) -> None:
-    """Refuses a LoRA to continue where none is tuned."""
+    """Refuses a LoRA to continue where no LoRA is tuned."""
     if recipe.lora.start and not recipe.lora.rank:
         raise ConfigError(
             f"config.lora.start = {recipe.lora.start!r} is a LoRA to continue, but config.lora.rank = 0 tunes "
@@ -142,7 +145,7 @@ def _value(holder: Any, name: str) -> Any:
 
 
 def _check_batches(recipe: Recipe) -> None:
-    """Every cut of a step's images: into update sets, fragments, micro-batches, devices."""
+    """Checks every division of a step's images: into update sets, fragments, micro-batches, devices."""
     batch, trainer, fragment = recipe.batch, recipe.trainer, recipe.sampler.fragment
     recipe.scheduler.check_cut(SCHEDULED)
     count = recipe.advantages.best_and_worst
@@ -219,7 +222,7 @@ def _check_meshes(recipe: Recipe, devices: int) -> None:
 
 
 def check_devices(recipe: Recipe, devices: int) -> None:
-    """Refuses meshes that `devices` do not suffice for, and batches that a mesh cannot divide."""
+    """Refuses meshes that need more than `devices`, and batches that a mesh cannot divide."""
     rollout, trainer = mesh_sizes(recipe.placement.meshes, devices)
     sampling = ("rollout", rollout) if rollout else ("trainer", trainer)
     time = recipe.placement.trainer.time if devices > 1 else 1
@@ -264,9 +267,9 @@ EACH = (
     _check_placement_rules,
 )
 STAGES = (
-    # What a group is, and what is sampled of an image.
+    # Groups, and what is sampled for an image.
     (_check_decay, _check_average, _check_start, check_advantages, check_sampler, check_early),
-    # How a step is cut, and what the algorithm demands of that.
+    # How a step is divided, and what the algorithm requires of that.
     (_check_batches, check_candidates, check_early_fragments, check_algorithm),
     # A step as a whole.
     (_check_noise_level, _check_scheduler),

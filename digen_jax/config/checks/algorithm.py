@@ -1,4 +1,4 @@
-"""What a complete config must be like for its algorithm: a part of `checks`."""
+"""Checks of a config's algorithm: a part of `checks`."""
 
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -23,7 +23,7 @@ NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
 
 
 def check_algorithm_choices(config: ConfigDict) -> None:
-    """Refuses words that the algorithm does not know, and a sampler that is not for it."""
+    """Refuses values that the algorithm does not know, and a sampler that does not suit it."""
     section, chosen = config.algorithm, kind(config)
     with together() as one:
         if chosen.objective == "transitions":
@@ -39,7 +39,7 @@ def check_algorithm_choices(config: ConfigDict) -> None:
 
 
 def check_algorithm(recipe: Recipe) -> None:
-    """Refuses settings of the algorithm that cannot work together."""
+    """Refuses settings of the algorithm that cannot go together."""
     algorithm = recipe.algorithm
     with blame("config.algorithm."):
         _check_old_log_probs(recipe)
@@ -60,7 +60,7 @@ def check_algorithm(recipe: Recipe) -> None:
 
 
 def _check_old_log_probs(recipe: Recipe) -> None:
-    """Ratios that are said to be 1 must be."""
+    """Refuses old_log_probs "current" where ratios are not 1."""
     choice = recipe.asked.get("old_log_probs", "auto")
     if choice != "auto":
         choose_old_log_probs(
@@ -73,7 +73,7 @@ def _check_old_log_probs(recipe: Recipe) -> None:
 
 
 def _check_nested(recipe: Recipe, algorithm: Algorithm) -> None:
-    """The settings that the algorithm's fields hold."""
+    """Checks the nested settings of the algorithm."""
     if algorithm.times is not None:
         with blame("config.algorithm.times."):
             algorithm.times.check(recipe.sampler.steps)
@@ -83,7 +83,7 @@ def _check_nested(recipe: Recipe, algorithm: Algorithm) -> None:
 
 
 def _check_trajectories(recipe: Recipe) -> None:
-    """Ratios of whole trajectories want all steps of an image in one pass, on one device."""
+    """Ratios of whole trajectories need all steps of an image in one pass, on one device."""
     time, pack, steps = recipe.placement.trainer.time, recipe.trainer.pack, recipe.trained_steps
     ratio = (
         f"config.algorithm.ratio = {recipe.algorithm.ratio!r} puts the steps of an image together"
@@ -100,7 +100,7 @@ def _check_trajectories(recipe: Recipe) -> None:
 
 
 def _check_final_images(recipe: Recipe) -> None:
-    """Final images are trained, so that noise on the way there serves nothing and costs quality."""
+    """Refuses a noisy sampler where final images are trained: the noise would only cost quality."""
     name, sampler = recipe.algorithm.name, recipe.sampler
     if recipe.noisy_steps or sampler.kind not in WITHOUT_NOISE:
         raise ConfigError(
@@ -111,7 +111,7 @@ def _check_final_images(recipe: Recipe) -> None:
 
 
 def _check_ranking(recipe: Recipe) -> None:
-    """A pair depends on the order of a group's images alone, so that most of `advantages` has nothing to act on."""
+    """Refuses settings of `advantages` without an effect: a pair depends only on the order of a group's images."""
     section = recipe.advantages
     without = dict(baseline="group_mean", ddof=0, best_and_worst=0, drop_zero_std=False)
     if section.combine == "rewards":
@@ -129,7 +129,7 @@ def _check_ranking(recipe: Recipe) -> None:
 
 
 def _check_pairs(recipe: Recipe) -> None:
-    """A fragment holds whole groups, of each of which one pair is trained; a micro-batch holds whole pairs."""
+    """A fragment holds whole groups, one pair of each is trained, and a micro-batch holds whole pairs."""
     images, fragment, micro = (
         recipe.batch.images,
         recipe.sampler.fragment,

@@ -1,4 +1,4 @@
-"""What a config must say of its groups, their rewards and advantages: a part of `checks`."""
+"""Checks of a config's groups, rewards and advantages: a part of `checks`."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,9 @@ from digen_jax.algorithms.advantages import Baseline, Combine, DDof, Std
 from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.errors import ConfigError, blame, check_choice, together
 from digen_jax.rewards import names_in
+
+# By field of the section `advantages`: its allowed values.
+CHOICES = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
 
 
 def check_weights(config: ConfigDict) -> None:
@@ -32,17 +35,16 @@ def check_weights(config: ConfigDict) -> None:
 
 
 def check_advantage_choices(config: ConfigDict) -> None:
-    """Refuses words that no advantage knows."""
-    choices = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
+    """Refuses unknown values in the section `advantages`."""
     with together() as one:
-        for name, choice in choices.items():
+        for name, choice in CHOICES.items():
             value = config.advantages[name]
             with one():
                 check_choice(f"config.advantages.{name}", value, get_args(choice))
 
 
 def check_advantages(recipe: Recipe) -> None:
-    """Refuses advantages that groups of this size do not have; the rewards' weights are checked."""
+    """Refuses advantages that are undefined for groups of this size; `check_weights` must have passed."""
     with blame("config.advantages."):
         recipe.advantages.check(recipe.batch.images, recipe.batch.groups)
 
@@ -63,13 +65,12 @@ def check_candidates(recipe: Recipe) -> None:
 
 
 def check_early(recipe: Recipe) -> None:
-    """Refuses training before groups are complete where it is not exact, or nothing would be early.
+    """Refuses training before groups are complete where it is not exact or has no effect.
 
-    What else the algorithm must be like for it is for `Algorithm.check_early` to say.
+    `Algorithm.check_early` checks the algorithm's settings.
 
     Raises:
-      ConfigError: ratios that are not 1, groups that may be replaced, or fragments that are not less
-        than what has to be waited for otherwise.
+      ConfigError: ratios are not 1, groups may be replaced, or a fragment is all that the trainer would wait for.
     """
     early, names = (
         f"config.runtime.early_groups = {recipe.runtime.early_groups}",
@@ -85,7 +86,7 @@ def check_early(recipe: Recipe) -> None:
     with together() as one:
         for name, value, needed, why in (
             ("runtime.staleness", recipe.runtime.staleness, 0, "older weights' ratios are not 1"),
-            ("trainer.updates", recipe.trainer.updates, 1, "behind an update ratios are not 1"),
+            ("trainer.updates", recipe.trainer.updates, 1, "after an update ratios are not 1"),
             (
                 "runtime.max_candidates",
                 recipe.runtime.max_candidates,
@@ -118,7 +119,7 @@ def check_early(recipe: Recipe) -> None:
 
 
 def check_early_fragments(recipe: Recipe) -> None:
-    """Refuses fragments of several groups, or no smaller than what has to be waited for otherwise."""
+    """Refuses fragments that hold several groups, or everything that the trainer would wait for."""
     early = f"config.runtime.early_groups = {recipe.runtime.early_groups}"
     fragment, images = recipe.sampler.fragment, recipe.batch.images
     if not recipe.runtime.early_groups:
@@ -134,7 +135,7 @@ def check_early_fragments(recipe: Recipe) -> None:
 
 
 def _check_one_group(recipe: Recipe, why: str, most: int) -> None:
-    """Refuses fragments of several groups; `why` says why, and at most so many images are advised."""
+    """Refuses fragments that hold several groups; `why` gives the reason, `most` is the largest size to suggest."""
     fragment, images = recipe.sampler.fragment, recipe.batch.images
     if images % fragment:
         sizes = [size for size in range(1, most + 1) if images % size == 0]
@@ -145,7 +146,7 @@ def _check_one_group(recipe: Recipe, why: str, most: int) -> None:
 
 
 def smaller_fragments(recipe: Recipe, sizes: Sequence[int]) -> str:
-    """What to set for the largest of some sizes that the meshes can split, the micro-batch included."""
+    """The fields to set, micro-batch included, for the largest of some sizes that the meshes can split."""
     meshes = (recipe.placement.rollout, recipe.placement.trainer)
     split = math.lcm(*(max(1, mesh.data * mesh.fsdp) for mesh in meshes))
     size = max([size for size in sizes if size % split == 0] or sizes)

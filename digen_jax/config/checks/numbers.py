@@ -1,6 +1,6 @@
-"""The range of every number of a complete config that has one by itself: a part of `checks`.
+"""The ranges of a config's numbers that do not depend on other fields: a part of `checks`.
 
-Every float is finite, too, but for those in `MAY_BE_INFINITE`. What depends on other fields is checked elsewhere.
+Every float must be finite, except those in `MAY_BE_INFINITE`.
 """
 
 import math
@@ -17,7 +17,7 @@ MAY_BE_INFINITE = (
 )
 POSITIVE = (0, math.inf, "least")
 SHARE = (0, 1, "most")
-# By field: the least and the most that it may be, and which of these ends it may not be itself.
+# By field: the least and the most that it may be, and which of these two is itself excluded.
 RANGES = {
     "seed": (0, LARGEST_SEED),
     "steps": (0, 10**9, "least"),
@@ -83,7 +83,7 @@ def check_numbers(config: ConfigDict) -> None:
             with one():
                 check_range(f"config.{name}", fields[f"config.{name}"], *limits)
         for name, value in fields.items():
-            # A range has refused NaN already.
+            # A range has already refused NaN.
             if not (name.removeprefix("config.") in RANGES and value != math.inf):
                 with one():
                     check_finite(name, value, name in MAY_BE_INFINITE)

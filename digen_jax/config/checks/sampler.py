@@ -1,4 +1,4 @@
-"""What a config says of the steps that are sampled and trained: the checks that need no model."""
+"""Checks of the steps that are sampled and trained: a part of `checks`."""
 
 from typing import get_args
 
@@ -10,7 +10,7 @@ from digen_jax.flow.windows import Mode
 
 
 def check_sampler(recipe: Recipe) -> None:
-    """Refuses a window, a share of it, start noise or passes that cannot work.
+    """Refuses a window, a fraction of it, start noise or passes that cannot work.
 
     Raises:
       ConfigError: names the field and what to change.
@@ -36,7 +36,7 @@ def _check_window(recipe: Recipe) -> None:
 
 
 def _check_noise(recipe: Recipe) -> None:
-    """One start noise for a whole group makes its images equal where nothing else is random."""
+    """Refuses one start noise for a whole group where nothing else is random: its images would be equal."""
     kind = recipe.sampler.kind
     if recipe.sampler.shared_noise and issubclass(KINDS.get(kind, object), Ode):
         raise ConfigError(
@@ -46,7 +46,7 @@ def _check_noise(recipe: Recipe) -> None:
 
 
 def _check_pack(recipe: Recipe) -> None:
-    """A pass takes `pack` steps, split over the mesh axis "time"; none of its parts is only padding."""
+    """A pass takes `pack` steps, split over the mesh axis "time"; no part may be padding only."""
     pack, time = recipe.trainer.pack, recipe.placement.trainer.time
     check_divides(
         "config.placement.trainer.time",

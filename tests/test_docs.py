@@ -1,0 +1,170 @@
+"""README and docs/: every command and link works, and README stays short."""
+
+import importlib
+import itertools
+import pathlib
+import re
+import sys
+import tomllib
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from digen_jax.algorithms.algorithm import Algorithm, MatchingSamples, Velocities
+from digen_jax.config import algorithm_section
+from digen_jax.config.door import open_recipe
+from digen_jax.models.family import Family
+from tests import documents
+from tests.documents import page
+from tests.pipelines import ROOT
+
+PAGES = {
+    str(path.relative_to(ROOT)): page(path.read_text())
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+COMMANDS = [command for found in PAGES.values() for command in found.commands]
+OVERRIDES = [command for found in PAGES.values() for command in found.overrides]
+MODULE = "my_rewards"  # a user's own module in the texts
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """A user's own files and values: prompt files, the texts' module of rewards, numbers of processes."""
+    files = {name: tmp_path / name for name in ("my_prompts.txt", "train.txt", "test.txt")}
+    for file in files.values():
+        file.write_text("a photo of a red star\n")
+    blocks = [text for found in PAGES.values() for _, text in found.fences]
+    blocks = [text for text in blocks if text.startswith(f"# {MODULE}.py\n")]
+    (tmp_path / f"{MODULE}.py").write_text("\n".join(blocks))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield {name: str(file) for name, file in files.items()} | {"N": "2", "I": "0"}
+    sys.modules.pop(MODULE, None)
+    importlib.invalidate_caches()
+
+
+def test_there_are_commands_of_every_script():
+    scripts = {word for words in COMMANDS for word in words if word.startswith("launch/")}
+    assert scripts == {f"launch/{name}" for name in documents.SCRIPTS}
+    assert len(COMMANDS) > 30 and len(OVERRIDES) > 5
+
+
+@pytest.mark.parametrize("command", COMMANDS + OVERRIDES, ids=" ".join)
+def test_every_command_is_accepted(command, stand_ins):
+    documents.check_command(command, stand_ins)
+
+
+def check(found: documents.Page, place: pathlib.Path) -> None:
+    documents.check_fields(found.spans)
+    documents.check_flags(found.spans)
+    documents.check_names(found.spans)
+    documents.check_links(found, place)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_field_flag_file_and_link_exists(name):
+    check(PAGES[name], ROOT / name)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_python_block_runs(name):
+    for language, text in PAGES[name].fences:
+        if language == "python":
+            exec(compile(text, name, "exec"), {"__name__": name})
+
+
+def test_the_example_of_an_algorithm_is_one(monkeypatch):
+    (source,) = [text for _, text in PAGES["docs/adding-an-algorithm.md"].fences if "class" in text]
+    monkeypatch.setitem(sys.modules, "example", types.ModuleType("example"))
+    exec(source, vars(sys.modules["example"]))
+    kind = sys.modules["example"].RewardWeighted
+    monkeypatch.setitem(algorithm_section.CLASSES, kind.name, kind)
+    ode = dict(kind="ode", noise_level=0.0, window=dict(length=0))
+    section = dict(name=kind.name, temperature=2.0, adv_clip=1.0)
+    monkeypatch.chdir(ROOT)
+    algorithm = open_recipe(ConfigDict(dict(sampler=ode, algorithm=section)), 8).algorithm
+
+    v, target = np.random.default_rng(0).normal(size=(2, 3, 4, 4, 2)).astype(np.float32)
+    advantages, trained = np.float32([0.5, 7.0, np.nan]), np.array([True, True, False])
+    given = v, v, target, np.ones(3, np.float32), advantages, trained
+    samples = MatchingSamples(*map(jnp.asarray, given))
+    terms = algorithm.loss(samples, Velocities(jnp.asarray(v), None, None, None))
+    assert tuple(terms) == algorithm.terms
+    error = ((v - target).astype(np.float64) ** 2).mean((1, 2, 3)) * trained
+    np.testing.assert_allclose(terms["matching_error"], error, rtol=1e-6)
+    expected = error * np.exp([0.25, 0.5, 0.0])
+    np.testing.assert_allclose(terms["loss"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol"),
+    [("docs/adding-a-family.md", Family), ("docs/adding-an-algorithm.md", Algorithm)],
+)
+def test_a_page_names_all_that_may_be_answered(name, protocol):
+    members = {m for m in {**vars(protocol), **protocol.__annotations__} if m[0] != "_"}
+    text = (ROOT / name).read_text()
+    assert {member for member in members if not re.search(rf"\b{member}\b", text)} == set()
+
+
+TRAIN = "python launch/train.py --config configs/shapes_demo.py --workdir x"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (f"```\n{TRAIN} --stepps=3\n```", "Unknown command line flag 'stepps'"),
+        ("```\npython launch/train.py --config configs/shapes_demo.py\n```", "--workdir must have"),
+        (
+            f"```\n{TRAIN} \\\n    --config.trainer.lerning_rate=1\n```",
+            "did you mean config.trainer",
+        ),
+        (f"```\n{TRAIN} --config.trainer.learning_rate=-1\n```", "must be above 0, not -1.0"),
+        (f"```\n{TRAIN} --config.reward.name=my_rewards:none\n```", "has no function 'none'"),
+        (
+            "Try `--config.sampler.fragment=7` alone.",
+            "config.sampler.fragment = 7 must divide",
+        ),
+        ("`configs/shapes_flow_grpo.py`, `--config.runtime.early_groups=2`", "old_log_probs"),
+        ("```\npython launch/benchmark.py speed\n```", "the first word is 'speed'"),
+        ("```\npython launch/tune.py\n```", "there is no launch/tune.py"),
+        ("```\npython -m digen_jax.config.referense\n```", "there is no module"),
+        ("```\nmake dem\n```", "no target dem"),
+        ("Run `make tests` then.", "no target tests"),
+        ("Run `pytest tests/test_doc.py` then.", "there is no tests/test_doc.py"),
+        ("```\nsudo make demo\n```", "'sudo make demo' runs is not known"),
+        ("`config.runtime.stalenes`", "did you mean config.runtime.staleness"),
+        ("`advantages.sdt=1`", "config.advantages.sdt is not a field"),
+        ("`--pictues=x`", "no script has an option --pictues"),
+        ("`digen_jax/configs/`", "there is no digen_jax/configs/"),
+        ("`digen_jax.errors.ConfigMistake`", "there is no digen_jax.errors.ConfigMistake"),
+        ("[more](docs/nothing.md)", "there is no file docs/nothing.md"),
+        ("![a picture](assets/none.png)", "there is no file assets/none.png"),
+        ("[above](#nowhere)\n\n## Somewhere", "there is no heading #nowhere"),
+        ("[there](docs/running.md#nowhere)", "there is no heading docs/running.md#nowhere"),
+    ],
+)
+def test_a_mistake_in_a_text_is_found(text, sentence, stand_ins):
+    found = page(text)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        for command in found.commands + found.overrides:
+            documents.check_command(command, stand_ins)
+        check(found, ROOT / "README.md")
+
+
+def test_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_readmes_map_names_every_room_in_the_order_of_the_floors():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    floors = [re.findall(r"\w+", floor) for floor in contract["contracts"][0]["layers"]]
+    named = re.findall(
+        r"^\| `digen_jax/(\w+)(?:/|\.py)` \|", (ROOT / "README.md").read_text(), re.M
+    )
+    assert sorted(named) == sorted(itertools.chain(*floors))
+    places = [next(i for i, floor in enumerate(floors) if name in floor) for name in named]
+    assert places == sorted(places)
