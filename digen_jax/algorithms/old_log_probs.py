@@ -2,26 +2,26 @@
 
 from typing import Literal
 
-# "rollout": stored when sampled. "recomputed": by the trainer, from the parameters that sampled.
-# "current": those of the policy being trained, without gradient, so that every ratio is 1.
+# "rollout": stored when sampled. "recomputed": by the trainer, from the parameters that sampled, in the gradient's
+# program with its batch. "current": those of the policy being trained, without gradient, so that every ratio is 1.
 OldLogProbs = Literal["rollout", "recomputed", "current"]
 
 
 def choose_old_log_probs(
     choice: Literal["auto"] | OldLogProbs,
-    same_dtype: bool,
+    float32: bool,
     stale: bool,
     updates: int,
     stored: bool = True,
 ) -> OldLogProbs:
     """What a config's `old_log_probs` means.
 
-    "auto" is "rollout" where sampler and trainer compute in the same dtype. Where they do not, ratios to
+    "auto" is "rollout" where sampler and trainer compute in float32. Where one of them does not, ratios to
     stored log-probabilities are off by rounding: "current" if that is allowed, else "recomputed".
 
     Args:
       choice: as configured.
-      same_dtype: whether sampler and trainer compute in the same dtype.
+      float32: whether both compute in float32.
       stale: whether fragments may have been sampled by an older version than the step starts from.
       updates: optimizer updates a step.
       stored: whether sampling computes any; else "auto" never is "rollout".
@@ -31,7 +31,7 @@ def choose_old_log_probs(
     """
     fresh = not stale and updates == 1
     if choice == "auto":
-        if same_dtype and stored:
+        if float32 and stored:
             return "rollout"
         return "current" if fresh else "recomputed"
     if choice == "current" and not fresh:

@@ -201,6 +201,7 @@ def typed(config: ConfigDict) -> Recipe:
     asked = config.algorithm.to_dict()
     algorithm = algorithm_section.settled(
         asked,
+        sections["model"],
         sections["sampler"],
         sections["runtime"].staleness > 0,
         sections["trainer"].updates,
