@@ -1,10 +1,22 @@
-"""Where the behaviour policy's log-probabilities of a ratio come from."""
+"""Where the behaviour policy's log-probabilities of a ratio come from, and how exact ratios must be.
 
+Before the first update every ratio should be 1: what it is instead is rounding, which blurs the bound where the
+loss clips. A run therefore prints how far its ratios are from 1 there, and stops where more than `SPREAD_SHARE`
+of them are off by more than `spread_limit` of the way to the bound.
+"""
+
+import math
 from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 # "rollout": stored when sampled. "recomputed": by the trainer, from the parameters that sampled, in the gradient's
 # program with its batch. "current": those of the policy being trained, without gradient, so that every ratio is 1.
 OldLogProbs = Literal["rollout", "recomputed", "current"]
+
+SPREAD_LIMIT = 0.1  # of the distance from 1 to the bound of the ratios
+SPREAD_SHARE = 0.01  # of the ratios that may be further from 1 before the first update
 
 
 def choose_old_log_probs(
@@ -42,3 +54,19 @@ def choose_old_log_probs(
             f"sampled: set it to {others}"
         )
     return choice
+
+
+def spread_terms(
+    distance: Float[Array, "n"], bound: float, limit: float
+) -> dict[str, Float32[Array, "n"]]:
+    """Of each sample how far its ratio is from 1, and whether that is more than `limit` of the loss's bound."""
+    far = distance > limit * bound
+    return {"ratio_spread": distance, "over_spread_limit": far.astype(jnp.float32)}
+
+
+def check_spread_limit(limit: float) -> None:
+    """Raises ValueError for a limit that no ratio could keep, or that is no number."""
+    if not 0 < limit < math.inf:
+        raise ValueError(
+            f"spread_limit is {limit}; it must be positive and finite, such as {SPREAD_LIMIT}"
+        )

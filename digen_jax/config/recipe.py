@@ -55,6 +55,7 @@ TURNED = (
 MAY_CHANGE = (
     *LAYOUT,
     *TURNED,
+    "algorithm.spread_limit",
     "evaluation.batch",
     "evaluation.every",
     "checkpoint",
