@@ -34,5 +34,5 @@ def check_spread(algorithm: Algorithm, sums: Metrics) -> str | None:
     raise ConfigError(
         f"{found}: set config.algorithm.old_log_probs, which is {algorithm.old_log_probs!r}, to 'current' for one "
         "update a step of fresh samples or to 'recomputed' for several, or config.sampler.dtype and "
-        "config.model.dtype to 'float32', or spread_limit or the bound higher"
+        "config.model.dtype to 'float32', or raise config.algorithm.spread_limit"
     )
