@@ -14,9 +14,9 @@ from digen_jax.config.door import open_recipe
 from digen_jax.engine import rounding
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import receive
 from tests.engine import fragments, toy
 from tests.engine.test_ratios import attention_family, replaying
+from tests.engine.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
 

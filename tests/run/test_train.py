@@ -552,6 +552,18 @@ def test_the_spread_of_the_ratios_is_said_once(tmp_path, train, capsys):
     assert "before the first update" not in capsys.readouterr().out
 
 
+def test_ratios_of_stale_samples_are_not_taken_for_rounding(tmp_path, train):
+    """Resumed in a step that an older version had begun, a run does not stop at its first update."""
+    stale = dict(runtime__staleness=1, sampler__fragment=4, reward__retries=0, checkpoint__every=1)
+    meshes = toy.meshes((1, 1), (1, 1))
+    c = config(tmp_path, steps=3, algorithm__clip_range=1e-3, **stale, **meshes)
+    with pytest.raises(ConfigError, match="shape"):
+        train("run", c, at(3, lambda scores: scores[:-1]))
+    assert train("run", c) is None
+    last = lines(tmp_path / "run")[-1]
+    assert last["staleness"] > 0 and last["over_spread_limit"] > 0.1
+
+
 def test_a_run_that_diverges_stops_by_name(tmp_path, train):
     with pytest.raises(ConfigError) as caught:
         train("run", config(tmp_path, trainer__learning_rate=1e38))
