@@ -6,14 +6,16 @@ of them are off by more than `spread_limit` of the way to the bound.
 
 |ratio - 1| then, on the embedded model (48 images, four steps of cps, all weights tuned, on a CPU):
 
-    float32, or bfloat16 with every rounding in place (`engine.rounding`)    below 1e-7
-    bfloat16 as XLA compiles it by itself, stored or recomputed              4e-5 in the mean, 4% above 1e-4
-    a bfloat16 sampler beside a float32 trainer, stored                      6e-5 in the mean, 17% above 1e-4
+    bfloat16, roundings in place (`engine.rounding`)    below 1e-7
+    bfloat16 as XLA compiles it by itself               4e-5 in the mean, 4% above 1e-4
+    a bfloat16 sampler beside a float32 trainer         6e-5 in the mean, 17% above 1e-4 ("rollout")
 
-Kernels that depend on the batch, as a GPU's do, move what was stored further: recomputed log-probabilities come
-from the batch that is trained. Behind the first update bfloat16 is felt in any case, as each weight is rounded
-otherwise than before: one update moved the log-ratio by 5e-4 rms, of which 8e-5 was rounding, and with a LoRA
-of rank 8 by 3e-6, with 5e-5 of rounding. For several updates a step the clip range must be well above that.
+The first two are the same with "rollout" and "recomputed". Where kernels depend on the batch, what was stored may
+differ all the same; recomputed log-probabilities come from the batch that is trained.
+
+Behind the first update bfloat16 is felt in any case, as each weight is rounded otherwise than before: one update
+moved the log-ratio by 5e-4 rms, of which 8e-5 was rounding, and with a LoRA of rank 8 by 3e-6, with 5e-5 of
+rounding. For several updates a step the clip range must be well above that.
 (`pytest -s -m slow tests/engine/test_rounding.py -k embedded` prints these numbers.)
 """
 
@@ -27,7 +29,8 @@ from jaxtyping import Array, Float, Float32
 # program with its batch. "current": those of the policy being trained, without gradient, so that every ratio is 1.
 OldLogProbs = Literal["rollout", "recomputed", "current"]
 
-SPREAD_LIMIT = 0.1  # of the distance from 1 to the bound of the ratios
+# Of the distance from 1 to the bound: rounding decides what is clipped only of ratios this close to the bound.
+SPREAD_LIMIT = 0.1
 SPREAD_SHARE = 0.01  # of the ratios that may be further from 1 before the first update
 
 
