@@ -1,6 +1,5 @@
 """Eight virtual CPU devices, a shared compile cache, and shapes checked at run time for every test."""
 
-import functools
 import gc
 import os
 import pathlib
@@ -56,8 +55,15 @@ def optimised():
     """Programs are compiled as in a run of a user's: fused sums round otherwise in every program."""
     import jax
 
+    compiled = jax.jit
+
+    def jit(*args, compiler_options=None, **options):
+        return compiled(
+            *args, compiler_options=users_options() | (compiler_options or {}), **options
+        )
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=users_options()))
+        patch.setattr(jax, "jit", jit)
         yield
 
 

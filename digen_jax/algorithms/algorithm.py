@@ -91,6 +91,14 @@ class Algorithm:
         return None
 
     @property
+    def ratio_bound(self) -> float | None:
+        """How far from 1 a ratio may go before the loss bounds it; None: the first update has no such ratios.
+
+        Where there is one, "ratio_spread" and "over_spread_limit" are among the `terms`.
+        """
+        return None
+
+    @property
     def reads_reference(self) -> bool:
         """Whether training reads the policy before tuning, which is then kept."""
         raise NotImplementedError

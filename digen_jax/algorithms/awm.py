@@ -23,7 +23,12 @@ from digen_jax.algorithms.algorithm import Matching, MatchingSamples, Velocities
 from digen_jax.algorithms.decay import LinearDecay
 from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
-from digen_jax.algorithms.old_log_probs import OldLogProbs
+from digen_jax.algorithms.old_log_probs import (
+    SPREAD_LIMIT,
+    OldLogProbs,
+    check_spread_limit,
+    spread_terms,
+)
 from digen_jax.algorithms.samples import blanked
 from digen_jax.algorithms.surrogates import check_clip_range, clipped
 from digen_jax.flow.noising import LogitNormalTimes
@@ -64,6 +69,9 @@ class AWM(Matching):
     # where the ratio's old matching errors come from: recomputed with the policy that sampled, or the
     # current ones, so that ratios are 1; "auto" chooses by staleness and updates
     old_log_probs: OldLogProbs = "current"
+    # how far from 1 rounding may move 99% of the ratios before the first update, as a share of the way to
+    # their bound; above 0, beyond it a run stops
+    spread_limit: float = SPREAD_LIMIT
     guidance: float = 1.0  # guidance scale in training, 1: none; 0: the sampler's
     reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: LogitNormalTimes = TIMES
@@ -73,7 +81,13 @@ class AWM(Matching):
         """The names of the terms that `awm_loss` returns."""
         names = ["loss", "policy_loss", "matching_error", "ratio", "clip_fraction", "approx_kl"]
         names += ["kl"] if self.kl_coefficient else []
+        names += ["ratio_spread", "over_spread_limit"] if self.ratio_bound else []
         return (*names, *(("ema_kl",) if self.ema_kl_coefficient else ()))
+
+    @property
+    def ratio_bound(self) -> float | None:
+        """The clip range, or None where ratios are 1 by definition."""
+        return self.clip_range if self.old_log_probs == "recomputed" else None
 
     @property
     def reads_reference(self) -> bool:
@@ -99,6 +113,7 @@ class AWM(Matching):
         if not 0 < self.ghuber_power <= 1:
             raise ValueError(f"ghuber_power is {self.ghuber_power}; it must lie in (0, 1]")
         check_clip_range(self.clip_range, self.clip_range, ("clip_range", "clip_range"))
+        check_spread_limit(self.spread_limit)
         for name in ("adv_clip", "advantage_max"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -177,7 +192,8 @@ def awm_loss(
 
     Returns:
       Terms per sample, to be weighed and summed: loss, policy_loss; matching_error before weighting;
-      ratio, clip_fraction, approx_kl (log_prob - old_log_prob)^2 / 2; and kl and ema_kl.
+      ratio, clip_fraction, approx_kl (log_prob - old_log_prob)^2 / 2; kl and ema_kl; and with a
+      `ratio_bound` ratio_spread |ratio - 1| and over_spread_limit, whether that exceeds its limit.
 
     Raises:
       ValueError: an input missing that the settings ask for.
@@ -202,6 +218,8 @@ def awm_loss(
         "clip_fraction": (jnp.abs(ratio - 1) > settings.clip_range).astype(jnp.float32),
         "approx_kl": log_ratio**2 / 2,
     }
+    if settings.ratio_bound:
+        terms |= spread_terms(jnp.abs(ratio - 1), settings.ratio_bound, settings.spread_limit)
     for name, coefficient, other in (
         ("kl", settings.kl_coefficient, v_reference),
         ("ema_kl", settings.ema_kl_coefficient, v_ema),

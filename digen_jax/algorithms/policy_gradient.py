@@ -26,7 +26,12 @@ from digen_jax.algorithms.corrections import (
     importance_weight,
 )
 from digen_jax.algorithms.kl import gaussian_kl
-from digen_jax.algorithms.old_log_probs import OldLogProbs
+from digen_jax.algorithms.old_log_probs import (
+    SPREAD_LIMIT,
+    OldLogProbs,
+    check_spread_limit,
+    spread_terms,
+)
 from digen_jax.algorithms.ratios import (
     check_smallest_sigma,
     guard_log_ratio,
@@ -86,6 +91,9 @@ class PolicyGradient(Algorithm):
     # where a ratio's old log-probabilities come from: stored by the sampler, recomputed by the
     # trainer, or the current ones, so that ratios are 1; "auto" chooses by dtype, staleness, updates
     old_log_probs: OldLogProbs = "rollout"
+    # how far from 1 rounding may move 99% of the ratios before the first update, as a share of the way to
+    # their bound; above 0, beyond it a run stops
+    spread_limit: float = SPREAD_LIMIT
 
     @property
     def decoupled(self) -> bool:
@@ -133,7 +141,21 @@ class PolicyGradient(Algorithm):
         names += ["kl"] if self.kl_coefficient else []
         names += ["importance_weight"] if self.decoupled else []
         names += ["left_out"] if self._leaves_out else []
+        names += ["ratio_spread", "over_spread_limit"] if self.ratio_bound else []
         return tuple(names)
+
+    @property
+    def ratio_bound(self) -> float | None:
+        """The nearer end of the clip range, or the KL beyond which "divergence" masks.
+
+        None: the first update's ratios are 1 by definition ("current"; decoupled, which compares with the
+        step's start), or nothing bounds them ("topr").
+        """
+        if self.old_log_probs == "current" or self.decoupled or self.surrogate == "topr":
+            return None
+        if self.surrogate == "divergence":
+            return self.kl_threshold
+        return min(self.clip_range, self.high)
 
     @property
     def high(self) -> float:
@@ -147,6 +169,7 @@ class PolicyGradient(Algorithm):
     def check(self) -> None:
         """Raises ValueError for a setting that cannot work, and says what to change."""
         check_clip_range(self.clip_range, self.high, ("clip_range", "clip_high"))
+        check_spread_limit(self.spread_limit)
         if not 0 < self.adv_clip < math.inf:
             raise ValueError(f"adv_clip is {self.adv_clip}; it must be positive and finite")
         if not 0 <= self.kl_coefficient < math.inf:
@@ -248,7 +271,9 @@ def policy_gradient_loss(
       where the settings have them, kl, and left_out, the number of samples that were. ratio and
       ratio_deviation are to the stored log_prob whatever the loss takes, whose own ratio says
       nothing where that is 1 by definition. Divided by the weight, left_out is by how many that were not.
-      clip_fraction counts the ratios (for "divergence" the KLs to the old policy) beyond the bound.
+      clip_fraction counts the ratios (for "divergence" the KLs to the old policy) beyond the bound;
+      where there is a `ratio_bound`, ratio_spread is how far the loss's own ratios are from 1 (the KLs
+      from 0), and over_spread_limit counts those further than `spread_limit` of the bound.
       importance_weight, where the settings are decoupled, is what the policy's loss was multiplied by.
 
     Raises:
@@ -265,7 +290,7 @@ def policy_gradient_loss(
 
     log_ratio, correction = _log_ratios(settings, samples, weight)
     to_sampler = jnp.exp(jax.lax.stop_gradient(samples.log_prob) - samples.stored_log_prob)
-    policy_loss, outside = _surrogate(settings, samples, log_ratio)
+    policy_loss, distance, outside = _surrogate(settings, samples, log_ratio)
     policy_loss = correction * policy_loss
     terms = {
         "loss": policy_loss,
@@ -275,6 +300,8 @@ def policy_gradient_loss(
         "clip_fraction": outside.astype(jnp.float32),
         "approx_kl": log_ratio**2 / 2,
     }
+    if settings.ratio_bound:
+        terms |= spread_terms(distance, settings.ratio_bound, settings.spread_limit)
     if settings.decoupled:
         terms["importance_weight"] = correction
     if settings.kl_coefficient:
@@ -285,8 +312,10 @@ def policy_gradient_loss(
     return sums["loss"], sums | {"weight": jnp.sum(weight)}
 
 
-def _surrogate(settings: PolicyGradient, samples: Samples, log_ratio: Array) -> tuple[Array, Array]:
-    """(loss, whether beyond the bound) of each sample, KL to the reference apart."""
+def _surrogate(
+    settings: PolicyGradient, samples: Samples, log_ratio: Array
+) -> tuple[Array, Array, Array]:
+    """(loss, how far from the old policy, whether beyond the bound) of each sample, KL to the reference apart."""
     low, high = settings.clip_range, settings.high
     advantages = jnp.clip(samples.advantages, -settings.adv_clip, settings.adv_clip)
     if settings.ratio == "guard":
@@ -294,6 +323,7 @@ def _surrogate(settings: PolicyGradient, samples: Samples, log_ratio: Array) -> 
             samples.log_prob, samples.old_log_prob, samples.mean, samples.old_mean, samples.std
         )
     ratio = jnp.exp(log_ratio)
+    distance = jnp.abs(ratio - 1)
     outside = (ratio < 1 - low) | (ratio > 1 + high)
     match settings.surrogate:
         case "clip" if settings.dual_clip:
@@ -308,10 +338,10 @@ def _surrogate(settings: PolicyGradient, samples: Samples, log_ratio: Array) -> 
         case "divergence":
             kl = gaussian_kl(samples.mean, samples.old_mean, samples.std)
             loss = divergence_masked(log_ratio, samples.advantages, kl, settings.kl_threshold)
-            outside = kl >= settings.kl_threshold
+            distance, outside = kl, kl >= settings.kl_threshold
     if settings.ratio == "guard":
         loss = loss * guard_loss_scale(samples.dt)
-    return loss, outside
+    return loss, distance, outside
 
 
 def _blanked(samples: Samples, weight: Array) -> Samples:

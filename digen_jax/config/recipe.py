@@ -55,6 +55,7 @@ TURNED = (
 MAY_CHANGE = (
     *LAYOUT,
     *TURNED,
+    "algorithm.spread_limit",
     "evaluation.batch",
     "evaluation.every",
     "checkpoint",
@@ -201,6 +202,7 @@ def typed(config: ConfigDict) -> Recipe:
     asked = config.algorithm.to_dict()
     algorithm = algorithm_section.settled(
         asked,
+        sections["model"],
         sections["sampler"],
         sections["runtime"].staleness > 0,
         sections["trainer"].updates,

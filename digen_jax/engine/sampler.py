@@ -15,6 +15,7 @@ from digen_jax.engine.chunks import in_chunks
 from digen_jax.engine.hosts import put
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy, of_rows
+from digen_jax.engine.rounding import jit_as_written
 from digen_jax.flow.sampling import Trajectory, check_inside, own_steps, sample, start_noise
 from digen_jax.flow.steps import Step
 from digen_jax.models.family import Family, Record, Size
@@ -61,7 +62,7 @@ class Sampler:
         self.shape = policy.family.latent_shape(settings.size)
         self.sigmas = policy.family.sigmas(settings.steps, settings.size)
         self._encode = jax.jit(policy.family.encode, out_shardings=group.replicated)
-        self._generate = jax.jit(
+        self._generate = jit_as_written(
             functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
         )
         self._decode = jax.jit(functools.partial(_decode, policy.family, settings.size, group))

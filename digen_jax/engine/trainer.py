@@ -21,6 +21,7 @@ from digen_jax.engine.optimisation import TrainerSettings, updates_made
 from digen_jax.engine.packing import Experience, MicroBatch, passes, shared
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
+from digen_jax.engine.rounding import jit_as_written
 from digen_jax.engine.transitions import TransitionObjective
 from digen_jax.flow.steps import Step
 
@@ -65,9 +66,9 @@ class Trainer:
         self._decay = algorithm.slow_copy
         self._objective = objective_of(policy, step, algorithm)
         self._begin = jax.jit(self._zeros)
-        self._accumulate = jax.jit(self._scan, donate_argnums=4)
+        self._accumulate = jit_as_written(self._scan, donate_argnums=4)
         self._begin_group = jax.jit(self._zeros_of_group)
-        self._accumulate_group = jax.jit(self._scan_group, donate_argnums=4)
+        self._accumulate_group = jit_as_written(self._scan_group, donate_argnums=4)
         self._empty = jax.jit(self._empty_totals, static_argnums=1)
         self._fold = jax.jit(self._folded, donate_argnums=0)
         self._update = jax.jit(self._apply, donate_argnums=0)

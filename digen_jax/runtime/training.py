@@ -14,9 +14,11 @@ from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import Endpoints
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.sampler import Prompts
+from digen_jax.engine.spread import check_spread
 from digen_jax.engine.system import System, resharded
 from digen_jax.engine.trainer import Experience, State
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
+from digen_jax.runtime.orders import is_first
 from digen_jax.runtime.scores import StepScores
 from digen_jax.runtime.steps import Images, Steps
 from digen_jax.runtime.versions import Versions
@@ -47,6 +49,8 @@ class TrainingExecutor:
         self._totals = None
         self._groups: dict[int, OpenGroup] = {}  # those that are trained early, by number
         self._history: list[dict[str, jax.Array]] = []  # of the step's updates
+        self._compared = False  # whether the ratios of an update of fresh samples were looked at
+        self._stale = False  # whether some of the update's samples are of an older version
 
     def deliver(self, command: Deliver) -> None:
         """Takes what is trained of a fragment from the worker that made it; the step's prompts with the first one."""
@@ -79,6 +83,7 @@ class TrainingExecutor:
             return self._train_early(fragment, scores, images)
         trainer, base = self._system.trainer, self._system.base
         experience = self._experience(fragment, scores, images)
+        self._stale |= images.version != fragment.step
         read = trainer.algorithm.reads_behaviour
         behaviour = self._versions[Publication(images.version)] if read else None
         self._totals = jax.block_until_ready(
@@ -119,7 +124,12 @@ class TrainingExecutor:
             self._totals = jax.block_until_ready(trainer.close(group, self._totals, std))
 
     def update(self, scores: StepScores, version: int | None) -> None:
-        """One optimizer update of the step with these scores; the step's last one makes a version."""
+        """One optimizer update of the step with these scores; the step's last one makes a version.
+
+        Raises:
+          ConfigError: before this executor's first one on fresh samples, ratios that rounding moves too far.
+        """
+        self._compare()
         state = self._versions.to_consume(self.state)
         std = None if self._totals.unscaled is None else scores.std
         self.state, metrics = self._system.trainer.update(state, self._totals, std)
@@ -131,6 +141,17 @@ class TrainingExecutor:
             updates = version * self._settings.updates
             self.state = self._system.trainer.end_step(self.state, updates)
             self.publish(version)
+
+    def _compare(self) -> None:
+        """Says once how far rounding moves the ratios: of samples of the very parameters that are trained."""
+        fresh = not self._stale and not self._history
+        self._stale = False
+        if not fresh or self._compared:
+            return
+        self._compared = True
+        found = check_spread(self._system.trainer.algorithm, self._totals.sums)
+        if found is not None and is_first():
+            print(found, flush=True)
 
     def publish(self, version: int) -> None:
         """Makes the behaviour policy a version, and what is evaluated of it, where that is another and is due."""

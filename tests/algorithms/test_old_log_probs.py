@@ -4,7 +4,7 @@ from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 
 
 @pytest.mark.parametrize(
-    ("same_dtype", "stale", "updates", "chosen"),
+    ("float32", "stale", "updates", "chosen"),
     [
         (True, False, 1, "rollout"),
         (True, True, 1, "rollout"),
@@ -14,8 +14,8 @@ from digen_jax.algorithms.old_log_probs import choose_old_log_probs
         (False, False, 2, "recomputed"),
     ],
 )
-def test_the_default_follows_the_dtypes_and_what_is_fresh(same_dtype, stale, updates, chosen):
-    assert choose_old_log_probs("auto", same_dtype, stale, updates) == chosen
+def test_the_default_follows_the_dtypes_and_what_is_fresh(float32, stale, updates, chosen):
+    assert choose_old_log_probs("auto", float32, stale, updates) == chosen
 
 
 @pytest.mark.parametrize("choice", ["rollout", "recomputed"])

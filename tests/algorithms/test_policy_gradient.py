@@ -147,6 +147,29 @@ def test_diagnostics():
     )
 
 
+def test_how_far_ratios_are_from_1_is_seen_beside_the_bound():
+    """A tenth of the nearer bound, 0.2: the padding is further."""
+    log_prob = jnp.log(jnp.array([1.0, 1.015, 0.97, 3.0]))
+    settings = PolicyGradient(clip_range=0.3, clip_high=0.2)
+    weight = jnp.array([1.0, 1, 1, 0])
+    _, sums = policy_loss(settings, log_prob, jnp.zeros(4), jnp.ones(4), weight)
+    assert settings.ratio_bound == 0.2
+    assert float(sums["ratio_spread"]) == pytest.approx(0.045, rel=1e-4)
+    assert float(sums["over_spread_limit"]) == 1
+    wider = dataclasses.replace(settings, spread_limit=0.2)
+    _, sums = policy_loss(wider, log_prob, jnp.zeros(4), jnp.ones(4), weight)
+    assert float(sums["over_spread_limit"]) == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [dict(old_log_probs="current"), dict(importance_cap=2.0), dict(surrogate="topr")],
+)
+def test_ratios_that_are_1_by_definition_or_not_bounded_have_no_spread(fields):
+    settings = PolicyGradient(**fields)
+    assert settings.ratio_bound is None and "ratio_spread" not in settings.terms
+
+
 def test_kl_enters_the_loss_with_its_gradient():
     rng = np.random.default_rng(2)
     mean, reference = (jnp.asarray(a, jnp.float32) for a in rng.normal(size=(2, 3, 4, 5)))

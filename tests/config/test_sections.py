@@ -73,6 +73,21 @@ def test_of_one_dtype_old_log_probabilities_are_the_rollouts(given, updates):
     assert reopen_recipe(given).algorithm.old_log_probs == "rollout"
 
 
+@pytest.mark.parametrize(
+    ("fields", "chosen"),
+    [
+        (dict(model__dtype="bfloat16"), "current"),
+        (dict(sampler__dtype="bfloat16"), "current"),
+        (dict(model__dtype="bfloat16", sampler__dtype="float32"), "current"),
+        (dict(sampler__dtype="float32"), "rollout"),
+        (dict(model__dtype="bfloat16", trainer__updates=2, sampler__fragment=72), "recomputed"),
+        (dict(model__dtype="bfloat16", runtime__staleness=1, sampler__fragment=72), "recomputed"),
+    ],
+)
+def test_with_bfloat16_old_log_probabilities_are_the_trainers_own(given, fields, chosen):
+    assert reopen_recipe(changed(given, **fields)).algorithm.old_log_probs == chosen
+
+
 @pytest.mark.parametrize("name", FORWARD)
 def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
     full = open_recipe(of_method(given, name), 8)

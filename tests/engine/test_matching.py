@@ -115,8 +115,10 @@ def awm(sample, v, old, copy, reference, advantage):
     policy = -jnp.minimum(advantage * ratio, advantage * jnp.clip(ratio, 0.99, 1.01))
     kl, ema_kl = ((v - reference) ** 2).mean(), ((v - copy) ** 2).mean()
     terms = dict(policy_loss=policy, matching_error=error, ratio=ratio, kl=kl, ema_kl=ema_kl)
-    far = dict(clip_fraction=jnp.abs(ratio - 1) > 0.01, approx_kl=jnp.log(ratio) ** 2 / 2)
-    return terms | far
+    off = jnp.abs(ratio - 1)
+    far = dict(clip_fraction=off > 0.01, approx_kl=jnp.log(ratio) ** 2 / 2)
+    # A tenth of the clip range.
+    return terms | far | dict(ratio_spread=off, over_spread_limit=off > 0.001)
 
 
 def dpo(samples, v, reference):

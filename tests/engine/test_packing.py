@@ -164,5 +164,5 @@ def test_where_parameters_are_whole_the_gradient_is_reduced_once_and_outside_the
     assert collectives(bodies(text)) == []
     ((kind, shapes, _),) = collectives(text)
     assert kind == "all-reduce"
-    metrics = [()] * 8  # loss, policy_loss, four of the ratio, kl, weight
+    metrics = [()] * 10  # loss, policy_loss, six of the ratio, kl, weight
     assert sorted(shapes) == sorted([leaf.shape for leaf in jax.tree.leaves(state.tuned)] + metrics)

@@ -27,12 +27,12 @@ LIMIT = 1e-5
 KINDS = {"flow": (0.7, 8), "dance": (0.3, 8), "cps": (0.8, 7)}  # noise level, steps with noise
 
 
-def attention_family():
+def attention_family(layers=1, **options):
     network = SD3Config(
         sample_size=8,
         in_channels=4,
         out_channels=4,
-        num_layers=1,
+        num_layers=layers,
         attention_head_dim=8,
         num_attention_heads=4,
         joint_attention_dim=toy.TEXT,
@@ -41,7 +41,7 @@ def attention_family():
         pos_embed_max_size=8,
         qk_norm="rms_norm",
     )
-    return toy.ToyFamily(SD3Transformer(network), (8, 8, 4), FROZEN)
+    return toy.ToyFamily(SD3Transformer(network, **options), (8, 8, 4), FROZEN)
 
 
 def replaying(system):

@@ -514,6 +514,56 @@ def test_a_mistake_that_shows_at_the_first_evaluation_leaves_the_workdir_free(tm
     assert train("run", config(tmp_path, steps=1, trainer__learning_rate=0.2)) is None
 
 
+def rounded(tmp_path, **fields):
+    """A run whose ratios are to what a sampler in bfloat16 has stored."""
+    given = dict(sampler__dtype="bfloat16", algorithm__old_log_probs="rollout", steps=1)
+    return config(tmp_path, **given | fields)
+
+
+def test_a_run_whose_ratios_are_rounding_stops_before_its_first_update(tmp_path, train, capsys):
+    with pytest.raises(ConfigError) as caught:
+        train("run", rounded(tmp_path, algorithm__clip_range=1e-5))
+    sentence = str(caught.value)
+    assert re.match(
+        r"before the first update, where all ratios should be 1, rounding moves them by \S+e-\d\d in the mean, "
+        r"and \S+% of them by more than 1.0e-06, which is config.algorithm.spread_limit = 0.1 of their bound "
+        r"1e-05: set config.algorithm.old_log_probs, which is 'rollout', to 'current'",
+        sentence,
+    )
+    assert all(f"'{other}'" in sentence for other in ("recomputed", "float32"))
+    # Nothing was updated, and with another limit the same workdir goes on where it stopped.
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0]
+    assert saved(tmp_path / "run") == ["0"]
+    capsys.readouterr()
+    again = rounded(tmp_path, algorithm__clip_range=1e-5, algorithm__spread_limit=1e5)
+    assert train("run", again) is None
+    assert "rounding moves them by" in capsys.readouterr().out
+    (line,) = lines(tmp_path / "run")[1:]
+    moved = float(re.search(r"moves them by (\S+)", sentence)[1])
+    assert line["ratio_spread"] == pytest.approx(moved, rel=0.05) and line["over_spread_limit"] == 0
+
+
+def test_the_spread_of_the_ratios_is_said_once(tmp_path, train, capsys):
+    assert train("run", config(tmp_path, steps=2, trainer__updates=2, sampler__fragment=4)) is None
+    assert (
+        capsys.readouterr().out.count("before the first update, where all ratios should be 1") == 1
+    )
+    assert train("other", config(tmp_path, steps=1, algorithm__old_log_probs="current")) is None
+    assert "before the first update" not in capsys.readouterr().out
+
+
+def test_ratios_of_stale_samples_are_not_taken_for_rounding(tmp_path, train):
+    """Resumed in a step that an older version had begun, a run does not stop at its first update."""
+    stale = dict(runtime__staleness=1, sampler__fragment=4, reward__retries=0, checkpoint__every=1)
+    meshes = toy.meshes((1, 1), (1, 1))
+    c = config(tmp_path, steps=3, algorithm__clip_range=1e-3, **stale, **meshes)
+    with pytest.raises(ConfigError, match="shape"):
+        train("run", c, at(3, lambda scores: scores[:-1]))
+    assert train("run", c) is None
+    last = lines(tmp_path / "run")[-1]
+    assert last["staleness"] > 0 and last["over_spread_limit"] > 0.1
+
+
 def test_a_run_that_diverges_stops_by_name(tmp_path, train):
     with pytest.raises(ConfigError) as caught:
         train("run", config(tmp_path, trainer__learning_rate=1e38))

@@ -65,7 +65,7 @@ def _check_old_log_probs(recipe: Recipe) -> None:
     if choice != "auto":
         choose_old_log_probs(
             choice,
-            same_dtype=True,
+            float32=True,
             stale=recipe.runtime.staleness > 0,
             updates=recipe.trainer.updates,
             stored=recipe.algorithm.objective == "transitions",

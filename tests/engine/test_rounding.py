@@ -1,0 +1,209 @@
+"""bfloat16 arithmetic: how far rounding moves the ratios before the first update, and behind one."""
+
+import pathlib
+import runpy
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax import assemble
+from digen_jax.config.door import open_recipe
+from digen_jax.engine import rounding
+from digen_jax.flow.sampling import image_keys
+from digen_jax.runtime.steps import Images
+from tests.engine import fragments, toy
+from tests.engine.test_ratios import attention_family, replaying
+from tests.engine.toy import receive
+
+pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
+
+LORA = dict(lora__rank=4, lora__alpha=8.0, lora__targets=r".*attn\.to_[qv]")
+FRAGMENT = 48
+
+
+def tiny(old_log_probs, **fields):
+    """A tiny SD3 transformer in bfloat16 around which a step is sampled: (system, state, experience)."""
+    remat = fields.pop("model__remat", False)
+    c = toy.config(
+        model__dtype="bfloat16",
+        algorithm__old_log_probs=old_log_probs,
+        trainer__updates=2,
+        trainer__pack=2,
+        **dict(sampler__fragment=4, trainer__micro_batch=4, algorithm__clip_range=1e-4) | fields,
+        **toy.meshes((0, 1), (1, 1)),
+    )
+    family = attention_family(dtype=jnp.bfloat16, remat=remat)
+    system = toy.system(c, 1, family)
+    state = toy.fresh(system)
+    prompts, (images, _) = toy.rollout(system, c, state.tuned)
+    advantages = np.linspace(-1, 1, 4, dtype=np.float32)
+    return system, state, receive(system, prompts, images, advantages)
+
+
+def means(system, state, experience, behaviour):
+    """Of the trainer's own gradient: (ratio_spread, over_spread_limit)."""
+    totals = system.trainer.accumulate(state, system.base, experience, None, behaviour)
+    sums = jax.device_get(totals.sums)
+    return [float(sums[name] / sums["weight"]) for name in ("ratio_spread", "over_spread_limit")]
+
+
+CASES = [
+    ("rollout", {}),
+    ("recomputed", {}),
+    ("recomputed", dict(trainer__micro_batch=2)),
+    ("recomputed", dict(model__remat=True)),
+    ("recomputed", LORA),
+    ("rollout", LORA | dict(sampler__guidance=1.0)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old_log_probs", "fields"), CASES)
+def test_equal_weights_give_equal_ratios(old_log_probs, fields):
+    """Whatever is sampled or trained together, and whether a backward pass follows."""
+    system, state, experience = tiny(old_log_probs, **fields)
+    mean, over = means(system, state, experience, toy.fresh(system).tuned)
+    assert mean < 2e-6 and over == 0
+
+
+class Chain(nn.Module):
+    """A velocity by products and sums in bfloat16, of which a compiler may round the last alone."""
+
+    @nn.compact
+    def __call__(self, x, sigma, context, pooled):
+        scale = self.param("scale", nn.initializers.normal(), (x.shape[-1],))
+        return chain(x.astype(jnp.bfloat16), scale.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def chain(x, scale):
+    small = x * scale
+    y = small + x
+    return (y * y + small) * y
+
+
+def test_sampler_and_trainer_round_where_the_model_does():
+    c = toy.config(sampler__guidance=1.0, sampler__fragment=4, **toy.meshes((0, 1), (1, 1)))
+    system = toy.system(c, 1, toy.ToyFamily(Chain(), frozen=()))
+    state = toy.fresh(system)
+    prompts, (images, _) = toy.rollout(system, c, state.tuned)
+    t, step = jax.device_get(images.samples), system.sampler.settings.step
+    # numpy rounds every result.
+    half, scale, expected = np.dtype(jnp.bfloat16), np.asarray(state.tuned["scale"]), []
+    for x, *rest in zip(t.x, t.x_next, t.sigma, t.sigma_next, strict=True):
+        found = []
+        for v in (chain(x.astype(half), scale.astype(half)), chain(x, scale)):
+            x_next, *sigmas = map(jnp.asarray, rest)
+            mean, std = step.mean_std(jnp.asarray(x), jnp.float32(v), *sigmas, images.sigmas[1])
+            found.append(step.log_prob(x_next, mean, std))
+        assert np.abs(found[0] - found[1]).max() > 1e-3
+        expected.append(found[0])
+    np.testing.assert_allclose(t.log_prob, expected, atol=1e-6)
+    given = images._replace(samples=images.samples._replace(log_prob=jnp.stack(expected)))
+    experience = receive(system, prompts, given, np.ones(4, np.float32))
+    mean, over = means(system, state, experience, None)
+    assert mean < 1e-6 and over == 0
+
+
+def test_the_second_updates_gradient_is_that_of_the_network_in_float32_but_for_rounding():
+    """By plain differentiation of PPO's clipped ratio in float32 and, for the ratios, float64."""
+    system, state, experience = tiny(
+        "recomputed", algorithm__clip_range=0.2, trainer__learning_rate=1e-3
+    )
+    start = toy.fresh(system).tuned
+    totals = system.trainer.accumulate(state, system.base, experience, None, start)
+    assert float(totals.sums["ratio_spread"] / totals.sums["weight"]) < 2e-6
+    state, _ = system.trainer.update(state, totals)
+    found = system.trainer.accumulate(state, system.base, experience, None, start)
+    exact = toy.system(
+        toy.config(**toy.meshes((0, 1), (1, 1)), sampler__fragment=4), 1, attention_family()
+    )
+
+    program = replaying(exact).__wrapped__  # to be differentiated in one of its own
+
+    def log_probs(tuned):
+        return program(tuned, exact.base, experience).log_prob
+
+    @jax.jit
+    def pulled_back(tuned, weights):
+        return jax.vjp(log_probs, tuned)[1](weights)[0]
+
+    new, old = (np.float64(jax.jit(log_probs)(tuned)) for tuned in (state.tuned, start))
+    ratio = np.exp(new - old)
+    advantages = np.float64(experience.advantages)[None] + np.zeros(ratio.shape)
+    active = np.where(advantages > 0, ratio < 1.2, ratio > 0.8)
+    weights = np.float32(-advantages * ratio * active / ratio.size)
+    expected = pulled_back(state.tuned, weights)
+    assert np.abs(ratio - 1).max() > 0.01
+    assert toy.difference(fragments.mean(found), expected) < 0.05
+    got = float(found.sums["ratio_spread"]) / ratio.size
+    np.testing.assert_allclose(got, np.abs(ratio - 1).mean(), rtol=0.1)
+
+
+class Embedded:
+    """The embedded model with 48 images of four prompts, sampled and trained in bfloat16 or float32."""
+
+    def __init__(self, old_log_probs, lora=0, dtype="bfloat16", sampler="", at_once=True):
+        c = runpy.run_path("configs/shapes_flow_grpo.py")["get_config"]()
+        c.model.dtype, c.sampler.dtype = dtype, sampler
+        c.batch.groups = 8
+        c.sampler.fragment = FRAGMENT
+        c.trainer.update(micro_batch=12, pack=4 if at_once else 1, updates=2)
+        c.algorithm.old_log_probs = old_log_probs
+        c.placement.update(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1))
+        if lora:
+            c.lora.update(rank=lora, alpha=2.0 * lora, targets=r".*attn\.(to_[qkv]|to_out\.0)")
+        self.system = assemble.build(open_recipe(c, 1), jax.devices()[:1])
+        self.state = toy.fresh(self.system)
+        self.start = toy.fresh(self.system).tuned
+
+    def sampled(self):
+        """A fragment, as the trainer takes it."""
+        system, rows = self.system, np.arange(FRAGMENT, dtype=np.int32) // 12
+        weights = system.publish(self.start)
+        said = ("a photo of a red star", "two blue rings", "a green square", "three circles")
+        prompts = system.sampler.encode(weights, [{"prompt": prompt} for prompt in said])
+        keys = image_keys(jax.random.key(0), rows, np.arange(FRAGMENT))
+        trajectory = system.sampler.generate(weights, prompts, rows, keys)
+        advantages = np.random.default_rng(0).normal(size=FRAGMENT).astype(np.float32)
+        images = Images(0, rows, trajectory.transitions, trajectory.sigmas)
+        return receive(system, prompts, images, advantages)
+
+    def log_ratios(self, tuned, experience):
+        """To the start, in one batch."""
+        program = replaying(self.system)
+        found = (program(one, self.system.base, experience).log_prob for one in (tuned, self.start))
+        new, old = map(np.float64, found)
+        return new - old
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 8])
+def test_on_the_embedded_model(monkeypatch, lora):
+    """The numbers of `algorithms.old_log_probs`; `pytest -s` shows them."""
+    monkeypatch.chdir(pathlib.Path(__file__).parents[2])
+    cases = [("rollout", ""), ("recomputed", ""), ("rollout", "bfloat16")]
+    for old, sampler in cases:
+        for drops in (True, False) if not sampler else (False,):
+            monkeypatch.setitem(rounding.AS_WRITTEN, "xla_allow_excess_precision", drops)
+            one = Embedded(old, lora, "float32" if sampler else "bfloat16", sampler)
+            experience = one.sampled()
+            mean, over = means(one.system, one.state, experience, one.start)
+            how = "float32 beside a bfloat16 sampler" if sampler else "bfloat16"
+            how += ", roundings dropped" if drops else ""
+            print(f"rank {lora}, {old}, {how}: mean {mean:.1e}, {over:.0%} above 1e-4")
+            assert (mean > 1e-5) if drops or sampler else (mean < 1e-7 and over == 0)
+
+    one = Embedded("recomputed", lora)
+    experience = one.sampled()
+    totals = one.system.trainer.accumulate(one.state, one.system.base, experience, None, one.start)
+    state, _ = one.system.trainer.update(one.state, totals)
+    found = one.log_ratios(state.tuned, experience)
+    expected = Embedded("recomputed", lora, "float32").log_ratios(state.tuned, experience)
+    error, size = (np.sqrt(np.mean(a**2)) for a in (found - expected, expected))
+    print(
+        f"rank {lora}, behind one update: log-ratio {size:.1e} rms, of which rounding {error:.1e}"
+    )
+    assert error < 2e-4
