@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from digen_jax.engine.system import Rollout, System, reshard
 from digen_jax.engine.trainer import State, Trainer
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.flow.steps import Ode, make_step
-from digen_jax.models.family import Family, Size
+from digen_jax.models.family import Family, Params, Size
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
@@ -72,12 +72,12 @@ def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     start = None
     if recipe.lora.start:
         with blame("config.lora.start: "):
-            shapes, lists = family.shapes()["transformer"], family.lists["transformer"]
-            start = read_start(recipe.lora.start, make_policy(recipe, family).lora, shapes, lists)
+            lora, shapes = make_policy(recipe, family).lora, trained_of(family, family.shapes())
+            start = read_start(recipe.lora.start, lora, shapes, family.lists)
     with blame("config.model.folder: "):
-        transformer = read_part(family, folder, "transformer", placement.trainer)
+        trained = read_parts(family, folder, family.trained, placement.trainer)
         frozen = read_frozen(family, folder, placement.rollout)
-    return connect(recipe, placement, family, transformer, frozen, start)
+    return connect(recipe, placement, family, trained, frozen, start)
 
 
 def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
@@ -99,11 +99,11 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
             recipe.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
     with blame("config.lora.targets: "):
         split = functools.partial(make_policy(recipe, family).split, reference=False)
-        tuned, _ = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
+        tuned, _ = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
     if recipe.lora.rank:
         with blame("config.lora."):
             check_rank(recipe.lora.rank, tuned)
-    for tree in (tuned, *shapes.values()):
+    for tree in (tuned, shapes):
         placement.trainer.params(tree)
 
 
@@ -135,18 +135,18 @@ def connect(
     recipe: Recipe,
     placement: Placement,
     family: Family,
-    transformer: Any,
-    frozen: Any,
+    trained: Params,
+    frozen: Params,
     lora: Any = None,
 ) -> System:
-    """The parts of a run around a model whose `transformer` lies on the trainer mesh, `frozen` on the rollout's.
+    """The parts of a run around a model: components by name, `trained` on the trainer mesh, `frozen` on the rollout's.
 
     `lora` holds the factors to begin with, None: fresh ones.
     """
     policy = make_policy(recipe, family)
     algorithm = recipe.algorithm
     step = make_step(recipe.sampler.kind, recipe.sampler.noise_level)
-    start, base = policy.split(jax.random.key(recipe.seed), transformer, algorithm.reads_reference)
+    start, base = policy.split(jax.random.key(recipe.seed), trained, algorithm.reads_reference)
     settings = SamplerSettings(
         Size(recipe.model.height, recipe.model.width),
         recipe.sampler.steps,
@@ -248,15 +248,23 @@ def scheduled(recipe: Recipe, held_out: Sequence[dict[str, Any]]) -> Settings:
     )
 
 
-def read_part(family: Family, folder: pathlib.Path, part: str, group: DeviceGroup) -> Any:
-    """A component's parameters, read straight onto a mesh as its rules say."""
-    return family.read(folder, part, group.params(family.shapes()[part]))
+def trained_of(family: Family, components: Params) -> Params:
+    """Of all components those that may be tuned, in the family's order."""
+    return {part: components[part] for part in family.trained}
 
 
-def read_frozen(family: Family, folder: pathlib.Path, group: DeviceGroup) -> dict[str, Any]:
+def read_parts(
+    family: Family, folder: pathlib.Path, parts: Iterable[str], group: DeviceGroup
+) -> Params:
+    """The parameters of some components, read straight onto a mesh as its rules say."""
+    shardings = group.params(family.shapes())
+    return {part: family.read(folder, part, shardings[part]) for part in parts}
+
+
+def read_frozen(family: Family, folder: pathlib.Path, group: DeviceGroup) -> Params:
     """The parameters of all components that are never tuned."""
-    parts = ("vae", "text_encoder", "text_encoder_2")
-    return {part: read_part(family, folder, part, group) for part in parts}
+    frozen = [part for part in family.shapes() if part not in family.trained]
+    return read_parts(family, folder, frozen, group)
 
 
 def evaluation_sampler(

@@ -116,7 +116,7 @@ def refused(config, devices=8):
         ),
         (
             dict(placement__rules=(("transformer_blocks", "fsdp"),)),
-            "config.placement.rules has no rule that matches the parameter context_embedder/",
+            "config.placement.rules has no rule that matches the parameter transformer/context_embedder/",
         ),
         (
             dict(placement__rollout=dict(data=8, fsdp=1)),
@@ -198,8 +198,10 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
     assert devices((system.rollouts[0].base, system.rollouts[0].frozen)) == rollout
     assert devices(system.publish(system.start)) == rollout
 
-    assert {"/".join(path) for path in flatten_dict(system.base)} == {"pos_embed/pos_embed"}
-    assert ("pos_embed", "pos_embed") not in flatten_dict(system.start)
+    assert {"/".join(path) for path in flatten_dict(system.base)} == {
+        "transformer/pos_embed/pos_embed"
+    }
+    assert ("transformer", "pos_embed", "pos_embed") not in flatten_dict(system.start)
     assert size((system.start, system.base)) == tensors["transformer"]
     assert {part: size(tree) for part, tree in system.rollouts[0].frozen.items()} == {
         part: count for part, count in tensors.items() if part != "transformer"

@@ -131,7 +131,9 @@ def unread(monkeypatch, shapes):
         return tree if abstract else put(tree, *where)
 
     monkeypatch.setattr(jax, "device_put", put_arrays)
-    monkeypatch.setattr(assemble, "read_part", lambda family, folder, part, group: shapes[part])
+    monkeypatch.setattr(
+        assemble, "read_parts", lambda family, folder, parts, group: {p: shapes[p] for p in parts}
+    )
 
 
 def gigabytes(*trees):

@@ -1,4 +1,4 @@
-"""The transformer as an algorithm sees it: a guided velocity of (what is tuned, what is fixed)."""
+"""The trained components as an algorithm sees them: a guided velocity of (what is tuned, what is fixed)."""
 
 import dataclasses
 from typing import Any
@@ -20,10 +20,11 @@ GUIDED = "classifier-free", "embedded", "both"
 class Policy:
     """How a family's velocity depends on the tuned parameters.
 
-    The transformer's tree is split once, by `split`, into `tuned` and `base`. LoRA: `tuned` holds
-    the factors and `base` the whole transformer, so the reference is the same tree with the factors
-    off, at no second copy. Full tuning: `tuned` is the transformer without the leaves that its
-    family never trains; `base` has those, or where a reference is needed the whole start.
+    The trees of the family's trained components are split once, by `split`, into `tuned` and `base`,
+    both by component. LoRA: `tuned` holds the factors and `base` the whole components, so the reference
+    is the same tree with the factors off, at no second copy. Full tuning: `tuned` is the components
+    without the leaves that their family never trains; `base` has those, or where a reference is needed
+    the whole start.
     """
 
     family: Family
@@ -49,41 +50,47 @@ class Policy:
         """Whether there may be a second pass, without the prompt."""
         return self.family.guidance in ("classifier-free", "both")
 
-    def split(self, key: Array, transformer: Params, reference: bool) -> tuple[Params, Params]:
-        """(tuned, base) before the first update; `reference` says whether the start is kept."""
+    def split(self, key: Array, trained: Params, reference: bool) -> tuple[Params, Params]:
+        """(tuned, base) before the first update; `reference` says whether the start is kept.
+
+        Raises:
+          ValueError: the LoRA's targets do not fit the components.
+        """
         if self.lora is not None:
-            lists = self.family.lists["transformer"]
-            return lora_init(key, transformer, self.lora, lists), transformer
-        frozen, tuned = self._sorted_out(transformer)
+            return self._factors(key, trained), trained
+        frozen, tuned = self._sorted_out(trained)
         if not reference:
             return tuned, frozen
         # Copies, as the trainer's updates consume the arrays of what is tuned.
-        return jax.tree.map(jnp.copy, tuned), transformer
+        return jax.tree.map(jnp.copy, tuned), trained
 
     def untuned(self, base: Params) -> Params:
         """A `tuned` that changes nothing; `base` was split with a reference."""
         if self.lora is not None:
             # One of its two factors is 0 at first, so that any key will do.
-            return lora_init(jax.random.key(0), base, self.lora, self.family.lists["transformer"])
+            return self._factors(jax.random.key(0), base)
         return self._sorted_out(base)[1]
 
     def sampler_base(self, base: Params) -> Params:
         """The part of `base` that sampling needs: a reference kept for the KL is none of it."""
         return base if self.lora is not None else self._sorted_out(base)[0]
 
-    def transformer(self, tuned: Params, base: Params) -> Params:
-        """The whole transformer with what was tuned in it, as it is exported."""
+    def whole(self, tuned: Params, base: Params) -> Params:
+        """The whole components with what was tuned in them, as they are exported."""
         if self.lora is not None:
-            return merge(base, tuned, self.lora.scale)
+            merged = {part: merge(base[part], tuned[part], self.lora.scale) for part in tuned}
+            return dict(base) | merged
         frozen, _ = self._sorted_out(base)
         return unflatten_dict(flatten_dict(frozen) | flatten_dict(tuned))
 
     def velocity(self, tuned: Params, base: Params, conditioning: Any, null: Any) -> Velocity:
         """The guided velocity of the policy, to be called while tracing."""
         if self.lora is None:
-            variables = {"params": self.transformer(tuned, base)}
+            variables = _collections(self.whole(tuned, base))
             return self._guided(variables, conditioning, null, self.guidance)
-        variables = {"params": base, "lora": tuned}
+        variables = _collections(base)
+        for part, factors in tuned.items():
+            variables[part]["lora"] = factors
         guided = self._guided(variables, conditioning, null, self.guidance)
 
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
@@ -95,7 +102,7 @@ class Policy:
     def reference(self, base: Params, conditioning: Any, null: Any) -> Velocity:
         """The guided velocity of the base model, without a LoRA that was continued."""
         guidance = self.guidance if self.reference_guidance is None else self.reference_guidance
-        return self._guided({"params": base}, conditioning, null, guidance)
+        return self._guided(_collections(base), conditioning, null, guidance)
 
     def _guided(self, variables: Params, conditioning: Any, null: Any, guidance: float) -> Velocity:
         """The family's guidance; `null` has the rows of `conditioning`, or one for all of them."""
@@ -115,13 +122,23 @@ class Policy:
 
         return velocity
 
-    def _sorted_out(self, transformer: Params) -> tuple[Params, Params]:
+    def _factors(self, key: Array, trained: Params) -> Params:
+        # In the family's order: a tree that went through a program has its names sorted.
+        ordered = {part: trained[part] for part in self.family.trained}
+        return lora_init(key, ordered, self.lora, self.family.lists)
+
+    def _sorted_out(self, trained: Params) -> tuple[Params, Params]:
         """(leaves that the family never trains, the others)."""
         frozen, others = {}, {}
-        for path, leaf in flatten_dict(transformer).items():
-            part = frozen if "/".join(path) in self.family.frozen else others
-            part[path] = leaf
+        for (part, *path), leaf in flatten_dict(trained).items():
+            never = "/".join(path) in self.family.frozen.get(part, ())
+            (frozen if never else others)[part, *path] = leaf
         return unflatten_dict(frozen), unflatten_dict(others)
+
+
+def _collections(trained: Params) -> Params:
+    """What the family's velocity takes, of parameters alone."""
+    return {part: {"params": tree} for part, tree in trained.items()}
 
 
 def of_rows(null: Any, rows: Int[Array, "b"]) -> Any:

@@ -44,14 +44,15 @@ def export(workdir: pathlib.Path, output: pathlib.Path, lora: bool | None = None
             "LoRA to write: leave --lora out"
         )
     if has_lora and lora is not False:
-        write_lora(output, run.tuned, run.policy.lora.alpha, _lists(run))
+        write_lora(output, run.tuned, run.policy.lora.alpha, run.policy.family.lists)
     else:
-        write = functools.partial(_write_transformer, run)
+        whole = run.whole()
+        write = {part: functools.partial(_write, run, part, tree) for part, tree in whole.items()}
         sampling = defaults_of_run(run.recipe)
         own = {"steps": sampling.steps, "guidance": sampling.guidance}
         if run.policy.family.guidance == "both":
             own["true_guidance"] = sampling.true_guidance
-        copy_pipeline(run.folder, output, {"transformer": write}, own)
+        copy_pipeline(run.folder, output, write, own)
     return run
 
 
@@ -67,10 +68,6 @@ def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
     return "\n".join(lines + ([] if whole else [f"pipe.load_lora_weights({str(output)!r})"]))
 
 
-def _write_transformer(run: TunedRun, folder: pathlib.Path) -> None:
-    config = read_json(run.folder / "transformer" / "config.json")
-    write_params(folder, run.transformer(), _lists(run), config)
-
-
-def _lists(run: TunedRun) -> Any:
-    return run.policy.family.lists["transformer"]
+def _write(run: TunedRun, part: str, tree: Any, folder: pathlib.Path) -> None:
+    config = read_json(run.folder / part / "config.json")
+    write_params(folder, tree, run.policy.family.lists[part], config)

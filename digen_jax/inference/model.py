@@ -10,7 +10,14 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from digen_jax.assemble import load_family, make_policy, open_pipeline, read_frozen, read_part
+from digen_jax.assemble import (
+    load_family,
+    make_policy,
+    open_pipeline,
+    read_frozen,
+    read_parts,
+    trained_of,
+)
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import DeviceGroup
@@ -19,7 +26,7 @@ from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError, check_positive, user_input
 from digen_jax.flow.steps import Ode
 from digen_jax.images import stills, to_uint8
-from digen_jax.models.family import Family, Size
+from digen_jax.models.family import Family, Params, Size
 from digen_jax.process.progress import watched
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.pictures import image_grid, save_frames
@@ -50,11 +57,11 @@ class TunedRun(NamedTuple):
     folder: pathlib.Path  # the pipeline it started from
     policy: Policy
     tuned: Any
-    base: Any  # that pipeline's transformer
+    base: Params  # the trained components as that pipeline has them
 
-    def transformer(self) -> Any:
-        """The whole tuned transformer; LoRA is merged."""
-        return self.policy.transformer(self.tuned, self.base)
+    def whole(self) -> Params:
+        """The trained components with what was tuned in them; LoRA is merged."""
+        return self.policy.whole(self.tuned, self.base)
 
 
 class Model(NamedTuple):
@@ -100,7 +107,7 @@ def open_model(
     Args:
       name: a diffusers pipeline folder, a hub id "owner/name", or the workdir of a training run.
       devices: images are split over all of them.
-      lora: a folder with a LoRA in diffusers' or PEFT's format, which is merged into the transformer.
+      lora: a folder with a LoRA in diffusers' or PEFT's format, which is merged into what it adapts.
       dtype: of the network's arithmetic; None takes the run's, or float32.
 
     Raises:
@@ -111,16 +118,16 @@ def open_model(
         if is_run(name):
             run = read_run(name, group, dtype)
             recipe, folder, family = run.recipe, run.folder, run.policy.family
-            transformer, defaults = run.transformer(), defaults_of_run(recipe)
+            trained, defaults = run.whole(), defaults_of_run(recipe)
         else:
             recipe, folder = None, open_pipeline(name)
             family = load_family(folder, dtype or "float32")
-            transformer = read_part(family, folder, "transformer", group)
+            trained = read_parts(family, folder, family.trained, group)
             defaults = _defaults_of_folder(folder, family)
         if lora is not None:
-            transformer = _with_lora(family, transformer, lora, group)
+            trained = _with_lora(family, trained, lora, group)
         frozen = read_frozen(family, folder, group)
-    tuned, base = Policy(family).split(jax.random.key(0), transformer, reference=False)
+    tuned, base = Policy(family).split(jax.random.key(0), trained, reference=False)
     return Model(family, group, Weights(tuned, base, frozen), defaults, recipe)
 
 
@@ -157,7 +164,7 @@ def read_run(workdir: str | pathlib.Path, group: DeviceGroup, dtype: str | None 
         policy = make_policy(recipe, family)
         tree = "ema" if recipe.trainer.ema else "tuned"
         found = _read_tree(workdir, tree, policy, group)
-        base = read_part(family, folder, "transformer", group)
+        base = read_parts(family, folder, family.trained, group)
     return TunedRun(recipe, found.step, folder, policy, found.arrays[tree], base)
 
 
@@ -259,9 +266,9 @@ def defaults_of_run(recipe: Recipe) -> Defaults:
 def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGroup) -> Any:
     """One tree of parameters from the newest checkpoint, replicated."""
     shapes = jax.eval_shape(
-        lambda key, transformer: policy.split(key, transformer, reference=False)[0],
+        lambda key, trained: policy.split(key, trained, reference=False)[0],
         jax.random.key(0),
-        policy.family.shapes()["transformer"],
+        trained_of(policy.family, policy.family.shapes()),
     )
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=group.replicated),
@@ -275,8 +282,9 @@ def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGr
         ) from error
 
 
-def _with_lora(family: Family, transformer: Any, lora: str, group: DeviceGroup) -> Any:
-    factors, rank, alpha = read_lora(
-        lora, transformer, family.lists["transformer"], shardings=group.replicated
-    )
-    return merge(transformer, factors, alpha / rank)
+def _with_lora(family: Family, trained: Params, lora: str, group: DeviceGroup) -> Params:
+    found = read_lora(lora, trained, family.lists, shardings=group.replicated)
+    return dict(trained) | {
+        part: merge(trained[part], factors, alpha / rank)
+        for part, (factors, rank, alpha) in found.items()
+    }

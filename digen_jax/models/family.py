@@ -44,7 +44,7 @@ class Family(Protocol):
     Attributes:
       trained: the components that may be tuned.
       lists: by component, the modules whose children a checkpoint numbers (see `weights.names`).
-      frozen: paths of a trained component's parameters that no optimizer may touch.
+      frozen: by component, paths of a trained one's parameters that no optimizer may touch.
       lora_targets: the linear layers that LoRA adapts by default, a regular expression for their whole torch names.
       guidance: how the velocity is guided.
       default_steps: of the sampler, where diffusers' pipeline is not told otherwise.
@@ -54,7 +54,7 @@ class Family(Protocol):
 
     trained: tuple[str, ...]
     lists: Mapping[str, Any]
-    frozen: Any
+    frozen: Mapping[str, Sequence[str]]
     lora_targets: str
     guidance: Guidance
     default_steps: int
@@ -91,7 +91,10 @@ class Family(Protocol):
         conditioning: Conditioning,
         guidance: float | None = None,
     ) -> Float32[Array, "b *latent"]:
-        """dx/dsigma = eps - x0. `variables` are linen collections; `guidance` where that is "embedded" or "both"."""
+        """dx/dsigma = eps - x0; `guidance` where that is "embedded" or "both".
+
+        `variables` holds the linen collections of each trained component: "params", perhaps "lora".
+        """
 
     def guided(
         self,

@@ -89,8 +89,8 @@ class StableDiffusion3:
     default_guidance: ClassVar[float] = 7.0
     # Four images of 1024 x 1024.
     decoded_pixels: ClassVar[int] = 2**22
-    # Of the transformer: what no optimizer may touch.
-    frozen: ClassVar = sd3.FROZEN
+    # What no optimizer may touch.
+    frozen: ClassVar = {"transformer": sd3.FROZEN}
     lora_targets: ClassVar[str] = sd3.LORA_TARGETS
     ignored: ClassVar = {"text_encoder": clip_text.IGNORED, "text_encoder_2": clip_text.IGNORED}
 
@@ -215,8 +215,9 @@ class StableDiffusion3:
         conditioning: Conditioning,
         guidance: float | None = None,
     ) -> Float32[Array, "b h w c"]:
-        """The transformer's velocity. `variables` are its linen collections ("params", perhaps "lora")."""
-        return self.transformer.apply(variables, x, sigma, *conditioning, null_tokens=T5_TOKENS)
+        """The transformer's velocity; `variables["transformer"]` are its linen collections."""
+        network = variables["transformer"]
+        return self.transformer.apply(network, x, sigma, *conditioning, null_tokens=T5_TOKENS)
 
     def guided(
         self,

@@ -44,7 +44,7 @@ def flow_matching_loss(
     sigma = jax.nn.sigmoid(jax.random.normal(sigma_key, latents.shape[:1]))
     s = sigma[:, None, None, None]
     conditioning = family.encode(params, ids)
-    variables = {"params": params["transformer"]}
+    variables = {"transformer": {"params": params["transformer"]}}
     v = family.velocity(variables, (1 - s) * latents + s * noise, sigma, conditioning)
     loss = jnp.mean((v - (noise - latents)) ** 2)
     return loss, {"loss": loss}

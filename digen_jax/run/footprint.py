@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.assemble import load_family, make_policy, open_pipeline, trained_policy
+from digen_jax.assemble import load_family, make_policy, open_pipeline, trained_of, trained_policy
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import fsdp_spec
 from digen_jax.errors import blame
@@ -20,7 +20,7 @@ from digen_jax.scheduling.planner.problem import Footprint, Parameters
 def model_footprint(recipe: Recipe) -> Footprint:
     """The sizes of a recipe's model, from shapes alone: nothing is read or allocated.
 
-    Activations are what the transformer's backward pass keeps of one transition as it is written,
+    Activations are what the backward pass of what is trained keeps of one transition as it is written,
     before the compiler saves any of it; the guidance that is trained with is included.
 
     Raises:
@@ -33,8 +33,8 @@ def model_footprint(recipe: Recipe) -> Footprint:
     policy, shapes = make_policy(recipe, family), family.shapes()
     algorithm = recipe.algorithm
     split = functools.partial(policy.split, reference=algorithm.reads_reference)
-    tuned, base = jax.eval_shape(split, jax.random.key(0), shapes["transformer"])
-    frozen = {part: tree for part, tree in shapes.items() if part != "transformer"}
+    tuned, base = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
+    frozen = {part: tree for part, tree in shapes.items() if part not in family.trained}
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
     if recipe.sampler.dtype:
         sent = jax.tree.map(lambda leaf: leaf.update(dtype=recipe.sampler.dtype), sent)
@@ -78,7 +78,7 @@ def _parameters(rules: Any, tree: Any) -> Parameters:
 
 
 def _residuals(policy: Any, tuned: Any, base: Any, frozen: Any, latent: tuple[int, ...]) -> int:
-    """Bytes that the transformer's pullback holds, for one more transition."""
+    """Bytes that the velocity's pullback holds, for one more transition."""
 
     def encoded(tokens: Tokens, frozen: Any) -> Any:
         return policy.family.encode(frozen, jax.tree.map(jnp.asarray, tokens))

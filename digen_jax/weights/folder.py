@@ -260,7 +260,7 @@ def copy_pipeline(
 ) -> None:
     """A new pipeline folder with the source's components, those in `replace` written anew.
 
-    `replace["transformer"](folder)` must fill the folder it is given. `sampling` is the content of
+    `replace[component](folder)` must fill the folder it is given. `sampling` is the content of
     `SAMPLING`. A component whose folder the source lacks is entered as null, as diffusers does for
     one that was not loaded. The target must not exist, and appears only when it is complete.
     """

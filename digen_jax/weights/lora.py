@@ -9,7 +9,7 @@ gradient of W is ever formed. Networks know nothing of it; their scans must decl
 import dataclasses
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -32,7 +32,8 @@ class LoraConfig:
     """Which layers are adapted, and how.
 
     `targets` is a regular expression for the whole torch name of a linear layer, such as
-    r"transformer_blocks\\..*\\.attn\\.(to_[qkv]|to_out\\.0)". The update is scaled by alpha / rank.
+    r"transformer_blocks\\..*\\.attn\\.(to_[qkv]|to_out\\.0)", with or without its component's name
+    and a dot in front. The update is scaled by alpha / rank.
     """
 
     rank: int
@@ -59,7 +60,10 @@ class LoraConfig:
 
 
 def lora_init(
-    key: Array, template: Tree, config: LoraConfig, lists: tuple[str, ...]
+    key: Array,
+    templates: Mapping[str, Tree],
+    config: LoraConfig,
+    lists: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Any]:
     """Fresh float32 factors: a [.., in, r] random, b [.., r, out] zero, as PEFT has them.
 
@@ -67,12 +71,59 @@ def lora_init(
     of "gaussian" it is normal with std 1/r (peft 0.21.2, tuners/lora/layer.py,
     `reset_lora_parameters`), which Flow-GRPO, DiffusionNFT, AWM and GenRL take.
 
-    `template` is the network's parameters or their shapes. A layer's draw depends on its torch name
-    only, not on how the network is cut into scans. ValueError where the targets match nothing, or
-    only some layers of a scan.
+    `templates` holds each component's parameters or their shapes; components without targets get no
+    factors. The first component draws by `key`, each other one by a key of its own. A layer's draw
+    depends on its torch name only, not on how the network is cut into scans.
+
+    Raises:
+      ValueError: the targets match nothing, or only some layers of a scan.
     """
+    keys = {
+        part: jax.random.fold_in(key, zlib.crc32(part.encode())) if number else key
+        for number, part in enumerate(templates)
+    }
+    return {
+        part: _factors(keys[part], templates[part], config, lists[part], part)
+        for part in adapted_layers(templates, config.targets, lists)
+    }
+
+
+def adapted_layers(
+    templates: Mapping[str, Tree], targets: str, lists: Mapping[str, tuple[str, ...]]
+) -> dict[str, set[str]]:
+    """By component, the torch names of the linear layers that `targets` matches.
+
+    Components without any are left out. ValueError where there is none at all, or where only some
+    layers of a scan are matched.
+    """
+    found = {
+        part: {
+            name.removesuffix(".weight")
+            for path in _targets(template, targets, lists[part], part)
+            for name in names.tensor_names((*path, "kernel"), lists[part])
+        }
+        for part, template in templates.items()
+    }
+    if not any(found.values()):
+        known = [
+            name
+            for part, template in templates.items()
+            for _, _, layers in dense_layers(template, lists[part])
+            for name in layers
+        ]
+        raise ValueError(
+            f"lora targets {targets!r} matches none of the {len(known)} linear layers; "
+            f"it must match a whole name such as {known[0]}"
+        )
+    return {part: layers for part, layers in found.items() if layers}
+
+
+def _factors(
+    key: Array, template: Tree, config: LoraConfig, lists: tuple[str, ...], component: str
+) -> dict[str, Any]:
+    """`lora_init` of one component."""
     factors = {}
-    for path, kernel in _targets(template, config.targets, lists).items():
+    for path, kernel in _targets(template, config.targets, lists, component).items():
         layers = names.tensor_names((*path, "kernel"), lists)
         keys = jnp.stack([jax.random.fold_in(key, zlib.crc32(name.encode())) for name in layers])
         *stack, inputs, outputs = kernel.shape
@@ -87,16 +138,6 @@ def lora_init(
         factors[*path, "a"] = a if stack else a[0]
         factors[*path, "b"] = jnp.zeros((*stack, config.rank, outputs), jnp.float32)
     return unflatten_dict(factors)
-
-
-def adapted_layers(template: Tree, targets: str, lists: tuple[str, ...]) -> set[str]:
-    """The torch names of the linear layers that `targets` matches; ValueError as `lora_init`."""
-    found = _targets(template, targets, lists)
-    return {
-        name.removesuffix(".weight")
-        for path in found
-        for name in names.tensor_names((*path, "kernel"), lists)
-    }
 
 
 def check_rank(rank: int, factors: Tree) -> None:
@@ -155,12 +196,17 @@ def dense_layers(
             yield path[:-1], leaf, [tensor.removesuffix(".weight") for tensor in tensors]
 
 
-def _targets(template: Tree, targets: str, lists: tuple[str, ...]) -> dict[names.Path, Any]:
-    """The kernels of the linear layers whose torch names match."""
-    found, known = {}, []
+def _targets(
+    template: Tree, targets: str, lists: tuple[str, ...], component: str
+) -> dict[names.Path, Any]:
+    """The kernels of the linear layers whose torch names match, plain or qualified by the component."""
+
+    def matches(layer: str) -> bool:
+        return any(re.fullmatch(targets, name) for name in (layer, f"{component}.{layer}"))
+
+    found = {}
     for path, kernel, layers in dense_layers(template, lists):
-        known += layers
-        hits = [layer for layer in layers if re.fullmatch(targets, layer)]
+        hits = [layer for layer in layers if matches(layer)]
         if hits and len(hits) < len(layers):
             missed = next(layer for layer in layers if layer not in hits)
             raise ValueError(
@@ -169,9 +215,4 @@ def _targets(template: Tree, targets: str, lists: tuple[str, ...]) -> dict[names
             )
         if hits:
             found[path] = kernel
-    if not found:
-        raise ValueError(
-            f"lora targets {targets!r} matches none of the {len(known)} linear layers; "
-            f"it must match a whole name such as {known[0]}"
-        )
     return found

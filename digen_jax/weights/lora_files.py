@@ -7,7 +7,7 @@ publish these. Diffusers' hold one file, whose metadata may say what PEFT's conf
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,67 +68,78 @@ class LoraFile(NamedTuple):
 
 def write_lora(
     folder: str | pathlib.Path,
-    lora: Tree,
+    lora: Mapping[str, Tree],
     alpha: float | int,
-    lists: tuple[str, ...],
-    prefix: str = "transformer",
+    lists: Mapping[str, tuple[str, ...]],
 ) -> None:
     """Write `pytorch_lora_weights.safetensors`, which `pipe.load_lora_weights(folder)` reads.
 
-    `prefix` is the component's name in the pipeline. Diffusers takes alpha from the metadata that
-    is written too; without it alpha would be the rank.
+    `lora` and `lists` are by component, whose name is the prefix of its tensors' names. Diffusers
+    takes alpha from the metadata that is written too; without it alpha would be the rank.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(file_tensors(_as_modules(lora, prefix), lists))
-    layers = sorted({name.removeprefix(f"{prefix}.").rsplit(".", 2)[0] for name in tensors})
-    rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
-    settings = {"r": rank, "lora_alpha": alpha, "target_modules": layers}
-    adapter = {f"{prefix}.{key}": value for key, value in settings.items()}
+    tensors, adapter = {}, {}
+    for part, factors in lora.items():
+        own = dict(file_tensors(_as_modules(factors, part), lists[part]))
+        layers = sorted({name.removeprefix(f"{part}.").rsplit(".", 2)[0] for name in own})
+        rank = next(tensor.shape[0] for name, tensor in own.items() if ".lora_A." in name)
+        settings = {"r": rank, "lora_alpha": alpha, "target_modules": layers}
+        adapter |= {f"{part}.{key}": value for key, value in settings.items()}
+        tensors |= own
     write_file(folder / FILE, tensors, {METADATA: json.dumps(adapter, indent=2, sort_keys=True)})
 
 
 def read_lora(
     folder: str | pathlib.Path,
-    template: Tree,
-    lists: tuple[str, ...],
-    prefix: str = "transformer",
+    templates: Mapping[str, Tree],
+    lists: Mapping[str, tuple[str, ...]],
     shardings: Any = None,
-) -> tuple[dict[str, Any], int, float]:
-    """(lora, rank, alpha) from what `open_lora` opens.
+) -> dict[str, tuple[dict[str, Any], int, float]]:
+    """(lora, rank, alpha) of each component of what `open_lora` opens.
 
-    `template` is the network's parameters or their shapes. A layer that the network lacks, a
-    missing or misshapen factor, and a setting that plain LoRA has not are each a ValueError that
-    names it.
+    `templates` holds the components' parameters or their shapes, `lists` is by component. A layer that
+    the network lacks, a missing or misshapen factor, and a setting that plain LoRA has not are each a
+    ValueError that names it.
     """
-    opened = open_lora(folder, prefix)
-    alpha = opened.rank if opened.alpha is None else opened.alpha
-    return read_opened(opened, template, lists, shardings), opened.rank, float(alpha)
+    found = {}
+    for part, opened in open_lora(folder, list(templates)).items():
+        alpha = opened.rank if opened.alpha is None else opened.alpha
+        lora = read_opened(opened, templates[part], lists[part], shardings)
+        found[part] = lora, opened.rank, float(alpha)
+    return found
 
 
-def open_lora(folder: str | pathlib.Path, prefix: str = "transformer") -> LoraFile:
-    """A LoRA in a folder, PEFT's or diffusers', or in a file of diffusers'.
+def open_lora(folder: str | pathlib.Path, components: Sequence[str]) -> dict[str, LoraFile]:
+    """A LoRA in a folder, PEFT's or diffusers', or in a file of diffusers', by component.
 
-    `prefix` is the component's name in a pipeline, by which diffusers' tensors begin; PEFT's have no
-    such name. Where a folder has both files, PEFT's is read. Settings are those of `adapter_config.json`,
-    where a folder has one, else what diffusers' file says itself.
+    Diffusers' tensors begin with their component's name, and `components` that have none are left out;
+    PEFT's name none, and are the first component's. Where a folder has both files, PEFT's is read.
+    Settings are those of `adapter_config.json`, where a folder has one, else what diffusers' file says
+    itself.
 
     Raises:
       ValueError: there is no file, no LoRA is in it, it has several ranks, or settings that plain LoRA
         has not; each named.
     """
     folder = pathlib.Path(folder).expanduser()
-    config = folder / PEFT_CONFIG
-    if (folder / PEFT_FILE).exists():
-        file, prefix = folder / PEFT_FILE, PEFT_PREFIX
+    config, peft = folder / PEFT_CONFIG, (folder / PEFT_FILE).exists()
+    if peft:
+        file = folder / PEFT_FILE
     elif (folder / FILE).exists() or not folder.is_dir():
         file = folder / FILE if folder.is_dir() else folder
     else:
         raise ValueError(f"{folder} holds no LoRA: neither {PEFT_FILE} nor {FILE}")
     tensors = open_file(file)
-    peft = prefix == PEFT_PREFIX or config.exists()
-    settings = read_json(config) if peft else _metadata(file, prefix)
-    return LoraFile(file, tensors, prefix, *_rank_and_alpha(file, tensors, prefix, settings))
+    named = [part for part in components if any(name.startswith(f"{part}.") for name in tensors)]
+    opened = {}
+    for part in named or components[:1]:
+        prefix = PEFT_PREFIX if peft else part
+        settings = read_json(config) if peft or config.exists() else _metadata(file, prefix)
+        others = tuple(f"{other}." for other in named if other != part)
+        own = {name: t for name, t in tensors.items() if not name.startswith(others)}
+        opened[part] = LoraFile(file, own, prefix, *_rank_and_alpha(file, own, prefix, settings))
+    return opened
 
 
 def read_opened(

@@ -1,5 +1,6 @@
 """The LoRA that a run continues from, `config.lora.start`: another run's, or a published one."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from digen_jax.errors import ConfigError
@@ -9,8 +10,13 @@ from digen_jax.weights.lora_files import LoraFile, open_lora, read_opened
 from digen_jax.weights.tensors import Tree
 
 
-def read_start(name: str, config: LoraConfig, template: Tree, lists: tuple[str, ...]) -> Any:
-    """The factors of a LoRA in PEFT's or diffusers' format, float32, on the first device.
+def read_start(
+    name: str,
+    config: LoraConfig,
+    templates: Mapping[str, Tree],
+    lists: Mapping[str, tuple[str, ...]],
+) -> dict[str, Any]:
+    """The factors of a LoRA in PEFT's or diffusers' format, float32, on the first device, by component.
 
     It begins where the other one ended, with new moments of the optimizer. The reference of a KL stays
     the model without any LoRA, as in the code of Flow-GRPO (scripts/train_sd3.py, ac4c86e), DiffusionNFT
@@ -19,20 +25,24 @@ def read_start(name: str, config: LoraConfig, template: Tree, lists: tuple[str, 
     Args:
       name: a folder or a hub id.
       config: what is tuned, which must be what the LoRA has.
-      template: the transformer's parameters or their shapes.
-      lists: the network's.
+      templates: the parameters of the components that may be tuned, or their shapes.
+      lists: of each component.
 
     Raises:
       ConfigError: the LoRA differs from `config`, and in what.
       ValueError: there is no LoRA, or none for this network.
     """
-    opened = open_lora(resolve_folder(name))
-    _check_same(opened, config, adapted_layers(template, config.targets, lists))
-    return read_opened(opened, template, lists)
+    opened = open_lora(resolve_folder(name), list(templates))
+    targets = adapted_layers(templates, config.targets, lists)
+    for file in opened.values():
+        _check_settings(file, config)
+    for part in templates:
+        _check_layers(opened, targets, config.targets, part)
+    return {part: read_opened(file, templates[part], lists[part]) for part, file in opened.items()}
 
 
-def _check_same(opened: LoraFile, config: LoraConfig, targets: set[str]) -> None:
-    """ConfigError for another rank, alpha, or set of layers than the config's."""
+def _check_settings(opened: LoraFile, config: LoraConfig) -> None:
+    """ConfigError for another rank or alpha than the config's."""
     file, rank, alpha = opened.file, opened.rank, opened.alpha
     if rank != config.rank:
         raise ConfigError(
@@ -45,13 +55,22 @@ def _check_same(opened: LoraFile, config: LoraConfig, targets: set[str]) -> None
         raise ConfigError(
             f"{file} {said}, but config.lora.alpha is {config.alpha:g}: set that to {alpha or rank:g}"
         )
+
+
+def _check_layers(
+    opened: Mapping[str, LoraFile], wanted: Mapping[str, set[str]], targets: str, part: str
+) -> None:
+    """ConfigError for another set of layers of a component than the config's; `wanted` matches `targets`."""
+    file = next(iter(opened.values())).file
+    own = opened[part].layers if part in opened else set()
+    matched = wanted.get(part, set())
     for layers, differs in (
-        (targets - opened.layers, "matches {}, for which {} has no factors"),
-        (opened.layers - targets, "does not match {}, for which {} has factors"),
+        (matched - own, "matches {}, for which {} has no factors"),
+        (own - matched, "does not match {}, for which {} has factors"),
     ):
         if layers:
             more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
             raise ConfigError(
-                f"config.lora.targets = {config.targets!r} {differs.format(min(layers) + more, file)}: "
-                f"make it match the {len(opened.layers)} layers of the LoRA"
+                f"config.lora.targets = {targets!r} {differs.format(min(layers) + more, file)}: "
+                f"make it match the {len(own)} layers of the LoRA"
             )

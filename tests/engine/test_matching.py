@@ -381,9 +381,9 @@ def test_offline_the_images_are_a_set_of_the_start(monkeypatch, tuning):
     parts, states, calls, _, versions = driven(monkeypatch, "diffusion_dpo", 3, **fields)
     np.testing.assert_array_equal(calls[0], calls[2])
     assert np.abs(calls[1] - calls[0]).max() > 0.01
-    start = parts.policy.transformer(versions[0], parts.base)
+    start = parts.policy.whole(versions[0], parts.base)
     for version in (1, 2, 3):
-        tree = parts.policy.transformer(versions[version], parts.base)
+        tree = parts.policy.whole(versions[version], parts.base)
         assert toy.difference(tree, start) < 1e-6
     assert toy.difference(states[-1][0].tuned, versions[3]) > 1e-3
     # The same pairs at other noise levels when they come again.

@@ -1,4 +1,8 @@
+import dataclasses
+from typing import ClassVar
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -11,12 +15,14 @@ from tests.engine import toy
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 FAMILY = toy.ToyFamily()
+KEY = jax.random.key(0)
 LORA = LoraConfig(rank=2, alpha=6.0, targets="inside|outside")
 
 
 @pytest.fixture(scope="module")
 def start():
-    return jax.tree.map(jax.numpy.asarray, FAMILY.params()["transformer"])
+    params = jax.tree.map(jax.numpy.asarray, FAMILY.params())
+    return {part: params[part] for part in FAMILY.trained}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,9 @@ def inputs():
 
 
 def network(params, x, sigma, conditioning):
-    return np.asarray(FAMILY.network.apply({"params": params}, x, sigma, *conditioning))
+    return np.asarray(
+        FAMILY.network.apply({"params": params["transformer"]}, x, sigma, *conditioning)
+    )
 
 
 def close(a, b):
@@ -41,7 +49,7 @@ def close(a, b):
 
 
 def split(policy, start, reference=False):
-    return policy.split(jax.random.key(0), start, reference)
+    return policy.split(KEY, start, reference)
 
 
 def test_guidance_extrapolates_from_the_empty_prompt(start, inputs):
@@ -65,10 +73,11 @@ def test_guidance_1_is_the_prompt_alone(start, inputs):
 def test_full_tuning_leaves_out_what_the_family_never_trains(start, reference):
     policy = Policy(FAMILY)
     tuned, base = split(policy, start, reference)
-    assert flatten_dict(tuned).keys() == flatten_dict(start).keys() - {("places",)}
-    assert base.keys() == (start.keys() if reference else {"places"})
-    assert policy.sampler_base(base).keys() == {"places"}
-    jax.tree.map(np.testing.assert_array_equal, policy.transformer(tuned, base), start)
+    assert flatten_dict(tuned).keys() == flatten_dict(start).keys() - {("transformer", "places")}
+    frozen = {"places"}
+    assert base["transformer"].keys() == (start["transformer"].keys() if reference else frozen)
+    assert policy.sampler_base(base)["transformer"].keys() == frozen
+    jax.tree.map(np.testing.assert_array_equal, policy.whole(tuned, base), start)
 
 
 def test_what_is_tuned_shares_no_array_with_its_reference(start):
@@ -95,12 +104,78 @@ def test_a_lora_trains_its_factors_only_and_exports_whole_weights(start, inputs)
     policy = Policy(FAMILY, 2.0, LORA)
     tuned, base = split(policy, start)
     assert {path[-1] for path in flatten_dict(tuned)} == {"a", "b"}
-    assert tuned.keys() == {"inside", "outside"}
+    assert tuned["transformer"].keys() == {"inside", "outside"}
     assert base is start and policy.sampler_base(base) is start
     moved = toy.moved(tuned, 0.5)
-    whole = policy.transformer(moved, base)
-    a, b = moved["inside"]["a"], moved["inside"]["b"]
-    close(whole["inside"]["kernel"], start["inside"]["kernel"] + 3 * a @ b)
+    whole = policy.whole(moved, base)
+    a, b = (moved["transformer"]["inside"][factor] for factor in "ab")
+    kernel = start["transformer"]["inside"]["kernel"]
+    close(whole["transformer"]["inside"]["kernel"], kernel + 3 * a @ b)
     full = Policy(FAMILY, 2.0)
     expected = full.velocity(*split(full, whole), prompts, null)(x, sigma)
     close(policy.velocity(moved, base, prompts, null)(x, sigma), expected)
+
+
+# ------------------------------------------------------------------------------ two components
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoExperts(toy.ToyFamily):
+    """One network for much noise and one of the same form for little, as Wan 2.2 has."""
+
+    trained: ClassVar = ("transformer_2", "transformer")
+    lists: ClassVar = {part: toy.ToyFamily.lists["transformer"] for part in trained}
+
+    def velocity(self, variables, x, sigma, conditioning, guidance=None):
+        much, little = (
+            self.network.apply(variables[part], x, sigma, *conditioning) for part in self.trained
+        )
+        return jnp.where((sigma > 0.5)[:, None, None, None], much, little)
+
+
+@pytest.fixture(scope="module")
+def experts(start):
+    """Two networks that differ."""
+    return {"transformer": start["transformer"], "transformer_2": toy.moved(start["transformer"])}
+
+
+def test_a_lora_of_two_components_adapts_each_with_factors_of_its_own(experts, inputs):
+    x, sigma, prompts, _ = inputs
+    family = TwoExperts()
+    policy = Policy(family, 1.0, LORA)
+    tuned, base = split(policy, experts)
+    assert tuned.keys() == experts.keys()
+    a = [tree["inside"]["a"] for tree in tuned.values()]
+    assert np.abs(a[0] - a[1]).max() > 0.1
+    # Nor does it matter that names are sorted by a program.
+    for part, tree in jax.jit(lambda params: policy.split(KEY, params, False)[0])(experts).items():
+        jax.tree.map(close, tree, tuned[part])
+    moved = toy.moved(tuned, 0.5)
+    whole = policy.whole(moved, base)
+    expected = family.velocity(
+        {part: {"params": tree} for part, tree in whole.items()}, x, sigma, prompts
+    )
+    close(policy.velocity(moved, base, prompts, None)(x, sigma), expected)
+    assert np.abs(expected - policy.reference(base, prompts, None)(x, sigma)).max() > 0.1
+
+
+def test_qualified_targets_adapt_one_of_two_components(experts, inputs):
+    x, sigma, prompts, _ = inputs
+    lora = dataclasses.replace(LORA, targets=r"transformer_2\..*side")
+    policy = Policy(TwoExperts(), 1.0, lora)
+    tuned, base = split(policy, experts)
+    assert tuned.keys() == {"transformer_2"}
+    moved = toy.moved(tuned, 0.5)
+    whole = policy.whole(moved, base)
+    assert whole["transformer"] is experts["transformer"]
+    v = policy.velocity(moved, base, prompts, None)(x, sigma)
+    changed = np.abs(v - policy.reference(base, prompts, None)(x, sigma)).max((1, 2, 3)) > 0.01
+    np.testing.assert_array_equal(changed, sigma > 0.5)
+
+
+def test_of_two_components_all_leaves_are_tuned_but_each_ones_frozen(experts):
+    policy = Policy(TwoExperts(frozen={"transformer_2": ("places",)}))
+    tuned, base = split(policy, experts)
+    assert flatten_dict(base).keys() == {("transformer_2", "places")}
+    assert flatten_dict(tuned).keys() == flatten_dict(experts).keys() - flatten_dict(base).keys()
+    jax.tree.map(np.testing.assert_array_equal, policy.whole(tuned, base), experts)

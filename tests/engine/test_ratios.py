@@ -41,7 +41,8 @@ def attention_family(layers=1, **options):
         pos_embed_max_size=8,
         qk_norm="rms_norm",
     )
-    return toy.ToyFamily(SD3Transformer(network, **options), (8, 8, 4), FROZEN)
+    network = SD3Transformer(network, **options)
+    return toy.ToyFamily(network, (8, 8, 4), {"transformer": FROZEN})
 
 
 def replaying(system):

@@ -125,7 +125,7 @@ def test_without_noise_it_is_eulers_method_on_the_published_weights(split, moved
     assert trajectory.transitions.x.shape[0] == 0
 
     family, params = toy.ToyFamily(), toy.ToyFamily().params()
-    network = {**params["transformer"], **jax.device_get(tuned)}
+    network = {**params["transformer"], **jax.device_get(tuned["transformer"])}
     prompts = [part[ROWS] for part in family.encode(params, family.tokenize(said(*PROMPTS)))]
     null = [part[0 * ROWS] for part in family.encode(params, family.tokenize_null([]))]
     x, sigmas = np.asarray(start_noise(KEYS, family.size)), make_sigmas(SchedulerConfig(), STEPS)

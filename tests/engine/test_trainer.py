@@ -99,11 +99,11 @@ def plain_loss(network, tuned, start, scale, sample, prompt, null):
 
 def adapted(start, tuned, scale):
     """The whole network: `tuned` over the start, or its LoRA factors multiplied into the kernels."""
-    params = flatten_dict(start)
-    for path, leaf in flatten_dict(tuned).items():
+    params, flat = flatten_dict(start), flatten_dict(tuned["transformer"])
+    for path, leaf in flat.items():
         if path[-1] == "a":
             kernel = (*path[:-1], "kernel")
-            params[kernel] += scale * leaf @ flatten_dict(tuned)[*path[:-1], "b"]
+            params[kernel] += scale * leaf @ flat[*path[:-1], "b"]
         elif path[-1] != "b":
             params[path] = leaf
     return unflatten_dict(params)
@@ -287,5 +287,5 @@ def test_what_the_family_never_trains_is_in_no_tree_of_the_state(tuning):
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
     assert len(paths) > 10 and not any("places" in path for path in paths)
     places = toy.ToyFamily().params()["transformer"]["places"]
-    whole = system.policy.transformer(toy.moved(state.tuned), system.base)
-    np.testing.assert_array_equal(whole["places"], places)
+    whole = system.policy.whole(toy.moved(state.tuned), system.base)
+    np.testing.assert_array_equal(whole["transformer"]["places"], places)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -66,7 +67,9 @@ class ToyFamily:
 
     network: nn.Module = dataclasses.field(default_factory=Network)
     size: tuple[int, int, int] = (4, 4, 4)
-    frozen: tuple[str, ...] = ("places",)
+    frozen: Mapping[str, tuple[str, ...]] = dataclasses.field(
+        default_factory=lambda: {"transformer": ("places",)}
+    )
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     decoded_pixels: int = 2**22
     guidance: str = "classifier-free"
@@ -94,7 +97,7 @@ class ToyFamily:
         return Conditioning(context, context.sum(1))
 
     def velocity(self, variables, x, sigma, conditioning, guidance=None):
-        return self.network.apply(variables, x, sigma, *conditioning)
+        return self.network.apply(variables["transformer"], x, sigma, *conditioning)
 
     def guided(self, null, prompt, guidance):
         return null + guidance * (prompt - null)
@@ -186,10 +189,10 @@ def system(config: ConfigDict | Recipe, devices: int = 8, family: Any = None) ->
     sizes, rules = asked.placement.meshes, asked.placement.rules
     placement = make_placement(sizes, rules, jax.devices()[:devices])
     frozen = family.params()
-    transformer = frozen.pop("transformer")
-    transformer = jax.device_put(transformer, placement.trainer.params(transformer))
+    trained = {part: frozen.pop(part) for part in family.trained}
+    trained = jax.device_put(trained, placement.trainer.params(trained))
     frozen = jax.device_put(frozen, placement.rollout.params(frozen))
-    return assemble.connect(asked, placement, family, transformer, frozen)
+    return assemble.connect(asked, placement, family, trained, frozen)
 
 
 def records(count: int) -> list[dict]:

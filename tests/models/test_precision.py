@@ -37,7 +37,11 @@ def traced(part):
     conditioning = jax.eval_shape(lambda p, i: family().encode(p, TokenIds(i, i)), shapes, ids)
 
     def loss(transformer, x, sigma, conditioning):
-        return family().velocity({"params": transformer}, x, sigma, conditioning).sum()
+        return (
+            family()
+            .velocity({"transformer": {"params": transformer}}, x, sigma, conditioning)
+            .sum()
+        )
 
     return jax.make_jaxpr(jax.grad(loss))(shapes["transformer"], latents, sigma, conditioning)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from digen_jax.assemble import load_family, read_part
+from digen_jax.assemble import load_family, read_parts, trained_of
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
@@ -37,7 +37,7 @@ PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
 def ours(folder: pathlib.Path):
     """The family and all its parameters."""
     family = load_family(folder)
-    return family, {part: read_part(family, folder, part, group()) for part in PARTS}
+    return family, read_parts(family, folder, PARTS, group())
 
 
 def group() -> DeviceGroup:
@@ -56,7 +56,7 @@ def test_images_are_those_of_the_pipelines_default_call(folder, height, width, g
     family, params = ours(folder)
     policy = Policy(family, family.default_guidance if guidance is None else guidance)
     sampler = Sampler(policy, group(), SamplerSettings(Size(height, width), 8, Ode()))
-    tuned, base = policy.split(jax.random.key(0), params["transformer"], reference=False)
+    tuned, base = policy.split(jax.random.key(0), trained_of(family, params), reference=False)
     weights = Weights(tuned, base, params)
     rows = np.arange(len(PROMPTS), dtype=np.int32)
     keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))

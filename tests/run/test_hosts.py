@@ -114,7 +114,8 @@ def unbroken(folder) -> tuple[pathlib.Path, dict]:
     assert history[3]["evaluation/reward"] > history[0]["evaluation/reward"] + 0.001
     assert all(line["gradient_norm"] > 0.001 for line in history[1:])
     start = toy.ToyFamily().params()["transformer"]
-    return folder / "one", {name: layer for name, layer in start.items() if name != "places"}
+    tuned = {name: layer for name, layer in start.items() if name != "places"}
+    return folder / "one", {"transformer": tuned}
 
 
 def test_two_processes_train_as_one_does(folder, unbroken):

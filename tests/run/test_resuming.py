@@ -54,7 +54,7 @@ def stopped(train, workdir, c, step, **options):
 
 def moves(workdir: pathlib.Path) -> dict[str, np.ndarray]:
     """What a run has made of the parameters that are tuned."""
-    start = toy.ToyFamily().params()["transformer"]
+    start = {"transformer": toy.ToyFamily().params()["transformer"]}
     places = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(start)}
     return {
         name: np.frombuffer(data, np.float32) - places[name.removeprefix("['tuned']")].ravel()

@@ -19,10 +19,10 @@ from peft.utils import get_peft_model_state_dict
 
 from digen_jax.errors import ConfigError
 from digen_jax.models import sd3
-from digen_jax.weights import folder, tensors
-from digen_jax.weights.lora import LoraConfig, adapted_layers, lora_init, lora_layers, merge
-from digen_jax.weights.lora_files import PEFT_CONFIG, PEFT_FILE, read_lora, write_lora
-from digen_jax.weights.lora_start import read_start
+from digen_jax.weights import folder, lora_files, lora_start, tensors
+from digen_jax.weights import lora as components
+from digen_jax.weights.lora import LoraConfig, lora_layers, merge
+from digen_jax.weights.lora_files import PEFT_CONFIG, PEFT_FILE
 from tests.models import parity
 from tests.weights import toy
 
@@ -54,6 +54,28 @@ class Memory:
 
     def __getitem__(self, index):
         return self.array[index]
+
+
+# Of a pipeline with one component, "transformer".
+
+
+def lora_init(key, template, config, lists):
+    templates, lists = {"transformer": template}, {"transformer": lists}
+    return components.lora_init(key, templates, config, lists)["transformer"]
+
+
+def write_lora(path, factors, alpha, lists, prefix="transformer"):
+    lora_files.write_lora(path, {prefix: factors}, alpha, {prefix: lists})
+
+
+def read_lora(path, template, lists, shardings=None):
+    templates, lists = {"transformer": template}, {"transformer": lists}
+    return lora_files.read_lora(path, templates, lists, shardings)["transformer"]
+
+
+def read_start(path, config, template, lists):
+    templates, lists = {"transformer": template}, {"transformer": lists}
+    return lora_start.read_start(path, config, templates, lists)["transformer"]
 
 
 def redrawn(lora, seed=1):
@@ -243,7 +265,9 @@ def test_the_familys_targets_are_the_layers_that_flow_grpos_script_adapts():
     adapted = {name for name, part in module.named_modules() if hasattr(part, "lora_A")}
     network = sd3.SD3Transformer(sd3.SD3Config.from_config(toy.SD3))
     template = jax.eval_shape(network.init, KEY, *sd3_inputs())["params"]
-    assert adapted_layers(template, sd3.LORA_TARGETS, sd3.LISTS) == adapted
+    templates, lists = {"transformer": template}, {"transformer": sd3.LISTS}
+    found = components.adapted_layers(templates, sd3.LORA_TARGETS, lists)
+    assert found == {"transformer": adapted}
     assert not any("attn2" in name for name in adapted) and len(adapted) > 8
 
 
@@ -437,6 +461,25 @@ def test_a_start_with_nan_is_refused(tmp_path):
     write_lora(tmp_path, jax.tree.map(lambda a: a * jnp.nan, toy_lora()), TOY.alpha, toy.LISTS)
     with pytest.raises(ValueError, match="holds NaN or infinite numbers"):
         read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
+
+
+def test_a_file_of_two_components_comes_back_by_component(tmp_path):
+    lists = {"transformer": toy.LISTS, "transformer_2": toy.LISTS}
+    written = {part: redrawn(toy_lora(), seed) for seed, part in enumerate(lists)}
+    lora_files.write_lora(tmp_path, written, TOY.alpha, lists)
+    templates = {part: toy.template() for part in lists}
+    found = lora_files.read_lora(tmp_path, templates, lists)
+    assert {part: settings for part, (_, *settings) in found.items()} == dict.fromkeys(
+        lists, [3, 5]
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, {p: lora for p, (lora, *_) in found.items()}, written
+    )
+    started = lora_start.read_start(str(tmp_path), TOY, templates, lists)
+    jax.tree.map(np.testing.assert_array_equal, started, written)
+    one = dataclasses.replace(TOY, targets=r"transformer\.(linear_1|blocks\.\d+\.to_out\.0)")
+    with pytest.raises(ConfigError, match=r"does not match blocks\.0\.to_out\.0 and 4 more layers"):
+        lora_start.read_start(str(tmp_path), one, templates, lists)
 
 
 def test_our_own_file_comes_back_bit_by_bit_onto_a_mesh(real, tmp_path):
