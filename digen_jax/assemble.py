@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.config.recipe import Recipe
-from digen_jax.engine.placement import DeviceGroup, Placement, make_placement
+from digen_jax.engine.placement import DeviceGroup, Placement, check_processes, make_placement
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings
+from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import Rollout, System, reshard
 from digen_jax.engine.trainer import State, Trainer
 from digen_jax.errors import ConfigError, blame, user_input
@@ -64,10 +65,14 @@ def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     Raises:
       ConfigError: the model's first mistake, or devices that do not suffice.
     """
-    placement = make_placement(recipe.placement.meshes, recipe.placement.rules, devices)
+    sizes = recipe.placement.meshes
+    check_processes(sizes, devices)
     with blame("config.model.folder: "):
         folder = open_pipeline(recipe.model.folder)
         family = load_family(folder, recipe.model.dtype, recipe.model.remat)
+    layout = Layout.of(recipe.placement.rules, family.axes())
+    layout.check()
+    placement = make_placement(sizes, layout, devices)
     check_model(recipe, family, placement)
     start = None
     if recipe.lora.start:

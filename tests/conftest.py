@@ -39,13 +39,13 @@ def exact_and_split():
     """Float32 stays float32 in every product, and small parameters are split like large ones."""
     import jax
 
-    from digen_jax.engine import placement
+    from digen_jax.engine import sharding
 
     # Not by the context manager of the same name, which other threads would not see.
     before = jax.config.jax_default_matmul_precision
     jax.config.update("jax_default_matmul_precision", "highest")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "FSDP_MIN_SIZE", 16)
+        patch.setattr(sharding, "FSDP_MIN_SIZE", 16)
         yield
     jax.config.update("jax_default_matmul_precision", before)
 

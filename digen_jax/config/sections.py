@@ -10,6 +10,7 @@ from typing import Any
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
+from digen_jax.engine.sharding import REPLICATED
 from digen_jax.rewards import names_in
 from digen_jax.weights.lora import LoraConfig
 
@@ -191,9 +192,9 @@ class Placing:
     sizes: str = GIVEN
     rollout: RolloutAxes = dataclasses.field(default=RolloutAxes(data=4, fsdp=1, workers=1))
     trainer: TrainerAxes = dataclasses.field(default=TrainerAxes(data=4, fsdp=1, time=1))
-    # pairs (regular expression over the parameter's path, tactic); the first that matches decides;
-    # tactics are "replicate" and "fsdp", which splits a parameter over the axis fsdp
-    rules: tuple[tuple[str, str], ...] = ((".*", "replicate"),)
+    # (regular expression, tactic) or (regular expression, logical axis, mesh axis), of parameters' names such
+    # as transformer/proj_out/kernel; tactics are "replicate" and "fsdp": see `engine.sharding.Layout`
+    rules: tuple[tuple[str, ...], ...] = REPLICATED
     cpu_devices: int = 8  # virtual CPU devices where there is no accelerator
 
     @property

@@ -22,7 +22,7 @@ def in_chunks(
 
     Args:
       function: of rows that do not depend on one another.
-      batch: b rows, a multiple of the mesh's devices.
+      batch: b rows, a multiple of the devices that images are split over.
       at_once: the rows of a chunk on each device, at most; where all fit they are taken at once.
       group: the mesh.
     """
@@ -32,7 +32,7 @@ def in_chunks(
         # Else XLA follows parameters that are split, and has every device compute all rows.
         return split(function(split(rows, group.batch)), group.batch)
 
-    devices = group.mesh.size // group.time
+    devices = group.images
     share = len(batch) // devices
     rounds = -(-share // at_once)
     if rounds <= 1:

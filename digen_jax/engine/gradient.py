@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from digen_jax.engine.activations import rows_split
+from digen_jax.engine.axes import SAMPLES
 from digen_jax.engine.packing import MicroBatch, Shared, merged, merged_on_device
 from digen_jax.engine.placement import DeviceGroup
 
@@ -23,7 +25,8 @@ def sum_passes(
     """`totals` + the sum over all passes of gradient(*parameters, shared, pass): memory is that of one.
 
     Where the parameters are whole on every device, each adds up its own share and the sums are
-    reduced once, at the end; else XLA reduces in every pass. `layout` holds the totals' shardings.
+    reduced once, at the end, over the devices that have other samples; else XLA reduces in every pass.
+    `layout` holds the totals' shardings.
     """
 
     def scan(parameters, shared, micros, totals, merge, laid_out):
@@ -34,21 +37,22 @@ def sum_passes(
         return jax.lax.scan(body, totals, micros)[0]
 
     def on_device(parameters, shared, micros, totals):
-        first = jax.lax.axis_index(axes) == 0
+        first = jax.lax.axis_index(SAMPLES) == 0
         mine = jax.tree.map(lambda a: jnp.where(first, a, 0), totals)
         mine = scan(parameters, shared, micros, mine, merged_on_device, lambda sums: sums)
-        return jax.lax.psum(mine, axes)
+        return jax.lax.psum(mine, SAMPLES)
 
-    axes, whole = group.mesh.axis_names, PartitionSpec()
+    whole = PartitionSpec()
     if group.mesh.size == 1 or not all(map(group.holds_whole, parameters)):
-        return scan(
-            parameters,
-            shared,
-            micros,
-            totals,
-            lambda micro: merged(micro, group),
-            lambda sums: jax.lax.with_sharding_constraint(sums, layout),
-        )
+        with rows_split(group.merged):
+            return scan(
+                parameters,
+                shared,
+                micros,
+                totals,
+                lambda micro: merged(micro, group),
+                lambda sums: jax.lax.with_sharding_constraint(sums, layout),
+            )
     # Unchecked, as the check would make every gradient of whole parameters a sum over all devices.
     return jax.shard_map(
         on_device,

@@ -1,8 +1,8 @@
 """A fragment cut into passes: which samples one forward and backward pass takes, on which device.
 
 A sample is a transition, or a final image at a noise level of the forward process. A pass takes k
-denoising steps, or noise levels, of n images at once. These are split over the mesh axis "time", the
-images over the others; within a pass every device's share is what lies on it already.
+denoising steps, or noise levels, of n images at once. These are split over a mesh's axis time, the
+images over its batch axes; within a pass every device's share is what lies on it already.
 """
 
 from typing import Any, NamedTuple
@@ -128,7 +128,7 @@ def _per_step(samples: Transitions | Endpoints, times: Times | None) -> Transiti
 
 def merged(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:
     """One pass [steps, images, ...] -> [steps*images, ...], in the order of the devices it lies on."""
-    time, devices = group.time, group.mesh.size // group.time
+    time, devices = group.time, group.images
 
     def merge(a: Array) -> Array:
         k, n, *rest = a.shape

@@ -3,34 +3,23 @@
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from digen_jax.engine.axes import BATCH, DATA, MODEL, SAMPLES, TIME, make_mesh, parts
+from digen_jax.engine.sharding import Layout, name_of
 from digen_jax.errors import ConfigError
-
-# Leaves smaller than this are replicated under "fsdp": gathering them costs more than they weigh.
-FSDP_MIN_SIZE = 2**14
-
-Rules = Sequence[tuple[str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroup:
-    """One mesh with the axes "data" (batch only) and "fsdp" (batch and parameters), and its sharding rules.
-
-    A trainer mesh may have a first axis "time", which splits the denoising steps of a pass (`packing`).
-
-    `rules` is a list of (regex over the "/"-joined parameter path, tactic); the first that matches decides.
-    Tactics: "replicate", and "fsdp", which splits the largest divisible axis over the mesh axis "fsdp".
-    """
+    """One mesh (`axes.make_mesh`), and how parameters lie on it."""
 
     mesh: Mesh
-    rules: Rules = ((".*", "replicate"),)
+    layout: Layout = dataclasses.field(default_factory=Layout)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -39,72 +28,67 @@ class DeviceGroup:
 
     @property
     def batch(self) -> NamedSharding:
-        """The leading axis split over all devices, whole along "time"."""
-        return NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
+        """Images on the leading axis, split over the axes that split a batch."""
+        return NamedSharding(self.mesh, PartitionSpec(BATCH))
 
     @property
     def batch_of_steps(self) -> NamedSharding:
-        """Arrays [steps, images, ...]: the second axis split over all devices, whole along "time"."""
-        return NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp")))
+        """Arrays [steps, images, ...], the images split as in `batch`."""
+        return NamedSharding(self.mesh, PartitionSpec(None, BATCH))
+
+    @property
+    def images(self) -> int:
+        """Parts into which the images of a batch are split."""
+        return parts(self.mesh, BATCH)
 
     @property
     def time(self) -> int:
         """Parts into which the steps of a pass are split."""
-        return self.mesh.shape.get("time", 1)
+        return self.mesh.shape[TIME]
 
     @property
     def merged(self) -> NamedSharding:
-        """The leading axis split over all devices, "time" first."""
-        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        """Samples, of whatever steps and images, on the leading axis: split over time and images."""
+        return NamedSharding(self.mesh, PartitionSpec(SAMPLES))
 
     @property
     def as_sampler(self) -> "DeviceGroup":
         """The same devices with the axes of a sampler: what splits steps here splits images there."""
         if self.time == 1:
             return self
-        size = self.mesh.shape
-        mesh = _mesh(self.time * size["data"], size["fsdp"], self.mesh.devices.ravel().tolist())
-        return DeviceGroup(mesh, self.rules)
+        size = dict(self.mesh.shape)
+        size[DATA] *= size.pop(TIME)
+        return dataclasses.replace(self, mesh=make_mesh(self.mesh.devices.ravel().tolist(), **size))
+
+    @property
+    def gathered(self) -> "DeviceGroup":
+        """The same devices as a sampler on which parameters are whole but for the axes that split the work."""
+        kept = {axis: self.mesh.shape[axis] for axis in MODEL}
+        devices = self.mesh.devices.ravel().tolist()
+        return dataclasses.replace(
+            self, mesh=make_mesh(devices, data=parts(self.mesh, SAMPLES), **kept)
+        )
 
     def passes(self, leading: int) -> NamedSharding:
         """Arrays [..., steps, images, ...] with so many axes in front of the steps."""
-        time = "time" if self.time > 1 else None
-        return NamedSharding(self.mesh, PartitionSpec(*(None,) * leading, time, ("data", "fsdp")))
+        return NamedSharding(self.mesh, PartitionSpec(*(None,) * leading, TIME, BATCH))
 
     def holds_whole(self, tree: Any) -> bool:
         """Whether every device has all of a parameter tree."""
         return all(spec.is_fully_replicated for spec in jax.tree.leaves(self.params(tree)))
 
     def params(self, tree: Any) -> Any:
-        """The sharding of every leaf of a parameter tree (arrays or shapes), by the rules.
+        """The sharding of every leaf of a tree by component (arrays or shapes), by the rules.
 
         Raises:
-          ConfigError: no rule matches a path.
+          ConfigError: no rule matches a parameter.
         """
-        return jax.tree.map_with_path(
-            lambda path, leaf: NamedSharding(self.mesh, self._spec(path, leaf.shape)), tree
-        )
 
-    def _spec(self, path: tuple, shape: tuple[int, ...]) -> PartitionSpec:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        for pattern, tactic in self.rules:
-            if re.search(pattern, name):
-                return TACTICS[tactic](shape, self.mesh.shape["fsdp"])
-        raise ConfigError(
-            f"config.placement.rules has no rule that matches the parameter {name}: end it with ('.*', 'replicate')"
-        )
+        def sharding(path: tuple, leaf: Any) -> NamedSharding:
+            spec = self.layout.spec(name_of(path), leaf.shape, self.mesh.shape)
+            return NamedSharding(self.mesh, spec)
 
-
-def fsdp_spec(shape: tuple[int, ...], devices: int) -> PartitionSpec:
-    """Split the largest axis that `devices` divides; small or indivisible leaves are replicated."""
-    axes = [axis for axis, size in enumerate(shape) if size % devices == 0]
-    if devices == 1 or not axes or np.prod(shape) < FSDP_MIN_SIZE:
-        return PartitionSpec()
-    largest = max(axes, key=lambda axis: shape[axis])
-    return PartitionSpec(*(None,) * largest, "fsdp")
-
-
-TACTICS = {"replicate": lambda shape, devices: PartitionSpec(), "fsdp": fsdp_spec}
+        return jax.tree.map_with_path(sharding, tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +98,18 @@ class RolloutAxes:
     data: int  # devices that share images; 0: sample on the trainer's devices, in turn with it
     fsdp: int = 1  # devices that share images and parameters
     workers: int = 1  # rollout meshes of this size
+    tensor: int = 1  # devices that share parameters and the work on each image
+    sequence: int = 1  # not supported yet
+
+    @property
+    def images(self) -> int:
+        """Parts into which the images of a batch are split."""
+        return self.data * self.fsdp
+
+    @property
+    def devices(self) -> int:
+        """Of each mesh."""
+        return self.images * self.tensor * self.sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +119,18 @@ class TrainerAxes:
     data: int  # devices that share images
     fsdp: int = 1  # devices that share images and parameters
     time: int = 1  # devices that share the denoising steps of a pass
+    tensor: int = 1  # devices that share parameters and the work on each image
+    sequence: int = 1  # not supported yet
+
+    @property
+    def images(self) -> int:
+        """Parts into which the images of a batch are split."""
+        return self.data * self.fsdp
+
+    @property
+    def devices(self) -> int:
+        """Of the mesh."""
+        return self.images * self.time * self.tensor * self.sequence
 
 
 class MeshSizes(NamedTuple):
@@ -172,7 +180,7 @@ class Placement:
         return f"disaggregated: of {rollout + trainer} devices ({kind}) {rollout} sample{apart} and {trainer} train"
 
 
-def make_placement(sizes: MeshSizes, rules: Rules, devices: Sequence[jax.Device]) -> Placement:
+def make_placement(sizes: MeshSizes, layout: Layout, devices: Sequence[jax.Device]) -> Placement:
     """Meshes of some sizes on the first of `devices`; with one device everything runs colocated on it.
 
     Raises:
@@ -180,16 +188,15 @@ def make_placement(sizes: MeshSizes, rules: Rules, devices: Sequence[jax.Device]
     """
     check_processes(sizes, devices)
     if len(devices) == 1:
-        alone = DeviceGroup(_mesh(1, 1, devices), rules)
-        return Placement((), alone)
+        return Placement((), DeviceGroup(make_mesh(devices), layout))
     size, trainer = mesh_sizes(sizes, len(devices))
-    sampler, axes = sizes.rollout, sizes.trainer
-    starts = range(0, size * sampler.workers, size) if size else ()
-    sampling = (_mesh(sampler.data, sampler.fsdp, devices[i : i + size]) for i in starts)
+    sampler = dataclasses.asdict(sizes.rollout)
+    starts = range(0, size * sampler.pop("workers"), size) if size else ()
+    sampling = (make_mesh(devices[i : i + size], **sampler) for i in starts)
     first = size * len(starts)
-    last = devices[first : first + trainer]
-    training = DeviceGroup(_mesh(axes.data, axes.fsdp, last, axes.time), rules)
-    return Placement(tuple(DeviceGroup(mesh, rules) for mesh in sampling), training)
+    training = make_mesh(devices[first : first + trainer], **dataclasses.asdict(sizes.trainer))
+    rollouts = tuple(DeviceGroup(mesh, layout) for mesh in sampling)
+    return Placement(rollouts, DeviceGroup(training, layout))
 
 
 def processes_of(devices: Iterable[jax.Device]) -> int:
@@ -224,8 +231,7 @@ def mesh_sizes(sizes: MeshSizes, devices: int) -> tuple[int, int]:
     """
     if devices == 1:
         return 0, 1
-    rollout = sizes.rollout.data * sizes.rollout.fsdp
-    trainer = sizes.trainer.data * sizes.trainer.fsdp * sizes.trainer.time
+    rollout, trainer = sizes.rollout.devices, sizes.trainer.devices
     total = rollout * sizes.rollout.workers
     if total + trainer > devices:
         raise ConfigError(
@@ -256,7 +262,8 @@ def fitted(wanted: MeshSizes, devices: int) -> MeshSizes:
         share = size(trainer) / max(1, size(wanted.trainer))
         if size(rollout):
             share = min(share, size(rollout) / max(1, size(wanted.rollout)))
-        return share, size(rollout) + size(trainer), size(trainer), trainer.fsdp, rollout.fsdp
+        memory = trainer.tensor, rollout.tensor, trainer.fsdp, rollout.fsdp
+        return share, size(rollout) + size(trainer), size(trainer), *memory
 
     pairs = itertools.product(smaller(wanted.rollout), smaller(wanted.trainer))
     found = (MeshSizes(*pair) for pair in pairs if sum(map(size, pair)) <= devices)
@@ -266,11 +273,3 @@ def fitted(wanted: MeshSizes, devices: int) -> MeshSizes:
 def _divisors(number: int, most: int) -> list[int]:
     """Those up to `most`; of 0, which is colocated, 0 itself."""
     return [d for d in range(1, min(number, most) + 1) if number % d == 0] or [number]
-
-
-def _mesh(data: int, fsdp: int, devices: Sequence[jax.Device], time: int = 1) -> Mesh:
-    if time == 1:
-        grid = np.asarray(devices).reshape(data, fsdp)
-        return Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    grid = np.asarray(devices).reshape(time, data, fsdp)
-    return Mesh(grid, ("time", "data", "fsdp"), axis_types=(AxisType.Auto,) * 3)

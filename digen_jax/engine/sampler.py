@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from digen_jax.engine.activations import rows_split
 from digen_jax.engine.chunks import in_chunks
 from digen_jax.engine.hosts import put
 from digen_jax.engine.placement import DeviceGroup
@@ -139,15 +140,16 @@ def _generate(
     null = of_rows(prompts.null, rows)
     velocity = policy.velocity(weights.tuned, weights.base, conditioning, null)
     noise = split(start_noise(start_keys, shape))
-    trajectory = sample(
-        velocity,
-        noise,
-        sigmas,
-        settings.step,
-        keys,
-        (start, settings.length),
-        store_means=settings.store_means,
-    )
+    with rows_split(group.batch):
+        trajectory = sample(
+            velocity,
+            noise,
+            sigmas,
+            settings.step,
+            keys,
+            (start, settings.length),
+            store_means=settings.store_means,
+        )
     if trained is None:
         return trajectory
     # Here already, so that what is not trained is neither kept nor sent to the trainer.

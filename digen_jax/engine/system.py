@@ -4,7 +4,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh
 
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.engine.draws import Draws
@@ -88,13 +87,10 @@ def tag_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
     Args:
       trainer: the trainer's mesh.
       weights: "in place": sampled from where they lie as the trainer splits them. "resharded": from
-        whole copies on every device, which takes memory and saves gathering them in every pass.
+        copies that are whole but for the axis tensor, which takes memory and saves gathering them in
+        every pass.
     """
-    if weights == "in place":
-        return trainer.as_sampler
-    grid = trainer.mesh.devices.reshape(-1, 1)
-    mesh = Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    return DeviceGroup(mesh)
+    return trainer.as_sampler if weights == "in place" else trainer.gathered
 
 
 def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:

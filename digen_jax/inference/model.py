@@ -20,6 +20,7 @@ from digen_jax.assemble import (
 )
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import Recipe
+from digen_jax.engine.axes import make_mesh
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
@@ -92,7 +93,7 @@ class Model(NamedTuple):
     def batch(self, wanted: int, images: int) -> int:
         """The batch size: `wanted`, at most the number of images, rounded up to a multiple of the devices."""
         check_positive("the batch", wanted)
-        devices = self.group.mesh.size
+        devices = self.group.images
         return -(-min(wanted, images) // devices) * devices
 
 
@@ -133,8 +134,7 @@ def open_model(
 
 def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
     """One mesh of all the devices: images are split over them, parameters are whole on each."""
-    names, axes = ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2
-    return DeviceGroup(jax.make_mesh((len(devices), 1), names, axes, devices=devices))
+    return DeviceGroup(make_mesh(devices, data=len(devices)))
 
 
 def is_run(name: str | pathlib.Path) -> bool:

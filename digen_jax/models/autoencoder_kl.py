@@ -24,6 +24,8 @@ LISTS: tuple[str, ...] = (
     "to_out",
 )
 
+# The logical axes of kernels, see `logical_axes`: one head attends, which is not to be split.
+AXES = ((".*", ("conv_in", "conv_out")),)
 EPSILON = 1e-6
 BOOKKEEPING = ("force_upcast", "latents_mean", "latents_std")
 

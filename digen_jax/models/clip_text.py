@@ -16,6 +16,18 @@ from digen_jax.json_fields import check_values, number
 
 LISTS: tuple[str, ...] = ("layers",)
 
+# The logical axes of kernels, see `logical_axes`.
+AXES = (
+    (r"/token_embedding$", ("vocab", "embed")),
+    (r"/position_embedding$", ("positions", "embed")),
+    (r"self_attn/[qkv]_proj$", ("embed", "heads")),
+    (r"self_attn/out_proj$", ("heads", "embed")),
+    (r"mlp/fc1$", ("embed", "mlp")),
+    (r"mlp/fc2$", ("mlp", "embed")),
+    (r"layer_norm", ("embed",)),
+    (r"^text_projection$", ("embed", "text")),
+)
+
 # A buffer that old versions of transformers saved beside the parameters.
 IGNORED: tuple[str, ...] = ("text_model.embeddings.position_ids",)
 

@@ -131,6 +131,9 @@ class Family(Protocol):
     def shapes(self) -> Params:
         """The parameter trees as `jax.ShapeDtypeStruct`, nothing allocated."""
 
+    def axes(self) -> Params:
+        """Trees as `shapes`, of the logical axes of each parameter's dimensions: see `logical_axes`."""
+
     def read(
         self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = np.float32
     ) -> Params:

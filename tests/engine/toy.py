@@ -19,10 +19,13 @@ from digen_jax.config.checks import check_devices
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import make_placement
+from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import System
 from digen_jax.engine.trainer import State
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
+from digen_jax.models import sd3
 from digen_jax.models.family import Size
+from digen_jax.models.logical_axes import logical_axes
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import training
 from digen_jax.runtime.executors import Executors
@@ -38,6 +41,7 @@ from digen_jax.scheduling.deadlines import Deadline
 from digen_jax.scheduling.settings import Settings
 
 LETTERS, TEXT = 6, 8
+AXES = (("outside", ("mlp", "channels")), (".*", (None, "mlp")))
 
 
 class Conditioning(NamedTuple):
@@ -122,6 +126,18 @@ class ToyFamily:
     def shapes(self):
         return jax.eval_shape(self.params)
 
+    def axes(self):
+        shapes, table = (
+            self.shapes(),
+            sd3.AXES if isinstance(self.network, sd3.SD3Transformer) else AXES,
+        )
+        return {
+            part: logical_axes(
+                tree, table if part in self.trained else AXES, self.lists.get(part, ())
+            )
+            for part, tree in shapes.items()
+        }
+
     def read(self, folder, part, shardings=None, dtype=np.float32):
         return self.params()[part]
 
@@ -187,7 +203,8 @@ def system(config: ConfigDict | Recipe, devices: int = 8, family: Any = None) ->
     family, asked = family or ToyFamily(), opened(config)
     check_devices(asked, devices)
     sizes, rules = asked.placement.meshes, asked.placement.rules
-    placement = make_placement(sizes, rules, jax.devices()[:devices])
+    layout = Layout.of(rules, family.axes())
+    placement = make_placement(sizes, layout, jax.devices()[:devices])
     frozen = family.params()
     trained = {part: frozen.pop(part) for part in family.trained}
     trained = jax.device_put(trained, placement.trainer.params(trained))

@@ -20,14 +20,18 @@ def test_the_footprint_is_the_models(base):
     folder = pipeline(base)
     files = {part: next((folder / part).glob("*.safetensors")) for part in ("transformer", "vae")}
     total = {part: sum(a.nbytes for a in load_file(file).values()) for part, file in files.items()}
-    assert found.tuned.whole + found.base.whole == total["transformer"]
-    assert found.tuned.split == 0 and found.frozen.whole > total["vae"] and found.copies == 1
+    assert found.tuned(1, 1) + found.base(1, 1) == total["transformer"]
+    assert found.tuned(2, 1) == found.tuned(1, 1) and found.frozen(1, 1) > total["vae"]
+    assert found.copies == 1
     lora = model_footprint(reopen_recipe(tiny_config(base, "lora")))
-    assert lora.base.whole == total["transformer"] and 0 < lora.tuned.whole < found.tuned.whole / 2
-    assert (found.published, found.sampler_base) == (found.tuned, found.base)
+    assert lora.base(1, 1) == total["transformer"] and 0 < lora.tuned(1, 1) < found.tuned(1, 1) / 2
+    assert (found.published(1, 1), found.sampler_base(1, 1)) == (
+        found.tuned(1, 1),
+        found.base(1, 1),
+    )
     config.sampler.dtype = "bfloat16"
     half = model_footprint(reopen_recipe(config))
-    assert half.published.whole == found.tuned.whole / 2 and half.tuned == found.tuned
+    assert half.published(1, 1) == found.tuned(1, 1) / 2 and half.tuned(1, 1) == found.tuned(1, 1)
     # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
     side = 32 // 4
     assert found.trajectory == 2 * 4 * (2 * side * side * 4 + 1)
@@ -69,8 +73,10 @@ def test_parts_of_parameters_are_split_by_the_rules():
     config = shapes()
     config.placement.rules = ((".*bias", "replicate"), (".*", "fsdp"))
     found = model_footprint(reopen_recipe(config))
-    assert found.tuned.split > found.tuned.whole > 0
+    whole, half = found.tuned(1, 1), found.tuned(2, 1)
+    assert whole / 2 < half < 0.75 * whole
     problem = make_problem(reopen_recipe(config), 4, calibration(), found)
     sizes = meshes(problem, Candidate(1, 2, 2)).plain()
-    assert sizes["trainer"] == {"data": 1, "fsdp": 2, "time": 1}
+    trainer = {"data": 1, "fsdp": 2, "time": 1, "tensor": 1, "sequence": 1}
+    assert sizes["trainer"] == trainer
     assert np.prod(list(sizes["rollout"].values())) == 2

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.engine import placement
+from digen_jax.engine import sharding
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.metrics import read_metrics, without_timing
 from digen_jax.run import train as run
@@ -78,7 +78,7 @@ def alone(folder: pathlib.Path, workdir: str) -> None:
     """The same run in this process, on four of its devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(placement, "FSDP_MIN_SIZE", 16)
+        patch.setattr(sharding, "FSDP_MIN_SIZE", 16)
         patch.setattr(run, "build", lambda config, devices: toy.system(config, 4))
         assert run.train(toy_process.get_config(), folder / workdir) is None
 

@@ -174,7 +174,8 @@ def test_auto_is_the_choice_as_a_section_of_the_config():
     plan = make_plan(make_problem(reopen_recipe(config), 4, costs))
     assert sizes == meshes(plan.problem, plan.choice.candidate)
     rollout, trainer = sizes.plain().values()
-    assert set(rollout) == {"workers", "data", "fsdp"} and set(trainer) == {"data", "fsdp", "time"}
+    assert set(rollout) == {"workers", "data", "fsdp", "tensor", "sequence"}
+    assert set(trainer) == {"time", "data", "fsdp", "tensor", "sequence"}
     assert rollout["data"] > 0
     config.evaluation.batch = 12
     check_devices(reopen_recipe(resized(config, sizes)), 4)

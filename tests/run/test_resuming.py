@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from digen_jax.engine import placement
+from digen_jax.engine import sharding
 from digen_jax.errors import ConfigError
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.metrics import read_metrics
@@ -67,7 +67,7 @@ def moves(workdir: pathlib.Path) -> dict[str, np.ndarray]:
 def test_a_run_goes_on_with_other_meshes_cuts_and_processes_to_the_same_result(
     tmp_path, train, monkeypatch, fields, devices
 ):
-    monkeypatch.setattr(placement, "FSDP_MIN_SIZE", 16)
+    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 16)
     assert train("unbroken", config(tmp_path, **PLAIN)) is None
     stopped(train, "broken", config(tmp_path, **PLAIN), 2)
     assert saved(tmp_path / "broken") == ["1"]

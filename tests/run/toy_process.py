@@ -12,7 +12,7 @@ import time
 import jax
 from ml_collections import ConfigDict
 
-from digen_jax.engine import placement
+from digen_jax.engine import sharding
 from digen_jax.run import following
 from digen_jax.run import train as run
 from tests.engine import toy
@@ -67,7 +67,7 @@ def main() -> None:
             jax.distributed.initialize, heartbeat_timeout_seconds=10
         )
     pathlib.Path(f"process_{given('process')}").write_text(str(os.getpid()))
-    placement.FSDP_MIN_SIZE = 16
+    sharding.FSDP_MIN_SIZE = 16
     for module in (run, following):
         module.build = lambda config, devices: toy.system(config, len(devices))
     sys.argv[0] = str(ROOT / "launch" / "train.py")

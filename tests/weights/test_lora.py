@@ -469,9 +469,9 @@ def test_a_file_of_two_components_comes_back_by_component(tmp_path):
     lora_files.write_lora(tmp_path, written, TOY.alpha, lists)
     templates = {part: toy.template() for part in lists}
     found = lora_files.read_lora(tmp_path, templates, lists)
-    assert {part: settings for part, (_, *settings) in found.items()} == dict.fromkeys(
-        lists, [3, 5]
-    )
+    assert {part: settings for part, (_, *settings) in found.items()} == {
+        part: [3, 5] for part in lists
+    }
     jax.tree.map(
         np.testing.assert_array_equal, {p: lora for p, (lora, *_) in found.items()}, written
     )

@@ -8,7 +8,6 @@ the stages before it found nothing. A check with several independent sentences c
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
@@ -26,10 +25,11 @@ from digen_jax.config.checks.groups import (
     smaller_fragments,
 )
 from digen_jax.config.checks.numbers import check_numbers
+from digen_jax.config.checks.placement import check_devices, check_placement
 from digen_jax.config.checks.sampler import check_sampler
 from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.config.sections import SIZES
-from digen_jax.engine.placement import TACTICS, mesh_sizes
+from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
@@ -200,53 +200,8 @@ def _check_noise_level(recipe: Recipe) -> None:
         make_step(recipe.sampler.kind, recipe.sampler.noise_level)
 
 
-def _check_placement_rules(config: ConfigDict) -> None:
-    for rule in config.placement.rules:
-        if not (isinstance(rule, tuple | list) and [type(part) for part in rule] == [str, str]):
-            raise ConfigError(
-                "config.placement.rules must hold pairs such as ('.*', 'replicate'), a regular "
-                f"expression and a tactic, not {rule!r}"
-            )
-        pattern, tactic = rule
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"config.placement.rules: {pattern!r} is no regular expression: {error}"
-            ) from error
-        check_choice(f"the tactic of {pattern!r} in config.placement.rules", tactic, tuple(TACTICS))
-
-
 def _check_meshes(recipe: Recipe, devices: int) -> None:
     mesh_sizes(recipe.placement.meshes, devices)
-
-
-def check_devices(recipe: Recipe, devices: int) -> None:
-    """Refuses meshes that need more than `devices`, and batches that a mesh cannot divide."""
-    rollout, trainer = mesh_sizes(recipe.placement.meshes, devices)
-    sampling = ("rollout", rollout) if rollout else ("trainer", trainer)
-    time = recipe.placement.trainer.time if devices > 1 else 1
-    training = (
-        "trainer / config.placement.trainer.time" if time > 1 else "trainer",
-        trainer // time,
-    )
-    tag = [(("trainer", trainer), "sampler.fragment")] if recipe.runtime.tag_fragments else []
-    for (mesh, size), name in (
-        *tag,
-        (sampling, "sampler.fragment"),
-        (sampling, "evaluation.batch"),
-        (training, "trainer.micro_batch"),
-    ):
-        value, name = _value(recipe, name), f"config.{name}"
-        if name == "config.trainer.micro_batch" and recipe.algorithm.images_of_sample == 2:
-            value, name = value // 2, f"{name} / 2, the pairs of a pass,"
-        check_divides(
-            f"the number of devices of config.placement.{mesh}",
-            size,
-            name,
-            value,
-            "as images are split evenly over a mesh's devices",
-        )
 
 
 def _check_wandb(config: ConfigDict) -> None:
@@ -264,7 +219,7 @@ EACH = (
     check_weights,
     check_advantage_choices,
     check_algorithm_choices,
-    _check_placement_rules,
+    check_placement,
 )
 STAGES = (
     # Groups, and what is sampled for an image.

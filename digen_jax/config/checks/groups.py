@@ -148,7 +148,7 @@ def _check_one_group(recipe: Recipe, why: str, most: int) -> None:
 def smaller_fragments(recipe: Recipe, sizes: Sequence[int]) -> str:
     """The fields to set, micro-batch included, for the largest of some sizes that the meshes can split."""
     meshes = (recipe.placement.rollout, recipe.placement.trainer)
-    split = math.lcm(*(max(1, mesh.data * mesh.fsdp) for mesh in meshes))
+    split = math.lcm(*(max(1, mesh.images) for mesh in meshes))
     size = max([size for size in sizes if size % split == 0] or sizes)
     fields = "config.sampler.fragment"
     if size % recipe.trainer.micro_batch:

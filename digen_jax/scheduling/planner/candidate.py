@@ -20,6 +20,8 @@ class Candidate:
         Colocated all are generated first, in any case, and trained as they are scored.
       tag: the trainer may generate.
       asynchrony: idle workers may begin the next step.
+      worker_tensor: devices of a rollout mesh that work on the same images.
+      tensor: the same of the trainer mesh.
     """
 
     workers: int
@@ -29,11 +31,18 @@ class Candidate:
     gap: bool = False
     tag: bool = False
     asynchrony: bool = False
+    worker_tensor: int = 1
+    tensor: int = 1
 
     @property
     def trainer(self) -> int:
         """Devices of the trainer mesh."""
-        return self.data * self.time
+        return self.data * self.time * self.tensor
+
+    @property
+    def worker_images(self) -> int:
+        """Parts into which a rollout mesh splits images."""
+        return self.worker_devices // self.worker_tensor
 
     @property
     def tactics(self) -> tuple[str, ...]:
@@ -48,7 +57,10 @@ class Candidate:
 
     def describe(self) -> str:
         """The placement in words."""
-        mesh = f"{self.data} x {self.time} (time)" if self.time > 1 else f"{self.data}"
+        others = {"time": self.time, "tensor": self.tensor}
+        mesh = " x ".join(
+            [f"{self.data}", *(f"{n} ({axis})" for axis, n in others.items() if n > 1)]
+        )
         if not self.workers:
             return f"{mesh} devices in turn"
         workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
@@ -58,7 +70,8 @@ class Candidate:
 def layout(problem: Problem, candidate: Candidate) -> Layout:
     """The meshes with their speeds; a trainer samples with as many of its devices as it can."""
     trainer, size = candidate.trainer, candidate.worker_devices
-    sampling = problem.worker.seconds(problem.worker.used(trainer))
+    tensor = candidate.tensor
+    sampling = problem.worker.seconds(problem.worker.used(trainer // tensor) * tensor)
     speed = 1 / problem.worker.seconds(size) if size else 1.0
     return Layout(Mesh(trainer, 1 / sampling), (Mesh(size, speed),) * candidate.workers)
 
@@ -70,7 +83,7 @@ def costs(problem: Problem, candidate: Candidate) -> Costs:
     weights and samples lie where they are needed: nothing is published or delivered.
     """
     longest = -(-problem.transitions // candidate.time)
-    devices = candidate.data * problem.transitions / longest
+    devices = candidate.data * candidate.tensor * problem.transitions / longest
     seconds = problem.costs.train * problem.trainer.seconds(devices)
     transfers = {} if candidate.workers else {"publish": 0.0, "deliver": 0.0}
     return dataclasses.replace(problem.costs, train=seconds, **transfers)

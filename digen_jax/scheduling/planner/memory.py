@@ -38,7 +38,7 @@ def device_bytes(problem: Problem, candidate: Candidate) -> DeviceBytes:
         lambda fsdp: _trainer_bytes(problem, candidate, fsdp),
     )
     worker_fsdp = _smallest(
-        candidate.worker_devices,
+        candidate.worker_images,
         wanted.worker_fsdp,
         problem.device_memory,
         lambda fsdp: _worker_bytes(problem, candidate, fsdp),
@@ -65,10 +65,10 @@ def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[st
     """Gradient, moments and average are laid out like their parameters.
 
     All candidates of the step, and what is begun of the next one, may be waiting to be trained. A group
-    that trains early has two gradients of its own.
+    that trains early has two gradients of its own. Activations are counted as if the axis tensor split none.
     """
-    foot, settings = problem.footprint, problem.settings
-    tuned = foot.tuned.on_device(fsdp)
+    foot, settings, axes = problem.footprint, problem.settings, (fsdp, candidate.tensor)
+    tuned = foot.tuned(*axes)
     samples = candidate.tag or not candidate.workers
     ahead = settings.stale_share if candidate.asynchrony else 0.0
     groups = max(settings.groups, settings.max_candidates)
@@ -78,13 +78,13 @@ def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[st
     # the images alone were split.
     passing = -(-foot.micro_batch // candidate.data)
     return {
-        "parameters": tuned + foot.base.on_device(fsdp),
+        "parameters": tuned + foot.base(*axes),
         "gradient": (1 + early) * tuned,
         "optimizer": (2 + foot.copies) * tuned,
         "kept versions": _versions(problem, candidate) * tuned,
-        "frozen": foot.frozen.on_device(fsdp) if samples else 0.0,
+        "frozen": foot.frozen(*axes) if samples else 0.0,
         "activations": float(foot.activations * passing),
-        "trajectories": images * foot.trajectory / candidate.trainer,
+        "trajectories": images * foot.trajectory / (candidate.data * candidate.time),
     }
 
 
@@ -92,12 +92,12 @@ def _worker_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str
     """Two fragments' trajectories: one is made while the other is on its way to the trainer."""
     if not candidate.workers:
         return {}
-    foot = problem.footprint
-    images = 2 * problem.settings.fragment_images / candidate.worker_devices
+    foot, axes = problem.footprint, (fsdp, candidate.worker_tensor)
+    images = 2 * problem.settings.fragment_images / candidate.worker_images
     return {
-        "parameters": foot.sampler_base.on_device(fsdp),
-        "kept versions": _versions(problem, candidate) * foot.published.on_device(fsdp),
-        "frozen": foot.frozen.on_device(fsdp),
+        "parameters": foot.sampler_base(*axes),
+        "kept versions": _versions(problem, candidate) * foot.published(*axes),
+        "frozen": foot.frozen(*axes),
         "trajectories": images * foot.trajectory,
     }
 

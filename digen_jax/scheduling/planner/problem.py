@@ -1,7 +1,7 @@
 """What is to be planned: devices, the shape of a step, costs on one device and how they scale."""
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
 
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.scheduling.settings import Costs, Settings
@@ -40,20 +40,13 @@ class Scaling:
             raise ConfigError(f"{name} must lie in [0, 1), not be {self.serial}")
 
 
-class Parameters(NamedTuple):
-    """Bytes of a parameter tree: of the leaves that the axis fsdp splits, and of the others."""
-
-    split: int = 0
-    whole: int = 0
-
-    def on_device(self, fsdp: int) -> float:
-        """Bytes on each device of a mesh."""
-        return self.split / fsdp + self.whole
+# Bytes of a parameter tree on each device of a mesh, by the sizes of its axes fsdp and tensor.
+OnDevice = Callable[[int, int], float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Sizes in bytes.
+    """Sizes in bytes; of parameters those on a device.
 
     Attributes:
       tuned: what is trained; a gradient, a moment or an average of it is of the same size.
@@ -70,11 +63,11 @@ class Footprint:
       worker_fsdp: the same of a rollout mesh.
     """
 
-    tuned: Parameters
-    published: Parameters
-    base: Parameters
-    sampler_base: Parameters
-    frozen: Parameters
+    tuned: OnDevice
+    published: OnDevice
+    base: OnDevice
+    sampler_base: OnDevice
+    frozen: OnDevice
     copies: int
     activations: int
     trajectory: int
@@ -98,6 +91,9 @@ class Problem:
       scorers: fragments scored at a time; 0: any number.
       footprint: what has to be held; None: memory is not predicted.
       device_memory: bytes; None: any amount.
+      worker_tensor: the size of a rollout mesh's axis tensor, whose devices work on the same images: as
+        given, it is not searched.
+      trainer_tensor: the same of the trainer mesh.
     """
 
     devices: int
@@ -109,6 +105,8 @@ class Problem:
     scorers: int = 0
     footprint: Footprint | None = None
     device_memory: float | None = None
+    worker_tensor: int = 1
+    trainer_tensor: int = 1
 
     def check(self) -> None:
         """Refuses what cannot be planned.

@@ -23,7 +23,7 @@ def candidates(problem: Problem) -> list[Candidate]:
     if not found:
         raise ConfigError(
             f"no trainer mesh can be made of up to {problem.devices} devices for the micro-batch: "
-            "change config.trainer.micro_batch"
+            f"change config.trainer.micro_batch{_tensor(problem)}"
         )
     fitting = [c for c in found if fits_memory(problem, c)]
     if not fitting:
@@ -32,6 +32,11 @@ def candidates(problem: Problem) -> list[Candidate]:
             "a device: use more devices, a smaller config.trainer.micro_batch, config.model.remat or lora"
         )
     return sorted(fitting, key=lambda c: (len(c.tactics), c.time, -c.worker_devices))
+
+
+def _tensor(problem: Problem) -> str:
+    given = problem.trainer_tensor > 1 or problem.worker_tensor > 1
+    return ", or the axes tensor of config.placement" if given else ""
 
 
 def fits_memory(problem: Problem, candidate: Candidate) -> bool:
@@ -43,13 +48,22 @@ def fits_memory(problem: Problem, candidate: Candidate) -> bool:
 
 def _meshes(problem: Problem, trainer: int) -> Iterator[Candidate]:
     """Every shape of a trainer mesh with every division of the remaining devices into workers."""
-    rest = problem.devices - trainer
-    times = [t for t in divisors(trainer) if t <= problem.transitions]
-    shapes = [(trainer // t, t) for t in times if problem.trainer.fits(trainer // t)]
-    sizes = [d for d in divisors(rest) if problem.worker.fits(d)] if rest else [0]
+    rest, tensor, worker_tensor = (
+        problem.devices - trainer,
+        problem.trainer_tensor,
+        problem.worker_tensor,
+    )
+    if trainer % tensor or rest % worker_tensor:
+        return
+    parts = trainer // tensor
+    times = [t for t in divisors(parts) if t <= problem.transitions]
+    shapes = [(parts // t, t) for t in times if problem.trainer.fits(parts // t)]
+    splits = [n for n in divisors(rest // worker_tensor) if problem.worker.fits(n)] if rest else [0]
     for data, time in shapes:
-        for size in sizes:
-            yield Candidate(rest // size if rest else 0, size, data, time)
+        for split in splits:
+            size = split * worker_tensor
+            workers = rest // size if rest else 0
+            yield Candidate(workers, size, data, time, worker_tensor=worker_tensor, tensor=tensor)
 
 
 def _tactics(problem: Problem, mesh: Candidate) -> Iterator[Candidate]:

@@ -11,7 +11,7 @@ from digen_jax.scheduling.planner.candidate import Candidate
 from digen_jax.scheduling.planner.estimate import estimate, lower_bound
 from digen_jax.scheduling.planner.memory import device_bytes
 from digen_jax.scheduling.planner.predict import predict
-from digen_jax.scheduling.planner.problem import Footprint, Parameters, Problem, Scaling
+from digen_jax.scheduling.planner.problem import Footprint, Problem, Scaling
 from digen_jax.scheduling.planner.simulate import simulate
 from digen_jax.scheduling.planner.space import candidates
 from digen_jax.scheduling.settings import Costs, Settings
@@ -82,12 +82,18 @@ def test_a_thousand_devices_and_ten_thousand_fragments_are_simulated():
 
 # ----------------------------------------------------------------------------------------- memory
 
+
+def parameters(split, whole):
+    """Bytes that both axes split, and bytes that none does."""
+    return lambda fsdp, tensor: split / fsdp / tensor + whole
+
+
 FOOTPRINT = Footprint(
-    tuned=Parameters(800, 8),
-    published=Parameters(400, 4),
-    base=Parameters(80, 4),
-    sampler_base=Parameters(80, 2),
-    frozen=Parameters(400, 6),
+    tuned=parameters(800, 8),
+    published=parameters(400, 4),
+    base=parameters(80, 4),
+    sampler_base=parameters(80, 2),
+    frozen=parameters(400, 6),
     copies=1,
     activations=1000,
     trajectory=10,
@@ -118,6 +124,29 @@ def test_a_device_holds_what_is_counted_by_hand():
         "trajectories": 2 * 1 * 10,
     }
     assert held.largest == sum(held.trainer.values())
+
+
+def test_the_given_tensor_axes_split_parameters_and_no_images():
+    problem = Problem(8, STEP, FRICTION, worker=Scaling(0, 4), trainer=Scaling(0, 4))
+    problem = dataclasses.replace(
+        problem, transitions=4, footprint=FOOTPRINT, worker_tensor=2, trainer_tensor=4
+    )
+    found = candidates(problem)
+    assert {(c.workers, c.worker_devices, c.data, c.time) for c in found} == {
+        (0, 0, 2, 1), (0, 0, 1, 2), (2, 2, 1, 1), (1, 4, 1, 1)
+    }  # fmt: skip
+    assert {(c.worker_tensor, c.tensor, c.trainer) for c in found} == {(2, 4, 4), (2, 4, 8)}
+    split = next(c for c in found if c.worker_devices == 4)
+    held = device_bytes(problem, split)
+    assert held.trainer["gradient"] == 800 / 4 + 8 and held.trainer["activations"] == 8 * 1000
+    assert held.worker["parameters"] == 80 / 2 + 2
+    assert held.worker["trajectories"] == 2 * 2 / 2 * 10
+    # Twice the devices take half the time, whichever axis splits the work.
+    alone = Candidate(1, 4, 1)
+    assert of.costs(problem, split).train == of.costs(problem, alone).train / 4
+    assert split.describe() == "1 worker of 4, trainer of 1 x 4 (tensor)"
+    with pytest.raises(ConfigError, match=r"micro_batch, or the axes tensor of config\.placement"):
+        candidates(dataclasses.replace(problem, devices=3))
 
 
 def test_early_groups_hold_gradients_and_candidates_trajectories():

@@ -1,0 +1,141 @@
+"""Which mesh axes split which dimension of a parameter: a config's rules over a family's logical axes."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import jax
+from flax.traverse_util import flatten_dict
+from jax.sharding import PartitionSpec
+
+from digen_jax.engine.axes import FSDP, TENSOR
+from digen_jax.errors import ConfigError
+from digen_jax.models.family import Params
+from digen_jax.weights.lora import factor_axes
+
+# Leaves smaller than this are left whole by the tactic "fsdp": gathering them costs more than they weigh.
+FSDP_MIN_SIZE = 2**14
+TACTICS = REPLICATE, SPLIT = "replicate", FSDP
+
+# (regex, tactic) or (regex, logical axis, mesh axis); see `Layout`.
+Rules = Sequence[tuple[str, ...]]
+REPLICATED = ((".*", REPLICATE),)
+# Megatron's: the first of two layers by its columns, the second by its rows (arXiv 1909.08053).
+TENSOR_RULES = ((".*", "heads", TENSOR), (".*", "mlp", TENSOR))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How parameters lie on any mesh.
+
+    A parameter's name is its component and path, such as "transformer/context_embedder/kernel". The
+    rules whose regex is found in it apply in their order:
+
+    - (regex, logical axis, mesh axis): the mesh axis splits the parameter's first dimension with that
+      logical axis, as in MaxText's `logical_axis_rules`;
+    - (regex, "fsdp"): the mesh axis fsdp splits the largest dimension, of parameters of `FSDP_MIN_SIZE`
+      elements or more;
+    - (regex, "replicate"): no rule after it applies.
+
+    A dimension is split once, by a size that divides it, and a mesh axis splits one dimension; what
+    this rules out is passed over. Where no rule is about the axis tensor, `TENSOR_RULES` come first.
+
+    Attributes:
+      rules: of a config.
+      axes: by a parameter's name, the logical axis of each dimension; parameters that are not in it
+        have none.
+    """
+
+    rules: Rules = REPLICATED
+    axes: Mapping[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rules: Rules, axes: Params) -> "Layout":
+        """Of a family's `axes()`, and of the LoRA factors that its parameters may get."""
+        named = flatten_dict(axes)
+        named |= factor_axes(named)
+        return cls(tuple(rules), {"/".join(path): names for path, names in named.items()})
+
+    def check(self) -> None:
+        """Refuses a rule that is about no parameter there is.
+
+        Raises:
+          ConfigError: names it.
+        """
+        for pattern, *about in self.rules:
+            logical = about[0] if len(about) == 2 else None
+            if logical and not any(
+                logical in axes and re.search(pattern, name) for name, axes in self.axes.items()
+            ):
+                raise ConfigError(
+                    f"config.placement.rules splits the axis {logical!r} of parameters that match {pattern!r}, "
+                    "but there are none that have it: change or remove that rule"
+                )
+
+    def spec(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
+        """Which mesh axis splits each dimension, on a mesh with these sizes of axes.
+
+        Raises:
+          ConfigError: no rule of the config matches the name.
+        """
+        matching = list(self._matching(name))
+        if not matching:
+            raise ConfigError(
+                f"config.placement.rules has no rule that matches the parameter {name}: end it with ('.*', 'replicate')"
+            )
+        placed: list[str | None] = [None] * len(shape)
+        for axis, dimension in self._splits((*self._default(), *matching), name, shape, sizes):
+            placed[dimension] = axis
+        while placed and placed[-1] is None:
+            placed.pop()
+        return PartitionSpec(*placed)
+
+    def bytes(self, tree: Params, sizes: Mapping[str, int]) -> int:
+        """Of a tree of parameters or their shapes, on each device of a mesh with these sizes of axes."""
+        total = 0
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            spec = self.spec(name_of(path), leaf.shape, sizes)
+            parts = math.prod(sizes[axis] for axis in spec if axis)
+            total += leaf.size * leaf.dtype.itemsize // parts
+        return total
+
+    def _default(self) -> Rules:
+        return () if any(rule[-1] == TENSOR for rule in self.rules) else TENSOR_RULES
+
+    def _matching(self, name: str) -> Iterator[tuple[str, ...]]:
+        """The rules up to the one after which none applies."""
+        for rule in self.rules:
+            if re.search(rule[0], name):
+                yield rule
+                if rule[1:] == (REPLICATE,):
+                    return
+
+    def _splits(
+        self,
+        rules: Iterable[tuple[str, ...]],
+        name: str,
+        shape: tuple[int, ...],
+        sizes: Mapping[str, int],
+    ) -> Iterator[tuple[str, int]]:
+        """(mesh axis, dimension) of each split."""
+        names, used, free = self.axes.get(name, ()), set(), set(range(len(shape)))
+        for _, *about in rules:
+            axis = about[-1]
+            if about == [REPLICATE] or axis in used or sizes[axis] == 1:
+                continue
+            fitting = [d for d in sorted(free) if shape[d] % sizes[axis] == 0]
+            if about == [SPLIT]:
+                large = fitting and math.prod(shape) >= FSDP_MIN_SIZE
+                found = max(fitting, key=lambda d: shape[d]) if large else None
+            else:
+                found = next((d for d in fitting if names and names[d] == about[0]), None)
+            if found is not None:
+                used.add(axis)
+                free.remove(found)
+                yield axis, found
+
+
+def name_of(path: tuple) -> str:
+    """A parameter's name from its path in a tree by component."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,56 @@
+"""What the dimensions of a parameter are, as a name each: sharding rules map these to a mesh's axes.
+
+The names are those of t5x, MaxText and MaxDiffusion, where these have one.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from digen_jax.weights.lora import RANK
+from digen_jax.weights.names import is_scanned
+
+LAYERS = "layers"
+NAMES = {
+    LAYERS: "the layers of a scan",
+    "embed": "a network's width",
+    "heads": "all heads of an attention with what each has",
+    "head_dim": "what one head has",
+    "mlp": "the width inside a feed-forward layer",
+    "modulation": "shifts, scales and gates side by side",
+    "vocab": "tokens of a vocabulary",
+    "positions": "places of a token",
+    "text": "what comes from or goes to other components: embeddings of a text",
+    "channels": "of latents",
+    "conv_in": "channels that a convolution reads",
+    "conv_out": "channels that it makes",
+    RANK: "of a LoRA",
+}
+
+# (regex over a module's path, axes of its kernel); the first that is found decides.
+Table = Sequence[tuple[str, tuple[str | None, ...]]]
+
+
+def logical_axes(shapes: Mapping[str, Any], table: Table, lists: tuple[str, ...]) -> dict[str, Any]:
+    """A component's tree with the axes of each leaf, a name or None for every dimension.
+
+    A leaf of fewer dimensions than the table gives has the last of them, as biases and scales have. One of
+    more has None in front, for the window of a convolution, but for the layers of a scan.
+
+    Raises:
+      ValueError: names a parameter that is not in the table.
+    """
+
+    def names(path: tuple[str, ...], dimensions: int) -> tuple[str | None, ...]:
+        module = "/".join(path[:-1])
+        found = next((axes for pattern, axes in table if re.search(pattern, module)), None)
+        if found is None:
+            raise ValueError(f"{'/'.join(path)} is not in the table of logical axes")
+        stack = (LAYERS,) if is_scanned(path, lists) else ()
+        own = dimensions - len(stack)
+        return (*stack, *(None,) * (own - len(found)), *found[max(0, len(found) - own) :])
+
+    flat = flatten_dict(shapes)
+    return unflatten_dict({path: names(path, len(leaf.shape)) for path, leaf in flat.items()})

@@ -1,0 +1,132 @@
+"""A tiny Stable Diffusion 3 on every mesh of eight virtual devices: the same images and gradients as on one."""
+
+import functools
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from digen_jax import assemble
+from digen_jax.config.door import open_recipe
+from digen_jax.flow.sampling import image_keys
+from digen_jax.runtime.steps import Images
+from digen_jax.runtime.training import receive
+from tests.cases import quick, said
+from tests.engine import toy
+from tests.tiny_runs import TARGETS, pipeline, prompt_file
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+MESHES = {
+    "one device": dict(),
+    "data": dict(data=4),
+    "fsdp": dict(fsdp=4),
+    "tensor": dict(tensor=2),
+    "time": dict(time=2),
+    "fsdp x tensor": dict(fsdp=4, tensor=2),
+    "half heads": dict(fsdp=2, tensor=4),  # the network has two of them
+    "data x fsdp x tensor": dict(data=2, fsdp=2, tensor=2),
+    "time x tensor": dict(time=2, data=2, tensor=2),
+}
+CASES = [
+    *(("full", mesh) for mesh in MESHES if mesh != "one device"),
+    *(("lora", mesh) for mesh in ("data", "tensor", "data x fsdp x tensor")),
+]
+ROWS = np.repeat(np.arange(2, dtype=np.int32), 4)
+ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
+
+
+def config(base, tuning, mesh, **fields):
+    prompts = str(prompt_file(base))
+    c = dict(
+        model=dict(folder=str(pipeline(base))),
+        prompts=dict(file=prompts),
+        batch=dict(groups=2, images=4),
+        sampler=dict(steps=3, window=dict(first=0, length=2), guidance=2.0, fragment=8),
+        trainer=dict(micro_batch=4, pack=2),
+        # Neither ratios of parameters that moved nor a KL, as both magnify rounding.
+        algorithm=dict(old_log_probs="current"),
+        placement=dict(
+            rollout=dict(data=0),
+            trainer=dict(data=1) | MESHES[mesh],
+            rules=((".*", "fsdp"),),
+        ),
+        evaluation=dict(prompts=prompts, batch=8),
+    )
+    if tuning == "lora":
+        c["lora"] = dict(rank=4, alpha=8.0, targets=TARGETS)
+    for name, value in fields.items():
+        section, field = name.split("__")
+        c[section][field] = value
+    return ConfigDict(c)
+
+
+def system_of(config):
+    devices = math.prod({"data": 1, **config.placement.trainer}.values())
+    recipe = open_recipe(config, devices)
+    return assemble.build(recipe, jax.devices()[:devices])
+
+
+@pytest.fixture(scope="module")
+def result(base):
+    @functools.cache
+    def of(tuning, mesh):
+        """(clips, gradient) of eight images by parameters that are some way from the start."""
+        system = system_of(config(base, tuning, mesh))
+        tuned = toy.moved(system.start, 0.01)
+        sampler, weights = system.sampler, system.publish(tuned)
+        prompts = sampler.encode(weights, said("a photo of a star", "two rings"))
+        keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
+        clips, trajectory = toy.draw_and_show(sampler, weights, prompts, ROWS, keys)
+        # The same trajectories for every trainer, so that only the gradient is compared.
+        if mesh != "one device":
+            _, _, prompts, trajectory = of(tuning, "one device")
+        prompts, trajectory = jax.device_get((prompts, trajectory))
+        images = Images(0, ROWS, trajectory.transitions, trajectory.sigmas)
+        experience = receive(system, prompts, images, ADVANTAGES)
+        state = system.trainer.init(tuned)
+        totals = system.trainer.accumulate(state, system.base, experience, None)
+        gradient = jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient)
+        return (*jax.device_get((clips, gradient)), prompts, trajectory)
+
+    return of
+
+
+@pytest.mark.parametrize(("tuning", "mesh"), quick(CASES, 6, 9))
+def test_images_and_gradients_are_those_of_one_device(result, tuning, mesh):
+    clips, gradient, *_ = result(tuning, mesh)
+    expected_clips, expected, *_ = result(tuning, "one device")
+    np.testing.assert_allclose(clips, expected_clips, rtol=0, atol=2e-5)
+    assert np.ptp(clips) > 0.1
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+
+    def close(path, found, leaf):
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        np.testing.assert_allclose(found, leaf, rtol=0, atol=2e-5 * largest, err_msg=where)
+
+    jax.tree.map_with_path(close, gradient, expected)
+
+
+def results(program, operation):
+    """The shapes of what an operation gives in a compiled program."""
+    return set(re.findall(rf"= f32\[([\d,]*)\]\S* {operation}\(", program))
+
+
+def test_over_tensor_heads_and_inner_widths_are_split_and_over_fsdp_parameters_are_gathered(base):
+    """On a mesh of 2 x 2 x 2: eight images are sixteen rows with guidance, four of a device; 16 tokens each."""
+    system = system_of(config(base, "full", "data x fsdp x tensor"))
+    sampler, weights = system.sampler, system.publish(system.start)
+    prompts = sampler.encode(weights, said("a photo of a star", "two rings"))
+    keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
+    rows, keys = jax.device_put((ROWS, keys), sampler.group.batch)
+    args = (weights, prompts, rows, keys, keys, np.int32(0), None)
+    program = sampler._generate.lower(*args).compile().as_text()
+    gathered, products = results(program, "all-gather"), results(program, "dot")
+    # The width is 16 and 64 inside a feed-forward layer, of which a device has half the columns, or rows.
+    assert {"16,32", "32,16", "16,8", "8,16"} <= gathered
+    assert not {"16,64", "64,16"} & gathered
+    assert {"64,8", "64,32", "64,16"} <= products
+    assert not any(int(shape.split(",")[0]) > 64 for shape in products)
