@@ -129,6 +129,23 @@ def test_meshes_are_fitted_to_fewer_devices(wanted, devices, found):
     assert tuple(sizes["trainer"][axis] for axis in ("data", "fsdp", "time")) == found[1]
 
 
+def test_where_devices_are_few_parameters_stay_split_and_batches_do_not():
+    wanted = MeshSizes(RolloutAxes(0), TrainerAxes(data=4, fsdp=2, tensor=2))
+    assert fitted(wanted, 4).trainer == TrainerAxes(data=1, fsdp=2, tensor=2)
+    assert fitted(wanted, 2).trainer == TrainerAxes(data=1, tensor=2)
+
+
+def test_batches_are_whole_over_tensor_and_a_sampler_keeps_it():
+    config = toy.config(**toy.meshes((0, 1), (2, 1, 2, 2)), trainer__pack=2)
+    asked = toy.opened(config).placement
+    found = make_placement(asked.meshes, Layout(asked.rules), jax.devices())
+    assert shape_of(found.trainer.mesh) == {"time": 2, "data": 2, "tensor": 2}
+    assert shape_of(found.rollout.mesh) == {"data": 4, "tensor": 2}
+    assert (found.trainer.images, found.rollout.images) == (2, 4)
+    assert local_shape(jax.device_put(np.zeros((8, 3)), found.trainer.batch)) == (4, 3)
+    assert local_shape(jax.device_put(np.zeros((8, 3)), found.trainer.merged)) == (2, 3)
+
+
 def timed(rollout, trainer, time):
     config = toy.config(**toy.meshes(rollout, trainer), trainer__pack=time)
     config.placement.trainer.time = time

@@ -184,11 +184,16 @@ def config(**fields) -> ConfigDict:
     return recipe.complete(ConfigDict(c))
 
 
-def meshes(rollout: tuple[int, int], trainer: tuple[int, ...], workers: int = 1) -> dict[str, Any]:
-    """The fields of a placement, all parameters split over "fsdp"; sizes are (data, fsdp), the trainer's also time."""
+def meshes(rollout: tuple[int, ...], trainer: tuple[int, ...], workers: int = 1) -> dict[str, Any]:
+    """The fields of a placement, all parameters split over "fsdp".
+
+    Sizes are (data, fsdp), perhaps with the trainer's time and tensor, and a rollout mesh's tensor, behind.
+    """
     return dict(
-        placement__rollout=dict(data=rollout[0], fsdp=rollout[1], workers=workers),
-        placement__trainer=dict(zip(("data", "fsdp", "time"), trainer, strict=False)),
+        placement__rollout=dict(
+            zip(("data", "fsdp", "tensor"), rollout, strict=False), workers=workers
+        ),
+        placement__trainer=dict(zip(("data", "fsdp", "time", "tensor"), trainer, strict=False)),
         placement__rules=((".*", "fsdp"),),
     )
 

@@ -75,6 +75,7 @@ def test_parts_of_parameters_are_split_by_the_rules():
     found = model_footprint(reopen_recipe(config))
     whole, half = found.tuned(1, 1), found.tuned(2, 1)
     assert whole / 2 < half < 0.75 * whole
+    assert whole / 4 < found.tuned(2, 2) < found.tuned(1, 2) < whole
     problem = make_problem(reopen_recipe(config), 4, calibration(), found)
     sizes = meshes(problem, Candidate(1, 2, 2)).plain()
     trainer = {"data": 1, "fsdp": 2, "time": 1, "tensor": 1, "sequence": 1}

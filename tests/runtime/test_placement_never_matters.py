@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 STEPS = 3
 LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
 # Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a fragment and of a micro-batch; TAG.
-# A third number of the trainer's is its axis "time", over which as many denoising steps are packed.
+# A third number of the trainer's is its axis "time", over which as many denoising steps are packed; the one behind,
+# of either, "tensor".
 LAYOUTS = {
     "one device": ((0, 1), (1, 1), 1, 24, 12, ""),
     "colocated": ((0, 1), (2, 1), 1, 4, 4, ""),
@@ -32,6 +33,15 @@ LAYOUTS = {
     "TAG resharded": ((2, 1), (1, 2), 1, 4, 2, "resharded"),
     "half groups": ((1, 1), (1, 2), 2, 2, 2, ""),
     "half groups, steps split": ((1, 2), (1, 2, 2), 1, 2, 2, ""),
+    "tensor, TAG in place": ((1, 1, 4), (1, 2, 1, 2), 1, 4, 4, "in place"),
+    "tensor on one side, steps split, TAG resharded": (
+        (2, 1),
+        (1, 1, 2, 2),
+        2,
+        4,
+        4,
+        "resharded",
+    ),
 }
 CASES = [
     *(("full", 1, layout) for layout in LAYOUTS if layout != "one device"),
@@ -39,6 +49,7 @@ CASES = [
     ("full", 2, "TAG in place"),
     ("lora", 1, "TAG resharded"),
     ("lora", 1, "disaggregated, steps split"),
+    ("lora", 1, "tensor, TAG in place"),
     ("lora", 2, "two workers, fragments across groups"),
 ]
 
@@ -91,7 +102,7 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
     return jax.device_get(gradients[0]), change, log
 
 
-@pytest.mark.parametrize(("tuning", "updates", "layout"), quick(CASES, 0, 1, 5, 9, 12))
+@pytest.mark.parametrize(("tuning", "updates", "layout"), quick(CASES, 0, 1, 5, 9, 11, 14))
 def test_the_result_is_that_of_one_device(tuning, updates, layout):
     gradient, change, _ = result(tuning, updates, layout)
     expected_gradient, expected_change, _ = result(tuning, updates, "one device")
