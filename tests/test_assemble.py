@@ -222,7 +222,7 @@ def test_lora_is_of_the_familys_layers_where_the_config_names_none(make, folder,
     tuned, _ = jax.eval_shape(
         lambda key, params: policy.split(key, params, reference=False),
         jax.random.key(0),
-        family.shapes()["transformer"],
+        assemble.trained_of(family, family.shapes()),
     )
     names = {path[-2] for path in flatten_dict(tuned)}
     added = {"to_out_0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}

@@ -1,6 +1,7 @@
 """The four kinds of guidance, by a family whose velocity one can work out by hand."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from digen_jax import assemble
 from digen_jax.engine.placement import make_placement
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.engine.sharding import Layout
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import start_noise
 from digen_jax.flow.steps import Ode
@@ -31,7 +33,7 @@ class Linear(toy.ToyFamily):
     """v = w (c x + g / 10), c the length of the prompt and g an embedded guidance; a prompt of none has 2."""
 
     size: tuple[int, int, int] = (1, 1, 1)
-    frozen: tuple[str, ...] = ()
+    frozen: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def tokenize(self, records):
         return np.array([float(len(record["prompt"])) for record in records], np.float32)
@@ -46,7 +48,7 @@ class Linear(toy.ToyFamily):
     def velocity(self, variables, x, sigma, conditioning, guidance=None):
         given = 0.0 if guidance is None else guidance / 10
         assert (guidance is not None) == (self.guidance in ("embedded", "both"))
-        w = variables["params"]["w"]
+        w = variables["transformer"]["params"]["w"]
         return w * (conditioning[:, None, None, None] * x + given)
 
     def decode(self, params, latents):
@@ -70,7 +72,7 @@ def test_every_kind_of_guidance_samples_and_trains_by_its_formula(
 ):
     policy = Policy(Linear(guidance=kind), guidance, true_guidance=true_guidance)
     assert policy.reads_null == (kind in ("classifier-free", "both"))
-    start = {"w": jnp.float32(W)}
+    start = {"transformer": {"w": jnp.float32(W)}}
     tuned, base = policy.split(jax.random.key(0), start, reference=True)
     sampler = Sampler(policy, all_devices(jax.devices()[:1]), SamplerSettings(Size(8, 8), 4, Ode()))
     weights = Weights(tuned, policy.sampler_base(base), {})
@@ -85,7 +87,9 @@ def test_every_kind_of_guidance_samples_and_trains_by_its_formula(
 
     value, gradient = jax.value_and_grad(total)(tuned)
     by_hand = c * (0.5 - 2.0) + 2 * e
-    np.testing.assert_allclose([value, gradient["w"]], [W * by_hand, by_hand], rtol=1e-6)
+    np.testing.assert_allclose(
+        [value, gradient["transformer"]["w"]], [W * by_hand, by_hand], rtol=1e-6
+    )
     reference = policy.reference(base, rows, prompts.null)(x, jnp.ones(2))
     np.testing.assert_allclose(reference, W * (c * x + e), rtol=1e-6)
 
@@ -99,7 +103,7 @@ def test_every_kind_of_guidance_samples_and_trains_by_its_formula(
 
 def test_the_references_guidance_is_the_embedded_one():
     policy = Policy(Linear(guidance="both"), 4.0, reference_guidance=7.0, true_guidance=5.0)
-    start, one = {"w": jnp.float32(W)}, jnp.ones((1, 1, 1, 1))
+    start, one = {"transformer": {"w": jnp.float32(W)}}, jnp.ones((1, 1, 1, 1))
     v = policy.reference(start, jnp.array([PROMPT]), jnp.array([NULL]))(one, jnp.ones(1))
     np.testing.assert_allclose(v, W * (NULL + 5 * (PROMPT - NULL) + 0.7), rtol=1e-6)
 
@@ -139,7 +143,9 @@ def test_a_guidance_that_the_model_has_not_is_refused(kind, fields, field):
     fields = dict(sampler__guidance=1.0) | fields
     recipe = toy.opened(toy.config(**fields))
     family = toy.ToyFamily(guidance=kind)
-    placement = make_placement(recipe.placement.meshes, recipe.placement.rules, jax.devices())
+    placement = make_placement(
+        recipe.placement.meshes, Layout(recipe.placement.rules), jax.devices()
+    )
     if field is None:
         return assemble.check_model(recipe, family, placement)
     with pytest.raises(ConfigError) as caught:
