@@ -23,9 +23,9 @@ config/grpo_guard.py (2e2f712); the LoRA and the EMA in scripts/train_sd3.py. gi
 
 Differences to the sources:
 - no T5: it is not supported yet, so the context is that of both CLIPs, with empty tokens in the T5's place;
-- float32 with TF32 matrix products in place of float16; both have 10 bits of mantissa. bfloat16 has 7:
-  between sampling and replay its rounding alone moved the ratio by 3e-5 in the first step to 5e-3 in the
-  ninth (the embedded model on a CPU, 128 pixels, Flow-GRPO's sampler), against a clip range of 1e-4;
+- float32 with TF32 matrix products in place of float16; both have 10 bits of mantissa. bfloat16 has 7: after
+  one update its rounding alone moved the log-ratio by 5e-5 rms (the embedded model on a CPU, a LoRA of rank 8;
+  `pytest -s -m slow tests/engine/test_rounding.py -k embedded`), against a clip range of 1e-4;
 - only the nine trained steps have noise, not the tenth; an update's groups are split by index, not
   shuffled. Flow-GRPO and GRPO-Guard drop groups of equal rewards, from the KL, too; the sources drop each
   image whose advantage is 0 and divide the rest evenly among both updates, with some of the dropped images
@@ -125,10 +125,10 @@ def base(n: int) -> ConfigDict:
             folder="stabilityai/stable-diffusion-3.5-medium",
             height=512,
             width=512,
-            dtype="float32",
             remat=True,
         )
     )
+    c.precision = ConfigDict(dict(arithmetic="float32"))
     c.prompts = ConfigDict(dict(file=""))
     c.reward = ConfigDict(dict(name=""))
     c.batch = ConfigDict(dict(groups=48, images=24))

@@ -69,7 +69,7 @@ def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     check_processes(sizes, devices)
     with blame("config.model.folder: "):
         folder = open_pipeline(recipe.model.folder)
-        family = load_family(folder, recipe.model.dtype, recipe.model.remat)
+        family = load_family(folder, recipe.precision.arithmetic, recipe.model.remat)
     layout = Layout.of(recipe.placement.rules, family.axes())
     layout.check()
     placement = make_placement(sizes, layout, devices)
@@ -80,8 +80,11 @@ def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
             lora, shapes = make_policy(recipe, family).lora, trained_of(family, family.shapes())
             start = read_start(recipe.lora.start, lora, shapes, family.lists)
     with blame("config.model.folder: "):
-        trained = read_parts(family, folder, family.trained, placement.trainer)
-        frozen = read_frozen(family, folder, placement.rollout)
+        kept = recipe.precision.frozen
+        # What is tuned itself is float32; under a LoRA nothing of it is.
+        own = kept if recipe.lora.rank else "float32"
+        trained = read_parts(family, folder, family.trained, placement.trainer, own)
+        frozen = read_frozen(family, folder, placement.rollout, kept)
     return connect(recipe, placement, family, trained, frozen, start)
 
 
@@ -152,6 +155,8 @@ def connect(
     algorithm = recipe.algorithm
     step = make_step(recipe.sampler.kind, recipe.sampler.noise_level)
     start, base = policy.split(jax.random.key(recipe.seed), trained, algorithm.reads_reference)
+    if recipe.precision.frozen != "float32":
+        base = reshard(base, placement.trainer, recipe.precision.frozen)
     settings = SamplerSettings(
         Size(recipe.model.height, recipe.model.width),
         recipe.sampler.steps,
@@ -159,7 +164,7 @@ def connect(
         recipe.noisy_steps,
         algorithm.stores_means,
     )
-    dtype = jnp.dtype(recipe.sampler.dtype) if recipe.sampler.dtype else None
+    dtype = recipe.precision.sent
     sampling = family.in_dtype(dtype) if dtype else family
     samplers = (
         Sampler(dataclasses.replace(policy, family=sampling), placement.rollout, settings),
@@ -259,17 +264,23 @@ def trained_of(family: Family, components: Params) -> Params:
 
 
 def read_parts(
-    family: Family, folder: pathlib.Path, parts: Iterable[str], group: DeviceGroup
+    family: Family,
+    folder: pathlib.Path,
+    parts: Iterable[str],
+    group: DeviceGroup,
+    dtype: str = "float32",
 ) -> Params:
-    """The parameters of some components, read straight onto a mesh as its rules say."""
+    """The parameters of some components, read straight onto a mesh as its rules say, in a type."""
     shardings = group.params(family.shapes())
-    return {part: family.read(folder, part, shardings[part]) for part in parts}
+    return {part: family.read(folder, part, shardings[part], jnp.dtype(dtype)) for part in parts}
 
 
-def read_frozen(family: Family, folder: pathlib.Path, group: DeviceGroup) -> Params:
+def read_frozen(
+    family: Family, folder: pathlib.Path, group: DeviceGroup, dtype: str = "float32"
+) -> Params:
     """The parameters of all components that are never tuned."""
     frozen = [part for part in family.shapes() if part not in family.trained]
-    return read_parts(family, folder, frozen, group)
+    return read_parts(family, folder, frozen, group, dtype)
 
 
 def evaluation_sampler(

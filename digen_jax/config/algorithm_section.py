@@ -16,7 +16,7 @@ from digen_jax.algorithms.guidance import choose_guidance
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
-from digen_jax.config.sections import Model, Sampling
+from digen_jax.config.sections import Precision, Sampling
 from digen_jax.errors import ConfigError, check_choice
 
 # All algorithms, by name.
@@ -65,13 +65,13 @@ def check_own(config: ConfigDict) -> None:
 
 
 def settled(
-    given: Mapping[str, Any], model: Model, sampler: Sampling, stale: bool, updates: int
+    given: Mapping[str, Any], precision: Precision, sampler: Sampling, stale: bool, updates: int
 ) -> Algorithm:
     """The settings of a complete section; "auto" and 0 are replaced by what the other sections imply.
 
     Args:
       given: the section.
-      model: the config's section of that name.
+      precision: the config's section of that name.
       sampler: the config's section of that name.
       stale: whether asynchrony is on.
       updates: optimizer updates a step.
@@ -85,8 +85,7 @@ def settled(
         fields["old_log_probs"] = choose_old_log_probs(
             "auto",
             # An importance weight to the sampler's policy also corrects for its rounding.
-            float32={model.dtype, sampler.dtype or model.dtype} == {"float32"}
-            or fields.get("importance_cap", 0) > 0,
+            float32=precision.exact_ratios or fields.get("importance_cap", 0) > 0,
             stale=stale,
             updates=updates,
             stored=algorithm.objective == "transitions",

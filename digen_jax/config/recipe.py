@@ -26,6 +26,7 @@ from digen_jax.config.sections import (
     Model,
     Pictures,
     Placing,
+    Precision,
     Prompts,
     Reward,
     Runtime,
@@ -88,6 +89,7 @@ class Recipe:
     seed: int = 0  # seed of all random numbers of a run
     steps: int = 100  # training steps
     model: Model = dataclasses.field(default=Model())
+    precision: Precision = dataclasses.field(default=Precision())
     prompts: Prompts = dataclasses.field(default=Prompts())
     reward: Reward = dataclasses.field(default=Reward())
     batch: Batch = dataclasses.field(default=Batch())
@@ -202,7 +204,7 @@ def typed(config: ConfigDict) -> Recipe:
     asked = config.algorithm.to_dict()
     algorithm = algorithm_section.settled(
         asked,
-        sections["model"],
+        sections["precision"],
         sections["sampler"],
         sections["runtime"].staleness > 0,
         sections["trainer"].updates,

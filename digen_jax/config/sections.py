@@ -7,6 +7,9 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
@@ -24,8 +27,32 @@ class Model:
     folder: str = "assets/shapes-sd3"  # a diffusers pipeline: a local folder or a hub id
     height: int = 32  # height of the images, in pixels
     width: int = 32  # width of the images, in pixels
-    dtype: str = "float32"  # type of the network's arithmetic; parameters are kept in float32
     remat: bool = False  # recompute activations in the backward pass: less memory, more time
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Types of numbers.
+
+    Trained parameters, their moments and averages are float32, and so are log-probabilities and the sampler's steps.
+    """
+
+    # of the networks' arithmetic, in training and in sampling
+    arithmetic: str = "float32"
+    # of parameters that are never trained: text encoders, autoencoder, the weights under a LoRA, the KL's reference
+    frozen: str = "float32"
+    # of the weights that samplers are sent, and of their arithmetic; "": both as in training
+    published: str = ""
+
+    @property
+    def exact_ratios(self) -> bool:
+        """Whether sampler and trainer both compute in float32, so that stored log-probabilities are the trainer's."""
+        return {self.arithmetic, self.published or self.arithmetic} == {"float32"}
+
+    @property
+    def sent(self) -> np.dtype | None:
+        """The type of weights that are sent; None: their own."""
+        return jnp.dtype(self.published) if self.published else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +129,6 @@ class Sampling:
     # scale of a second pass without the prompt, for models that are given `guidance` as a number; in training too
     true_guidance: float = 1.0
     fragment: int = 144  # images that one call generates: the unit passed from rollout to trainer
-    # type of the sampler's arithmetic and of the weights that it is sent; "": as the trainer's
-    dtype: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

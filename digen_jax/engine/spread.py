@@ -33,6 +33,6 @@ def check_spread(algorithm: Algorithm, sums: Metrics) -> str | None:
         return found
     raise ConfigError(
         f"{found}: set config.algorithm.old_log_probs, which is {algorithm.old_log_probs!r}, to 'current' for one "
-        "update a step of fresh samples or to 'recomputed' for several, or config.sampler.dtype and "
-        "config.model.dtype to 'float32', or raise config.algorithm.spread_limit"
+        "update a step of fresh samples or to 'recomputed' for several, or config.precision.arithmetic and "
+        "config.precision.published to 'float32', or raise config.algorithm.spread_limit"
     )

@@ -160,7 +160,7 @@ def read_run(workdir: str | pathlib.Path, group: DeviceGroup, dtype: str | None 
     recipe = run_recipe(workdir)
     with user_input():
         folder = open_pipeline(recipe.model.folder)
-        family = load_family(folder, dtype or recipe.model.dtype)
+        family = load_family(folder, dtype or recipe.precision.arithmetic)
         policy = make_policy(recipe, family)
         tree = "ema" if recipe.trainer.ema else "tuned"
         found = _read_tree(workdir, tree, policy, group)

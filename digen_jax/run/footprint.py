@@ -28,16 +28,17 @@ def model_footprint(recipe: Recipe) -> Footprint:
     """
     with blame("config.model.folder: "):
         family = load_family(
-            open_pipeline(recipe.model.folder), recipe.model.dtype, recipe.model.remat
+            open_pipeline(recipe.model.folder), recipe.precision.arithmetic, recipe.model.remat
         )
     policy, shapes = make_policy(recipe, family), family.shapes()
     algorithm = recipe.algorithm
     split = functools.partial(policy.split, reference=algorithm.reads_reference)
     tuned, base = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
     frozen = {part: tree for part, tree in shapes.items() if part not in family.trained}
+    base, frozen = _in_dtype((base, frozen), recipe.precision.frozen)
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
-    if recipe.sampler.dtype:
-        sent = jax.tree.map(lambda leaf: leaf.update(dtype=recipe.sampler.dtype), sent)
+    if recipe.precision.published:
+        sent = _in_dtype(sent, recipe.precision.published)
     latent = family.latent_shape(Size(recipe.model.height, recipe.model.width))
     placement = recipe.placement
     layout = Layout.of(placement.rules, family.axes())
@@ -60,6 +61,11 @@ def model_footprint(recipe: Recipe) -> Footprint:
         trainer_fsdp=placement.trainer.fsdp,
         worker_fsdp=placement.rollout.fsdp,
     )
+
+
+def _in_dtype(tree: Params, dtype: str) -> Params:
+    """Shapes of the same parameters in another type."""
+    return jax.tree.map(lambda leaf: leaf.update(dtype=dtype), tree)
 
 
 def _stored(algorithm: Algorithm, steps: int, latent: tuple[int, ...]) -> int:

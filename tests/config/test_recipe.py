@@ -147,14 +147,14 @@ def test_a_placement_may_be_given_in_a_word(given, whole):
         (
             dict(
                 trainer__learning_rate=-1.0,
-                model__dtype="f",
+                precision__arithmetic="f",
                 advantages__std="sum",
                 reward__name="json:no",
             ),
             [
                 "config.reward.name: ",
                 "config.trainer.learning_rate must be above 0, not -1.0",
-                "config.model.dtype is 'f'; it must be one of",
+                "config.precision.arithmetic is 'f'; it must be one of",
                 "config.advantages.std is 'sum'; it must be one of",
             ],
         ),
@@ -266,7 +266,11 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
         ),
         ("trainer__b2", 1.5, "config.trainer.b2 must lie in [0, 1), not be 1.5"),
         ("batch__images", 1, "config.batch.images = 1: a group needs 2 images or more"),
-        ("model__dtype", "float16", "config.model.dtype is 'float16'; did you mean"),
+        (
+            "precision__arithmetic",
+            "float16",
+            "config.precision.arithmetic is 'float16'; did you mean",
+        ),
         ("model__folder", "", "config.model.folder is not given: add --config.model.folder=..."),
         (
             "algorithm__name",
@@ -283,7 +287,11 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
         ("algorithm__ratio", "guard", "config.algorithm.ratio is 'guard', which is for Gaussian"),
         ("algorithm__surrogate", "ppo", "config.algorithm.surrogate is 'ppo'; it must be one of"),
         ("algorithm__kl", "mse", "config.algorithm.kl is 'mse'; it must be one of 'gaussian'"),
-        ("sampler__dtype", "float16", "config.sampler.dtype is 'float16'; did you mean"),
+        (
+            "precision__published",
+            "float16",
+            "config.precision.published is 'float16'; did you mean",
+        ),
         ("sampler__kind", "dpm2", "config.sampler.kind is 'dpm2'; it must be one of 'flow'"),
         ("algorithm__clip_range", 1e-7, "config.algorithm.clip_range is 1e-07; it must lie in"),
         ("algorithm__adv_clip", 0.0, "config.algorithm.adv_clip is 0.0; it must be positive"),

@@ -76,12 +76,18 @@ def test_of_one_dtype_old_log_probabilities_are_the_rollouts(given, updates):
 @pytest.mark.parametrize(
     ("fields", "chosen"),
     [
-        (dict(model__dtype="bfloat16"), "current"),
-        (dict(sampler__dtype="bfloat16"), "current"),
-        (dict(model__dtype="bfloat16", sampler__dtype="float32"), "current"),
-        (dict(sampler__dtype="float32"), "rollout"),
-        (dict(model__dtype="bfloat16", trainer__updates=2, sampler__fragment=72), "recomputed"),
-        (dict(model__dtype="bfloat16", runtime__staleness=1, sampler__fragment=72), "recomputed"),
+        (dict(precision__arithmetic="bfloat16"), "current"),
+        (dict(precision__published="bfloat16"), "current"),
+        (dict(precision__arithmetic="bfloat16", precision__published="float32"), "current"),
+        (dict(precision__published="float32"), "rollout"),
+        (
+            dict(precision__arithmetic="bfloat16", trainer__updates=2, sampler__fragment=72),
+            "recomputed",
+        ),
+        (
+            dict(precision__arithmetic="bfloat16", runtime__staleness=1, sampler__fragment=72),
+            "recomputed",
+        ),
     ],
 )
 def test_with_bfloat16_old_log_probabilities_are_the_trainers_own(given, fields, chosen):
@@ -176,5 +182,5 @@ def test_training_early_is_for_the_scheduler_what_the_algorithm_needs(given, fie
 
 
 def test_where_what_sampled_is_corrected_for_it_is_what_was_stored(given):
-    given = changed(given, sampler__dtype="bfloat16", algorithm__importance_cap=2.0)
+    given = changed(given, precision__published="bfloat16", algorithm__importance_cap=2.0)
     assert open_recipe(given).algorithm.old_log_probs == "rollout"

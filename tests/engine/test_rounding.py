@@ -28,7 +28,7 @@ def tiny(old_log_probs, **fields):
     """A tiny SD3 transformer in bfloat16 around which a step is sampled: (system, state, experience)."""
     remat = fields.pop("model__remat", False)
     c = toy.config(
-        model__dtype="bfloat16",
+        precision__arithmetic="bfloat16",
         algorithm__old_log_probs=old_log_probs,
         trainer__updates=2,
         trainer__pack=2,
@@ -147,7 +147,7 @@ class Embedded:
 
     def __init__(self, old_log_probs, lora=0, dtype="bfloat16", sampler="", at_once=True):
         c = runpy.run_path("configs/shapes_flow_grpo.py")["get_config"]()
-        c.model.dtype, c.sampler.dtype = dtype, sampler
+        c.precision.arithmetic, c.precision.published = dtype, sampler
         c.batch.groups = 8
         c.sampler.fragment = FRAGMENT
         c.trainer.update(micro_batch=12, pack=4 if at_once else 1, updates=2)

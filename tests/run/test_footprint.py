@@ -29,7 +29,7 @@ def test_the_footprint_is_the_models(base):
         found.tuned(1, 1),
         found.base(1, 1),
     )
-    config.sampler.dtype = "bfloat16"
+    config.precision.published = "bfloat16"
     half = model_footprint(reopen_recipe(config))
     assert half.published(1, 1) == found.tuned(1, 1) / 2 and half.tuned(1, 1) == found.tuned(1, 1)
     # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.

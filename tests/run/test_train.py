@@ -516,7 +516,7 @@ def test_a_mistake_that_shows_at_the_first_evaluation_leaves_the_workdir_free(tm
 
 def rounded(tmp_path, **fields):
     """A run whose ratios are to what a sampler in bfloat16 has stored."""
-    given = dict(sampler__dtype="bfloat16", algorithm__old_log_probs="rollout", steps=1)
+    given = dict(precision__published="bfloat16", algorithm__old_log_probs="rollout", steps=1)
     return config(tmp_path, **given | fields)
 
 

@@ -35,10 +35,12 @@ from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.weights.lora import Init
 
+DTYPES = ("float32", "bfloat16")
 # By field: its allowed values.
 CHOICES = {
-    "model.dtype": ("float32", "bfloat16"),
-    "sampler.dtype": ("", "float32", "bfloat16"),
+    "precision.arithmetic": DTYPES,
+    "precision.frozen": DTYPES,
+    "precision.published": ("", *DTYPES),
     "runtime.tag_weights": ("in place", "resharded"),
     "lora.init": get_args(Init),
     "runtime.ordered": ("auto", "yes", "no"),
