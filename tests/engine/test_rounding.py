@@ -86,12 +86,16 @@ def chain(x, scale):
 
 def test_sampler_and_trainer_round_where_the_model_does():
     c = toy.config(sampler__guidance=1.0, sampler__fragment=4, **toy.meshes((0, 1), (1, 1)))
-    system = toy.system(c, 1, toy.ToyFamily(Chain(), frozen=()))
+    system = toy.system(c, 1, toy.ToyFamily(Chain(), frozen={}))
     state = toy.fresh(system)
     prompts, (images, _) = toy.rollout(system, c, state.tuned)
     t, step = jax.device_get(images.samples), system.sampler.settings.step
     # numpy rounds every result.
-    half, scale, expected = np.dtype(jnp.bfloat16), np.asarray(state.tuned["scale"]), []
+    half, scale, expected = (
+        np.dtype(jnp.bfloat16),
+        np.asarray(state.tuned["transformer"]["scale"]),
+        [],
+    )
     for x, *rest in zip(t.x, t.x_next, t.sigma, t.sigma_next, strict=True):
         found = []
         for v in (chain(x.astype(half), scale.astype(half)), chain(x, scale)):
