@@ -1,0 +1,112 @@
+"""The config's section `precision`: in which types parameters are kept, computed with, and gathered."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax import assemble
+from digen_jax.config.door import open_recipe
+from digen_jax.flow.sampling import image_keys
+from digen_jax.runtime.steps import Images
+from tests.cases import said
+from tests.engine import toy
+from tests.engine.test_axes import ADVANTAGES, ROWS
+from tests.engine.test_axes import config as tiny_config
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+HALF = jnp.dtype("bfloat16")
+
+
+def built(base, tuning, devices=1, **precision):
+    c = tiny_config(base, tuning, "one device")
+    c.precision = precision
+    c.placement.trainer.fsdp = devices
+    return assemble.build(open_recipe(c, devices), jax.devices()[:devices])
+
+
+def types(tree):
+    return {leaf.dtype for leaf in jax.tree.leaves(tree)}
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_what_is_never_trained_is_nowhere_in_float32(base, tuning):
+    before = {id(array) for array in jax.live_arrays()}
+    system = built(base, tuning, frozen="bfloat16")
+    rollout = system.rollouts[0]
+    assert types((system.base, rollout.base, rollout.frozen)) == {HALF}
+    assert types(system.start) == {jnp.dtype("float32")}
+    new = [array for array in jax.live_arrays() if id(array) not in before]
+    kept = sum(array.nbytes for array in new if array.dtype == jnp.float32)
+    tuned = sum(leaf.nbytes for leaf in jax.tree.leaves(system.start))
+    assert tuned <= kept < 1.1 * tuned
+
+
+def test_pictures_hardly_change_by_rounding_what_is_never_trained(base):
+    shown = []
+    for frozen in ("float32", "bfloat16"):
+        system = built(base, "lora", frozen=frozen)
+        weights = system.publish(system.start)
+        prompts = system.sampler.encode(weights, said("a photo of a star", "two rings"))
+        keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
+        shown.append(toy.draw_and_show(system.sampler, weights, prompts, ROWS, keys)[0])
+    change = np.abs(np.asarray(shown[0]) - np.asarray(shown[1]))
+    assert 0 < change.mean() < 0.02
+
+
+# --------------------------------------------------------------------------- casts before gathers
+
+
+def gathered_kernels(text):
+    """Of each layer whose kernel a compiled program gathers: whether it was rounded to bfloat16 before.
+
+    A CPU has no products in bfloat16 and gathers the rounded numbers in float32.
+    """
+    bodies, instructions, body = collections.defaultdict(list), {}, None
+    for line in map(str.strip, text.splitlines()):
+        if found := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{", line):
+            body = found[1]
+        elif found := re.match(r"(?:ROOT )?%([\w.\-]+) = (.*)", line):
+            instructions[found[1]] = found[2]
+            bodies[body].append(line)
+
+    def rounded(name, depth=4):
+        line = instructions.get(name, "")
+        called = re.search(r"calls=%([\w.\-]+)", line)
+        if "bf16[" in line or (called and any("bf16[" in inner for inner in bodies[called[1]])):
+            return True
+        operands = re.findall(r"%([\w.\-]+)", line.split("(", 1)[-1].split(")")[0])
+        moves = re.match(r"\S+ (copy|bitcast|transpose|reshape|fusion|convert)\(", line)
+        return bool(moves and depth and any(rounded(one, depth - 1) for one in operands))
+
+    kernels = collections.defaultdict(list)
+    for line in instructions.values():
+        found = re.match(r"\w+\[\d+,\d+\]\S* all-gather\(%([\w.\-]+)\).*op_name=\"([^\"]*)\"", line)
+        if found and (layer := re.search(r"((?:attn|ff|ff_context)/\S+)/dot_general", found[2])):
+            kernels[layer[1]].append(rounded(found[1]))
+    return kernels
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
+def test_parameters_are_rounded_before_they_are_gathered(base, arithmetic):
+    system = built(base, "full", devices=4, arithmetic=arithmetic)
+    weights = system.publish(system.start)
+    prompts = system.sampler.encode(weights, said("a photo of a star", "two rings"))
+    keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
+    trajectory = system.sampler.generate(weights, prompts, ROWS, keys)
+    images = Images(0, ROWS, trajectory.transitions, trajectory.sigmas)
+    trainer, given = system.trainer, []
+    program = trainer._accumulate
+    trainer._accumulate = lambda *args: given.append(args) or program(*args)
+    experience = toy.receive(system, prompts, images, ADVANTAGES)
+    trainer.accumulate(trainer.init(system.start), system.base, experience, None)
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), given[0]
+    )
+    found = gathered_kernels(program.lower(*shapes).compile().as_text())
+    assert {"attn/to_q", "attn/to_out_0", "ff/net_0/proj", "ff/net_2"} <= set(found)
+    assert {one for kernel in found.values() for one in kernel} == {arithmetic == "bfloat16"}
