@@ -41,22 +41,31 @@ FAMILIES = {PIPELINE_CLASS: StableDiffusion3}
 
 
 def open_pipeline(name: str) -> pathlib.Path:
-    """The folder of a local path or hub id, without the components that no family uses.
+    """The folder of a local path or hub id, without the components that its family does not use.
 
-    Nor with `text_encoders`, where Stable Diffusion 3.5's repositories hold all encoders once more.
+    Raises:
+      ConfigError: no family is for its class; then nothing large is downloaded.
     """
-    return resolve_folder(name, without=("text_encoder_3", "tokenizer_3", "text_encoders"))
+    family = family_of(resolve_folder(name, index_only=True))
+    return resolve_folder(name, without=family.unused)
+
+
+def family_of(folder: pathlib.Path) -> Any:
+    """The class of a pipeline folder's family; ConfigError where there is none."""
+    with user_input():
+        kind = read_model_index(folder)["_class_name"]
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"{folder} is a {kind}; supported are {', '.join(FAMILIES)}: choose another folder"
+        )
+    return FAMILIES[kind]
 
 
 def load_family(folder: pathlib.Path, dtype: str = "float32", remat: bool = False) -> Family:
     """The family of a pipeline folder; ConfigError where there is none for its class."""
+    kind = family_of(folder)
     with user_input():
-        kind = read_model_index(folder)["_class_name"]
-        if kind not in FAMILIES:
-            raise ConfigError(
-                f"{folder} is a {kind}; supported are {', '.join(FAMILIES)}: choose another folder"
-            )
-        return FAMILIES[kind].from_folder(folder, jnp.dtype(dtype), remat)
+        return kind.from_folder(folder, jnp.dtype(dtype), remat)
 
 
 def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:

@@ -232,12 +232,18 @@ def test_no_t5_of_sd35_is_downloaded(monkeypatch, tmp_path):
 
     def download(name, revision, **patterns):
         assert name == "stabilityai/stable-diffusion-3.5-medium"
-        kept = huggingface_hub.utils.filter_repo_objects(needed + others, **patterns)
-        assert list(kept) == needed
+        asked.append(list(huggingface_hub.utils.filter_repo_objects(needed + others, **patterns)))
         return str(tmp_path)
 
+    asked, index = [], tmp_path / "model_index.json"
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    index.write_text('{"_class_name": "StableDiffusion3Pipeline"}')
     assert assemble.open_pipeline(load(SD35).model.folder) == tmp_path
+    assert asked == [["model_index.json"], needed]
+    index.write_text('{"_class_name": "OtherPipeline"}')
+    with pytest.raises(ConfigError, match="is a OtherPipeline; supported are"):
+        assemble.open_pipeline(load(SD35).model.folder)
+    assert asked[2:] == [["model_index.json"]]
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ class Family(Protocol):
 
     Attributes:
       trained: the components that may be tuned.
+      unused: folders of a repository that need not be downloaded.
       lists: by component, the modules whose children a checkpoint numbers (see `weights.names`).
       frozen: by component, paths of a trained one's parameters that no optimizer may touch.
       lora_targets: the linear layers that LoRA adapts by default, a regular expression for their whole torch names.
@@ -53,6 +54,7 @@ class Family(Protocol):
     """
 
     trained: tuple[str, ...]
+    unused: tuple[str, ...]
     lists: Mapping[str, Any]
     frozen: Mapping[str, Sequence[str]]
     lora_targets: str

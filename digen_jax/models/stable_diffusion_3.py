@@ -77,6 +77,8 @@ class StableDiffusion3:
     scheduler: SchedulerConfig
 
     trained: ClassVar[tuple[str, ...]] = ("transformer",)
+    # The repositories of 3.5 hold all text encoders once more in `text_encoders`.
+    unused: ClassVar[tuple[str, ...]] = ("text_encoder_3", "tokenizer_3", "text_encoders")
     guidance: ClassVar[Guidance] = "classifier-free"
     # Where the tensors of each component come from: its module file knows the names.
     lists: ClassVar = {

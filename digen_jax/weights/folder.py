@@ -29,6 +29,7 @@ from digen_jax.weights.tensors import (
 
 Folder = str | pathlib.Path
 
+INDEX = "model_index.json"
 # The file name each library looks for.
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 # Beside model_index.json, where a model is best sampled otherwise than by its pipeline's default: steps, guidance.
@@ -42,11 +43,21 @@ HUB_IGNORED = ["*.fp16.*", "*.fp16-*", "*.bf16.*", "*.non_ema.*", "*onnx*"]
 
 
 def resolve_folder(
-    name_or_path: Folder, revision: str | None = None, without: tuple[str, ...] = ()
+    name_or_path: Folder,
+    revision: str | None = None,
+    without: tuple[str, ...] = (),
+    index_only: bool = False,
 ) -> pathlib.Path:
     """A local folder as it is, or the local copy of a hub repository "owner/name" (downloaded).
 
-    `without` names components of the repository that are not needed, such as a large text encoder.
+    Args:
+      name_or_path: of the folder or repository.
+      revision: of the repository; None: its newest.
+      without: components of the repository that are not needed, such as a large text encoder.
+      index_only: download `model_index.json` alone.
+
+    Raises:
+      ValueError: there is no such folder or repository.
     """
     path = pathlib.Path(name_or_path).expanduser()
     if path.is_dir():
@@ -55,10 +66,11 @@ def resolve_folder(
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or path.exists():
         raise ValueError(f"{name!r} is neither an existing folder nor a hub id 'owner/name'")
     skip = HUB_IGNORED + [f"{component}/*" for component in without]
+    files = [INDEX] if index_only else HUB_FILES
     try:
         return pathlib.Path(
             huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=skip
+                name, revision=revision, allow_patterns=files, ignore_patterns=skip
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, ConnectionError) as error:
@@ -86,7 +98,7 @@ def read_json(path: Folder) -> dict[str, Any]:
 
 def read_model_index(folder: Folder) -> dict[str, Any]:
     """`model_index.json` of a pipeline folder: `_class_name`, and [library, class] by component."""
-    path = pathlib.Path(folder) / "model_index.json"
+    path = pathlib.Path(folder) / INDEX
     index = read_json(path)
     if not isinstance(index.get("_class_name"), str):
         raise ValueError(f"{path} has no _class_name, so it does not describe a pipeline")
@@ -105,7 +117,7 @@ def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, str
     Raises:
       ValueError: names the first component that is missing or of another class.
     """
-    path = pathlib.Path(folder) / "model_index.json"
+    path = pathlib.Path(folder) / INDEX
     index = read_json(path)
     for part, expected in components.items():
         found = index.get(part)
@@ -286,5 +298,5 @@ def copy_pipeline(
         for licence in source.glob("LICENSE*"):
             shutil.copy(licence, pipeline)
         (pipeline / SAMPLING).write_text(_dump(sampling), encoding="utf-8")
-        (pipeline / "model_index.json").write_text(_dump(index), encoding="utf-8")
+        (pipeline / INDEX).write_text(_dump(index), encoding="utf-8")
         os.replace(pipeline, target)

@@ -78,6 +78,7 @@ class ToyFamily:
     decoded_pixels: int = 2**22
     guidance: str = "classifier-free"
     trained: ClassVar = ("transformer",)
+    unused: ClassVar = ()
     lora_targets: ClassVar = "inside|outside"
     default_steps: ClassVar = 8
     default_guidance: ClassVar = 1.0
