@@ -1,9 +1,9 @@
-"""The scheduler: all policy of a run, as a deterministic state machine without a device or a clock.
+"""The scheduler: the whole policy of a run, as a deterministic state machine without device or clock.
 
     event --> scheduler.handle --> state (batches, versions, workers, costs) --> dispatch --> commands
                                                                           |
                                                        TAG: outlook --> forecast
 
-`handle` books what happened into the state, then `dispatch` gives work to whoever has none. Executors
-and the simulator do what the commands say and answer each with one event.
+`handle` applies an event to the state, then `dispatch` gives work to every idle worker. Executors and
+the simulator execute the commands and answer each with one event.
 """

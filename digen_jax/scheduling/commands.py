@@ -1,8 +1,8 @@
-"""What the scheduler tells the executors to do.
+"""Commands from the scheduler to the executors.
 
-A worker is given one command after another, each when the one before is completed. Only transfers
-to and from a rollout worker, `Publish` and `Deliver`, run beside its other commands, so that weights
-and samples travel while it generates.
+A worker gets one command after another, each when the previous one is completed. Only the transfers
+to and from a rollout worker, `Publish` and `Deliver`, run in parallel with its other commands, so that
+weights and samples are transferred during generation.
 Every command is answered by one `Completed` or `Failed`, except those with `answered = False`.
 """
 
@@ -16,7 +16,7 @@ TRAINER = "trainer"
 class Fragment:
     """Images index * n ... index * n + n - 1 of a step's candidates, n images a fragment.
 
-    Image j belongs to candidate group j // G. Of an evaluation, `step` is the version it is of.
+    Image j belongs to candidate group j // G. In an evaluation, `step` is the evaluated version.
     """
 
     step: int
@@ -26,9 +26,9 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Publication:
-    """Published weights of a version: those that sample training images, or, where these differ, those evaluated.
+    """Published weights of a version: for sampling training images or, if they differ, for evaluation.
 
-    Evaluated is, for example, the moving average of the trained parameters.
+    Evaluated weights are, for example, the moving average of the trained parameters.
     """
 
     version: int
@@ -55,7 +55,7 @@ class Encode(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Generate(Command):
-    """Sample a fragment's trajectories by weights that the worker holds."""
+    """Sample a fragment's trajectories with weights that the worker holds."""
 
     worker: str
     fragment: Fragment
@@ -64,13 +64,13 @@ class Generate(Command):
 
     @property
     def version(self) -> int:
-        """The weights' version."""
+        """The version of the weights."""
         return self.publication.version
 
 
 @dataclasses.dataclass(frozen=True)
 class Decode(Command):
-    """Decode the images; they and what is trained of them then wait on the worker to be taken."""
+    """Decode the images; the worker then keeps them, and the samples to train, until they are fetched."""
 
     worker: str
     fragment: Fragment
@@ -79,7 +79,7 @@ class Decode(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Deliver(Command):
-    """Bring what is trained of a decoded fragment, made by some version, from its worker to the trainer."""
+    """Transfer the samples of a decoded fragment from its worker to the trainer; `version` generated them."""
 
     worker: str
     fragment: Fragment
@@ -89,7 +89,7 @@ class Deliver(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Score(Command):
-    """Ask the pool of rewards for the values of a fragment, whose images are on the worker that made it."""
+    """Ask the reward pool for the values of a fragment, whose images the worker `maker` holds."""
 
     fragment: Fragment
     maker: str
@@ -109,7 +109,7 @@ class Train(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Update(Command):
-    """One optimizer update from what was accumulated; the step's last one makes a new version."""
+    """One optimizer update from the accumulated gradient; the step's last one makes a new version."""
 
     worker: str
     step: int
@@ -119,7 +119,7 @@ class Update(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Publish(Command):
-    """Bring published weights, which the trainer keeps, to a worker."""
+    """Send published weights, which the trainer keeps, to a worker."""
 
     worker: str
     publication: Publication
@@ -127,7 +127,7 @@ class Publish(Command):
 
     @property
     def version(self) -> int:
-        """The weights' version."""
+        """The version of the weights."""
         return self.publication.version
 
 
@@ -142,7 +142,7 @@ class Switch(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(Command):
-    """All of a version's evaluation is scored: report it."""
+    """Report a version's evaluation, of which all fragments are scored."""
 
     version: int
     answered: ClassVar[bool] = False
@@ -151,7 +151,7 @@ class Evaluate(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(Command):
-    """Save the trainer's state after a step and the scheduler's, with the versions that it keeps."""
+    """Save the state of the trainer and of the scheduler after a step, with all kept versions."""
 
     step: int
     answered: ClassVar[bool] = False
@@ -169,7 +169,7 @@ class DropVersion(Command):
 
 @dataclasses.dataclass(frozen=True)
 class DropFragments(Command):
-    """Candidates that were begun and do not form the step: whatever there is of them may be freed."""
+    """Free all data of begun candidates that do not form the step."""
 
     fragments: tuple[Fragment, ...]
     answered: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""How long something may take before who does it counts as hung."""
+"""The time after which a worker or a transfer counts as hung."""
 
 import dataclasses
 import math
@@ -6,26 +6,26 @@ import math
 from digen_jax.scheduling.commands import Command
 from digen_jax.scheduling.costs import CostModel, cost_of
 
-FACTOR = 10  # times as long as expected
+FACTOR = 10  # times the expected duration
 
 
 @dataclasses.dataclass(frozen=True)
 class Deadline:
-    """Seconds that anything may take, however quick it was before; 0: nothing is ever taken for hung."""
+    """`floor` is the least number of seconds that count as hung; 0: no deadline."""
 
     floor: float
 
     def seconds(self, expected: float | None = None) -> float:
-        """Seconds that work may take of which so many are expected, None: nothing is known of it."""
+        """Seconds after which work counts as hung; `expected` is its usual duration, None: unknown."""
         if not self.floor:
             return math.inf
         return max(self.floor, FACTOR * (expected or 0.0))
 
 
 def expected(costs: CostModel, command: Command) -> float | None:
-    """Seconds that a command takes by what was measured; None before the first of its kind was.
+    """Seconds of a command by measurement; None before the first measurement of its kind.
 
-    What costs were assumed before a run does not count: they compare commands, and may have another unit.
+    Costs that were assumed before a run do not count: they compare commands, and may have another unit.
     """
     kind = cost_of(command)
     if not costs.averages.get(kind):

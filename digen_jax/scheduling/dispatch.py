@@ -1,4 +1,4 @@
-"""Who does what next: gives work to every worker that has none, and takes tasks one command further."""
+"""Assigns work to every idle worker, and issues the next command of each task."""
 
 import heapq
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from digen_jax.scheduling.state import SchedulerState, Worker
 
 
 def give_work(state: SchedulerState, out: list[Command]) -> None:
-    """Commands for all who have nothing to do; the trainer's turn comes last."""
+    """Issues commands to all idle workers, to the trainer last."""
     if state.trainer is None:
         return
     _serve_rollout(state, out)
@@ -29,7 +29,7 @@ def give_work(state: SchedulerState, out: list[Command]) -> None:
 
 
 def continue_task(state: SchedulerState, worker: Worker, out: list[Command]) -> None:
-    """The next command of a worker's task; none while its weights are on their way."""
+    """Issues the next command of a worker's task, unless its weights are in transfer."""
     task, name = worker.task, worker.name
     fragment = task.fragment
     if worker.role != "sample":
@@ -63,7 +63,7 @@ def _serve_rollout(state: SchedulerState, out: list[Command]) -> None:
             continue_task(state, worker, out)
             continue
         passed.append(rank)
-        # Work that this worker was refused alone may be another's; otherwise nobody gets any.
+        # Only this worker may be refused the work after a failure; without failures nobody else gets any either.
         if not state.failed_on:
             break
     for rank in passed:
@@ -71,7 +71,7 @@ def _serve_rollout(state: SchedulerState, out: list[Command]) -> None:
 
 
 def _next_fragment(state: SchedulerState, worker: Worker) -> Fragment | None:
-    """The step that is on, then the evaluation, then the steps ahead within their bounds.
+    """A fragment of the present step, else of the evaluation, else of the next steps within their bounds.
 
     So an evaluation fills the time in which the trainer trains the rest of a step.
     """
@@ -83,7 +83,7 @@ def _next_fragment(state: SchedulerState, worker: Worker) -> Fragment | None:
 
 
 def _of_evaluation(state: SchedulerState, worker: Worker) -> Fragment | None:
-    """The first fragment of an evaluation that a worker may have."""
+    """The first fragment of an evaluation that a worker may generate."""
     for evaluation in state.evaluations.values():
         if evaluation.queue:
             fragment = Fragment(evaluation.version, evaluation.queue[0], evaluation=True)
@@ -93,7 +93,7 @@ def _of_evaluation(state: SchedulerState, worker: Worker) -> Fragment | None:
 
 
 def _of_steps(state: SchedulerState, worker: Worker, batches: Iterable[Batch]) -> Fragment | None:
-    """The first fragment of some steps that a worker may have."""
+    """The first fragment of some steps that a worker may generate."""
     for batch in batches:
         index = batch.next_queued()
         if index is not None and state.failed_on:
@@ -113,7 +113,7 @@ def _of_steps(state: SchedulerState, worker: Worker, batches: Iterable[Batch]) -
 
 
 def _refused(state: SchedulerState, worker: Worker, fragment: Fragment) -> bool:
-    """Whether a fragment failed on a worker and there is another one that may have it."""
+    """Whether a fragment failed on this worker and another worker may generate it."""
     failed = state.failed_on.get(fragment, ())
     if worker.name not in failed:
         return False
@@ -121,7 +121,7 @@ def _refused(state: SchedulerState, worker: Worker, fragment: Fragment) -> bool:
 
 
 def _sooner_elsewhere(state: SchedulerState, worker: Worker, queued: int) -> bool:
-    """Whether faster workers, once they are free, finish all that is queued before this one could."""
+    """Whether faster workers, as soon as they are free, finish all queued fragments before this worker could."""
     if queued > len(state.rollout):
         return False
     finish = state.now + state.generation_seconds(worker)
@@ -138,7 +138,7 @@ def _sooner_elsewhere(state: SchedulerState, worker: Worker, queued: int) -> boo
 
 
 def _serve_trainer(state: SchedulerState, out: list[Command]) -> None:
-    """Its task, if it has one; else train, update, or generate by itself."""
+    """Continues the trainer's task; without one it trains, updates or generates."""
     trainer, batch = state.trainer, state.batch
     if trainer.task is not None and not state.wanted(trainer.task.fragment):
         trainer.task = None
@@ -153,8 +153,8 @@ def _serve_trainer(state: SchedulerState, out: list[Command]) -> None:
         return _help_evaluation(state, out)
     index = batch.next_ready()
     if index is None and batch.set_trained and batch.in_last_set and state.evaluations:
-        # The version is evaluated before the next one is there: so evaluations end in their order, and
-        # what the update consumes is needed by nobody any more.
+        # The version is evaluated before the next one exists, so evaluations end in order, and no
+        # evaluation needs the weights that the update consumes.
         return _help_evaluation(state, out)
     if index is not None or batch.set_trained:
         if trainer.role != "train":
@@ -174,7 +174,7 @@ def _serve_trainer(state: SchedulerState, out: list[Command]) -> None:
 
 
 def _help_evaluation(state: SchedulerState, out: list[Command]) -> None:
-    """The trainer makes a fragment of the evaluation where it may sample, and the rollout would not be sooner."""
+    """The trainer generates an evaluation fragment, if it may sample and the rollout would not be sooner."""
     fragment = _of_evaluation(state, state.trainer)
     if fragment is not None and state.settings.tag_fragments and helps_evaluation(state):
         state.assign(state.trainer, fragment)
@@ -190,7 +190,7 @@ def _train(state: SchedulerState, index: int, out: list[Command]) -> None:
 
 
 def _next_fragment_of_colocated(state: SchedulerState) -> Fragment | None:
-    """Without rollout workers the trainer generates all that there is before it trains."""
+    """Without rollout workers the trainer generates everything before it trains."""
     evaluation = _of_evaluation(state, state.trainer)
     if evaluation is not None:
         return evaluation
@@ -199,7 +199,7 @@ def _next_fragment_of_colocated(state: SchedulerState) -> Fragment | None:
 
 
 def _may_tag(state: SchedulerState) -> bool:
-    """Whether there is something that the trainer may generate beside the rollout workers."""
+    """Whether there is a fragment that the trainer may generate in addition to the rollout workers."""
     batch = state.batch
     return bool(
         state.rollout

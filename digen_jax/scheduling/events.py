@@ -1,4 +1,4 @@
-"""What the executors tell the scheduler. `at` is their process's clock in seconds; it never goes back."""
+"""Events from the executors to the scheduler. `at`, in seconds of their process's clock, never decreases."""
 
 import dataclasses
 
@@ -7,16 +7,16 @@ from digen_jax.scheduling.commands import Command
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something happened."""
+    """`at` is the time of the event, in seconds."""
 
     at: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Joined(Event):
-    """A worker is ready. `speed` is how fast it samples, relative to the others.
+    """A worker is ready. `speed` is its sampling speed, relative to the others.
 
-    The run begins when the trainer joins: rollout workers that are there from the start join before.
+    The run begins when the trainer joins; rollout workers of the start join before it.
     """
 
     worker: str
@@ -25,14 +25,14 @@ class Joined(Event):
 
 @dataclasses.dataclass(frozen=True)
 class Lost(Event):
-    """A worker is gone with all it was doing; whatever it may still report is ignored."""
+    """A worker is lost with all its work; its later reports are ignored."""
 
     worker: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Completed(Event):
-    """A command is done and took so many seconds; a Score's `values` are one an image."""
+    """A command is done after `seconds`; a Score has one value per image in `values`."""
 
     command: Command
     seconds: float
@@ -41,7 +41,7 @@ class Completed(Event):
 
 @dataclasses.dataclass(frozen=True)
 class Failed(Event):
-    """A command failed; its worker is well and free."""
+    """A command failed; its worker still works and is free."""
 
     command: Command
     reason: str

@@ -1,8 +1,8 @@
-"""Whether a trainer that would wait had better generate: the rest of the step, played forward.
+"""Decides whether a trainer that would wait should generate: plays the rest of the step forward.
 
-What is played is the policy of this package, reduced to what decides when the step ends. Wherever
-the trainer has nothing to train it may generate a fragment or wait; a bounded search tries both,
-and plays on by simple rules where it may look no further.
+The play uses the policy of this package, reduced to the parts that determine the end of the step. When
+the trainer has nothing to train, it may generate a fragment or wait; a bounded search tries both. When
+its bound is reached, simple rules play the rest.
 """
 
 import dataclasses
@@ -10,25 +10,25 @@ import heapq
 import math
 from collections.abc import Callable
 
-SOON = 1e-12  # seconds: the rewards answer after whatever else happens at the same time
+SOON = 1e-12  # seconds: the rewards answer after all other events of the same time
 PLAYED = 600  # fragments that a search may play, times decisions: bounds a search's time
 
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """A fragment that is not trained. It can be trained once all of its `gate` are scored."""
+    """A fragment that is not trained. It can be trained as soon as all fragments of its `gate` are scored."""
 
-    scored_in: float | None  # seconds from now, below 0: it is scored; None: queued
+    scored_in: float | None  # seconds from now, below 0: it is scored; None: it is queued
     gate: int
-    update: int  # its update set, 0 the present one
+    update: int  # its update set; 0: the present one
 
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """The rest of a step when the trainer has nothing to train; all times are seconds."""
+    """The rest of a step at a time when the trainer has nothing to train; all times are in seconds."""
 
-    fragments: tuple[Ahead, ...]  # by index; those queued are taken in this order
-    rollout: tuple[tuple[float, float, float], ...]  # free in, a fragment takes, speed
+    fragments: tuple[Ahead, ...]  # by index; queued ones are taken in this order
+    rollout: tuple[tuple[float, float, float], ...]  # (free in, seconds a fragment, speed)
     sampling: bool  # the trainer's present role
     tags: int  # fragments that the trainer may still generate
     generate: float  # a fragment, by the trainer
@@ -50,7 +50,7 @@ def tag_pays(outlook: Outlook) -> bool:
 
 
 def _soonest(play: "Play", best: float, budget: list[int]) -> float:
-    """The earliest end of a play over the trainer's choices, or `best` if none is before it."""
+    """The earliest end of a play over the trainer's choices, or `best` if no end is earlier."""
     if play.bound() >= best:
         return best
     if not play.to_decision():
@@ -68,7 +68,7 @@ def _soonest(play: "Play", best: float, budget: list[int]) -> float:
 
 
 def _play_out(play: "Play", rule: Callable[["Play"], bool], best: float) -> float:
-    """The end of a play by a rule, or `best` if it is not before it."""
+    """The end of a play by a rule, or `best` if that is earlier."""
     while play.to_decision():
         if play.bound() >= best:
             return best
@@ -88,7 +88,7 @@ RULES: tuple[Callable[["Play"], bool], ...] = (
 
 @dataclasses.dataclass
 class Play:
-    """A step being played. Fragments are numbered by their place in the outlook."""
+    """A step that is played. Fragments are numbered by their place in the outlook."""
 
     outlook: Outlook
     time: float
@@ -96,17 +96,17 @@ class Play:
     tags: int
     queue: list[int]  # the next one last
     rollout: list[tuple[float, float, float]]  # heap of (free at, seconds a fragment, speed)
-    scored: list[tuple[float, int]]  # heap of (when, fragment), of those to come
+    scored: list[tuple[float, int]]  # heap of (time, fragment) of future scores
     closed: dict[int, int]  # gate -> fragments not scored
-    behind: dict[int, list[int]]  # gate -> fragments scored
+    behind: dict[int, list[int]]  # gate -> scored fragments that wait for it
     ready: list[tuple[int, int]]  # heap of (update set, fragment)
     left: list[int]  # fragments to train, of each update set
-    uneven: bool  # speeds differ
+    uneven: bool  # whether speeds differ
     update: int = 0
 
     @classmethod
     def begin(cls, outlook: Outlook) -> "Play":
-        """The present."""
+        """A play that starts at the present state."""
         fragments = outlook.fragments
         closed: dict[int, int] = {}
         left = [0] * (1 + max(f.update for f in fragments))
@@ -127,7 +127,7 @@ class Play:
         return play
 
     def copy(self) -> "Play":
-        """The same play, to be played otherwise."""
+        """A copy, to play another choice."""
         return dataclasses.replace(
             self,
             queue=self.queue[:],
@@ -140,7 +140,7 @@ class Play:
         )
 
     def to_decision(self) -> bool:
-        """Plays until the trainer may choose between generating and waiting; False: to the end."""
+        """Plays until the trainer may choose between generating and waiting; False: the step ended."""
         look = self.outlook
         while True:
             self._take_in(self.time)
@@ -171,23 +171,23 @@ class Play:
         heapq.heappush(self.scored, (self.time + self.outlook.score + SOON, fragment))
 
     def wait(self) -> None:
-        """The trainer waits until one more fragment is scored."""
+        """The trainer waits until the next fragment is scored."""
         self._generate(math.inf)
         self.time = max(self.time, self.scored[0][0])
         self._take_in(self.time)
 
     def bound(self) -> float:
-        """No play ends before this."""
+        """A lower bound of the end of this play."""
         look = self.outlook
         updates = (len(self.left) - self.update) * look.update
         return self.time + sum(self.left[self.update :]) * look.train + updates
 
     def tag_seconds(self) -> float:
-        """Seconds of generating a fragment now."""
+        """Seconds to generate a fragment now."""
         return self.outlook.generate + (0 if self.sampling else self.outlook.to_sample)
 
     def queue_ends(self) -> float:
-        """When the rollout workers would have generated all that is queued, work being divisible."""
+        """When the rollout workers would have generated all queued fragments, if work were divisible."""
         rate = sum(1 / seconds for _, seconds, _ in self.rollout)
         begun = sum(max(self.time, free) / seconds for free, seconds, _ in self.rollout)
         return (len(self.queue) + begun) / rate
@@ -198,7 +198,7 @@ class Play:
             self.sampling = sampling
 
     def _generate(self, until: float) -> None:
-        """The rollout workers take fragments until some time, or until the next one is scored."""
+        """The rollout workers take fragments until some time, or until the next fragment is scored."""
         while self.queue and self.rollout:
             free, seconds, speed = self.rollout[0]
             if free > until or (self.scored and self.scored[0][0] < free):
@@ -213,7 +213,7 @@ class Play:
             heapq.heappush(self.scored, (end + self.outlook.score, self.queue.pop()))
 
     def _take_in(self, time: float) -> None:
-        """What happens beside the trainer up to some time."""
+        """Plays the rollout workers and the rewards up to some time."""
         if self.queue:
             self._generate(time)
         while self.scored and self.scored[0][0] <= time:
@@ -222,7 +222,7 @@ class Play:
                 self._generate(time)
 
     def _release(self, time: float) -> None:
-        """What is scored up to some time becomes ready where its gate opens."""
+        """Fragments scored up to some time become ready if their gate opens."""
         while self.scored and self.scored[0][0] <= time:
             _, number = heapq.heappop(self.scored)
             fragment = self.outlook.fragments[number]

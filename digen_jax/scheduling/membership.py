@@ -9,23 +9,23 @@ INFORMATIVE, FLAT = "informative", "flat"
 class Frontier:
     """The candidates below `limit` are those that can be among the first `wanted` informative ones.
 
-    An informative candidate below it is certainly among them: fewer than `wanted` before it are
-    informative or undecided. It moves forward only.
+    An informative candidate below `limit` is certainly among them: fewer than `wanted` candidates before
+    it are informative or undecided. `limit` never decreases.
     """
 
     wanted: int
     limit: int = 0
-    possible: int = 0  # below the limit and not flat
-    certain: int = 0  # below the limit and informative
+    possible: int = 0  # candidates below the limit that are not flat
+    certain: int = 0  # candidates below the limit that are informative
 
     def note(self, group: int, verdict: str) -> None:
-        """Takes a new verdict into account; `advance` follows."""
+        """Counts a new verdict; the caller calls `advance` next."""
         if group < self.limit:
             self.possible -= verdict == FLAT
             self.certain += verdict == INFORMATIVE
 
     def advance(self, verdicts: list[str | None]) -> range:
-        """Moves the limit as far as it goes; returns the groups that it passed."""
+        """Moves the limit as far as possible; returns the groups that it passed."""
         start = self.limit
         while self.possible < self.wanted and self.limit < len(verdicts):
             self.possible += verdicts[self.limit] != FLAT
@@ -38,8 +38,8 @@ class Frontier:
 class Candidates:
     """The opened candidate groups of a step and what is known of each.
 
-    `current` bounds the update sets up to the present one, `whole` the step. Without dynamic
-    sampling (`most == wanted`) every group passes for informative once it is complete.
+    `current` bounds the update sets up to the present one, `whole` the step. Without dynamic sampling
+    (`most == wanted`) every complete group counts as informative.
     """
 
     wanted: int
@@ -55,7 +55,7 @@ class Candidates:
 
     @classmethod
     def begin(cls, wanted: int, first_set: int, most: int, spare: int) -> "Candidates":
-        """Nothing known yet; `most` 0 is no dynamic sampling."""
+        """No verdict is known yet; `most` 0 means no dynamic sampling."""
         new = cls(
             wanted,
             most or wanted,
@@ -70,9 +70,9 @@ class Candidates:
         return new
 
     def judge(self, group: int, low: float, high: float) -> range:
-        """A group is complete, its values between low and high: the groups that may be members now.
+        """Judges a complete group by its lowest and highest value; returns the groups that may be members now.
 
-        Opens the candidate that replaces it, and fills the step up where none is left.
+        Opens the candidate that replaces it; if no candidate is left, fills the step up.
         """
         verdict = FLAT if self.dynamic and not low < high else INFORMATIVE
         self.verdicts[group] = verdict
@@ -90,7 +90,7 @@ class Candidates:
         return passed
 
     def next_set(self, size: int) -> range:
-        """The next update set is on: the groups that may be members of it, filled up ones apart."""
+        """Begins the next update set; returns the groups that may be its members, except filled-up ones."""
         self.current.wanted += size
         return self.current.advance(self.verdicts)
 
@@ -103,7 +103,7 @@ class Candidates:
         return group in self.filled_in_set()
 
     def filled_in_set(self) -> list[int]:
-        """The groups without variance that fill up the present update set or one before."""
+        """The groups without variance that fill up the present update set or an earlier one."""
         return self.filled[: max(0, self.current.wanted - self.informative)]
 
     def useless(self) -> list[int]:
@@ -125,7 +125,7 @@ class Candidates:
         return bool(self.filled) or self.whole.certain == self.wanted
 
     def others(self) -> list[int]:
-        """Once the step is known: the opened groups that do not form it."""
+        """The opened groups that do not form the step, which must be known."""
         members = set(self.filled)
         return [
             g

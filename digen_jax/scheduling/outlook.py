@@ -1,4 +1,4 @@
-"""TAG: what the scheduler knows about the rest of the step, put before the forecast."""
+"""TAG: turns the scheduler's state into the rest of the step, and asks the forecast."""
 
 import math
 
@@ -8,8 +8,8 @@ from digen_jax.scheduling.commands import TRAINER, Publication
 from digen_jax.scheduling.forecast import Ahead, Outlook
 from digen_jax.scheduling.state import SchedulerState
 
-PLAYABLE = 64  # fragments and rollout workers; more are judged by rates
-ALWAYS_PLAYED = 8  # fragments; more are judged by rates where these leave no doubt
+PLAYABLE = 64  # fragments and rollout workers; larger numbers are judged by rates
+ALWAYS_PLAYED = 8  # fragments; larger numbers are judged by rates if these leave no doubt
 
 
 def tag_pays(state: SchedulerState) -> bool:
@@ -24,13 +24,13 @@ def tag_pays(state: SchedulerState) -> bool:
     if abs(gain) > doubt:
         return gain > 0
     outlook = look_ahead(state)
-    # Of what is queued, redundant candidates are no part of the step yet.
+    # Queued redundant candidates do not belong to the step yet.
     queued = any(fragment.scored_in is None for fragment in outlook.fragments)
     return queued and forecast.tag_pays(outlook)
 
 
 def evaluation_fits(state: SchedulerState) -> bool:
-    """Whether the trainer can make a fragment of the evaluation before it has anything to train."""
+    """Whether the trainer can generate an evaluation fragment before it has anything to train."""
     batch = state.batch
     if not batch.scored_at:
         return False
@@ -39,7 +39,7 @@ def evaluation_fits(state: SchedulerState) -> bool:
 
 
 def helps_evaluation(state: SchedulerState) -> bool:
-    """Whether the trainer makes a fragment of the evaluation before the rollout workers have made all queued ones."""
+    """Whether the trainer generates an evaluation fragment before the workers have generated all queued ones."""
     queued = sum(len(evaluation.queue) for evaluation in state.evaluations.values())
     workers = state.rollout.values()
     each = [state.evaluation_seconds(worker) for worker in workers]
@@ -51,7 +51,7 @@ def helps_evaluation(state: SchedulerState) -> bool:
 
 
 def _evaluation_seconds(state: SchedulerState) -> float:
-    """Seconds of a fragment of the evaluation on the trainer, from its present role on."""
+    """Seconds of an evaluation fragment on the trainer, including a switch from its present role."""
     trainer = state.trainer
     seconds = state.evaluation_seconds(trainer)
     if trainer.role != "sample":
@@ -62,7 +62,7 @@ def _evaluation_seconds(state: SchedulerState) -> float:
 
 
 def look_ahead(state: SchedulerState) -> Outlook:
-    """The rest of the step that is on, by measured costs."""
+    """The rest of the present step, by measured costs."""
     trainer, settings, batch = state.trainer, state.settings, state.batch
     return Outlook(
         fragments=_fragments(state),
@@ -107,10 +107,10 @@ def _fragments(state: SchedulerState) -> tuple[Ahead, ...]:
 
 
 def _gain_by_rates(state: SchedulerState, left: int) -> float:
-    """Seconds for which the rollout workers keep the trainer waiting, less those of a fragment.
+    """Seconds for which the rollout workers make the trainer wait, less the seconds of one fragment.
 
-    It waits for the whole step, where fragments under way count half, or at least for the next one.
-    Coarse, but reckoned again until the step is short enough to play.
+    The trainer waits for the whole step, where fragments in generation count half, or at least for the next
+    fragment. This is coarse, but computed again until the step is short enough to be played.
     """
     batch = state.batch
     generated = (batch.queued + batch.generating / 2) / state.rollout_rate()

@@ -1,4 +1,4 @@
-"""The scheduler's state to and from JSON, and its return to a point from which workers can join anew."""
+"""The scheduler's state to and from JSON, and its return to a point at which workers can join again."""
 
 import dataclasses
 import inspect
@@ -14,7 +14,7 @@ CLASSES = {
 
 
 def pack(value: Any) -> Any:
-    """Dataclasses, dicts, tuples and sets as tagged dicts; numbers, texts and lists as they are."""
+    """Dataclasses, dicts, tuples and sets become tagged dicts; numbers, strings and lists stay as they are."""
     if dataclasses.is_dataclass(value):
         fields = {f.name: pack(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"is": type(value).__name__, **fields}
@@ -26,14 +26,14 @@ def pack(value: Any) -> Any:
         return {"is": "set", "items": [pack(v) for v in sorted(value, key=repr)]}
     if isinstance(value, list):
         return [pack(v) for v in value]
-    # JSON has no infinities, and a group without values has bounds.
+    # JSON has no infinities, and the bounds of a group without values are infinite.
     if value in (float("inf"), float("-inf")):
         return {"is": "float", "items": str(value)}
     return value
 
 
 def unpack(value: Any) -> Any:
-    """What `pack` was given."""
+    """The inverse of `pack`."""
     if isinstance(value, list):
         return [unpack(v) for v in value]
     if not isinstance(value, dict):
@@ -53,14 +53,14 @@ def rewind(
     new: settings.Settings | None = None,
     expected: settings.Costs | None = None,
 ) -> None:
-    """Forgets the workers and all that is in flight; versions that groups have begun by stay fixed.
+    """Forgets the workers and all work in flight; groups that have begun keep their versions.
 
-    The clock begins again, as that of a new process does. `new`, where given, replaces the settings,
-    which may have another number of steps or cut a step into other fragments; `expected` replaces the
-    costs, measured ones too.
+    The clock starts again at 0, as in a new process. `new`, if given, replaces the settings, which may
+    have another number of steps or divide a step into other fragments; `expected` replaces all costs,
+    measured ones included.
 
     Raises:
-      ValueError: a part of the step that is on was trained.
+      ValueError: a part of the present step was trained.
     """
     if now.batch is not None and (now.batch.update or now.batch.has_trained):
         raise ValueError("a scheduler can only be resumed from the end of a step")
@@ -70,7 +70,7 @@ def rewind(
     now.settings = new or now.settings
     if expected is not None:
         now.costs = costs.CostModel(expected, now.settings.fragment_images)
-    now.evaluations = {}  # at a step's end that of the newest version alone is on
+    now.evaluations = {}  # at a step's end only the newest version can be in evaluation
     now.batches = {
         step: old.rewound(now.settings)
         for step, old in now.batches.items()

@@ -1,4 +1,4 @@
-"""The scheduler: one event in, the commands that follow from it out."""
+"""The scheduler: it takes one event and returns the resulting commands."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ class Scheduler:
         self.state = SchedulerState.begin(settings, costs)
 
     def handle(self, event: Event) -> list[Command]:
-        """Books an event and returns the commands that it leads to, in the order to send them.
+        """Applies an event and returns the resulting commands, in the order in which to send them.
 
         A completion or failure of a command that is not in flight (any more) changes nothing.
 
@@ -67,16 +67,16 @@ class Scheduler:
 
     @property
     def kept(self) -> list[Publication]:
-        """The weights that the trainer has to keep, and a checkpoint to hold."""
+        """The weights that the trainer keeps and that a checkpoint contains."""
         return sorted(self.state.references)
 
     def save(self) -> dict[str, Any]:
-        """Everything the scheduler knows, as JSON holds it."""
+        """The whole state of the scheduler, as JSON."""
         return saving.pack(self.state)
 
     @classmethod
     def restore(cls, saved: dict[str, Any]) -> "Scheduler":
-        """The scheduler as it was saved, with what was in flight still in flight."""
+        """The scheduler as it was saved; commands in flight stay in flight."""
         scheduler = cls.__new__(cls)
         scheduler.state = saving.unpack(saved)
         return scheduler
@@ -87,12 +87,12 @@ class Scheduler:
     ) -> "Scheduler":
         """The scheduler in a new process, whose clock begins at 0: workers have to join again.
 
-        Nothing is in flight. What was begun is begun again, by the version that began it.
+        Nothing is in flight. Begun fragments are generated again, with the version of their group.
 
         Args:
-          saved: what `save` gave.
-          settings: where they are others now: the number of steps, or what depends on the devices.
-          costs: expected ones, where what was measured is of other devices; None: that still holds.
+          saved: the result of `save`.
+          settings: new settings, if the number of steps or the devices changed; None: as saved.
+          costs: expected costs, if the measured ones are of other devices; None: the measured ones hold.
 
         Raises:
           ValueError: it was saved after a part of a step was trained.
@@ -102,12 +102,12 @@ class Scheduler:
         return scheduler
 
     def is_superseded(self, command: Command) -> bool:
-        """Whether a command sends a version that the worker needs no more, as there is a newer one."""
+        """Whether a command sends a version that the worker no longer needs because a newer one exists."""
         return isinstance(command, Publish) and self.state.is_superseded(command)
 
     @property
     def has_rollout(self) -> bool:
-        """Whether there is any rollout worker at present."""
+        """Whether there is a rollout worker at present."""
         return bool(self.state.rollout)
 
     def is_there(self, worker: str) -> bool:
@@ -135,7 +135,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------- events
 
     def _joined(self, event: Joined, out: list[Command]) -> None:
-        """A worker joins; one that is known already was lost without notice."""
+        """Adds a worker; if its name is known, the old worker was lost without notice."""
         state = self.state
         if event.worker in state.rollout:
             self._lost(Lost(event.at, event.worker))
@@ -153,7 +153,7 @@ class Scheduler:
         state.rate = None
 
     def _lost(self, event: Lost) -> None:
-        """A worker's fragments go back to the queue; what it was sent is in flight no more."""
+        """Requeues a lost worker's fragments; its commands are no longer in flight."""
         state = self.state
         if event.worker == TRAINER:
             raise SchedulerError("the trainer is lost: restart the run from its last checkpoint")
@@ -165,7 +165,7 @@ class Scheduler:
         state.rate = None
 
     def _completed(self, event: Completed, out: list[Command]) -> None:
-        """A command that was in flight is done."""
+        """Applies the completion of a command that was in flight."""
         state, command = self.state, event.command
         name = getattr(command, "worker", "")
         worker = state.worker(name)
@@ -207,7 +207,7 @@ class Scheduler:
             state.publish_newest(worker, out)
 
     def _go_on(self, worker: Worker | None, out: list[Command]) -> None:
-        """Takes a rollout worker's task further, or gives it up where it became superfluous."""
+        """Continues a rollout worker's task, or gives it up if it has become superfluous."""
         state = self.state
         if worker is None or worker is state.trainer or worker.busy is not None:
             return
@@ -229,7 +229,7 @@ class Scheduler:
         state.hand_over(worker, fragment, out)
 
     def _handed_over(self, fragment: Fragment, out: list[Command]) -> None:
-        """A part of a handover is done: goes on with the fragment once all of it is."""
+        """One part of a handover is done: continues with the fragment when both parts are."""
         state, handover = self.state, self.state.handovers[fragment]
         if handover.values is None or not handover.delivered:
             return
@@ -247,7 +247,7 @@ class Scheduler:
             state.release(state.evaluated(fragment.step), 1, out)
 
     def _failed(self, event: Failed, out: list[Command]) -> None:
-        """The work of a failed command is done again, elsewhere if it can be."""
+        """Repeats the work of a failed command, on another worker if possible."""
         state, command = self.state, event.command
         worker = state.worker(getattr(command, "worker", ""))
         if isinstance(command, Publish) and state.is_superseded(command):

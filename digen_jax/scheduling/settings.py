@@ -1,4 +1,4 @@
-"""What the scheduler is told before a run: the shape of a step, the policy's bounds, expected costs."""
+"""Settings of the scheduler: the shape of a step, the bounds of the policy, expected costs."""
 
 import dataclasses
 import math
@@ -9,28 +9,28 @@ from typing import Literal
 from digen_jax.errors import ConfigError, check_choice, check_divides, check_positive
 
 READINESS = ("group", "step")
-OWN: Mapping[str, str] = MappingProxyType({})  # names of fields in errors: their own
+OWN: Mapping[str, str] = MappingProxyType({})  # names of fields in errors: their own names
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The shape of a step and the bounds of the policy.
 
-    `readiness` is what must be scored completely before a fragment of it can be trained. With
-    `open_groups` above 0 fragments are trained early, before that: in at most so many groups at a
-    time. Where `readiness` is "group", a group that was complete before its first training is not
-    counted; where it is "step", all groups are.
+    `readiness` is the unit that must be completely scored before its fragments can be trained. With
+    `open_groups` above 0 fragments are trained early, before that, of at most `open_groups` groups at the
+    same time. With `readiness` "group", a group that was complete before its first training does not
+    count; with "step", every group counts.
 
-    With `ordered` the fragments of a step are trained in the order of their index (of groups that
-    fill the step up after all others), never in that of their arrival, so that the sums of a step
-    are the same to the last bit however long things take.
+    With `ordered` the fragments of a step are trained in the order of their index (groups that fill the
+    step up come last), never of their arrival, so that the sums of a step are bitwise the same whatever
+    the timing.
 
-    A step may begin up to `staleness` versions early. At most `stale_share` of its groups begin so.
+    A step may begin up to `staleness` versions early. At most `stale_share` of its groups begin early.
 
-    `max_candidates` above 0 is dynamic sampling: groups whose values are all equal are replaced by
-    the next candidates, at most so many in all. `redundant_groups` more than needed are generated
-    at any time, so that a replacement need not be waited for. If the candidates run out, groups
-    without variance fill the step up: the first by index, ranked after all others.
+    `max_candidates` above 0 is dynamic sampling: the next candidates replace groups whose values are all
+    equal, up to `max_candidates` groups in all. `redundant_groups` more than needed are generated at any
+    time, so that a replacement is ready without delay. If the candidates run out, groups without variance
+    fill the step up: the first by index, ranked after all others.
     """
 
     steps: int
@@ -41,43 +41,43 @@ class Settings:
     readiness: Literal["group", "step"] = "group"
     open_groups: int = 0  # 0: nothing is trained early
     ordered: bool = False
-    staleness: int = 1  # versions a trajectory may be old; 0: strictly on policy
+    staleness: int = 1  # maximum age of a trajectory in versions; 0: strictly on policy
     stale_share: float = 0.5
-    tag_fragments: int = 0  # of a step, that the trainer may generate beside rollout workers
+    tag_fragments: int = 0  # of a step, for the trainer beside rollout workers
     max_candidates: int = 0
     redundant_groups: int = 0
-    retries: int = 2  # of one piece of work, before its failure ends the run
-    score_retries: int = 2  # the same of a score
+    retries: int = 2  # of one piece of work; the next failure ends the run
+    score_retries: int = 2  # the same for a score
     evaluate_every: int = 0  # versions, and after the last step; 0: never
     evaluation_images: int = 1
-    show_every: int = 0  # the same for evaluations that are only to be looked at; 0: never
-    shown_images: int = 1  # the first of an evaluation's
+    show_every: int = 0  # the same for evaluations that only show images; 0: never
+    shown_images: int = 1  # the first ones of an evaluation
     evaluation_batch: int = 1  # images of an evaluation's fragment
-    evaluated_apart: bool = False  # by other weights than those that sample training images
+    evaluated_apart: bool = False  # evaluated weights differ from those that sample training images
     checkpoint_every: int = 0  # steps; 0: never
 
     @property
     def early(self) -> bool:
-        """Whether fragments are trained before what they belong to is complete."""
+        """Whether fragments are trained before their group or step is complete."""
         return self.open_groups > 0
 
     @property
     def step_first(self) -> bool:
-        """Whether the whole step is scored before anything of it is trained."""
+        """Whether the whole step is scored before training begins."""
         return self.readiness == "step" and not self.early
 
     @property
     def unit_images(self) -> int:
         """Images of the smallest whole number of groups and of fragments.
 
-        It is mostly one group, or where a fragment holds several groups one fragment: these begin,
-        are scored and are trained together, so the scheduler handles them as if they were one group.
+        It is usually one group or, if a fragment holds several groups, one fragment: these begin, are
+        scored and are trained together, so the scheduler handles them as one group.
         """
         return math.lcm(self.images, self.fragment_images)
 
     @property
     def units(self) -> int:
-        """Units of a step: what the scheduler's code calls its groups."""
+        """Units of a step; the scheduler's code calls them groups."""
         return self.groups * self.images // self.unit_images
 
     @property
@@ -87,7 +87,7 @@ class Settings:
 
     @property
     def fragments(self) -> int:
-        """Fragments of a step that are trained."""
+        """Trained fragments of a step."""
         return self.units * self.unit_fragments
 
     @property
@@ -97,16 +97,16 @@ class Settings:
 
     @property
     def stale_units(self) -> int:
-        """Units of a step that may begin before the step is on."""
-        # A share such as 0.3 of 10 groups must not lose a group to rounding.
+        """Units of a step that may begin before the previous step ends."""
+        # Rounding must not remove a group from a share such as 0.3 of 10 groups.
         return math.floor(self.stale_share * self.units + 1e-9) if self.staleness else 0
 
     def is_evaluated(self, version: int) -> bool:
-        """Whether a version's whole evaluation is due."""
+        """Whether the whole evaluation of a version is due."""
         return self._due(version, self.evaluate_every)
 
     def is_shown(self, version: int) -> bool:
-        """Whether a version's first images are due to be looked at."""
+        """Whether the first images of a version are due to be shown."""
         return self._due(version, self.show_every)
 
     def _due(self, version: int, every: int) -> bool:
@@ -169,7 +169,7 @@ class Settings:
         """Refuses update sets and fragments that do not divide a step.
 
         Args:
-          names: what errors call a field, where a user knows it by another name.
+          names: the names of the fields in errors, if users know them by other names.
 
         Raises:
           ConfigError: names the fields and what to change.
@@ -185,10 +185,10 @@ class Settings:
         check_divides(fragment, self.fragment_images, share, of_update, why)
 
     def check_candidates(self, names: Mapping[str, str] = OWN) -> None:
-        """Refuses fewer candidates than groups, and what is for candidates where there are none.
+        """Refuses fewer candidates than groups, and redundant groups without dynamic sampling.
 
         Args:
-          names: as of `check_cut`.
+          names: as in `check_cut`.
 
         Raises:
           ConfigError: names the fields and what to change.
@@ -209,7 +209,7 @@ class Settings:
             )
 
     def _check_replaced(self) -> None:
-        """What else a group must be like that may be replaced."""
+        """Further conditions on groups that may be replaced."""
         if self.early:
             raise ConfigError(
                 f"open_groups = {self.open_groups} cannot go with max_candidates, as only a complete "
@@ -230,22 +230,22 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds that commands take. What grows with speed is stated for a worker of speed 1."""
+    """Seconds of commands. Generation, decoding and evaluation are stated for a worker of speed 1."""
 
     generate: float  # an image, on a worker of speed 1
     train: float  # an image, on the trainer
     decode: float = 0.0  # an image, on a worker of speed 1
     encode: float = 0.0  # a step's prompts, on any worker
     score: float = 0.0  # an image, by one scorer
-    score_latency: float = 0.0  # a fragment, beside the scorer's work
+    score_latency: float = 0.0  # a fragment, in addition to the scorer's work
     update: float = 0.0
     publish: float = 0.0  # a version, to one worker
     deliver: float = 0.0  # an image's samples, to the trainer
     evaluate: float = 0.0  # a fragment of an evaluation, on a worker of speed 1
-    switch: float = 0.0  # the trainer's role, each way
+    switch: float = 0.0  # the trainer's role, in each direction
 
     def seconds(self, kind: str, images: int, speed: float) -> float:
-        """Seconds of one command of a kind, for a fragment of so many images."""
+        """Seconds of one command of a kind, for a fragment of `images` images."""
         match kind:
             case "generate" | "decode":
                 return getattr(self, kind) * images / speed

@@ -1,4 +1,4 @@
-"""All that the scheduler knows, and the elementary changes that keep it consistent."""
+"""The scheduler's state, and the elementary changes that keep it consistent."""
 
 import dataclasses
 import heapq
@@ -25,12 +25,12 @@ from digen_jax.scheduling.settings import Costs, Settings
 
 
 class SchedulerError(RuntimeError):
-    """The run cannot go on: the trainer is lost, or something failed too often."""
+    """The run cannot continue: the trainer is lost, or a piece of work failed too often."""
 
 
 @dataclasses.dataclass
 class Task:
-    """The fragment that a worker was given, and how far it is."""
+    """The fragment assigned to a worker, and its progress."""
 
     fragment: Fragment
     publication: Publication
@@ -39,9 +39,9 @@ class Task:
 
 @dataclasses.dataclass
 class Handover:
-    """A decoded fragment on its way: its values to the scheduler, what is trained of it to the trainer.
+    """A decoded fragment in transfer: its values to the scheduler, its samples to the trainer.
 
-    Until both are there it is lost with the worker that made it.
+    Until both have arrived, it is lost if the worker that generated it is lost.
     """
 
     worker: str
@@ -62,11 +62,11 @@ class Worker:
     encoded: set[int] = dataclasses.field(default_factory=set)  # steps
     task: Task | None = None
     busy: int | None = None  # serial of the command that occupies it
-    free_at: float = 0.0  # when its task is expected to be done
+    free_at: float = 0.0  # expected end of its task
 
     @property
     def rank(self) -> tuple[float, int, str]:
-        """The faster first, then who joined first."""
+        """Sort key: faster workers first, then those that joined first."""
         return -self.speed, self.order, self.name
 
 
@@ -81,7 +81,7 @@ class PendingEvaluation:
 
 @dataclasses.dataclass
 class SchedulerState:
-    """Between two events. `version` is the newest one; `step`, the step that is on, equals it."""
+    """The state between two events. `version` is the newest one; `step`, the present step, equals it."""
 
     settings: Settings
     costs: CostModel
@@ -95,16 +95,16 @@ class SchedulerState:
     rollout: dict[str, Worker] = dataclasses.field(default_factory=dict)
     idle: list[tuple[float, int, str]] = dataclasses.field(default_factory=list)  # heap of ranks
     in_flight: dict[int, Command] = dataclasses.field(default_factory=dict)
-    # Of weights that the trainer keeps: the groups and evaluations that need them.
+    # For weights that the trainer keeps: the number of groups and evaluations that need them.
     references: dict[Publication, int] = dataclasses.field(default_factory=dict)
     handovers: dict[Fragment, Handover] = dataclasses.field(default_factory=dict)
     failures: dict[str, int] = dataclasses.field(default_factory=dict)
     failed_on: dict[Fragment, list[str]] = dataclasses.field(default_factory=dict)
-    rate: float | None = None  # fragments a second of all rollout workers; None: to be measured
+    rate: float | None = None  # fragments a second of all rollout workers; None: to be computed
 
     @classmethod
     def begin(cls, settings: Settings, costs: Costs) -> "SchedulerState":
-        """Before the first event."""
+        """The state before the first event."""
         state = cls(settings, CostModel(costs, settings.fragment_images))
         state.references[Publication(0)] = 0
         state.open_batches()
@@ -118,7 +118,7 @@ class SchedulerState:
 
     @property
     def batch(self) -> Batch | None:
-        """The step that is on; None after the last one."""
+        """The present step; None after the last one."""
         return self.batches.get(self.step)
 
     @property
@@ -127,18 +127,18 @@ class SchedulerState:
         return self.step == self.settings.steps and not self.evaluations
 
     def worker(self, name: str) -> Worker | None:
-        """A worker that is there."""
+        """A worker that has joined, or None."""
         return self.trainer if name == TRAINER else self.rollout.get(name)
 
     def open_batches(self) -> None:
-        """Begins the bookkeeping of every step that may be on or ahead."""
+        """Begins the bookkeeping of the present step and of the next steps within `staleness`."""
         last = min(self.step + self.settings.staleness, self.settings.steps - 1)
         for step in range(self.step, last + 1):
             if step not in self.batches:
                 self.batches[step] = Batch.begin(step, self.settings)
 
     def open_evaluation(self) -> None:
-        """Evaluates the newest version where that is due."""
+        """Begins the evaluation of the newest version if it is due."""
         count = self.settings.evaluated_fragments(self.version)
         if count:
             self.evaluations[self.version] = PendingEvaluation(
@@ -147,11 +147,11 @@ class SchedulerState:
             self.refer(self.evaluated(self.version))
 
     def evaluated(self, version: int) -> Publication:
-        """The weights that are evaluated of a version."""
+        """The weights that are evaluated for a version."""
         return Publication(version, self.settings.evaluated_apart)
 
     def end_step(self, out: list[Command]) -> None:
-        """The step's last update is done: its version is there, the next step is on."""
+        """Ends a step after its last update: its version exists, and the next step begins."""
         del self.batches[self.step]
         self.step += 1
         self.references.setdefault(Publication(self.version), 0)
@@ -175,47 +175,47 @@ class SchedulerState:
         return self.serials
 
     def send(self, command: Command, out: list[Command], worker: Worker | None = None) -> None:
-        """Issues a command that will be answered; it occupies `worker` until then."""
+        """Issues a command that will be answered; until then it occupies `worker`."""
         self.in_flight[command.serial] = command
         if worker is not None:
             worker.busy = command.serial
         out.append(command)
 
     def publish(self, worker: Worker, publication: Publication, out: list[Command]) -> None:
-        """Brings weights to a worker; only the trainer is occupied by it."""
+        """Sends weights to a worker; the transfer occupies only the trainer."""
         worker.arriving.add(publication)
         command = Publish(self.next_serial(), worker.name, publication)
         self.send(command, out, worker if worker is self.trainer else None)
 
     def publish_newest(self, worker: Worker, out: list[Command]) -> None:
-        """Sends a rollout worker the newest version, once nothing else is on its way to it.
+        """Sends a rollout worker the newest version if no other transfer to it is in flight.
 
-        So of the versions that come while one is being sent the worker gets only the last.
+        So the worker gets only the last of the versions that are published during a transfer.
         """
         newest = Publication(self.version)
         if not worker.arriving and newest not in worker.held:
             self.publish(worker, newest, out)
 
     def is_superseded(self, command: Publish) -> bool:
-        """Whether there is a newer version than the one being sent, and the worker's task is not by that one."""
+        """Whether a newer version than the one in transfer exists, and the worker's task does not need the latter."""
         worker = self.worker(command.worker)
         task = worker and worker.task
         waited_for = task and task.publication == command.publication
         return command.version < self.version and not waited_for
 
     def hand_over(self, worker: Worker, fragment: Fragment, out: list[Command]) -> None:
-        """A fragment is decoded: asks for its values, and has the trainer given what it trains of it."""
+        """Requests a decoded fragment's values, and the delivery of its samples to the trainer."""
         self.handovers[fragment] = Handover(worker.name, delivered=fragment.evaluation)
         self.score(fragment, out)
         if not fragment.evaluation:
             self.deliver(worker, fragment, out)
 
     def score(self, fragment: Fragment, out: list[Command]) -> None:
-        """Asks for a fragment's values."""
+        """Requests a fragment's values."""
         self.send(Score(self.next_serial(), fragment, self.handovers[fragment].worker), out)
 
     def deliver(self, worker: Worker, fragment: Fragment, out: list[Command]) -> None:
-        """Brings a fragment's samples to the trainer, which alone is occupied by it, with its own fragments."""
+        """Sends a fragment's samples to the trainer; this occupies only a trainer that sends its own fragment."""
         version = self.batches[fragment.step].group_of(fragment.index).version
         command = Deliver(self.next_serial(), worker.name, fragment, version)
         self.send(command, out, worker if worker is self.trainer else None)
@@ -223,13 +223,13 @@ class SchedulerState:
     # ------------------------------------------------------------------------------ versions
 
     def refer(self, publication: Publication) -> None:
-        """One more group or evaluation needs some weights."""
+        """Counts one more group or evaluation that needs some weights."""
         self.references[publication] = self.references.get(publication, 0) + 1
 
     def release(self, publication: Publication, count: int, out: list[Command]) -> None:
-        """So many groups need some weights no more; old ones that nobody needs are dropped."""
+        """Counts `count` groups fewer that need some weights; drops old weights that nobody needs."""
         self.references[publication] -= count
-        newest = Publication(self.version)  # samples whatever comes next
+        newest = Publication(self.version)  # samples the next fragments
         if publication != newest and not self.references[publication]:
             del self.references[publication]
             for worker in filter(None, (self.trainer, *self.rollout.values())):
@@ -239,14 +239,14 @@ class SchedulerState:
     # ----------------------------------------------------------------------------- fragments
 
     def wanted(self, fragment: Fragment) -> bool:
-        """Whether a fragment that was begun is still needed."""
+        """Whether a begun fragment is still needed."""
         if fragment.evaluation:
             return fragment.step in self.evaluations
         batch = self.batches.get(fragment.step)
         return batch is not None and batch.stages[fragment.index] != "dropped"
 
     def assign(self, worker: Worker, fragment: Fragment) -> None:
-        """Gives a worker a fragment, by its group's version or the newest one."""
+        """Assigns a fragment to a worker, with its group's version or the newest one."""
         worker.free_at = self.now + self.generation_seconds(worker)
         if fragment.evaluation:
             heapq.heappop(self.evaluations[fragment.step].queue)
@@ -263,13 +263,13 @@ class SchedulerState:
         worker.task = Task(fragment, Publication(version))
 
     def give_back(self, worker: Worker) -> None:
-        """A worker's fragment has to be generated elsewhere."""
+        """Returns a worker's fragment to the queue."""
         fragment = worker.task.fragment
         worker.task = None
         self.requeue(fragment)
 
     def lose(self, worker: Worker) -> None:
-        """What a worker had begun or made, and has not handed over, has to be made elsewhere."""
+        """Requeues all fragments of a worker that were not handed over."""
         if worker.task is not None:
             self.give_back(worker)
         lost = [f for f, handover in self.handovers.items() if handover.worker == worker.name]
@@ -282,7 +282,7 @@ class SchedulerState:
                 del self.in_flight[serial]
 
     def requeue(self, fragment: Fragment) -> None:
-        """A fragment that was begun is to be generated again, if it is still wanted."""
+        """Queues a begun fragment again, if it is still wanted."""
         if not self.wanted(fragment):
             return
         if fragment.evaluation:
@@ -291,7 +291,7 @@ class SchedulerState:
             self.batches[fragment.step].requeue(fragment.index)
 
     def drop_others(self, batch: Batch, out: list[Command]) -> None:
-        """Drops the candidates that do not form a step, once it is known who does."""
+        """Drops the candidates outside the step as soon as its members are known."""
         if batch.settled or not batch.candidates.dynamic or not batch.candidates.step_known:
             return
         begun, versions = batch.drop_others()
@@ -306,18 +306,18 @@ class SchedulerState:
     # -------------------------------------------------------------------------------- workers
 
     def set_idle(self, worker: Worker) -> None:
-        """A rollout worker may be given work."""
+        """Marks a rollout worker as free for work."""
         heapq.heappush(self.idle, worker.rank)
 
     def rollout_rate(self) -> float:
-        """Fragments a second of all rollout workers, measured once a step or a change of workers."""
+        """Fragments a second of all rollout workers, computed once a step or after a change of workers."""
         if self.rate is None:
             seconds = map(self.generation_seconds, self.rollout.values())
             self.rate = sum(1 / max(1e-12, s) for s in seconds)
         return self.rate
 
     def generation_seconds(self, worker: Worker) -> float:
-        """Seconds in which a worker is expected to generate and decode a fragment."""
+        """Expected seconds in which a worker generates and decodes a fragment."""
         return self._seconds(worker, "generate") + self._seconds(worker, "decode")
 
     def evaluation_seconds(self, worker: Worker) -> float:
@@ -328,7 +328,7 @@ class SchedulerState:
         return self.costs.predict(kind, worker.name, worker.speed)
 
     def handover_seconds(self) -> float:
-        """Seconds until a decoded fragment is expected to be scored and with the trainer."""
+        """Expected seconds until a decoded fragment is scored and delivered."""
         return max(self.costs.predict(kind, "", 1.0) for kind in ("score", "deliver"))
 
     def fail(self, command: Command, reason: str) -> None:
@@ -347,7 +347,7 @@ class SchedulerState:
             )
 
     def forget_failures(self, command: Command) -> None:
-        """A piece of work is done; a fragment is generated only once it is decoded too."""
+        """Forgets the failures of completed work; a fragment counts as generated after it is decoded."""
         if self.failures and not isinstance(command, Encode | Generate):
             self.failures.pop(self.work(command), None)
         if self.failed_on and isinstance(command, Decode):

@@ -1,4 +1,4 @@
-"""What every worker did and waited for, recorded and summed up: of real and of simulated runs."""
+"""Records what every worker did or waited for, in real and simulated runs, and sums it up."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -7,16 +7,16 @@ from typing import NamedTuple
 from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.scheduler import Scheduler
 
-# What a worker may wait for; "end" is that of the run.
+# Causes of waiting; "end" is the end of the run.
 CAUSES = ("generation", "reward", "trainer", "faster worker", "publish", "evaluation", "end")
 
 
 class Interval(NamedTuple):
-    """What a worker did from `start` to `end`, in seconds.
+    """One activity of a worker from `start` to `end`, in seconds.
 
-    `kind` is a command's, "tag" for a fragment that the trainer generates beside rollout workers,
-    "evaluate" for one of an evaluation, or "wait" for `cause`, one of CAUSES. The rewards are the worker
-    "reward", and scoring overlaps there. Transfers to and from a rollout worker have rows of their own,
+    `kind` is a command's, "tag" for a fragment that the trainer generates in addition to rollout workers,
+    "evaluate" for an evaluation fragment, or "wait" for `cause`, one of CAUSES. The rewards are the worker
+    "reward", whose intervals may overlap. Transfers to and from a rollout worker have separate rows,
     such as "publish rollout 0".
     """
 
@@ -29,12 +29,12 @@ class Interval(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """The length of the interval."""
         return self.end - self.start
 
 
 class Recorder:
-    """Notes down what workers do, and between that what they wait for."""
+    """Records the work of workers and, between it, what they wait for."""
 
     def __init__(self):
         self.intervals: list[Interval] = []
@@ -43,17 +43,17 @@ class Recorder:
     def work(
         self, worker: str, kind: str, start: float, end: float, fragment: Fragment | None = None
     ) -> None:
-        """A worker does something from `start`, when its wait ends, to `end`."""
+        """Records work of a worker from `start`, which ends its wait, to `end`."""
         self.end_wait(worker, start)
         self.intervals.append(Interval(worker, kind, start, end, fragment))
 
     def look_at(self, scheduler: Scheduler, worker: str, now: float) -> None:
-        """Whether a worker waits, and for what."""
+        """Records whether a worker waits, and for what."""
         if not scheduler.is_busy(worker):
             self.wait(worker, scheduler.waits_for(worker), now)
 
     def wait(self, worker: str, cause: str, now: float) -> None:
-        """A worker waits from now on, if it does not do so for this cause already."""
+        """A worker waits from now on, unless it already waits for this cause."""
         since = self._waiting.get(worker)
         if since is None or since[1] != cause:
             self.end_wait(worker, now)
@@ -64,13 +64,13 @@ class Recorder:
         return worker in self._waiting
 
     def end_wait(self, worker: str, now: float) -> None:
-        """Notes down a wait that is over."""
+        """Records a wait that is over."""
         since, cause = self._waiting.pop(worker, (now, ""))
         if now > since:
             self.intervals.append(Interval(worker, "wait", since, now, None, cause))
 
     def cut(self, now: float) -> None:
-        """Ends every wait; those that go on begin anew."""
+        """Ends every wait at `now`; those that continue begin again."""
         for worker, (_, cause) in list(self._waiting.items()):
             self.end_wait(worker, now)
             self._waiting[worker] = (now, cause)
@@ -79,7 +79,7 @@ class Recorder:
 def busy_seconds(
     intervals: Iterable[Interval], devices: Mapping[str, int], start: float, end: float
 ) -> float:
-    """Device-seconds of work, not of waiting, between two times; `devices` of each worker."""
+    """Device-seconds of work, without waiting, between two times; `devices`: the number of each worker."""
     return sum(
         max(0.0, min(i.end, end) - max(i.start, start)) * devices[i.worker]
         for i in intervals

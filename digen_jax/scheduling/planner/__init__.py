@@ -1,7 +1,7 @@
-"""Which placement and which tactics are best, predicted by the real scheduler on a virtual clock.
+"""Finds the best placement and tactics by running the real scheduler on a virtual clock.
 
     Problem -> candidates -> estimate (ranks all) -> predict (simulates a few) -> Plan -> table, why
 
-`plan.py` asks the questions, `simulate.py` runs the scheduler on the virtual clock; `calibration.py` says where
-the costs come from and `memory.py` what a device has to hold.
+`plan.py` makes and describes the plan, `simulate.py` runs the scheduler on the virtual clock,
+`calibration.py` holds the sources of the costs, and `memory.py` computes the bytes on each device.
 """

@@ -1,4 +1,4 @@
-"""Costs of commands on one device, and where they come from."""
+"""Costs of commands on one device, and their sources."""
 
 import dataclasses
 import difflib
@@ -16,11 +16,11 @@ class Calibration:
 
     Attributes:
       costs: seconds on a worker, and on a trainer, of one device.
-      source: where they come from, as a phrase.
-      missing: what is taken to cost nothing because it was not measured.
+      source: the origin of the costs, as a phrase.
+      missing: costs that were not measured and are taken as 0.
       trainer_serial: the share of training that more devices do not shorten.
-      worker_serial: the same of generation.
-      scorers: fragments scored at a time; 0: any number.
+      worker_serial: the same for generation.
+      scorers: fragments scored at the same time; 0: any number.
     """
 
     costs: Costs
@@ -32,12 +32,12 @@ class Calibration:
 
 
 def read_calibration(path: pathlib.Path) -> Calibration:
-    """A JSON file with `generate` and `train` and, where they are known, other fields of `Costs`.
+    """Reads a JSON file with `generate` and `train` and, if known, other fields of `Costs`.
 
-    It may also hold trainer_serial, worker_serial and scorers.
+    It may also contain trainer_serial, worker_serial and scorers.
 
     Raises:
-      ConfigError: names the file and what is wrong with it.
+      ConfigError: names the file and its error.
     """
     try:
         given = json.loads(path.read_text())
@@ -72,7 +72,7 @@ def read_calibration(path: pathlib.Path) -> Calibration:
 def per_device(
     measured: Costs, rollout: int, trainer: int, worker: Scaling, train: Scaling
 ) -> Costs:
-    """Costs measured on so many devices of a rollout and of the trainer mesh, as on one of each."""
+    """Converts costs measured on `rollout` and `trainer` devices to one device of each mesh."""
     generation = worker.seconds(rollout)
     return dataclasses.replace(
         measured,

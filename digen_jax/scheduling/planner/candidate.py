@@ -1,4 +1,4 @@
-"""A placement and the tactics on it, as the scheduler and the simulator are told of it."""
+"""A placement with its tactics, and its layout, costs and settings for the scheduler and the simulator."""
 
 import dataclasses
 
@@ -9,15 +9,15 @@ from digen_jax.scheduling.settings import Costs, Settings
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A placement, and which tactics are on.
+    """A placement, and the tactics that are on.
 
     Attributes:
       workers: rollout meshes; 0: colocated.
-      worker_devices: of each of them.
-      data: devices of the trainer mesh over which images are split, its axes data x fsdp.
-      time: devices over which the steps of a trajectory are split; above 1 this is TSP.
-      gap: fragments are trained while others are generated; else all are generated and scored first.
-        Colocated all are generated first, in any case, and trained as they are scored.
+      worker_devices: devices of each of them.
+      data: devices of the trainer mesh that split images: the product of its axes data and fsdp.
+      time: devices that split the steps of a trajectory; above 1 this is TSP.
+      gap: fragments are trained while others are generated; otherwise all are generated and scored first.
+        A colocated run always generates all fragments first, and trains them as they are scored.
       tag: the trainer may generate.
       asynchrony: idle workers may begin the next step.
       worker_tensor: devices of a rollout mesh that work on the same images.
@@ -52,7 +52,7 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """The tactics that are on, "plain" (disaggregation without any) or "colocated"."""
+        """The tactics that are on, "plain" (disaggregation without tactics) or "colocated"."""
         return " + ".join(self.tactics) or "plain" if self.workers else "colocated"
 
     def describe(self) -> str:
@@ -68,7 +68,7 @@ class Candidate:
 
 
 def layout(problem: Problem, candidate: Candidate) -> Layout:
-    """The meshes with their speeds; a trainer samples with as many of its devices as it can."""
+    """The meshes with their speeds; a trainer samples with as many of its devices as possible."""
     trainer, size = candidate.trainer, candidate.worker_devices
     tensor = candidate.tensor
     sampling = problem.worker.seconds(problem.worker.used(trainer // tensor) * tensor)
@@ -77,10 +77,10 @@ def layout(problem: Problem, candidate: Candidate) -> Layout:
 
 
 def costs(problem: Problem, candidate: Candidate) -> Costs:
-    """What commands take with the candidate's trainer mesh.
+    """Seconds of commands with the candidate's trainer mesh.
 
-    Steps that `time` does not divide are filled up, so ceil(s / time) of s are each device's. Colocated the
-    weights and samples lie where they are needed: nothing is published or delivered.
+    If `time` does not divide the steps, they are padded, so each device has ceil(s / time) of s steps. In a
+    colocated run the weights and samples need no transfer: nothing is published or delivered.
     """
     longest = -(-problem.transitions // candidate.time)
     devices = candidate.data * candidate.tensor * problem.transitions / longest
@@ -90,9 +90,9 @@ def costs(problem: Problem, candidate: Candidate) -> Costs:
 
 
 def settings(problem: Problem, candidate: Candidate) -> Settings:
-    """The scheduler's, as `sections` has them with the candidate's tactics on and the others off.
+    """The scheduler's settings of the problem, with the candidate's tactics on and the others off.
 
-    Without GAP they are none that a config can ask for: that is what GAP is compared with.
+    Without GAP no config gives these settings; they are the baseline of GAP.
     """
     whole = candidate.workers > 0 and not candidate.gap
     changes = {"readiness": "step", "open_groups": 0} if whole else {}

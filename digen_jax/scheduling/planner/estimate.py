@@ -1,8 +1,8 @@
 """Seconds of a step without a simulation: a lower bound, and an estimate to rank candidates by.
 
-Both are of the steady state, where all steps are alike. A step cannot be shorter than the trainer's
-own work; than the generation of its fragments by all who may do it; than the rewards' work; nor than
-the way of the fragments that are not begun early: from the publication of their weights through
+Both are for the steady state, where all steps are alike. A step cannot be shorter than the trainer's
+work; the generation of its fragments by all workers that may do it; the rewards' work; or the critical
+path of the fragments that are not begun early: from the publication of their weights through
 generation and rewards to the update.
 """
 
@@ -16,7 +16,7 @@ from digen_jax.scheduling.planner.problem import Problem
 
 
 def lower_bound(problem: Problem, candidate: Candidate) -> float:
-    """No step of the steady state takes less on average."""
+    """A lower bound of the mean seconds of a step in the steady state."""
     step = StepEstimate.of(problem, candidate)
     if not step.workers:
         return step.colocated
@@ -24,7 +24,7 @@ def lower_bound(problem: Problem, candidate: Candidate) -> float:
 
 
 def estimate(problem: Problem, candidate: Candidate) -> float:
-    """About what a simulation will say, never below `lower_bound`."""
+    """An estimate of the simulated seconds of a step, never below `lower_bound`."""
     step = StepEstimate.of(problem, candidate)
     if not step.workers:
         return lower_bound(problem, candidate)
@@ -33,27 +33,27 @@ def estimate(problem: Problem, candidate: Candidate) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimate:
-    """A candidate's step in a few numbers: fragments, and seconds. `share` is the trainer's, by TAG."""
+    """A candidate's step in a few numbers: fragments, and seconds. `share`: fragments of the trainer, by TAG."""
 
     fragments: int
-    early: int  # that may begin before the step is on
-    gate: int  # that are scored before the first of them can be trained
-    tags: int  # that the trainer may generate
+    early: int  # fragments that may begin before the previous step ends
+    gate: int  # fragments that are scored before the first of them can be trained
+    tags: int  # fragments that the trainer may generate
     workers: int
     generate: float  # a fragment by a worker, decoding included
-    assist: float  # the same by the trainer
+    assist: float  # the same, by the trainer
     train: float  # a fragment
-    updates: float  # all of a step
-    last_update: float  # those that follow on the last fragment
-    start: float  # until a worker can generate by new weights; early fragments need prompts before
-    score: float  # a fragment, or its delivery beside that, if it takes longer
-    scoring: float  # all of a step by the scorers there are
-    turn: float  # of the trainer's role, each way
-    switch: float  # both ways, and its own weights and prompts
+    updates: float  # all updates of a step
+    last_update: float  # updates after the last fragment
+    start: float  # until a worker can generate with new weights; early fragments have their prompts
+    score: float  # a fragment, or its parallel delivery if that takes longer
+    scoring: float  # all fragments of a step, by all scorers
+    turn: float  # a change of the trainer's role, in one direction
+    switch: float  # changes in both directions, and the trainer's own weights and prompts
 
     @classmethod
     def of(cls, problem: Problem, candidate: Candidate) -> "StepEstimate":
-        """Of a candidate."""
+        """The estimate of a candidate."""
         costs, settings = of.costs(problem, candidate), of.settings(problem, candidate)
         layout, images = of.layout(problem, candidate), settings.fragment_images
         making = (costs.generate + costs.decode) * images
@@ -80,7 +80,7 @@ class StepEstimate:
 
     @property
     def colocated(self) -> float:
-        """All is generated, then trained in turn as it is scored; the last gate is the last to open."""
+        """Seconds if all is generated, then trained in order of the scores; the last gate is the last to open."""
         generated = self.fragments * self.assist
         first = max(generated, self.gate * self.assist + self.score)
         scored = max(generated + self.score, self.assist + self.scoring)
@@ -94,13 +94,13 @@ class StepEstimate:
 
     @property
     def generation(self) -> float:
-        """Work that the trainer takes over, divisible, leaves it as busy as each worker."""
+        """Seconds of generation if the trainer takes over as much as makes it as busy as each worker."""
         a_fragment = self.generate / self.workers
         share = (self.fragments * a_fragment - self.busy) / max(1e-12, self.assist + a_fragment)
         return (self.fragments - min(max(share, 0.0), self.tags)) * a_fragment
 
     def best_share(self, others: Callable[[int], float]) -> float:
-        """The least over the trainer's share, with which its work rises and what `others` do falls."""
+        """The least seconds over the trainer's share; with it the trainer's work grows, and `others` falls."""
         low, high = 0, self.tags
         while low < high:
             middle = (low + high) // 2
@@ -115,11 +115,11 @@ class StepEstimate:
         return self.busy + (self.switch + share * self.assist if share else 0.0)
 
     def way(self, share: int) -> float:
-        """From the publication to the update behind the last fragment that is not begun early."""
+        """Seconds from the publication to the update after the last fragment that is not begun early."""
         return self.generated(share) + self.gate * self.train + self.last_update
 
     def generated(self, share: int) -> float:
-        """When the last fragment of the workers is scored, none being begun early out of turn."""
+        """When the workers' last fragment is scored, if none is begun early out of turn."""
         late = max(0, self.fragments - self.early - share)
         return (
             self.start + math.ceil(late / self.workers) * self.generate + self.score
@@ -128,7 +128,7 @@ class StepEstimate:
         )
 
     def played(self, share: int) -> float:
-        """The same, with the training of a whole last round, and of all behind the first gate that opens."""
+        """`way`, plus the training of a whole last round and of everything after the first gate that opens."""
         late = max(0, self.fragments - self.early - share)
         last = late - (math.ceil(late / self.workers) - 1) * self.workers if late else 0
         rest = max(last, self.gate) * self.train + self.last_update
@@ -136,7 +136,7 @@ class StepEstimate:
         ready = self.early // self.gate * self.gate
         if share or ready == self.fragments:
             return end
-        # What began early is trained first; then the next gate has to open.
+        # Fragments that began early are trained first; then the next gate has to open.
         rounds = math.ceil((self.gate + ready - self.early) / self.workers)
         opened = self.start + rounds * self.generate + self.score
         return max(end, opened + self.busy - ready * self.train)

@@ -1,4 +1,4 @@
-"""From what a scheduler has measured to what a simulation needs: how a run will go on."""
+"""Converts a scheduler's measurements into the layout and costs of a simulation."""
 
 from collections.abc import Mapping
 from statistics import fmean
@@ -14,9 +14,9 @@ def learned(model: CostModel, devices: Mapping[str, int]) -> tuple[Layout, Costs
 
     Args:
       model: of a scheduler whose workers all joined at speed 1.
-      devices: of each worker, the trainer among them.
+      devices: the number of each worker, the trainer included.
 
-    Scores are a latency, in which the queue before the scorers is: simulate any number of them.
+    Scores become a latency that includes the queue at the scorers: simulate them with any number of scorers.
     """
     rollout = [name for name in devices if name != TRAINER]
 

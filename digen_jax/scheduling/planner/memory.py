@@ -1,4 +1,4 @@
-"""What a device has to hold, from counts of parameters, sizes of dtypes, meshes and sharding."""
+"""Bytes on each device, from numbers of parameters, sizes of dtypes, meshes and sharding."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from digen_jax.scheduling.planner.problem import Problem, divisors
 
 @dataclasses.dataclass(frozen=True)
 class DeviceBytes:
-    """What a device of the trainer mesh, and one of a rollout mesh (if there is any), holds by purpose.
+    """Bytes by purpose on a device of the trainer mesh and on one of a rollout mesh (if there is any).
 
-    Left out is what a compiler needs for the time of one operation.
+    Temporary memory of the compiler's operations is not included.
     """
 
     trainer: dict[str, float]
@@ -28,7 +28,7 @@ class DeviceBytes:
 def device_bytes(problem: Problem, candidate: Candidate) -> DeviceBytes:
     """The bytes of a candidate, with the smallest axes fsdp that fit into the devices' memory.
 
-    Where none fits they are as small as wanted, and `largest` tells by how much it is too much.
+    If none fits, the axes have the wanted sizes, and `largest` shows the excess.
     """
     wanted = problem.footprint
     trainer_fsdp = _smallest(
@@ -54,7 +54,7 @@ def device_bytes(problem: Problem, candidate: Candidate) -> DeviceBytes:
 def _smallest(
     devices: int, wanted: int, limit: float | None, held: Callable[[int], dict[str, float]]
 ) -> int:
-    """The smallest axis fsdp, from the wanted one on, with which what is held fits."""
+    """The smallest axis fsdp, at least `wanted`, with which the bytes fit; if none fits, the smallest of all."""
     sizes = [d for d in divisors(devices) if d >= min(wanted, devices)] if devices else [1]
     if limit is None:
         return sizes[0]
@@ -74,8 +74,8 @@ def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[st
     groups = max(settings.groups, settings.max_candidates)
     images = groups * settings.images * (1 + ahead)
     early = 2 * settings.open_groups if candidate.gap else 0
-    # A group of `time` steps goes through together, so each device has as many transitions as if
-    # the images alone were split.
+    # A group of `time` steps is trained together, so each device has as many transitions as if only
+    # the images were split.
     passing = -(-foot.micro_batch // candidate.data)
     return {
         "parameters": tuned + foot.base(*axes),
@@ -89,7 +89,7 @@ def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[st
 
 
 def _worker_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str, float]:
-    """Two fragments' trajectories: one is made while the other is on its way to the trainer."""
+    """Includes the trajectories of two fragments: one in generation, one in transfer to the trainer."""
     if not candidate.workers:
         return {}
     foot, axes = problem.footprint, (fsdp, candidate.worker_tensor)

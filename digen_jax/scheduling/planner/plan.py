@@ -1,4 +1,4 @@
-"""A plan: the choice, the best candidate of every kind beside it, and why, as text."""
+"""A plan: the choice, the best candidate of every kind, and the reasons, as text."""
 
 import dataclasses
 import itertools
@@ -18,15 +18,15 @@ EACH = 4  # simulations for the best split of a kind
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """The result of the search.
 
     Attributes:
-      problem: what was asked.
+      problem: the problem.
       choice: the best placement with its tactics.
-      best: of every kind of candidate (see `Candidate.kind`), the fastest first.
-      candidates: how many there are.
-      for_choice: how many of them were simulated to choose.
-      simulated: how many altogether, the table's included.
+      best: the best prediction of every kind of candidate (see `Candidate.kind`), the fastest first.
+      candidates: the number of candidates.
+      for_choice: how many of them were simulated for the choice.
+      simulated: how many were simulated in all, the table's included.
     """
 
     problem: Problem
@@ -38,10 +38,10 @@ class Plan:
 
 
 def make_plan(problem: Problem, runs: Callable[[Candidate], bool] = lambda candidate: True) -> Plan:
-    """Searches all candidates that run, then those of each kind for the table.
+    """Searches all candidates for which `runs` holds, then those of each kind for the table.
 
     Raises:
-      ConfigError: nothing can work.
+      ConfigError: no candidate can work.
     """
     found = list(filter(runs, candidates(problem)))
     if not found:
@@ -57,7 +57,7 @@ def make_plan(problem: Problem, runs: Callable[[Candidate], bool] = lambda candi
         kinds.setdefault(candidate.kind, []).append(candidate)
     rows = [search(simulations, members, EACH, simplify=False) for members in kinds.values()]
     better = min(rows, key=lambda row: row.step_seconds)
-    # The table may come upon something better; not to take it would be foolish.
+    # The search for the table may find a better candidate than the search for the choice.
     if better.step_seconds < choice.step_seconds * (1 - NOTHING):
         choice = better
     rows = [choice if row.candidate.kind == choice.candidate.kind else row for row in rows]
@@ -84,7 +84,7 @@ LEGEND = (
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Lines of at most `WIDTH` columns, those that continue one indented."""
+    """Lines of at most `WIDTH` columns; continuation lines are indented."""
     lines = (
         textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False)
         for line in text.split("\n")
@@ -93,7 +93,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def table(plan: Plan) -> str:
-    """A line for the best of every kind, of at most `WIDTH` columns."""
+    """A line of at most `WIDTH` columns for the best candidate of every kind."""
     head = ["", "tactics", "workers", "trainer", "s/step", "img/dev/s", "of bound"]
     if plan.problem.footprint is not None:
         head.append("GiB")
@@ -134,7 +134,7 @@ def waits(problem: Problem, made: Prediction) -> str:
 
 
 def memory_table(made: Prediction) -> str:
-    """What a device of each mesh of a candidate holds."""
+    """The bytes by purpose on a device of each mesh of a candidate."""
     lines = []
     meshes = {"trainer": made.memory.trainer, "rollout": made.memory.worker}
     for name, held in meshes.items():
@@ -145,7 +145,7 @@ def memory_table(made: Prediction) -> str:
 
 
 def why(plan: Plan) -> str:
-    """The choice and its reason in a sentence."""
+    """The choice and its reason, in one sentence."""
     choice, rows = plan.choice, {row.candidate.kind: row for row in plan.best}
     chosen = f"{choice.candidate.kind} ({choice.candidate.describe()}) is best because"
     colocated, split = rows.get("colocated"), [r for r in plan.best if r.candidate.workers]
@@ -187,7 +187,7 @@ def _without(plan: Plan) -> dict[str, Prediction]:
 
 
 def _colocated_loss(plan: Plan, colocated: Prediction) -> str:
-    """What costs a colocated step most beyond the bound."""
+    """The largest cost of a colocated step beyond the bound."""
     problem, candidate = plan.problem, colocated.candidate
     costs, settings = of.costs(problem, candidate), of.settings(problem, candidate)
     devices, images = candidate.trainer, settings.groups * settings.images
@@ -222,7 +222,7 @@ def _longer(other: Prediction, choice: Prediction) -> str:
 
 
 def describe_costs(problem: Problem, missing: Sequence[str]) -> str:
-    """The costs that a plan stands on, on one device each."""
+    """The costs of a plan, each on one device."""
     given = dataclasses.asdict(problem.costs)
     per_image = {"generate", "train", "decode", "score", "deliver"}
     parts = [

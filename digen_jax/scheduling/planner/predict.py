@@ -1,4 +1,4 @@
-"""What a candidate will do: a run of the real scheduler on a virtual clock."""
+"""Predicts a candidate by a run of the real scheduler on a virtual clock."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from digen_jax.scheduling.planner.memory import DeviceBytes, device_bytes
 from digen_jax.scheduling.planner.problem import Problem
 from digen_jax.scheduling.planner.simulate import Disturbance, simulate
 
-STEPS = 8  # simulated; the first fills the pipeline, and an alternation of up to 3 steps shows
+STEPS = 8  # simulated; the first fills the pipeline, and an alternation of up to 3 steps is visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,14 +16,14 @@ class Prediction:
     """A simulated candidate.
 
     Attributes:
-      candidate: what was simulated.
+      candidate: the simulated candidate.
       step_seconds: of the steady state.
       images_per_device_second: trained images.
-      utilisation: the bound (G + T)/N, with all that scales at its best, over the step's seconds.
+      utilisation: the bound (G + T)/N, with perfect scaling, over the step's seconds.
       bubbles: device-seconds of waiting in a step, by cause.
-      tag_share: of the fragments, that the trainer generated.
+      tag_share: the share of the fragments that the trainer generated.
       staleness: mean age of a trained fragment, in versions.
-      memory: of a device; None where it is not known what it has to hold.
+      memory: of a device; None if the footprint is not known.
     """
 
     candidate: Candidate
@@ -37,7 +37,7 @@ class Prediction:
 
 
 def predict(problem: Problem, candidate: Candidate, steps: int = STEPS) -> Prediction:
-    """Simulates so many steps."""
+    """Simulates `steps` steps."""
     report = simulate(
         of.layout(problem, candidate),
         of.costs(problem, candidate),
@@ -46,7 +46,7 @@ def predict(problem: Problem, candidate: Candidate, steps: int = STEPS) -> Predi
         Disturbance(scorers=problem.scorers),
     )
     bubbles = report.bubbles()
-    # The end of the run is no part of a step.
+    # Waiting for the end of the run does not belong to a step.
     bubbles.pop("end", None)
     return Prediction(
         candidate,
@@ -61,5 +61,5 @@ def predict(problem: Problem, candidate: Candidate, steps: int = STEPS) -> Predi
 
 
 def memory_of(problem: Problem, candidate: Candidate) -> DeviceBytes | None:
-    """What a device has to hold, where that is known."""
+    """Bytes on each device; None if the footprint is not known."""
     return device_bytes(problem, candidate) if problem.footprint else None

@@ -1,4 +1,4 @@
-"""What is to be planned: devices, the shape of a step, costs on one device and how they scale."""
+"""The planning problem: devices, the shape of a step, costs on one device and their scaling."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,27 +11,27 @@ from digen_jax.scheduling.settings import Costs, Settings
 class Scaling:
     """How the seconds of a command fall with the devices that share it.
 
-    A share `serial` of them does not (Amdahl's law); 0 is a linear speed. The devices split `images`
-    images evenly, so only its divisors can be used; 0 is work that any number of devices splits.
+    The share `serial` does not fall (Amdahl's law); 0 is linear scaling. The devices split `images`
+    images evenly, so their number must divide it; 0: any number of devices splits the work.
     """
 
     serial: float = 0.0
     images: int = 0
 
     def fits(self, devices: int) -> bool:
-        """Whether so many devices can split the images."""
+        """Whether `devices` devices can split the images evenly."""
         return not self.images or self.images % devices == 0
 
     def used(self, devices: int) -> int:
-        """How many of the devices can work at a time."""
+        """How many of the devices can work together."""
         return next(n for n in range(devices, 0, -1) if self.fits(n))
 
     def seconds(self, devices: int | float) -> float:
-        """Seconds on so many devices, over those on one."""
+        """Seconds on `devices` devices, divided by those on one."""
         return self.serial + (1 - self.serial) / devices
 
     def check(self, name: str) -> None:
-        """Refuses a serial share that is none.
+        """Refuses a serial share outside [0, 1).
 
         Raises:
           ConfigError: names the field.
@@ -49,18 +49,18 @@ class Footprint:
     """Sizes in bytes; of parameters those on a device.
 
     Attributes:
-      tuned: what is trained; a gradient, a moment or an average of it is of the same size.
-      base: what the trainer needs besides, such as the weights under a LoRA.
-      published: what of it a sampler is sent.
-      sampler_base: what a sampler needs besides.
-      frozen: text encoders and autoencoder, which sit where images are made.
-      copies: of the tuned parameters beside them: an average, an algorithm's slow copy.
+      tuned: trained parameters; a gradient, a moment or an average has the same size.
+      base: other parameters of the trainer, such as the weights under a LoRA.
+      published: the part of the tuned parameters that is sent to a sampler.
+      sampler_base: other parameters of a sampler.
+      frozen: text encoders and autoencoder, on the devices that generate images.
+      copies: the number of further copies of the tuned parameters: an average, an algorithm's slow copy.
       activations: what the backward pass keeps of one trained sample.
-      trajectory: what is stored of one image until it is trained.
+      trajectory: the stored data of one image until it is trained.
       micro_batch: samples in one forward and backward pass of one step of a trajectory.
-      trainer_fsdp: the least size of the trainer mesh's axis fsdp, where it divides; it is made
-        larger where the memory asks for it.
-      worker_fsdp: the same of a rollout mesh.
+      trainer_fsdp: the least size of the trainer mesh's axis fsdp, if it divides the mesh; it is made
+        larger if the memory requires it.
+      worker_fsdp: the same for a rollout mesh.
     """
 
     tuned: OnDevice
@@ -81,15 +81,15 @@ class Problem:
     """Everything a plan depends on.
 
     Attributes:
-      devices: to be placed, all alike.
-      settings: of the scheduler with every tactic allowed. `readiness` is what the algorithm needs
-        at least; with `staleness` 0 no candidate is asynchronous, with `tag_fragments` 0 none has TAG.
+      devices: number of devices, all alike.
+      settings: of the scheduler with every tactic allowed. `readiness` is the least that the algorithm
+        needs; with `staleness` 0 no candidate is asynchronous, with `tag_fragments` 0 none has TAG.
       costs: on a worker and a trainer of one device each.
-      worker: of generating and decoding a fragment.
-      trainer: of training one, over the axes of the trainer mesh that split images.
+      worker: scaling of the generation and decoding of a fragment.
+      trainer: scaling of its training, over the axes of the trainer mesh that split images.
       transitions: trained steps or noise levels of an image, which the trainer mesh's axis `time` splits.
-      scorers: fragments scored at a time; 0: any number.
-      footprint: what has to be held; None: memory is not predicted.
+      scorers: fragments scored at the same time; 0: any number.
+      footprint: sizes of what the devices hold; None: memory is not predicted.
       device_memory: bytes; None: any amount.
       worker_tensor: the size of a rollout mesh's axis tensor, whose devices work on the same images: as
         given, it is not searched.
@@ -109,7 +109,7 @@ class Problem:
     trainer_tensor: int = 1
 
     def check(self) -> None:
-        """Refuses what cannot be planned.
+        """Refuses a problem that cannot be planned.
 
         Raises:
           ConfigError: names the field and what to change.
@@ -126,11 +126,11 @@ class Problem:
 
     @property
     def bound(self) -> float:
-        """Seconds of a step if all devices were busy always and everything scaled: (G + T)/N."""
+        """Seconds of a step if all devices were always busy and everything scaled: (G + T)/N."""
         work = self.costs.generate + self.costs.decode + self.costs.train
         return self.settings.groups * self.settings.images * work / self.devices
 
 
 def divisors(number: int) -> list[int]:
-    """Of a whole number above 0, the smallest first."""
+    """The divisors of a whole number above 0, the smallest first."""
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,9 +1,9 @@
-"""The best candidate, found by simulating few of them.
+"""Finds the best candidate by simulating a few of them.
 
-All are ranked by estimates. The most promising one is simulated, and what it took corrects the
-estimates of those that differ from it in the split of the devices only; so on until nothing left is
-estimated to be better, or until as many are simulated as may be. At last, tactics that gain nothing
-are switched off.
+Estimates rank all candidates. The search simulates the most promising one, and corrects with the result
+the estimates of the candidates that differ from it only in the split of the devices. It repeats this
+until no remaining estimate is better, or until the number of simulations is used up. At the end it
+switches off tactics that gain nothing.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from digen_jax.scheduling.planner.estimate import estimate
 from digen_jax.scheduling.planner.predict import Prediction, memory_of, predict
 from digen_jax.scheduling.planner.problem import Problem
 
-SHARE = 0.05  # of the candidates, that may be simulated
-LEAST, MOST = 12, 60  # simulations where the share is fewer or more
-PROMISING = 1000  # candidates that are ranked anew after every simulation
-NOTHING = 2e-3  # of a step: a tactic that gains no more is left out
-LITTLE = 5e-3  # of a step: what is estimated to gain no more is not simulated
+SHARE = 0.05  # of the candidates: how many may be simulated
+LEAST, MOST = 12, 60  # bounds of the number of simulations
+PROMISING = 1000  # candidates that are ranked again after every simulation
+NOTHING = 2e-3  # of a step: a tactic that gains less is left out
+LITTLE = 5e-3  # of a step: a candidate whose estimate gains less is not simulated
 
 
 class Simulations:
-    """All predictions that were made. What is the same to the scheduler is simulated once.
+    """All predictions made so far. Candidates that are equal for the scheduler are simulated once.
 
-    `count` is how many simulations there were.
+    `count` is the number of simulations.
     """
 
     def __init__(self, problem: Problem):
@@ -50,14 +50,14 @@ class Simulations:
 def search(
     simulations: Simulations, candidates: Sequence[Candidate], most: int, simplify: bool = True
 ) -> Prediction:
-    """The best of some candidates after at most so many simulations more.
+    """The best of some candidates after at most `most` further simulations.
 
-    `simplify` keeps some of them to see whether a tactic of the best one gains nothing.
+    `simplify` reserves some of them to test whether a tactic of the best one gains nothing.
     """
     last = simulations.count + most
     problem = simulations.problem
     estimates = {c: estimate(problem, c) for c in candidates}
-    # Sorted stably: of equal ones the simplest is the first.
+    # The order is stable: among equal estimates the simplest candidate is the first.
     left = heapq.nsmallest(PROMISING, candidates, key=estimates.get)
     seen: list[Prediction] = []
     best = None
@@ -77,14 +77,14 @@ def search(
 
 
 def budget(candidates: Sequence[Candidate]) -> int:
-    """How many of some candidates may be simulated to choose one."""
+    """How many simulations may be made to choose from some candidates."""
     return min(max(int(SHARE * len(candidates)), LEAST), MOST)
 
 
 def _corrections(
     seen: Sequence[Prediction], estimates: dict[Candidate, float]
 ) -> dict[tuple[bool, ...], list[tuple[int, float]]]:
-    """By scheduling tactics: (trainer devices, seconds over the estimated ones) of what was simulated."""
+    """By scheduling tactics: (trainer devices, simulated over estimated seconds) of all simulated candidates."""
     found: dict[tuple[bool, ...], list[tuple[int, float]]] = {}
     for made in seen:
         ratio = made.step_seconds / max(1e-12, estimates[made.candidate])
@@ -93,7 +93,7 @@ def _corrections(
 
 
 def _nearest(corrections: dict[tuple[bool, ...], list[tuple[int, float]]], c: Candidate) -> float:
-    """The correction from the nearest split; 1 where there is none, as estimates are low, if at all."""
+    """The correction from the nearest split; 1 if there is none, because estimates tend to be low."""
     found = corrections.get(_scheduling(c), [(c.trainer, 1.0)])
     return min(found, key=lambda pair: abs(pair[0] - c.trainer))[1]
 
@@ -105,7 +105,7 @@ def _scheduling(candidate: Candidate) -> tuple[bool, ...]:
 def _simplest(
     simulations: Simulations, best: Prediction, allowed: set[Candidate], last: int
 ) -> Prediction:
-    """The best one without the tactics that gain nothing, as far as simulations are left."""
+    """The best candidate without the tactics that gain nothing, as far as simulations are left."""
     chosen = best
     for simpler in ({"asynchrony": False}, {"tag": False}, {"gap": False}):
         candidate = dataclasses.replace(chosen.candidate, **simpler)

@@ -1,6 +1,6 @@
 """Runs the scheduler on a virtual clock.
 
-It is the real scheduler, event by event; only what its commands take is made up, from `Costs`.
+It is the real scheduler, event by event; only the durations of commands are made up, from `Costs`.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from digen_jax.scheduling.timeline import Recorder
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Some devices that work as one. `speed` divides the seconds of generating and decoding."""
+    """A set of devices that works as one. `speed` divides the seconds of generating and decoding."""
 
     devices: int = 1
     speed: float = 1.0
@@ -37,14 +37,14 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A trainer and its rollout workers, named "rollout 0" and so on; none of them: colocated."""
+    """A trainer and its rollout workers, named "rollout 0" and so on; without workers: colocated."""
 
     trainer: Mesh
     rollout: tuple[Mesh, ...] = ()
 
     @property
     def devices(self) -> int:
-        """Devices altogether."""
+        """The number of all devices."""
         return self.trainer.devices + sum(mesh.devices for mesh in self.rollout)
 
 
@@ -63,7 +63,7 @@ class Disturbance:
 
     Every duration is multiplied by a factor drawn uniformly from 1 - jitter to 1 + jitter. A share
     `flat_groups` of the candidate groups, drawn at random, has no variance. `scorers` fragments are
-    scored at a time, 0 for any number.
+    scored at the same time; 0: any number.
     """
 
     jitter: float = 0.0
@@ -81,14 +81,14 @@ def simulate(
     disturbance: Disturbance | None = None,
     expected: Costs | None = None,
 ) -> Report:
-    """Runs so many steps.
+    """Simulates a run of `steps` steps.
 
     Args:
       layout: the workers at the beginning.
-      costs: what commands take.
-      settings: the scheduler's; their own number of steps is not used.
+      costs: durations of commands.
+      settings: the scheduler's; `steps` replaces their number of steps.
       steps: how many to run.
-      disturbance: jitter, lost workers and so on; None: none of it.
+      disturbance: jitter, lost workers and so on; None: none of these.
       expected: costs that the scheduler assumes before it measures; None: the true ones.
 
     Raises:
@@ -100,7 +100,7 @@ def simulate(
 
 
 class _Simulation:
-    """The virtual clock, and what is noted down on the way."""
+    """The virtual clock, and the records of a simulation."""
 
     def __init__(
         self,
@@ -114,9 +114,9 @@ class _Simulation:
         self.disturbance, self.scheduler = disturbance, scheduler
         self.random = random.Random(disturbance.seed)
         self.meshes: dict[str, Mesh] = {}
-        self.events: list[tuple[float, int, Event]] = []  # heap by time, then as they were pushed
+        self.events: list[tuple[float, int, Event]] = []  # heap by time, then by order of pushing
         self.pushed = 0
-        self.scorers = [0.0] * disturbance.scorers  # heap of when each is free
+        self.scorers = [0.0] * disturbance.scorers  # heap of the times at which each is free
         self.recorder = Recorder()
         self.versions: dict[Fragment, int] = {}
         images = settings.groups * settings.images
@@ -124,7 +124,7 @@ class _Simulation:
         self.report = Report({}, layout.devices, work, images, self.recorder.intervals)
 
     def run(self) -> Report:
-        """Until the scheduler is done."""
+        """Runs until the scheduler is finished."""
         for number, mesh in enumerate(self.layout.rollout):
             self._join(0.0, f"rollout {number}", mesh)
         self._join(0.0, TRAINER, self.layout.trainer)
@@ -168,7 +168,7 @@ class _Simulation:
             self.recorder.look_at(self.scheduler, TRAINER, event.at)
 
     def _start(self, command: Command, now: float) -> None:
-        """A command begins now, a score once a scorer is free; its completion is in the future."""
+        """Begins a command now, or a score as soon as a scorer is free; schedules its completion."""
         name = getattr(command, "worker", "")
         speed = self.meshes[name].speed if name else 1.0
         seconds = self.costs.seconds(cost_of(command), self.settings.fragment_images, speed)
@@ -186,7 +186,7 @@ class _Simulation:
         self._note(command, start, end)
 
     def _values(self, fragment: Fragment) -> tuple[float, ...]:
-        """All equal in a group without variance; which groups are so does not depend on the order."""
+        """Values, all equal in a group without variance; which groups these are is independent of the order."""
         images = self.settings.fragment_images
         if not self.disturbance.flat_groups:
             return (0.0, *(1.0,) * (images - 1))
@@ -199,7 +199,7 @@ class _Simulation:
     # ------------------------------------------------------------------------------ the report
 
     def _note(self, command: Command, start: float, end: float) -> None:
-        """The interval that a command takes; transfers to and from a rollout worker occupy nobody."""
+        """Records the interval of a command; transfers to and from a rollout worker occupy nobody."""
         name = getattr(command, "worker", "reward")
         fragment, kind = getattr(command, "fragment", None), command.kind
         if isinstance(command, Publish | Deliver) and name != TRAINER:
@@ -225,7 +225,7 @@ class _Simulation:
 
 
 def work_of_image(layout: Layout, costs: Costs) -> float:
-    """Device-seconds that one image needs at least: generated where it is cheapest, and trained."""
+    """The least device-seconds of one image: its generation on the cheapest mesh, and its training."""
     meshes: Sequence[Mesh] = layout.rollout or (layout.trainer,)
     generation = min(mesh.devices / mesh.speed for mesh in meshes)
     generation *= costs.generate + costs.decode

@@ -1,4 +1,4 @@
-"""All placements and tactics there are for a number of devices."""
+"""All placements and tactics for a number of devices."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from digen_jax.scheduling.planner.problem import Problem, divisors
 
 
 def candidates(problem: Problem) -> list[Candidate]:
-    """All that use every device and fit into the memory, the simplest first.
+    """All candidates that use every device and fit into the memory, the simplest first.
 
     Rollout meshes are all of one size.
 
@@ -40,7 +40,7 @@ def _tensor(problem: Problem) -> str:
 
 
 def fits_memory(problem: Problem, candidate: Candidate) -> bool:
-    """Whether every device can hold what it has to."""
+    """Whether the candidate fits into the memory of every device."""
     if problem.footprint is None or problem.device_memory is None:
         return True
     return device_bytes(problem, candidate).largest <= problem.device_memory
