@@ -112,7 +112,7 @@ def refused(config, devices=8):
         ),
         (
             dict(lora__rank=10**6, lora__targets=TARGETS),
-            "config.lora.rank = 1000000 is more than any of the layers that it is for can have: set it to 16",
+            "config.lora.rank = 1000000 is too large for all of its layers: set it to 16",
         ),
         (
             dict(placement__rules=(("transformer_blocks", "fsdp"),)),

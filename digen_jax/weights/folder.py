@@ -1,7 +1,7 @@
-"""Component and pipeline folders as diffusers and transformers write them.
+"""Component and pipeline folders in the format of diffusers and transformers.
 
 A component is `config.json` and safetensors, in one file or in several with an index; a pipeline is
-`model_index.json` and a folder for each component. Neither torch nor diffusers is needed.
+`model_index.json` and a folder for each component. This code needs neither torch nor diffusers.
 """
 
 import json
@@ -30,12 +30,12 @@ from digen_jax.weights.tensors import (
 Folder = str | pathlib.Path
 
 INDEX = "model_index.json"
-# The file name each library looks for.
+# The file name that each library expects.
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
-# Beside model_index.json, where a model is best sampled otherwise than by its pipeline's default: steps, guidance.
-# diffusers does not read it.
+# Beside model_index.json: the sampling settings (steps, guidance) with which a model is best sampled, if they differ
+# from its pipeline's defaults. diffusers does not read it.
 SAMPLING = "sampling.json"
-# Hub repositories often hold the pipeline again as one file at the root, and half-precision twins.
+# Hub repositories often also contain the pipeline as one file at the root, and half-precision copies.
 HUB_FILES = ["*.json", "*/*.txt", "*/*.model", "LICENSE*", "*/*.safetensors"]
 HUB_FILES += [f"{stem}*.safetensors" for stem in STEMS.values()]
 HUB_FILES += ["*lora_weights.safetensors", "adapter_model.safetensors"]
@@ -48,7 +48,7 @@ def resolve_folder(
     without: tuple[str, ...] = (),
     index_only: bool = False,
 ) -> pathlib.Path:
-    """A local folder as it is, or the local copy of a hub repository "owner/name" (downloaded).
+    """A local folder as it is, or the downloaded local copy of a hub repository "owner/name".
 
     Args:
       name_or_path: of the folder or repository.
@@ -76,7 +76,7 @@ def resolve_folder(
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, ConnectionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{name!r} is no existing folder, and the hub repository of that name cannot be had "
+            f"{name!r} is no existing folder, and the hub repository of that name cannot be downloaded "
             f"(check the name, the network, and your access to gated models): {reason}"
         ) from error
 
@@ -97,7 +97,7 @@ def read_json(path: Folder) -> dict[str, Any]:
 
 
 def read_model_index(folder: Folder) -> dict[str, Any]:
-    """`model_index.json` of a pipeline folder: `_class_name`, and [library, class] by component."""
+    """`model_index.json` of a pipeline folder: `_class_name`, and [library, class] for each component."""
     path = pathlib.Path(folder) / INDEX
     index = read_json(path)
     if not isinstance(index.get("_class_name"), str):
@@ -106,22 +106,22 @@ def read_model_index(folder: Folder) -> dict[str, Any]:
 
 
 def absent_components(folder: Folder) -> list[str]:
-    """The components that a pipeline's `model_index.json` names, but that its folder does not hold."""
+    """The components that a pipeline's `model_index.json` names but its folder lacks."""
     entries = {k: v for k, v in read_model_index(folder).items() if isinstance(v, list)}
     return [name for name in entries if not pathlib.Path(folder, name).is_dir()]
 
 
 def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, str | None]]) -> None:
-    """Compares `model_index.json` with the (library, class) of each component; (None, None) is not looked at.
+    """Compares `model_index.json` with the (library, class) of each component; (None, None) is not compared.
 
     Raises:
-      ValueError: names the first component that is missing or of another class.
+      ValueError: names the first component that is missing or has another class.
     """
     path = pathlib.Path(folder) / INDEX
     index = read_json(path)
     for part, expected in components.items():
         found = index.get(part)
-        # What transformers calls the tokenizer's faster twin, which reads the same files.
+        # transformers also saves the class of a faster tokenizer, which reads the same files.
         same = isinstance(found, list) and [str(name).removesuffix("Fast") for name in found]
         if expected[0] is not None and same != list(expected):
             raise ValueError(
@@ -133,10 +133,10 @@ def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, str
 def read_component(
     folder: Folder, part: str, kind: str | None, read: Callable[[dict[str, Any]], Any]
 ) -> Any:
-    """What `read` makes of the JSON file of a pipeline's component, whose class there is `kind`, where it says one.
+    """The result of `read` for the JSON file of a pipeline's component, after a check of its class, `kind`.
 
     Raises:
-      ValueError: names the file that is missing, of another class or refused by `read`.
+      ValueError: names the file that is missing, has another class, or is refused by `read`.
     """
     name = "scheduler_config.json" if part == "scheduler" else "config.json"
     path = pathlib.Path(folder) / part / name
@@ -161,19 +161,19 @@ def read_params(
     dtype: DTypeLike | None = None,
     ignore: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """The parameters of a component folder, each device reading only its own shards.
+    """The parameters of a component folder; each device reads only its own shards.
 
     `template` is the network's tree of `jax.ShapeDtypeStruct`, `lists` the network's `LISTS`.
     `shardings` is one Sharding, a tree of them or a prefix of such a tree; None puts everything on
     the first device. Floating leaves get `dtype`, or the template's. `ignore` are name patterns
-    (`*.position_ids`) of tensors that may be there without a place in the network. A tensor that is
-    missing, surplus or misshapen is a ValueError that names it.
+    (`*.position_ids`) of tensors that the file may contain although the network has no such leaf.
+    Raises a ValueError that names a missing, surplus or misshapen tensor.
     """
     return read_tree(open_tensors(folder), template, lists, shardings, dtype, ignore)
 
 
 def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
-    """The tensors of a component folder by name; nothing but the headers is read."""
+    """The tensors of a component folder by name; only the headers are read."""
     folder = pathlib.Path(folder)
     for stem in STEMS.values():
         index = folder / f"{stem}.safetensors.index.json"
@@ -182,7 +182,7 @@ def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
             if not isinstance(weight_map, dict):
                 raise ValueError(f"{index} has no weight_map of tensor names to files")
             for file in weight_map.values():
-                # Lexically: what the hub's cache holds are links out of the folder.
+                # A lexical check, because files in the hub's cache are links to places outside the folder.
                 plain = isinstance(file, str) and pathlib.PurePath(file).name == file
                 if not (plain and file.endswith(".safetensors")):
                     raise ValueError(
@@ -211,9 +211,9 @@ def write_params(
 ) -> None:
     """Write `config.json` and the weights so that `from_pretrained(folder)` loads them.
 
-    `kind` is the library, "diffusers" or "transformers". Floating leaves are cast to `dtype` where
-    given; above `max_shard_bytes` the weights are cut into several files with an index. Every file
-    appears whole, earlier weights go away, and `config.json` comes last: where it is, all is.
+    `kind` is the library, "diffusers" or "transformers". Floating leaves are cast to `dtype` if given;
+    above `max_shard_bytes` the weights are divided into several files with an index. Every file appears
+    whole, earlier weights are removed, and `config.json` is written last: if it exists, all files do.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -236,7 +236,7 @@ def write_params(
 def _write_weights(
     folder: pathlib.Path, stem: str, tensors: Iterable[tuple[str, np.ndarray]], limit: int
 ) -> list[pathlib.Path]:
-    """The files written: one, or numbered ones and their index."""
+    """Returns the written files: one, or numbered ones and their index."""
     shards: list[list[str]] = []
     total, size, held = 0, 0, {}
 
@@ -270,7 +270,7 @@ def copy_pipeline(
     replace: Mapping[str, Callable[[pathlib.Path], None]],
     sampling: Mapping[str, Any],
 ) -> None:
-    """A new pipeline folder with the source's components, those in `replace` written anew.
+    """Writes a pipeline folder with the source's components, except those in `replace`, which are written anew.
 
     `replace[component](folder)` must fill the folder it is given. `sampling` is the content of
     `SAMPLING`. A component whose folder the source lacks is entered as null, as diffusers does for

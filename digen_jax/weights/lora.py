@@ -1,8 +1,8 @@
-"""LoRA (arXiv 2106.09685) on linen networks; its files are for `lora_files`.
+"""LoRA (arXiv 2106.09685) on linen networks; `lora_files` reads and writes its files.
 
 A layer y = W x becomes y = W x + (alpha / rank) B A x. The low-rank term is added to the
 activations of every `nn.Dense` that has factors in the collection "lora", so that neither B A nor a
-gradient of W is ever formed. Networks know nothing of it; their scans must declare
+gradient of W is ever computed. Networks need no code for it, but their scans must declare
 `variable_axes={"params": 0, "lora": 0}`.
 """
 
@@ -31,7 +31,7 @@ RANK = "rank"
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Which layers are adapted, and how.
+    """The adapted layers and their rank, scale and initialisation.
 
     `targets` is a regular expression for the whole torch name of a linear layer, such as
     r"transformer_blocks\\..*\\.attn\\.(to_[qkv]|to_out\\.0)", with or without its component's name
@@ -57,7 +57,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the low-rank term is multiplied by."""
+        """The factor of the low-rank term."""
         return self.alpha / self.rank
 
 
@@ -67,11 +67,11 @@ def lora_init(
     config: LoraConfig,
     lists: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Any]:
-    """Fresh float32 factors: a [.., in, r] random, b [.., r, out] zero, as PEFT has them.
+    """Fresh float32 factors: a [.., in, r] random, b [.., r, out] zero, as in PEFT.
 
-    Of "kaiming", PEFT's default, a is uniform within 1/sqrt(in), so that its std is 1/sqrt(3 in);
-    of "gaussian" it is normal with std 1/r (peft 0.21.2, tuners/lora/layer.py,
-    `reset_lora_parameters`), which Flow-GRPO, DiffusionNFT, AWM and GenRL take.
+    With "kaiming", PEFT's default, a is uniform within 1/sqrt(in), so that its std is 1/sqrt(3 in);
+    with "gaussian" it is normal with std 1/r (peft 0.21.2, tuners/lora/layer.py,
+    `reset_lora_parameters`), which Flow-GRPO, DiffusionNFT, AWM and GenRL use.
 
     `templates` holds each component's parameters or their shapes; components without targets get no
     factors. The first component draws by `key`, each other one by a key of its own. A layer's draw
@@ -159,7 +159,7 @@ def factor_axes(
 
 
 def check_rank(rank: int, factors: Tree) -> None:
-    """Raises ValueError for a rank that no layer has, given the factors or their shapes."""
+    """Raises ValueError for a rank that no layer can have, given the factors or their shapes."""
     flat = flatten_dict(factors)
     highest = max(
         min(a.shape[-2], flat[*path, "b"].shape[-1])
@@ -168,15 +168,14 @@ def check_rank(rank: int, factors: Tree) -> None:
     )
     if rank > highest:
         raise ValueError(
-            f"rank = {rank} is more than any of the layers that it is for can have: set it to {highest} or less"
+            f"rank = {rank} is too large for all of its layers: set it to {highest} or less"
         )
 
 
 def lora_layers(scale: float) -> AbstractContextManager[None]:
     """A context in which `module.apply({"params": ..., "lora": ...}, ...)` adds the low-rank terms.
 
-    It acts while the module is traced, so enter it inside the jitted function.
-    `scale` is alpha / rank.
+    It acts while the module is traced, so enter it inside the jitted function. `scale` is alpha / rank.
     """
 
     def intercept(call, args, kwargs, context):
@@ -193,7 +192,7 @@ def lora_layers(scale: float) -> AbstractContextManager[None]:
 
 
 def merge(params: Tree, lora: Tree, scale: float) -> dict[str, Any]:
-    """Full weights W + scale A B, computed in float32 and rounded once to W's type."""
+    """Full weights W + scale A B, computed in float32 and rounded once to W's dtype."""
     merged, factors = flatten_dict(params), flatten_dict(lora)
     for *path, leaf in factors:
         if leaf == "a":

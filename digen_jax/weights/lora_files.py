@@ -1,7 +1,7 @@
-"""A LoRA's files: diffusers' `pytorch_lora_weights.safetensors`, and PEFT's folders (`save_pretrained`).
+"""Files of a LoRA: diffusers' `pytorch_lora_weights.safetensors`, and PEFT's folders (`save_pretrained`).
 
-PEFT's hold `adapter_config.json` and `adapter_model.safetensors`; Flow-GRPO, DiffusionNFT and AWM
-publish these. Diffusers' hold one file, whose metadata may say what PEFT's config does, alpha with it.
+A PEFT folder contains `adapter_config.json` and `adapter_model.safetensors`; Flow-GRPO, DiffusionNFT and
+AWM publish these. Diffusers writes one file, whose metadata may contain PEFT's settings, such as alpha.
 """
 
 import json
@@ -33,10 +33,10 @@ PEFT_FILE, PEFT_CONFIG, PEFT_PREFIX = (
     "adapter_config.json",
     "base_model.model",
 )
-# Our leaf names and torch's module names; both factors are stored like a Dense kernel.
+# Our leaf names and torch's module names; both factors are stored in the layout of a Dense kernel.
 FACTORS = {"a": "lora_A", "b": "lora_B"}
-# PEFT settings by which the same tensors mean something else; only these values are read. Some ways
-# to begin (init_lora_weights) change the base model, too.
+# PEFT settings that change the meaning of the same tensors; only these values are supported. Some
+# initialisations (init_lora_weights) also change the base model.
 PLAIN = {
     "peft_type": ("LORA",),
     "use_rslora": (False,),
@@ -51,13 +51,13 @@ PLAIN = {
 
 
 class LoraFile(NamedTuple):
-    """A LoRA's tensors, of which only the headers are read, and what is said of them."""
+    """A LoRA's tensors, of which only the headers are read, and its settings."""
 
     file: pathlib.Path
     tensors: dict[str, StoredTensor]
     prefix: str  # of the tensors' names
     rank: int
-    alpha: float | None  # None: it is not said, and diffusers takes the rank
+    alpha: float | None  # None: not given, and diffusers takes the rank
 
     @property
     def layers(self) -> set[str]:
@@ -119,8 +119,8 @@ def open_lora(folder: str | pathlib.Path, components: Sequence[str]) -> dict[str
     itself.
 
     Raises:
-      ValueError: there is no file, no LoRA is in it, it has several ranks, or settings that plain LoRA
-        has not; each named.
+      ValueError: there is no file, the file contains no LoRA, or the LoRA has several ranks or settings that
+        plain LoRA does not have; the message names each.
     """
     folder = pathlib.Path(folder).expanduser()
     config, peft = folder / PEFT_CONFIG, (folder / PEFT_FILE).exists()
@@ -145,7 +145,7 @@ def open_lora(folder: str | pathlib.Path, components: Sequence[str]) -> dict[str
 def read_opened(
     opened: LoraFile, template: Tree, lists: tuple[str, ...], shardings: Any = None
 ) -> dict[str, Any]:
-    """The factors of a LoRA that was opened, in float32; see `read_lora`."""
+    """The float32 factors of an opened LoRA; see `read_lora`."""
     adapted, rank = opened.layers, opened.rank
     factors = {}
     for path, kernel, layers in dense_layers(template, lists):
@@ -161,7 +161,7 @@ def read_opened(
 
 
 def _as_modules(lora: Tree, prefix: str) -> dict[str, Any]:
-    """The tree whose tensor names are the file's: factors are kernels of modules lora_A, lora_B."""
+    """The tree whose tensor names are those of the file: factors are kernels of modules lora_A, lora_B."""
     return unflatten_dict(
         {
             (*prefix.split("."), *path, FACTORS[leaf], "kernel"): factor
@@ -171,7 +171,7 @@ def _as_modules(lora: Tree, prefix: str) -> dict[str, Any]:
 
 
 def _metadata(file: pathlib.Path, prefix: str) -> dict[str, Any]:
-    """PEFT's settings as diffusers saves them in the file's header, empty where it did not."""
+    """PEFT's settings as diffusers saves them in the file's header; empty if it did not."""
     text = file_metadata(file).get(METADATA, "{}")
     try:
         return {key.removeprefix(f"{prefix}."): value for key, value in json.loads(text).items()}
@@ -182,7 +182,7 @@ def _metadata(file: pathlib.Path, prefix: str) -> dict[str, Any]:
 def _rank_and_alpha(
     file: pathlib.Path, tensors: Mapping[str, Any], prefix: str, settings: Mapping[str, Any]
 ) -> tuple[int, float | None]:
-    """Rank from the tensors; alpha from PEFT's settings, None where they do not say it."""
+    """Rank from the tensors; alpha from PEFT's settings, None if they do not give it."""
     ranks = {
         tensor.shape[0]
         for name, tensor in tensors.items()

@@ -1,4 +1,4 @@
-"""The LoRA that a run continues from, `config.lora.start`: another run's, or a published one."""
+"""The initial LoRA of a run, `config.lora.start`: another run's, or a published one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +18,8 @@ def read_start(
 ) -> dict[str, Any]:
     """The factors of a LoRA in PEFT's or diffusers' format, float32, on the first device, by component.
 
-    It begins where the other one ended, with new moments of the optimizer. The reference of a KL stays
-    the model without any LoRA, as in the code of Flow-GRPO (scripts/train_sd3.py, ac4c86e), DiffusionNFT
+    The run begins with these factors and with new moments of the optimizer. The reference of a KL stays
+    the model without LoRA, as in the code of Flow-GRPO (scripts/train_sd3.py, ac4c86e), DiffusionNFT
     and AWM, which turn the adapter off for it.
 
     Args:
@@ -29,7 +29,7 @@ def read_start(
       lists: of each component.
 
     Raises:
-      ConfigError: the LoRA differs from `config`, and in what.
+      ConfigError: the LoRA differs from `config`; the message says in what.
       ValueError: there is no LoRA, or none for this network.
     """
     opened = open_lora(resolve_folder(name), list(templates))
@@ -49,7 +49,7 @@ def _check_settings(opened: LoraFile, config: LoraConfig) -> None:
             f"{file} has rank {rank}, but config.lora.rank is {config.rank}: set that to {rank}"
         )
     said = (
-        f"has alpha {alpha:g}" if alpha else f"says nothing of alpha, so that it is its rank {rank}"
+        f"has alpha {alpha:g}" if alpha else f"does not give alpha, which is then its rank {rank}"
     )
     if (alpha or rank) != config.alpha:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Where a flax leaf lies in a diffusers or transformers file: the tensor's name and its layout.
+"""Names and layouts: the tensor of a diffusers or transformers file that holds a flax leaf.
 
-Networks mirror the torch attribute names, so a path is nearly a name already: `xs_3` is the torch
-list entry `xs.3`, `xs_0to12` a scanned run of such entries whose leaves are stacked along a leading
-axis. Which names are lists the network says, as `linear_1` is an ordinary attribute in diffusers.
+Networks use torch's attribute names, so a path is almost a tensor name: `xs_3` is the torch list entry
+`xs.3`, `xs_0to12` a scanned run of such entries, whose leaves are stacked along a leading axis. Each
+network declares which names are lists, because `linear_1` is an ordinary attribute in diffusers.
 """
 
 import re
@@ -13,7 +13,7 @@ LEAF_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 
 
 def tensor_names(path: Path, lists: tuple[str, ...]) -> list[str]:
-    """The tensors that hold a leaf: one, or one for each layer of the scanned run it lies in.
+    """The tensors that hold a leaf: one, or one for each layer of its scanned run.
 
     ("blocks_0to1", "to_q", "kernel") -> ["blocks.0.to_q.weight", "blocks.1.to_q.weight"].
     """
@@ -27,12 +27,12 @@ def tensor_names(path: Path, lists: tuple[str, ...]) -> list[str]:
 
 
 def is_scanned(path: Path, lists: tuple[str, ...]) -> bool:
-    """Whether the leaf carries a leading layer axis."""
+    """Whether the leaf has a leading layer axis."""
     return any((match := _list_entry(part, lists)) and match["last"] for part in path[:-1])
 
 
 def file_axes(leaf: str, ndim: int) -> tuple[int, ...]:
-    """The axes by which one layer's leaf is transposed into the file's layout.
+    """The permutation of axes that brings one layer's leaf into the file's layout.
 
     A kernel [..., in, out] is the torch weight [out, in, ...]: Dense, and convolutions of any
     dimension (HWIO <-> OIHW, DHWIO <-> OIDHW). Every other leaf keeps its layout.
@@ -43,14 +43,14 @@ def file_axes(leaf: str, ndim: int) -> tuple[int, ...]:
 
 
 def flax_axes(leaf: str, ndim: int) -> tuple[int, ...]:
-    """The axes by which a file's tensor is transposed into the leaf: the inverse of `file_axes`."""
+    """The permutation of axes that brings a file's tensor into the leaf's layout: the inverse of `file_axes`."""
     if leaf != "kernel" or ndim < 2:
         return tuple(range(ndim))
     return (*range(2, ndim), 1, 0)
 
 
 def file_shape(path: Path, shape: tuple[int, ...], lists: tuple[str, ...]) -> tuple[int, ...]:
-    """Shape of each tensor of a leaf of the given (perhaps stacked) shape."""
+    """Shape of each tensor in the file of a leaf with the given (perhaps stacked) shape."""
     if is_scanned(path, lists):
         layers = len(tensor_names(path, lists))
         if shape[:1] != (layers,):
@@ -67,7 +67,7 @@ def _list_entry(part: str, lists: tuple[str, ...]) -> re.Match | None:
 
 
 def _entries(part: str, lists: tuple[str, ...]) -> list[str]:
-    """A path part as torch writes it: `xs_3` -> xs.3, `xs_0to1` -> xs.0, xs.1."""
+    """A part of a path in torch's notation: `xs_3` -> xs.3, `xs_0to1` -> xs.0, xs.1."""
     match = _list_entry(part, lists)
     if match is None:
         return [part]

@@ -1,7 +1,7 @@
-"""Trees of arrays and safetensors files: a leaf straight onto a mesh, and back.
+"""Trees of arrays and safetensors files: reads leaves directly onto a mesh, and writes them.
 
-A device reads only its own part of a tensor. The host holds one leaf at a time while reading, one
-file's tensors while writing.
+A device reads only its own part of a tensor. The host holds one leaf while reading, and the tensors of
+one file while writing.
 """
 
 import os
@@ -23,24 +23,24 @@ from digen_jax.weights import names
 
 Tree = Mapping[str, Any]
 
-# safetensors' names of the types that weights may be stored in.
+# safetensors' names of the dtypes that weights may have in a file.
 FLOATING = {"F64", "F32", "F16", "BF16"}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file. Indexing `slice` reads just that part, bfloat16 included."""
+    """A tensor in a file. Indexing `slice` reads only that part, bfloat16 included."""
 
     file: pathlib.Path
     slice: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The stored tensor's whole shape."""
+        """The whole shape of the stored tensor."""
         return tuple(self.slice.get_shape())
 
     @property
     def kind(self) -> str:
-        """The stored type, in safetensors' letters, such as BF16."""
+        """The stored dtype in safetensors' notation, such as BF16."""
         return self.slice.get_dtype()
 
 
@@ -71,7 +71,7 @@ def read_tree(
     dtype: DTypeLike | None = None,
     ignore: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """`read_params` from tensors already opened."""
+    """`read_params` from opened tensors."""
     leaves = flatten_dict(template)
     _check(tensors, leaves, lists, ignore)
     if shardings is None:
@@ -96,11 +96,11 @@ def _assemble(
     dtype: np.dtype,
     sharding: Sharding,
 ) -> jax.Array:
-    """One leaf, from one tensor or one a layer, made of the parts that this host's devices need."""
+    """One leaf, from one tensor or from one for each layer; reads only the parts of this host's devices."""
     shards: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
-        # Devices that hold the same part share it: JAX asks once for each of them.
+        # JAX calls this once for each device; devices that hold the same part share it.
         key = str(index)
         if key not in shards:
             inner = index[1:] if scanned else index
@@ -119,8 +119,8 @@ def _assemble(
 
 
 def _finite(tensor: StoredTensor, name: str, part: np.ndarray) -> np.ndarray:
-    """A part of a tensor as it is; ValueError where it holds NaN or an infinity."""
-    # A sum is a tenth of the time of looking at each; it may also overflow, and then each is looked at.
+    """Returns a part of a tensor unchanged; raises ValueError if it contains NaN or an infinity."""
+    # A sum takes a tenth of the time of testing each number; it may overflow, and then each number is tested.
     with np.errstate(all="ignore"):
         whole = not jnp.issubdtype(part.dtype, jnp.floating) or np.isfinite(
             part.sum(dtype=np.float32)
@@ -138,7 +138,7 @@ def _check(
     lists: tuple[str, ...],
     ignore: tuple[str, ...],
 ) -> None:
-    """Raise for the first tensor that is missing, misshapen or surplus, and count the others."""
+    """Raises ValueError for the first missing, misshapen or surplus tensor, and counts the others."""
     expected, floating = {}, {}
     for path, leaf in leaves.items():
         for name in names.tensor_names(path, lists):
@@ -172,9 +172,9 @@ def _check(
 def file_tensors(
     params: Tree, lists: tuple[str, ...], dtype: DTypeLike | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) in the file's layout, floating leaves as `dtype` where given.
+    """(name, array) in the file's layout, floating leaves as `dtype` if given.
 
-    One leaf at a time comes to the host; a sharded one is gathered there.
+    The host holds one leaf; a sharded leaf is gathered there.
     """
     for path, leaf in flatten_dict(params).items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -186,7 +186,7 @@ def file_tensors(
             array = array.astype(dtype)
         layers = array if scanned else array[None]
         for name, layer in zip(names.tensor_names(path, lists), layers, strict=True):
-            # safetensors writes the raw buffer: a transposed view would come out in the wrong order
+            # safetensors writes the raw buffer: a transposed view would be written in the wrong order
             tensor = layer.transpose(names.file_axes(path[-1], layer.ndim))
             yield name, np.ascontiguousarray(tensor)
 
@@ -194,7 +194,7 @@ def file_tensors(
 def write_file(
     file: pathlib.Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, str] = {}
 ) -> None:
-    """One safetensors file with the metadata that torch's readers insist on; it appears whole."""
+    """Writes one safetensors file with the metadata that torch's readers require; it appears whole."""
     partial = file.with_name(f".{file.name}.partial")
     save_file(tensors, partial, metadata={"format": "pt", **metadata})
     os.replace(partial, file)

@@ -444,7 +444,7 @@ def test_a_diffusers_file_without_alpha_has_its_rank(tmp_path):
     write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS)
     file = tmp_path / "pytorch_lora_weights.safetensors"
     safetensors.torch.save_file(safetensors.torch.load_file(file), file)
-    with pytest.raises(ConfigError, match="says nothing of alpha, so that it is its rank 3, but"):
+    with pytest.raises(ConfigError, match="does not give alpha, which is then its rank 3, but"):
         read_start(str(tmp_path), TOY, toy.template(), toy.LISTS)
     read_start(str(tmp_path), dataclasses.replace(TOY, alpha=3), toy.template(), toy.LISTS)
     (tmp_path / PEFT_CONFIG).write_text('{"lora_alpha": 5}')  # as some are published
