@@ -75,7 +75,7 @@ class AutoencoderKLConfig:
         """The configuration in a diffusers config.json.
 
         Raises:
-          ValueError: a field is unknown or has a value this network does not support.
+          ValueError: a field is unknown or has a value that this network does not support.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         values = {}
@@ -101,16 +101,16 @@ def scale_latents(
 def unscale_latents(
     config: AutoencoderKLConfig, latents: Float[Array, "*b h w c"]
 ) -> Float[Array, "*b h w c"]:
-    """The diffusion model's latents to raw latents of the autoencoder; undoes scale_latents."""
+    """The diffusion model's latents to raw latents of the autoencoder; the inverse of `scale_latents`."""
     return latents / config.scaling_factor + (config.shift_factor or 0.0)
 
 
 class GroupNorm(nn.Module):
     """Group normalisation (Wu and He, arXiv 1803.08494) with float32 statistics.
 
-    Not flax's, which on a CPU costs as much as a convolution, as it reduces over split channels:
-    here the pixels are averaged first, then the few channels of a group. Two passes, since
-    E[x²] - E[x]² loses digits.
+    It replaces flax's, which on a CPU costs as much as a convolution, because it reduces over split
+    channels: this one averages the pixels first, then the few channels of a group. It takes two passes,
+    because E[x²] - E[x]² loses digits.
     """
 
     config: AutoencoderKLConfig
@@ -183,7 +183,7 @@ class Downsample2D(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c"]:
-        """Padded by one at the right and bottom only, as the checkpoints were trained."""
+        """Pads by one at the right and bottom only, as in the training of the checkpoints."""
         conv = nn.Conv(
             x.shape[-1], (3, 3), 2, padding=((0, 1), (0, 1)), dtype=self.dtype, name="conv"
         )
@@ -204,7 +204,7 @@ class Upsample2D(nn.Module):
 
 
 class DownEncoderBlock2D(nn.Module):
-    """The residual blocks of one level, then maybe a downsampling."""
+    """The residual blocks of one level, then an optional downsampling."""
 
     config: AutoencoderKLConfig
     channels: int
@@ -220,7 +220,7 @@ class DownEncoderBlock2D(nn.Module):
 
 
 class UpDecoderBlock2D(nn.Module):
-    """The residual blocks of one level, then maybe an upsampling."""
+    """The residual blocks of one level, then an optional upsampling."""
 
     config: AutoencoderKLConfig
     channels: int
@@ -258,7 +258,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b H W c"]) -> Float[Array, "b h w d"]:
-        """Images in [-1, 1] to means and log variances, one after the other along the channels."""
+        """Images in [-1, 1] to means and log variances, concatenated along the channels."""
         channels = self.config.block_out_channels
         x = _conv(channels[0], self.dtype, "conv_in")(x)
         for i, width in enumerate(channels):
@@ -297,7 +297,7 @@ class AutoencoderKL(nn.Module):
     dtype: DTypeLike = jnp.float32
 
     def setup(self):
-        """The two halves, and the 1x1 convolutions beside the latents that older models have."""
+        """The two halves, and the 1x1 convolutions next to the latents in older models."""
         channels = self.config.latent_channels
         self.encoder = Encoder(self.config, self.dtype)
         self.decoder = Decoder(self.config, self.dtype)
@@ -323,5 +323,5 @@ class AutoencoderKL(nn.Module):
         return self.decoder(latents).astype(jnp.float32)
 
     def reconstruct(self, images: Float[Array, "b H W rgb"]) -> Float[Array, "b H W rgb"]:
-        """Images in [-1, 1] to images, by way of their latents' means: what `init` should run."""
+        """Images in [-1, 1] to images, through the means of their latents; for `init`, as it runs all modules."""
         return self.decode(self.encode(images)[0])

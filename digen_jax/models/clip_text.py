@@ -31,17 +31,17 @@ AXES = (
 # A buffer that old versions of transformers saved beside the parameters.
 IGNORED: tuple[str, ...] = ("text_model.embeddings.position_ids",)
 
-# What eos_token_id says, wrongly, in the config of models saved before transformers corrected it.
+# The wrong eos_token_id in the config of models saved before transformers corrected it.
 LEGACY_EOS = 2
 
 
 def quick_gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """OpenAI's approximation of GELU, which CLIP-L was trained with."""
+    """OpenAI's approximation of GELU, with which CLIP-L was trained."""
     return x * nn.sigmoid(1.702 * x)
 
 
 def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The exact GELU (Hendrycks and Gimpel, arXiv 1606.08415), which bigG was trained with."""
+    """The exact GELU (Hendrycks and Gimpel, arXiv 1606.08415), with which bigG was trained."""
     return nn.gelu(x, approximate=False)
 
 
@@ -81,7 +81,7 @@ class CLIPTextConfig:
         """The configuration in a transformers config.json, whose other fields are about training.
 
         Raises:
-          ValueError: a field has a value this network does not support.
+          ValueError: a field has a value that this network does not support.
         """
         if config.get("model_type", "clip_text_model") != "clip_text_model":
             raise ValueError(
@@ -95,10 +95,10 @@ class CLIPTextConfig:
 
 
 def pooling_positions(ids: Int[Array, "b n"], eos_token_id: int) -> Int[Array, "b"]:
-    """Where each prompt ends: at its first end token (position 0 if it has none).
+    """The end of each prompt: its first end token (position 0 if it has none).
 
-    A prompt of a model with LEGACY_EOS in its config ends where the id is largest, as the end token
-    is the last one of CLIP's own vocabulary.
+    If a model's config has LEGACY_EOS, a prompt ends at its largest id, because the end token is the last
+    one of CLIP's vocabulary.
     """
     if eos_token_id == LEGACY_EOS:
         return jnp.argmax(ids, axis=-1)
@@ -129,7 +129,7 @@ class CLIPAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Tokens to what they gather from themselves and the tokens before them."""
+        """Attends from each token to itself and the tokens before it."""
         heads = (*x.shape[:2], self.config.num_attention_heads, -1)
         q, k, v = (
             nn.Dense(x.shape[-1], dtype=self.dtype, name=name)(x).reshape(heads)
@@ -147,14 +147,14 @@ class CLIPMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Each token on its own."""
+        """Applies the layers to each token."""
         y = nn.Dense(self.config.intermediate_size, dtype=self.dtype, name="fc1")(x)
         y = ACTIVATIONS[self.config.hidden_act](y)
         return nn.Dense(x.shape[-1], dtype=self.dtype, name="fc2")(y)
 
 
 def _norm(config: CLIPTextConfig, dtype: DTypeLike, name: str) -> nn.LayerNorm:
-    """Layer norm with float32 statistics; the one-pass variance loses digits where mean >> std."""
+    """Layer norm with float32 statistics; a one-pass variance would lose digits if mean >> std."""
     return nn.LayerNorm(
         epsilon=config.layer_norm_eps, dtype=dtype, use_fast_variance=False, name=name
     )
@@ -177,7 +177,7 @@ class CLIPEncoderLayer(nn.Module):
 
 
 class CLIPEncoder(nn.Module):
-    """The layers, scanned where there are several."""
+    """The layers, scanned if there are several."""
 
     config: CLIPTextConfig
     dtype: DTypeLike
@@ -222,7 +222,7 @@ class CLIPTextTransformer(nn.Module):
 
 
 class CLIPTextModelWithProjection(nn.Module):
-    """Token ids to what a diffusion model is conditioned on; computes and returns `dtype`."""
+    """Token ids to the conditioning of a diffusion model; computes in and returns `dtype`."""
 
     config: CLIPTextConfig
     dtype: DTypeLike = jnp.float32
@@ -233,7 +233,7 @@ class CLIPTextModelWithProjection(nn.Module):
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b p"]]:
         """One hidden state of every token, and the projected state of the end token.
 
-        Padding is attended to like any token: neither SD3 nor FLUX masks it.
+        Attention includes the padding: neither SD3 nor FLUX masks it.
 
         Args:
           ids: token ids; a prompt without an end token is pooled at its first position.

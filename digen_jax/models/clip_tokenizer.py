@@ -1,4 +1,4 @@
-"""CLIP's tokenizer, read from a pipeline's folder and checked against the text encoder that gets its ids."""
+"""CLIP's tokenizer, read from a pipeline folder and checked against its text encoder."""
 
 import pathlib
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from digen_jax.models.clip_text import CLIPTextConfig
 from digen_jax.weights.folder import read_json
 
-# Either holds the vocabulary.
+# Either set of files contains the vocabulary.
 FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
 
@@ -15,18 +15,18 @@ def read(folder: pathlib.Path, encoder: CLIPTextConfig) -> Any:
 
     Args:
       folder: with tokenizer_config.json, and tokenizer.json or vocab.json and merges.txt.
-      encoder: its ids must be among this encoder's tokens, its length within the encoder's positions.
+      encoder: the tokenizer's ids must be among its tokens, and the length within its positions.
 
     Raises:
-      ValueError: names the file that is missing or broken, or the number that does not fit.
+      ValueError: names the missing or broken file, or the number that does not fit.
     """
-    # Here, as it takes a second, which a mistake in a command should not have to wait for.
+    # Imported here, as it takes a second, which would delay the error for a mistake in a command.
     from transformers import CLIPTokenizer
 
     _check_files(folder)
     try:
         tokenizer = CLIPTokenizer.from_pretrained(folder)
-    # The library raises whatever its parsers meet, down to bare Exception.
+    # The library raises any error of its parsers, even a bare Exception.
     except Exception as error:
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
     length, tokens = tokenizer.model_max_length, len(tokenizer)

@@ -1,10 +1,10 @@
-"""What the rest of the package sees of a model: a `Family`, whichever network it is.
+"""The interface of a model to the rest of the package: a `Family`, for any network.
 
     records --tokenize (host)--> tokens --encode--> conditioning --velocity--> latents --decode--> clips
 
 A family owns its components, one parameter tree each, and says which of them are trained. A picture is a clip of one
-frame. Latents stay unpacked with channels last ([b h w c], of videos [b t h w c]): packing them into tokens is the
-family's own business.
+frame. Latents stay unpacked with channels last ([b h w c], of videos [b t h w c]); a family packs them into tokens
+itself.
 """
 
 import pathlib
@@ -14,23 +14,21 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
-Params = dict[str, Any]  # a tree for each component
+Params = dict[str, Any]  # one tree for each component
 Record = Mapping[
     str, Any
-]  # a line of a prompt file: "prompt", and what else a family or a reward reads
-Tokens = Any  # arrays with a row for each record
-Conditioning = (
-    Any  # arrays with a row for each record, masks among them where a text's length differs
-)
+]  # a line of a prompt file: "prompt", and other fields for a family or a reward
+Tokens = Any  # arrays with one row for each record
+Conditioning = Any  # arrays with one row for each record, masks included if text lengths differ
 
-# How a prompt is made to count for more: not at all, by a second pass without it (arXiv 2207.12598), by a number that
-# the network is given, or by both, which are diffusers' `true_cfg_scale` and `guidance_scale` (FluxPipeline,
-# QwenImagePipeline).
+# How the prompt's influence is amplified: not at all, by a second pass without the prompt (arXiv 2207.12598), by a
+# number that is an input of the network, or by both, which are diffusers' `true_cfg_scale` and `guidance_scale`
+# (FluxPipeline, QwenImagePipeline).
 Guidance = Literal["none", "classifier-free", "embedded", "both"]
 
 
 class Size(NamedTuple):
-    """Of a clip, in pixels and frames."""
+    """The size of a clip, in pixels and frames."""
 
     height: int
     width: int
@@ -48,9 +46,9 @@ class Family(Protocol):
       frozen: by component, paths of a trained one's parameters that no optimizer may touch.
       lora_targets: the linear layers that LoRA adapts by default, a regular expression for their whole torch names.
       guidance: how the velocity is guided.
-      default_steps: of the sampler, where diffusers' pipeline is not told otherwise.
-      default_guidance: the same.
-      decoded_pixels: of all frames of the clips that a device decodes at a time, at most, unless one has more.
+      default_steps: the default number of sampler steps of diffusers' pipeline.
+      default_guidance: the default guidance of diffusers' pipeline.
+      decoded_pixels: the most pixels, over all frames, that a device decodes together, unless one clip has more.
     """
 
     trained: tuple[str, ...]
@@ -64,24 +62,24 @@ class Family(Protocol):
     decoded_pixels: int
 
     def in_dtype(self, dtype: Any) -> "Family":
-        """The same, but what is trained computes in this type."""
+        """The same family, whose trained components compute in this dtype."""
 
     # ------------------------------------------------------------------ records -> conditioning
 
     def tokenize(self, records: Sequence[Record]) -> Tokens:
-        """What `encode` reads of some records, on the host."""
+        """The input of `encode` for some records, on the host."""
 
     def tokenize_null(self, records: Sequence[Record]) -> Tokens:
-        """The same for guidance: a row for each record, or one for all where it does not depend on them.
+        """The tokens of the pass without the prompt: one row for each record, or one for all if they are the same.
 
-        Asked where `guidance` is "classifier-free" or "both".
+        Called if `guidance` is "classifier-free" or "both".
         """
 
     def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
-        """Which prompts are longer than a text encoder reads, so that `tokenize` cuts them off."""
+        """Which prompts are longer than a text encoder's input, so that `tokenize` truncates them."""
 
     def encode(self, params: Params, tokens: Tokens) -> Conditioning:
-        """What the network sees of each record."""
+        """The conditioning of the network for each record."""
 
     # ------------------------------------------------------------------------------ the network
 
@@ -104,34 +102,35 @@ class Family(Protocol):
         prompt: Float[Array, "b *latent"],
         guidance: float,
     ) -> Float[Array, "b *latent"]:
-        """The velocity of a second pass from those without and with the prompt, which `guidance` 1 leaves as it is."""
+        """Combines the velocities without and with the prompt; `guidance` 1 gives the latter."""
 
     # ------------------------------------------------------------------------ latents and clips
 
     def default_size(self) -> Size:
-        """Of the clips that the network was made for, as diffusers' pipeline takes them."""
+        """The size of the clips that the network was made for, as in diffusers' pipeline."""
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """Of one clip's latents; ValueError where the size does not fit the networks."""
+        """The shape of one clip's latents; raises ValueError if the size does not fit the networks."""
 
     def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
-        """The schedule of a clip's sampling, from 1 to 0; ValueError where it cannot have so many steps."""
+        """The schedule of a clip's sampling, from 1 to 0; raises ValueError if it cannot have `steps` steps."""
 
     def decode(
         self, params: Params, latents: Float[Array, "b *latent"]
     ) -> Float[Array, "b t H W 3"]:
-        """Clips in [0, 1]; of a long one only some frames in memory at a time."""
+        """Clips in [0, 1]; a long clip is decoded a few frames at a time."""
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """Of a forward pass of one sequence through each trained component, by the family's own streams.
+        """FLOPs of a forward pass of one sequence through each trained component, by the family's own streams.
 
-        Matrix products and attention, a multiply-add being two. A clip with classifier-free guidance is two sequences.
+        They count matrix products and attention, a multiply-add as two. With classifier-free guidance a clip is two
+        sequences.
         """
 
     # ------------------------------------------------------------------------------- parameters
 
     def shapes(self) -> Params:
-        """The parameter trees as `jax.ShapeDtypeStruct`, nothing allocated."""
+        """The parameter trees as `jax.ShapeDtypeStruct`, without allocation."""
 
     def axes(self) -> Params:
         """Trees as `shapes`, of the logical axes of each parameter's dimensions: see `logical_axes`."""
@@ -139,4 +138,4 @@ class Family(Protocol):
     def read(
         self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = np.float32
     ) -> Params:
-        """One component's parameters from the pipeline folder, straight onto the devices of `shardings`."""
+        """Reads one component's parameters from the pipeline folder directly onto the devices of `shardings`."""

@@ -1,4 +1,4 @@
-"""Layers that several transformer families share, named as diffusers names them."""
+"""Layers shared by several transformer families, with diffusers' names."""
 
 from collections.abc import Sequence
 
@@ -23,10 +23,10 @@ def sincos_1d(positions: Float[np.ndarray, "n"], dim: int) -> Float[np.ndarray, 
 
 
 def sincos_2d_table(size: int, base_size: int, dim: int) -> Float[Array, "1 n dim"]:
-    """Sin-cos table of a size x size grid, row by row, spaced as if it spanned `base_size` patches.
+    """Sin-cos table of a size x size grid, row by row, with the spacing of a grid of `base_size` patches.
 
     An entry is [column's embedding, row's embedding] (diffusers' `get_2d_sincos_pos_embed`), so the
-    table is two broadcasts of a one-dimensional one, and an abstract evaluation costs nothing.
+    table is two broadcasts of a one-dimensional one, and its abstract evaluation costs nothing.
     """
     positions = np.arange(size, dtype=np.float32) / np.float32(size / base_size)
     line = jnp.asarray(sincos_1d(positions, dim // 2), jnp.float32)
@@ -39,14 +39,14 @@ def timestep_features(timestep: Float[Array, "b"], dim: int) -> Float[Array, "b 
     """[cos, sin] features of a timestep in [0, 1000], float32 as in diffusers' `Timesteps`."""
     half = dim // 2
     exponent = np.arange(half, dtype=np.float32) * np.float32(-np.log(10000.0))
-    # exp in float64: float32 ones differ by library, and a timestep of 1000 multiplies the error
+    # exp in float64: float32 results differ by library, and a timestep of 1000 multiplies the error
     frequencies = np.exp((exponent / np.float32(half)).astype(np.float64)).astype(np.float32)
     angles = timestep.astype(jnp.float32)[:, None] * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
 def layer_norm(x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-    """Layer norm over the last axis without scale or bias; float32 in and out of bfloat16 alike."""
+    """Layer norm over the last axis without scale or bias; returns float32 also for bfloat16 input."""
     x = x.astype(jnp.float32)
     x = x - x.mean(-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPSILON)
@@ -63,13 +63,13 @@ def modulate(
 
 
 class Modulation(nn.Module):
-    """The linear layer of diffusers' adaptive layer norms, zero at first (adaLN-Zero of DiT)."""
+    """The linear layer of diffusers' adaptive layer norms, initialised to zero (adaLN-Zero of DiT)."""
 
     chunks: int
 
     @nn.compact
     def __call__(self, embedding: Float[Array, "b d"]) -> Sequence[Float[Array, "b 1 d"]]:
-        """`chunks` float32 vectors from the conditioning, ready to broadcast over tokens."""
+        """`chunks` float32 vectors from the conditioning, of shapes that broadcast over tokens."""
         features = self.chunks * embedding.shape[-1]
         zeros = nn.initializers.zeros
         linear = nn.Dense(features, dtype=jnp.float32, kernel_init=zeros, name="linear")
@@ -105,7 +105,7 @@ class GeluProjection(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """diffusers' FeedForward with `gelu-approximate`: four times as wide inside."""
+    """diffusers' FeedForward with `gelu-approximate`: its hidden layer is four times as wide."""
 
     dtype: DTypeLike
 
@@ -120,7 +120,7 @@ class FeedForward(nn.Module):
 class JointAttention(nn.Module):
     """Attention over [x, context], each with its own projections (MMDiT), or over x alone.
 
-    With `context_pre_only` the context is attended to but not updated: None comes back for it.
+    With `context_pre_only` the context is attended to but not updated: its result is None.
     """
 
     heads: int
@@ -149,7 +149,7 @@ class JointAttention(nn.Module):
 
         q, k, v = split("to_q", x, "norm_q"), split("to_k", x, "norm_k"), split("to_v", x)
         if context is not None:
-            # made even where the context is not updated: the checkpoint has its parameters
+            # computed even if the context is not updated: the checkpoint has its parameters
             q_context = split("add_q_proj", context, "norm_added_q")
             k = jnp.concatenate([k, split("add_k_proj", context, "norm_added_k")], axis=1)
             v = jnp.concatenate([v, split("add_v_proj", context)], axis=1)

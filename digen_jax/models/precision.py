@@ -1,4 +1,4 @@
-"""How exactly float32 matrices are multiplied on accelerators."""
+"""Precision of float32 matrix products on accelerators."""
 
 import functools
 from collections.abc import Callable
@@ -10,15 +10,15 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 # TF32 on NVIDIA (10 bits of mantissa), three bfloat16 passes on TPUs, whose default is a single one with 7 bits:
-# rounding of that size moves an importance ratio by more than the clip ranges in use.
+# rounding errors of 7 bits move an importance ratio by more than the usual clip ranges.
 FLOAT32_PRODUCTS = "high"
 
 
 def exact_products(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Traces `method` so that its float32 products, and those of its gradient, have at least that precision.
+    """Traces `method` with a precision of at least FLOAT32_PRODUCTS for float32 products, also in its gradient.
 
-    A precision that the user has chosen (`JAX_DEFAULT_MATMUL_PRECISION`, `jax.default_matmul_precision`) stands.
-    Products of bfloat16 are not concerned.
+    A precision that the user has chosen (`JAX_DEFAULT_MATMUL_PRECISION`, `jax.default_matmul_precision`) has priority.
+    Products of bfloat16 are not affected.
     """
 
     @functools.wraps(method)

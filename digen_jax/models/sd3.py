@@ -21,8 +21,8 @@ from digen_jax.models import layers
 
 LISTS = ("transformer_blocks", "to_out", "net")
 FROZEN = ("pos_embed/pos_embed",)
-# The linear layers of the joint attention, not those of the second attention over the image alone: `target_modules`
-# of yifan123/flow_grpo, scripts/train_sd3.py (ac4c86e), and of NVlabs/DiffusionNFT, scripts/train_nft_sd3.py (24af555).
+# The linear layers of the joint attention, without those of the second attention over the image: `target_modules` of
+# yifan123/flow_grpo, scripts/train_sd3.py (ac4c86e), and of NVlabs/DiffusionNFT, scripts/train_nft_sd3.py (24af555).
 LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 # The logical axes of kernels, see `logical_axes`.
 AXES = (
@@ -46,7 +46,7 @@ NUM_TRAIN_TIMESTEPS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class SD3Config:
-    """The fields of diffusers' config.json, with its defaults; ValueError where they clash."""
+    """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict."""
 
     sample_size: int = 128
     patch_size: int = 2
@@ -88,9 +88,9 @@ class SD3Config:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "SD3Config":
-        """Read diffusers' config.json, ignoring keys that start with an underscore.
+        """Reads diffusers' config.json, ignoring keys that start with an underscore.
 
-        Raises ValueError naming a key that is unknown or whose value is not supported.
+        Raises a ValueError that names a key that is unknown or whose value is not supported.
         """
         fields = {key: value for key, value in config.items() if not key.startswith("_")}
         unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
@@ -105,7 +105,7 @@ class SD3Config:
 
 
 def segments(config: SD3Config) -> list[tuple[int, int, bool]]:
-    """Runs of equal consecutive blocks: (first, last, dual attention); the last block is a run."""
+    """Runs of equal consecutive blocks: (first, last, dual attention); the last block is a run by itself."""
 
     def kind(i: int) -> tuple[bool, bool]:
         return i in config.dual_attention_layers, i == config.num_layers - 1
@@ -115,14 +115,14 @@ def segments(config: SD3Config) -> list[tuple[int, int, bool]]:
 
 
 class PatchEmbed(nn.Module):
-    """Patches to tokens, plus the centre crop of a frozen table of positions."""
+    """Patches to tokens, plus the centre crop of a frozen position table."""
 
     config: SD3Config
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """Tokens row by row; ValueError where latents do not fit the patches or the table."""
+        """Tokens row by row; raises ValueError if latents do not fit the patches or the table."""
         config, patch, size = self.config, self.config.patch_size, self.config.pos_embed_max_size
         height, width = latents.shape[1:3]
         if height % patch or width % patch or max(height, width) > size * patch:
@@ -144,7 +144,7 @@ class PatchEmbed(nn.Module):
 
 
 class TimeTextEmbed(nn.Module):
-    """Conditioning of the modulation by time and pooled text, in float32."""
+    """Embedding of time and pooled text for the modulation, in float32."""
 
     dim: int
 
@@ -162,7 +162,7 @@ class JointTransformerBlock(nn.Module):
     """MMDiT block: two streams, image and text, joined in attention.
 
     `dual` adds SD3.5's second attention over the image alone. With `context_pre_only` (the last
-    block) the text is read but not updated.
+    block) the text is attended to but not updated.
     """
 
     config: SD3Config
@@ -177,7 +177,7 @@ class JointTransformerBlock(nn.Module):
         embedding: Float[Array, "b d"],
         key_bias: Float[Array, "1 1 1 s"] | None,
     ) -> tuple[tuple[Float[Array, "b n d"], Float[Array, "b m d"]], None]:
-        """Update (image, text); the second result is for `nn.scan`, which collects nothing."""
+        """Updates (image, text); the second result is for `nn.scan`, which collects nothing."""
         x, context = streams
         shift, scale, gate, *rest = layers.Modulation(9 if self.dual else 6, name="norm1")(
             embedding
@@ -218,9 +218,9 @@ class JointTransformerBlock(nn.Module):
 class SD3Transformer(nn.Module):
     """Velocity of a latent image under text conditioning.
 
-    Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms,
-    softmax, modulation and the embedding of time and pooled text are float32 whatever it is.
-    `remat` keeps only the blocks' inputs for the backward pass and computes the rest again.
+    Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax,
+    modulation and the embedding of time and pooled text are always float32.
+    `remat` keeps only the blocks' inputs for the backward pass and recomputes the rest.
     """
 
     config: SD3Config
@@ -236,11 +236,11 @@ class SD3Transformer(nn.Module):
         pooled: Float[Array, "b p"],
         null_tokens: int = 0,
     ) -> Float[Array, "b h w o"]:
-        """Predict the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
+        """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
 
-        `null_tokens` all-zero tokens are appended to the context, as diffusers' pipeline does (256
-        by default) where there is no T5. Context tokens have no position, so n equal ones act as
-        one whose attention score is log n higher: one is appended, with that bias.
+        `null_tokens` all-zero tokens are appended to the context, as diffusers' pipeline does (256 by
+        default) without a T5. Context tokens have no position, so n equal tokens act as one whose
+        attention score is log n higher: one token is appended, with that bias.
         """
         config = self.config
         x = PatchEmbed(config, self.dtype, name="pos_embed")(latents)
@@ -260,11 +260,11 @@ class SD3Transformer(nn.Module):
         return self._velocity(streams[0], embedding, latents.shape)
 
     def _blocks(self, first: int, last: int, dual: bool) -> nn.Module:
-        """Blocks first..last, scanned where they are several."""
+        """Blocks first..last, scanned if there are several."""
         scanned = last > first
         block = JointTransformerBlock
         if self.remat:
-            # a scan's body is compiled apart, so nothing can undo its rematerialisation
+            # a scan's body is compiled separately, so nothing can undo its rematerialisation
             block = nn.remat(block, prevent_cse=not scanned)
         name = f"transformer_blocks_{first}"
         if scanned:
@@ -282,7 +282,7 @@ class SD3Transformer(nn.Module):
     def _velocity(
         self, x: Float[Array, "b n d"], embedding: Float[Array, "b d"], shape: tuple[int, ...]
     ) -> Float[Array, "b h w o"]:
-        """Tokens to patches to an image of `shape` (channels apart)."""
+        """Tokens to patches to an image of `shape`, except for the channels."""
         scale, shift = layers.Modulation(2, name="norm_out")(embedding)
         x = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
         patch, channels = self.config.patch_size, self.config.out_channels

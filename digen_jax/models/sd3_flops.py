@@ -1,19 +1,19 @@
-"""How much arithmetic a forward pass of the SD3 transformer is."""
+"""The number of arithmetic operations in a forward pass of the SD3 transformer."""
 
 from digen_jax.models.sd3 import TIME_FEATURES, SD3Config
 
 
 def forward_flops(config: SD3Config, latent: tuple[int, int, int], text: int) -> dict[str, float]:
-    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add being two.
+    """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
 
-    "image" and "text" are what is done to each token by itself, "attention" the products of queries, keys and
-    values, "modulation" what is done once a sequence, to the embedding of time and pooled text. Norms, softmax and
-    whatever else is done to each element are left out.
+    "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
+    "modulation" the operations once a sequence, on the embedding of time and pooled text. Norms, softmax and other
+    elementwise operations are not counted.
 
     Args:
-      config: of the transformer.
+      config: the transformer's.
       latent: (h, w, c) of the latents.
-      text: tokens of the context, the one that stands for all empty ones included.
+      text: tokens of the context, including the one that stands for all null tokens.
     """
     d, patch = config.dim, config.patch_size
     h, w, _ = latent
@@ -21,7 +21,7 @@ def forward_flops(config: SD3Config, latent: tuple[int, int, int], text: int) ->
     patches = patch * patch * (config.in_channels + config.out_channels)
     blocks, dual = config.num_layers, len(set(config.dual_attention_layers))
     # Linear layers of a block: four of the attention, two of a feed-forward network four times as wide. The last
-    # block reads the text, but does not write it: of the text it needs keys and values only.
+    # block does not update the text, for which it needs only keys and values.
     attention, feed_forward = 4 * d * d, 8 * d * d
     wide = blocks * (attention + feed_forward)
     modulations = blocks * 6 + dual * 3 + (blocks - 1) * 6 + 2 + 2  # the last of them is norm_out

@@ -1,7 +1,7 @@
 """Stable Diffusion 3 / 3.5 as a family: prompts -> conditioning, velocity, latents -> images.
 
 The pipeline without its T5, as `StableDiffusion3Pipeline(text_encoder_3=None, tokenizer_3=None)` runs it: the two
-CLIP encoders give the context, and 256 zero tokens stand where the T5 would.
+CLIP encoders give the context, and 256 zero tokens replace the T5's.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ COMPONENTS = {
     "transformer": ("diffusers", "SD3Transformer2DModel"),
     "vae": ("diffusers", "AutoencoderKL"),
 }
-# What reads the JSON file of a component that is a network or a scheduler.
+# Readers of the JSON files of networks and scheduler.
 READERS = {
     "transformer": sd3.SD3Config.from_config,
     "vae": autoencoder_kl.AutoencoderKLConfig.from_config,
@@ -43,19 +43,19 @@ READERS = {
     "text_encoder_2": clip_text.CLIPTextConfig.from_config,
     "scheduler": SchedulerConfig.from_config,
 }
-# What diffusers' pipeline appends to the context in place of a T5: `max_sequence_length` zero tokens.
+# The tokens that diffusers' pipeline appends to the context instead of a T5's: `max_sequence_length` zero tokens.
 T5_TOKENS = 256
 
 
 class Conditioning(NamedTuple):
-    """What the transformer sees of a prompt."""
+    """The transformer's inputs from a prompt."""
 
     context: Float[Array, "b n d"]
     pooled: Float[Array, "b p"]
 
 
 class TokenIds(NamedTuple):
-    """The two tokenizers' ids of each prompt."""
+    """The ids of each prompt from both tokenizers."""
 
     first: Int[Array, "b n"] | Int[np.ndarray, "b n"]
     second: Int[Array, "b n"] | Int[np.ndarray, "b n"]
@@ -65,7 +65,7 @@ class TokenIds(NamedTuple):
 class StableDiffusion3:
     """The networks and tokenizers of one pipeline folder; parameters are passed to each call.
 
-    `params` is a dict with one tree a component: "transformer", "vae", "text_encoder", "text_encoder_2".
+    `params` is a dict with one tree for each component: "transformer", "vae", "text_encoder", "text_encoder_2".
     """
 
     transformer: sd3.SD3Transformer
@@ -80,7 +80,7 @@ class StableDiffusion3:
     # The repositories of 3.5 hold all text encoders once more in `text_encoders`.
     unused: ClassVar[tuple[str, ...]] = ("text_encoder_3", "tokenizer_3", "text_encoders")
     guidance: ClassVar[Guidance] = "classifier-free"
-    # Where the tensors of each component come from: its module file knows the names.
+    # Each module knows which of its children its checkpoint numbers.
     lists: ClassVar = {
         "transformer": sd3.LISTS,
         "vae": autoencoder_kl.LISTS,
@@ -107,10 +107,10 @@ class StableDiffusion3:
     def from_folder(
         cls, folder: pathlib.Path, dtype: Any = jnp.float32, remat: bool = False
     ) -> "StableDiffusion3":
-        """The architecture a diffusers pipeline folder describes; reads its JSON files and tokenizers only.
+        """The architecture of a diffusers pipeline folder; reads only its JSON files and tokenizers.
 
         Raises:
-          ValueError: names the file that is missing, broken, of another class, or does not fit the others.
+          ValueError: names the file that is missing, broken, has another class, or does not fit the others.
         """
         weights.check_classes(folder, COMPONENTS)
         configs = {
@@ -131,10 +131,10 @@ class StableDiffusion3:
         dtype: Any = jnp.float32,
         remat: bool = False,
     ) -> "StableDiffusion3":
-        """The architecture that each component's config.json describes, by the component's name.
+        """The architecture from each component's config.json, by the component's name.
 
-        `dtype` is the transformer's and text encoders' compute type; the autoencoder always runs in float32,
-        as it overflows in half precision.
+        `dtype` is the compute dtype of the transformer and the text encoders; the autoencoder always runs in float32,
+        because it overflows in half precision.
         """
         read = {part: reader(configs[part]) for part, reader in READERS.items()}
         return cls._of(read, tokenizers, dtype, remat)
@@ -143,7 +143,7 @@ class StableDiffusion3:
     def _of(
         cls, configs: dict[str, Any], tokenizers: tuple[Any, Any], dtype: Any, remat: bool
     ) -> "StableDiffusion3":
-        """From what `READERS` made of each component's file."""
+        """Builds the family from the results of `READERS`."""
         return cls(
             transformer=sd3.SD3Transformer(configs["transformer"], dtype=dtype, remat=remat),
             vae=autoencoder_kl.AutoencoderKL(configs["vae"], dtype=jnp.float32),
@@ -156,13 +156,13 @@ class StableDiffusion3:
         )
 
     def in_dtype(self, dtype: Any) -> "StableDiffusion3":
-        """The same, but the transformer computes in this type."""
+        """The same family, whose transformer computes in this dtype."""
         return dataclasses.replace(self, transformer=self.transformer.clone(dtype=jnp.dtype(dtype)))
 
     # ---------------------------------------------------------------- prompts -> conditioning
 
     def tokenize(self, records: Sequence[Record]) -> TokenIds:
-        """Ids padded and cut to each tokenizer's own length."""
+        """Ids, padded or truncated to each tokenizer's own length."""
         prompts = [record["prompt"] for record in records]
         return TokenIds(
             *(
@@ -180,11 +180,11 @@ class StableDiffusion3:
         )
 
     def tokenize_null(self, records: Sequence[Record]) -> TokenIds:
-        """The empty prompt's, one row for all."""
+        """The ids of the empty prompt, one row for all."""
         return self.tokenize([{"prompt": ""}])
 
     def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
-        """Which prompts have more tokens than a text encoder reads, so that `tokenize` cuts them off."""
+        """Which prompts have more tokens than a text encoder's input, so that `tokenize` truncates them."""
         prompts = list(prompts)
         longer = [
             [
@@ -198,7 +198,7 @@ class StableDiffusion3:
 
     @exact_products
     def encode(self, params: Params, ids: TokenIds) -> Conditioning:
-        """Both CLIPs' penultimate states side by side, zero-padded to the joint width; their pooled embeddings."""
+        """Concatenates both CLIPs' penultimate states, zero-padded to the joint width, and their pooled embeddings."""
         states, pooled = zip(
             *(
                 encoder.apply({"params": params[part]}, part_ids)
@@ -247,13 +247,13 @@ class StableDiffusion3:
         return jnp.clip(images / 2 + 0.5, 0, 1)[:, None]
 
     def default_size(self) -> Size:
-        """Of the images that the transformer was made for, as diffusers' pipeline takes them."""
+        """The size of the images that the transformer was made for, as in diffusers' pipeline."""
         factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
         side = self.transformer.config.sample_size * factor
         return Size(side, side)
 
     def sigmas(self, steps: int, size: Size) -> Float32[np.ndarray, "sigmas"]:
-        """The scheduler's; a dynamic shift goes by the tokens of an image, as in diffusers' pipeline."""
+        """The scheduler's; a dynamic shift depends on the tokens of an image, as in diffusers' pipeline."""
         h, w, _ = self.latent_shape(size)
         tokens = h * w // self.transformer.config.patch_size**2
         return make_sigmas(self.scheduler, steps, tokens)
@@ -261,7 +261,7 @@ class StableDiffusion3:
     def latent_shape(self, size: Size) -> tuple[int, int, int]:
         """(h, w, c) of the latents of an image.
 
-        Its sides must be multiples of the autoencoder's and the patch's, and fit the table of positions.
+        The sides must be multiples of the autoencoder's factor times the patch, and fit the position table.
         """
         factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
         multiple = factor * self.transformer.config.patch_size
@@ -279,15 +279,15 @@ class StableDiffusion3:
         return height // factor, width // factor, self.transformer.config.in_channels
 
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
-        """Of the transformer, by stream: see `sd3_flops`."""
-        text = self.tokenizers[0].model_max_length + 1  # one stands for those of the T5
+        """FLOPs of the transformer by stream: see `sd3_flops`."""
+        text = self.tokenizers[0].model_max_length + 1  # one stands for the T5's
         config, latent = self.transformer.config, self.latent_shape(size)
         return {"transformer": sd3_flops.forward_flops(config, latent, text)}
 
     # ---------------------------------------------------------------- parameters
 
     def shapes(self) -> Params:
-        """The parameter trees as `jax.ShapeDtypeStruct`, nothing allocated."""
+        """The parameter trees as `jax.ShapeDtypeStruct`, without allocation."""
         return _shapes(self.transformer, self.vae, self.text_encoders)
 
     def axes(self) -> Params:
@@ -304,7 +304,7 @@ class StableDiffusion3:
     def read(
         self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = jnp.float32
     ) -> Params:
-        """One component's parameters from the pipeline folder, straight onto the devices of `shardings`."""
+        """Reads one component's parameters from the pipeline folder directly onto the devices of `shardings`."""
         return weights.read_params(
             folder / part,
             self.shapes()[part],
@@ -317,8 +317,7 @@ class StableDiffusion3:
 
 @functools.cache
 def _shapes(transformer: Any, vae: Any, text_encoders: tuple[Any, Any]) -> Params:
-    # Tracing every component takes seconds; each one that is read asks for them, and so does each time that
-    # a folder is opened.
+    # Tracing every component takes seconds; every read of a component and every opened folder asks for the shapes.
     return jax.eval_shape(
         functools.partial(_init, transformer, vae, text_encoders), jax.random.key(0)
     )
