@@ -1,5 +1,5 @@
-"""What carries out the scheduler's commands: thin, without policy.
+"""Executes the scheduler's commands: thin code without policy.
 
-scheduler --command--> driver --(a thread a mesh)--> executors --> jitted programs
+scheduler --command--> driver --(a thread for each mesh)--> executors --> jitted programs
     ^------event-------'
 """

@@ -1,4 +1,4 @@
-"""Seconds of work: without those of compilation, which a first call spends and no later one, nor of pauses."""
+"""Measures seconds of work, without compilation, which only a first call needs, and without pauses."""
 
 import contextlib
 import threading
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 import jax
 
 COMPILING = "/jax/core/compile"
-LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # what follows is the compiler
+LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # the compiler runs next
 
 _thread = threading.local()
 
 
 class Stopwatch:
-    """The seconds of a block: `so_far` within it, for any thread, and `seconds` once it is left."""
+    """The seconds of a block: `so_far` inside it, for any thread, and `seconds` after it."""
 
     def __init__(self):
         self.seconds = 0.0
         self.began = time.perf_counter()
         self._apart: list[tuple[float, float]] = []  # spans that do not count
-        self._since: float | None = None  # such a span that goes on
+        self._since: float | None = None  # begin of such a span that has not ended
 
     def so_far(self) -> float:
         """Seconds of work up to now."""
@@ -29,11 +29,11 @@ class Stopwatch:
         return max(0.0, now - self.began - _length(spans, self.began))
 
     def pause(self) -> None:
-        """From now on nothing counts."""
+        """Stops the measurement."""
         self._since = time.perf_counter()
 
     def go_on(self, apart: float = 0.0) -> None:
-        """From now on everything counts again, but for the last `apart` seconds."""
+        """Continues the measurement, without the last `apart` seconds."""
         now = time.perf_counter()
         self._since = None
         self._apart.append((now - apart, now))
@@ -41,7 +41,7 @@ class Stopwatch:
 
 @contextlib.contextmanager
 def measured() -> Iterator[Stopwatch]:
-    """Takes the time of a block in this thread, apart from tracing and compiling in it and from pauses."""
+    """Measures a block in this thread, without its pauses and the tracing and compilation in it."""
     outer, watch = getattr(_thread, "watch", None), Stopwatch()
     _thread.watch = watch
     try:
@@ -54,7 +54,7 @@ def measured() -> Iterator[Stopwatch]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """A block in which this thread waits for what others do: none of its own work."""
+    """A block in which this thread only waits for other threads, and which does not count as work."""
     watch = getattr(_thread, "watch", None)
     if watch is None:
         yield
@@ -77,7 +77,7 @@ def _length(spans: list[tuple[float, float]], begin: float) -> float:
 
 
 def _compiled(event: str, seconds: float, **_: object) -> None:
-    """JAX tells how long it has just traced, lowered or compiled in this thread."""
+    """JAX reports the seconds that it has just traced, lowered or compiled in this thread."""
     watch = getattr(_thread, "watch", None)
     if watch is None or not event.startswith(COMPILING):
         return

@@ -1,4 +1,4 @@
-"""Runs the scheduler on the real clock: a thread for each sampling mesh, the trainer on the caller's."""
+"""Runs the scheduler on the real clock: one thread for each sampling mesh, the trainer on the caller's."""
 
 import queue
 import sys
@@ -37,30 +37,30 @@ from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.state import SchedulerError
 from digen_jax.scheduling.timeline import Interval
 
-SAMPLING = Encode | Generate | Decode | Deliver | Publish  # of the trainer: it samples
-FAILURES = 2  # and no fragment whole between them, or publications: a worker is given up
+SAMPLING = Encode | Generate | Decode | Deliver | Publish  # of a trainer that samples
+FAILURES = 2  # without a whole fragment or publication between them: a worker is given up
 
 
 class Begun(NamedTuple):
-    """What is in flight at a step's end, as a checkpoint holds it beside the trainer's state."""
+    """The work in flight at a step's end, as a checkpoint holds it in addition to the trainer's state."""
 
     scheduler: dict[str, Any]  # Scheduler.save()
-    kept: dict[int, Any]  # version: tuned parameters that begun fragments need, the newest apart
-    layout: str = ""  # recipe.layout of the process that saved it, which the costs were measured in
+    kept: dict[int, Any]  # version: tuned parameters that begun fragments need, except the newest
+    layout: str = ""  # recipe.layout of the process that saved it, in which the costs were measured
 
 
 class Driver:
-    """A run, step by step. Between two calls the sampling meshes go on with what comes next.
+    """Runs training step by step. Between two calls the sampling meshes continue with the next work.
 
     Args:
-      executor: carries commands out.
+      executor: executes commands.
       scheduler: before its first event.
-      rewards: scores; closed by who opened it.
-      begun: what was in flight when the run was saved; None: nothing.
-      log: gets all commands in their order; the real thing is a `CommandLog`.
-      orders: tells other processes what is done as it begins.
-      watch: has what takes too long given up; closed by who opened it. None: nothing is.
-      evaluated: is called, on the main thread, with a version and what came of its evaluation.
+      rewards: scores; the caller closes it.
+      begun: the work in flight when the run was saved; None: nothing.
+      log: gets all commands in their order; in a run it is a `CommandLog`.
+      orders: tells other processes what to do as soon as it begins.
+      watch: ends work that takes too long; the caller closes it. None: no deadline.
+      evaluated: called on the main thread with a version and the result of its evaluation.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class Driver:
     # ------------------------------------------------------------------------ for the main thread
 
     def now(self) -> float:
-        """Seconds since this driver began."""
+        """Seconds since this driver was created."""
         return time.perf_counter() - self._start
 
     def step(self) -> dict[str, float]:
-        """Goes on until the step that is on has ended; its metrics.
+        """Runs until the present step has ended; returns its metrics.
 
         Raises:
-          ConfigError: what the reward returns is wrong. What it raises itself passes through, in the end.
+          ConfigError: the reward returns a wrong value. An error of the reward itself is raised as it is.
           Stopped: the reward hangs or dies, or the trainer cannot take over from workers that hang.
-          SchedulerError: something failed again and again.
+          SchedulerError: a piece of work failed too often.
         """
         self._away += self.now() - self._left
         while not self._ends_step(self._next()):
@@ -119,17 +119,17 @@ class Driver:
         return metrics | self._summary.numbers
 
     def finish(self) -> None:
-        """After the last step: goes on until its version is evaluated. Raises what `step` does."""
+        """After the last step: runs until its version is evaluated. Raises the same errors as `step`."""
         while not self._over():
             self._next()
 
     def _over(self) -> bool:
-        """Whether there is nothing more to do."""
+        """Whether no work is left."""
         with self._lock:
             return self._scheduler.finished and self._inbox.empty()
 
     def _next(self) -> Command:
-        """Carries out the trainer's next command, once there is one."""
+        """Waits for the trainer's next command and executes it."""
         item = self._inbox.get()
         if isinstance(item, BaseException):
             raise item
@@ -147,7 +147,7 @@ class Driver:
         return item
 
     def _do_for_all(self, command: Command) -> None:
-        """A command of the trainer's, which may have to do what workers that hang were to do."""
+        """Executes a command of the trainer, which may have taken over from workers that hang."""
         try:
             self.executor.do(command)
         except Exception as error:
@@ -159,12 +159,12 @@ class Driver:
             ) from error
 
     def rest(self) -> list[Interval]:
-        """What was recorded since the last step ended."""
+        """The intervals since the last step ended."""
         with self._lock:
             return self._summary.take(self.now())
 
     def close(self) -> None:
-        """Ends the threads once what they do is done."""
+        """Ends the threads after their present work."""
         with self._lock:
             self._closed = True
             workers = list(self._workers.values())
@@ -174,7 +174,7 @@ class Driver:
     # ------------------------------------------------------------------------------------- events
 
     def _post(self, event: Event) -> None:
-        """One event to the scheduler, and what follows from it to whom it concerns. Any thread may call."""
+        """Sends an event to the scheduler, and the resulting commands to their workers. Any thread may call."""
         with self._lock:
             if self._closed:
                 return
@@ -189,8 +189,8 @@ class Driver:
                 self._send(command)
 
     def _step_ended(self, version: int) -> None:
-        """Remembers what is in flight, from which another process could go on."""
-        # The newest version, and what is evaluated of it, are in the trainer's state.
+        """Saves the work in flight, from which another process can continue."""
+        # The newest version, and its evaluated weights, are in the trainer's state.
         kept = [p for p in self._scheduler.kept if p.version < version]
         trees = {p.version: self.executor.published(p) for p in kept}
         self.begun = Begun(self._scheduler.save(), trees)
@@ -225,13 +225,13 @@ class Driver:
             self._post(Completed(end, command, seconds, values))
 
     def _stop(self, error: BaseException) -> None:
-        """The main thread raises an error when it comes to it."""
+        """Makes the main thread raise an error at its next command."""
         self._inbox.put(error)
 
     def _watched(
         self, command: Command, late: Callable[[str, float], None]
     ) -> AbstractContextManager[Stopwatch]:
-        """Times a block that carries a command out; `late(what, seconds)` is called where it takes too long."""
+        """Times a block that executes a command; `late(what, seconds)` is called if it takes too long."""
         with self._lock:
             seconds = expected(self._scheduler.state.costs, command)
             what = self._scheduler.state.work(command)
@@ -240,14 +240,14 @@ class Driver:
     # ------------------------------------------------------------------------- in other threads
 
     def _do(self, worker: WorkerThreads, line: Line, command: Command) -> None:
-        """A sampling mesh's command; a failure is the scheduler's to answer, twice in a row the end."""
+        """Executes a sampling mesh's command; the scheduler handles a failure; after two in a row the mesh is lost."""
         try:
             begin = self.now()
             try:
                 late = self._watched(command, lambda *late: self._hangs(worker, *late))
                 with late as stopwatch:
                     self.executor.do(command)
-            # Whatever it is: what one device cannot do, another may, and the scheduler gives up in the end.
+            # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
             except Exception as error:
                 return self._failed(worker, line, command, error)
             if isinstance(command, Decode | Deliver | Publish):
@@ -271,7 +271,7 @@ class Driver:
         return self._give_up(worker, f"has failed {FAILURES} times in a row")
 
     def _hangs(self, worker: WorkerThreads, what: str, seconds: float) -> None:
-        """A worker is late: the others do without it what it was to do."""
+        """A worker is late: it is given up, and the others repeat its work."""
         try:
             hangs(worker.name)
             self._hung.append(worker.name)
@@ -289,7 +289,7 @@ class Driver:
         worker.give_up()
 
     def _scored(self, command: Score, asked: float, done: Future) -> None:
-        """Scores have come: the timeline shows the reward's own time, the scheduler reckons with all of it."""
+        """Takes scores; the timeline shows the reward's own time, the scheduler uses the whole waiting time."""
         try:
             error = done.exception()
             if error is not None and may_pass(error):
@@ -303,7 +303,7 @@ class Driver:
             self._stop(error)
 
     def _not_scored(self, command: Score, error: BaseException) -> None:
-        """The reward failed: the scheduler says whether it is asked again."""
+        """The reward failed: the scheduler decides whether to ask it again."""
         try:
             self._post(Failed(self.now(), command, repr(error)))
         except SchedulerError:

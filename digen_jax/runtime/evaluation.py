@@ -1,4 +1,4 @@
-"""Rewards of a model on a fixed prompt file: every prompt its own fixed noise, none in the sampler."""
+"""Rewards of a model on a fixed prompt file: each prompt has its own fixed noise; the sampler adds none."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ from digen_jax.process.progress import watched
 from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.settings import Settings
 
-# The same for all runs, whatever their own seed, so that their evaluations can be compared.
+# The same for all runs, independent of their own seed, so that their evaluations can be compared.
 SEED = 2**20
 
 
 class Score(NamedTuple):
-    """A mean reward; its standard error is unknown where there is one image."""
+    """A mean reward and its standard error, which is None for a single image."""
 
     mean: float
     standard_error: float | None
@@ -31,7 +31,7 @@ class Score(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """One clip a prompt and its score, of several rewards their weighted sum."""
+    """One clip a prompt and its score, which for several rewards is their weighted sum."""
 
     records: list[dict[str, Any]]
     clips: UInt8[np.ndarray, "n t h w 3"]
@@ -39,7 +39,7 @@ class Evaluation(NamedTuple):
     each: Mapping[str, Float[np.ndarray, "n"]] = MappingProxyType({})  # see `rewards.each`
 
     def metrics(self) -> dict[str, float]:
-        """Mean reward, over everything and for each task of the prompt file; of several also each one's."""
+        """Mean reward over all prompts and for each task of the prompt file; if there are several, of each reward."""
         return {
             "evaluation/reward": float(self.scores.mean()),
             **{
@@ -51,7 +51,7 @@ class Evaluation(NamedTuple):
         }
 
     def by_task(self) -> dict[str, Score]:
-        """The score of everything as "all", that of each task of the prompt file, of several rewards each one's."""
+        """The score of all prompts as "all", of each task of the prompt file, and of each of several rewards."""
         parts = {"all": self.scores, **_split_by_tag(self.records, self.scores), **self.each}
         return {name: _score(part) for name, part in parts.items()}
 
@@ -69,8 +69,8 @@ def evaluate(
 ) -> Evaluation:
     """Samples one image for each record and scores it.
 
-    Image i depends on the seed, i, its prompt and the weights only. Of several rewards there is
-    one of `names` and of `reward_weights` for each. `head` is what is shown of its progress.
+    Image i depends only on the seed, i, its prompt and the weights. `names` and `reward_weights` have an
+    entry for each of several rewards. `head` labels the progress bar.
     """
     clips, scores = [], []
     for start in watched(range(0, len(records), batch), head, "batch"):
@@ -93,9 +93,9 @@ def sample_clips(
     seed: int = SEED,
     of_each: int = 1,
 ) -> Float[np.ndarray, "n t h w 3"]:
-    """Clips first, first + 1, ... of a seed, one for each of `records`; at most `batch`, filled up to it.
+    """Clips first, first + 1, ... of a seed, one for each of `records`, of which there are at most `batch`.
 
-    Where every record of a list has several clips, one after the other, `of_each` says how many.
+    If each record is repeated for several clips in a row, `of_each` is their number.
     """
     trajectory = sample_fixed(sampler, weights, records, first, batch, seed, of_each)
     return fetch(sampler.decode(weights, trajectory))[: len(records)]
@@ -110,7 +110,7 @@ def sample_fixed(
     seed: int = SEED,
     of_each: int = 1,
 ) -> Trajectory:
-    """The trajectories of `sample_clips`, filled up to `batch`; returns at once, as `Sampler.generate` does."""
+    """The trajectories of `sample_clips`, padded to `batch`; returns immediately, as `Sampler.generate` does."""
     padded = [*records, *[records[-1]] * (batch - len(records))]
     numbers = np.arange(first, first + batch, dtype=np.int32)
     keys = image_keys(jax.random.key(seed), numbers // of_each, numbers % of_each)
@@ -119,7 +119,7 @@ def sample_fixed(
 
 
 class HeldOut:
-    """The prompts of a run's evaluations, cut into fragments as the scheduler's settings say."""
+    """The prompts of a run's evaluations, divided into fragments by the scheduler's settings."""
 
     def __init__(self, records: Sequence[dict[str, Any]], settings: Settings):
         self.records, self._settings = list(records), settings
@@ -140,7 +140,7 @@ class HeldOut:
 
 
 class Gathering:
-    """The leader's: clips and scores of evaluations, fragment by fragment, until all of a version are there."""
+    """Collects clips and scores of evaluations, fragment by fragment, until a version is complete; on the leader."""
 
     def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
         self._held_out, self._names, self._weights = held_out, names, weights
@@ -149,11 +149,11 @@ class Gathering:
     def note(
         self, fragment: Fragment, clips: Float[np.ndarray, "b t h w 3"], scores: np.ndarray
     ) -> None:
-        """A fragment is scored."""
+        """Stores a scored fragment."""
         self._found[fragment.step][fragment.index] = to_uint8(clips), scores
 
     def take(self, version: int) -> Evaluation:
-        """A version's whole evaluation, which is forgotten."""
+        """Returns a version's whole evaluation and forgets it."""
         parts = [part for _, part in sorted(self._found.pop(version).items())]
         clips, scores = (np.concatenate(each) for each in zip(*parts, strict=True))
         total = rewards.total(scores, self._weights)
@@ -166,12 +166,12 @@ def by_tag(
     scores: Float[np.ndarray, "n"],
     statistic: Callable[[np.ndarray], Any] = np.mean,
 ) -> dict[str, float]:
-    """A statistic of each task's scores; nothing where the prompt file names no tasks."""
+    """A statistic of each task's scores; empty if the prompt file names no tasks."""
     return {tag: float(statistic(part)) for tag, part in _split_by_tag(records, scores).items()}
 
 
 def score_table(columns: Mapping[str, Mapping[str, Score]]) -> str:
-    """A line for each task with mean and standard error in each column; `columns` by their heads."""
+    """A line for each task with mean and standard error in each column; `columns` maps heads to scores."""
     rows = next(iter(columns.values()))
     lines = [f"{'':<24}{'images':>8}" + "".join(f"{head:>18}" for head in columns)]
     for name, first in rows.items():

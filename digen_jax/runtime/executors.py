@@ -1,4 +1,4 @@
-"""All executors of a run in one process: what each command does, whoever's thread it is done on."""
+"""All executors of a run in one process: executes each command, on the calling thread."""
 
 import dataclasses
 import functools
@@ -47,51 +47,51 @@ ToScore = tuple[Float[np.ndarray, "b ..."], list[str], list[dict[str, Any]]]
 
 @runtime_checkable
 class Executor(Protocol):
-    """What carries out a run's commands, wherever the meshes are.
+    """Executes a run's commands, wherever the meshes are.
 
     Attributes:
-      devices: how many each worker has, the trainer last.
+      devices: the number of devices of each worker, the trainer last.
     """
 
     devices: Mapping[str, int]
 
     def do(self, command: Command) -> None:
-        """Carries a command out that is neither a Score nor an Evaluate; returns once its work is done."""
+        """Executes a command other than a Score or an Evaluate; returns when its work is done."""
 
     def to_score(self, command: Score) -> ToScore:
-        """(images or clips, prompts, metadata) that the rewards are asked for."""
+        """(images or clips, prompts, metadata), the input of the rewards."""
 
     def scored(self, command: Score, scores: Scored) -> Float32[np.ndarray, "b"]:
-        """The scores have come; returns what the scheduler compares images by."""
+        """Takes scores; returns the value of each image by which the scheduler compares images."""
 
     def evaluated(self, command: Evaluate) -> Any:
-        """All of a version's evaluation is scored: what came of it."""
+        """The result of a version's evaluation, all of whose fragments are scored."""
 
     def end_step(self) -> dict[str, float]:
-        """The step that is on has ended: the metrics of its rewards and updates."""
+        """Ends the present step; returns the metrics of its rewards and updates."""
 
     def published(self, publication: Publication) -> Any:
-        """Published weights that are kept, as a checkpoint holds them."""
+        """Published weights that are kept, in a checkpoint's form."""
 
     def give_up(self, worker: str) -> None:
-        """A sampling mesh failed or hangs: what it may still come back with is not taken."""
+        """Marks a sampling mesh as failed or hung: its later results are ignored."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Duties:
-    """What executors are told beside the scheduler's settings."""
+    """Settings of the executors in addition to the scheduler's."""
 
     rewards: tuple[str, ...]  # the names of the rewards
     held_out: Sequence[dict[str, Any]] = ()  # the prompts of evaluations
-    tag_weights: str = "in place"  # what the trainer samples from: see `engine.system.tag_group`
+    tag_weights: str = "in place"  # the trainer samples with these: see `engine.system.tag_group`
 
 
 class Executors:
-    """The sampling meshes' executors, by worker, and the trainer's, in one process.
+    """The executors of the sampling meshes, by worker, and of the trainer, in one process.
 
-    They share what everyone works out from the config (`steps`); arrays go from one to another by the link.
-    The order of commands is the scheduler's. `do` may be called from one thread for each worker, and from
-    others for the transfers to it and from it.
+    They share the data of the steps that follow from the config (`steps`); the link moves arrays between them.
+    The scheduler decides the order of commands. `do` may be called from one thread for each worker, and from
+    others for transfers to and from it.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Executors:
         first: int = 0,
         kept: Mapping[int, Any] | None = None,
     ):
-        """`first` is the step that `state` is the start of, `kept` the older versions to be held."""
+        """`first` is the step at whose start `state` is; `kept` are the older versions to hold."""
         self.system, self._duties = system, duties
         algorithm = system.trainer.algorithm
         shape = settings.images, settings.fragment_images
@@ -116,9 +116,9 @@ class Executors:
         self._link = LocalLink()
         apart = not system.placement.colocated
         self.last_update = settings.updates - 1
-        # Something may need, after an update, what it consumes, only where these say so.
+        # Only then may a fragment or an evaluation need, after an update, the arrays that the update consumes.
         later = apart or algorithm.reads_behaviour or algorithm.reads_start
-        # And where meshes sampled apart before, which may have begun something ahead by the newest version.
+        # A resumed run may also have begun fragments of the next step with the newest version, on separate meshes.
         stale = settings.staleness > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
         self.versions = Versions(self._link, keep, system.rollouts[0].dtype)
@@ -134,19 +134,19 @@ class Executors:
 
     @property
     def devices(self) -> dict[str, int]:
-        """How many every worker has."""
+        """The number of devices of every worker."""
         meshes = {name: e.rollout.group.mesh for name, e in self.rollouts.items()}
         meshes[TRAINER] = self.system.placement.trainer.mesh
         return {name: mesh.size for name, mesh in meshes.items()}
 
     @property
     def state(self) -> State:
-        """The trainer's."""
+        """The trainer's state."""
         return self.trainer.state
 
     @functools.cached_property
     def assistant(self) -> SamplingExecutor:
-        """The trainer's devices as a sampling mesh; made when they are first wanted as one."""
+        """The trainer's devices as a sampling mesh; created at its first use."""
         system = self.system
         if system.placement.colocated:
             return self._sampling(TRAINER, system.rollouts[0])
@@ -164,7 +164,7 @@ class Executors:
         self._link.give_up(worker)
 
     def do(self, command: Command) -> None:
-        """Carries a command out. The way of a fragment, from its prompts to the next version, is their order here."""
+        """Executes a command. The cases are in the order of a fragment's path, from its prompts to the next version."""
         match command:
             case Encode():
                 self.sampling(command.worker).encode(command.step)
@@ -172,7 +172,7 @@ class Executors:
                 self.sampling(command.worker).generate(command.fragment, command.publication)
             case Decode():
                 self.sampling(command.worker).decode(command.fragment)
-            # Here the rewards score it: `to_score`, `scored`.
+            # Between these, the rewards score the images: `to_score`, `scored`.
             case Deliver():
                 self.trainer.deliver(command)
             case Train():
@@ -188,25 +188,25 @@ class Executors:
                 for executor in self._samplers():
                     executor.drop_weights(command.publication)
             case DropFragments():
-                # First of all: what is generated at the moment is then not kept.
+                # First of all: a fragment in generation is then not kept.
                 self.steps.drop(command.fragments)
                 holders = (self.trainer, *self._samplers())
                 for holder, fragment in itertools.product(holders, command.fragments):
                     holder.drop_fragment(fragment)
             case Switch():
-                pass  # The programs of both roles and their arrays are there at any time.
+                pass  # The programs and arrays of both roles always exist.
             case _:
                 raise TypeError(f"{command} is not for the executors")
 
     def _publish(self, command: Publish) -> None:
         executor = self.sampling(command.worker)
         executor.receive(command.publication)
-        # Weights are dropped from the trainer before they are dropped from the sampling meshes.
+        # The trainer drops weights before the sampling meshes do.
         if command.publication not in self.versions:
             executor.drop_weights(command.publication)
 
     def scores(self, step: int) -> StepScores:
-        """Those of a step."""
+        """The scores of a step."""
         found = self._scores.get(step)
         if found is None:
             begun = StepScores.begin(self.steps[step], self.system.advantages)
@@ -217,7 +217,7 @@ class Executors:
         """See `Executor`.
 
         Raises:
-          DivergedError: the images hold NaN, which no reward should be blamed for.
+          DivergedError: the images contain NaN, for which no reward is to blame.
         """
         fragment = command.fragment
         images = as_judged(self.sampling(command.maker).images[fragment])
@@ -231,7 +231,7 @@ class Executors:
         return images, [record["prompt"] for record in shown], shown
 
     def scored(self, command: Score, scores: Scored) -> Float32[np.ndarray, "b"]:
-        """See `Executor`; of several rewards it is their weighted sum. The images are needed no more."""
+        """See `Executor`; for several rewards the value is their weighted sum. Frees the images."""
         fragment = command.fragment
         at_maker = command.maker == TRAINER or command.maker in self.rollouts
         images = self.sampling(command.maker).images.pop(fragment, None) if at_maker else None
@@ -257,7 +257,7 @@ class Executors:
         return self.versions[publication]
 
     def _samplers(self) -> Iterator[SamplingExecutor]:
-        """Those that there are at present."""
+        """The sampling executors that exist at present."""
         return filter(None, (self.__dict__.get("assistant"), *self.rollouts.values()))
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
@@ -265,10 +265,10 @@ class Executors:
 
 
 def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> State:
-    """Carries out the commands of a recorded log one after the other; the state after the last.
+    """Executes the commands of a recorded log one after the other; returns the state after the last.
 
-    An order in which the scheduler sent commands is one in which everything is there in time, and
-    the trainer gets them in the order in which it got them then: equal inputs lead to equal bits.
+    In the order in which the scheduler sent commands, everything is there in time, and the trainer gets them
+    in the same order as in the run: equal inputs lead to bitwise equal results.
     """
     scored = set()
     for command in log:
@@ -284,7 +284,7 @@ def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> State:
 
 
 def follow(executors: Executors, command: Command) -> None:
-    """Carries a command of a log out; after its last one a step is forgotten, and so is an evaluation."""
+    """Executes a command of a log; after its last command a step or an evaluation is forgotten."""
     if isinstance(command, Evaluate):
         executors.evaluated(command)
         return

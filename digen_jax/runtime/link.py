@@ -1,4 +1,4 @@
-"""How arrays get from one mesh to another: who has them offers them, who needs them takes them."""
+"""Transfer of arrays between meshes: their owner offers them, the other mesh takes them."""
 
 import dataclasses
 import threading
@@ -11,12 +11,12 @@ from digen_jax.engine.system import resharded
 from digen_jax.scheduling.commands import Fragment, Publication
 
 Tree = Any
-Shardings = Callable[[Tree], Tree]  # of a tree: where each of its arrays is to lie
+Shardings = Callable[[Tree], Tree]  # of a tree: the sharding of each of its arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplesOf:
-    """The key of what is trained of a fragment, on the worker that made it."""
+    """The key of a fragment's samples for training, on the worker that generated it."""
 
     worker: str
     fragment: Fragment
@@ -38,31 +38,31 @@ class Link(Protocol):
     """Moves trees of arrays between meshes. Any thread may call."""
 
     def offer(self, key: Key, tree: Tree) -> None:
-        """From now on the tree may be taken."""
+        """Makes a tree available to takers."""
 
     def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
-        """The tree on the taker's devices, once it is there; None where it is not offered any more."""
+        """The tree on the taker's devices, after the transfer; None if it is no longer offered."""
 
     def withdraw(self, key: Key) -> None:
-        """Offers a tree no more; whoever is taking it gets it still."""
+        """Ends the offer of a tree; a transfer in progress is completed."""
 
     def settle(self, key: Key) -> bool:
-        """The same, once nobody is taking it; whether its arrays may be overwritten.
+        """The same, after all transfers of the tree; returns whether its arrays may be overwritten.
 
-        They may not where a taker was given up while it was taking them.
+        They may not if a taker was given up during its transfer.
         """
 
     def give_up(self, taker: str) -> None:
-        """Nobody waits for a taker any more; what it is taking may not be overwritten."""
+        """Nobody waits for this taker any longer; the arrays of its transfers may not be overwritten."""
 
 
 class LocalLink:
-    """The link within one process: arrays are copied from device to device, or stay where they lie."""
+    """The link within one process: arrays are copied between devices, or stay in place."""
 
     def __init__(self):
         self._offered: dict[Key, Tree] = {}
         self._taking: list[tuple[Key, str]] = []
-        self._hung: set[Key] = set()  # keys that somebody may be taking for ever
+        self._hung: set[Key] = set()  # keys of transfers that may never end
         self._changed = threading.Condition()
 
     def offer(self, key: Key, tree: Tree) -> None:
@@ -71,7 +71,7 @@ class LocalLink:
             self._offered[key] = tree
 
     def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
-        """See `Link`. Where the tree lies as it should already, it is the one that was offered."""
+        """See `Link`. If the tree already has these shardings, the offered tree itself is returned."""
         with self._changed:
             if key not in self._offered:
                 return None

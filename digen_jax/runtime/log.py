@@ -1,4 +1,4 @@
-"""The ordered log of a run's commands, on disk: what happened when, and what `replay` repeats."""
+"""The ordered log of a run's commands, on disk, for reading and for `replay`."""
 
 import contextlib
 import json
@@ -21,9 +21,9 @@ from digen_jax.scheduling.saving import pack, unpack
 
 
 class CommandLog:
-    """Appends commands to a file, one a line, each process's behind a line that says where it began.
+    """Appends commands to a file, one a line; each process begins with a line with the number of steps done.
 
-    A last line that a kill cut off is removed first. May be used by several threads.
+    An incomplete last line, left by a kill, is removed first. May be used by several threads.
     """
 
     def __init__(self, path: pathlib.Path, first: int):
@@ -35,29 +35,29 @@ class CommandLog:
         self.flush()
 
     def extend(self, commands: Iterable[Command]) -> None:
-        """Some more. What cannot be written waits for `flush`, as the run goes on to the end of its step."""
+        """Appends commands. If writing fails, they wait for `flush`, since the run continues to the end of its step."""
         with self._lock:
             self._waiting += _text(map(pack, commands))
         with contextlib.suppress(OSError):
             self.flush()
 
     def flush(self) -> None:
-        """Writes what could not be written before.
+        """Writes the commands that could not be written before.
 
         Raises:
-          OSError: nor can it now.
+          OSError: they still cannot be written.
         """
         with self._lock:
             append(self._path, self._waiting.encode())
             self._waiting = ""
 
     def cut_back(self, done: int) -> None:
-        """Removes what came before `done` steps were, but for what later steps' commands build on.
+        """Removes the commands of the first `done` steps, except those that later steps' commands depend on.
 
-        From the checkpoint after `done` steps the rest can be replayed.
+        The rest can be replayed from the checkpoint after `done` steps.
 
         Raises:
-          OSError: the disk is full; the file is as it was.
+          OSError: the disk is full; the file is unchanged.
         """
         with self._lock:
             parts = _parts(self._path)
@@ -70,19 +70,19 @@ class CommandLog:
 
 
 def read_log(path: pathlib.Path) -> tuple[int, list[Command]]:
-    """(steps done before the last process, its commands); a last line that a kill cut off is left out.
+    """(steps done before the last process, its commands), without an incomplete last line left by a kill.
 
     Raises:
-      ConfigError: names the line that holds no command.
+      ConfigError: names the line that is not a command.
     """
     return (_parts(path) or [(0, [])])[-1]
 
 
 def since(commands: list[Command], done: int) -> list[Command]:
-    """Of a process's commands those behind the step that was `done`, and those before that they build on.
+    """A process's commands after the step that was `done`, and the earlier ones that they depend on.
 
-    These are whatever began the steps from `done` on ahead of their time, and the publications of the
-    versions that they are sampled by.
+    The latter are the commands that began the steps from `done` on ahead of time, and the publications of
+    the versions that generate their fragments.
     """
     ends = [i for i, c in enumerate(commands) if isinstance(c, Update) and c.step == done - 1] or [
         -1
@@ -100,7 +100,7 @@ def since(commands: list[Command], done: int) -> list[Command]:
 
 
 def _step(command: Command) -> int:
-    """The step whose fragments a command is about; -1 where it is about none."""
+    """The step of a command's fragments; -1 if it has none."""
     if isinstance(command, DropFragments):
         return command.fragments[0].step
     if isinstance(command, Encode):

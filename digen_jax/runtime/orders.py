@@ -1,7 +1,7 @@
-"""What the processes of a run do together: an ordered log in jax.distributed's key-value store.
+"""Common work of a run's processes: an ordered log in jax.distributed's key-value store.
 
-The first process decides. Before it begins anything in which the devices of all take part, it writes
-that down; the others do one entry after the other, so that all enqueue the same work in the same order.
+The first process decides. Before it begins work in which the devices of all processes take part, it
+writes an entry; the others execute the entries in order, so that all enqueue the same work in the same order.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from digen_jax.process.interrupt import Interrupt
 from digen_jax.scheduling.saving import pack, unpack
 
 LOG, STOP = "digen_jax/log", "digen_jax/stop"
-WAIT = 1000  # milliseconds: a signal is noticed between two of them
+WAIT = 1000  # milliseconds: between two waits a process checks for signals
 
 
 def is_first() -> bool:
-    """Whether this process decides; in a run of one it does."""
+    """Whether this process decides; always true in a run of one process."""
     return distributed.global_state.process_id == 0
 
 
@@ -39,16 +39,16 @@ def several() -> bool:
 
 
 class Orders:
-    """The first process's end of the log; without other processes nothing is written. For any thread."""
+    """The first process's end of the log; without other processes it writes nothing. For any thread."""
 
     def __init__(self):
         self._client = distributed.global_state.client if several() else None
-        self.torn = False  # whether this process has failed in the middle of what all do
+        self.torn = False  # whether this process has failed during common work
         self._lock = threading.Lock()
         self._written, self._step, self._forgotten = 0, 0, 0
 
     def announce(self, kind: str, value: Any = None) -> None:
-        """The next entry; `value` is whatever `pack` takes."""
+        """Writes the next entry; `value` is anything that `pack` accepts."""
         if self._client is None:
             return
         text = json.dumps([kind, pack(value)])
@@ -58,7 +58,7 @@ class Orders:
 
     @contextlib.contextmanager
     def together(self, kind: str, value: Any = None) -> Iterator[None]:
-        """Announces what all processes do in this block. A failure in it leaves the others in its middle."""
+        """Announces a block that all processes execute. If it fails here, the others remain inside it."""
         self.announce(kind, value)
         try:
             yield
@@ -67,7 +67,7 @@ class Orders:
             raise
 
     def step_done(self) -> None:
-        """A step has ended: forgets the one before, of which everybody did all to get this far."""
+        """A step has ended: deletes the entries of the previous one, which all processes have executed."""
         if self._client is None:
             return
         with self._lock:
@@ -76,7 +76,7 @@ class Orders:
             self._forgotten, self._step = self._step, self._written
 
     def asked_to_stop(self) -> int:
-        """The signal that another process was asked to stop by, or 0."""
+        """The signal that asked another process to stop, or 0."""
         if self._client is None:
             return 0
         found = self._client.key_value_dir_get(STOP)
@@ -84,7 +84,7 @@ class Orders:
 
 
 def orders(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
-    """The entries (kind, value) as they come; a signal to this process is passed on to the first."""
+    """The entries (kind, value) in order; passes a signal to this process on to the first."""
     client, passed_on = distributed.global_state.client, False
     for number in itertools.count():
         text = None
@@ -100,7 +100,7 @@ def orders(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
 
 
 def _wait_for(client: Any, key: str) -> str:
-    """A key's value; TimeoutError where it does not come for a while."""
+    """The value of a key; raises TimeoutError if it does not come for a while."""
     try:
         return client.blocking_key_value_get(key, WAIT)
     except jax.errors.JaxRuntimeError as error:
@@ -111,7 +111,7 @@ def _wait_for(client: Any, key: str) -> str:
 
 @contextlib.contextmanager
 def leading() -> Iterator[Orders]:
-    """The first process's orders in a run. Where it fails between two of them the others get to know."""
+    """The first process's orders in a run. If it fails between two orders, it tells the others."""
     orders = Orders()
     try:
         yield orders
@@ -124,9 +124,9 @@ def leading() -> Iterator[Orders]:
 
 
 def leave(error: BaseException) -> None:
-    """Ends this process after a failure without a goodbye, as the others may be waiting for its part in something.
+    """Ends a failed process immediately, because the others may wait for it in common work.
 
-    JAX misses it and ends them, with a message.
+    JAX notices its absence and ends them, with a message.
     """
     if isinstance(error, ConfigError | Stopped):
         print(error, file=sys.stderr)

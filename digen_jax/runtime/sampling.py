@@ -1,4 +1,4 @@
-"""A sampling mesh's executor: holds weights by version, prompts by step, fragments in the making."""
+"""A sampling mesh's executor: holds weights by version, prompts by step, and fragments in progress."""
 
 import jax
 import numpy as np
@@ -15,16 +15,16 @@ from digen_jax.scheduling.commands import Fragment, Publication
 
 
 class SamplingExecutor:
-    """Encodes, generates and decodes on one mesh; every method returns once its work is done.
+    """Encodes, generates and decodes on one mesh; every method returns when its work is done.
 
-    What it makes it holds until others have taken it: images for the rewards in `images`, what is trained
-    of them on the link.
+    It holds its results until others have taken them: images for the rewards in `images`, samples for
+    training on the link.
     """
 
     def __init__(self, name: str, rollout: Rollout, steps: Steps, held_out: HeldOut, link: Link):
         self.name, self.rollout = name, rollout
         self.weights: dict[Publication, Weights] = {}
-        self.images: dict[Fragment, np.ndarray] = {}  # decoded, to be scored
+        self.images: dict[Fragment, np.ndarray] = {}  # decoded, not yet scored
         self.given_up = False
         self._steps, self._held_out, self._link = steps, held_out, link
         self._fixed = Weights(None, rollout.base, rollout.frozen)
@@ -32,13 +32,13 @@ class SamplingExecutor:
         self._begun: dict[Fragment, Trajectory] = {}
 
     def receive(self, publication: Publication) -> None:
-        """Takes published weights; those that are gone, before or meanwhile, are needed no more."""
+        """Takes published weights; weights that were withdrawn are no longer needed."""
         tuned = self._link.take(publication, self.rollout.group.params, self.name)
         if tuned is not None:
             self.weights[publication] = Weights(tuned, self.rollout.base, self.rollout.frozen)
 
     def encode(self, number: int) -> None:
-        """A step's prompts, for this mesh and for the trainer."""
+        """Encodes a step's prompts, for this mesh and for the trainer."""
         prompts = self.rollout.sampler.encode(self._fixed, self._steps[number].records)
         self._prompts[number] = jax.block_until_ready(prompts)
         self._link.offer(ConditioningOf(self.name, number), prompts)
@@ -47,11 +47,11 @@ class SamplingExecutor:
             self._link.withdraw(ConditioningOf(self.name, old))
 
     def generate(self, fragment: Fragment, publication: Publication) -> None:
-        """A fragment's trajectories by weights that were received."""
+        """Generates a fragment's trajectories with weights that were received."""
         if fragment.evaluation:
             trajectory = self._evaluated(fragment, publication)
         else:
-            # In this order: a fragment is dropped before its version is.
+            # In this order, since a fragment is dropped before its version.
             weights, step = self.weights.get(publication), self._steps.find(fragment)
             if step is None:
                 return
@@ -69,7 +69,7 @@ class SamplingExecutor:
         return sample_fixed(self.rollout.evaluator, weights, records, first, held_out.batch)
 
     def decode(self, fragment: Fragment) -> None:
-        """A fragment's images to the host, and what is trained of it onto the link."""
+        """Brings a fragment's images to the host, and offers its samples for training on the link."""
         trajectory = self._begun.pop(fragment, None)
         if trajectory is None:
             return
@@ -79,7 +79,7 @@ class SamplingExecutor:
             return
         images = fetch(self.rollout.sampler.decode(self._fixed, trajectory))
         step = self._steps.find(fragment)
-        if step is None or self.given_up:  # given up: another mesh makes the fragment
+        if step is None or self.given_up:  # given up: another mesh generates the fragment
             return
         keys = put(step.training_keys[step.cut(fragment.index)], self.rollout.group.batch)
         samples = trained_part(trajectory, keys), trajectory.sigmas
@@ -89,7 +89,7 @@ class SamplingExecutor:
             self.drop_fragment(fragment)
 
     def drop_fragment(self, fragment: Fragment) -> None:
-        """Frees whatever there is of a fragment."""
+        """Frees all data of a fragment."""
         self._begun.pop(fragment, None)
         self.images.pop(fragment, None)
         self._link.withdraw(SamplesOf(self.name, fragment))

@@ -1,4 +1,4 @@
-"""What the leader knows of a step: the rewards of its images, and what these teach."""
+"""The scores of a step on the leader, and the advantages that follow from them."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -14,16 +14,16 @@ Scored = Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.c
 
 
 class Lesson(NamedTuple):
-    """The images of a fragment that are given to the trainer, and what it makes of each."""
+    """The images of a fragment that are given to the trainer, and their advantages and weights."""
 
     places: Int[np.ndarray, "k"]  # within the fragment
     advantages: Float32[np.ndarray, "k"]
-    weight: Float32[np.ndarray, "k"]  # 0: of a group that is dropped
+    weight: Float32[np.ndarray, "k"]  # 0: the image's group is dropped
 
 
 @dataclasses.dataclass
 class StepScores:
-    """The scores of a step's images; NaN where there are none yet."""
+    """The scores of a step's images; NaN for those that are not scored."""
 
     images: StepImages
     scores: Float32[np.ndarray, "n k"]  # a column for each reward
@@ -31,43 +31,43 @@ class StepScores:
 
     @classmethod
     def begin(cls, images: StepImages, settings: AdvantageSettings) -> "StepScores":
-        """Nothing scored yet."""
+        """Scores of a step of which nothing is scored."""
         shape = len(images.rows), len(settings.reward_weights)
         return cls(images, np.full(shape, np.nan, np.float32), settings)
 
     def note(self, index: int, scores: Scored) -> None:
-        """A fragment's scores have come."""
+        """Stores a fragment's scores."""
         self.scores[self.images.cut(index)] = scores.reshape(-1, self.scores.shape[1])
 
     @property
     def members(self) -> Bool[np.ndarray, "n"]:
-        """The images of the groups that form the step, once these are known and scored."""
+        """The scored images of the groups that form the step."""
         images = self.images
         dropped = np.isin(np.arange(len(images.rows)) // images.size, list(images.dropped))
         return np.isfinite(self.scores).all(axis=1) & ~dropped
 
     @property
     def values(self) -> Float32[np.ndarray, "n"]:
-        """The one number of each image: its reward, or the weighted sum of several."""
+        """The value of each image: its reward, or the weighted sum of several."""
         return rewards.total(self.scores, self.settings.reward_weights)
 
     @property
     def std(self) -> float:
-        """The std of the rewards of the groups that form the step."""
+        """The std of the rewards over the groups that form the step."""
         return float(self.values[self.members].std(dtype=np.float64))
 
     @property
     def generated(self) -> int:
-        """The candidates that were begun, once it is known which form the step."""
+        """The number of begun candidates, when it is known which form the step."""
         begun = self.members
         for index in self.images.dropped:
             begun[self.images.cut(index)] = True
         return len(np.unique(self.images.rows[begun]))
 
     def lesson(self, index: int) -> Lesson:
-        """What of a fragment trains, once what `AdvantageSettings.needs` is scored.
+        """The trained part of a fragment, when the unit `AdvantageSettings.needs` is scored.
 
-        However many groups are dropped, as many images are given to the trainer.
+        The number of images given to the trainer does not depend on how many groups are dropped.
         """
         settings = self.settings
         known, mine = self._known(index, settings.needs)
@@ -77,14 +77,14 @@ class StepScores:
         return Lesson(np.flatnonzero(given), found[given], weight[given])
 
     def ranking(self, index: int) -> Float[np.ndarray, "b"]:
-        """How the images of a fragment are ordered, once what `AdvantageSettings.ranking_needs` is scored."""
+        """The ranks of a fragment's images, when the unit `AdvantageSettings.ranking_needs` is scored."""
         known, mine = self._known(index, self.settings.ranking_needs)
         return ranking(self.settings, *known)[mine]
 
     def _known(
         self, index: int, needs: Literal["group", "step"]
     ) -> tuple[tuple[np.ndarray, np.ndarray, int], Bool[np.ndarray, "m"]]:
-        """((scores, groups, number of groups) of the images of a fragment's groups or the step, which are its own)."""
+        """((scores, groups, number of groups) of the images in the fragment's groups or step, which are its own)."""
         rows, cut = self.images.rows, self.images.cut(index)
         members = np.isin(rows, rows[cut]) if needs == "group" else self.members
         mine = np.isin(np.flatnonzero(members), np.arange(cut.start, cut.stop))

@@ -1,4 +1,4 @@
-"""What everyone works out of a step from the config: its prompts, and what each image is drawn by."""
+"""Data of a step that every process computes from the config: prompts, and the keys of each image."""
 
 import dataclasses
 import threading
@@ -16,7 +16,7 @@ from digen_jax.scheduling.commands import Fragment
 
 
 class Images(NamedTuple):
-    """A fragment's images as they were sampled, on the trainer mesh."""
+    """A fragment's sampled images, on the trainer mesh."""
 
     version: int  # of the policy that sampled them
     rows: Int[np.ndarray, "b"]  # each image's group within the step
@@ -28,17 +28,15 @@ class Images(NamedTuple):
 class StepImages:
     """The images of a step: image j is the (j mod G)-th of group j // G.
 
-    With dynamic sampling the groups are all candidates that there may be, begun or not.
+    With dynamic sampling the groups are all possible candidates, begun or not.
     """
 
     records: list[dict[str, Any]]
     size: int  # images of a fragment
     rows: Int[np.ndarray, "n"]
     drawn: Drawn
-    training_keys: Key[
-        Array, "n"
-    ]  # of training's noise: the images' own, until it is their turn again
-    dropped: set[int] = dataclasses.field(default_factory=set)  # begun fragments of no use
+    training_keys: Key[Array, "n"]  # of training's noise: on the first turn the images' own keys
+    dropped: set[int] = dataclasses.field(default_factory=set)  # begun, not needed
 
     @classmethod
     def begin(
@@ -50,7 +48,7 @@ class StepImages:
         draws: Draws,
         turn: int = 0,
     ) -> "StepImages":
-        """`images` a group, `size` a fragment. `turn`: times that the step was trained before."""
+        """`images` a group, `size` a fragment. `turn`: how many times the step was trained before."""
         rows = np.repeat(np.arange(len(records), dtype=np.int32), images)
         serials = np.asarray([record["serial"] for record in records])[rows]
         numbers = np.tile(np.arange(images), len(records))
@@ -58,7 +56,7 @@ class StepImages:
         return cls(records, size, rows, drawn, turn_keys(drawn.keys, turn))
 
     def cut(self, index: int) -> slice:
-        """A fragment's images."""
+        """The slice of a fragment's images."""
         return slice(index * self.size, (index + 1) * self.size)
 
     def shown(self, index: int) -> list[dict[str, Any]]:
@@ -67,9 +65,9 @@ class StepImages:
 
 
 class Steps:
-    """The steps by number. Each draws its prompts when it is first asked for, in turn.
+    """The steps by number. Each draws its prompts at its first use, in order.
 
-    Where the images are a fixed set, `batches` comes round again after `set_steps` steps; 0: never.
+    If the images are a fixed set, `batches` repeats after `set_steps` steps; 0: never.
     May be used by several threads.
     """
 
@@ -82,7 +80,7 @@ class Steps:
         first: int,
         set_steps: int = 0,
     ):
-        self.first = first  # the step that is on
+        self.first = first  # the present step
         self._batches, self._make = batches, (images, size, draws)
         self._set_steps, self._next = set_steps, first
         self._steps: dict[int, StepImages] = {}
@@ -98,23 +96,23 @@ class Steps:
             return self._steps[number]
 
     def of(self, fragment: Fragment) -> StepImages:
-        """A fragment's step."""
+        """The step of a fragment."""
         return self[fragment.step]
 
     def find(self, fragment: Fragment) -> StepImages | None:
-        """A fragment's step; None where the fragment has been dropped, and maybe its step has ended."""
+        """The step of a fragment; None if the fragment was dropped (its step may have ended)."""
         with self._lock:
             step = self._steps.get(fragment.step)
             return None if step is None or fragment.index in step.dropped else step
 
     def drop(self, fragments: Iterable[Fragment]) -> None:
-        """Candidates do not form their step."""
+        """Marks candidates that do not form their step."""
         with self._lock:
             for fragment in fragments:
                 self._steps[fragment.step].dropped.add(fragment.index)
 
     def end(self) -> None:
-        """The step that is on has ended: forgets it."""
+        """Forgets the present step, which has ended."""
         with self._lock:
             self._steps.pop(self.first, None)
             self.first += 1

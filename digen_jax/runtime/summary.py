@@ -1,4 +1,4 @@
-"""What a run's driver notes down: the timeline, and of each step the metrics of its runtime."""
+"""Records of a run's driver: the timeline, and the runtime metrics of each step."""
 
 import dataclasses
 from collections import Counter
@@ -23,7 +23,7 @@ from digen_jax.scheduling.events import Completed, Event, Joined, Lost
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.timeline import Interval, Recorder, bubbles, busy_seconds
 
-# The phase of a step that a command's seconds are reported under.
+# The phase of a step to which a command's seconds are added.
 PHASES = {
     "encode": "rollout",
     "generate": "rollout",
@@ -40,20 +40,20 @@ PHASES = {
 
 
 class Summary:
-    """Notes what happens and sums it up, step by step; not for several threads at a time."""
+    """Records events and sums them up, step by step; not thread-safe."""
 
     def __init__(self, devices: Mapping[str, int], images: int):
         self._devices, self._images = dict(devices), images
         self._recorder = Recorder()
-        self._began = 0.0  # the step
-        self._under_way: dict[str, float] = {}  # worker: since when it has been at work
+        self._began = 0.0  # of the step
+        self._under_way: dict[str, float] = {}  # worker: start of its present work
         self._ages: list[int] = []
-        self._queued: list[int] = []  # fragments ready to train, when one went into training
+        self._queued: list[int] = []  # number of ready fragments at each start of training
         self._made: Counter[str] = Counter()  # fragments generated, as "generate" or "tag"
-        self.numbers: dict[str, float] = {}  # metrics of what the workers did in the last step
+        self.numbers: dict[str, float] = {}  # runtime metrics of the last step
 
     def seen(self, event: Event, commands: list[Command], scheduler: Scheduler, now: float) -> None:
-        """An event, and the commands that followed."""
+        """Records an event and the resulting commands."""
         worker = getattr(event, "worker", None) or getattr(
             getattr(event, "command", None), "worker", None
         )
@@ -82,7 +82,7 @@ class Summary:
             self._queued.append(1 + len(batch.ready))
 
     def work(self, command: Command, start: float, end: float, apart: bool) -> None:
-        """A command is done; `apart`: there are rollout workers beside the trainer."""
+        """Records a completed command; `apart`: there are rollout workers in addition to the trainer."""
         worker, kind = getattr(command, "worker", "reward"), command.kind
         fragment = getattr(command, "fragment", None)
         if fragment is not None and fragment.evaluation:
@@ -91,16 +91,16 @@ class Summary:
             kind = "tag" if worker == TRAINER and apart else kind
             self._made[kind] += 1
         if isinstance(command, Publish | Deliver) and worker != TRAINER:
-            worker = f"{kind} {worker}"  # beside what the worker does
+            worker = f"{kind} {worker}"  # parallel to the worker's commands
         else:
             self._under_way.pop(worker, None)
         self._recorder.work(worker, kind, start, end, fragment)
 
     def end_step(self, now: float, away: float) -> list[Interval]:
-        """Sums a step up that ends now; its intervals, which are forgotten.
+        """Sums up a step that ends now; returns its intervals and forgets them.
 
-        `away`: seconds in which the trainer was called for something else, such as a checkpoint. They are
-        not counted in the images a second, nor are those in which an evaluation kept it from training.
+        `away`: seconds in which the trainer's thread was called for other work, such as a checkpoint. Images a
+        second do not count them, nor the seconds in which an evaluation kept the trainer from training.
         """
         done = self.take(now)
         away += sum(
@@ -134,7 +134,7 @@ class Summary:
         return done
 
     def take(self, now: float) -> list[Interval]:
-        """What was recorded since the last time."""
+        """Returns the intervals since the last call and forgets them."""
         self._recorder.cut(now)
         done = list(self._recorder.intervals)
         self._recorder.intervals.clear()
@@ -142,9 +142,9 @@ class Summary:
 
 
 def reward_metrics(found: StepScores, names: tuple[str, ...]) -> dict[str, Any]:
-    """Mean and spread of the rewards of the groups that form a step, over all and for each task.
+    """Mean and spread of the rewards of the groups that form a step, over all prompts and for each task.
 
-    Of several rewards these are those of the weighted sum, beside each one's own mean, by their `names`.
+    For several rewards these are of the weighted sum; each reward's own mean is added by its name.
     """
     members, records = found.members, found.images.records
     scores, rows = found.values[members], found.images.rows[members]

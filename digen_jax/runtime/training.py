@@ -1,4 +1,4 @@
-"""The trainer mesh's executor: takes what is trained, accumulates fragments, updates and publishes."""
+"""The trainer mesh's executor: takes samples, accumulates gradients of fragments, updates and publishes."""
 
 import functools
 import threading
@@ -27,7 +27,7 @@ from digen_jax.scheduling.settings import Settings
 
 
 class TrainingExecutor:
-    """Trains on its mesh; every method returns once its work is done."""
+    """Trains on its mesh; every method returns when its work is done."""
 
     def __init__(
         self,
@@ -39,26 +39,26 @@ class TrainingExecutor:
         state: State,
     ):
         self.state = state
-        self.samples: dict[Fragment, Images] = {}  # delivered, to be trained
+        self.samples: dict[Fragment, Images] = {}  # delivered, not yet trained
         self._settings = settings
         fixed = system.trainer.algorithm.set_steps > 0
-        self._fixed = system.untuned() if fixed else None  # what samples a fixed set
+        self._fixed = system.untuned() if fixed else None  # weights that sample a fixed set
         self._system, self._steps, self._versions, self._link = system, steps, versions, link
         self._prompts: dict[int, Prompts] = {}  # by step
         self._taking = threading.Lock()
         self._totals = None
-        self._groups: dict[int, OpenGroup] = {}  # those that are trained early, by number
+        self._groups: dict[int, OpenGroup] = {}  # groups that are trained early, by number
         self._history: list[dict[str, jax.Array]] = []  # of the step's updates
-        self._compared = False  # whether the ratios of an update of fresh samples were looked at
-        self._stale = False  # whether some of the update's samples are of an older version
+        self._compared = False  # whether the ratios of an update on fresh samples were checked
+        self._stale = False  # whether an older version generated some of the update's samples
 
     def deliver(self, command: Deliver) -> None:
-        """Takes what is trained of a fragment from the worker that made it; the step's prompts with the first one."""
+        """Takes a fragment's samples from the worker that generated it, and with the first ones the step's prompts."""
         group, fragment = self._system.placement.trainer, command.fragment
         step, key = self._steps.find(fragment), SamplesOf(command.worker, command.fragment)
         if step is None:
             return
-        with self._taking:  # one for all workers' fragments
+        with self._taking:  # one lock for the fragments of all workers
             if fragment.step not in self._prompts:
                 prompts = ConditioningOf(command.worker, fragment.step)
                 found = self._link.take(prompts, lambda tree: _everywhere(tree, group), TRAINER)
@@ -73,11 +73,11 @@ class TrainingExecutor:
             self.drop_fragment(fragment)
 
     def drop_fragment(self, fragment: Fragment) -> None:
-        """Frees a fragment that is not trained."""
+        """Frees a fragment that will not be trained."""
         self.samples.pop(fragment, None)
 
     def train(self, fragment: Fragment, scores: StepScores, early: bool = False) -> None:
-        """Adds a fragment's gradient to the update's; `early`: by way of its group's own sums."""
+        """Adds a fragment's gradient to the update's; `early`: through the sums of its group."""
         images = self.samples.pop(fragment)
         if early:
             return self._train_early(fragment, scores, images)
@@ -92,13 +92,13 @@ class TrainingExecutor:
         return None
 
     def _start(self) -> Any:
-        """The parameters at the step's start, where they are read and an update has changed them."""
+        """The parameters at the step's start, if they are read and an update has changed them; else None."""
         if not self._system.trainer.algorithm.reads_start or not self._history:
             return None
         return self._versions[Publication(self._steps.first)]
 
     def _experience(self, fragment: Fragment, scores: StepScores, images: Images) -> Experience:
-        """A scored fragment as the trainer takes it."""
+        """A scored fragment in the trainer's form."""
         system, prompts = self._system, self._prompts[fragment.step]
         if system.trainer.algorithm.ranks:
             return receive(system, prompts, images, scores.ranking(fragment.index))
@@ -108,10 +108,10 @@ class TrainingExecutor:
         return receive(system, prompts, images, lesson.advantages, lesson.weight)
 
     def _train_early(self, fragment: Fragment, scores: StepScores, images: Images) -> None:
-        """Adds a fragment to its group's sums, and these to the update's with the group's last one."""
+        """Adds a fragment to its group's sums; the group's last one adds these to the update's."""
         trainer, number, step = self._system.trainer, int(images.rows[0]), scores.images
         values = scores.values[step.cut(fragment.index)]
-        # Whatever they will be: nobody may read them.
+        # They are not known yet: nothing may read them.
         advantages = np.full_like(values, np.nan)
         experience = receive(self._system, self._prompts[fragment.step], images, advantages)
         begun, base = self._groups.pop(number, None), self._system.base
@@ -124,10 +124,10 @@ class TrainingExecutor:
             self._totals = jax.block_until_ready(trainer.close(group, self._totals, std))
 
     def update(self, scores: StepScores, version: int | None) -> None:
-        """One optimizer update of the step with these scores; the step's last one makes a version.
+        """One optimizer update of the step with these scores; the step's last update makes a version.
 
         Raises:
-          ConfigError: before this executor's first one on fresh samples, ratios that rounding moves too far.
+          ConfigError: rounding moves the ratios too far; checked before the first update on fresh samples.
         """
         self._compare()
         state = self._versions.to_consume(self.state)
@@ -143,7 +143,7 @@ class TrainingExecutor:
             self.publish(version)
 
     def _compare(self) -> None:
-        """Says once how far rounding moves the ratios: of samples of the very parameters that are trained."""
+        """Prints once how far rounding moves the ratios, for samples of exactly the trained parameters."""
         fresh = not self._stale and not self._history
         self._stale = False
         if not fresh or self._compared:
@@ -154,7 +154,7 @@ class TrainingExecutor:
             print(found, flush=True)
 
     def publish(self, version: int) -> None:
-        """Makes the behaviour policy a version, and what is evaluated of it, where that is another and is due."""
+        """Publishes the behaviour policy as a version; if an evaluation with other weights is due, these too."""
         tree, settings = self._fixed, self._settings
         if tree is None:
             tree = self._system.trainer.published(self.state)
@@ -168,14 +168,14 @@ class TrainingExecutor:
         self._versions.add(publication, tree, next(own, None))
 
     def metrics(self) -> dict[str, float]:
-        """The means over a step's updates, which are forgotten."""
+        """The means over a step's updates; forgets them."""
         history, self._history = self._history, []
         means = jax.tree.map(lambda *values: sum(values) / len(values), *history)
         return {name: float(value) for name, value in means.items()}
 
 
 def shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]:
-    """Where (what is trained of a fragment, its sigmas) lies on the trainer mesh: its images split over the devices."""
+    """Shardings of (a fragment's samples, its sigmas) on the trainer mesh: images are split over the devices."""
     trained, whole = samples[0], trainer.replicated
     if isinstance(trained, Endpoints):
         return Endpoints(trainer.batch, trainer.batch, whole), whole
@@ -186,7 +186,7 @@ def shardings(samples: tuple[Any, Any], trainer: DeviceGroup) -> tuple[Any, Any]
 
 
 def on_trainer(images: Images, trainer: DeviceGroup) -> Images:
-    """A fragment from wherever it lies to the trainer mesh."""
+    """Moves a fragment from any mesh to the trainer mesh."""
     samples = images.samples, images.sigmas
     moved, sigmas = resharded(samples, shardings(samples, trainer))
     return images._replace(samples=moved, sigmas=sigmas)
@@ -197,9 +197,9 @@ def _everywhere(tree: Any, trainer: DeviceGroup) -> Any:
 
 
 def selected(images: Images, places: Int[np.ndarray, "k"], trainer: DeviceGroup) -> Images:
-    """The images at some places of a fragment that lies on the trainer mesh, in their order, split as before.
+    """The images at some places of a fragment on the trainer mesh, in their order, with the same sharding.
 
-    A place may come more than once. The devices divide the number of places.
+    A place may occur more than once. The number of places must be a multiple of the devices.
     """
     samples, at = images.samples, put(places, trainer.replicated)
     if isinstance(samples, Endpoints):
@@ -212,7 +212,7 @@ def selected(images: Images, places: Int[np.ndarray, "k"], trainer: DeviceGroup)
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _gathered(tree: Any, places: Int[Array, "..."], axis: int, sharding: NamedSharding) -> Any:
-    """Of arrays whose axis `axis` is that of the images those at `places`; what has no such axis stays as it is."""
+    """Selects `places` on axis `axis`, the images'; arrays without this axis are unchanged."""
 
     def gather(a: Array) -> Array:
         if a.ndim <= axis:
@@ -229,9 +229,9 @@ def receive(
     advantages: Float[Any, "b"],
     weight: Float32[Any, "b"] | None = None,
 ) -> Experience:
-    """A fragment that lies on the trainer mesh, as the trainer takes it; `weight` None: all images train.
+    """A fragment on the trainer mesh in the trainer's form; `weight` None: all images train.
 
-    For an algorithm that `ranks`, `advantages` are any numbers of the images' order.
+    For an algorithm that `ranks`, `advantages` are any numbers in the order of the images' ranks.
     """
     group = system.placement.trainer
     samples, rows = images.samples, images.rows
@@ -247,7 +247,7 @@ def receive(
 def _paired(
     samples: Endpoints, pairs: Int[np.ndarray, "groups 2"], group: DeviceGroup
 ) -> Endpoints:
-    """Pairs of images as one, with the key of the preferred image, which is the first."""
+    """Pairs of images as one sample, with the key of the preferred image, which is the first."""
     x0 = _gathered(samples.x0, put(pairs, group.replicated), 0, group.batch)
     keys = _gathered(samples.keys, put(pairs[:, 0], group.replicated), 0, group.batch)
     return Endpoints(x0, keys, samples.sigmas)

@@ -1,4 +1,4 @@
-"""The published weights that may be asked for still, on the trainer mesh."""
+"""Published weights that may still be needed, on the trainer mesh."""
 
 import threading
 from typing import Any
@@ -16,15 +16,15 @@ from digen_jax.scheduling.commands import Publication
 class Versions:
     """Published weights by version, which the link offers to the sampling meshes.
 
-    The newest ones may be the trainer's own arrays. With `keep` an update consumes a copy of them, as
-    something may still refer to them; without it they end there. `dtype` is that in which they are offered,
-    None: their own. May be used by several threads.
+    The newest ones may be the trainer's own arrays. With `keep` an update consumes a copy of them, because
+    fragments may still refer to them; without it their publication ends at the update. `dtype` is that of
+    the offered weights; None: unchanged. May be used by several threads.
     """
 
     def __init__(self, link: Link, keep: bool, dtype: Any = None):
         self._link, self._keep, self._dtype = link, keep, dtype
         self._trees: dict[Publication, Any] = {}
-        self._own: dict[Publication, str] = {}  # which field of the trainer's state they are
+        self._own: dict[Publication, str] = {}  # the field of the trainer's state with these arrays
         self._lock = threading.Lock()
 
     def __getitem__(self, publication: Publication) -> Any:
@@ -39,7 +39,7 @@ class Versions:
             self._trees[publication] = tree
             if own is not None:
                 self._own[publication] = own
-        # Rounded once, before anything is sent.
+        # Rounded once, before any transfer.
         offered = tree if self._dtype is None else rounded(tree, self._dtype)
         self._link.offer(publication, offered)
 
@@ -51,7 +51,7 @@ class Versions:
         self._link.withdraw(publication)
 
     def to_consume(self, state: State) -> State:
-        """What an update is to consume in place of the trainer's state, whose arrays may be published."""
+        """The state that an update may consume: published arrays that must be kept are replaced by copies."""
         with self._lock:
             own, self._own = self._own, {}
         copied = {field for publication, field in own.items() if self._needed(publication)}
@@ -59,10 +59,10 @@ class Versions:
         return state._replace(**copies)
 
     def _needed(self, publication: Publication) -> bool:
-        """Whether arrays must outlive an update; if not, they are published no more."""
+        """Whether arrays must outlive an update; if not, their publication ends."""
         if self._keep:
             return True
-        with paused():  # the trainer: whoever takes them has a deadline of its own
+        with paused():  # the trainer's deadline: a taker has its own
             overwritten = self._link.settle(publication)
         with self._lock:
             self._trees.pop(publication, None)

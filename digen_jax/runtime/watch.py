@@ -1,4 +1,4 @@
-"""Looks after what threads do: whether it takes longer than it may."""
+"""Supervises the work of threads: detects work that exceeds its deadline."""
 
 import contextlib
 import dataclasses
@@ -12,19 +12,20 @@ from digen_jax.process.ending import STOPPED, leave
 from digen_jax.runtime.clock import Stopwatch, measured
 from digen_jax.scheduling.deadlines import Deadline
 
-LOOKS = 20  # within a deadline, at most a second apart
+LOOKS = 20  # checks within a deadline, at most a second apart
 
 
 @dataclasses.dataclass
 class _Work:
     stopwatch: Stopwatch
-    seconds: float  # it may take
+    seconds: float  # its limit
     late: Callable[[float], None]
-    seen: float = 0.0  # seconds in which this process ran, so that one that was stopped for a while is not late
+    # Seconds in which this process ran, so that a process that was suspended is not late.
+    seen: float = 0.0
 
 
 class Watch:
-    """One thread, which begins with the first work that has a deadline, and calls who is to be told of late work."""
+    """One thread, started by the first work with a deadline, that calls the handlers of late work."""
 
     def __init__(self, deadline: Deadline):
         self._deadline = deadline
@@ -36,9 +37,9 @@ class Watch:
 
     @contextlib.contextmanager
     def over(self, expected: float | None, late: Callable[[float], None]) -> Iterator[Stopwatch]:
-        """Times a block, as `measured`; another thread calls `late(seconds)` once it has taken more than it may.
+        """Times a block, as `measured`; another thread calls `late(seconds)` when the block exceeds its limit.
 
-        Compilation and pauses do not count. `expected` are the block's seconds, None: they are unknown.
+        Compilation and pauses do not count. `expected` are the block's expected seconds; None: unknown.
         """
         seconds = self._deadline.seconds(expected)
         with measured() as stopwatch:
@@ -59,7 +60,7 @@ class Watch:
                     self._works.pop(id(work), None)
 
     def close(self) -> None:
-        """Looks no more."""
+        """Ends the supervision."""
         self._closed = True
         self._changed.set()
 
@@ -78,7 +79,7 @@ class Watch:
                 work.late(work.seconds)
 
     def _late(self, passed: float) -> list[_Work]:
-        """What is late now, and not looked at again."""
+        """Work that is late now; it is removed."""
         with self._lock:
             for work in self._works.values():
                 work.seen += passed
@@ -93,7 +94,7 @@ class Watch:
 
 
 def end_process(who: str, what: str, seconds: float) -> None:
-    """Ends this process, in which whoever would save hangs; its last checkpoint stays."""
+    """Ends this process when its main work hangs, so that nothing can be saved; its last checkpoint remains."""
     print(
         f"\n{who} hangs: {what} has taken more than {seconds:g} seconds (config.runtime.deadline). The process "
         f"ends with code {STOPPED}; the same command goes on from the last checkpoint.",

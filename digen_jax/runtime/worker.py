@@ -1,4 +1,4 @@
-"""A sampling mesh's threads: each does one call after the other, and may be given up while it is in one."""
+"""A sampling mesh's threads: each executes calls in order, and may be given up during a call."""
 
 import queue
 import threading
@@ -11,17 +11,17 @@ from digen_jax.scheduling.commands import Command, Deliver, Publish
 
 
 class WorkerThreads:
-    """A sampling mesh's thread, and those of the transfers to it and from it."""
+    """A sampling mesh's thread, and the threads of the transfers to and from it."""
 
     def __init__(self, name: str):
         self.name = name
         self.thread = Line(name)
         self.publisher, self.deliverer = Line(f"publish {name}"), Line(f"deliver {name}")
         self._lines = self.thread, self.publisher, self.deliverer
-        self.failed = dict.fromkeys(self._lines, 0)  # times in a row
+        self.failed = dict.fromkeys(self._lines, 0)  # failures in a row
 
     def line(self, command: Command) -> "Line":
-        """Where a command is done."""
+        """The thread that executes a command."""
         match command:
             case Publish():
                 return self.publisher
@@ -30,18 +30,18 @@ class WorkerThreads:
         return self.thread
 
     def close(self) -> None:
-        """Ends the threads once what they do is done; what has not begun is forgotten."""
+        """Ends the threads after their present calls; calls that have not begun are cancelled."""
         for line in self._lines:
             line.close()
 
     def give_up(self) -> None:
-        """The same, without a wait for what they do."""
+        """The same, without waiting for the present calls."""
         for line in self._lines:
             line.give_up()
 
 
 class Line:
-    """Calls are done in their order. Unlike a ThreadPoolExecutor's its thread holds up no exit of Python's."""
+    """Executes calls in order. Unlike a ThreadPoolExecutor's, its thread does not delay the exit of Python."""
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
@@ -52,7 +52,7 @@ class Line:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
-        """What the call returns, in its turn; cancelled where the line was closed."""
+        """The future result of a call; cancelled if the line was closed."""
         future = Future()
         with self._lock:
             if self._open:
@@ -62,12 +62,12 @@ class Line:
         return future
 
     def close(self) -> None:
-        """Waits for the end of the call that is on, unless it is given up; what has not begun is forgotten."""
+        """Waits for the end of the present call, unless it is given up; cancels the calls that have not begun."""
         self._forget()
         self._ended.wait()
 
     def give_up(self) -> None:
-        """Forgets the call that is on, too: who waits for it is told, and its thread is left alone."""
+        """Also gives up the present call: its future gets an error, and its thread is left alone."""
         self._forget()
         current = self._current
         if current is not None:
@@ -93,7 +93,7 @@ class Line:
 
 
 def _fulfil(future: Future, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Does a call; nobody wants to know what becomes of one that was given up."""
+    """Executes a call; ignores the result of a call that was given up."""
     with suppress(InvalidStateError):
         try:
             result = call(*arguments)
