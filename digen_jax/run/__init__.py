@@ -1,1 +1,1 @@
-"""A run in its workdir: planned, begun or continued, followed by other hosts, evaluated, saved."""
+"""A run in its workdir: planning, start or continuation, processes that follow, evaluation, checkpoints."""

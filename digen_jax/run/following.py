@@ -1,4 +1,4 @@
-"""The other processes of a run: they do what the first one announces, and keep no record of it."""
+"""The other processes of a run: they execute the announcements of the first one, and keep no records."""
 
 import json
 import pathlib
@@ -29,9 +29,9 @@ def follow_run(config: ConfigDict, workdir: pathlib.Path) -> int | None:
     """Takes part in a run that the first process leads, and ends as `run.train` does there.
 
     Raises:
-      ConfigError: what the first process found to be wrong.
+      ConfigError: the mistake that the first process found.
     """
-    jax.devices()  # the others' wait for this process's, too
+    jax.devices()  # in the other processes this call waits for this process
     with Interrupt() as interrupt:
         try:
             error, code = _follow(config, workdir, orders(interrupt))
@@ -45,7 +45,7 @@ def follow_run(config: ConfigDict, workdir: pathlib.Path) -> int | None:
 def _follow(
     config: ConfigDict, workdir: pathlib.Path, told: Iterator[tuple[str, Any]]
 ) -> tuple[str | None, int | None]:
-    """To the end that is announced: (the mistake, the exit code)."""
+    """Follows until the announced end: (the mistake, the exit code)."""
     kind, value = next(told)
     if kind == "end":
         return value
@@ -63,7 +63,7 @@ def _follow(
             system = build(recipe, jax.devices())
         except ConfigError as error:
             mistake = error
-    # Most mistakes are those of all processes: then the first one says what is wrong.
+    # Most mistakes occur in all processes: then the first one reports them.
     kind, value = next(told)
     if kind == "end":
         return value
@@ -77,7 +77,7 @@ def _follow(
 
 
 class Follower:
-    """A process's share in a run: the same parts as the first one's but for rewards, scheduler and records."""
+    """A process's part in a run: the parts of the first process without rewards, scheduler and records."""
 
     def __init__(self, recipe: Recipe, workdir: pathlib.Path, system: System):
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
@@ -105,7 +105,7 @@ class Follower:
         )
 
     def do(self, kind: str, value: Any) -> None:
-        """One entry of the log."""
+        """Executes one entry of the log."""
         match kind:
             case "do":
                 follow(self._executors, value)

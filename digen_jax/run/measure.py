@@ -1,4 +1,4 @@
-"""What commands cost on the devices at hand: a fragment's way through the parts of a run, timed."""
+"""Costs of commands on the devices at hand, timed with one fragment in the parts of a run."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import on_trainer, receive, selected
 from digen_jax.scheduling.settings import Costs
 
-REPEATS = 3  # after one call that compiles; their median counts
+REPEATS = 3  # after one call that compiles; their median is used
 
 UNMEASURED = ("score_latency", "switch")
 
@@ -30,14 +30,14 @@ def measure(
     reward: rewards.Reward,
     note: Callable[[str], None],
 ) -> Costs:
-    """Seconds on the system's own meshes.
+    """Measures seconds of commands on the system's own meshes.
 
     Args:
-      system: as built from the recipe; its trainer's state is consumed.
-      recipe: says what a step and a fragment are.
+      system: built from the recipe; its trainer's state is consumed.
+      recipe: defines the step and the fragment.
       records: the prompts of a step, one a group.
-      reward: what scores.
-      note: is told each part, when it begins to be compiled and how long it took.
+      reward: scores the images.
+      note: called for each part, before its compilation and with its seconds.
     """
 
     def timed_part(name: str, call: Callable[[], Any]) -> tuple[Any, float]:
@@ -95,7 +95,7 @@ def measure(
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """(what the call returns, the median of its seconds after a first one that may compile)."""
+    """(the result of a call, the median of its seconds after a first call that may compile)."""
     jax.block_until_ready(call())
     seconds = []
     for _ in range(REPEATS):
@@ -106,7 +106,7 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _updates(system: System, state: Any, totals: Any) -> Callable[[], Any]:
-    """A call that updates; each consumes the state before it."""
+    """A call that updates; each consumes the state of the previous one."""
     held = [state]
 
     def update() -> Any:

@@ -1,4 +1,4 @@
-"""A run's config at the door: with a placement for the devices at hand, which the planner may have to choose first."""
+"""Opens a run's config with a placement for the devices at hand, which the planner chooses if asked."""
 
 import pathlib
 
@@ -20,10 +20,10 @@ from digen_jax.runtime.orders import several
 def open_run(config: ConfigDict, workdir: pathlib.Path) -> Recipe:
     """The recipe of a run in `workdir`, on the devices at hand.
 
-    With `placement.sizes` "auto" it has the placement of the run there, else the planner's choice.
+    With `placement.sizes` "auto" it has the placement of the run in `workdir`, else the planner's choice.
 
     Raises:
-      ConfigError: something of the config cannot work, or no placement can.
+      ConfigError: a setting or the placement cannot work.
     """
     full = complete(config)
     if full.placement.sizes != AUTO:
@@ -39,10 +39,10 @@ def open_run(config: ConfigDict, workdir: pathlib.Path) -> Recipe:
 
 
 def open_fitted(config: ConfigDict) -> Recipe:
-    """A config's recipe on the devices at hand; where its meshes are made smaller for them, that is said.
+    """A config's recipe on the devices at hand; prints its meshes if they were made smaller for them.
 
     Raises:
-      ConfigError: something of the config cannot work.
+      ConfigError: a setting cannot work.
     """
     devices, full = jax.device_count(), complete(config)
     recipe = open_recipe(full, devices)
@@ -54,10 +54,10 @@ def open_fitted(config: ConfigDict) -> Recipe:
 
 
 def open_alone(config: ConfigDict) -> Recipe:
-    """A config's recipe on one device, which samples and trains, whatever placement it asks for.
+    """A config's recipe on one device, which samples and trains, whatever its placement.
 
     Raises:
-      ConfigError: something of the config cannot work there.
+      ConfigError: a setting cannot work there.
     """
     return open_recipe(resized(complete(config), ONE_DEVICE), jax.device_count())
 
@@ -65,11 +65,11 @@ def open_alone(config: ConfigDict) -> Recipe:
 def planned_meshes(config: ConfigDict) -> MeshSizes:
     """The planner's choice for a config on the devices at hand.
 
-    What commands cost is measured first, on one of the devices, which compiles. There publication moves
+    Costs are measured first, on one of the devices, which compiles. On one device publication moves
     nothing, so the plan takes it to be nearly free.
 
     Raises:
-      ConfigError: something of the config cannot work, or no placement can.
+      ConfigError: a setting cannot work, or no placement can.
     """
     alone, devices = open_alone(config), jax.device_count()
     print(

@@ -1,4 +1,4 @@
-"""From a recipe to a plan: its step, a candidate's sizes of meshes, the best of them."""
+"""From a recipe to a plan: its step, the mesh sizes of a candidate, and the best candidate."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ from digen_jax.scheduling.settings import Settings
 
 
 def step_settings(recipe: Recipe) -> Settings:
-    """The scheduler's view of a recipe's step, with every tactic allowed; early groups rule asynchrony out."""
+    """The scheduler's settings for one step of a recipe, with every tactic allowed that early groups permit."""
     batch = recipe.batch
     settings = dataclasses.replace(
         recipe.scheduler,
@@ -42,7 +42,7 @@ def make_problem(
     footprint: Footprint | None = None,
     device_memory: float | None = None,
 ) -> Problem:
-    """What is to be planned for a recipe on so many devices; the last two as in `Problem`."""
+    """The planning problem of a recipe on `devices` devices; the last two arguments as in `Problem`."""
     return Problem(
         devices,
         step_settings(recipe),
@@ -67,14 +67,14 @@ def auto_placement(
 ) -> MeshSizes:
     """The best placement by simulation.
 
-    What is simulated of each is what the run would do there: with the tactics that the recipe has switched on.
+    Each candidate is simulated as the run would use it: with the tactics that the recipe has switched on.
 
     Args:
       recipe: of its placement only the rules and the axes tensor are read.
       devices: how many there are; all are used.
       calibration: costs on one device.
-      footprint: the model's sizes (`model_footprint`), for the axes fsdp; None: they are 1.
-      device_memory: bytes, where placements that need more are to be refused.
+      footprint: the model's sizes (`model_footprint`), for the axes fsdp; None: these are 1.
+      device_memory: bytes of a device, to refuse placements that need more.
 
     Raises:
       ConfigError: no placement can work.
@@ -96,9 +96,9 @@ def auto_placement(
 
 
 def suited(recipe: Recipe, problem: Problem, candidate: Candidate) -> Recipe:
-    """The recipe that a candidate runs: with its meshes and tactics, and what goes with them.
+    """The recipe of a candidate's run, with its meshes and tactics, and settings that fit them.
 
-    Where the mesh that samples cannot split evaluation's batch, the next larger one that it can is taken.
+    If the sampling mesh cannot split the evaluation's batch, this takes the next larger batch that it can split.
     """
     settings, asked = problem.settings, recipe.placement.sizes
     time, batch = candidate.time, recipe.evaluation.batch
@@ -120,7 +120,7 @@ def suited(recipe: Recipe, problem: Problem, candidate: Candidate) -> Recipe:
 
 
 def overrides(recipe: Recipe, problem: Problem, candidate: Candidate) -> dict[str, Any]:
-    """The fields of a recipe's config that a candidate's run has otherwise, by dotted name."""
+    """The fields of a recipe's config that change in a candidate's run, by dotted name."""
     now, then = (
         flatten_dict(one.as_json(), sep=".") for one in (recipe, suited(recipe, problem, candidate))
     )
@@ -128,7 +128,7 @@ def overrides(recipe: Recipe, problem: Problem, candidate: Candidate) -> dict[st
 
 
 def can_run(recipe: Recipe, problem: Problem, candidate: Candidate) -> bool:
-    """Whether a candidate's run can divide its batches among the meshes."""
+    """Whether the meshes of a candidate's run can divide its batches."""
     return _divides(suited(recipe, problem, candidate), problem.devices)
 
 
@@ -141,7 +141,7 @@ def _divides(recipe: Recipe, devices: int) -> bool:
 
 
 def _runs(recipe: Recipe, problem: Problem, candidate: Candidate) -> bool:
-    """Whether a recipe's batches can be divided among a candidate's meshes."""
+    """Whether a candidate's meshes can divide a recipe's batches."""
     if recipe.trainer.pack % candidate.time:
         return False
     return _divides(recipe.with_meshes(meshes(problem, candidate)), problem.devices)

@@ -1,4 +1,4 @@
-"""Where a run stands after some steps, to and from its checkpoints; every process has its share of them."""
+"""Positions: the state of a run after some steps, to and from its checkpoints, for every process."""
 
 import pathlib
 from typing import Any, NamedTuple
@@ -14,20 +14,20 @@ from digen_jax.runtime.driver import Begun
 
 
 class Position(NamedTuple):
-    """Where a run stands after `done` steps."""
+    """The state of a run after `done` steps."""
 
     done: int
     state: State
-    begun: Begun | None  # what is in flight; None before the first step
-    host: dict[str, Any]  # what else a checkpoint needs: places in the prompts and in the metrics
+    begun: Begun | None  # work in flight; None before the first step
+    host: dict[str, Any]  # other content of a checkpoint: places in the prompts and in the metrics
 
     def is_whole(self) -> bool:
-        """Whether its arrays are still there: an update consumes them."""
+        """Whether its arrays still exist: an update consumes them."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
 
 class Positions:
-    """The positions that a run's checkpoints hold. In a run of several processes all save and read together.
+    """The positions in a run's checkpoints. In a run of several processes all save and read together.
 
     Raises:
       ConfigError: there are checkpoints, and none is whole.
@@ -40,11 +40,11 @@ class Positions:
         )
 
     def due(self, done: int) -> bool:
-        """Whether a position is to be saved after `done` steps."""
+        """Whether the position after `done` steps must be saved."""
         return self._checkpoints.due(done)
 
     def newest(self, state: State) -> Position | None:
-        """The newest one, laid out as `state`, the one before the first step; None where there is none."""
+        """The newest position, laid out as `state` (the one before the first step); None if there is none."""
         host = self._checkpoints.latest_host()
         if host is None:
             return None
@@ -59,7 +59,7 @@ class Positions:
         return Position(found.step, state, begun, found.host)
 
     def save(self, position: Position) -> None:
-        """A checkpoint of a position, unless there is one; what the host remembers is the first process's."""
+        """Saves a checkpoint of a position, unless it exists; the host's part is the first process's."""
         scheduler, kept, _ = position.begun or (None, {}, "")
         host = position.host | {
             "scheduler": scheduler,
@@ -69,27 +69,27 @@ class Positions:
         self._checkpoints.save(position.done, self._arrays(position.state, kept), host)
 
     def hold_room(self, state: State) -> None:
-        """Holds the space of a checkpoint; SaveFailed where there is none."""
+        """Reserves the space of a checkpoint; raises SaveFailed if there is none."""
         self._checkpoints.hold_room(self._arrays(state, {}))
 
     def release_room(self) -> None:
-        """Gives up the space that is held."""
+        """Frees the reserved space."""
         self._checkpoints.release_room()
 
     def check(self) -> None:
-        """Notices a save that has failed since the last time: SaveFailed."""
+        """Raises SaveFailed if a save has failed since the last call."""
         self._checkpoints.check()
 
     def wait(self) -> None:
-        """Waits until what is being saved is whole; SaveFailed where it cannot be."""
+        """Waits for the present save; raises SaveFailed if it fails."""
         self._checkpoints.wait()
 
     def steps(self) -> list[int]:
-        """The steps whose positions are saved, or are being saved, the oldest first."""
+        """The steps whose positions are saved or being saved, the oldest first."""
         return self._checkpoints.steps()
 
     def oldest(self) -> int | None:
-        """The steps before which no position is saved any more; None while even the beginning is one."""
+        """The number of steps before which no position is saved any more; None while even the first is."""
         return self._checkpoints.oldest()
 
     def close(self) -> None:

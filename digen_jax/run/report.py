@@ -1,4 +1,4 @@
-"""What a run says and writes on its way: metrics, pictures, progress, results."""
+"""The output of a run: metrics, pictures, progress, results."""
 
 import pathlib
 import time
@@ -25,7 +25,7 @@ class Report:
       recipe: the run's.
       settings: the scheduler's, which say when a version is evaluated and shown.
       held_out: the prompts of evaluations.
-      release_room: gives up the space on the disk that is held for a checkpoint.
+      release_room: frees the disk space that is reserved for a checkpoint.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Report:
         self._progress: Progress | None = None
 
     def begin(self, system: System) -> None:
-        """What is known before anything slow: of the prompts, which devices do what, and the layers of a LoRA."""
+        """Prints notes on the prompts, the devices of each mesh, and the layers of a LoRA, before anything slow."""
         for file in dict.fromkeys((self._recipe.prompts.file, self._recipe.evaluation.prompts)):
             tell(file, system.policy.family.cut)
         print(system.placement.describe(), flush=True)
@@ -51,7 +51,7 @@ class Report:
             print(f"LoRA of rank {lora.rank} on the layers {lora.targets}{whose}", flush=True)
 
     def start(self, done: int, changed: list[str]) -> None:
-        """The run goes on after `done` steps; `changed` says what the config has otherwise than before."""
+        """Reports a start after `done` steps; `changed` lists changes of the config since the last start."""
         if done:
             print(f"continuing after step {done}", flush=True)
         else:
@@ -66,7 +66,7 @@ class Report:
         self._progress = Progress(self._recipe.steps, done)
 
     def step(self, done: int, line: Metrics, driver: Driver) -> None:
-        """A step is done, with these metrics."""
+        """Records a completed step with its metrics."""
         clock = time.time() - driver.now()
         shown = self._settings.is_shown(done)
         self.records.step_timeline(done, driver.intervals, clock, picture=shown)
@@ -75,7 +75,7 @@ class Report:
         self._progress.update(done, line["reward"], *speed)
 
     def evaluated(self, version: int, found: Evaluation) -> None:
-        """The model after so many steps is evaluated, or has drawn some pictures to look at."""
+        """Records a version's evaluation, or pictures that it has drawn for inspection."""
         if self._settings.is_shown(version):
             self.records.show(version, found)
         if not self._settings.is_evaluated(version):
@@ -85,22 +85,22 @@ class Report:
         self._progress.note(f"{when}: {found.scores.mean():.3f} on the held-out prompts")
 
     def rest(self, driver: Driver) -> None:
-        """What was recorded after the last step's end."""
+        """Records the intervals after the last step's end."""
         self.records.timeline(driver.rest(), time.time() - driver.now())
 
     def results(self) -> None:
-        """The results, on the console and as pictures."""
+        """Shows the results, on the console and as pictures."""
         self.records.results(self._held_out)
 
     def close(self) -> None:
-        """Ends progress bar and records."""
+        """Closes the progress bar and the records."""
         if self._progress is not None:
             self._progress.close()
         self.records.close()
 
 
 def diverged(what: str, done: int, saved: int | None, recipe: Recipe) -> str:
-    """The sentence that ends a run in which something stopped to be finite after `done` good steps."""
+    """The sentence that ends a run in which a value became infinite or NaN after `done` good steps."""
     trainer = recipe.trainer
     newest = "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
     return (

@@ -1,4 +1,4 @@
-"""What the commands of a recipe's step cost: from a finished run's timings, or timed on the devices at hand."""
+"""Costs of the commands of a recipe's step: from a finished run's timings, or timed on the devices at hand."""
 
 import pathlib
 import statistics
@@ -19,19 +19,19 @@ from digen_jax.scheduling.planner.calibration import Calibration, per_device
 from digen_jax.scheduling.planner.problem import Scaling
 from digen_jax.scheduling.settings import Costs
 
-WARM = 2  # first steps of a run that may have compiled
+WARM = 2  # first steps of a run, which may include compilation
 
 
 def read_run_costs(
     workdir: pathlib.Path, trainer_serial: float = 0.0, worker_serial: float = 0.0
 ) -> Calibration:
-    """Costs from the timings that a run wrote, on the meshes that its config asks for.
+    """Costs from the timings of a run, on the meshes of its config.
 
-    Encoding and decoding are in the generation's seconds, updates in the training's. The shares are
+    The generation's seconds include encoding and decoding, the training's include updates. The shares are
     those that more devices do not shorten.
 
     Raises:
-      ConfigError: it has no timings, or its config no sizes of meshes.
+      ConfigError: it has no timings, or its config has no sizes of meshes.
     """
     recipe = run_recipe(workdir)
     with user_input():
@@ -70,13 +70,13 @@ def measured_costs(
     worker_serial: float = 0.0,
     note: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
-    """Costs from a fragment's way through the recipe's own system, on the devices at hand.
+    """Costs of one fragment in the recipe's own system, on the devices at hand.
 
     Args:
       recipe: on these devices.
       trainer_serial: share of training that more devices do not shorten.
-      worker_serial: the same of generation.
-      note: is told what is done, as it takes minutes.
+      worker_serial: the same for generation.
+      note: called with each part of the work, as it takes minutes.
 
     Raises:
       ConfigError: the system cannot be built.
@@ -100,7 +100,7 @@ def _on_one_device(
     missing: tuple[str, ...],
     serial: tuple[float, float],
 ) -> Calibration:
-    """Costs of (rollout, trainer) meshes brought to one device by the (trainer's, worker's) serial share."""
+    """Converts costs of (rollout, trainer) meshes to one device by the (trainer's, worker's) serial share."""
     for name, share in zip(("trainer_serial", "worker_serial"), serial, strict=True):
         Scaling(share).check(name)
     trainer, worker = map(Scaling, serial)

@@ -1,4 +1,4 @@
-"""A run's folder: it has one process at a time, one config, and notes when the run is finished."""
+"""A run's folder: it belongs to one process at a time, has one config, and records that the run is finished."""
 
 import fcntl
 import json
@@ -16,22 +16,22 @@ from digen_jax.weights.folder import read_json
 def claim_workdir(
     workdir: Path | str, config: dict[str, Any], may_change: Collection[str] = ()
 ) -> IO[str]:
-    """Makes a workdir this process's own and its config the run's, in `workdir`/config.json.
+    """Claims a workdir for this process and writes the run's config into `workdir`/config.json.
 
-    A run that ended before its first line of metrics has computed nothing, so that another config
-    may take its workdir: a mistake that showed late does not need another folder.
+    A run that ended before its first line of metrics has computed nothing, so another config may use its
+    workdir: a mistake that was found late does not require another folder.
 
     Args:
-      workdir: the run's folder, created if need be.
+      workdir: the run's folder, created if needed.
       config: the run's config as a nested dict.
-      may_change: dotted names of fields, or groups of them, that a resumed run may have otherwise.
+      may_change: dotted names of fields, or groups of them, that a resumed run may change.
 
     Returns:
-      An open file: the claim ends when it is closed or the process ends, however that comes.
+      An open file: the claim ends when it is closed or the process ends in any way.
 
     Raises:
-      ConfigError: it cannot be written, another process has it, or the run there has another config
-        (the sentence names the fields that differ) or none that can be read.
+      ConfigError: the folder cannot be written, another process has claimed it, or the run there has another
+        config (the message names the fields that differ) or an unreadable one.
     """
     workdir = Path(workdir)
     claim = _lock(workdir)
@@ -73,9 +73,9 @@ def _lock(workdir: Path) -> IO[str]:
 
 
 def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
-    """What differs from the config of the run in a workdir: by field, "before -> now".
+    """Differences to the config of the run in a workdir: by field, "before -> now".
 
-    As JSON sees it: a tuple and a list are the same. Nothing differs where nothing was computed yet.
+    They are compared as JSON: a tuple and a list are the same. A run that has computed nothing has no differences.
 
     Raises:
       ConfigError: the run's config cannot be read.
@@ -120,15 +120,15 @@ def _leaves(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
 
 
 def mark_finished(workdir: Path | str, step: int) -> None:
-    """Notes that the run in a workdir has done all its `step` steps and what follows them."""
+    """Records that the run in a workdir has done all its `step` steps and the work after them."""
     _write_whole(Path(workdir) / "finished.json", {"step": step})
 
 
 def finished_step(workdir: Path | str) -> int | None:
-    """The steps after which the run in a workdir finished, or None where it has not.
+    """The number of steps after which the run in a workdir finished, or None if it has not.
 
     Raises:
-      ConfigError: what notes that cannot be read.
+      ConfigError: the record of this cannot be read.
     """
     path = Path(workdir) / "finished.json"
     if not path.exists():
@@ -141,7 +141,7 @@ def finished_step(workdir: Path | str) -> int | None:
 
 
 def _read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError where there is none."""
+    """The object in a JSON file; raises ConfigError if it has none."""
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
