@@ -1,14 +1,14 @@
 """Advantages of a step's images from their rewards: on the host, between rollout and training.
 
-numpy in float64 inside, so that a baseline subtracted from nearly equal rewards loses nothing;
-float32 comes out. Groups are given by integer ids; a repeated prompt is another group. Clipping is
-the loss's business (`adv_clip`) and acts on what comes out here.
+It computes in numpy with float64, so that the difference of nearly equal rewards keeps its precision, and
+returns float32. Groups are given by integer ids; a repeated prompt is another group. The loss clips the
+advantages (`adv_clip`), not this module.
 
 Public code differs in the std: that of the population (ddof 0) in Flow-GRPO, DiffusionNFT, GenRL and
 Flow-Factory; that of a sample (ddof 1) in DanceGRPO, MixGRPO, verl-omni and GDPO; in UniRL the
-population's of a group, but a sample's of the step. It differs in what keeps a std of 0 from dividing, too:
-1e-4 is added in Flow-GRPO, DiffusionNFT, GenRL, verl-omni and GDPO's TRL code, as here; 1e-8 in DanceGRPO
-and MixGRPO, where float32 rounding of equal rewards can come out as advantages of order 1;
+population's for a group, but a sample's for the step. It also differs in the guard against a std of 0:
+Flow-GRPO, DiffusionNFT, GenRL, verl-omni and GDPO's TRL code add 1e-4, as here; DanceGRPO and MixGRPO add
+1e-8, with which float32 rounding of equal rewards may give advantages of order 1;
 Flow-Factory divides by max(std, 1e-6).
 """
 
@@ -21,14 +21,14 @@ from jaxtyping import Bool, Float, Float32, Int
 
 from digen_jax.algorithms.subsets import best_and_worst
 
-# Added to a std before it is divided by, in units of the reward.
+# Added to a std before a division by it, in units of the reward.
 STD_EPS = 1e-4
 
-# What is subtracted from a reward. "group_mean": the mean of its group, itself included.
-# "leave_one_out": the mean of the others of its group.
+# The value subtracted from a reward. "group_mean": the mean of its group, itself included.
+# "leave_one_out": the mean of the other rewards of its group.
 Baseline = Literal["group_mean", "leave_one_out"]
 
-# What is divided by. "group": the std of the image's group. "global": that of the whole step.
+# The divisor. "group": the std of the image's group. "global": that of the whole step.
 Std = Literal["group", "global", "none"]
 
 DDof = Literal[0, 1]  # 0: the std of a population. 1: of a sample.
@@ -37,46 +37,46 @@ Combine = Literal["rewards", "advantages", "gdpo"]  # see AdvantageSettings
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageSettings:
-    """How a step's rewards become advantages, and which of its images train.
+    """Settings of a step's advantages, and of the images that train.
 
     The defaults are Flow-GRPO's (arXiv 2505.05470). RLOO (arXiv 2402.14740) is baseline
     "leave_one_out" with std "none", Dr. GRPO (arXiv 2503.20783) "group_mean" with std "none".
 
-    Of several rewards `combine` makes one advantage:
+    For several rewards, `combine` makes one advantage:
 
-    - "rewards": their weighted sum is the reward, as in Flow-GRPO's code.
+    - "rewards": the reward is their weighted sum, as in Flow-GRPO's code.
     - "advantages": the weighted sum of each reward's own advantages, as in MixGRPO's code
-      ("advantage_aggr"), GenRL's (`weight_advantages`) and DanceGRPO's for HunyuanVideo, which
-      though clips each reward's advantages before it weighs them.
-    - "gdpo": that with each reward standardised in its group, then divided by the std of the
-      outcome over the whole step (GDPO, arXiv 2601.05242). The batch normalisation's mean
+      ("advantage_aggr"), GenRL's (`weight_advantages`) and DanceGRPO's for HunyuanVideo, although that
+      clips each reward's advantages before it weights them.
+    - "gdpo": the same with each reward standardised in its group, then divided by the std of the
+      result over the whole step (GDPO, arXiv 2601.05242). The mean of this batch normalisation
       is 0, as every group's is, and is not subtracted.
     """
 
     baseline: Baseline = "group_mean"
     std: Std = "global"
-    ddof: DDof = 0  # of every std that is taken
-    reward_weights: tuple[float, ...] = (1.0,)  # one a reward
+    ddof: DDof = 0  # of every std
+    reward_weights: tuple[float, ...] = (1.0,)  # one for each reward
     combine: Combine = "rewards"
-    best_and_worst: int = 0  # train only so many of the best and of the worst of each group; 0: all
-    drop_zero_std: bool = False  # groups of equal rewards do not train, not for a KL either
+    best_and_worst: int = 0  # only this many best and worst images of each group train; 0: all
+    drop_zero_std: bool = False  # groups of equal rewards do not train, not even for a KL
 
     @property
     def needs(self) -> Literal["group", "step"]:
-        """What must be scored before any of it can train; a fragment of a group never suffices."""
+        """The unit that must be scored before any of it can train; a fragment of a group never suffices."""
         return "step" if self.std == "global" or self.combine == "gdpo" else "group"
 
     @property
     def ranking_needs(self) -> Literal["group", "step"]:
-        """What must be scored before `ranking` is known: a std that several rewards share changes no order."""
+        """The unit that must be scored before `ranking` is known: a std shared by all rewards changes no order."""
         return "step" if self.std == "global" and self.combine == "advantages" else "group"
 
     def kept(self, fragment: int, images: int) -> int:
-        """How many images of a fragment are given to the trainer, of whole groups of so many."""
+        """The number of images of a fragment that are given to the trainer; `images` are those of a group."""
         return fragment // images * 2 * self.best_and_worst or fragment
 
     def check(self, images: int, groups: int) -> None:
-        """Raises ValueError for what cannot work with `groups` groups of so many images."""
+        """Raises ValueError for settings that cannot work with `groups` groups of `images` images."""
         choices = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
         for name, choice in choices.items():
             value, allowed = getattr(self, name), get_args(choice)
@@ -98,11 +98,11 @@ class AdvantageSettings:
         self._check_rewards()
 
     def check_early(self) -> None:
-        """Whether advantages are (reward - the group's mean) / a std, and all images train.
+        """Checks that advantages are (reward - the group's mean) / a std, and that all images train.
 
         Raises ValueError otherwise: then training before a group is complete (`runtime.early`) is not
-        exact. Without a std that would be so, too, but nothing bounds such advantages, so that it
-        could not be told beforehand whether they are clipped.
+        exact. Without a std it would also be exact, but nothing bounds such advantages, so that nobody
+        could tell in advance whether they are clipped.
         """
         for name, allowed in (
             ("baseline", ("group_mean",)),
@@ -148,19 +148,19 @@ def advantages(
     group_ids: Int[np.ndarray, "n"],
     num_groups: int,
 ) -> Float32[np.ndarray, "n"]:
-    """Each image's advantage, before clipping, from all rewards of what `settings.needs`.
+    """Each image's advantage, before clipping, from all rewards of a group or step, as `settings.needs` says.
 
-    Images that do not train (`trained_images`) have theirs too, and count in every mean and std.
+    Images that do not train (`trained_images`) also have one, and count in every mean and std.
 
     Args:
       settings: checked.
-      rewards: one number an image, or k of them where there are k reward_weights.
+      rewards: one number an image, or k of them if there are k reward_weights.
       group_ids: each image's group, in [0, num_groups).
       num_groups: groups in the batch.
 
     Raises:
-      ValueError: a reward that is not finite, not as many rewards as weights, a group id out of range,
-        or an image alone in its group whose baseline are the others.
+      ValueError: a reward is not finite, the numbers of rewards and weights differ, a group id is out of
+        range, or an image is alone in its group and the baseline is "leave_one_out".
     """
     rewards = _columns(settings, rewards, group_ids, num_groups)
     found = _combined(settings, rewards, group_ids, num_groups)
@@ -175,14 +175,14 @@ def trained_images(
     group_ids: Int[np.ndarray, "n"],
     num_groups: int,
 ) -> Bool[np.ndarray, "n"]:
-    """Which images train; the others get weight 0 and leave the loss's denominator, too.
+    """Which images train; the others get weight 0 and do not count in the loss's denominator.
 
-    Takes what `advantages` takes: whole groups, images in the order of their index. Groups are dropped
-    whole, where all that `combine` combines is equal. Flow-GRPO's code and GenRL's drop each image whose
-    advantage is 0, also out of a group that teaches something, but keep some at random to fill batches.
+    Takes the arguments of `advantages`: whole groups, images in the order of their index. Only whole groups are
+    dropped, if all rewards that `combine` combines are equal. Flow-GRPO's code and GenRL's drop each image whose
+    advantage is 0, even from a group that has others, but keep some at random to fill batches.
 
     Raises:
-      ValueError: as `advantages`; or a group too small for `best_and_worst`.
+      ValueError: as for `advantages`; or a group is too small for `best_and_worst`.
     """
     rewards = _columns(settings, rewards, group_ids, num_groups)
     scores = taught = ranking(settings, rewards, group_ids, num_groups)
@@ -202,17 +202,17 @@ def ranking(
     group_ids: Int[np.ndarray, "n"],
     num_groups: int,
 ) -> Float[np.ndarray, "n"]:
-    """Numbers that order the images of each group as their advantages do, and are equal where these are.
+    """Numbers that order the images of each group as their advantages do, and are equal if these are.
 
-    Takes what `advantages` takes: all rewards of what `settings.ranking_needs`.
+    Takes the arguments of `advantages`: all rewards of a group or step, as `settings.ranking_needs` says.
 
     Raises:
-      ValueError: as `advantages`.
+      ValueError: as for `advantages`.
     """
     rewards = _columns(settings, rewards, group_ids, num_groups)
     if settings.combine == "rewards" or settings.std == "none":
-        return _weighted_sum(settings, rewards)  # which loses no difference to rounding
-    # Else rewards that cancel out would be ordered by rounding errors.
+        return _weighted_sum(settings, rewards)  # in which no difference is lost to rounding
+    # With advantages, rounding errors would order images whose rewards cancel.
     combined = _combined(settings, rewards, group_ids, num_groups)
     return np.round(combined / np.abs(settings.reward_weights).sum(), 12)
 
@@ -222,12 +222,12 @@ def zero_std_groups(
     group_ids: Int[np.ndarray, "b"],
     num_groups: int,
 ) -> Bool[np.ndarray, "groups"]:
-    """Groups whose rewards are all equal, from which nothing is learnt; an absent group is not one.
+    """Groups whose rewards are all equal, which give no signal; an absent group is not one.
 
-    Of several rewards each must be the same for all images of the group.
+    With several rewards, each must be equal for all images of the group.
 
     Raises:
-      ValueError: a reward that is not finite, or a group id out of range.
+      ValueError: a reward is not finite, or a group id is out of range.
     """
     rewards = _checked(rewards, group_ids, num_groups)
     highest = np.full((num_groups, *rewards.shape[1:]), -np.inf)
@@ -251,7 +251,7 @@ def _columns(
 
 
 def _weighted_sum(settings: AdvantageSettings, columns: np.ndarray) -> np.ndarray:
-    # no matrix product: it may add up the rows of equal images in different orders
+    # no matrix product: it may sum the rows of equal images in different orders
     return (columns * np.asarray(settings.reward_weights)).sum(axis=1)
 
 
@@ -275,7 +275,7 @@ def _standardised(
     ddof: DDof,
 ) -> np.ndarray:
     sizes = np.bincount(group_ids, minlength=num_groups)[group_ids]
-    # first to the group's lowest: then equal rewards have advantages that are exactly 0
+    # subtract the group's lowest first: then equal rewards have advantages that are exactly 0
     above = rewards - _group_lowest(rewards, group_ids, num_groups)[group_ids]
     centred = above - np.bincount(group_ids, above, num_groups)[group_ids] / sizes
     if std == "group":
@@ -304,7 +304,7 @@ def _group_lowest(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -
 
 
 def _checked(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.ndarray:
-    """The rewards in float64, once rewards and ids are found usable."""
+    """The rewards in float64, after a check of rewards and ids."""
     broken = np.argwhere(~np.isfinite(rewards))
     if broken.size:
         image, *column = broken[0]

@@ -1,8 +1,8 @@
-"""What an algorithm answers for itself, so that nobody else has to ask which one it is.
+"""The interface of algorithms: the properties by which the rest of the package handles each of them.
 
 An algorithm is a frozen dataclass of its settings, which are the fields of the config's section `algorithm`. It
 trains either the transitions of sampled trajectories or final images at noise levels of the forward process
-("matching"). `config.algorithm_section.CLASSES` lists those there are.
+("matching"). `config.algorithm_section.CLASSES` lists all algorithms.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from digen_jax.flow.noising import Times
 
 
 class Prepared(NamedTuple):
-    """What of a fragment is trained.
+    """The trained part of a fragment.
 
     Attributes:
       pairs: the images that each training sample holds, the preferred one first; None: one image each.
-      advantages: a number for each sample, in the algorithm's own sense.
+      advantages: a number for each sample; the algorithm defines its meaning.
       weight: of each sample; 0: it is not trained.
     """
 
@@ -31,24 +31,22 @@ class Prepared(NamedTuple):
 
 
 class Algorithm:
-    """The questions that engine, runtime, config and planner ask, with the most frequent answers."""
+    """The properties that engine, runtime, config and planner read, with the most frequent values."""
 
     name: ClassVar[str]  # in a config
-    objective: ClassVar[Literal["transitions", "matching"]]  # of the engine, by which it is trained
+    objective: ClassVar[Literal["transitions", "matching"]]  # the engine's program that trains it
     config_defaults: ClassVar[
         Mapping[str, Any]
-    ] = {}  # where a config's differ from the published values
+    ] = {}  # config values that differ from the published ones
 
-    images_of_sample: ClassVar[int] = 1  # that one training sample holds
-    ranks: ClassVar[bool] = False  # reads in which order images are, and not how much better one is
+    images_of_sample: ClassVar[int] = 1  # images in one training sample
+    ranks: ClassVar[bool] = False  # reads only the order of images
     may_train_early: ClassVar[bool] = False  # its loss can be linear in the advantages
     publishes_copy: ClassVar[bool] = False  # its slow copy is the behaviour policy
-    stores_means: bool = False  # the sampler has to store the means of x_next
+    stores_means: bool = False  # the sampler must store the means of x_next
     of_trajectories: bool = False  # one call of the loss needs all trained steps of an image
-    set_steps: int = (
-        0  # of a fixed set that the policy before tuning samples; 0: what is published samples anew
-    )
-    times: Times | None = None  # the noise levels of "matching"
+    set_steps: int = 0  # of a fixed set that the policy before tuning samples; 0: no set
+    times: Times | None = None  # noise levels of "matching"
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -56,18 +54,18 @@ class Algorithm:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises ValueError for a setting that cannot work, and says what to change."""
+        """Raises ValueError for a setting that cannot work; the message says what to change."""
         raise NotImplementedError
 
     def check_kind(self, kind: str) -> None:
-        """Raises ValueError where images that are sampled by steps of a kind (`flow.steps.KINDS`) cannot be trained."""
+        """Raises ValueError if images sampled by steps of this kind (`flow.steps.KINDS`) cannot be trained."""
 
     def check_early(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
-        """Raises ValueError where training before a group is complete is not exact; asked if `may_train_early`."""
+        """Raises ValueError if training before a group is complete is not exact; called if `may_train_early`."""
         raise NotImplementedError
 
     def needs(self, advantages: AdvantageSettings) -> Literal["group", "step"]:
-        """What must be scored before any of it can train."""
+        """The unit that must be scored before any of it can train."""
         return advantages.ranking_needs if self.ranks else advantages.needs
 
     def prepare(
@@ -76,10 +74,10 @@ class Algorithm:
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
     ) -> Prepared:
-        """What of a fragment is trained.
+        """The trained part of a fragment.
 
         Args:
-          advantages: of each image; where the algorithm `ranks`, any numbers of the images' order.
+          advantages: of each image; if the algorithm `ranks`, any numbers in the images' order.
           weight: 0 for images that are left out.
           rows: the number of each image's group.
         """
@@ -87,14 +85,14 @@ class Algorithm:
 
     @property
     def guidances(self) -> tuple[float, float] | None:
-        """Of training, and of the reference; None: the sampler's."""
+        """The guidance of training and of the reference; None: the sampler's."""
         return None
 
     @property
     def ratio_bound(self) -> float | None:
-        """How far from 1 a ratio may go before the loss bounds it; None: the first update has no such ratios.
+        """The distance of a ratio from 1 at which the loss bounds it; None: the first update has no such ratios.
 
-        Where there is one, "ratio_spread" and "over_spread_limit" are among the `terms`.
+        If it is not None, "ratio_spread" and "over_spread_limit" are among the `terms`.
         """
         return None
 
@@ -105,30 +103,30 @@ class Algorithm:
 
     @property
     def reads_behaviour(self) -> bool:
-        """Whether training reads the parameters that sampled."""
+        """Whether training reads the parameters that generated the samples."""
         return False
 
     @property
     def reads_start(self) -> bool:
-        """Whether training reads the parameters that its step began with, updates later."""
+        """Whether training reads the parameters at its step's start, even after updates."""
         return False
 
     @property
     def slow_copy(self) -> LinearDecay | None:
-        """How a slow copy of the trained parameters follows, once a step; None where none is kept."""
+        """The decay by which a slow copy follows the trained parameters, once a step; None: there is no copy."""
         return None
 
 
 class MatchingSamples(NamedTuple):
-    """Final images as the network is given them, and what it should answer; of pairs each array is [n, 2, ...].
+    """The network's inputs for final images, and its target; for pairs each array is [n, 2, ...].
 
     Attributes:
       x0: sampled images' latents.
       x: x0 at noise level sigma.
       target: eps - x0.
       sigma: the noise levels.
-      advantages: of `Prepared`.
-      trained: False for padding: such a sample's terms and gradient are 0, whatever its values.
+      advantages: those of `Prepared`.
+      trained: False for padding: the terms and gradient of such a sample are 0, whatever its values.
     """
 
     x0: Float[Array, "n *shape"]
@@ -140,7 +138,7 @@ class MatchingSamples(NamedTuple):
 
 
 class Velocities(NamedTuple):
-    """Of each policy at the same images and noise levels; None: of one that the algorithm does not read."""
+    """Velocities of each policy at the same images and noise levels; None if the algorithm does not read one."""
 
     trained: Float[Array, "n *shape"]  # with gradient
     behaviour: Float[Array, "n *shape"] | None
@@ -149,7 +147,7 @@ class Velocities(NamedTuple):
 
 
 class Matching(Algorithm):
-    """Trains final images at noise levels of the forward process, whatever sampled them."""
+    """Trains final images at noise levels of the forward process, with samples from any policy."""
 
     objective: ClassVar[Literal["matching"]] = "matching"
     guidance: float  # of training, see `guidance.py`; in a config 0: the sampler's
@@ -157,9 +155,9 @@ class Matching(Algorithm):
 
     @property
     def guidances(self) -> tuple[float, float]:
-        """Of training, and of the reference."""
+        """The guidance of training and of the reference."""
         return self.guidance, self.reference_guidance
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
-        """The `terms` of each sample; "loss" is what is minimised."""
+        """The `terms` of each sample; "loss" is minimised."""
         raise NotImplementedError

@@ -1,14 +1,14 @@
 """AWM, advantage weighted matching (arXiv 2509.25050): a policy gradient on the forward process.
 
-The flow-matching loss of an image takes the place of its negative log-probability, so that what is
-maximised is what pretraining maximises, weighted by advantages. It needs final images only.
+The flow-matching loss of an image replaces its negative log-probability, so that the objective is the
+pretraining objective, weighted by advantages. It needs only final images.
 
-Implementations differ. The authors' code (scxue/advantage_weighted_matching) is followed: the ratio
+Implementations differ. This follows the authors' code (scxue/advantage_weighted_matching): the ratio
 is taken per image and time (its `loss_type` "exp_first"; "sum_first" averages log-probabilities over
 an image's times before the exponential, which has the same gradient at a ratio of 1), advantages are
 scaled to `advantage_max` after clipping, and besides the KL to the reference there is one to a slow
-copy of the trained policy. Flow-Factory has no scaling, leaves that second KL out by default, weights
-uniformly and clips the ratio at 1e-4. Both compute the matching error in float64, here it is float32.
+copy of the trained policy. Flow-Factory has no scaling, omits the second KL by default, weights
+uniformly and clips the ratio at 1e-4. Both compute the matching error in float64; here it is float32.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ from digen_jax.algorithms.samples import blanked
 from digen_jax.algorithms.surrogates import check_clip_range, clipped
 from digen_jax.flow.noising import LogitNormalTimes
 
-# What a matching error e counts at noise level sigma: see `matching_log_prob`.
+# The weight of a matching error e at noise level sigma: see `matching_log_prob`.
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
 
-# Added to e before a power below 1 is taken, whose slope at 0 is infinite.
+# Added to e before a power below 1, whose slope at 0 is infinite.
 HUBER_EPS = 1e-10
 
-# How the slow copy of the second KL follows, once a step, after all its updates.
+# The decay of the slow copy in the second KL, applied once a step, after all its updates.
 SLOW_COPY = LinearDecay(start=0, slope=0.001, largest=0.3)
 
 TIMES = LogitNormalTimes(6, shift=3.0)
@@ -49,28 +49,28 @@ TIMES = LogitNormalTimes(6, shift=3.0)
 class AWM(Matching):
     """Settings, with the values of the authors' code for Stable Diffusion 3.5 M on GenEval.
 
-    Its kl_coefficient is 0.003 for OCR and 1e-4 for PickScore, all else is equal. Its noise levels are
-    drawn from the shifted schedule of Stable Diffusion 3, here from that model's training density.
+    Its kl_coefficient is 0.003 for OCR and 1e-4 for PickScore; everything else is equal. Its noise levels
+    are drawn from the shifted schedule of Stable Diffusion 3; here from that model's training density.
     """
 
     name: ClassVar[str] = "awm"
     config_defaults: ClassVar[dict] = dict(old_log_probs="auto", reference_guidance=0.0)
 
-    weighting: Weighting = "ghuber"  # how an image's matching error counts at a noise level
+    weighting: Weighting = "ghuber"  # weight of an image's matching error at a noise level
     ghuber_power: float = 0.25  # "ghuber": power of the error; above 0, at most 1
     clip_range: float = 1.0  # the ratio is clipped to [1 - clip_range, 1 + clip_range]
     adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip] first
     advantage_max: float = 1.0  # clipped advantages are scaled to [-advantage_max, advantage_max]
-    # weight of the KL to the model before tuning; 0: none is computed
+    # weight of the KL to the model before tuning; 0: no KL
     kl_coefficient: float = 0.001
-    # weight of the KL to a slow copy of the policy; 0: no copy is kept
+    # weight of the KL to a slow copy of the policy; 0: no copy
     ema_kl_coefficient: float = 1.0
     ema: LinearDecay = SLOW_COPY
-    # where the ratio's old matching errors come from: recomputed with the policy that sampled, or the
+    # source of the ratio's old matching errors: recomputed with the policy that sampled, or the
     # current ones, so that ratios are 1; "auto" chooses by staleness and updates
     old_log_probs: OldLogProbs = "current"
-    # how far from 1 rounding may move 99% of the ratios before the first update, as a share of the way to
-    # their bound; above 0, beyond it a run stops
+    # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
+    # the distance to their bound; above 0; a run stops beyond it
     spread_limit: float = SPREAD_LIMIT
     guidance: float = 1.0  # guidance scale in training, 1: none; 0: the sampler's
     reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
@@ -86,7 +86,7 @@ class AWM(Matching):
 
     @property
     def ratio_bound(self) -> float | None:
-        """The clip range, or None where ratios are 1 by definition."""
+        """The clip range, or None if ratios are 1 by definition."""
         return self.clip_range if self.old_log_probs == "recomputed" else None
 
     @property
@@ -101,11 +101,11 @@ class AWM(Matching):
 
     @property
     def slow_copy(self) -> LinearDecay | None:
-        """That of the second KL, where there is one."""
+        """The decay of the second KL's copy, if there is one."""
         return self.ema if self.ema_kl_coefficient else None
 
     def check(self) -> None:
-        """Raises ValueError for a setting that cannot work, and says what to change."""
+        """Raises ValueError for a setting that cannot work; the message says what to change."""
         if self.weighting not in get_args(Weighting):
             raise ValueError(
                 f"weighting is {self.weighting!r}; set it to one of {', '.join(get_args(Weighting))}"
@@ -154,11 +154,11 @@ def matching_log_prob(
     target: Float[Array, "n *shape"],
     sigma: Float[Array, "n"],
 ) -> Float32[Array, "n"]:
-    """What takes the place of a log-probability: minus the weighted matching error e of each sample.
+    """The substitute for a log-probability: minus the weighted matching error e of each sample.
 
     uniform e, sigma e, sigma^2 e, huber sigma sqrt(e), or ghuber sigma e^p / p with p = ghuber_power;
-    the roots are of e + 1e-10 and 0 where e = 0. The public code's names for the second and third are
-    "t" and "t**2".
+    roots are taken of e + 1e-10, less their value at e = 0. The public code's names for the second and third
+    are "t" and "t**2".
     """
     return -_weighted(settings, velocity_mse(v, target), sigma.astype(jnp.float32))
 
@@ -184,19 +184,19 @@ def awm_loss(
       target: eps - x0, of the noise that is in x.
       sigma: the noise levels.
       advantages: before clipping and scaling.
-      trained: False for padding: such a sample's terms and gradient are 0, whatever its values.
-      old_log_prob: `matching_log_prob` of the behaviour policy with the same noise and sigma, where
+      trained: False for padding: the terms and gradient of such a sample are 0, whatever its values.
+      old_log_prob: `matching_log_prob` of the behaviour policy with the same noise and sigma, if
         old_log_probs is "recomputed".
-      v_reference: of the reference, where there is a kl_coefficient.
-      v_ema: of the slow copy, where there is an ema_kl_coefficient.
+      v_reference: of the reference, if kl_coefficient is above 0.
+      v_ema: of the slow copy, if ema_kl_coefficient is above 0.
 
     Returns:
-      Terms per sample, to be weighed and summed: loss, policy_loss; matching_error before weighting;
+      Terms per sample, to be weighted and summed: loss, policy_loss; matching_error before weighting;
       ratio, clip_fraction, approx_kl (log_prob - old_log_prob)^2 / 2; kl and ema_kl; and with a
       `ratio_bound` ratio_spread |ratio - 1| and over_spread_limit, whether that exceeds its limit.
 
     Raises:
-      ValueError: an input missing that the settings ask for.
+      ValueError: an input that the settings need is missing.
     """
     _check_given(settings, old_log_prob, v_reference, v_ema)
     v, target, sigma, advantages = blanked(trained, v, target, sigma, advantages)

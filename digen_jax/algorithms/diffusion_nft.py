@@ -1,12 +1,12 @@
 """DiffusionNFT (arXiv 2509.16117): contrasts good and bad images on the forward process.
 
 Flow matching pulls an implicit positive policy, a mixture of the old and the trained one, towards
-images in proportion to their probability r of being good, and an implicit negative policy, as far
-on the other side of the old one, in proportion to 1 - r. It needs final images only, from any
+images in proportion to their probability r of being good, and an implicit negative policy, the mirror
+image of the positive one at the old policy, in proportion to 1 - r. It needs only final images, from any
 sampler (the public code's is a second-order DPM solver, without noise), and no log-probability.
 
-The old policy is the behaviour policy: what the sampler runs and the runtime publishes. It follows
-the trained one by `OLD_POLICY_DECAYS`.
+The old policy is the behaviour policy, which the runtime publishes to the sampler. It follows the trained
+policy by `OLD_POLICY_DECAYS`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.samples import blanked
 from digen_jax.flow.noising import ScheduleTimes
 
-# What of an advantage becomes a probability: see `reward_probabilities`.
+# The conversion of an advantage into a probability: see `reward_probabilities`.
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
 TIMES = ScheduleTimes(9)  # of the sampler's 10
@@ -35,8 +35,8 @@ TIMES = ScheduleTimes(9)  # of the sampler's 10
 class DiffusionNFT(Matching):
     """Settings, with the values of the public code (NVlabs/DiffusionNFT) for Stable Diffusion 3.5 M.
 
-    It has beta 1 and decay type 1 for GenEval, PickScore and HPSv2; 0.1 and 2 for OCR; 0.1 and 1
-    for several rewards at once.
+    The code has beta 1 and decay type 1 for GenEval, PickScore and HPSv2; 0.1 and 2 for OCR; 0.1 and 1
+    for several rewards together.
     """
 
     name: ClassVar[str] = "diffusion_nft"
@@ -46,8 +46,8 @@ class DiffusionNFT(Matching):
     beta: float = 1.0  # the trained policy's share in the positive one; 1 / beta is the guidance
     adv_clip: float = 5.0  # the advantage whose reward probability is 1
     advantage_mode: AdvantageMode = "all"  # which advantages become probabilities, and how
-    kl_coefficient: float = 1e-4  # weight of the KL to the model before tuning; 0: none is computed
-    weight_floor: float = 1e-5  # the smallest mean |x0_hat - x0| that the error is divided by
+    kl_coefficient: float = 1e-4  # weight of the KL to the model before tuning; 0: no KL
+    weight_floor: float = 1e-5  # the smallest mean |x0_hat - x0| by which the error is divided
     decay_type: Literal[0, 1, 2] = 1  # how the old policy follows: 0 at once, 1 faster than 2
     guidance: float = 1.0  # guidance scale in training, 1: none; 0: the sampler's
     reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
@@ -61,12 +61,12 @@ class DiffusionNFT(Matching):
 
     @property
     def slow_copy(self) -> LinearDecay:
-        """How much of the old policy is kept, as a function of the updates made."""
+        """The old policy's decay, as a function of the number of updates."""
         return OLD_POLICY_DECAYS[self.decay_type]
 
     @property
     def reads_behaviour(self) -> bool:
-        """The old policy's velocities make the implicit positive and negative policies."""
+        """True: the old policy's velocities define the implicit positive and negative policies."""
         return True
 
     @property
@@ -75,7 +75,7 @@ class DiffusionNFT(Matching):
         return self.kl_coefficient > 0
 
     def check(self) -> None:
-        """Raises ValueError for a setting that cannot work, and says what to change."""
+        """Raises ValueError for a setting that cannot work; the message says what to change."""
         for name in ("beta", "adv_clip", "weight_floor"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -99,7 +99,7 @@ class DiffusionNFT(Matching):
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
     ) -> Prepared:
-        """The probability of being good takes the place of the advantage."""
+        """Replaces advantages by probabilities of being good."""
         return Prepared(None, reward_probabilities(self, advantages), weight)
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
@@ -122,18 +122,18 @@ def reward_probabilities(
 ) -> Float32[np.ndarray, "b"]:
     """Of advantages A clipped to [-adv_clip, adv_clip]: r = 1/2 + A / (2 adv_clip), in [0, 1].
 
-    That is the paper's 1/2 + clip((reward - mean) / Z, -1, 1) / 2 with Z = adv_clip std. At r = 1/2
+    This is the paper's 1/2 + clip((reward - mean) / Z, -1, 1) / 2 with Z = adv_clip std. At r = 1/2
     the positive and the negative term hold the policy at the old one; the modes differ in which
-    images get that:
+    images get this value:
 
-      all: those of A = 0; r in [0, 1].
-      positive_only: those of A <= 0, so that no image is pushed away; r in [1/2, 1].
-      negative_only: those of A >= 0, so that none is pulled towards; r in [0, 1/2].
-      one_only: those of A <= 0; all others count as A = 1, however large it is.
-      binary: those of A = 0; only the sign of the others counts, as A = 1 or -1.
+      all: those with A = 0; r in [0, 1].
+      positive_only: those with A <= 0, so that no image repels; r in [1/2, 1].
+      negative_only: those with A >= 0, so that no image attracts; r in [0, 1/2].
+      one_only: those with A <= 0; all others count as A = 1, however large A is.
+      binary: those with A = 0; only the sign of the others counts, as A = 1 or -1.
 
-    The modes are those of the public code, where the last two take A = 1 before the division: their r
-    is 1/2 + 1/(2 adv_clip), which is 0.6 with the published clip, and not 1.
+    The modes are those of the public code, where the last two set A = 1 before the division: their r
+    is 1/2 + 1/(2 adv_clip), which is 0.6 with the published clip, not 1.
     """
     advantages = np.clip(advantages.astype(np.float64), -settings.adv_clip, settings.adv_clip)
     match settings.advantage_mode:
@@ -161,12 +161,12 @@ def diffusion_nft_loss(
 ) -> dict[str, Float32[Array, "n"]]:
     """adv_clip (r L(v+) + (1 - r) L(v-)) / beta + kl_coefficient (v - v_reference)^2, per sample.
 
-    With the implicit policies v+ = (1 - beta) v_old + beta v and v- = (1 + beta) v_old - beta v, and
-    L(u) the error of the image that u predicts: (x - sigma u - x0)^2 averaged over all axes but the
+    The implicit policies are v+ = (1 - beta) v_old + beta v and v- = (1 + beta) v_old - beta v, and
+    L(u) is the error of the image that u predicts: (x - sigma u - x0)^2 averaged over all axes but the
     first, divided by the mean of |x - sigma u - x0|, which has no gradient and is at least
-    `weight_floor`. The paper's objective has the velocity's error for L; the public code's is
-    followed, with its factors adv_clip and 1 / beta. It computes the weight in float64, here it is
-    float32. (Flow-Factory has the same loss, with mode "all" only.)
+    `weight_floor`. The paper's objective has the velocity's error for L; this follows the public code,
+    with its factors adv_clip and 1 / beta. That computes the weight in float64; here it is float32.
+    (Flow-Factory has the same loss, with mode "all" only.)
 
     Args:
       settings: beta, the weights and the KL's coefficient.
@@ -175,16 +175,16 @@ def diffusion_nft_loss(
       sigma: the noise levels.
       v: velocity at (x, sigma) of the policy being trained, with gradient.
       v_old: of the old policy; no gradient goes to it.
-      v_reference: of the reference; None where kl_coefficient is 0.
-      reward_prob: r, of `reward_probabilities`.
-      trained: False for padding: such a sample's terms and gradient are 0, whatever its values.
+      v_reference: of the reference; None if kl_coefficient is 0.
+      reward_prob: r, from `reward_probabilities`.
+      trained: False for padding: the terms and gradient of such a sample are 0, whatever its values.
 
     Returns:
-      Terms per sample, to be weighed and summed: loss, policy_loss; positive_loss and negative_loss,
+      Terms per sample, to be weighted and summed: loss, policy_loss; positive_loss and negative_loss,
       which are L(v+) and L(v-); old_deviation, the mean of (v - v_old)^2; and kl.
 
     Raises:
-      ValueError: `v_reference` missing though the settings have a kl_coefficient.
+      ValueError: `v_reference` is missing although kl_coefficient is above 0.
     """
     if v_reference is None and settings.kl_coefficient:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How far a policy is from a reference, per sample. The gradient goes to the policy alone.
+"""The distance of a policy from a reference, per sample. Only the policy gets a gradient.
 
 Rows without weight must be blanked first (`samples.blanked`).
 """
@@ -17,10 +17,10 @@ def gaussian_kl(
 
     Averaged over all axes but the first, with gradient to `mean`. Implementations differ in `std`.
     Flow-GRPO's code for images divides by the diffusion without its factor sqrt(-dt)
-    (`step.diffusion(...)`), and its published coefficients belong to that; its paper (arXiv
-    2505.05470), and its code for video, by the step's whole std (`replay(...).std`), which is the KL
-    proper, and which Flow-DPPO and GRPO-Guard take to the old policy. Where std = 0 (padding, which
-    has no weight) the value is finite: that of 1.
+    (`step.diffusion(...)`), and its published coefficients are for this; its paper (arXiv 2505.05470), and its
+    code for video, by the step's whole std (`replay(...).std`), which gives the true KL; Flow-DPPO and
+    GRPO-Guard use the true KL to the old policy. If std = 0 (padding, which has no weight), std 1 is used, so
+    that the value is finite.
     """
     std = jnp.where(std > 0, std, 1.0)
     return _mean_square(mean, reference_mean) / (2 * std**2)
@@ -31,9 +31,9 @@ def velocity_mse(
 ) -> Float32[Array, "n"]:
     """(v - target)^2, averaged over all axes but the first, with gradient to `velocity`.
 
-    With eps - x0 for the target it is the loss of flow matching; with a reference's velocity, what
-    DiffusionNFT's code and Flow-Factory's "v-based" penalty take: without a factor, so that all noise
-    levels count alike. Flow-GRPO's KL proper is this times
+    With target eps - x0 it is the loss of flow matching; with a reference's velocity it is the penalty of
+    DiffusionNFT's code and Flow-Factory's "v-based" one: without a factor, so that all noise levels have
+    equal weights. Flow-GRPO's true KL is this times
     -dt/2 (1/g + g (1 - sigma) / (2 sigma))^2, g the diffusion of the step's SDE (arXiv 2505.05470).
     """
     return _mean_square(velocity, target)

@@ -1,21 +1,21 @@
-"""Where the behaviour policy's log-probabilities of a ratio come from, and how exact ratios must be.
+"""The sources of old log-probabilities in a ratio, and the required precision of ratios.
 
-Before the first update every ratio should be 1: what it is instead is rounding, which blurs the bound where the
-loss clips. A run therefore prints how far its ratios are from 1 there, and stops where more than `SPREAD_SHARE`
-of them are off by more than `spread_limit` of the way to the bound.
+Before the first update every ratio should be 1: any difference is rounding, which blurs the bound at which the
+loss clips. A run therefore prints how far its ratios are from 1 at that time, and stops if more than `SPREAD_SHARE`
+of them differ from 1 by more than `spread_limit` of the distance to the bound.
 
-|ratio - 1| then, on the embedded model (48 images, four steps of cps, all weights tuned, on a CPU):
+|ratio - 1| before the first update, on the embedded model (48 images, four steps of cps, all weights tuned, on a CPU):
 
     bfloat16, roundings in place (`engine.rounding`)    below 1e-7
     bfloat16 as XLA compiles it by itself               4e-5 in the mean, 4% above 1e-4
     a bfloat16 sampler beside a float32 trainer         6e-5 in the mean, 17% above 1e-4 ("rollout")
 
-The first two are the same with "rollout" and "recomputed". Where kernels depend on the batch, what was stored may
-differ all the same; recomputed log-probabilities come from the batch that is trained.
+The first two are the same with "rollout" and "recomputed". If kernels depend on the batch, stored log-probabilities
+may still differ; recomputed ones come from the trained batch.
 
-Behind the first update bfloat16 is felt in any case, as each weight is rounded otherwise than before: one update
-moved the log-ratio by 5e-4 rms, of which 8e-5 was rounding, and with a LoRA of rank 8 by 3e-6, with 5e-5 of
-rounding. For several updates a step the clip range must be well above that.
+After the first update bfloat16 has an effect in any case, because each weight is rounded differently than before: one
+update moved the log-ratio by 5e-4 rms, of which 8e-5 was rounding, and with a LoRA of rank 8 by 3e-6, with 5e-5 of
+rounding. With several updates a step the clip range must be well above that.
 (`pytest -s -m slow tests/engine/test_rounding.py -k embedded` prints these numbers.)
 """
 
@@ -25,13 +25,13 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-# "rollout": stored when sampled. "recomputed": by the trainer, from the parameters that sampled, in the gradient's
+# "rollout": stored by the sampler. "recomputed": by the trainer, with the parameters that sampled, in the gradient's
 # program with its batch. "current": those of the policy being trained, without gradient, so that every ratio is 1.
 OldLogProbs = Literal["rollout", "recomputed", "current"]
 
-# Of the distance from 1 to the bound: rounding decides what is clipped only of ratios this close to the bound.
+# Share of the distance from 1 to the bound: rounding affects the clipping only of ratios this close to the bound.
 SPREAD_LIMIT = 0.1
-SPREAD_SHARE = 0.01  # of the ratios that may be further from 1 before the first update
+SPREAD_SHARE = 0.01  # share of the ratios that may be further from 1 before the first update
 
 
 def choose_old_log_probs(
@@ -41,20 +41,20 @@ def choose_old_log_probs(
     updates: int,
     stored: bool = True,
 ) -> OldLogProbs:
-    """What a config's `old_log_probs` means.
+    """The meaning of a config's `old_log_probs`.
 
-    "auto" is "rollout" where sampler and trainer compute in float32. Where one of them does not, ratios to
-    stored log-probabilities are off by rounding: "current" if that is allowed, else "recomputed".
+    "auto" is "rollout" if sampler and trainer compute in float32. If one of them does not, ratios to stored
+    log-probabilities have rounding errors: then it is "current" if that is allowed, else "recomputed".
 
     Args:
       choice: as configured.
       float32: whether both compute in float32.
-      stale: whether fragments may have been sampled by an older version than the step starts from.
+      stale: whether an older version than the step's first may have generated fragments.
       updates: optimizer updates a step.
-      stored: whether sampling computes any; else "auto" never is "rollout".
+      stored: whether sampling computes log-probabilities; if not, "auto" is never "rollout".
 
     Raises:
-      ValueError: "current" where what is trained is not always what sampled.
+      ValueError: "current", although the trained policy is not always the one that sampled.
     """
     fresh = not stale and updates == 1
     if choice == "auto":
@@ -74,13 +74,13 @@ def choose_old_log_probs(
 def spread_terms(
     distance: Float[Array, "n"], bound: float, limit: float
 ) -> dict[str, Float32[Array, "n"]]:
-    """Of each sample how far its ratio is from 1, and whether that is more than `limit` of the loss's bound."""
+    """The distance of each sample's ratio from 1, and whether it exceeds `limit` of the loss's bound."""
     far = distance > limit * bound
     return {"ratio_spread": distance, "over_spread_limit": far.astype(jnp.float32)}
 
 
 def check_spread_limit(limit: float) -> None:
-    """Raises ValueError for a limit that no ratio could keep, or that is no number."""
+    """Raises ValueError for a limit that is not positive or not finite."""
     if not 0 < limit < math.inf:
         raise ValueError(
             f"spread_limit is {limit}; it must be positive and finite, such as {SPREAD_LIMIT}"

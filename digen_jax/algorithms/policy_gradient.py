@@ -1,10 +1,10 @@
-"""The policy-gradient family: Flow-GRPO (arXiv 2505.05470) and what differs from it in the loss.
+"""The policy-gradient family: Flow-GRPO (arXiv 2505.05470) and algorithms that differ from it in the loss.
 
-Flow-GRPO is the defaults. Others are settings of the same loss: GRPO-Guard and GSPO (`ratio`), Flow-DPPO,
+The defaults are Flow-GRPO. Others are settings of the same loss: GRPO-Guard and GSPO (`ratio`), Flow-DPPO,
 CISPO and TOPR (`surrogate`), TIS and decoupled PPO (`importance_cap`), clip-higher, dual clip,
-rejection. DanceGRPO, MixGRPO and CPS differ in how is sampled, which is not this file's business.
+rejection. DanceGRPO, MixGRPO and CPS differ in the sampling, which is not part of this file.
 
-Losses come as sums over the samples, beside the sum of their weights, so that accumulation over
+Losses are returned as sums over the samples, with the sum of their weights, so that accumulation over
 micro-batches and timesteps divides once, at the update, and does not depend on the packing.
 """
 
@@ -52,12 +52,12 @@ from digen_jax.algorithms.surrogates import (
     topr,
 )
 
-# "guard": GRPO-Guard's, with its scale of the loss. The others: of a whole trajectory, over its trained steps.
+# "guard": GRPO-Guard's, with its scale of the loss. "sequence_*": of a whole trajectory, over its trained steps.
 Ratio = Literal["plain", "guard", "sequence_mean", "sequence_sum"]
 OF_TRAJECTORIES = ("sequence_mean", "sequence_sum")
 Surrogate = Literal["clip", "cispo", "topr", "divergence"]  # "divergence": Flow-DPPO
 # "gaussian": without the step's factor sqrt(-dt), as in Flow-GRPO's code for images. "gaussian_dt": with
-# it, the KL proper. "velocity": the mean square of the velocities' difference.
+# it, the true KL. "velocity": the mean square of the velocities' difference.
 Kl = Literal["gaussian", "gaussian_dt", "velocity"]
 
 
@@ -72,34 +72,34 @@ class PolicyGradient(Algorithm):
 
     clip_range: float = 1e-4  # the ratio is clipped to [1 - clip_range, 1 + clip_high]
     clip_high: float = 0.0  # upper clip range, for clip-higher; 0: as clip_range
-    dual_clip: float = 0.0  # bound of the ratio where the advantage is negative, above 1; 0: none
+    dual_clip: float = 0.0  # bound of the ratio for negative advantages, above 1; 0: none
     adv_clip: float = 5.0  # advantages are clipped to [-adv_clip, adv_clip]; not for "divergence"
     ratio: Ratio = "plain"  # of one step, GRPO-Guard's ("guard"), or of a whole trajectory (GSPO)
     surrogate: Surrogate = "clip"  # PPO's clipping, CISPO, TOPR, or Flow-DPPO ("divergence")
     kl_threshold: float = 1e-5  # "divergence": largest KL to the old policy that is trained
     positive_weight: float = 1.0  # "topr": weight of images with positive advantage
     negative_weight: float = 1.0  # "topr": weight of images with negative advantage
-    # 0: the ratio is to the policy that sampled; above: it is to the step's start, and the loss is
+    # 0: the ratio is to the policy that sampled; above 0: it is to the step's start, and the loss is
     # weighted by that policy's ratio to the sampler, up to this cap (TIS; inf: decoupled PPO)
     importance_cap: float = 0.0
-    # samples whose log-probability differs by more from the sampler's are not trained; 0: all are
+    # samples whose log-probability differs from the sampler's by more are not trained; 0: all are
     rejection_bound: float = 0.0
     smallest_sigma: float = 0.0  # steps that begin below this noise level are not trained
-    kl_coefficient: float = 0.0  # weight of the KL to the model before tuning; 0: none is computed
+    kl_coefficient: float = 0.0  # weight of the KL to the model before tuning; 0: no KL
     # Flow-GRPO's code, its paper ("gaussian_dt"), or squared velocity difference
     kl: Kl = "gaussian"
-    # where a ratio's old log-probabilities come from: stored by the sampler, recomputed by the
-    # trainer, or the current ones, so that ratios are 1; "auto" chooses by dtype, staleness, updates
+    # source of a ratio's old log-probabilities: stored by the sampler, recomputed by the trainer, or
+    # the current ones, so that ratios are 1; "auto" chooses by dtype, staleness, updates
     old_log_probs: OldLogProbs = "rollout"
-    # how far from 1 rounding may move 99% of the ratios before the first update, as a share of the way to
-    # their bound; above 0, beyond it a run stops
+    # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
+    # the distance to their bound; above 0; a run stops beyond it
     spread_limit: float = SPREAD_LIMIT
 
     @property
     def decoupled(self) -> bool:
-        """Whether the ratio is to the policy at the step's start, however old the one is that sampled.
+        """Whether the ratio is to the policy at the step's start, whatever the age of the policy that sampled.
 
-        The loss is then weighted by their ratio, up to `importance_cap`: truncated importance sampling, and
+        The loss is then weighted by the ratio of the two, up to `importance_cap`: truncated importance sampling, and
         with a cap of inf decoupled PPO as in its paper (`corrections.importance_weight`).
         """
         return self.importance_cap > 0
@@ -126,17 +126,17 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_means(self) -> bool:
-        """Whether the loss reads the means of x_next, the old policy's too."""
+        """Whether the loss reads the means of x_next, including the old policy's."""
         return self.ratio == "guard" or self.surrogate == "divergence"
 
     @property
     def stores_means(self) -> bool:
-        """Whether the sampler has to store its means."""
+        """Whether the sampler must store its means."""
         return self.needs_means and self.old_log_probs == "rollout" and not self.decoupled
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the sums that `policy_gradient_loss` returns beside that of the weights."""
+        """The names of the sums that `policy_gradient_loss` returns in addition to that of the weights."""
         names = ["loss", "policy_loss", "ratio", "ratio_deviation", "clip_fraction", "approx_kl"]
         names += ["kl"] if self.kl_coefficient else []
         names += ["importance_weight"] if self.decoupled else []
@@ -146,10 +146,10 @@ class PolicyGradient(Algorithm):
 
     @property
     def ratio_bound(self) -> float | None:
-        """The nearer end of the clip range, or the KL beyond which "divergence" masks.
+        """The nearer end of the clip range, or the KL above which "divergence" masks.
 
         None: the first update's ratios are 1 by definition ("current"; decoupled, which compares with the
-        step's start), or nothing bounds them ("topr").
+        step's start), or have no bound ("topr").
         """
         if self.old_log_probs == "current" or self.decoupled or self.surrogate == "topr":
             return None
@@ -167,7 +167,7 @@ class PolicyGradient(Algorithm):
         return bool(self.rejection_bound or self.smallest_sigma)
 
     def check(self) -> None:
-        """Raises ValueError for a setting that cannot work, and says what to change."""
+        """Raises ValueError for a setting that cannot work; the message says what to change."""
         check_clip_range(self.clip_range, self.high, ("clip_range", "clip_high"))
         check_spread_limit(self.spread_limit)
         if not 0 < self.adv_clip < math.inf:
@@ -197,7 +197,7 @@ class PolicyGradient(Algorithm):
                 )
 
     def check_kind(self, kind: str) -> None:
-        """GRPO-Guard's ratio is for Gaussian log-probabilities."""
+        """Raises ValueError for GRPO-Guard's ratio with cps, whose log-probabilities are not Gaussian."""
         if self.ratio == "guard" and kind == "cps":
             raise ValueError(
                 "ratio is 'guard', which is for Gaussian log-probabilities, but config.sampler.kind is 'cps', "
@@ -205,14 +205,14 @@ class PolicyGradient(Algorithm):
             )
 
     def check_early(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
-        """Whether training before a group is complete is exact, with groups of so many images.
+        """Checks that training before a group is complete is exact, with groups of `images` images.
 
-        The largest advantage of G images is sqrt(G - 1) by the std (of the population) of their group,
-        and by the global one of P groups sqrt((G - 1) P): clipped, the loss is not linear in the rewards.
+        The largest advantage of G images is sqrt(G - 1) with the std (of the population) of their group,
+        and sqrt((G - 1) P) with the global one of P groups: if clipped, the loss is not linear in the rewards.
 
         Raises:
           ValueError: advantages are not linear in the rewards or could be clipped, the ratio is not always
-            1, or the loss is another one than Flow-GRPO's, for which alone this is shown.
+            1, or the loss is not Flow-GRPO's, for which alone exactness is shown.
         """
         advantages.check_early()
         if self.old_log_probs != "current":
@@ -235,11 +235,11 @@ class PolicyGradient(Algorithm):
 
 
 class Samples(NamedTuple):
-    """What the loss reads of n transitions.
+    """The loss's inputs for n transitions.
 
-    `log_prob`, `mean` and `kl` are of the policy being trained and have a gradient. The old policy is
-    the one that the ratio is to: that which sampled, or where the settings are `decoupled` the one
-    at the step's start. What the settings do not need may be None.
+    `log_prob`, `mean` and `kl` are of the policy being trained and have a gradient. The old policy is the
+    denominator of the ratio: the one that sampled or, if the settings are `decoupled`, the one at the
+    step's start. Inputs that the settings do not need may be None.
     """
 
     log_prob: Float[Array, "n"]
@@ -247,14 +247,14 @@ class Samples(NamedTuple):
     stored_log_prob: Float[Array, "n"]  # as the sampler computed it
     advantages: Float[Array, "n"]  # before clipping
     weight: Float[Array, "n"]  # 1, or 0 for padding
-    sigma: Float[Array, "n"]  # where the steps begin
-    dt: Float[Array, "n"]  # their length, below 0
+    sigma: Float[Array, "n"]  # at the beginning of the steps
+    dt: Float[Array, "n"]  # length of the steps, below 0
     mean: Float[Array, "n ..."] | None = None  # of x_next
     old_mean: Float[Array, "n ..."] | None = None
     std: Float[Array, "n"] | None = None
     kl: Float[Array, "n"] | None = None  # to the reference
-    behaviour_log_prob: Float[Array, "n"] | None = None  # where decoupled, of what sampled
-    trajectory: Int[Array, "n"] | None = None  # in [0, n), where ratios are of whole ones
+    behaviour_log_prob: Float[Array, "n"] | None = None  # of the policy that sampled, if decoupled
+    trajectory: Int[Array, "n"] | None = None  # in [0, n), if ratios are of whole trajectories
 
 
 def policy_gradient_loss(
@@ -262,22 +262,22 @@ def policy_gradient_loss(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Weighted sum of a surrogate of r = exp(log_prob - old_log_prob), plus kl_coefficient KL.
 
-    A sample of weight 0 adds nothing to any sum, nor, whatever its values, to the gradient. One that is
-    left out (`rejection_bound`, `smallest_sigma`) is such a sample.
+    A sample of weight 0 adds nothing to any sum nor, whatever its values, to the gradient. A sample that is
+    left out (`rejection_bound`, `smallest_sigma`) gets weight 0.
 
     Returns:
-      The loss's sum, to be differentiated; and weighted sums to be divided by their "weight": loss,
+      The loss's sum, to differentiate; and weighted sums to be divided by their "weight": loss,
       policy_loss, ratio, ratio_deviation |r - 1|, clip_fraction, approx_kl (log_prob - old)^2 / 2 and,
-      where the settings have them, kl, and left_out, the number of samples that were. ratio and
-      ratio_deviation are to the stored log_prob whatever the loss takes, whose own ratio says
-      nothing where that is 1 by definition. Divided by the weight, left_out is by how many that were not.
+      if the settings have them, kl, and left_out, the number of samples that were left out. ratio and
+      ratio_deviation are to the stored log_prob for any settings, because the loss's own ratio may be 1
+      by definition. Divided by the weight, left_out is relative to the samples that were not left out.
       clip_fraction counts the ratios (for "divergence" the KLs to the old policy) beyond the bound;
-      where there is a `ratio_bound`, ratio_spread is how far the loss's own ratios are from 1 (the KLs
+      if there is a `ratio_bound`, ratio_spread is the distance of the loss's own ratios from 1 (of the KLs
       from 0), and over_spread_limit counts those further than `spread_limit` of the bound.
-      importance_weight, where the settings are decoupled, is what the policy's loss was multiplied by.
+      importance_weight, if the settings are decoupled, is the factor of the policy's loss.
 
     Raises:
-      ValueError: the KL, the means or something else missing that the settings need.
+      ValueError: the KL, the means or another input that the settings need is missing.
     """
     _check_given(settings, samples)
     weight = given = samples.weight
@@ -315,7 +315,7 @@ def policy_gradient_loss(
 def _surrogate(
     settings: PolicyGradient, samples: Samples, log_ratio: Array
 ) -> tuple[Array, Array, Array]:
-    """(loss, how far from the old policy, whether beyond the bound) of each sample, KL to the reference apart."""
+    """(loss without KL, distance from the old policy, whether that is beyond the bound) of each sample."""
     low, high = settings.clip_range, settings.high
     advantages = jnp.clip(samples.advantages, -settings.adv_clip, settings.adv_clip)
     if settings.ratio == "guard":
@@ -345,7 +345,7 @@ def _surrogate(
 
 
 def _blanked(samples: Samples, weight: Array) -> Samples:
-    """All that is there in float32, with zeros where nothing is trained."""
+    """All given arrays in float32, with zeros for samples that are not trained."""
     parts = {k: part for k, part in samples._asdict().items() if part is not None}
     parts.pop("trajectory", None)
     return samples._replace(**dict(zip(parts, blanked(weight > 0, *parts.values()), strict=True)))
@@ -354,7 +354,7 @@ def _blanked(samples: Samples, weight: Array) -> Samples:
 def _log_ratios(
     settings: PolicyGradient, samples: Samples, weight: Array
 ) -> tuple[Array, Array | float]:
-    """The log-ratio of each sample, or its trajectory, to the old policy; and what its loss is multiplied by."""
+    """The log-ratio of each sample, or of its trajectory, to the old policy; and the factor of its loss."""
 
     def whole(log_ratio):
         if not settings.of_trajectories:

@@ -1,8 +1,8 @@
 """Diffusion DPO (arXiv 2311.12908) for flow matching: preferences between two images of a prompt.
 
-Online, the pairs are the best and the worst image of each group by their advantage, which of several rewards
-is what the config's section `advantages` makes of them; offline, they come from a set that was generated once.
-The loss is the same. What samples and what is the reference is the caller's: Flow-GRPO's
+Online, the pairs are the best and the worst image of each group by their advantage, which the config's
+section `advantages` computes from the rewards; offline, they come from a set that was generated once.
+The loss is the same. The caller chooses the policy that samples and the reference: Flow-GRPO's
 public code samples from the reference, which it keeps, or renews from the trained policy now and then.
 """
 
@@ -29,13 +29,13 @@ TIMES = LogitNormalTimes(1, shift=3.0)  # the training density of Stable Diffusi
 class DiffusionDPO(Matching):
     """Settings, with the beta and the density of noise levels of Flow-GRPO's public code for Stable Diffusion 3.5 M.
 
-    That code trains each pair at 39 noise levels (`times`), where it samples in 40 steps; the paper at
-    one, as here. Flow-Factory's beta is 2000, and the paper's, for noise prediction, 2000 to 5000.
+    That code trains each pair at 39 noise levels (`times`), with 40 sampling steps; the paper at one, as
+    here. Flow-Factory's beta is 2000, and the paper's, for noise prediction, 2000 to 5000.
 
-    Online, with `set_steps` 0, the policy being trained samples. Offline the images are a set that the
-    policy before tuning samples: those of that many steps, over and over. They are sampled anew each
-    time, by the same weights and keys, so that they are the same and nothing has to be stored or saved;
-    each time they are trained at other noise levels.
+    Online, with `set_steps` 0, the policy being trained samples. Offline the images are a fixed set of
+    `set_steps` steps, sampled by the policy before tuning, and repeated. They are sampled again each time,
+    with the same weights and keys, so that they are the same and need not be stored; each time they are
+    trained at other noise levels.
     """
 
     name: ClassVar[str] = "diffusion_dpo"
@@ -44,7 +44,7 @@ class DiffusionDPO(Matching):
     ranks: ClassVar[bool] = True
 
     beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
-    set_steps: int = 0  # offline: steps whose images the fixed set holds; 0: online
+    set_steps: int = 0  # offline: number of steps whose images form the fixed set; 0: online
     guidance: float = 1.0  # guidance scale in training, 1: none; 0: the sampler's
     reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: LogitNormalTimes = TIMES
@@ -55,7 +55,7 @@ class DiffusionDPO(Matching):
         return "loss", "margin", "accuracy", "preferred_error", "dispreferred_error"
 
     def check(self) -> None:
-        """Raises ValueError for a setting that cannot work, and says what to change."""
+        """Raises ValueError for a setting that cannot work; the message says what to change."""
         if not 0 < self.beta < math.inf:
             raise ValueError(f"beta is {self.beta}; it must be positive and finite")
         check_guidance(self.guidance, self.reference_guidance, has_reference=True)
@@ -67,7 +67,7 @@ class DiffusionDPO(Matching):
 
     @property
     def reads_reference(self) -> bool:
-        """The margin is over the policy before tuning."""
+        """True: the margin is relative to the policy before tuning."""
         return True
 
     def prepare(
@@ -76,7 +76,7 @@ class DiffusionDPO(Matching):
         weight: Float32[np.ndarray, "b"],
         rows: Int[np.ndarray, "b"],
     ) -> Prepared:
-        """The best and the worst image of each group; advantages and weights of images are not read."""
+        """Takes the best and the worst image of each group; the weights of images are not read."""
         pairs, decided = pair_of_each_group(advantages, rows, int(rows.max()) + 1)
         return Prepared(pairs, np.zeros(len(pairs), np.float32), decided)
 
@@ -94,21 +94,21 @@ def diffusion_dpo_loss(
 ) -> dict[str, Float32[Array, "n"]]:
     """-log sigmoid(-beta/2 ((e_w - e_w_reference) - (e_l - e_l_reference))), per pair.
 
-    Equation 14 of the paper, with e = (v - target)^2 for the error of the noise. The second axis is
-    (preferred w, dispreferred l). Implementations average e over an image's elements, the paper sums:
-    they are followed, and their betas go with that.
+    Equation 14 of the paper, where e = (v - target)^2 is the error of the noise. The second axis is
+    (preferred w, dispreferred l). The paper sums e over an image's elements; implementations average it, as
+    here, and their betas are for the average.
 
     Args:
       settings: beta.
       v: velocities of the policy being trained, with gradient, at the two images noised with the same
         noise to the same sigma (`noised_pairs`), as in the paper's code.
-      v_reference: of the reference; no gradient goes to it.
+      v_reference: of the reference, without gradient.
       target: eps - x0.
-      trained: False for padding: such a pair's terms and gradient are 0, whatever its values.
+      trained: False for padding: the terms and gradient of such a pair are 0, whatever its values.
 
     Returns:
-      Terms per pair, to be weighed and summed: loss; margin, the argument of the sigmoid; accuracy, 1
-      where that is positive; preferred_error and dispreferred_error, the policy's.
+      Terms per pair, to be weighted and summed: loss; margin, the argument of the sigmoid; accuracy, 1
+      if that is positive; preferred_error and dispreferred_error, the policy's.
     """
     v, target, v_reference = blanked(trained, v, target, v_reference)
     v_reference = jax.lax.stop_gradient(v_reference)
@@ -130,14 +130,14 @@ def preference_pairs(
 ) -> Int[np.ndarray, "pairs 2"]:
     """(preferred, dispreferred) as indices into the batch: each group's best and worst image.
 
-    Of equal images the first given is taken. A group whose rewards are all equal, or with a single
-    image, prefers nothing and has no pair. (Flow-GRPO's public code takes its first two images,
-    Flow-Factory's the same image twice.) `rewards` may be any numbers of that order, such as
-    `advantages.ranking`: of several rewards Flow-GRPO (scripts/train_sd3_dpo.py, ac4c86e) compares the
-    weighted sum, Flow-Factory (src/flow_factory/trainers/dpo.py, a0b2bc5) the advantages, GDPO's in its example.
+    Among equal images it takes the first. A group whose rewards are all equal, or with a single image, has no
+    preference and no pair. (Flow-GRPO's public code takes its first two images, Flow-Factory's the same
+    image twice.) `rewards` may be any numbers in the same order, such as `advantages.ranking`: of several
+    rewards Flow-GRPO (scripts/train_sd3_dpo.py, ac4c86e) compares the weighted sum, Flow-Factory
+    (src/flow_factory/trainers/dpo.py, a0b2bc5) the advantages, which are GDPO's in its example.
 
     Raises:
-      ValueError: a reward that is not finite, or a group id out of range.
+      ValueError: a reward is not finite, or a group id is out of range.
     """
     undecided = zero_std_groups(rewards, group_ids, num_groups)
     pairs = []
@@ -151,13 +151,13 @@ def preference_pairs(
 def pair_of_each_group(
     rewards: Float[np.ndarray, "b"], group_ids: Int[np.ndarray, "b"], num_groups: int
 ) -> tuple[Int[np.ndarray, "groups 2"], Float32[np.ndarray, "groups"]]:
-    """(pairs, weights): one pair for each group that there is, so that their number is fixed.
+    """(pairs, weights): one pair for each present group, so that their number is fixed.
 
-    A group without a preference is there with its first image twice and weight 0; those of the others,
-    which are `preference_pairs`, have weight 1.
+    A group without a preference has its first image twice, with weight 0; the pairs of the others are those of
+    `preference_pairs`, with weight 1.
 
     Raises:
-      ValueError: a reward that is not finite, or a group id out of range.
+      ValueError: a reward is not finite, or a group id is out of range.
     """
     _, first = np.unique(group_ids, return_index=True)
     pairs, weights = np.stack([first, first], axis=1), np.zeros(len(first), np.float32)

@@ -1,4 +1,4 @@
-"""Samples that do not count: padding, and what a correction rejects, has weight 0."""
+"""Samples that do not count: padding and rejected samples have weight 0."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
@@ -9,9 +9,9 @@ def blanked(
 ) -> tuple[Float32[Array, "n ..."], ...]:
     """The arrays in float32, with zeros for samples that are not trained (weight 0).
 
-    Whatever a function of these does with a blanked row, its gradient stops here. To be called
-    before anything is computed from log-probabilities or means that carry a gradient: of an overflow
-    that is only left out of a sum, the gradient is NaN.
+    The gradient of a function of these stops at a blanked row. Call it before any computation with
+    log-probabilities or means that have a gradient: if an overflow is merely left out of a sum, its
+    gradient is NaN.
     """
     return tuple(
         jnp.where(
