@@ -24,7 +24,7 @@ LISTS: tuple[str, ...] = (
     "to_out",
 )
 
-# The logical axes of kernels, see `logical_axes`: one head attends, which is not to be split.
+# The logical axes of kernels, see `logical_axes`; its attention has one head, which is not split.
 AXES = ((".*", ("conv_in", "conv_out")),)
 EPSILON = 1e-6
 BOOKKEEPING = ("force_upcast", "latents_mean", "latents_std")

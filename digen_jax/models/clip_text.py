@@ -28,7 +28,7 @@ AXES = (
     (r"^text_projection$", ("embed", "text")),
 )
 
-# A buffer that old versions of transformers saved beside the parameters.
+# A buffer that old versions of transformers saved with the parameters.
 IGNORED: tuple[str, ...] = ("text_model.embeddings.position_ids",)
 
 # The wrong eos_token_id in the config of models saved before transformers corrected it.

@@ -91,9 +91,9 @@ class Family(Protocol):
         conditioning: Conditioning,
         guidance: float | None = None,
     ) -> Float32[Array, "b *latent"]:
-        """dx/dsigma = eps - x0; `guidance` where that is "embedded" or "both".
+        """dx/dsigma = eps - x0; `guidance` is given if `self.guidance` is "embedded" or "both".
 
-        `variables` holds the linen collections of each trained component: "params", perhaps "lora".
+        `variables` contains the linen collections of each trained component: "params", perhaps "lora".
         """
 
     def guided(
@@ -133,7 +133,7 @@ class Family(Protocol):
         """The parameter trees as `jax.ShapeDtypeStruct`, without allocation."""
 
     def axes(self) -> Params:
-        """Trees as `shapes`, of the logical axes of each parameter's dimensions: see `logical_axes`."""
+        """Trees like `shapes`, with the logical axes of each parameter's dimensions: see `logical_axes`."""
 
     def read(
         self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = np.float32

@@ -1,6 +1,6 @@
-"""What the dimensions of a parameter are, as a name each: sharding rules map these to a mesh's axes.
+"""Names of the dimensions of parameters: sharding rules map these names to a mesh's axes.
 
-The names are those of t5x, MaxText and MaxDiffusion, where these have one.
+Names that t5x, MaxText and MaxDiffusion also have are the same.
 """
 
 import re
@@ -29,15 +29,15 @@ NAMES = {
     RANK: "of a LoRA",
 }
 
-# (regex over a module's path, axes of its kernel); the first that is found decides.
+# (regex over a module's path, axes of its kernel); the first match decides.
 Table = Sequence[tuple[str, tuple[str | None, ...]]]
 
 
 def logical_axes(shapes: Mapping[str, Any], table: Table, lists: tuple[str, ...]) -> dict[str, Any]:
     """A component's tree with the axes of each leaf, a name or None for every dimension.
 
-    A leaf of fewer dimensions than the table gives has the last of them, as biases and scales have. One of
-    more has None in front, for the window of a convolution, but for the layers of a scan.
+    A leaf with fewer dimensions than the table gives has the last of them, as biases and scales have. A leaf
+    with more has None in front, for the window of a convolution, after the layers of a scan.
 
     Raises:
       ValueError: names a parameter that is not in the table.

@@ -93,12 +93,12 @@ class StableDiffusion3:
         "text_encoder": clip_text.AXES,
         "text_encoder_2": clip_text.AXES,
     }
-    # How diffusers' pipeline samples where it is not told otherwise.
+    # Defaults of diffusers' pipeline.
     default_steps: ClassVar[int] = 28
     default_guidance: ClassVar[float] = 7.0
     # Four images of 1024 x 1024.
     decoded_pixels: ClassVar[int] = 2**22
-    # What no optimizer may touch.
+    # Parameters that no optimizer may change.
     frozen: ClassVar = {"transformer": sd3.FROZEN}
     lora_targets: ClassVar[str] = sd3.LORA_TARGETS
     ignored: ClassVar = {"text_encoder": clip_text.IGNORED, "text_encoder_2": clip_text.IGNORED}
@@ -291,7 +291,7 @@ class StableDiffusion3:
         return _shapes(self.transformer, self.vae, self.text_encoders)
 
     def axes(self) -> Params:
-        """The logical axes of every parameter's dimensions, as `shapes` has them."""
+        """The logical axes of every parameter's dimensions, in trees like `shapes`."""
         return {
             part: logical_axes(tree, self.tables[part], self.lists[part])
             for part, tree in self.shapes().items()

@@ -1,4 +1,4 @@
-"""The sizes of a recipe's model, which say what a placement needs of a device's memory."""
+"""The sizes of a recipe's model, from which the planner computes the memory of a device."""
 
 import functools
 import math
@@ -18,10 +18,10 @@ from digen_jax.scheduling.planner.problem import Footprint, OnDevice
 
 
 def model_footprint(recipe: Recipe) -> Footprint:
-    """The sizes of a recipe's model, from shapes alone: nothing is read or allocated.
+    """The sizes of a recipe's model, from shapes only: nothing is read or allocated.
 
-    Activations are what the backward pass of what is trained keeps of one transition as it is written,
-    before the compiler saves any of it; the guidance that is trained with is included.
+    Activations are the data that the backward pass keeps for one transition, before the compiler saves
+    any of them; they include the pass of training's guidance.
 
     Raises:
       ConfigError: the model's folder cannot be used.
@@ -69,7 +69,7 @@ def _in_dtype(tree: Params, dtype: str) -> Params:
 
 
 def _stored(algorithm: Algorithm, steps: int, latent: tuple[int, ...]) -> int:
-    """Bytes that are kept of an image until it is trained, in float32."""
+    """Bytes that are stored for an image until it is trained, in float32."""
     size = math.prod(latent)
     if algorithm.objective == "matching":
         return 4 * (size + 2)  # the image and its key
@@ -77,7 +77,7 @@ def _stored(algorithm: Algorithm, steps: int, latent: tuple[int, ...]) -> int:
 
 
 def _residuals(policy: Any, tuned: Any, base: Any, frozen: Any, latent: tuple[int, ...]) -> int:
-    """Bytes that the velocity's pullback holds, for one more transition."""
+    """Bytes of the velocity's pullback for one more transition."""
 
     def encoded(tokens: Tokens, frozen: Any) -> Any:
         return policy.family.encode(frozen, jax.tree.map(jnp.asarray, tokens))

@@ -70,8 +70,8 @@ def auto_placement(
     Each candidate is simulated as the run would use it: with the tactics that the recipe has switched on.
 
     Args:
-      recipe: of its placement only the rules and the axes tensor are read.
-      devices: how many there are; all are used.
+      recipe: only the rules and the axes tensor of its placement are read.
+      devices: their number; all are used.
       calibration: costs on one device.
       footprint: the model's sizes (`model_footprint`), for the axes fsdp; None: these are 1.
       device_memory: bytes of a device, to refuse placements that need more.
@@ -148,7 +148,7 @@ def _runs(recipe: Recipe, problem: Problem, candidate: Candidate) -> bool:
 
 
 def meshes(problem: Problem, candidate: Candidate) -> MeshSizes:
-    """The meshes of a candidate, with axes fsdp as memory needs; without rollout workers it is colocated."""
+    """The meshes of a candidate, with axes fsdp that fit the memory; without rollout workers it is colocated."""
     rollout, trainer = 1, 1
     if problem.footprint is not None:
         held = device_bytes(problem, candidate)

@@ -272,9 +272,9 @@ def copy_pipeline(
 ) -> None:
     """Writes a pipeline folder with the source's components, except those in `replace`, which are written anew.
 
-    `replace[component](folder)` must fill the folder it is given. `sampling` is the content of
-    `SAMPLING`. A component whose folder the source lacks is entered as null, as diffusers does for
-    one that was not loaded. The target must not exist, and appears only when it is complete.
+    `replace[component](folder)` must fill the given folder. `sampling` is the content of `SAMPLING`. If
+    the source lacks the folder of a component, its entry becomes null, as in diffusers for a component
+    that was not loaded. The target must not exist, and appears only when it is complete.
     """
     source, target = pathlib.Path(source), pathlib.Path(target)
     index = read_model_index(source)

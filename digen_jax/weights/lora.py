@@ -33,7 +33,7 @@ RANK = "rank"
 class LoraConfig:
     """The adapted layers and their rank, scale and initialisation.
 
-    `targets` is a regular expression for the whole torch name of a linear layer, such as
+    `targets` is a regular expression that matches the whole torch name of a linear layer, such as
     r"transformer_blocks\\..*\\.attn\\.(to_[qkv]|to_out\\.0)", with or without its component's name
     and a dot in front. The update is scaled by alpha / rank.
     """
@@ -73,9 +73,9 @@ def lora_init(
     with "gaussian" it is normal with std 1/r (peft 0.21.2, tuners/lora/layer.py,
     `reset_lora_parameters`), which Flow-GRPO, DiffusionNFT, AWM and GenRL use.
 
-    `templates` holds each component's parameters or their shapes; components without targets get no
-    factors. The first component draws by `key`, each other one by a key of its own. A layer's draw
-    depends on its torch name only, not on how the network is cut into scans.
+    `templates` contains each component's parameters or their shapes; components without targets get no
+    factors. The first component draws with `key`, each other one with a key derived from it. A layer's
+    draw depends only on its torch name, not on the division of the network into scans.
 
     Raises:
       ValueError: the targets match nothing, or only some layers of a scan.
@@ -93,10 +93,10 @@ def lora_init(
 def adapted_layers(
     templates: Mapping[str, Tree], targets: str, lists: Mapping[str, tuple[str, ...]]
 ) -> dict[str, set[str]]:
-    """By component, the torch names of the linear layers that `targets` matches.
+    """The torch names of the linear layers that `targets` matches, for each component.
 
-    Components without any are left out. ValueError where there is none at all, or where only some
-    layers of a scan are matched.
+    Components without such layers are left out. Raises ValueError if there are none at all, or if only
+    some layers of a scan match.
     """
     found = {
         part: {
@@ -145,9 +145,9 @@ def _factors(
 def factor_axes(
     axes: Mapping[names.Path, tuple[str | None, ...]],
 ) -> dict[names.Path, tuple[str | None, ...]]:
-    """The logical axes of the factors that kernels of linear layers may get: a [.., in, rank], b [.., rank, out].
+    """The logical axes of possible LoRA factors of linear layers: a [.., in, rank], b [.., rank, out].
 
-    `axes` holds those of parameters, by path.
+    `axes` contains those of parameters, by path.
     """
     factors = {}
     for (*module, leaf), (*stack, last) in axes.items():
@@ -216,7 +216,7 @@ def dense_layers(
 def _targets(
     template: Tree, targets: str, lists: tuple[str, ...], component: str
 ) -> dict[names.Path, Any]:
-    """The kernels of the linear layers whose torch names match, plain or qualified by the component."""
+    """The kernels of the linear layers whose torch names match, with or without the component's name."""
 
     def matches(layer: str) -> bool:
         return any(re.fullmatch(targets, name) for name in (layer, f"{component}.{layer}"))

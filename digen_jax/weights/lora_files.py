@@ -74,8 +74,8 @@ def write_lora(
 ) -> None:
     """Write `pytorch_lora_weights.safetensors`, which `pipe.load_lora_weights(folder)` reads.
 
-    `lora` and `lists` are by component, whose name is the prefix of its tensors' names. Diffusers
-    takes alpha from the metadata that is written too; without it alpha would be the rank.
+    `lora` and `lists` are by component, whose name is the prefix of its tensors' names. The metadata gives
+    diffusers alpha, which would otherwise be the rank.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,11 +96,11 @@ def read_lora(
     lists: Mapping[str, tuple[str, ...]],
     shardings: Any = None,
 ) -> dict[str, tuple[dict[str, Any], int, float]]:
-    """(lora, rank, alpha) of each component of what `open_lora` opens.
+    """(lora, rank, alpha) of each component in a folder or file that `open_lora` can open.
 
-    `templates` holds the components' parameters or their shapes, `lists` is by component. A layer that
-    the network lacks, a missing or misshapen factor, and a setting that plain LoRA has not are each a
-    ValueError that names it.
+    `templates` contains the components' parameters or their shapes, `lists` is by component. Raises a ValueError
+    that names a layer that the network lacks, a missing or misshapen factor, or a setting that plain LoRA does
+    not have.
     """
     found = {}
     for part, opened in open_lora(folder, list(templates)).items():
@@ -111,12 +111,11 @@ def read_lora(
 
 
 def open_lora(folder: str | pathlib.Path, components: Sequence[str]) -> dict[str, LoraFile]:
-    """A LoRA in a folder, PEFT's or diffusers', or in a file of diffusers', by component.
+    """A LoRA in a folder of PEFT or diffusers, or in a file of diffusers, by component.
 
-    Diffusers' tensors begin with their component's name, and `components` that have none are left out;
-    PEFT's name none, and are the first component's. Where a folder has both files, PEFT's is read.
-    Settings are those of `adapter_config.json`, where a folder has one, else what diffusers' file says
-    itself.
+    The names of diffusers' tensors begin with their component's name, and `components` without tensors are left
+    out; PEFT's name no component, and belong to the first one. If a folder has both files, PEFT's is read. The
+    settings come from `adapter_config.json` if the folder has one, else from the metadata of diffusers' file.
 
     Raises:
       ValueError: there is no file, the file contains no LoRA, or the LoRA has several ranks or settings that

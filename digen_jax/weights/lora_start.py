@@ -24,9 +24,9 @@ def read_start(
 
     Args:
       name: a folder or a hub id.
-      config: what is tuned, which must be what the LoRA has.
+      config: rank, alpha and targets of the run, which the LoRA must have.
       templates: the parameters of the components that may be tuned, or their shapes.
-      lists: of each component.
+      lists: the `LISTS` of each component.
 
     Raises:
       ConfigError: the LoRA differs from `config`; the message says in what.
@@ -42,7 +42,7 @@ def read_start(
 
 
 def _check_settings(opened: LoraFile, config: LoraConfig) -> None:
-    """ConfigError for another rank or alpha than the config's."""
+    """Raises ConfigError if rank or alpha differs from the config's."""
     file, rank, alpha = opened.file, opened.rank, opened.alpha
     if rank != config.rank:
         raise ConfigError(
@@ -60,7 +60,7 @@ def _check_settings(opened: LoraFile, config: LoraConfig) -> None:
 def _check_layers(
     opened: Mapping[str, LoraFile], wanted: Mapping[str, set[str]], targets: str, part: str
 ) -> None:
-    """ConfigError for another set of layers of a component than the config's; `wanted` matches `targets`."""
+    """Raises ConfigError if the layers of a component differ from the config's; `wanted` are those of `targets`."""
     file = next(iter(opened.values())).file
     own = opened[part].layers if part in opened else set()
     matched = wanted.get(part, set())

@@ -21,7 +21,7 @@ class Candidate:
       tag: the trainer may generate.
       asynchrony: idle workers may begin the next step.
       worker_tensor: devices of a rollout mesh that work on the same images.
-      tensor: the same of the trainer mesh.
+      tensor: the same for the trainer mesh.
     """
 
     workers: int

@@ -64,8 +64,8 @@ def _smallest(
 def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str, float]:
     """Gradient, moments and average are laid out like their parameters.
 
-    All candidates of the step, and what is begun of the next one, may be waiting to be trained. A group
-    that trains early has two gradients of its own. Activations are counted as if the axis tensor split none.
+    All candidates of the step, and the begun part of the next one, may wait to be trained. A group that
+    trains early has two gradients of its own. Activations are counted as if the axis tensor did not split them.
     """
     foot, settings, axes = problem.footprint, problem.settings, (fsdp, candidate.tensor)
     tuned = foot.tuned(*axes)

@@ -46,7 +46,7 @@ OnDevice = Callable[[int, int], float]
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Sizes in bytes; of parameters those on a device.
+    """Sizes in bytes; those of parameters are on one device.
 
     Attributes:
       tuned: trained parameters; a gradient, a moment or an average has the same size.
@@ -91,9 +91,9 @@ class Problem:
       scorers: fragments scored at the same time; 0: any number.
       footprint: sizes of what the devices hold; None: memory is not predicted.
       device_memory: bytes; None: any amount.
-      worker_tensor: the size of a rollout mesh's axis tensor, whose devices work on the same images: as
-        given, it is not searched.
-      trainer_tensor: the same of the trainer mesh.
+      worker_tensor: the size of a rollout mesh's axis tensor, whose devices work on the same images;
+        the planner does not change it.
+      trainer_tensor: the same for the trainer mesh.
     """
 
     devices: int
