@@ -1,1 +1,1 @@
-"""Meshes and sharding, and the jitted programs on them: sampler, gradient, trainer. It knows no model family."""
+"""Meshes and sharding, and the jitted programs on them: sampler, gradient, trainer. It depends on no model family."""

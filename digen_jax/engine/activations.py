@@ -1,4 +1,4 @@
-"""Where a network's activations lie on a mesh that splits its parameters over several axes."""
+"""Sharding of a network's activations on a mesh that splits its parameters over several axes."""
 
 import contextlib
 from contextlib import AbstractContextManager
@@ -11,11 +11,11 @@ from digen_jax.engine.axes import TENSOR, parts
 
 
 def rows_split(sharding: NamedSharding) -> AbstractContextManager[None]:
-    """A context in which the output of every linear layer and convolution has its rows split as `sharding` says.
+    """A context in which the rows of every linear layer's and convolution's output are split as in `sharding`.
 
-    How their other dimensions lie is XLA's to find. Where parameters are split over fsdp and tensor, it would
-    else split the rows over data only and compute with each part of a parameter where that lies, which moves
-    activations instead of parameters. Where nothing is split over tensor it finds the rows by itself.
+    XLA chooses the sharding of their other dimensions. If parameters are split over fsdp and tensor, it would
+    otherwise split the rows over data only and compute with each part of a parameter on its device, which moves
+    activations instead of parameters. If nothing is split over tensor, it finds the sharding of rows itself.
 
     It acts while a module is traced, so enter it inside the jitted function.
     """

@@ -1,4 +1,4 @@
-"""A batch taken in chunks, one after the other within a program, so that memory does not grow with the batch."""
+"""Processing of a batch in sequential chunks within a program, so that memory does not grow with the batch."""
 
 from collections.abc import Callable
 
@@ -15,21 +15,21 @@ def in_chunks(
     at_once: int,
     group: DeviceGroup,
 ) -> Shaped[Array, "b ..."]:
-    """`function` of a batch that lies split over a mesh, to be called while tracing.
+    """`function` of a batch that is split over a mesh; to be called while tracing.
 
-    Every chunk holds the same number of rows of each device, so that no row moves to another device. Where the
-    rows do not fill the chunks, each device repeats its last one, fewer times than there are chunks.
+    Every chunk contains the same number of rows of each device, so that no row moves to another device. If the
+    rows do not fill the chunks, each device repeats its last row, fewer times than there are chunks.
 
     Args:
       function: of rows that do not depend on one another.
-      batch: b rows, a multiple of the devices that images are split over.
-      at_once: the rows of a chunk on each device, at most; where all fit they are taken at once.
+      batch: b rows, a multiple of the number of devices that split images.
+      at_once: the most rows of a chunk on each device; if all fit, there is one chunk.
       group: the mesh.
     """
     split = jax.lax.with_sharding_constraint
 
     def on_own_rows(rows: Shaped[Array, "n ..."]) -> Shaped[Array, "n ..."]:
-        # Else XLA follows parameters that are split, and has every device compute all rows.
+        # Otherwise XLA follows split parameters, and every device computes all rows.
         return split(function(split(rows, group.batch)), group.batch)
 
     devices = group.images

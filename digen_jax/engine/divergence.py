@@ -1,4 +1,4 @@
-"""A run whose numbers are no longer finite: found in what a step measures and in what it draws."""
+"""Detects a run whose numbers are no longer finite, from a step's metrics and images."""
 
 import math
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from jaxtyping import Float
 
 
 class DivergedError(ArithmeticError):
-    """What is not finite, as the beginning of a sentence, such as "gradient_norm is nan"."""
+    """Names a value that is not finite, as the beginning of a sentence, such as "gradient_norm is nan"."""
 
 
 def check_metrics(metrics: Mapping[str, float]) -> None:
-    """Raises DivergedError for a metric of a step that is not finite; losses and norms come before all others.
+    """Raises DivergedError for a metric of a step that is not finite; it names losses and norms first.
 
-    The norms of gradient and update are finite only where every parameter is.
+    The norms of gradient and update are finite only if every parameter is.
     """
     wrong = {name: value for name, value in metrics.items() if not math.isfinite(value)}
     first = [name for name in ("loss", "gradient_norm", "update_norm") if name in wrong]

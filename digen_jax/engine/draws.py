@@ -1,6 +1,6 @@
-"""What the images of a step are drawn by: of the step's number and their groups' serials alone.
+"""Random draws of a step's images, which depend only on the step's number and the groups' serials.
 
-So it is the same wherever and whenever a fragment is sampled, by whichever version, and in a resumed run.
+So they are the same on any mesh, at any time, for any version, and in a resumed run.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from digen_jax.flow.windows import Window
 
 
 class Drawn(NamedTuple):
-    """What some images of a step are sampled by beside their prompts: the last arguments of `Sampler.generate`.
+    """The keys and steps for sampling some images, besides their prompts: the last arguments of `Sampler.generate`.
 
-    `start_keys` are those of start noise that is shared, None: the images' own. `start` is the window's
-    first step, `trained` holds each image's own steps of the window, None: all of them.
+    `start_keys` are the keys of shared start noise, None: the images' own. `start` is the window's first
+    step, `trained` contains each image's own steps of the window, None: all of them.
     """
 
     keys: Key[Array, "n"]
@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
     trained: Int[np.ndarray, "k n"] | None
 
     def cut(self, part: slice) -> "Drawn":
-        """Of these images some."""
+        """The draws of some of these images."""
         start_keys = None if self.start_keys is None else self.start_keys[part]
         trained = None if self.trained is None else self.trained[:, part]
         return Drawn(self.keys[part], start_keys, self.start, trained)
@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """The draws of a run's steps. Of its window an image trains a random share (`random_timesteps`).
+    """The draws of a run's steps. An image trains a random share of the window's steps (`random_timesteps`).
 
     With `shared_noise` all images of a group start from one noise (`group_keys`).
     """
@@ -47,7 +47,7 @@ class Draws:
     shared_noise: bool = False
 
     def of(self, step: int, serials: Int[np.ndarray, "n"], images: Int[np.ndarray, "n"]) -> Drawn:
-        """Those of images in a step, by their groups' serials and their numbers in the group."""
+        """The draws of images in a step, from their groups' serials and their numbers in the group."""
         root, trained = jax.random.key(self.seed), None
         start_keys = group_keys(root, serials) if self.shared_noise else None
         if self.window and self.fraction < 1:

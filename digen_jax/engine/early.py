@@ -1,15 +1,15 @@
-"""Training before a group is complete: its gradient while its advantages are not known.
+"""Training before a group is complete: accumulates its gradient while its advantages are not known.
 
 With the ratio identically 1 ("current" old log-probabilities, fresh fragments, one update a step)
-the policy's gradient is linear in the advantages. For rewards r_i of mean m and std s, and the
+the policy's gradient is linear in the advantages. For rewards r_i with mean m and std s, and the
 gradient g_i of image i for advantage 1, it is
 
     sum((r_i - m) g_i) / (s + eps)
 
-A group that is open keeps sum((r_i - m) g_i) and sum(g_i), with m the mean of the rewards so far:
-with a new mean m' the second, times m - m', is added to the first. So once the group is complete
-the first is centred, and nothing large was ever subtracted from it. The KL does not depend on the
-advantages and has a sum of its own. A global std is known, and divided by, at the update only.
+An open group keeps sum((r_i - m) g_i) and sum(g_i), with m the mean of the rewards so far: for a new
+mean m', (m - m') times the second sum is added to the first. So when the group is complete the first
+sum is centred, and nothing large was ever subtracted from it. The KL does not depend on the
+advantages and has its own sum. The global std is known, and divides, only at the update.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from digen_jax.engine.objective import GroupSums, Term, Totals
 
 @dataclasses.dataclass(frozen=True)
 class OpenGroup:
-    """A group some of whose images are trained: their rewards, and the sums over them."""
+    """A group of which some images are trained: their rewards, and the sums over them."""
 
     rewards: Float[np.ndarray, "n"]
     sums: GroupSums
@@ -38,7 +38,7 @@ def recentred(sums: GroupSums, shift: Float[Array, ""]) -> GroupSums:
 def folded(
     totals: Totals, sums: GroupSums, scale: Float[Array, ""] | None, kl_coefficient: float
 ) -> Totals:
-    """A complete group added to a step's totals; `scale` is 1 / (std + eps), None where that is not known yet."""
+    """Adds a complete group to a step's totals; `scale` is 1 / (std + eps), None while that is not known."""
     if scale is None:
         totals = totals._replace(unscaled=_add(totals.unscaled, sums.centred, 1.0))
     else:
@@ -60,7 +60,7 @@ def settled(totals: Totals, scale: Float[Array, ""]) -> Totals:
 
 
 def _with_policy(totals: Totals, term: Term, scale: Any) -> Totals:
-    """The policy's part of the loss, times `scale`, added."""
+    """Adds `scale` times the policy's part of the loss."""
     gradient = jax.tree.map(lambda a, b: a + scale * b, totals.gradient, term.gradient)
     added = {name: totals.sums[name] + scale * term.loss for name in ("loss", "policy_loss")}
     return totals._replace(gradient=gradient, sums=totals.sums | added)

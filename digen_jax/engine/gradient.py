@@ -1,4 +1,4 @@
-"""The sum of the passes over a fragment: one scan, its gradient taken inside the body."""
+"""The sum of the passes over a fragment: one scan, with the gradient taken inside its body."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +22,11 @@ def sum_passes(
     totals: Any,
     layout: Any,
 ) -> Any:
-    """`totals` + the sum over all passes of gradient(*parameters, shared, pass): memory is that of one.
+    """`totals` + the sum over all passes of gradient(*parameters, shared, pass), with the memory of one pass.
 
-    Where the parameters are whole on every device, each adds up its own share and the sums are
-    reduced once, at the end, over the devices that have other samples; else XLA reduces in every pass.
-    `layout` holds the totals' shardings.
+    If the parameters are whole on every device, each device sums its own share, and the sums are reduced
+    once, at the end, over the devices with other samples; otherwise XLA reduces in every pass.
+    `layout` contains the totals' shardings.
     """
 
     def scan(parameters, shared, micros, totals, merge, laid_out):
@@ -53,7 +53,7 @@ def sum_passes(
                 lambda micro: merged(micro, group),
                 lambda sums: jax.lax.with_sharding_constraint(sums, layout),
             )
-    # Unchecked, as the check would make every gradient of whole parameters a sum over all devices.
+    # Unchecked, because the check would make every gradient of whole parameters a sum over all devices.
     return jax.shard_map(
         on_device,
         mesh=group.mesh,

@@ -1,4 +1,4 @@
-"""Arrays on a mesh whose devices belong to several processes, from and to numbers that each has on its host."""
+"""Converts arrays on a mesh whose devices belong to several processes from and to numbers on the hosts."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from jaxtyping import Array, Shaped
 
 
 def put(value: Any, sharding: Sharding) -> Array:
-    """An array that every process has whole, typed keys too, laid out over a mesh.
+    """Lays out a value that every process has whole, typed keys included, over a mesh.
 
-    `jax.device_put` does the same, but over several processes it compares the values of all first.
+    `jax.device_put` does the same, but over several processes it first compares all values.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
@@ -20,7 +20,7 @@ def put(value: Any, sharding: Sharding) -> Array:
 
 
 def fetch(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:
-    """All of an array on the host of every process; where it is split over several, all must call."""
+    """The whole array on the host of every process; if it is split over several processes, all must call."""
     if array.is_fully_addressable:
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)

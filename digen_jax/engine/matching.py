@@ -20,15 +20,15 @@ from digen_jax.flow.sampling import Velocity
 class MatchingObjective:
     """An algorithm's loss of final images as a function of parameters.
 
-    `base` is the policy's (see `Policy`), whose guidances are those of training. The noise is drawn in the
-    pass, from each image's key.
+    `base` is the policy's (see `Policy`), with training's guidances. The pass draws the noise from each
+    image's key.
     """
 
     policy: Policy
     algorithm: Matching
 
     def no_totals(self, tuned: Any) -> Totals:
-        """Sums of nothing, for parameters such as these."""
+        """Zero sums, for parameters of this structure."""
         return no_totals(self.algorithm.terms, tuned)
 
     def gradient(
@@ -62,10 +62,10 @@ class MatchingObjective:
         return Totals(gradient, sums)
 
     def _samples(self, micro: MicroBatch) -> MatchingSamples:
-        """What the network is given, and what it should answer."""
+        """The network's inputs and targets."""
         x0, keys, draws, sigma = micro.samples
         trained = micro.weight > 0
-        # Before the network sees them: what is infinite in it has no gradient of 0.
+        # Before the network sees them: infinite values in it would have no zero gradient.
         (x0,) = blanked(trained, x0)
         pairs = self.algorithm.images_of_sample == 2
         noise = forward_noise(keys, draws, x0.shape[2 if pairs else 1 :])
@@ -73,7 +73,7 @@ class MatchingObjective:
         return MatchingSamples(x0, given.x, given.target, sigma, micro.advantages, trained)
 
     def _at(self, policy: Velocity, samples: MatchingSamples) -> Float[Array, "n *shape"]:
-        """A policy's velocities; of pairs one by one, each image beside the other."""
+        """A policy's velocities; pairs are evaluated image by image, with the two images next to each other."""
         x, sigma = samples.x, samples.sigma
         if self.algorithm.images_of_sample == 1:
             return policy(x, sigma)

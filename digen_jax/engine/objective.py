@@ -1,4 +1,4 @@
-"""What the trainer minimises, as it sees it: sums of gradients and metrics over passes of a fragment."""
+"""The trainer's objectives: sums of gradients and metrics over passes of a fragment."""
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,8 +21,8 @@ class Term(NamedTuple):
 class Totals(NamedTuple):
     """Sums over all samples so far; divided once, at the update.
 
-    `unscaled` is what groups that were trained before the step's rewards were known still have to
-    get divided by the std of these: see `early`.
+    `unscaled` is the part of the groups that were trained before the step's rewards were known; it is
+    divided by their std later: see `early`.
     """
 
     gradient: Any
@@ -31,20 +31,20 @@ class Totals(NamedTuple):
 
 
 class GroupSums(NamedTuple):
-    """Of a group whose advantages are not known yet, with g_i the gradient of image i for advantage 1."""
+    """Sums of a group whose advantages are not known yet; g_i is the gradient of image i for advantage 1."""
 
     centred: Term  # sum of (r_i - m) g_i, m the mean of the rewards so far
     plain: Term  # sum of g_i
-    kl: Term | None  # without its coefficient; None where there is none
+    kl: Term | None  # without its coefficient; None: no KL
     sums: Metrics
 
 
 class Policies(NamedTuple):
-    """Parameters besides those being trained; None: the algorithm does not read them, or they are those trained.
+    """Other parameters than those being trained; None: the algorithm does not read them, or they are the same.
 
     Attributes:
-      behaviour: those that sampled.
-      start: those at the step's start.
+      behaviour: the parameters that sampled.
+      start: the parameters at the step's start.
       copy: the algorithm's slow copy.
     """
 
@@ -58,7 +58,7 @@ class Objective(Protocol):
     """A loss as a function of parameters. `base` is the policy's (see `Policy`)."""
 
     def no_totals(self, tuned: Any) -> Totals:
-        """Sums of nothing, for parameters such as these."""
+        """Zero sums, for parameters of this structure."""
 
     def gradient(
         self, tuned: Any, base: Any, policies: Policies, shared: Shared, micro: MicroBatch
@@ -68,16 +68,16 @@ class Objective(Protocol):
 
 @runtime_checkable
 class LinearObjective(Objective, Protocol):
-    """One whose loss is linear in the advantages, so that groups may train before theirs are known."""
+    """An objective that is linear in the advantages, so that groups may train before these are known."""
 
     def no_group(self, tuned: Any) -> GroupSums:
-        """Sums of nothing, for a group."""
+        """Zero sums for a group."""
 
     def linear(self, tuned: Any, base: Any, shared: Shared, micro: MicroBatch) -> GroupSums:
-        """The sums of one pass with r_i - m for advantages."""
+        """The sums of one pass with r_i - m as advantages."""
 
 
 def no_totals(terms: tuple[str, ...], tuned: Any) -> Totals:
-    """Sums of nothing, for parameters such as these."""
+    """Zero sums, for parameters of this structure."""
     zeros = {name: jnp.zeros(()) for name in (*terms, "weight")}
     return Totals(jax.tree.map(jnp.zeros_like, tuned), zeros)

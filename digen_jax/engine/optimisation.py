@@ -1,4 +1,4 @@
-"""How the trainer cuts its batches and makes an update of a gradient."""
+"""Optimisation settings of the trainer: batches and optimizer."""
 
 import dataclasses
 
@@ -23,20 +23,20 @@ class TrainerSettings:
     eps: float
     weight_decay: float
     clip_norm: float
-    ema: float  # 0: no average is kept
+    ema: float  # 0: no average
     ema_warm_up: bool = False
     ema_every: int = 1
     ema_repeats: int = 1
     pack: int = 1
-    decay: int = 0  # updates after the warm-up in which the rate falls to 0; 0: it stays
+    decay: int = 0  # updates after the warm-up in which the rate falls to 0; 0: constant
 
     @property
     def average(self) -> EmaDecay:
-        """How the average of the parameters follows them."""
+        """The decay of the parameters' average."""
         return EmaDecay(self.ema, self.ema_warm_up, self.ema_every, self.ema_repeats)
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW after clipping by the global norm, its rate warmed up and, where it decays, lowered linearly."""
+        """AdamW after clipping by the global norm; the rate has a linear warm-up and an optional linear decay."""
         rate = optax.linear_schedule(
             self.learning_rate / (self.warmup + 1), self.learning_rate, self.warmup
         )
@@ -50,5 +50,5 @@ class TrainerSettings:
 
 
 def updates_made(state: optax.OptState) -> Int[Array, ""]:
-    """How many updates an optimizer of `TrainerSettings` has made; all counts in its state are this one."""
+    """The number of updates of an optimizer of `TrainerSettings`; all counts in its state are equal."""
     return optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]

@@ -1,8 +1,8 @@
-"""A fragment cut into passes: which samples one forward and backward pass takes, on which device.
+"""Division of a fragment into passes: the samples of one forward and backward pass, on each device.
 
 A sample is a transition, or a final image at a noise level of the forward process. A pass takes k
-denoising steps, or noise levels, of n images at once. These are split over a mesh's axis time, the
-images over its batch axes; within a pass every device's share is what lies on it already.
+denoising steps, or noise levels, of n images. The steps are split over the mesh axis time, the images
+over the batch axes; a device's share of a pass consists of samples that it already has.
 """
 
 from typing import Any, NamedTuple
@@ -17,9 +17,9 @@ from digen_jax.flow.sampling import Trajectory, Transitions, per_image
 
 
 class Endpoints(NamedTuple):
-    """Final images, of which the forward process makes samples: what is drawn depends on the keys alone.
+    """Final images, from which the forward process makes samples: the draws depend only on the keys.
 
-    A pair of images that share noise and noise level is one of b, x0 `[b 2 ...]`, with one key.
+    A pair of images with the same noise and noise level counts as one of b, x0 `[b 2 ...]`, with one key.
     """
 
     x0: Float[Array, "b ..."]
@@ -28,9 +28,9 @@ class Endpoints(NamedTuple):
 
 
 class NoiseLevels(NamedTuple):
-    """Samples of the forward process: final images, and the noise level that each is to be brought to.
+    """Samples of the forward process: final images, and the noise level of each.
 
-    The noise itself is for a pass to draw, from the key and the number of the draw.
+    A pass draws the noise itself, from the key and the number of the draw.
     """
 
     x0: Float[Array, "n ..."]
@@ -40,7 +40,7 @@ class NoiseLevels(NamedTuple):
 
 
 class Experience(NamedTuple):
-    """A fragment as the trainer sees it: s transitions of b images, or b final images."""
+    """A fragment in the trainer's form: s transitions of b images, or b final images."""
 
     samples: Transitions | Endpoints
     conditioning: Any  # of P prompts
@@ -52,7 +52,7 @@ class Experience(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all passes over a fragment read."""
+    """The inputs of all passes over a fragment."""
 
     conditioning: Any
     null: Any
@@ -60,37 +60,37 @@ class Shared(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """What one forward and backward pass takes: n samples, of whatever steps and images."""
+    """The inputs of one forward and backward pass: n samples of any steps and images."""
 
     samples: Transitions | NoiseLevels
     rows: Int[Array, "n"]
     advantages: Float[Array, "n"]
-    weight: Float[Array, "n"]  # 0 for padding, and of images that are left out
+    weight: Float[Array, "n"]  # 0 for padding, and for images that are left out
     image: Int[Array, "n"] | None = (
         None  # which of the pass; of each device's own where it has them apart
     )
 
 
 def trained_part(trajectory: Trajectory, keys: Key[Array, "b"]) -> Transitions | Endpoints:
-    """What is trained of a trajectory: the transitions that were stored, without any its end."""
+    """The trained part of a trajectory: the stored transitions or, without any, its end."""
     if len(trajectory.transitions.sigma):
         return trajectory.transitions
     return Endpoints(trajectory.latents, keys, trajectory.sigmas)
 
 
 def shared(experience: Experience) -> Shared:
-    """The part of a fragment that is not cut."""
+    """The part of a fragment that is not divided."""
     return Shared(experience.conditioning, experience.null, experience.sigma_max)
 
 
 def passes(
     experience: Experience, images: int, steps: int, group: DeviceGroup, times: Times | None = None
 ) -> MicroBatch:
-    """All samples of a fragment, cut into passes [m, steps, images, ...]; `times` draws the noise levels.
+    """All samples of a fragment, divided into passes [m, steps, images, ...]; `times` draws the noise levels.
 
-    Pass j of some steps holds the images j, j + c, j + 2c, ...: strided, not contiguous, so that every
-    device's share of a pass already lies on it. Where `steps` does not divide the trained ones, the
-    last is repeated with weight 0.
+    Pass j of some steps has the images j, j + c, j + 2c, ...: strided, not contiguous, so that every device
+    already has its share of a pass. If `steps` does not divide the trained steps, the last step is repeated
+    with weight 0.
     """
     samples = _per_step(experience.samples, times)
     s, b = samples.sigma.shape
@@ -101,7 +101,7 @@ def passes(
         if rounds * steps > len(a):
             a = jnp.concatenate([a, jnp.repeat(a[-1:], rounds * steps - len(a), axis=0)])
         a = a.reshape(rounds, steps, images, chunks, *a.shape[2:])
-        # Before any axes are merged: of a merged axis XLA would gather the whole trajectory.
+        # Before any axes are merged: for a merged axis XLA would gather the whole trajectory.
         a = jax.lax.with_sharding_constraint(jnp.moveaxis(a, 3, 1), group.passes(2))
         return a.reshape(rounds * chunks, *a.shape[2:])
 
@@ -127,7 +127,7 @@ def _per_step(samples: Transitions | Endpoints, times: Times | None) -> Transiti
 
 
 def merged(micro: MicroBatch, group: DeviceGroup) -> MicroBatch:
-    """One pass [steps, images, ...] -> [steps*images, ...], in the order of the devices it lies on."""
+    """One pass [steps, images, ...] -> [steps*images, ...], in the order of the devices that hold it."""
     time, devices = group.time, group.images
 
     def merge(a: Array) -> Array:
@@ -145,5 +145,5 @@ def merged_on_device(micro: MicroBatch) -> MicroBatch:
 
 
 def _numbered(micro: MicroBatch) -> MicroBatch:
-    """[steps, images, ...] with the images' numbers."""
+    """[steps, images, ...] with the numbers of the images."""
     return micro._replace(image=jax.lax.broadcasted_iota(jnp.int32, micro.weight.shape, 1))

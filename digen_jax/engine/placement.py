@@ -1,4 +1,4 @@
-"""Which devices do what: rollout meshes, a trainer mesh, and how parameters and batches lie on each."""
+"""Devices of the rollout meshes and the trainer mesh, and the shardings of parameters and batches on each."""
 
 import dataclasses
 import itertools
@@ -16,14 +16,14 @@ from digen_jax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroup:
-    """One mesh (`axes.make_mesh`), and how parameters lie on it."""
+    """One mesh (`axes.make_mesh`), and the layout of parameters on it."""
 
     mesh: Mesh
     layout: Layout = dataclasses.field(default_factory=Layout)
 
     @property
     def replicated(self) -> NamedSharding:
-        """Everything everywhere."""
+        """Replicated on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -48,12 +48,12 @@ class DeviceGroup:
 
     @property
     def merged(self) -> NamedSharding:
-        """Samples, of whatever steps and images, on the leading axis: split over time and images."""
+        """Samples of any steps and images on the leading axis, split over time and images."""
         return NamedSharding(self.mesh, PartitionSpec(SAMPLES))
 
     @property
     def as_sampler(self) -> "DeviceGroup":
-        """The same devices with the axes of a sampler: what splits steps here splits images there."""
+        """The same devices with a sampler's axes: the devices that split steps split images instead."""
         if self.time == 1:
             return self
         size = dict(self.mesh.shape)
@@ -62,7 +62,7 @@ class DeviceGroup:
 
     @property
     def gathered(self) -> "DeviceGroup":
-        """The same devices as a sampler on which parameters are whole but for the axes that split the work."""
+        """The same devices as a sampler whose parameters are whole, except over the axes that split the work."""
         kept = {axis: self.mesh.shape[axis] for axis in MODEL}
         devices = self.mesh.devices.ravel().tolist()
         return dataclasses.replace(
@@ -70,15 +70,15 @@ class DeviceGroup:
         )
 
     def passes(self, leading: int) -> NamedSharding:
-        """Arrays [..., steps, images, ...] with so many axes in front of the steps."""
+        """Arrays [..., steps, images, ...] with `leading` axes in front of the steps."""
         return NamedSharding(self.mesh, PartitionSpec(*(None,) * leading, TIME, BATCH))
 
     def holds_whole(self, tree: Any) -> bool:
-        """Whether every device has all of a parameter tree."""
+        """Whether every device has the whole of a parameter tree."""
         return all(spec.is_fully_replicated for spec in jax.tree.leaves(self.params(tree)))
 
     def params(self, tree: Any) -> Any:
-        """The sharding of every leaf of a tree by component (arrays or shapes), by the rules.
+        """The sharding of every leaf of a tree by component (arrays or shapes), from the rules.
 
         Raises:
           ConfigError: no rule matches a parameter.
@@ -93,7 +93,7 @@ class DeviceGroup:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutAxes:
-    """The meshes that sample: how many, and the axes of each; `data` 0: sampling is on the trainer's devices."""
+    """The sampling meshes: their number, and the axes of each; `data` 0: the trainer's devices sample."""
 
     data: int  # devices that share images; 0: sample on the trainer's devices, in turn with it
     fsdp: int = 1  # devices that share images and parameters
@@ -108,13 +108,13 @@ class RolloutAxes:
 
     @property
     def devices(self) -> int:
-        """Of each mesh."""
+        """Devices of each mesh."""
         return self.images * self.tensor * self.sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerAxes:
-    """The axes of the mesh that trains."""
+    """The axes of the training mesh."""
 
     data: int  # devices that share images
     fsdp: int = 1  # devices that share images and parameters
@@ -129,28 +129,28 @@ class TrainerAxes:
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """Devices of the mesh."""
         return self.images * self.time * self.tensor * self.sequence
 
 
 class MeshSizes(NamedTuple):
-    """How many devices each mesh has along its axes."""
+    """The sizes of each mesh's axes, in devices."""
 
     rollout: RolloutAxes
     trainer: TrainerAxes
 
     def plain(self) -> dict[str, dict[str, int]]:
-        """{"rollout": {axis: size}, "trainer": ...}, as a config's section `placement` has them."""
+        """{"rollout": {axis: size}, "trainer": ...}, as in a config's section `placement`."""
         return {name: dataclasses.asdict(axes) for name, axes in self._asdict().items()}
 
 
-# It samples and trains.
+# One device samples and trains.
 ONE_DEVICE = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The rollout meshes encode, sample and decode; the trainer mesh trains, and without them does all."""
+    """Rollout meshes encode, sample and decode; the trainer mesh trains and, without them, does everything."""
 
     rollouts: tuple[DeviceGroup, ...]
     trainer: DeviceGroup
@@ -181,10 +181,10 @@ class Placement:
 
 
 def make_placement(sizes: MeshSizes, layout: Layout, devices: Sequence[jax.Device]) -> Placement:
-    """Meshes of some sizes on the first of `devices`; with one device everything runs colocated on it.
+    """Meshes of the given sizes on the first of `devices`; with one device everything is colocated on it.
 
     Raises:
-      ConfigError: the devices do not suffice, or they belong to several processes and are not all the trainer's.
+      ConfigError: there are too few devices, or they belong to several processes and the trainer does not take all.
     """
     check_processes(sizes, devices)
     if len(devices) == 1:
@@ -200,12 +200,12 @@ def make_placement(sizes: MeshSizes, layout: Layout, devices: Sequence[jax.Devic
 
 
 def processes_of(devices: Iterable[jax.Device]) -> int:
-    """How many processes some devices belong to."""
+    """The number of processes to which some devices belong."""
     return len({device.process_index for device in devices})
 
 
 def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
-    """Refuses what several processes cannot do yet: anything but sampling and training on all devices in turn."""
+    """Refuses what several processes do not support: anything but sampling and training on all devices in turn."""
     processes = processes_of(devices)
     if processes == 1:
         return
@@ -224,10 +224,10 @@ def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
 
 
 def mesh_sizes(sizes: MeshSizes, devices: int) -> tuple[int, int]:
-    """How many of `devices` (each rollout mesh, the trainer's) takes; 0: colocated.
+    """The numbers of `devices` that (each rollout mesh, the trainer's) takes; 0: colocated.
 
     Raises:
-      ConfigError: more than there are.
+      ConfigError: there are fewer devices.
     """
     if devices == 1:
         return 0, 1
@@ -242,10 +242,10 @@ def mesh_sizes(sizes: MeshSizes, devices: int) -> tuple[int, int]:
 
 
 def fitted(wanted: MeshSizes, devices: int) -> MeshSizes:
-    """The sizes of the meshes on so many devices, smaller ones where these are too few.
+    """The sizes of the meshes on `devices` devices, reduced if these are too few.
 
-    Each axis is split by a divisor, so that what divided a batch does so still. Both meshes keep as large a share
-    of their size as there can be for both, then as many devices as possible work; the trainer comes first.
+    Each axis is reduced by a divisor, so that it still divides batches. Both meshes keep the largest share of
+    their size that both can keep; then as many devices as possible work; then the trainer has priority.
     """
     if devices == 1:
         return MeshSizes(dataclasses.replace(wanted.rollout, data=0), ONE_DEVICE.trainer)
@@ -271,5 +271,5 @@ def fitted(wanted: MeshSizes, devices: int) -> MeshSizes:
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Those up to `most`; of 0, which is colocated, 0 itself."""
+    """The divisors of `number` up to `most`; for 0, which means colocated, 0 itself."""
     return [d for d in range(1, min(number, most) + 1) if number % d == 0] or [number]

@@ -1,4 +1,4 @@
-"""The trained components as an algorithm sees them: a guided velocity of (what is tuned, what is fixed)."""
+"""The trained components in an algorithm's form: a guided velocity of (tuned, fixed) parameters."""
 
 import dataclasses
 from typing import Any
@@ -18,20 +18,20 @@ GUIDED = "classifier-free", "embedded", "both"
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How a family's velocity depends on the tuned parameters.
+    """The velocity of a family as a function of the tuned parameters.
 
-    The trees of the family's trained components are split once, by `split`, into `tuned` and `base`,
-    both by component. LoRA: `tuned` holds the factors and `base` the whole components, so the reference
-    is the same tree with the factors off, at no second copy. Full tuning: `tuned` is the components
-    without the leaves that their family never trains; `base` has those, or where a reference is needed
-    the whole start.
+    `split` divides the trees of the family's trained components once, into `tuned` and `base`, both by
+    component. LoRA: `tuned` contains the factors and `base` the whole components, so the reference is the
+    same tree without the factors and needs no second copy. Full tuning: `tuned` contains the components
+    without the leaves that their family never trains; `base` contains those leaves or, if a reference is
+    needed, the whole initial components.
     """
 
     family: Family
     guidance: float = 1.0
     lora: LoraConfig | None = None
     reference_guidance: float | None = None  # None: as `guidance`
-    true_guidance: float = 1.0  # of the second pass, where the family's guidance is "both"
+    true_guidance: float = 1.0  # of the second pass, if the family's guidance is "both"
 
     def __post_init__(self):
         kind = self.family.guidance
@@ -51,7 +51,7 @@ class Policy:
         return self.family.guidance in ("classifier-free", "both")
 
     def split(self, key: Array, trained: Params, reference: bool) -> tuple[Params, Params]:
-        """(tuned, base) before the first update; `reference` says whether the start is kept.
+        """(tuned, base) before the first update; `reference`: whether the initial parameters are kept.
 
         Raises:
           ValueError: the LoRA's targets do not fit the components.
@@ -61,22 +61,22 @@ class Policy:
         frozen, tuned = self._sorted_out(trained)
         if not reference:
             return tuned, frozen
-        # Copies, as the trainer's updates consume the arrays of what is tuned.
+        # Copies, because the trainer's updates consume the tuned arrays.
         return jax.tree.map(jnp.copy, tuned), trained
 
     def untuned(self, base: Params) -> Params:
-        """A `tuned` that changes nothing; `base` was split with a reference."""
+        """A `tuned` that gives the base model; `base` was split with a reference."""
         if self.lora is not None:
-            # One of its two factors is 0 at first, so that any key will do.
+            # One of the two factors is 0 initially, so any key is valid.
             return self._factors(jax.random.key(0), base)
         return self._sorted_out(base)[1]
 
     def sampler_base(self, base: Params) -> Params:
-        """The part of `base` that sampling needs: a reference kept for the KL is none of it."""
+        """The part of `base` that sampling needs, without a reference that is kept for the KL."""
         return base if self.lora is not None else self._sorted_out(base)[0]
 
     def whole(self, tuned: Params, base: Params) -> Params:
-        """The whole components with what was tuned in them, as they are exported."""
+        """The whole components with the tuned parameters in them, for export."""
         if self.lora is not None:
             merged = {part: merge(base[part], tuned[part], self.lora.scale) for part in tuned}
             return dict(base) | merged
@@ -84,7 +84,7 @@ class Policy:
         return unflatten_dict(flatten_dict(frozen) | flatten_dict(tuned))
 
     def velocity(self, tuned: Params, base: Params, conditioning: Any, null: Any) -> Velocity:
-        """The guided velocity of the policy, to be called while tracing."""
+        """The guided velocity of the policy; to be called while tracing."""
         if self.lora is None:
             variables = _collections(self.whole(tuned, base))
             return self._guided(variables, conditioning, null, self.guidance)
@@ -100,12 +100,12 @@ class Policy:
         return velocity
 
     def reference(self, base: Params, conditioning: Any, null: Any) -> Velocity:
-        """The guided velocity of the base model, without a LoRA that was continued."""
+        """The guided velocity of the base model, without any LoRA, even an initial one."""
         guidance = self.guidance if self.reference_guidance is None else self.reference_guidance
         return self._guided(_collections(base), conditioning, null, guidance)
 
     def _guided(self, variables: Params, conditioning: Any, null: Any, guidance: float) -> Velocity:
-        """The family's guidance; `null` has the rows of `conditioning`, or one for all of them."""
+        """The velocity with the family's guidance; `null` has the rows of `conditioning`, or one for all of them."""
         kind = self.family.guidance
         embedded = guidance if kind in ("embedded", "both") else None
         scale = {"classifier-free": guidance, "both": self.true_guidance}.get(kind, 1)
@@ -123,7 +123,7 @@ class Policy:
         return velocity
 
     def _factors(self, key: Array, trained: Params) -> Params:
-        # In the family's order: a tree that went through a program has its names sorted.
+        # In the family's order: a program's output tree has sorted names.
         ordered = {part: trained[part] for part in self.family.trained}
         return lora_init(key, ordered, self.lora, self.family.lists)
 
@@ -137,15 +137,15 @@ class Policy:
 
 
 def _collections(trained: Params) -> Params:
-    """What the family's velocity takes, of parameters alone."""
+    """The variables of the family's velocity, from parameters alone."""
     return {part: {"params": tree} for part, tree in trained.items()}
 
 
 def of_rows(null: Any, rows: Int[Array, "b"]) -> Any:
-    """Each row's conditioning without its prompt; where one holds for all, that one."""
+    """The conditioning of each row without its prompt; if one row holds for all, that row."""
     return jax.tree.map(lambda n: n if n.shape[0] == 1 else n[rows], null)
 
 
 def _interleave(a: Array, b: Array) -> Array:
-    """Rows a0 b0 a1 b1 ...: unlike concatenation this leaves a batch on the devices it lies on."""
+    """Rows a0 b0 a1 b1 ...: unlike concatenation this keeps rows on their devices."""
     return jnp.stack([a, b], axis=1).reshape(2 * a.shape[0], *a.shape[1:])

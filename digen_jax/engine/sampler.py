@@ -24,9 +24,9 @@ from digen_jax.models.family import Family, Record, Size
 
 @dataclasses.dataclass(frozen=True)
 class SamplerSettings:
-    """How images are sampled. `length` successive steps follow `step` and are stored, the others are without noise.
+    """Sampling settings. `length` successive steps use `step` and are stored; the others have no noise.
 
-    `store_means` keeps the means of these steps, too.
+    `store_means` also stores the means of these steps.
     """
 
     size: Size
@@ -37,7 +37,7 @@ class SamplerSettings:
 
 
 class Weights(NamedTuple):
-    """Everything the sampler holds: the published policy, its base, and the frozen components."""
+    """All weights of the sampler: the published policy, its base, and the frozen components."""
 
     tuned: Any
     base: Any
@@ -45,17 +45,17 @@ class Weights(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Encoded records, replicated on the sampler's mesh, and the same for guidance, or one row of it for all."""
+    """Encoded records, replicated on the sampler's mesh, and the same for guidance, or one row for all."""
 
     conditioning: Any
-    null: Any  # None where the policy reads none
+    null: Any  # None: the policy reads none
 
 
 class Sampler:
     """Jitted encoding, generation and decoding on one mesh.
 
-    A program is compiled once for each number of prompts and of images, whatever step the window begins at;
-    what an image looks like depends on its keys and prompt only, never on its batch.
+    A program is compiled once for each number of prompts and of images, for any start of the window; an
+    image depends only on its keys and prompt, never on its batch.
     """
 
     def __init__(self, policy: Policy, group: DeviceGroup, settings: SamplerSettings):
@@ -86,9 +86,9 @@ class Sampler:
         start: int = 0,
         trained: Int[np.ndarray, "k b"] | None = None,
     ) -> Trajectory:
-        """One fragment: image i shows prompt `rows[i]` and is drawn by `keys[i]`.
+        """Samples one fragment: image i shows prompt `rows[i]` and is drawn with `keys[i]`.
 
-        Returns at once; the arrays are computed behind. The number of images must be a multiple of
+        Returns immediately; the arrays are computed asynchronously. The number of images must be a multiple of
         the mesh's devices.
 
         Args:
@@ -96,9 +96,9 @@ class Sampler:
           prompts: encoded.
           rows: each image's prompt.
           keys: of each image's noise.
-          start_keys: of the noise that each starts from; None: `keys`.
-          start: the first of the steps that are stored.
-          trained: of these each image's own, which alone are returned (`own_steps`); None: all.
+          start_keys: of the start noise of each image; None: `keys`.
+          start: the first of the stored steps.
+          trained: each image's own ones of these, to which the result is limited (`own_steps`); None: all.
 
         Raises:
           ValueError: steps outside the schedule.
@@ -117,7 +117,7 @@ class Sampler:
         )
 
     def decode(self, weights: Weights, trajectory: Trajectory) -> Float[Array, "b t h w 3"]:
-        """The clips at a trajectory's end; returns at once, as `generate` does."""
+        """The clips at a trajectory's end; returns immediately, as `generate` does."""
         return self._decode(weights.frozen, trajectory.latents.astype(jnp.float32))
 
 
@@ -152,7 +152,7 @@ def _generate(
         )
     if trained is None:
         return trajectory
-    # Here already, so that what is not trained is neither kept nor sent to the trainer.
+    # On this mesh, so that untrained transitions are neither kept nor sent to the trainer.
     return trajectory._replace(transitions=own_steps(trajectory.transitions, trained))
 
 
@@ -163,6 +163,6 @@ def _decode(
     frozen: Any,
     latents: Float[Array, "b *latent"],
 ) -> Float[Array, "b t h w 3"]:
-    """Clips, as many at a time as the family decodes in bounded memory."""
+    """Decodes clips in chunks of a size that the family decodes in bounded memory."""
     at_once = max(1, family.decoded_pixels // math.prod(size))
     return in_chunks(functools.partial(family.decode, frozen), latents, at_once, group)

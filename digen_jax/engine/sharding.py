@@ -1,4 +1,4 @@
-"""Which mesh axes split which dimension of a parameter: a config's rules over a family's logical axes."""
+"""The mesh axes that split each dimension of a parameter: a config's rules over a family's logical axes."""
 
 import dataclasses
 import math
@@ -14,37 +14,36 @@ from digen_jax.errors import ConfigError
 from digen_jax.models.family import Params
 from digen_jax.weights.lora import factor_axes
 
-# Leaves smaller than this are left whole by the tactic "fsdp": gathering them costs more than they weigh.
+# The tactic "fsdp" leaves smaller leaves whole: gathering them costs more than the memory they take.
 FSDP_MIN_SIZE = 2**14
 TACTICS = REPLICATE, SPLIT = "replicate", FSDP
 
 # (regex, tactic) or (regex, logical axis, mesh axis); see `Layout`.
 Rules = Sequence[tuple[str, ...]]
 REPLICATED = ((".*", REPLICATE),)
-# Megatron's: the first of two layers by its columns, the second by its rows (arXiv 1909.08053).
+# Megatron's: the first of two layers is split by columns, the second by rows (arXiv 1909.08053).
 TENSOR_RULES = ((".*", "heads", TENSOR), (".*", "mlp", TENSOR))
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How parameters lie on any mesh.
+    """The layout of parameters on any mesh.
 
     A parameter's name is its component and path, such as "transformer/context_embedder/kernel". The
-    rules whose regex is found in it apply in their order:
+    rules whose regex matches part of the name apply in their order:
 
     - (regex, logical axis, mesh axis): the mesh axis splits the parameter's first dimension with that
       logical axis, as in MaxText's `logical_axis_rules`;
-    - (regex, "fsdp"): the mesh axis fsdp splits the largest dimension, of parameters of `FSDP_MIN_SIZE`
+    - (regex, "fsdp"): the mesh axis fsdp splits the largest dimension, in parameters of `FSDP_MIN_SIZE`
       elements or more;
-    - (regex, "replicate"): no rule after it applies.
+    - (regex, "replicate"): no later rule applies.
 
-    A dimension is split once, by a size that divides it, and a mesh axis splits one dimension; what
-    this rules out is passed over. Where no rule is about the axis tensor, `TENSOR_RULES` come first.
+    A dimension is split at most once, by a size that divides it, and a mesh axis splits at most one dimension;
+    a rule that would violate this is skipped. If no rule uses the axis tensor, `TENSOR_RULES` come first.
 
     Attributes:
       rules: of a config.
-      axes: by a parameter's name, the logical axis of each dimension; parameters that are not in it
-        have none.
+      axes: by a parameter's name, the logical axis of each dimension; other parameters have none.
     """
 
     rules: Rules = REPLICATED
@@ -52,16 +51,16 @@ class Layout:
 
     @classmethod
     def of(cls, rules: Rules, axes: Params) -> "Layout":
-        """Of a family's `axes()`, and of the LoRA factors that its parameters may get."""
+        """The layout of a family's `axes()`, and of the LoRA factors that its parameters may get."""
         named = flatten_dict(axes)
         named |= factor_axes(named)
         return cls(tuple(rules), {"/".join(path): names for path, names in named.items()})
 
     def check(self) -> None:
-        """Refuses a rule that is about no parameter there is.
+        """Refuses a rule that applies to no parameter.
 
         Raises:
-          ConfigError: names it.
+          ConfigError: names the rule.
         """
         for pattern, *about in self.rules:
             logical = about[0] if len(about) == 2 else None
@@ -74,7 +73,7 @@ class Layout:
                 )
 
     def spec(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-        """Which mesh axis splits each dimension, on a mesh with these sizes of axes.
+        """The mesh axis that splits each dimension, on a mesh with these sizes of axes.
 
         Raises:
           ConfigError: no rule of the config matches the name.
@@ -92,7 +91,7 @@ class Layout:
         return PartitionSpec(*placed)
 
     def bytes(self, tree: Params, sizes: Mapping[str, int]) -> int:
-        """Of a tree of parameters or their shapes, on each device of a mesh with these sizes of axes."""
+        """Bytes of a tree of parameters or their shapes on each device of a mesh with these sizes of axes."""
         total = 0
         for path, leaf in jax.tree.leaves_with_path(tree):
             spec = self.spec(name_of(path), leaf.shape, sizes)
@@ -104,7 +103,7 @@ class Layout:
         return () if any(rule[-1] == TENSOR for rule in self.rules) else TENSOR_RULES
 
     def _matching(self, name: str) -> Iterator[tuple[str, ...]]:
-        """The rules up to the one after which none applies."""
+        """The matching rules, up to the one after which no other applies."""
         for rule in self.rules:
             if re.search(rule[0], name):
                 yield rule

@@ -1,4 +1,4 @@
-"""How far the ratios are from 1 before the first update, where only rounding can have moved them."""
+"""The distance of ratios from 1 before the first update, where only rounding can have caused it."""
 
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.old_log_probs import SPREAD_SHARE
@@ -7,13 +7,13 @@ from digen_jax.errors import ConfigError
 
 
 def check_spread(algorithm: Algorithm, sums: Metrics) -> str | None:
-    """How far rounding moves the ratios of a step's first update, as a line to print; None where there are none.
+    """Describes in a line how far rounding moves the ratios of a step's first update; None if there are none.
 
-    Of "divergence" it is the KLs to the policy that sampled, which should be 0.
+    For "divergence" these are the KLs to the policy that sampled, which should be 0.
 
     Args:
       algorithm: of the trainer.
-      sums: of fragments that were all sampled by the parameters that they are compared with.
+      sums: over fragments that were all sampled with the parameters with which they are compared.
 
     Raises:
       ConfigError: more than a hundredth of them are further from 1 than the config's share of their bound.

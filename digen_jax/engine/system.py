@@ -1,4 +1,4 @@
-"""What a run is made of, once it is assembled: meshes, programs, parameters."""
+"""The parts of an assembled run: meshes, programs, parameters."""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ from digen_jax.engine.trainer import Trainer
 
 
 class Rollout(NamedTuple):
-    """A mesh that samples: its programs, and all that they need but the tuned parameters.
+    """A sampling mesh: its programs, and all parameters that they need except the tuned ones.
 
-    `dtype` is what parameters are sent and kept in, None: as they are.
+    `dtype` is that in which parameters are sent and kept, None: unchanged.
     """
 
     sampler: Sampler
@@ -31,14 +31,14 @@ class Rollout(NamedTuple):
         return self.sampler.group
 
     def weights(self, tuned: Any) -> Weights:
-        """Tuned parameters resharded onto this mesh, beside all else that sampling needs.
+        """Tuned parameters resharded onto this mesh, with all other parameters that sampling needs.
 
-        Where they lie as the mesh's rules say already, they are the given arrays.
+        If they already have the mesh's shardings, they are the given arrays.
         """
         return Weights(reshard(tuned, self.group, self.dtype), self.base, self.frozen)
 
     def moved(self, group: DeviceGroup, base: Any) -> "Rollout":
-        """The same on another mesh; `base` may lie there already."""
+        """The same on another mesh; `base` may be on it already."""
         samplers = (
             Sampler(one.policy, group, one.settings) for one in (self.sampler, self.evaluator)
         )
@@ -47,36 +47,36 @@ class Rollout(NamedTuple):
 
 
 class System(NamedTuple):
-    """The parts of a training run, their parameters loaded."""
+    """The parts of a training run, with loaded parameters."""
 
     placement: Placement
     policy: Policy
     draws: Draws
-    rollouts: tuple[Rollout, ...]  # those of the placement; colocated the trainer's mesh itself
+    rollouts: tuple[Rollout, ...]  # those of the placement; if colocated, the trainer's mesh itself
     trainer: Trainer
     base: Any  # on the trainer mesh, see Policy
-    start: Any  # what is tuned, before the first update; the trainer's `init` takes it over
+    start: Any  # tuned parameters before the first update; the trainer's `init` takes them over
     advantages: AdvantageSettings
 
     @property
     def sampler(self) -> Sampler:
-        """The first sampling mesh's."""
+        """The first sampling mesh's sampler."""
         return self.rollouts[0].sampler
 
     @property
     def evaluator(self) -> Sampler:
-        """The first sampling mesh's."""
+        """The first sampling mesh's evaluator."""
         return self.rollouts[0].evaluator
 
     def untuned(self) -> Any:
-        """What leaves the base model as it is, whatever `start` was; `base` holds a reference."""
+        """A `tuned` that gives the base model, whatever `start` was; `base` has a reference."""
         start = self.policy.untuned(self.base)
         return jax.device_put(start, self.placement.trainer.params(start))
 
     def publish(self, tuned: Any) -> Weights:
-        """Tuned parameters on the first sampling mesh, with all else that it needs.
+        """Tuned parameters on the first sampling mesh, with all other parameters that it needs.
 
-        Colocated they are the trainer's own arrays, which its next update consumes.
+        If colocated, they are the trainer's own arrays, which its next update consumes.
         """
         return self.rollouts[0].weights(tuned)
 
@@ -86,17 +86,16 @@ def tag_group(trainer: DeviceGroup, weights: str) -> DeviceGroup:
 
     Args:
       trainer: the trainer's mesh.
-      weights: "in place": sampled from where they lie as the trainer splits them. "resharded": from
-        copies that are whole but for the axis tensor, which takes memory and saves gathering them in
-        every pass.
+      weights: "in place": sampling uses them with the trainer's shardings. "resharded": it uses copies
+        that are whole except over the axis tensor; these take memory and save gathering in every pass.
     """
     return trainer.as_sampler if weights == "in place" else trainer.gathered
 
 
 def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
-    """Parameters as a mesh's rules say: on their own devices by one program, else from mesh to mesh.
+    """Parameters with the shardings of a mesh's rules: on the same devices by one program, else by transfer.
 
-    `dtype` is theirs from then on, None: the one they have; they are rounded before they are sent.
+    `dtype` is their new one, None: unchanged; they are rounded before the transfer.
     """
     if dtype is not None:
         tree = rounded(tree, dtype)
@@ -104,7 +103,7 @@ def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
 
 
 def resharded(tree: Any, shardings: Any) -> Any:
-    """Arrays as shardings of the same structure say: on their own devices by one program, else from mesh to mesh."""
+    """Arrays with shardings of the same structure: on the same devices by one program, else by transfer."""
     leaves, wanted = jax.tree.leaves(tree), jax.tree.leaves(shardings)
     here = bool(leaves) and all(
         isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set
@@ -119,7 +118,7 @@ def resharded(tree: Any, shardings: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def rounded(tree: Any, dtype: Any) -> Any:
-    """Parameters in another type."""
+    """Parameters in another dtype."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
 

@@ -1,4 +1,4 @@
-"""The trainer mesh's executor: fragments of experience -> accumulated gradient -> update."""
+"""The trainer mesh's programs: fragments of experience -> accumulated gradient -> update."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ from digen_jax.flow.steps import Step
 
 
 class State(NamedTuple):
-    """What a step changes. `ema` is None where no average is kept, `copy` where the algorithm has no slow copy."""
+    """The state that a step changes. `ema` is None without an average, `copy` without a slow copy."""
 
     tuned: Any
     optimizer: Any
@@ -36,12 +36,12 @@ class State(NamedTuple):
 
     @property
     def evaluated(self) -> Any:
-        """The parameters that are evaluated: the average where one is kept."""
+        """The evaluated parameters: the average, if there is one."""
         return self.tuned if self.ema is None else self.ema
 
 
 def objective_of(policy: Policy, step: Step, algorithm: Algorithm) -> Objective:
-    """What an algorithm trains by; `step` is the sampler's."""
+    """The objective of an algorithm; `step` is the sampler's."""
     match algorithm.objective:
         case "transitions":
             return TransitionObjective(policy, step, algorithm)
@@ -72,13 +72,13 @@ class Trainer:
         self._empty = jax.jit(self._empty_totals, static_argnums=1)
         self._fold = jax.jit(self._folded, donate_argnums=0)
         self._update = jax.jit(self._apply, donate_argnums=0)
-        # A copy that is published is not consumed: samplers and the trainer still refer to the version.
+        # A published copy is not consumed: samplers and the trainer still refer to the version.
         self._follow = jax.jit(self._followed, donate_argnums=() if algorithm.publishes_copy else 0)
 
     def init(self, tuned: Any) -> State:
-        """The state before the first update, sharded as the group's rules say.
+        """The state before the first update, sharded by the group's rules.
 
-        It takes over `tuned`: where that lies as the rules say already, the first update consumes it.
+        It takes over `tuned`: if these arrays already have these shardings, the first update consumes them.
         """
         shardings = self._shardings(tuned)
         tuned = jax.device_put(tuned, shardings.tuned)
@@ -96,11 +96,11 @@ class Trainer:
         behaviour: Any = None,
         start: Any = None,
     ) -> Totals:
-        """Adds a fragment's gradient and sums to `totals`, which is consumed; None begins anew.
+        """Adds a fragment's gradient and sums to `totals`, which is consumed; None starts new totals.
 
-        `behaviour` holds the parameters that sampled the fragment, of the version at its step's start or an
-        older one; read where the algorithm `reads_behaviour`. `start` holds those at the step's start, None:
-        `state` has them still; read where it `reads_start`.
+        `behaviour` contains the parameters that sampled the fragment, of the version at its step's start or an
+        older one; it is read if the algorithm `reads_behaviour`. `start` contains those at the step's start, None:
+        `state` still has them; it is read if the algorithm `reads_start`.
 
         Raises:
           ValueError: the behaviour is read, but not given.
@@ -113,7 +113,7 @@ class Trainer:
         policies = Policies(
             behaviour if read.reads_behaviour else None,
             start if read.reads_start else None,
-            # A copy that is published is read as the version that sampled.
+            # A published copy is read as the version that sampled.
             None if read.publishes_copy else state.copy,
         )
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
@@ -128,9 +128,9 @@ class Trainer:
         rewards: Float[np.ndarray, "b"],
         group: OpenGroup | None,
     ) -> OpenGroup:
-        """Adds a fragment, all of one group, to that group's sums, which are consumed; None opens it.
+        """Adds a fragment of one group to that group's sums, which are consumed; None opens the group.
 
-        `experience.advantages` are not read. `Algorithm.check_early` says when the result is exact.
+        `experience.advantages` are not read. `Algorithm.check_early` decides whether the result is exact.
         """
         before = np.zeros(0) if group is None else group.rewards
         known = np.concatenate([before, np.asarray(rewards, np.float64)])
@@ -145,9 +145,9 @@ class Trainer:
     def close(
         self, group: OpenGroup, totals: Totals | None, std: Literal["group", "global"]
     ) -> Totals:
-        """Folds a complete group into `totals`, which is consumed; None begins anew.
+        """Folds a complete group into `totals`, which is consumed; None starts new totals.
 
-        `std` is what its advantages are divided by: that of the group, or of the step at the update.
+        `std` is the divisor of its advantages: that of the group, or, at the update, that of the step.
 
         Raises:
           ValueError: an advantage of the group would have been clipped, so the fold is not its gradient.
@@ -173,12 +173,12 @@ class Trainer:
     def update(
         self, state: State, totals: Totals, reward_std: float | None = None
     ) -> tuple[State, Metrics]:
-        """One optimizer step; `state` is consumed, but for its slow copy, which stays as it is.
+        """One optimizer step; `state` is consumed, except its slow copy, which is unchanged.
 
-        Where every image was left out the gradient is 0, and the update Adam's for that: its moments
-        decay, and by what is left of them, and by the weight decay, the parameters still move.
+        If every image was left out, the gradient is 0, and Adam makes an update with it: its moments decay, and
+        the parameters still move by the rest of them and by the weight decay.
 
-        `reward_std` is the global std, of all rewards of the step: needed where `totals` holds groups that
+        `reward_std` is the global std, of all rewards of the step; it is needed if `totals` contains groups that
         were closed before it was known.
 
         Raises:
@@ -195,11 +195,11 @@ class Trainer:
         return updated._replace(copy=state.copy), metrics
 
     def end_step(self, state: State, updates: int) -> State:
-        """The slow copy follows the trained parameters, after all updates of a step.
+        """Moves the slow copy towards the trained parameters, after all updates of a step.
 
         Args:
-          state: its copy is consumed, where that is not what is published.
-          updates: optimizer updates that were made so far, in all steps.
+          state: its copy is consumed, unless it is published.
+          updates: number of optimizer updates so far, in all steps.
         """
         if self._decay is None:
             return state
@@ -211,7 +211,7 @@ class Trainer:
         return state.copy if self.algorithm.publishes_copy else state.tuned
 
     def _shardings(self, tuned: Any) -> State:
-        """Where a state lies: the average and the moments like their parameters, counts everywhere."""
+        """Shardings of a state: the average and the moments like their parameters, counts replicated."""
         params = self.group.params(tuned)
         optimizer = optax.tree.map_params(
             self._optimizer,
@@ -289,7 +289,7 @@ class Trainer:
     def _apply(self, state: State, totals: Totals, scale: Any) -> tuple[State, Metrics]:
         if scale is not None:
             totals = early.settled(totals, scale)
-        weight = jnp.maximum(totals.sums["weight"], 1)  # 0 where every sample was left out
+        weight = jnp.maximum(totals.sums["weight"], 1)  # 0 if every sample was left out
         gradient = jax.tree.map(lambda g: g / weight, totals.gradient)
         updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.tuned)
         tuned = optax.apply_updates(state.tuned, updates)
@@ -300,6 +300,6 @@ class Trainer:
         metrics = {name: total / weight for name, total in totals.sums.items() if name != "weight"}
         metrics["gradient_norm"] = optax.global_norm(gradient)
         metrics["update_norm"] = optax.global_norm(updates)
-        # Else the compiler is free to lay the new state out otherwise than the old one.
+        # Otherwise the compiler may lay out the new state differently from the old one.
         state = State(tuned, optimizer, ema)
         return jax.lax.with_sharding_constraint(state, self._shardings(tuned)), metrics

@@ -14,7 +14,7 @@ from digen_jax.engine.policy import Policy, of_rows
 from digen_jax.flow.sampling import Replay, replay
 from digen_jax.flow.steps import Step
 
-OF_ADVANTAGES = "loss", "policy_loss"  # the sums that the advantages enter
+OF_ADVANTAGES = "loss", "policy_loss"  # the sums that depend on the advantages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,11 @@ class TransitionObjective:
     algorithm: PolicyGradient
 
     def no_totals(self, tuned: Any) -> Totals:
-        """Sums of nothing, for parameters such as these."""
+        """Zero sums, for parameters of this structure."""
         return no_totals(self.algorithm.terms, tuned)
 
     def no_group(self, tuned: Any) -> GroupSums:
-        """The same for a group whose advantages are not known yet."""
+        """Zero sums for a group whose advantages are not known yet."""
         gradient, zeros = self.no_totals(tuned)[:2]
         none = Term(gradient, jnp.zeros(()))
         known = {name: zero for name, zero in zeros.items() if name not in OF_ADVANTAGES}
@@ -42,7 +42,7 @@ class TransitionObjective:
     ) -> Totals:
         """The summed gradient and metrics of one pass.
 
-        Where the loss is decoupled and nothing is given for the parameters at the step's start, they are `tuned`.
+        If the loss is decoupled and `policies.start` is None, the parameters at the step's start are `tuned`.
         """
         recomputed = start = None
         if self.algorithm.reads_behaviour:
@@ -65,7 +65,7 @@ class TransitionObjective:
         return Totals(gradient, sums)
 
     def linear(self, tuned: Any, base: Any, shared: Shared, micro: MicroBatch) -> GroupSums:
-        """The sums of one pass with r_i - m for advantages; old log-probabilities are "current"."""
+        """The sums of one pass with r_i - m as advantages; old log-probabilities are "current"."""
         policy_only = dataclasses.replace(self.algorithm, adv_clip=jnp.inf, kl_coefficient=0.0)
         with_kl = self.algorithm.kl_coefficient > 0
 
@@ -98,7 +98,7 @@ class TransitionObjective:
         return replay(velocity, micro.samples, self.step, shared.sigma_max)
 
     def _samples(self, new: Replay, recomputed: Replay | None, micro: MicroBatch) -> Samples:
-        """What the loss reads, the KL apart."""
+        """The loss's inputs, without the KL."""
         t = micro.samples
         match self.algorithm.old_log_probs:
             case "rollout":
@@ -115,7 +115,7 @@ class TransitionObjective:
         return samples._replace(trajectory=micro.image)
 
     def _kl(self, new: Replay, base, shared, micro):
-        """Of each sample, to the reference."""
+        """The KL of each sample to the reference."""
         conditioning = jax.tree.map(lambda c: c[micro.rows], shared.conditioning)
         velocity = self.policy.reference(base, conditioning, of_rows(shared.null, micro.rows))
         t = micro.samples
@@ -131,7 +131,7 @@ class TransitionObjective:
 
 
 def _decoupled(samples: Samples, start: Replay) -> Samples:
-    """The same with the policy at the step's start for the old one; what sampled stays, for its weight."""
+    """The same with the policy at the step's start as the old one; the one that sampled stays, for its weight."""
     old_mean = None if samples.mean is None else start.mean
     return samples._replace(
         old_log_prob=start.log_prob, old_mean=old_mean, behaviour_log_prob=samples.old_log_prob
