@@ -108,7 +108,7 @@ def refused(config, devices=8):
         ),
         (
             dict(lora__rank=4, lora__targets="to_(q"),
-            "config.lora.targets: lora targets 'to_(q' is no regular expression",
+            "config.lora.targets: lora targets 'to_(q' is not a regular expression",
         ),
         (
             dict(lora__rank=10**6, lora__targets=TARGETS),
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
     ("name", "sentence"),
     [
         ("nowhere", "'nowhere' is neither an existing folder nor a hub id 'owner/name'"),
-        ("nobody/nothing", "'nobody/nothing' is no existing folder, and the hub repository"),
+        ("nobody/nothing", "'nobody/nothing' is not an existing folder, and the hub repository"),
         ("FLUX", "FLUX is a FluxPipeline; supported are StableDiffusion3Pipeline: choose another"),
         ("EMPTY", "EMPTY/model_index.json is missing"),
         ("BROKEN", "BROKEN/model_index.json is not JSON"),

@@ -192,16 +192,16 @@ class PolicyGradient(Algorithm):
             check_importance_cap(self.importance_cap)
             if self.old_log_probs == "current":
                 raise ValueError(
-                    f"importance_cap is {self.importance_cap}, but with old_log_probs 'current' nothing is known of "
-                    "the policy that sampled: set that to 'rollout' or 'recomputed', or importance_cap to 0"
+                    f"importance_cap is {self.importance_cap}, but old_log_probs 'current' has no log-probability "
+                    "of the policy that sampled: set that to 'rollout' or 'recomputed', or importance_cap to 0"
                 )
 
     def check_kind(self, kind: str) -> None:
         """Raises ValueError for GRPO-Guard's ratio with cps, whose log-probabilities are not Gaussian."""
         if self.ratio == "guard" and kind == "cps":
             raise ValueError(
-                "ratio is 'guard', which is for Gaussian log-probabilities, but config.sampler.kind is 'cps', "
-                "whose are none: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
+                "ratio is 'guard', which is for Gaussian log-probabilities, but those of config.sampler.kind = "
+                "'cps' are not Gaussian: set config.sampler.kind to 'flow' or 'dance', or ratio to 'plain'"
             )
 
     def check_early(self, advantages: AdvantageSettings, images: int, groups: int) -> None:
@@ -218,7 +218,7 @@ class PolicyGradient(Algorithm):
         if self.old_log_probs != "current":
             raise ValueError(
                 f"old_log_probs is {self.old_log_probs!r}; to train before a group is complete set it to "
-                "'current', as only with a ratio of 1 the loss is linear in the advantages"
+                "'current', because the loss is linear in the advantages only with a ratio of 1"
             )
         for name, plain in (("surrogate", "clip"), ("ratio", "plain")):
             if getattr(self, name) != plain:
@@ -229,7 +229,7 @@ class PolicyGradient(Algorithm):
         if square > self.adv_clip**2:
             raise ValueError(
                 f"adv_clip is {self.adv_clip}; to train before a group is complete set it to "
-                f"sqrt({square}) or more, above which no advantage is ({groups} groups of {images} "
+                f"sqrt({square}) or more, the largest possible advantage ({groups} groups of {images} "
                 f"images, std {advantages.std!r})"
             )
 

@@ -36,8 +36,8 @@ def best_and_worst(
     small = np.flatnonzero(sizes < 2 * count)
     if small.size:
         raise ValueError(
-            f"group {groups[small[0]]} has {sizes[small[0]]} images, of which the {count} best and the "
-            f"{count} worst cannot be different ones; give it {2 * count} or more"
+            f"group {groups[small[0]]} has {sizes[small[0]]} images, too few for {count} best and "
+            f"{count} other worst ones; give it {2 * count} or more"
         )
     order = np.lexsort((scores, group))  # stable, so that equal scores stay in order of index
     rank = np.empty(len(scores), np.int64)
@@ -80,6 +80,6 @@ def share_of_timesteps(steps: int, fraction: float) -> int:
     count = math.floor(fraction * steps + 1e-9)  # 0.29 * 100 is 28.999999999999996
     if count < 1:
         raise ValueError(
-            f"fraction is {fraction}, which of {steps} denoising steps leaves none; raise it"
+            f"fraction is {fraction}, which selects none of {steps} denoising steps; raise it"
         )
     return count

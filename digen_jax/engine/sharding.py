@@ -69,7 +69,7 @@ class Layout:
             ):
                 raise ConfigError(
                     f"config.placement.rules splits the axis {logical!r} of parameters that match {pattern!r}, "
-                    "but there are none that have it: change or remove that rule"
+                    "but no such parameter has it: change or remove that rule"
                 )
 
     def spec(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:

@@ -14,19 +14,19 @@ from digen_jax.weights.names import is_scanned
 
 LAYERS = "layers"
 NAMES = {
-    LAYERS: "the layers of a scan",
-    "embed": "a network's width",
-    "heads": "all heads of an attention with what each has",
-    "head_dim": "what one head has",
-    "mlp": "the width inside a feed-forward layer",
+    LAYERS: "layers of a scan",
+    "embed": "width of a network",
+    "heads": "all heads of an attention, times their width",
+    "head_dim": "width of one head",
+    "mlp": "hidden width of a feed-forward layer",
     "modulation": "shifts, scales and gates side by side",
     "vocab": "tokens of a vocabulary",
-    "positions": "places of a token",
-    "text": "what comes from or goes to other components: embeddings of a text",
-    "channels": "of latents",
+    "positions": "positions of tokens",
+    "text": "text embeddings, from or to other components",
+    "channels": "channels of latents",
     "conv_in": "channels that a convolution reads",
-    "conv_out": "channels that it makes",
-    RANK: "of a LoRA",
+    "conv_out": "channels that a convolution writes",
+    RANK: "rank of a LoRA",
 }
 
 # (regex over a module's path, axes of its kernel); the first match decides.

@@ -48,6 +48,6 @@ def _count(came: int) -> None:
     while number := os.read(came, 1):
         asked += number[0] in SIGNALS
         if asked == 2:
-            os.write(2, b"\nended at once: the same command goes on from the last checkpoint\n")
+            os.write(2, b"\nended at once: the same command continues from the last checkpoint\n")
             leave(128 + number[0])
     os.close(came)

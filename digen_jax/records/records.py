@@ -195,7 +195,7 @@ def full_disk(workdir: pathlib.Path) -> Iterator[None]:
         if error.errno not in FULL:
             raise
         raise SaveFailed(
-            f"the disk of {workdir} is full: make room, and the same command goes on from the last checkpoint"
+            f"the disk of {workdir} is full: make room, and the same command continues from the last checkpoint"
         ) from error
 
 

@@ -51,8 +51,8 @@ class Thread:
         name = rewards.label(self._names)
         raise Stopped(
             f"reward {name!r} took more than {limit:g} seconds in a thread of this process, where it cannot "
-            "be killed and asked again: mend it, set config.reward.processes to 1 or more, or raise "
-            "config.runtime.deadline, and the same command goes on"
+            "be killed and asked again: fix it, set config.reward.processes to 1 or more, or raise "
+            "config.runtime.deadline, and the same command continues"
         )
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class RewardPool:
             return RewardFailed(f"{error}\n  it has failed {often} on the same pictures")
         return Stopped(
             f"reward {self.name!r} {error}, having failed {often} on the same pictures: {error.advice}; "
-            "the same command goes on"
+            "the same command continues"
         )
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class Gone(RuntimeError):
 class Late(Gone):
     """It took too long."""
 
-    advice = "mend it, or raise config.runtime.deadline"
+    advice = "fix it, or raise config.runtime.deadline"
 
 
 class Process:

@@ -57,7 +57,7 @@ def _follow(
     else:
         if recipe.as_json() != json.loads(value):
             raise ConfigError(
-                "this process was given another config than the first one: start all by one command"
+                "this process got another config than the first one: start all processes with the same command"
             )
         try:
             system = build(recipe, jax.devices())

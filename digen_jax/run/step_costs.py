@@ -39,8 +39,8 @@ def read_run_costs(
     timed = [line for line in lines if "seconds/train" in line]
     if len(timed) <= WARM:
         raise ConfigError(
-            f"{workdir} has timings of {len(timed)} steps, the first {WARM} of which may hold compilation: "
-            f"let it run for more"
+            f"{workdir} has timings of {len(timed)} steps, the first {WARM} of which may include compilation: "
+            "run it for more steps"
         )
     rollout, trainer = mesh_sizes(recipe.placement.meshes, 10**9)
     images = recipe.batch.groups * recipe.batch.images

@@ -71,7 +71,9 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
             run = Run(recipe, workdir, orders)
             with full_disk(workdir):
                 return run.train([f"{name}: {change}" for name, change in changed.items()])
-    print(f"This run is finished: {finished} steps are done. To go on, give a larger config.steps.")
+    print(
+        f"This run is finished: {finished} steps are done. To continue, give a larger config.steps."
+    )
     print(where(workdir))
     return None
 
@@ -165,10 +167,10 @@ class Run:
             self.positions.wait()
             return position
         except SaveFailed as error:
-            goes_on = f"make room, and the same command goes on {self.newest()}"
+            goes_on = f"make room, and the same command continues {self.newest()}"
             raise SaveFailed(f"{error}: {goes_on}") from error
         except RewardMistake as error:
-            goes_on = f"mend the reward, and the same command goes on {self.newest()}"
+            goes_on = f"fix the reward, and the same command continues {self.newest()}"
             raise type(error)(f"{error}\n  {goes_on}") from error
 
     def newest(self) -> str:

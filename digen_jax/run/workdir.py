@@ -133,7 +133,7 @@ def finished_step(workdir: Path | str) -> int | None:
     path = Path(workdir) / "finished.json"
     if not path.exists():
         return None
-    remedy = "delete it, and the run's command ends the run anew"
+    remedy = "delete it, and run the same command again"
     step = _read_object(path, remedy).get("step")
     if type(step) is not int:
         raise ConfigError(f"{path} names no step: {remedy}")

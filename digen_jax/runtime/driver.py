@@ -154,8 +154,8 @@ class Driver:
             if not self._hung or self._workers or not isinstance(command, SAMPLING):
                 raise
             raise Stopped(
-                f"{' and '.join(self._hung)} hung, and the trainer could not take over ({error!r}): what came "
-                "before this step is saved, and the same command goes on"
+                f"{' and '.join(self._hung)} hung, and the trainer could not take over ({error!r}): all steps "
+                "before this one are saved, and the same command continues"
             ) from error
 
     def rest(self) -> list[Interval]:

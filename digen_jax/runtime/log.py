@@ -122,7 +122,7 @@ def _parts(path: pathlib.Path) -> list[tuple[int, list[Command]]]:
                 parts[-1][1].append(unpack(value))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ConfigError(
-                f"{path}, line {number} is no command: delete the file, which only a replay needs"
+                f"{path}, line {number} is not a command: delete the file, which only a replay needs"
             ) from error
     return parts
 

@@ -134,7 +134,7 @@ def leave(error: BaseException) -> None:
         traceback.print_exception(error)
     number = distributed.global_state.process_id
     print(
-        f"process {number} has failed, which ends all: the same command goes on from the last checkpoint",
+        f"process {number} has failed, which ends the run: the same command continues from the last checkpoint",
         file=sys.stderr,
     )
     ending.leave(1)

@@ -97,7 +97,7 @@ def end_process(who: str, what: str, seconds: float) -> None:
     """Ends this process when its main work hangs, so that nothing can be saved; its last checkpoint remains."""
     print(
         f"\n{who} hangs: {what} has taken more than {seconds:g} seconds (config.runtime.deadline). The process "
-        f"ends with code {STOPPED}; the same command goes on from the last checkpoint.",
+        f"ends with code {STOPPED}; the same command continues from the last checkpoint.",
         file=sys.stderr,
         flush=True,
     )

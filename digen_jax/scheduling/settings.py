@@ -161,8 +161,8 @@ class Settings:
             )
         if self.ordered:
             raise ConfigError(
-                f"ordered cannot go with open_groups = {self.open_groups}, by which what is trained before "
-                "its group is complete depends on arrival: set ordered to False"
+                f"ordered cannot go with open_groups = {self.open_groups}, because training before a "
+                "group is complete depends on the order of arrival: set ordered to False"
             )
 
     def check_cut(self, names: Mapping[str, str] = OWN) -> None:

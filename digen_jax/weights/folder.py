@@ -76,7 +76,7 @@ def resolve_folder(
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, ConnectionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{name!r} is no existing folder, and the hub repository of that name cannot be downloaded "
+            f"{name!r} is not an existing folder, and the hub repository of that name cannot be downloaded "
             f"(check the name, the network, and your access to gated models): {reason}"
         ) from error
 

@@ -52,7 +52,7 @@ class LoraConfig:
             re.compile(self.targets)
         except re.error as error:
             raise ValueError(
-                f"lora targets {self.targets!r} is no regular expression: {error}"
+                f"lora targets {self.targets!r} is not a regular expression: {error}"
             ) from error
 
     @property

@@ -175,7 +175,7 @@ def _metadata(file: pathlib.Path, prefix: str) -> dict[str, Any]:
     try:
         return {key.removeprefix(f"{prefix}."): value for key, value in json.loads(text).items()}
     except (json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"{file} has metadata {METADATA} that is no JSON object") from error
+        raise ValueError(f"{file} has metadata {METADATA} that is not a JSON object") from error
 
 
 def _rank_and_alpha(
@@ -195,7 +195,7 @@ def _rank_and_alpha(
     for key, plain in PLAIN.items():
         if settings.get(key) is not None and settings[key] not in plain:
             supported = " or ".join(f"{key}={value}" for value in plain)
-            raise ValueError(f"{file} has {key}={settings[key]}, supported is only {supported}")
+            raise ValueError(f"{file} has {key}={settings[key]}, but only {supported} is supported")
     if settings.get("r", rank) != rank:
         raise ValueError(f"{file} says rank {settings['r']}, but its tensors have rank {rank}")
     alpha = settings.get("lora_alpha")

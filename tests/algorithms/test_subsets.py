@@ -28,7 +28,7 @@ def test_best_and_worst_by_sorting_each_group(images, count):
     scores = np.array([score for _, score in images], np.float64)
     ids = np.array([7 * group - 5 for group, _ in images])
     if min(map(len, groups.values())) < 2 * count:
-        with pytest.raises(ValueError, match=f"the {count} best and the {count} worst"):
+        with pytest.raises(ValueError, match=f"too few for {count} best and {count} other"):
             best_and_worst(scores, ids, count)
     else:
         assert set(np.flatnonzero(best_and_worst(scores, ids, count))) == expected
@@ -51,7 +51,7 @@ def test_the_order_of_different_images_does_not_matter():
 def test_what_cannot_be_ranked_is_refused():
     with pytest.raises(ValueError, match="score of image 1 is not a number"):
         best_and_worst(np.array([0.0, np.nan]), np.array([0, 0]), 1)
-    with pytest.raises(ValueError, match=r"group 3 has 3 images, of which the 2 best .* give it 4"):
+    with pytest.raises(ValueError, match=r"group 3 has 3 images, too few for 2 best .* give it 4"):
         best_and_worst(np.arange(7.0), np.array([1, 1, 1, 1, 3, 3, 3]), 2)
 
 
@@ -88,7 +88,7 @@ def test_the_share_is_rounded_down(steps, fraction, count):
     [
         (0.0, "fraction is 0.0"),
         (1.1, r"lie in \(0, 1\]"),
-        (0.09, "of 10 denoising steps leaves none"),
+        (0.09, "selects none of 10 denoising steps"),
     ],
 )
 def test_shares_that_train_nothing_are_refused(fraction, message):

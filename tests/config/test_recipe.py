@@ -337,7 +337,10 @@ def test_values_that_cannot_work_are_refused(given, field, value, sentence):
             ((".*", "fdsp"),),
             "the tactic of '.*' in config.placement.rules is 'fdsp'; did you mean 'fsdp'?",
         ),
-        ((("attn(", "fsdp"),), "config.placement.rules: 'attn(' is no regular expression: missing"),
+        (
+            (("attn(", "fsdp"),),
+            "config.placement.rules: 'attn(' is not a regular expression: missing",
+        ),
         ((".*", "fsdp"), "config.placement.rules must hold pairs such as ('.*', 'replicate')"),
         (((".*", "fsdp", 2),), "config.placement.rules must hold pairs"),
         (((".*", 2),), "config.placement.rules must hold pairs"),
@@ -395,7 +398,7 @@ MOVING = dict(mode="progressive", end=7)
         (dict(fraction=1.5), "config.sampler.window.fraction is 1.5; it must lie in (0, 1]"),
         (
             dict(fraction=0.2),
-            "config.sampler.window.fraction is 0.2, which of 4 denoising steps leaves none; raise it",
+            "config.sampler.window.fraction is 0.2, which selects none of 4 denoising steps; raise it",
         ),
     ],
 )

@@ -140,7 +140,7 @@ def test_a_mistake_is_one_line(arguments, sentence):
     [
         (
             {"generate": 1, "train": 1, "publishing": 1},
-            "publishing is no cost; did you mean publish?",
+            "publishing is not a cost; did you mean publish?",
         ),
         ({"generate": 1}, "lacks train"),
         ({"generate": -1, "train": 1}, "generate must be a number"),

@@ -189,7 +189,7 @@ def test_a_full_disk_costs_no_step_and_the_same_command_goes_on(
     with pytest.raises(SaveFailed) as caught:
         train("disk/run", c, at(2, full))
     assert str(caught.value) == (
-        f"the disk of {run} is full: make room, and the same command goes on after step 2, which is saved"
+        f"the disk of {run} is full: make room, and the same command continues after step 2, which is saved"
     )
     assert saved(run) == ["2"] and len(read_metrics(run / "metrics.jsonl")) == 3
     assert json.loads((run / "timeline.json").read_text())
@@ -247,7 +247,7 @@ def test_a_workdir_that_cannot_be_used_is_one_sentence(tmp_path, train):
         (
             "commands.jsonl",
             b"nonsense\n",
-            r"commands\.jsonl, line 1 is no command: delete the file",
+            r"commands\.jsonl, line 1 is not a command: delete the file",
         ),
     ],
 )

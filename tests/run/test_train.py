@@ -382,7 +382,7 @@ def test_what_is_turned_between_two_starts_is_said_and_noted(tmp_path, train, ca
 def test_a_wrong_reward_is_said_with_what_is_saved(tmp_path, train):
     c = config(tmp_path, checkpoint__every=1)
     with pytest.raises(
-        ConfigError, match=r"(?s)shape \(7,\).*the same command goes on after step 1, w"
+        ConfigError, match=r"(?s)shape \(7,\).*the same command continues after step 1, w"
     ):
         train("run", c, at(2, lambda scores: scores[:-1]))
     assert saved(tmp_path / "run") == ["1"]

@@ -65,7 +65,7 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 5 + 3 + 2
     path.write_text(path.read_text() + "nonsense\n")
     with pytest.raises(
-        ValueError, match=r"commands\.jsonl, line 11 is no command: delete the file"
+        ValueError, match=r"commands\.jsonl, line 11 is not a command: delete the file"
     ):
         read_log(path)
 

@@ -257,7 +257,7 @@ def test_neither_folder_nor_hub_id(tmp_path):
 
 def test_an_unreachable_hub_says_what_to_check():
     with pytest.raises(
-        ValueError, match=r"'some-owner/no-such-model' is no existing folder.*network"
+        ValueError, match=r"'some-owner/no-such-model' is not an existing folder.*network"
     ):
         folder.resolve_folder("some-owner/no-such-model")
 

@@ -233,7 +233,7 @@ def test_targets_choose_layers(targets, expected):
     [
         ((0, 1, "x"), "lora rank must be at least 1, not 0"),
         ((1, 0.0, "x"), "lora alpha must be positive, not 0.0"),
-        ((1, 1, "(to_q"), r"lora targets '\(to_q' is no regular expression: .*position 0"),
+        ((1, 1, "(to_q"), r"lora targets '\(to_q' is not a regular expression: .*position 0"),
         ((1, 1, "to_in"), r"lora targets 'to_in' matches none of the 9 linear layers; .*blocks\."),
         ((1, 1, "proj|embed"), "matches none"),
         (
@@ -398,9 +398,9 @@ def edited(pefts, path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_rslora": True}, "has use_rslora=True, supported is only use_rslora=False"),
-        ({"peft_type": "LOHA"}, "has peft_type=LOHA, supported is only peft_type=LORA"),
-        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa, supported is only init_l"),
+        ({"use_rslora": True}, "has use_rslora=True, but only use_rslora=False is supported"),
+        ({"peft_type": "LOHA"}, "has peft_type=LOHA, but only peft_type=LORA is supported"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa, but only init_l"),
         ({"lora_alpha": "7"}, "has lora_alpha=7, which must be a positive number"),
         ({"lora_alpha": 9}, "has alpha 9, but config.lora.alpha is 7: set that to 9"),
         ({"r": 8}, "says rank 8, but its tensors have rank 3"),
@@ -533,7 +533,7 @@ LAYER = "transformer.blocks.1.to_out.0"
         ),
         ({f"{LAYER}.lora_A.weight": torch.zeros(4, 12)}, {}, r"mixes the ranks \[3, 4\]"),
         ({}, {"transformer.r": 8}, "says rank 8, but its tensors have rank 3"),
-        ({}, {"transformer.use_rslora": True}, "has use_rslora=True, supported is only use_rslora"),
+        ({}, {"transformer.use_rslora": True}, "has use_rslora=True, but only use_rslora"),
         ({}, {"transformer.alpha_pattern": {"x": 2}}, "has alpha_pattern={'x': 2}"),
     ],
 )

@@ -41,7 +41,7 @@ def _check_rules(config: ConfigDict) -> None:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(
-                f"config.placement.rules: {pattern!r} is no regular expression: {error}"
+                f"config.placement.rules: {pattern!r} is not a regular expression: {error}"
             ) from error
         choices = (TACTICS,) if len(about) == 1 else (tuple(NAMES), PARAMETERS)
         kinds = ("tactic",) if len(about) == 1 else ("logical axis", "mesh axis")

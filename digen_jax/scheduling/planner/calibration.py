@@ -52,7 +52,7 @@ def read_calibration(path: pathlib.Path) -> Calibration:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(known)}"
-            raise ConfigError(f"{path}: {name} is no cost; {hint}")
+            raise ConfigError(f"{path}: {name} is not a cost; {hint}")
         kinds = (int,) if name == "scorers" else (int, float)
         if type(value) not in kinds or not 0 <= value < float("inf"):
             what = "a whole number" if name == "scorers" else "a number of seconds or a share"
