@@ -1,10 +1,10 @@
-"""How programs are compiled in tests: compiling is most of what the tests do, running them hardly anything."""
+"""How tests compile programs: compilation is most of the tests' work, execution very little."""
 
 import importlib.metadata
 
 
 def quick_flags(devices: int) -> str:
-    """XLA_FLAGS for so many virtual devices, and programs that compile quickly and run slowly."""
+    """XLA_FLAGS for virtual devices, and for programs that compile quickly and run slowly."""
     flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     # A sixth of the suite's CPU time less; later versions have one kind of emitters, and end at an unknown flag.
     if _jaxlib() < (0, 11):

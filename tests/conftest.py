@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "xla"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Programs are not optimised, where no test asks for that (`optimised`).
+# Programs are not optimised, unless a test requires it (`optimised`).
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags(devices=8)}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from jaxtyping import install_import_hook  # noqa: E402
 
-# The modules that state shapes; a simulation is plain Python, and makes millions of calls.
+# The modules with shape annotations; a simulation is plain Python, and makes millions of calls.
 sources = [path for path in ROOT.glob("digen_jax/**/*.py") if "jaxtyping" in path.read_text()]
 names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
 checked = [name.removesuffix(".__init__") for name in names]
@@ -29,14 +29,14 @@ install_import_hook(checked, "beartype.beartype")
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """The folder of what is made once for all tests, whichever process they run in."""
+    """The folder of data that is made once for all tests and shared by their processes."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="module")
 def exact_and_split():
-    """Float32 stays float32 in every product, and small parameters are split like large ones."""
+    """Float32 stays float32 in every product, and small parameters are sharded like large ones."""
     import jax
 
     from digen_jax.engine import sharding
@@ -52,7 +52,7 @@ def exact_and_split():
 
 @pytest.fixture(scope="module")
 def optimised():
-    """Programs are compiled as in a run of a user's: fused sums round otherwise in every program."""
+    """Programs are compiled as in a user's run: fused sums round differently in every program."""
     import jax
 
     compiled = jax.jit
@@ -75,7 +75,7 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Whole runs come first: with something short at the end, several test processes end together."""
+    """Whole runs come first: with short tests at the end, several test processes end at the same time."""
     items.sort(key=lambda item: item.path.parent not in (ROOT / "tests", ROOT / "tests" / "run"))
 
 
@@ -88,7 +88,7 @@ def pytest_deselected(items):
 
 
 def pytest_sessionfinish(session):
-    """A test process of several tells the one that prints, which collects nothing itself."""
+    """A worker process reports to the process that prints, which collects no tests itself."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash.get(left_out, 0)
 

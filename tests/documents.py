@@ -39,7 +39,7 @@ FOREIGN = ("pip", "python3", ".", "hf")
 
 
 class Page(NamedTuple):
-    """The parts of a Markdown text: its fences by language, the code spans of each block, links and headings."""
+    """The parts of a Markdown text: fences by language, code spans of each block, links and headings."""
 
     fences: list[tuple[str, str]]
     blocks: list[list[str]]

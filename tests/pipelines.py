@@ -15,12 +15,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def environment(devices: int, **variables: str) -> dict[str, str]:
-    """A process of its own: so many virtual devices, and programs that compile quickly and run slowly."""
+    """The environment of a process: a number of virtual devices, and programs that compile quickly and run slowly."""
     return os.environ | {"XLA_FLAGS": quick_flags(devices)} | variables
 
 
 def load_config(name: str) -> Any:
-    """What configs/NAME.py gives."""
+    """The config of configs/NAME.py."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

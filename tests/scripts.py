@@ -1,4 +1,4 @@
-"""The scripts of launch/ as a user runs them; their mistakes from one start, as importing takes most of it."""
+"""Runs the scripts of launch/ as a user does; mistakes share one import, which takes most of their time."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.pipelines import ROOT, environment
 
-# What the scripts import on the way to their checks.
+# Imports of the scripts before their checks.
 IMPORTED = ["digen_jax.run.train", "digen_jax.run.planning", "digen_jax.benchmark.asynchrony"]
 
 
@@ -28,9 +28,9 @@ def run_script(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
 
 
 def run_forked(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    """The same in a copy of a process that has imported what it needs: for mistakes, before any device is used."""
+    """The same in a fork of a process with all imports: for mistakes, before any device is used."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)  # heeded by the first call, which starts the server
+    context.set_forkserver_preload(IMPORTED)  # effective at the first call, which starts the server
     command = [str(ROOT / "launch" / name), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         files = [pathlib.Path(folder, kind) for kind in ("stdout", "stderr")]
@@ -43,7 +43,7 @@ def run_forked(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
 
 
 def is_alive(process: int) -> bool:
-    """Whether there is such a process, dead ones that nobody has waited for apart."""
+    """Whether there is such a process, except dead ones that nobody has waited for."""
     try:
         return (
             pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -53,7 +53,7 @@ def is_alive(process: int) -> bool:
 
 
 def ends(process: int) -> bool:
-    """Waits for the end of any process, and says whether it came."""
+    """Waits for the end of any process, and returns whether it came."""
     deadline = time.monotonic() + 30
     while is_alive(process) and time.monotonic() < deadline:
         time.sleep(0.05)

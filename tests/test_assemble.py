@@ -1,4 +1,4 @@
-"""A whole system from a folder; and what does not fit is refused before any weight is read."""
+"""A whole system from a folder; mistakes are refused before any weight is read."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def bare(folder):
 
 @pytest.fixture(scope="module")
 def family(bare):
-    """One for all tests: its shapes take a second."""
+    """One system for all tests: its shapes take a second."""
     return assemble.load_family(bare)
 
 

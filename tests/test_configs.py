@@ -28,7 +28,7 @@ GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
 SD35 = "sd35_medium"
 RECIPES = runpy.run_path(str(ROOT / "configs" / f"{SD35}.py"))["RECIPES"]
 
-# What the hub repository says, as far as it changes the networks.
+# The hub repository's settings that change the networks.
 TRANSFORMER = {
     "sample_size": 128,
     "patch_size": 2,
@@ -124,7 +124,7 @@ def shapes(medium):
 
 @pytest.fixture
 def unread(monkeypatch, shapes):
-    """Parameters are shapes that lie nowhere; only arrays are put on devices."""
+    """Parameters are shapes without devices; only arrays are put on devices."""
     put = jax.device_put
 
     def put_arrays(tree, *where):
@@ -193,7 +193,7 @@ def test_sd35_divides_among_the_gpus(name, gpus):
 
 
 def test_sd35_has_the_published_batch():
-    """48 groups of 24 in two updates, whatever the number of GPUs; nine images a GPU at once."""
+    """48 groups of 24 in two updates, for any number of GPUs; nine images a GPU at once."""
     config = load(SD35, "geneval,8")
     assert (config.batch.groups, config.batch.images, config.trainer.updates) == (48, 24, 2)
     assert config.sampler.fragment == config.trainer.micro_batch == 9 * 8
@@ -201,7 +201,7 @@ def test_sd35_has_the_published_batch():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_sd35_has_the_published_average_and_start(name):
-    """Its turns are repeated for the source's micro-batches of an update, whatever ours are."""
+    """Its turns are repeated for the source's micro-batches of an update, independent of ours."""
     flow_grpo, guard = not name.startswith("nft"), name.endswith("guard")
     for gpus, repeats in ((1, 4), (2, 4 if guard else 2), (8, 4 if guard else 2)):
         config = load(SD35, f"{name},{gpus}")
@@ -289,7 +289,7 @@ def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
     for tree in (totals.gradient, after.tuned, after.ema):
         assert jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, state.tuned)
     assert_lora(system.start)
-    # All that lies on each GPU from one step to the next, and the gradient.
+    # All data that stay on each GPU from one step to the next, and the gradient.
     held = gigabytes(system.base, system.rollouts[0].frozen, state, totals.gradient)
     assert 13 < held < 15
 

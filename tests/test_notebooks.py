@@ -27,7 +27,7 @@ def printed(outputs, stream="stdout"):
 
 
 def rewards(outputs):
-    """The number behind each "reward" in what was printed."""
+    """The number after each "reward" in the output."""
     lines = "".join(printed(outputs)).splitlines()
     return [float(line.split("reward ")[1].split(",")[0]) for line in lines]
 
@@ -53,7 +53,7 @@ def test_quickstart_installs_nothing_where_the_package_is_there(quickstart):
 
 
 def test_the_package_is_found_beside_its_clone(tmp_path):
-    # As in Colab once its runtime was restarted: the folder is taken for a package without __init__.
+    # As in Colab after a restart of its runtime: the folder is taken for a package without __init__.
     (tmp_path / "digen_jax").symlink_to(ROOT)
     notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", nbformat.NO_CONVERT)
     notebook.cells = [cell for cell in notebook.cells if cell.id == "install"]
@@ -83,5 +83,5 @@ def test_quickstart_learns(quickstart):
 @pytest.mark.slow
 def test_quickstart_warns_of_nothing(quickstart):
     alarms = [text for outputs in quickstart.values() for text in printed(outputs, "stderr")]
-    # Where ipywidgets is not installed, tqdm says that its bars will be plain.
+    # Without ipywidgets, tqdm warns that its bars will be plain.
     assert [alarm for alarm in alarms if "ipywidgets" not in alarm] == []

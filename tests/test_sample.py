@@ -27,7 +27,7 @@ def draw(model, folder, batch=2, prompts=PROMPTS, seed=7, images=1, **sampling):
 
 
 def pictures(folder):
-    """The images of a folder in their order, without the grid, as numbers that can be subtracted."""
+    """The images of a folder in their order, without the grid, as numbers."""
     return np.stack([np.asarray(Image.open(f), int) for f in sorted(folder.glob("0*.png"))])
 
 
@@ -48,7 +48,7 @@ def test_the_script_draws_every_prompt_and_the_batch_makes_no_difference(base, t
     assert done.stdout == f"3 images and grid.png lie in {tmp_path / 'script'}\n"
     assert sorted(file.name for file in (tmp_path / "script").iterdir()) == NAMES
     model = open_model(str(pipeline(base)), jax.devices()[:1])
-    # Three images on two devices, two of them at once on one, and one after the other.
+    # Three images on two devices, two of them together on one, and one after the other.
     found = pictures(tmp_path / "script")
     assert found.shape == (3, 32, 32, 3)
     two = draw(model, tmp_path / "two", steps=3, guidance=2.0)

@@ -1,4 +1,4 @@
-"""Two steps of real training of a tiny random pipeline, full and LoRA, done once for all tests that read a run."""
+"""Two steps of real training of a tiny random pipeline, full and LoRA, run once for all tests that read them."""
 
 import functools
 import pathlib
@@ -32,7 +32,7 @@ def darkness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np
 
 
 def once(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> pathlib.Path:
-    """What `make` puts at `path`, made by the first of the test processes that asks for it."""
+    """The result of `make` at `path`, made by the first test process that needs it."""
     with FileLock(path.with_name(f"{path.name}.lock")):
         if not path.exists():
             make(path)
@@ -59,7 +59,7 @@ def prompt_file(base: pathlib.Path) -> pathlib.Path:
 
 
 def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
-    """Few images, steps so large that they show; "full" keeps an average of the weights, and has two rewards."""
+    """Few images, and steps with a visible effect; "full" keeps an average of the weights, and has two rewards."""
     prompts = str(prompt_file(base))
     c = ConfigDict()
     c.steps = 2

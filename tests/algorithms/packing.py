@@ -1,4 +1,4 @@
-"""What every loss must keep to: sums do not depend on packing, and rows without weight are nothing."""
+"""Common properties of all losses: sums do not depend on packing, and rows without weight have no effect."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ JUNK = np.array([np.nan, np.inf, -np.inf, 1e4, -1e4], np.float32)
 
 
 def value_and_gradients(total, weight, arrays, differentiated):
-    """Of total(weight, *arrays), a sum, with respect to the first so many of the arrays."""
+    """Gradients of total(weight, *arrays), a sum, with respect to the first `count` arrays."""
     wrt = tuple(range(1, 1 + differentiated))
     value, gradients = jax.jit(jax.value_and_grad(total, argnums=wrt))(weight, *arrays)
     return float(value), [np.asarray(gradient) for gradient in gradients]

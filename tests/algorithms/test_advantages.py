@@ -114,7 +114,7 @@ def test_the_golden_numbers_come_out_of_the_settings_too(std):
     expected = GOLDEN[f"adv_flow_grpo_{std}_std"]
     assert_close(advantages(setting, rewards, groups, 3), expected)
     assert_close(advantages(setting, rewards[:, None], groups, 3), expected)
-    # a sum of rewards, of which one says nothing
+    # a sum of rewards, of which one is constant
     two = np.stack([rewards, np.ones_like(rewards)], axis=1)
     setting = dataclasses.replace(setting, reward_weights=(1.0, 3.0))
     assert_close(advantages(setting, two, groups, 3), expected)
@@ -185,7 +185,7 @@ def test_dropped_are_groups_whose_rewards_are_all_equal():
     each = dataclasses.replace(drop, combine="advantages")
     trained = trained_images(each, rewards, groups, 4)
     np.testing.assert_array_equal(trained, (groups == 0) | (groups == 2))
-    # a reward of weight 0 teaches nothing
+    # a reward of weight 0 has no effect
     first = dataclasses.replace(each, reward_weights=(1.0, 0.0))
     np.testing.assert_array_equal(trained_images(first, rewards, groups, 4), groups == 2)
 
@@ -205,7 +205,7 @@ def test_best_and_worst_rank_by_the_advantages_of_the_whole_group():
     np.testing.assert_array_equal(np.flatnonzero(trained), [1, 2, 6, 7])
     gdpo = dataclasses.replace(setting, combine="gdpo")
     np.testing.assert_array_equal(trained_images(gdpo, rewards, groups, 2), trained)
-    # the others are left out of training only
+    # the others are only left out of training
     np.testing.assert_array_equal(
         advantages(each, rewards, groups, 2),
         advantages(dataclasses.replace(each, best_and_worst=0), rewards, groups, 2),
@@ -287,7 +287,7 @@ def test_rewards_that_cancel_out_rank_nothing(combine):
 def test_settings_that_cannot_work_are_refused(changes, images, groups, message):
     setting = AdvantageSettings()
     for name, value in changes.items():
-        object.__setattr__(setting, name, value)  # past the check of types, as a config's values
+        object.__setattr__(setting, name, value)  # bypasses the type check, as a config's values do
     with pytest.raises(ValueError, match=message):
         setting.check(images, groups)
 

@@ -37,7 +37,7 @@ def samples(settings, n=8, seed=0):
 
 
 def log_prob_of(v, fields, i, settings):
-    """One sample in float64, as the authors' code has it."""
+    """One sample in float64, as in the authors' code."""
     error = sum((a - b) ** 2 for a, b in zip(v.flat, fields["target"][i].flat, strict=True))
     error, sigma, p = error / v.size, fields["sigma"][i], settings.ghuber_power
     return {
@@ -79,7 +79,7 @@ def loss_of(fields, settings, trained=None):
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("settings", [RECOMPUTED, CURRENT])
 def test_loss_and_gradient_equal_float64_transcription(settings, weighting):
-    """With current log-probabilities the slope is taken with the old ones held where they are."""
+    """With current log-probabilities the slope is taken with the old ones fixed."""
     settings, h = dataclasses.replace(settings, weighting=weighting), 1e-5
     fields = samples(settings)
     terms, gradient = loss_of(fields, settings)

@@ -98,7 +98,7 @@ def test_rejected_samples_never_dilute_a_mean():
     difference = np.abs(np.float64(log_prob) - np.float64(behaviour))
     kept = np.flatnonzero(difference <= 0.5)
     assert 0 < len(kept) < 50
-    # what is rejected may be far beyond what exp can hold
+    # rejected values may be too large for exp
     log_prob = log_prob.at[np.argmax(difference)].set(jnp.inf).at[49].set(jnp.nan)
     kept = kept[kept != 49]
     (loss, count), gradient = jax.value_and_grad(rejecting_total(0.5), argnums=1, has_aux=True)(

@@ -72,7 +72,7 @@ def test_an_average_with_repeats_is_flow_grpos(micro_batches, lag):
     walk = np.random.default_rng(0).normal(size=401).cumsum()
     expected = flow_grpos_loop(walk, micro_batches)
     np.testing.assert_allclose(ours(walk), expected, rtol=0, atol=1e-6 * np.abs(walk).max())
-    # Of weights that are the number of updates: how old what is evaluated after 60 n epochs is.
+    # With weights equal to the number of updates: the age of the evaluated weights after 60 n epochs.
     line = np.arange(1201.0)
     for seen in (ours(line), flow_grpos_loop(line, micro_batches)):
         assert 1200 - seen[600] == pytest.approx(lag, rel=1e-3)

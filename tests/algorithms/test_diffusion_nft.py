@@ -78,7 +78,7 @@ def test_golden():
 
 
 def test_loss_and_gradient_equal_float64_transcription():
-    """The slope is taken with the adaptive weights held where they are: they have no gradient."""
+    """The slope is taken with the adaptive weights fixed: they have no gradient."""
     inputs, h = samples(), 1e-5
     terms, gradient = loss_of(inputs)
     assert set(terms) == set(SETTINGS.terms)
@@ -150,7 +150,7 @@ def test_a_sample_does_not_depend_on_its_batch_and_padding_adds_nothing():
 
 
 def test_the_weight_has_a_floor():
-    """A prediction that is right leaves no division by 0, and one that is nearly so a small loss."""
+    """An exact prediction causes no division by 0, and a nearly exact one a small loss."""
     inputs = {name: array[:2] for name, array in samples().items()}
     inputs["sigma"] = np.array([0.5, 0.5])
     inputs["v"] = inputs["v_old"] = np.ones_like(inputs["v"])

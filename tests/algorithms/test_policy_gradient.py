@@ -81,7 +81,7 @@ GOLDEN_INPUTS = tuple(
 
 @pytest.mark.parametrize("name", GOLDEN_CASES)
 def test_golden(name):
-    """All through the function that training calls; one advantage of the eight is beyond the clip."""
+    """Uses the function that training calls; one advantage of the eight is beyond the clip."""
     assert (SETTINGS.clip_range, SETTINGS.adv_clip) == (GOLDEN["clip_range"], GOLDEN["adv_clip"])
     assert (np.abs(GOLDEN["loss_advantages"]) > SETTINGS.adv_clip).sum() == 1
     settings, references = GOLDEN_CASES[name]
@@ -92,7 +92,7 @@ def test_golden(name):
 
 
 def test_flow_dppo_masks_what_is_too_far_and_moves_away():
-    """The two golden samples that are too far both lead back; advantages reversed, both move away."""
+    """The two golden samples that are too far both move back; with reversed advantages, both move away."""
     log_prob, mean, advantages = GOLDEN_INPUTS
     _, (away, _) = golden_loss(GOLDEN_CASES["dppo"][0], log_prob, mean, -advantages)
     np.testing.assert_array_equal(np.flatnonzero(away == 0), [0, 5])
@@ -232,7 +232,7 @@ def test_kl_coefficient_without_kl_is_refused():
 
 
 def test_the_ratio_that_is_reported_is_to_the_stored_log_prob():
-    """Whatever the loss takes: with current ones its own ratio is 1."""
+    """For all settings: with current log-probabilities the loss's own ratio is 1."""
     log_prob, stored = jnp.log(jnp.array([1.1, 0.7, 2.0])), jnp.zeros(3)
     advantages, weight = jnp.array([1.0, -2.0, 9.0]), jnp.array([1.0, 1.0, 0.0])
     loss, sums = policy_loss(SETTINGS, log_prob, log_prob, advantages, weight, stored=stored)

@@ -34,7 +34,7 @@ def loss_of(fields, settings=SETTINGS, trained=None):
 
 
 def transcription(v, reference, target, beta):
-    """One pair in float64, as the paper's equation 14 has it."""
+    """One pair in float64, as in the paper's equation 14."""
     w, lose = (
         np.mean((v[k] - target[k]) ** 2) - np.mean((reference[k] - target[k]) ** 2) for k in (0, 1)
     )
@@ -105,7 +105,7 @@ def test_a_pair_does_not_depend_on_its_batch_and_padding_adds_nothing():
 
 
 def by_brute_force(rewards, group_ids):
-    """Of all ordered pairs within a group the first with the largest difference, if that is not 0."""
+    """Among all ordered pairs within a group, the first with the largest difference, if that is not 0."""
     found = []
     for group in sorted(set(group_ids.tolist())):
         members = [i for i, g in enumerate(group_ids) if g == group]

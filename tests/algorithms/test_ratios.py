@@ -79,7 +79,7 @@ def test_guard_packing_and_padding():
 
 @pytest.mark.parametrize("step", [FlowSde(0.7), DanceSde(0.3)])
 def test_guard_leaves_the_noise_times_the_change_of_the_mean(step):
-    """What equation 8 promises, at every step alike: no bias, no factor of the step's std."""
+    """The claim of equation 8, at every step: no bias, no factor of the step's std."""
     rng = np.random.default_rng(2)
     sigma, sigma_next = jnp.linspace(0.95, 0.3, 5), jnp.linspace(0.8, 0.1, 5)
     x, v, noise, change = (jnp.asarray(a, jnp.float32) for a in rng.normal(size=(4, 5, 4, 3)))
@@ -108,7 +108,7 @@ def steps_of_trajectories():
 
 
 def brute_force(log_prob, old, ids, reduce):
-    """Each step's trajectory's log-ratio, with nothing but loops."""
+    """The log-ratio of each step's trajectory, with plain loops."""
     result = []
     for mine in ids:
         own = [a - b for a, b, other in zip(log_prob, old, ids, strict=True) if other == mine]
@@ -161,7 +161,7 @@ def test_late_steps_are_left_out_of_the_ratio_and_of_every_sum():
     weight = well_conditioned(sigma, 0.2)
     np.testing.assert_array_equal(weight, [1, 1, 1, 0, 1, 0, 0, 1, 1])
     kept = np.flatnonzero(weight)
-    log_prob = log_prob.at[6].set(jnp.nan)  # the last steps may hold anything
+    log_prob = log_prob.at[6].set(jnp.nan)  # the last steps may contain anything
     value_and_grad = jax.value_and_grad(sequence_total("mean"), argnums=1)
     value, gradient = value_and_grad(weight, log_prob, old, advantages, IDS)
     short, of_short = value_and_grad(

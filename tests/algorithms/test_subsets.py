@@ -64,7 +64,7 @@ def test_a_share_of_the_timesteps_is_a_uniformly_drawn_subset():
 
 
 def test_the_draw_is_that_of_the_bit_generator_of_the_seed():
-    """Pinned: another version of numpy must not train other steps."""
+    """Fixed values: another version of numpy must not train other steps."""
     assert random_timesteps(3, 15, 0.6).tolist() == PINNED
     raw = np.random.PCG64(3).random_raw(15).tolist()
     assert sorted(sorted(range(15), key=raw.__getitem__)[:9]) == PINNED

@@ -1,4 +1,4 @@
-"""Algorithms compared: real runs of the toy family, and what is made of their ends."""
+"""Comparison of algorithms: real runs of the toy family, and the table of their results."""
 
 import json
 import pathlib
@@ -48,7 +48,7 @@ def toy_config(base, surrogate):
         reward__name=f"{brightness.__module__}:brightness",
         reward__processes=0,
         algorithm__surrogate=surrogate,
-        algorithm__negative_weight=0.25,  # of topr, which near a ratio of 1 is else the same
+        algorithm__negative_weight=0.25,  # of topr, which near a ratio of 1 is otherwise the same
         trainer__learning_rate=0.1,
     )
     c.steps, c.seed = 2, 5
@@ -57,13 +57,13 @@ def toy_config(base, surrogate):
 
 @pytest.fixture
 def built(monkeypatch):
-    """What was built, instead of the model in the config's folder."""
+    """The built system, instead of the model in the config's folder."""
     seen, systems = [], {}
 
     def build(config, devices):
         surrogate = config.algorithm.surrogate
         seen.append((config.seed, surrogate))
-        # Compiled once, whatever the seed, of which but for a LoRA only the draws know.
+        # Compiled once: the programs do not depend on the seed, except those with a LoRA.
         if surrogate not in systems:
             systems[surrogate] = toy.system(config, 1)
         system = systems[surrogate]
@@ -154,7 +154,7 @@ def test_the_table_has_means_over_the_seeds():
 
 
 def test_the_picture_has_a_line_with_bars_for_each_family(tmp_path):
-    """18 made algorithms of three families; what is written as cells and read again is the same table."""
+    """18 synthetic algorithms of three families; writing cells and reading them gives the same table."""
     rng = np.random.default_rng(0)
     families = {
         "policy gradients": (14, 0.08),

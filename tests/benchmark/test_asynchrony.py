@@ -1,4 +1,4 @@
-"""Runs with and without asynchrony: real ones of the toy family, and what is said of their ends."""
+"""Runs with and without asynchrony: real ones of the toy family, and the report of their results."""
 
 import signal
 
@@ -34,7 +34,7 @@ def config(base):
 
 @pytest.fixture
 def built(monkeypatch):
-    """What was built, instead of the model in the config's folder."""
+    """The built system, instead of the model in the config's folder."""
     seen = []
 
     def build(config, devices):
@@ -47,7 +47,7 @@ def built(monkeypatch):
 
 @pytest.mark.slow
 def test_each_seed_is_trained_with_and_without_it(config, built, tmp_path, stop_in_third, capsys):
-    """Stopped in the third of four runs, the same call does what is left."""
+    """After a stop in the third of four runs, the same call does the remaining ones."""
     stop_in_third(built)
     assert compare(config, 2, tmp_path) == 128 + signal.SIGTERM
     assert not (tmp_path / "asynchrony.png").exists()

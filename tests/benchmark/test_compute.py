@@ -1,4 +1,4 @@
-"""Sampling and training in processes of their own: the same step, wherever its halves are done."""
+"""Sampling and training in separate processes: the same step, on any division of its halves."""
 
 import dataclasses
 import multiprocessing

@@ -1,4 +1,4 @@
-"""The runtime on waits: its steps against formulas, its work against other placements', and predictions."""
+"""The runtime with waits for work: steps against formulas, work against other placements, and predictions."""
 
 import dataclasses
 import statistics
@@ -23,14 +23,14 @@ EXACT = Run(learn=1, steps=2, jitter=0.0)
 FRAGMENTS = 8  # of a step of `WORK`, of 4 images each; a group has two
 APART = Candidate(2, 1, 2)  # two workers of one device, and a trainer of two
 ASYNCHRONOUS = dataclasses.replace(APART, gap=True, tag=True, asynchrony=True)
-# Waits on a clock, which a machine that does other things as well disturbs.
+# Waits on a clock, which other load of the machine disturbs.
 pytestmark = pytest.mark.slow
-# What hands commands over takes a time of its own on a busy machine. Then longer waits decide.
+# On a busy machine sending commands takes time of its own. Then longer waits decide.
 LONGER = (1, 4)
 
 
 def plain(problem):
-    """The problem as it is."""
+    """The problem unchanged."""
     return problem
 
 
@@ -50,7 +50,7 @@ def takes(candidate, formula, easier=plain, **fields):
 def test_plain_disaggregation_is_the_sum_of_its_parts():
     def formula(c):
         generation = FRAGMENTS / 2 * 4 * (c.generate + c.decode)
-        # The last fragments of both workers come together, and the scorer takes one after the other.
+        # The last fragments of both workers end together, and the scorer takes one after the other.
         before = c.publish + c.encode + generation + 2 * 4 * c.score
         return before + FRAGMENTS * 4 * c.train / 2 + c.update
 
@@ -60,7 +60,7 @@ def test_plain_disaggregation_is_the_sum_of_its_parts():
 def test_gap_overlaps_what_plain_does_in_turn():
     def formula(c):
         generation = FRAGMENTS / 2 * 4 * (c.generate + c.decode)
-        # Faster than both workers, the trainer has only the last group left to train behind them.
+        # Faster than both workers, the trainer has only the last group left to train after them.
         return c.publish + c.encode + generation + 2 * 4 * c.score + 2 * 4 * c.train / 2 + c.update
 
     assert takes(dataclasses.replace(APART, gap=True), formula, generate=2.0) is True
@@ -84,7 +84,7 @@ def test_the_bound_is_what_all_devices_would_take_without_a_pause():
 
 
 def test_every_placement_has_the_same_work_to_do():
-    """What was drawn for a fragment is what a timeline shows of it, by the speed of who did it."""
+    """A timeline shows the drawn seconds of a fragment, divided by the speed of its worker."""
     run, problem = Run(learn=1, steps=1), WORK.problem
 
     def lengths(candidate):
@@ -111,7 +111,7 @@ def test_every_placement_has_the_same_work_to_do():
     ids=["plain", "asynchronous", "colocated"],
 )
 def test_the_simulator_predicts_later_steps_from_the_first_ones(candidate, easier):
-    """Within 5% of the median; as above, longer waits decide where the machine is busy."""
+    """Within 5% of the median; as above, longer waits decide if the machine is busy."""
     run, found = Run(learn=3, steps=5), []
     for factor in LONGER:
         work = dataclasses.replace(WORK, seconds=0.25 * factor, publish=0.02, groups=8)

@@ -1,4 +1,4 @@
-"""What stands in for device work: how long it takes, and that it is the same work for everyone."""
+"""The stand-ins for device work: their duration, and that all placements get the same work."""
 
 import time
 from contextlib import closing
@@ -58,7 +58,7 @@ FRAGMENT = Fragment(3, 5)
 def test_a_command_takes_its_cost(command, seconds):
     executors = WaitingExecutors(EXACT, Layout(Mesh(4, 4.0), (Mesh(2, 2.0),)))
     taken = []
-    for _ in range(5):  # the shortest counts, as a busy machine wakes nobody early
+    for _ in range(5):  # the shortest counts, because a busy machine delays wake-ups
         begin = time.perf_counter()
         executors.do(command)
         taken.append(time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""What comes out of the door: typed settings that say what the config said, and no more of it to be decided."""
+"""The settings behind the door: typed, equal to the config, and complete."""
 
 import dataclasses
 import json

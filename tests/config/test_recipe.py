@@ -1,4 +1,4 @@
-"""What a config may hold: every mistake is one sentence that names its field."""
+"""What a config may contain: every mistake is one sentence that names its field."""
 
 import math
 import pathlib
@@ -43,7 +43,7 @@ def changed(given, **fields):
 
 
 def refused(config, *parts, devices=None):
-    """The sentence that refuses a config, once it is seen to be one and to hold `parts`."""
+    """The sentence that refuses a config; checks that it is one sentence with all `parts`."""
     with pytest.raises(ConfigError) as caught:
         open_recipe(config, devices)
     sentence = str(caught.value)
@@ -68,7 +68,7 @@ def test_a_recipe_overrides_single_fields_of_a_group(given):
     full = recipe.complete(changed(given, sampler__kind="flow", seed=7))
     assert (full.seed, full.sampler.kind) == (7, "flow")
     assert full.sampler.steps == recipe.reference().sampler.steps
-    assert given.sampler.to_dict() == {"kind": "flow"}  # what was given stays as it was
+    assert given.sampler.to_dict() == {"kind": "flow"}  # the given config is unchanged
 
 
 def test_whole_numbers_become_floats_where_floats_belong(given):
@@ -513,7 +513,7 @@ def test_advantages_and_rewards_that_do_not_fit_are_refused(given, fields, sente
 
 
 def test_devices_divide_the_images_that_are_kept(given):
-    """Of 24 images 8 are trained: four devices divide them, as the micro-batch says."""
+    """Of 24 images 8 are trained: four devices divide them, as required by the micro-batch."""
     fields = dict(advantages__best_and_worst=2, sampler__fragment=24)
     open_recipe(changed(given, **fields, trainer__micro_batch=8), 8)
     fields = changed(given, **fields, trainer__micro_batch=2)
@@ -939,7 +939,7 @@ def test_ratios_of_trajectories_want_all_steps_of_an_image_in_a_pass(given):
 
 
 def test_every_number_has_a_range_or_is_checked_with_what_it_depends_on(given):
-    """No number passes that is NaN, and no float that is infinite, but for the few that say so."""
+    """NaN is refused everywhere, and infinity in all floats except the few that allow it."""
     full = recipe.complete(given)
     for name, value in checks.numbers.RANGES.items():
         assert value[0] <= checks._value(full, name) <= value[1]
@@ -948,7 +948,7 @@ def test_every_number_has_a_range_or_is_checked_with_what_it_depends_on(given):
 
 
 def test_a_seed_beyond_the_range_would_be_that_of_another_run():
-    """What the range is for: JAX keeps 32 bits of a seed."""
+    """The reason of the range: JAX keeps 32 bits of a seed."""
     keys = [jax.random.key_data(jax.random.key(seed)) for seed in (0, LARGEST_SEED, 2**32)]
     assert (keys[0] == keys[2]).all() and (keys[0] != keys[1]).any()
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md is made from the code, where every field says what it means."""
+"""docs/configuration.md is generated from the code, where every field has a comment."""
 
 import pytest
 

@@ -17,7 +17,7 @@ from tests.engine.toy import receive
 GROUPS, IMAGES, STEPS = 3, 4, 4
 ROWS = np.repeat(np.arange(GROUPS, dtype=np.int32), IMAGES)
 ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6, 0.1, -0.2, 0.9, -0.8], np.float32)
-# No other array has this shape at its end, so that it is found in a compiled program.
+# No other array ends with this shape, so that it can be found in a compiled program.
 SIZE = (3, 5, 4)
 SCALE = 3.0  # alpha / rank of test_trainer's LoRA
 
@@ -57,14 +57,14 @@ def sampled():
 
 @functools.cache
 def tuned(tuning: str, by: float = 0.05):
-    """What is tuned, some way from where the images were sampled."""
+    """Tuned parameters at some distance from those that sampled the images."""
     return jax.device_get(toy.moved(system(config(tuning)).start, by))
 
 
 def experience(
     parts: System, images: slice, steps: int = STEPS, advantages: np.ndarray = ADVANTAGES
 ) -> Experience:
-    """Some images as the trainer gets them, and of each the first steps."""
+    """Some images in the trainer's form, with the first steps of each."""
     prompts, all_images = sampled()
     t = all_images.samples
     t = type(t)(*(part[:steps, images] for part in t[:3]), *(part[:steps] for part in t[3:5]))
@@ -118,7 +118,7 @@ def plain_of_stored(tuning: str, steps: int):
 
 @functools.cache
 def log_probs(tuning: str, by: float) -> np.ndarray:
-    """[s b]: those of a policy, one by one."""
+    """The log-probabilities [s b] of a policy, one by one."""
     _, ratios = plain(tuning, np.zeros((STEPS, len(ROWS)), np.float32), by=by)
     return np.log(ratios)
 

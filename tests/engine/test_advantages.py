@@ -1,4 +1,4 @@
-"""From a step's rewards to its gradient: advantages, what of a fragment trains, and what is left out."""
+"""From a step's rewards to its gradient: advantages, trained images, and images that are left out."""
 
 import functools
 import statistics
@@ -16,7 +16,7 @@ from tests.engine.fragments import GROUPS, IMAGES, ROWS
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
-# Two rewards; in the second group the first one says nothing, in the third one both agree.
+# Two rewards; in the second group the first one is constant, in the third one both agree.
 REWARDS = np.float32(
     [
         *([0.9, 0.1], [0.2, 0.5], [0.4, 0.7], [0.1, 0.3]),
@@ -46,7 +46,7 @@ def best_and_worst(values, count):
 
 
 def advantages_by_hand(name):
-    """Each image's, NaN where it is left out, from the definitions in float64."""
+    """Each image's advantage, NaN if it is left out, from the definitions in float64."""
     first, second = REWARDS.astype(float).T.tolist()
     both = [a + 0.5 * b for a, b in zip(first, second, strict=True)]
     images, kept = range(12), set(range(12))
@@ -93,7 +93,7 @@ def built():
 
 
 def part_of(images: slice):
-    """Some images on the trainer mesh, as decoding leaves them there."""
+    """Some images on the trainer mesh, in the form in which decoding leaves them."""
     _, whole = fragments.sampled()
     t = whole.samples
     t = t._replace(**{name: getattr(t, name)[:, images] for name in ("x", "x_next", "log_prob")})
@@ -132,7 +132,7 @@ def test_the_gradient_is_the_sum_over_single_images(name, large):
 
 
 def test_where_all_groups_are_dropped_an_update_is_adams_for_no_gradient():
-    """Nothing is in a sum or a denominator, and metrics are finite."""
+    """Such groups are in no sum or denominator, and metrics are finite."""
     totals = accumulated(SETTINGS["dropped"], 6, np.full((12, 1), 0.1))
     assert all(float(value) == 0 for value in totals.sums.values())
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(totals.gradient)))
@@ -145,7 +145,7 @@ def test_where_all_groups_are_dropped_an_update_is_adams_for_no_gradient():
 
 
 def test_images_are_taken_in_any_order_and_stay_split():
-    """As pairs are, too, in which an image may come twice."""
+    """Pairs too, in which an image may occur twice."""
     images, trainer = part_of(slice(0, 12)), built()[0].placement.trainer
     places = np.array([7, 0, 0, 11])
     found = selected(images, places, trainer)

@@ -47,7 +47,7 @@ def config(base, tuning, mesh, **fields):
         batch=dict(groups=2, images=4),
         sampler=dict(steps=3, window=dict(first=0, length=2), guidance=2.0, fragment=8),
         trainer=dict(micro_batch=4, pack=2),
-        # Neither ratios of parameters that moved nor a KL, as both magnify rounding.
+        # Neither ratios of changed parameters nor a KL, because both magnify rounding.
         algorithm=dict(old_log_probs="current"),
         placement=dict(
             rollout=dict(data=0),
@@ -74,7 +74,7 @@ def system_of(config):
 def result(base):
     @functools.cache
     def of(tuning, mesh):
-        """(clips, gradient) of eight images by parameters that are some way from the start."""
+        """(clips, gradient) of eight images with parameters at some distance from the start."""
         system = system_of(config(base, tuning, mesh))
         tuned = toy.moved(system.start, 0.01)
         sampler, weights = system.sampler, system.publish(tuned)
@@ -111,7 +111,7 @@ def test_images_and_gradients_are_those_of_one_device(result, tuning, mesh):
 
 
 def results(program, operation):
-    """The shapes of what an operation gives in a compiled program."""
+    """The shapes of an operation's results in a compiled program."""
     return set(re.findall(rf"= f32\[([\d,]*)\]\S* {operation}\(", program))
 
 
@@ -125,7 +125,7 @@ def test_over_tensor_heads_and_inner_widths_are_split_and_over_fsdp_parameters_a
     args = (weights, prompts, rows, keys, keys, np.int32(0), None)
     program = sampler._generate.lower(*args).compile().as_text()
     gathered, products = results(program, "all-gather"), results(program, "dot")
-    # The width is 16 and 64 inside a feed-forward layer, of which a device has half the columns, or rows.
+    # The width is 16, and 64 inside a feed-forward layer, of which a device has half the columns, or rows.
     assert {"16,32", "32,16", "16,8", "8,16"} <= gathered
     assert not {"16,64", "64,16"} & gathered
     assert {"64,8", "64,32", "64,16"} <= products

@@ -21,7 +21,7 @@ def mesh(data: int, fsdp: int, time: int = 1):
 
 
 def widened(sizes: list[int], rows: jax.Array) -> jax.Array:
-    """Another shape than it is given; notes how many rows it is traced with."""
+    """Gives another shape than its input's; records with how many rows it is traced."""
     sizes.append(len(rows))
     return jnp.sin(rows[:, None, :] * jnp.arange(1.0, 4)[:, None]) + rows[:, :1, None]
 

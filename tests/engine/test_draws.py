@@ -36,14 +36,14 @@ def one_device(first=0, fragment=8, **fields):
 
 
 def steps_of(parts, count):
-    """The first steps of a run, all of the same groups, as they are sampled by the start."""
+    """The first steps of a run, all of the same groups, sampled with the initial weights."""
     config, system = parts
     size, same = config.sampler.fragment, itertools.repeat(toy.records(GROUPS))
     return list(toy.sampled_steps(system, same, IMAGES, size, count, system.start))
 
 
 def gradient(parts, step):
-    """Of a step whose only fragment is trained away from where it was sampled."""
+    """For a step whose only fragment is sampled and trained on different meshes."""
     _, system = parts
     state = system.trainer.init(toy.moved(system.start, 0.05))
     experience = receive(system, step.prompts, step.images[0], ADVANTAGES)
@@ -88,7 +88,7 @@ def test_a_window_that_leaves_the_schedule_is_no_sampled_one():
 
 
 def test_a_fragment_has_the_window_of_its_own_step_whoever_samples_it_and_when(monkeypatch):
-    """Begun ahead with older weights, or by the trainer."""
+    """Begun ahead of time with older weights, or by the trainer."""
     found, real = {}, TrainingExecutor.deliver
 
     def deliver(executor, command):

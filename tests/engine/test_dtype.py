@@ -1,4 +1,4 @@
-"""A sampler in bfloat16 beside a trainer in float32: what is sent to it, and what becomes of the ratios."""
+"""A bfloat16 sampler with a float32 trainer: the weights that are sent, and the ratios."""
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def test_old_log_probs_are_the_trainers_own_unless_asked_for_otherwise(fields, e
     ),
 )
 def test_rounding_is_seen_in_the_ratios_and_clips_nothing(fields):
-    """Of the first update, and with a tiny rate of the second one."""
+    """In the first update, and with a tiny learning rate in the second one."""
     found = {}
     for dtype in ("bfloat16", ""):
         c = config(dtype, algorithm__clip_range=1e-3, algorithm__adv_clip=5.0, **fields)

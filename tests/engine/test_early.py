@@ -15,7 +15,7 @@ from tests.engine import fragments, toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
-# Of three groups: far from 0, from which float32 would lose much; all equal; and nearly equal.
+# Of three groups: far from 0, where float32 would lose many digits; all equal; and nearly equal.
 REWARDS = np.array(
     [100.1, 100.9, 100.3, 100.2, 0.3, 0.3, 0.3, 0.3, -1.0, -1.0004, -1.0001, -0.9999]
 )

@@ -1,4 +1,4 @@
-"""The four kinds of guidance, by a family whose velocity one can work out by hand."""
+"""The four kinds of guidance, with a family whose velocity can be computed by hand."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ from tests.engine import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
-# Of one prompt and of none, as `Linear.encode` gives them.
+# With one prompt and without, as `Linear.encode` gives them.
 PROMPT, NULL, W = 3.0, 2.0, 0.5
 NFT = dict(name="diffusion_nft", kl_coefficient=0.1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Linear(toy.ToyFamily):
-    """v = w (c x + g / 10), c the length of the prompt and g an embedded guidance; a prompt of none has 2."""
+    """v = w (c x + g / 10), with c the length of the prompt and g an embedded guidance; without a prompt c is 2."""
 
     size: tuple[int, int, int] = (1, 1, 1)
     frozen: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -109,7 +109,7 @@ def test_the_references_guidance_is_the_embedded_one():
 
 
 def test_a_step_of_a_family_without_guidance_is_that_of_one_at_guidance_1():
-    """From prompts to the update, with nothing where others have the empty prompt."""
+    """From prompts to the update, with None where other families have the empty prompt."""
 
     class Unguided(toy.ToyFamily):
         def tokenize_null(self, records):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 
 GROUPS, IMAGES, COUNT = 4, 3, 3
 ROWS = np.repeat(np.arange(GROUPS, dtype=np.int32), IMAGES)
-# As rewards those of the third group prefer nothing; as advantages some are clipped.
+# As rewards, those of the third group prefer nothing; as advantages, some are clipped.
 JUDGED = np.array([1.5, -0.4, -0.9, 0.2, -2.7, 0.3, 0.8, 0.8, 0.8, 0.1, 2.2, -0.8], np.float32)
 SCALE, SAMPLED = 3.0, 4.5  # of LoRA; the sampler's guidance
 # The fields of a config, and what they mean: the guidance of the policies, and of the reference.
@@ -76,7 +76,7 @@ def keys():
 
 @functools.cache
 def parameters(tuning):
-    """(trained, that sampled, slow copy): three different ones, on the host."""
+    """(trained, behaviour, slow copy): three different policies, on the host."""
     start = toy.system(config("diffusion_dpo", tuning), devices=1).start
     return tuple(jax.device_get(toy.moved(start, by)) for by in (0.05, 0.03, -0.04))
 
@@ -91,7 +91,7 @@ def levels(name, key):
 
 
 def nft(sample, v, old, copy, reference, r):
-    """The public code's loss, as its paper's supplement has it: arXiv 2509.16117."""
+    """The public code's loss, as in its paper's supplement: arXiv 2509.16117."""
     (x0, x, sigma, _) = sample
 
     def off(u):
@@ -194,7 +194,7 @@ def plain(name, tuning, guidance, with_kl, left_out=(), chosen=None):
 
 
 def received(parts, part):
-    """Some images as the trainer gets them."""
+    """Some images in the trainer's form."""
     images = Images(0, ROWS[part], Endpoints(X0[part], keys()[part], SIGMAS), SIGMAS)
     return receive(parts, PROMPTS, images, JUDGED[part])
 

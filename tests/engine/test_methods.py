@@ -55,7 +55,7 @@ def dual(a, new, old, noise, dt):
 
 
 def decoupled(a, new, old, noise, dt):
-    """In the first update of a step, to whose start nothing has changed: only the weight is not 1."""
+    """In the first update of a step nothing has changed since its start: only the weight is not 1."""
     w = jnp.minimum(jnp.exp(new.log_prob - old.log_prob), 1.004)
     r = jnp.exp(new.log_prob - jax.lax.stop_gradient(new.log_prob))
     return -jax.lax.stop_gradient(w) * a * r
@@ -78,7 +78,7 @@ METHODS = {
 
 
 class Policy:
-    """Of one transition: the mean of x_next, its log-probability and the velocity, as the papers write them."""
+    """For one transition: the mean of x_next, its log-probability and the velocity, as the papers write them."""
 
     def __init__(self, params, sample, prompt, null, capped):
         x, x_next, sigma, sigma_next, sigma_max = sample
@@ -166,7 +166,7 @@ def experience(parts, means):
         *((name, "rollout") for name in METHODS if name != "capped noise"),
         ("guard", "recomputed"),
         ("rejection", "recomputed"),
-        ("capped noise", "recomputed"),  # what is stored was sampled by another kind
+        ("capped noise", "recomputed"),  # the stored log-probabilities are of another kind of step
     ],
 )
 def test_the_gradient_is_that_of_single_transitions(name, old):
@@ -211,7 +211,7 @@ def test_an_update_without_a_single_sample_is_one_without_a_gradient():
 @jax.jit
 @functools.partial(jax.grad, has_aux=True)
 def of_trajectory(tuned, proximal, start, samples, sigma_max, advantage, prompt, null):
-    """One image's loss by the ratio of all its steps to the step's start, weighted by that one's to the sampler."""
+    """One image's loss by the ratio of all its steps to the step's start, weighted by that policy's to the sampler."""
     to_start = to_sampler = kl = 0.0
     for step in range(fragments.STEPS):
         sample = (*(part[step] for part in samples), sigma_max)

@@ -22,7 +22,7 @@ def built(tuning, old_log_probs, mesh=(2, 2, 1)):
 
 @functools.cache
 def with_wrong_stored():
-    """What is stored, as if the sampler's arithmetic were much coarser than the trainer's."""
+    """Stored log-probabilities as if the sampler's arithmetic were much coarser than the trainer's."""
     stored = fragments.sampled()[1].samples.log_prob
     return stored + np.float32(0.02) * np.random.default_rng(5).normal(size=stored.shape)
 
@@ -35,7 +35,7 @@ def experience(parts):
 
 @pytest.mark.parametrize(("tuning", "by"), [("lora", 0.02), ("full", 0.02)])
 def test_recomputed_ones_are_those_of_the_version_that_sampled(tuning, by):
-    """The state has been updated since: what the update consumed is not what was kept."""
+    """After an update of the state: the arrays that it consumed are not the kept ones."""
     parts, state = built(tuning, "recomputed")
     behaviour = parts.trainer.init(fragments.tuned(tuning, by)).tuned
     totals = parts.trainer.accumulate(state, parts.base, experience(parts), None, behaviour)

@@ -1,4 +1,4 @@
-"""Time-step parallelism: packed and sharded steps against a plain loop, and what is sent for it."""
+"""Time-step parallelism: packed and sharded steps against a plain loop, and its communication."""
 
 import re
 
@@ -97,7 +97,7 @@ def collectives(text):
 
 
 def sent_latents(text):
-    """The collectives that move what is shaped like latents, but for the gradients of a pass."""
+    """The collectives that move arrays shaped like latents, except for the gradients of a pass."""
     end = fragments.SIZE
     found = collectives(text)
     return [kind for kind, shapes, back in found if not back and any(s[-3:] == end for s in shapes)]
@@ -122,7 +122,7 @@ def merged_first(experience, images, steps, group, times):
 
 @pytest.mark.parametrize(("pack", "mesh"), [(4, (2, 2, 2)), (4, (4, 1, 2))])
 def test_no_trajectory_is_gathered(pack, mesh):
-    """Where parameters are split the loop reduces gradients and gathers parameters."""
+    """If parameters are split, the loop reduces gradients and gathers parameters."""
     parts, state = built("full", "fsdp", pack, mesh, 4)
     text = compiled(parts, state, 4)
     assert {"all-reduce", "all-gather"} <= {kind for kind, *_ in collectives(bodies(text))}
@@ -130,7 +130,7 @@ def test_no_trajectory_is_gathered(pack, mesh):
 
 
 def test_merged_first_it_would_be_sent_around(monkeypatch):
-    """That the test above can fail."""
+    """Shows that the test above can fail."""
     monkeypatch.setattr(trainer, "passes", merged_first)
     monkeypatch.setattr(gradient, "merged", lambda micro, group: micro)
     parts, state = built("full", "fsdp", 4, (2, 2, 2), 4)

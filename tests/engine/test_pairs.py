@@ -1,4 +1,4 @@
-"""Diffusion DPO of several rewards: which images a run pairs, and that these are what it trains."""
+"""Diffusion DPO with several rewards: the pairs of a run, and that it trains these."""
 
 import functools
 import statistics

@@ -30,7 +30,7 @@ def placed(rollout, trainer, devices=8, workers=1, **fields):
 
 
 def shape_of(mesh):
-    """Of the axes that are used."""
+    """The sizes of the axes that are used."""
     return {axis: size for axis, size in mesh.shape.items() if size > 1}
 
 
@@ -103,7 +103,7 @@ def test_one_device_is_colocated_whatever_the_config_says():
     assert found.describe() == "colocated: the one device (cpu) samples and trains in turn"
 
 
-# As asked for and as fitted: (workers, data, fsdp) of rollout, (data, fsdp, time) of the trainer.
+# Requested and fitted: (workers, data, fsdp) of rollout, (data, fsdp, time) of the trainer.
 @pytest.mark.parametrize(
     ("wanted", "devices", "found"),
     [
@@ -191,7 +191,7 @@ def test_too_few_devices_are_refused(rollout, trainer):
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_fsdp_splits_every_parameter_on_both_meshes(tuning, monkeypatch):
-    """Each device holds 1/n of every parameter, its moments and its average, before and behind publication."""
+    """Each device holds 1/n of every parameter, its moments and its average, before and after publication."""
     monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 1)
     lora = dict(lora__rank=4) if tuning == "lora" else {}
     system = toy.system(toy.config(**toy.meshes((1, 4), (2, 2)), **lora, trainer__ema=0.5))

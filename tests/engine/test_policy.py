@@ -81,7 +81,7 @@ def test_full_tuning_leaves_out_what_the_family_never_trains(start, reference):
 
 
 def test_what_is_tuned_shares_no_array_with_its_reference(start):
-    """The trainer's updates consume what is tuned."""
+    """The trainer's updates consume the tuned parameters."""
     tuned, base = split(Policy(FAMILY), start, reference=True)
     places = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(base)}
     assert not any(leaf.unsafe_buffer_pointer() in places for leaf in jax.tree.leaves(tuned))
@@ -121,7 +121,7 @@ def test_a_lora_trains_its_factors_only_and_exports_whole_weights(start, inputs)
 
 @dataclasses.dataclass(frozen=True)
 class TwoExperts(toy.ToyFamily):
-    """One network for much noise and one of the same form for little, as Wan 2.2 has."""
+    """One network for high noise levels and one of the same form for low ones, as in Wan 2.2."""
 
     trained: ClassVar = ("transformer_2", "transformer")
     lists: ClassVar = {part: toy.ToyFamily.lists["transformer"] for part in trained}
@@ -147,7 +147,7 @@ def test_a_lora_of_two_components_adapts_each_with_factors_of_its_own(experts, i
     assert tuned.keys() == experts.keys()
     a = [tree["inside"]["a"] for tree in tuned.values()]
     assert np.abs(a[0] - a[1]).max() > 0.1
-    # Nor does it matter that names are sorted by a program.
+    # The sorting of names by a program does not matter either.
     for part, tree in jax.jit(lambda params: policy.split(KEY, params, False)[0])(experts).items():
         jax.tree.map(close, tree, tuned[part])
     moved = toy.moved(tuned, 0.5)

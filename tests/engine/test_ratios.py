@@ -21,7 +21,7 @@ from tests.engine.toy import receive
 
 pytestmark = pytest.mark.usefixtures("exact_and_split", "optimised")
 
-# A tenth of Flow-GRPO's own clip range, 1e-4. As the clip range itself it makes the trainer's
+# A tenth of Flow-GRPO's own clip range, 1e-4. Used as the clip range itself, it makes the trainer's
 # clip_fraction the number of ratios that are further than this from 1.
 LIMIT = 1e-5
 KINDS = {"flow": (0.7, 8), "dance": (0.3, 8), "cps": (0.8, 7)}  # noise level, steps with noise
@@ -96,7 +96,7 @@ class Rollout:
         )
 
     def sampled_means(self, std):
-        """x_next less the noise that was added to its mean, drawn again from the images' keys."""
+        """x_next minus the noise that was added to its mean, drawn again from the images' keys."""
         keys = image_keys(jax.random.key(0), np.repeat([10, 11], 4), np.tile(np.arange(4), 2))
         keys = jax.vmap(lambda key: jax.random.fold_in(key, TRANSITION))(keys)
         x_next = self.transitions.x_next

@@ -1,4 +1,4 @@
-"""bfloat16 arithmetic: how far rounding moves the ratios before the first update, and behind one."""
+"""bfloat16 arithmetic: how far rounding moves the ratios, before the first update and after one."""
 
 import pathlib
 import runpy
@@ -44,7 +44,7 @@ def tiny(old_log_probs, **fields):
 
 
 def means(system, state, experience, behaviour):
-    """Of the trainer's own gradient: (ratio_spread, over_spread_limit)."""
+    """(ratio_spread, over_spread_limit) of the trainer's own gradient."""
     totals = system.trainer.accumulate(state, system.base, experience, None, behaviour)
     sums = jax.device_get(totals.sums)
     return [float(sums[name] / sums["weight"]) for name in ("ratio_spread", "over_spread_limit")]
@@ -63,14 +63,14 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("old_log_probs", "fields"), CASES)
 def test_equal_weights_give_equal_ratios(old_log_probs, fields):
-    """Whatever is sampled or trained together, and whether a backward pass follows."""
+    """For any division into batches, with or without a backward pass."""
     system, state, experience = tiny(old_log_probs, **fields)
     mean, over = means(system, state, experience, toy.fresh(system).tuned)
     assert mean < 2e-6 and over == 0
 
 
 class Chain(nn.Module):
-    """A velocity by products and sums in bfloat16, of which a compiler may round the last alone."""
+    """A velocity from bfloat16 products and sums, of which a compiler may round only the last."""
 
     @nn.compact
     def __call__(self, x, sigma, context, pooled):
@@ -164,7 +164,7 @@ class Embedded:
         self.start = toy.fresh(self.system).tuned
 
     def sampled(self):
-        """A fragment, as the trainer takes it."""
+        """A fragment in the trainer's form."""
         system, rows = self.system, np.arange(FRAGMENT, dtype=np.int32) // 12
         weights = system.publish(self.start)
         said = ("a photo of a red star", "two blue rings", "a green square", "three circles")
@@ -176,7 +176,7 @@ class Embedded:
         return receive(system, prompts, images, advantages)
 
     def log_ratios(self, tuned, experience):
-        """To the start, in one batch."""
+        """The ratios to the start, in one batch."""
         program = replaying(self.system)
         found = (program(one, self.system.base, experience).log_prob for one in (tuned, self.start))
         new, old = map(np.float64, found)

@@ -1,4 +1,4 @@
-"""Which mesh axis splits which dimension of which parameter."""
+"""The mesh axis that splits each dimension of a parameter."""
 
 import re
 
@@ -19,7 +19,7 @@ from tests.engine import toy
 from tests.pipelines import ROOT
 
 FSDP = ((".*", "fsdp"),)
-# MaxText's way: the width over fsdp, what is inside over tensor.
+# MaxText's rules: the width over fsdp, inner widths over tensor.
 COMPOSED = (
     ("transformer/", "heads", "tensor"),
     ("transformer/", "mlp", "tensor"),
@@ -147,11 +147,11 @@ def test_rules_over_logical_axes_compose_and_hold_for_the_components_that_they_n
         (FSDP, dict(fsdp=2), (None, "fsdp")),  # of two equal dimensions the first
         (FSDP, dict(fsdp=5), ()),
         (sharding.REPLICATED, dict(fsdp=2), ()),
-        (FSDP, dict(tensor=3), ()),  # which divides none
+        (FSDP, dict(tensor=3), ()),  # which divides no dimension
         ((("to_q", "replicate"), *FSDP), dict(fsdp=2, tensor=2), (None, None, "tensor")),
         ((("to_q", "replicate"), ("", "mlp", "tensor")), dict(fsdp=2, tensor=2), ()),
         ((("", "heads", "fsdp"), *FSDP), dict(fsdp=2), (None, None, "fsdp")),
-        # The first of the rules that can be met has the dimension.
+        # The first rule that can be applied gets the dimension.
         (
             (("", "heads", "fsdp"), ("", "heads", "tensor")),
             dict(fsdp=2, tensor=2),
@@ -172,7 +172,9 @@ def test_rules_apply_in_their_order(family, monkeypatch, rules, sizes, spec):
 def test_a_rule_about_no_parameter_is_refused(family):
     Layout.of((*COMPOSED, ("to_q", "rank", "fsdp")), family.axes()).check()
     for rule in (("transformr/", "mlp", "tensor"), ("vae/", "mlp", "tensor")):
-        expected = f"splits the axis 'mlp' of parameters that match '{rule[0]}', but there are none"
+        expected = (
+            f"splits the axis 'mlp' of parameters that match '{rule[0]}', but no such parameter"
+        )
         with pytest.raises(ConfigError, match=re.escape(expected)):
             Layout.of((rule, *FSDP), family.axes()).check()
 

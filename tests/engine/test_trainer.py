@@ -63,7 +63,7 @@ ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
 
 
 def experiences(system, fragment):
-    """The same trajectories as the trainer gets them, cut into fragments."""
+    """The same trajectories in the trainer's form, divided into fragments."""
     prompts, images = sampled()
     for start in range(0, 8, fragment):
         cut = slice(start, start + fragment)
@@ -133,7 +133,7 @@ def plain(tuning):
 
 @functools.cache
 def start_of(tuning):
-    """What is tuned, some way from where the images were sampled."""
+    """Tuned parameters at some distance from those that sampled the images."""
     system = toy.system(gradient_config(tuning), devices=1)
     return jax.device_get(toy.moved(system.start, 0.05))
 
@@ -205,7 +205,7 @@ SETTINGS = dict(
 
 
 def make_trainer(rules=((".*", "fsdp"),), **changes):
-    """On a mesh of 2 x 2."""
+    """Shardings on a mesh of 2 x 2."""
     config = toy.config(**toy.meshes((4, 1), (2, 2)))
     system = toy.system(config)
     group = dataclasses.replace(system.placement.trainer, layout=Layout(rules))
@@ -259,7 +259,7 @@ def test_updates_clip_warm_up_decay_and_average(decay):
 
 
 def test_an_average_is_warmed_up_and_takes_turns():
-    """By the number of updates made, which a state that is restored brings along."""
+    """By the number of updates, which is part of a restored state."""
     trainer = make_trainer(ema=0.9, ema_warm_up=True, ema_every=2, ema_repeats=3)
     start = toy.draw(np.random.default_rng(2), (8, 6))
     state, average = trainer.init({"kernel": start}), start.astype(np.float64)
@@ -274,7 +274,7 @@ def test_an_average_is_warmed_up_and_takes_turns():
 
 
 def test_the_state_lies_as_the_rules_say_before_and_after_an_update():
-    """Rules that are anchored at the parameter's own path hold for its moments and average too."""
+    """Rules anchored at the parameter's own path also hold for its moments and average."""
     trainer = make_trainer(rules=(("^split/kernel$", "fsdp"), ("^whole/kernel$", "replicate")))
     start = {name: {"kernel": np.ones((8, 6), np.float32)} for name in ("split", "whole")}
     state = trainer.init(start)

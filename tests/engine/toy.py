@@ -1,4 +1,4 @@
-"""A family that compiles in a moment, and systems around it: the runtime must not know the difference."""
+"""A family that compiles quickly, and systems around it: for the runtime it is like any other family."""
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ class Conditioning(NamedTuple):
 
 
 class Network(nn.Module):
-    """Every pixel by itself, between dense layers that LoRA can adapt; `places` is never trained."""
+    """Processes every pixel alone, with dense layers that LoRA can adapt; `places` is never trained."""
 
     width: int = 8
     dtype: Any = None
@@ -67,7 +67,7 @@ class Network(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ToyFamily:
-    """What the rest sees of a model family; parameters are made, not read."""
+    """A model family as the rest of the package sees it; parameters are made, not read."""
 
     network: nn.Module = dataclasses.field(default_factory=Network)
     size: tuple[int, int, int] = (4, 4, 4)
@@ -200,7 +200,7 @@ def meshes(rollout: tuple[int, ...], trainer: tuple[int, ...], workers: int = 1)
 
 
 def opened(config: ConfigDict | Recipe) -> Recipe:
-    """The recipe of a config, which need not name files that there are."""
+    """The recipe of a config, whose files need not exist."""
     return config if isinstance(config, Recipe) else reopen_recipe(config)
 
 
@@ -274,7 +274,7 @@ def rollout(system: System, config: ConfigDict, tuned: Any):
 
 
 def receive(system: System, prompts, images: Images, *known):
-    """A fragment as the trainer takes it, from wherever it and its prompts lie."""
+    """A fragment in the trainer's form, from any mesh."""
     group = system.placement.trainer
     prompts = jax.device_put(prompts, group.replicated)
     return training.receive(system, prompts, on_trainer(images, group), *known)
@@ -309,14 +309,14 @@ def batches(groups: int):
 
 
 def fresh(system: System) -> State:
-    """A state that may be consumed, as a system's own start must not be."""
+    """A copy of a state, so that a system's own start is not consumed."""
     return system.trainer.init(jax.tree.map(lambda leaf: leaf + 0, system.start))
 
 
 def executors(
     system: System, config: ConfigDict | Recipe, state: State, batches, **options
 ) -> Executors:
-    """Those of a run's commands, from the beginning."""
+    """The executors of a run from the beginning."""
     asked = opened(config)
     settings, duties = asked.scheduler, assemble.duties(asked)
     return Executors(system, settings, duties, state, batches, **options)

@@ -22,7 +22,7 @@ A, B = np.random.default_rng(0).normal(size=(2, 2, 2))
 
 
 def velocity(x, sigma, xp=jnp):
-    """Neither linear nor smooth on the scale of a coarse schedule."""
+    """Neither linear nor smooth at the scale of a coarse schedule."""
     s = sigma[:, None, None, None]
     mixed = xp.tanh(x @ xp.asarray(A, x.dtype)) * (1 + s)
     return mixed + xp.sin(9 * s + x @ xp.asarray(B, x.dtype))
@@ -44,7 +44,7 @@ def scheduler_of(steps, sigmas=None):
 
 
 def diffusers_trajectory(scheduler):
-    """[(x, v)] of every step, and the end."""
+    """[(x, v)] of every step, and the final x."""
     x, found = torch.from_numpy(START.copy()), []
     for i, t in enumerate(scheduler.timesteps):
         sigma = np.full(len(START), float(scheduler.sigmas[i]), np.float32)

@@ -84,7 +84,7 @@ def test_noise_follows_the_documented_folds():
 
 
 def test_streams_do_not_collide():
-    """Numbers of different streams, and what is drawn from them, have nothing in common."""
+    """Numbers of different streams, and their draws, are independent."""
     numbers = [
         sampling.START,
         sampling.TRANSITION,

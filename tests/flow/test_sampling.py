@@ -57,7 +57,7 @@ def ode_by_hand(x, sigmas):
 
 
 def assert_images_equal(ours, theirs, images, others):
-    """Images of one trajectory against those of another, whatever the batches they came in."""
+    """Images of one trajectory against those of another, in any batches."""
     np.testing.assert_allclose(ours.latents[images], theirs.latents[others], rtol=0, atol=1e-6)
     for name in ("x", "x_next", "log_prob"):
         mine, other = getattr(ours.transitions, name), getattr(theirs.transitions, name)
@@ -96,7 +96,7 @@ def test_randomness_follows_the_documented_folds():
 
 
 def test_a_group_may_share_its_start_noise():
-    """It is that of its image 0, in any batch; what comes after is each image's own."""
+    """Start noise is that of image 0, in any batch; all later noise is each image's own."""
     root, serials = jax.random.key(7), np.array([5, 5, 9, 5, 2])
     noise = start_noise(group_keys(root, serials), SHAPE)
     assert noise.dtype == jnp.float32
@@ -164,7 +164,7 @@ def test_ode_reaches_the_analytic_end():
 @pytest.mark.parametrize("store_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("step", SDES)
 def test_replay_gives_the_sampled_log_prob(step, store_dtype):
-    """In another program and batch shape; and a sigma that is off by 1e-3 is noticed."""
+    """In another program and batch shape; and a sigma that differs by 1e-3 is detected."""
     trajectory = run(keys_of([0, 1, 2]), step, 0, 4, store_dtype)
     assert trajectory.transitions.x.dtype == trajectory.latents.dtype == store_dtype
     flat = jax.tree.map(lambda a: a[np.array([11, 0, 7, 4, 2])], flatten(trajectory.transitions))

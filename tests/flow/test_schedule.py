@@ -18,7 +18,7 @@ QWEN_IMAGE = {
 
 
 def diffusers_sigmas(config, num_steps, image_seq_len=None, spacing="timesteps"):
-    """What the pipelines do with the installed scheduler."""
+    """The pipelines' computation with the installed scheduler."""
     scheduler = FlowMatchEulerDiscreteScheduler(**config)
     arguments = {"num_inference_steps": num_steps}
     if spacing == "uniform":
@@ -40,7 +40,7 @@ def diffusers_sigmas(config, num_steps, image_seq_len=None, spacing="timesteps")
         ("sigmas_sd3_shift3_T28", {"shift": 3.0}, (28,)),
         ("sigmas_sd3_shift3_T40", {"shift": 3.0}, (40,)),
         ("sigmas_flux_dynamic_1024_T28", FLUX, (28, 4096, "uniform")),
-        # the golden file took mu = 0.8 for Qwen-Image, whatever the number of tokens
+        # the golden file used mu = 0.8 for Qwen-Image, for any number of tokens
         (
             "sigmas_qwen_image_1328_T50",
             QWEN_IMAGE | {"base_shift": 0.8, "max_shift": 0.8},

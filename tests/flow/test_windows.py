@@ -13,7 +13,7 @@ PINNED = [670, 132, 792, 971, 714, 521]
 
 
 def small_windows(mode):
-    """Every setting of few steps, most of them senseless."""
+    """Every setting for few steps, most of them useless."""
     ends = (None, *range(-1, 8))
     strides = (0, 1, 2, 3) if mode == "progressive" else (1,)
     for length, first, end, stride in itertools.product(range(5), range(-1, 5), ends, strides):
@@ -107,7 +107,7 @@ def test_random_depends_on_the_seed_and_the_training_step_only():
 
 
 def test_random_draws_do_not_change_with_versions():
-    """A run that is resumed with other packages must go on with the same windows."""
+    """A run that is resumed with other package versions must continue with the same windows."""
     drawn = [Window("random", 1, 0, 1000, seed=5).start(k) for k in range(6)]
     assert drawn == PINNED
 
@@ -139,7 +139,7 @@ def test_refused(window, message):
 
 
 def test_steps_without_noise_are_refused_wherever_the_window_may_come():
-    """The last step of cps has none; a progressive window reaches it once in a while."""
+    """The last step of cps has no noise; a progressive window reaches it from time to time."""
     for mode in ("random", "progressive"):
         Window(mode, 2, end=5).check_noise(Cps(0.8), SIGMAS)
         Window(mode, 2, end=6).check_noise(FlowSde(0.7), SIGMAS)

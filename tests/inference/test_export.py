@@ -34,7 +34,7 @@ def _keys():
 
 @functools.cache
 def by_our_sampler(base, kind):
-    """Images by the parts of the run itself, its LoRA unmerged, and the weights that it evaluated."""
+    """Images from the run's own parts, with its LoRA unmerged, and the weights that it evaluates."""
     config = open_recipe(tiny_config(base, kind), 1)
     system = build(config, jax.devices()[:1])
     state = system.trainer.init(system.start)

@@ -37,7 +37,7 @@ CASES = {
     "gelu, end token": {**TINY, "hidden_act": "gelu", "eos_token_id": END},
     "one layer": {**TINY, "num_hidden_layers": 1},
 }
-# What SD3's two text encoders are.
+# The configs of SD3's two text encoders.
 CLIP_L = {
     **TINY,
     "vocab_size": 49408,

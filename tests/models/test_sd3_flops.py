@@ -1,4 +1,4 @@
-"""FLOPs of a forward pass, against what the compiler counts of the program."""
+"""FLOPs of a forward pass, against the compiler's count for the program."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from digen_jax.models import sd3
 from digen_jax.models.sd3_flops import forward_flops
 
-# Wide enough that what is done to each element hardly counts. The compiler counts a loop's body once, so no two blocks
+# Wide enough that elementwise operations hardly count. The compiler counts a loop's body once, so no two blocks
 # in a row are of one kind: with dual attention, without, and the last.
 CONFIG = sd3.SD3Config(
     num_layers=3,

@@ -75,7 +75,7 @@ def test_images_are_those_of_the_pipelines_default_call(folder, height, width, g
     )
     expected = (call() if guidance is None else call(guidance_scale=guidance)).images
     np.testing.assert_allclose(np.asarray(images), expected, rtol=0, atol=2 / 255)
-    # Neither clipped nearly everywhere, nor the same with another guidance: such images prove nothing.
+    # Neither clipped nearly everywhere, nor equal for another guidance: such images would prove nothing.
     assert ((expected > 0.02) & (expected < 0.98)).mean() > 0.3
     assert np.abs(expected - call(guidance_scale=1).images).max() > 20 / 255
 
@@ -108,7 +108,7 @@ def test_ids_are_padded_and_cut_to_the_tokenizers_length(folder):
         whole = tokenizer(LONG)["input_ids"]
         assert len(whole) > length
         assert ids.shape == (len(PROMPTS) + 1, length) and ids.dtype == np.int32
-        # Cut behind the words, not behind the token that ends the text.
+        # Cut after the words, not after the token that ends the text.
         assert ids[0].tolist() == [*whole[: length - 1], tokenizer.eos_token_id]
         for row, prompt in zip(ids[1:], PROMPTS, strict=True):
             given = tokenizer(prompt, truncation=True)["input_ids"]
@@ -132,7 +132,7 @@ def test_latents_are_decoded_as_by_the_pipeline(folder):
 
 @pytest.mark.parametrize("folder", ["random"], indirect=True)
 def test_decoding_takes_memory_for_a_chunk_not_for_the_batch(folder, monkeypatch):
-    """The images are those of one call, to the rounding of sums that are grouped otherwise."""
+    """The images are those of one call, up to the rounding of sums in another order."""
     family, params = ours(folder)
     size, weights = Size(32, 32), Weights(None, None, params)
     shape = family.latent_shape(size)

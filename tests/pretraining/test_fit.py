@@ -86,7 +86,7 @@ def test_steps_averages_and_rates_are_as_by_hand(unbroken):
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5)
     assert [line["step"] for line in history] == [3, 6, 9, 12]
     np.testing.assert_allclose([line["gradient_norm"] for line in history], norms[2::3], rtol=1e-4)
-    assert norms[5] > 0.3  # the clipping is tried, too
+    assert norms[5] > 0.3  # tests the clipping, too
 
 
 @pytest.mark.parametrize("last", [2, 7])
@@ -139,7 +139,7 @@ def test_muon_takes_the_matrices_between_hidden_layers():
 
 
 def test_muon_learns_and_resumes(tmp_path):
-    """Its matrix update has a fixed size, so that a regression comes as near as its rate allows."""
+    """Muon's matrix update has a fixed size, so a regression converges only to its learning rate."""
     settings = FitSettings(**vars(SETTINGS) | {"muon_rate": 0.1, "steps": 40, "log_every": 1})
     params = {"hidden": {"kernel": start()["kernel"]}, "bias": jnp.zeros(3)}
 

@@ -93,7 +93,7 @@ def history(workdir: pathlib.Path, stage: str) -> list[dict]:
 def test_both_stages_learn(trained):
     for stage, name, share in (("autoencoder", "mse", 0.6), ("transformer", "loss", 0.9)):
         lines = history(trained / "workdir", stage)
-        # Every step once: of the killed process what came before its last checkpoint (see test_fit for equality).
+        # Every step once: from the killed process only those before its last checkpoint (see test_fit for equality).
         assert [line["step"] for line in lines] == list(range(2, 42, 2))
         values = [line[name] for line in lines]
         assert np.mean(values[-5:]) < share * np.mean(values[:5]), (stage, values)
@@ -120,7 +120,7 @@ def test_latents_have_mean_zero_and_variance_one(trained, oracle):
     scaled = (latents - config.shift_factor) * config.scaling_factor
     assert abs(float(scaled.mean())) < 1e-4
     assert float(scaled.std()) == pytest.approx(1, abs=1e-3)
-    assert abs(float(latents.mean())) > 1e-3  # so that the shift is tried, too
+    assert abs(float(latents.mean())) > 1e-3  # tests the shift, too
     ours_scaled = stages.scaled(
         ours(trained / "output")[0], np.asarray(latents.permute(0, 2, 3, 1))
     )
@@ -208,7 +208,7 @@ def test_what_a_kill_undid_comes_out_the_same_when_done_again(trained):
         )
     )
     assert max(killed) >= 30  # its last whole checkpoint holds 16 steps
-    # Sums over threads round differently from run to run, and Adam makes more of it: close, not equal.
+    # Sums over threads round differently in each run, and Adam amplifies this: close, not equal.
     assert {step: ended[step] for step in killed} == pytest.approx(killed, rel=0.03)
     files = [path for path in (trained / "output").rglob("*") if path.is_file()]
     assert len(files) > 12

@@ -11,7 +11,7 @@ from digen_jax.process.interrupt import Interrupt
 from tests.pipelines import ROOT, environment
 from tests.scripts import ends
 
-# What hangs is given by the last word; before it all is as in a run: the pool of rewards, threads, the exit.
+# The last word says what hangs; everything else is as in a run: the pool of rewards, threads, the exit.
 SCRIPT = """
 import os, pathlib, sys, threading, time
 from digen_jax.process.interrupt import Interrupt

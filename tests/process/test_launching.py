@@ -1,4 +1,4 @@
-"""In processes of their own, as JAX starts once in each."""
+"""In separate processes, because JAX starts once in each."""
 
 import os
 import socket

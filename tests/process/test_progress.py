@@ -1,4 +1,4 @@
-"""What is said of how far something is, with and without a terminal."""
+"""The display of progress, with and without a terminal."""
 
 import io
 import sys

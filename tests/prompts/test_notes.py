@@ -42,7 +42,7 @@ def test_every_prompt_of_a_large_file_is_looked_at_and_that_is_said(tmp_path, ca
 
 
 def test_a_prompt_is_cut_where_its_ids_are_those_of_its_beginning(base):
-    """The oracle: what is cut off changes nothing."""
+    """The oracle: the text that is cut off changes nothing."""
     family = load_family(pipeline(base))
     words = [
         "a",

@@ -30,7 +30,7 @@ def mesh(first: int, count: int):
 
 
 def state(step: int, on) -> dict:
-    """What a run saves: sharded and replicated leaves, an optimizer's tuples, a typed key."""
+    """The content of a run's checkpoint: sharded and replicated leaves, an optimizer's tuples, a typed key."""
     split, whole = NamedSharding(on, P("data")), NamedSharding(on, P())
     params = {
         "kernel": jax.device_put(jnp.arange(32.0).reshape(8, 4) + step, split),
@@ -68,7 +68,7 @@ def test_restores_onto_another_mesh_and_keeps_the_newest(tmp_path):
     assert jax.tree.map(lambda x: x.sharding, restored.arrays) == jax.tree.map(
         lambda x: x.sharding, template
     )
-    # The key still draws what it would have drawn.
+    # The key still gives the same draws.
     drawn = [jax.random.normal(s["key"], 3) for s in (restored.arrays, state(15, four))]
     np.testing.assert_array_equal(*map(np.asarray, drawn))
     again.close()
@@ -178,7 +178,7 @@ def child(body: str, size: int, folder: pathlib.Path) -> subprocess.Popen:
 
 
 def assert_whole(folder: pathlib.Path, size: int) -> int:
-    """Restores the newest checkpoint, checks that all of it is of one step, and returns that."""
+    """Restores the newest checkpoint, checks that its parts are of one step, and returns that step."""
     noise = np.random.default_rng(0).random(size)
     template = template_of({"x": jnp.zeros(size), "key": jax.random.key(0)})
     checkpointer = Checkpointer(folder, 1, 3)
@@ -215,7 +215,7 @@ def test_killed_at_any_moment_and_started_again_only_the_last_save_may_be_lost(t
         reached = max(first + 4, *map(int, process.stdout.read().split() or [0]))
         process.wait()
         step = assert_whole(tmp_path, 1 << 18)
-        # A save that was under way may have become whole without its number being printed.
+        # A save in progress may have become whole without its number being printed.
         assert reached - 1 <= step <= reached + 1
         reached = step
 

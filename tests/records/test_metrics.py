@@ -236,7 +236,7 @@ def drawn(workdir: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def shown(workdir: pathlib.Path) -> list[tuple[int, str]]:
-    """Step and name of everything in the event files that is no number."""
+    """Step and name of everything in the event files that is not a number."""
     return [(step, tag) for step, tag, kind in tags(workdir) if kind != "simple_value"]
 
 

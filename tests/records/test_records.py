@@ -1,4 +1,4 @@
-"""What a run says in the end; what it writes on the way is tested with whole runs."""
+"""The final output of a run; its files are tested with whole runs."""
 
 import pathlib
 
@@ -25,7 +25,7 @@ def test_table_and_places():
 
 
 def evaluation(frames: int) -> Evaluation:
-    """Two clips, of which every frame has a grey of its own."""
+    """Two clips, in which every frame has its own grey."""
     greys = np.arange(2 * frames, dtype=np.uint8).reshape(2, frames) * 20
     clips = np.broadcast_to(greys[..., None, None, None], (2, frames, 8, 8, 3))
     return Evaluation([{"prompt": "a"}, {"prompt": "b"}], clips, np.array([0.0, 1.0]))

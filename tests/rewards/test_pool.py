@@ -164,7 +164,7 @@ def test_a_process_that_dies_is_said_to_have_died(pool):
 def test_a_process_that_hangs_or_dies_is_replaced_and_asked_again(
     pool, tmp_path, capfd, way, retries
 ):
-    """What hangs is killed with all that it has started."""
+    """A hung process is killed with all processes that it has started."""
     limits = iter([10.0, 120.0])
     limit = (lambda expected: next(limits)) if way == "hangs" else for_ever
     scorer = pool("fails", retries=retries, limit=limit)

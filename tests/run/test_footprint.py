@@ -61,7 +61,7 @@ def test_activations_are_what_a_backward_pass_keeps(base):
         kept[remat, guidance] = model_footprint(reopen_recipe(config)).activations
     assert kept[True, 1.0] < 0.5 * kept[False, 1.0]
     assert kept[False, 2.0] == pytest.approx(2 * kept[False, 1.0], rel=0.1)
-    # What counts is the guidance of training, which is not always the sampler's.
+    # Only the guidance of training counts, which may differ from the sampler's.
     config = complete(forward(tiny_config(base, "full")))
     config.sampler.guidance = 4.5
     assert model_footprint(reopen_recipe(config)).activations == kept[False, 1.0]

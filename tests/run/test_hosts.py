@@ -1,4 +1,4 @@
-"""Several processes that train together on one machine, each with devices of its own, against one with all of them."""
+"""Several processes that train together on one machine, each with its own devices, against one with all of them."""
 
 import pathlib
 import re
@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 
 def without_gloo(said: str) -> str:
-    """What a process says, without the lines of Gloo's, whose threads may write into each other's."""
+    """The output of a process, without Gloo's lines, whose threads may interleave them."""
     lines = said.splitlines(keepends=True)
     return "".join(x for x in lines if x.strip() and not re.search("Gloo|peer ranks", x))
 
@@ -93,7 +93,7 @@ def tuned(workdir: pathlib.Path, like: dict) -> dict:
 
 
 def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, start: dict) -> None:
-    """To float32's rounding: every number of every line, and what the steps did to the parameters."""
+    """Up to float32's rounding: every number of every line, and the changes of the parameters."""
     found, expected = (
         [without_timing(line) for line in read_metrics(one / "metrics.jsonl")]
         for one in (workdir, unbroken)
@@ -129,13 +129,13 @@ def test_two_processes_train_as_one_does(folder, unbroken):
 
 @pytest.mark.slow
 def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, unbroken):
-    # The second process is killed in the second step: the first one ends, too, and says so.
+    # The second process is killed in the second step: the first one ends, too, with a message.
     (code, said, errors), (killed, *_) = together(folder, toy_run("two"), f"2 {signal.SIGKILL:d} 1")
     assert killed == -signal.SIGKILL and code not in (0, 2), errors
     assert said.startswith("colocated: 4 devices (cpu) of 2 processes sample and train in turn\n")
     assert len(read_metrics(folder / "two" / "metrics.jsonl")) == 2, errors
 
-    # It is asked to stop: both finish the step and save it.
+    # The second process gets a signal: both finish the step and save it.
     first, second = together(folder, toy_run("two"), f"2 {signal.SIGTERM:d} 1")
     assert (first[0], second[0]) == (STOPPED, STOPPED), first[2] + second[2]
     assert "continuing after step 1\n" in first[1] and second[1] == ""

@@ -73,7 +73,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     assert re.search(r" GAP [^:]* is best because [^:]*: colocated takes [\d.]+% longer", sentence)
     assert re.search(r"a trainer device, MiB: .*optimizer [\d.]+.*activations [\d.]+", text)
     section = json.loads(output.read_text())
-    # The flags that it ends with are what a run needs for the choice.
+    # Its last line has the flags of a run with the choice.
     fields = re.findall(r"--config\.(\S+)=(\w+)", done.stdout.split("\nit runs with")[1])
     assert fields
     config = shapes()
@@ -192,7 +192,7 @@ def test_auto_is_the_choice_as_a_section_of_the_config():
     ],
 )
 def test_what_is_simulated_of_a_placement_is_what_its_run_does(fields):
-    """Colocated too, which trains each group as it is scored: the scheduler is told the same by either clock."""
+    """Also colocated, where each group is trained as it is scored: both clocks give the scheduler the same events."""
     config = shapes(4)
     config.runtime.update(fields)
     if "early_groups" in fields:
@@ -211,13 +211,13 @@ def test_what_is_simulated_of_a_placement_is_what_its_run_does(fields):
     problem = dataclasses.replace(problem, settings=settings)
     run = dataclasses.replace(reopen_recipe(config).scheduler, steps=1)
     assert of.settings(problem, Candidate(2, 1, 2, **tactics)) == run
-    # Colocated neither tactic changes anything.
+    # If colocated, neither tactic changes anything.
     own = dict(staleness=0, tag_fragments=0, ordered=not config.runtime.early_groups)
     assert of.settings(problem, Candidate(0, 0, 4)) == dataclasses.replace(run, **own)
 
 
 def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_already():
-    """It was taken to wait for the whole step's scores (29.2 s), so that a split of 28.8 s was chosen."""
+    """It was assumed to wait for the whole step's scores (29.2 s), so that a split of 28.8 s was chosen."""
     config, costs = shapes(), calibration(score_latency=4.0)
     config.runtime.staleness = 1
     assert auto_placement(reopen_recipe(config), 4, costs).rollout.data == 0

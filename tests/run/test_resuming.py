@@ -1,4 +1,4 @@
-"""Runs of the toy family that go on elsewhere, from what is damaged, or after a full disk."""
+"""Runs of the toy family that continue on other devices, from damaged files, or after a full disk."""
 
 import json
 import pathlib
@@ -53,7 +53,7 @@ def stopped(train, workdir, c, step, **options):
 
 
 def moves(workdir: pathlib.Path) -> dict[str, np.ndarray]:
-    """What a run has made of the parameters that are tuned."""
+    """The tuned parameters at the end of a run."""
     start = {"transformer": toy.ToyFamily().params()["transformer"]}
     places = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(start)}
     return {
@@ -93,7 +93,7 @@ def test_a_layout_is_what_costs_depend_on(tmp_path):
 
 
 def test_what_was_begun_by_two_meshes_is_done_by_others(tmp_path, train):
-    """Half of a step has begun with older weights, which the checkpoint holds; now one device does all."""
+    """Half of a step has begun with older weights, which the checkpoint contains; then one device does everything."""
     apart = toy.meshes((1, 1), (1, 1), workers=2)
     fields = dict(runtime__staleness=1, sampler__fragment=4, trainer__micro_batch=4)
     stopped(train, "run", config(tmp_path, **fields | apart), 3, devices=3)
@@ -103,7 +103,7 @@ def test_what_was_begun_by_two_meshes_is_done_by_others(tmp_path, train):
     history = lines(tmp_path / "run")
     assert [line["step"] for line in history] == list(range(5))
     assert history[step + 1]["staleness"] == 0.5
-    # The step after that may have been begun, too; nothing is any more.
+    # The step after that may have been begun; nothing is in progress any more.
     assert all(line["staleness"] == 0 for line in history[step + 3 :])
     first, commands = read_log(tmp_path / "run" / "commands.jsonl")
     assert first == step and {getattr(c, "worker", "trainer") for c in commands} == {"trainer"}
@@ -165,7 +165,7 @@ def small_disk(tmp_path):
 
 
 def fill(folder: pathlib.Path) -> None:
-    """Takes all the space that is left."""
+    """Takes all the remaining space."""
     with (folder / "ballast").open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             try:

@@ -38,7 +38,7 @@ def get_config():
     c.steps = 4
     return c
 """
-# The environment says who does what in which step, and whether always or only the first time.
+# The environment says which process hangs in which step, and whether always or only the first time.
 HANGING = """
 import os, pathlib, signal, time
 
@@ -104,7 +104,7 @@ def begin(folder: pathlib.Path, workdir: str, event: str = "", *options: str) ->
 
 
 def launch(*arguments) -> tuple[int, str]:
-    """(exit code, everything it said)."""
+    """(exit code, all output)."""
     process = begin(*arguments)
     try:
         said, _ = process.communicate(timeout=240)
@@ -156,7 +156,7 @@ def test_a_reward_that_hangs_for_ever_stops_the_run_by_name_and_saved(folder, un
     assert saved(folder / workdir) == ["2", "3"]
     code, said = launch(folder, workdir, "", asked)
     assert code == 0 and "continuing after step 3" in said, said
-    if processes:  # the workdirs' configs differ else, and nothing more
+    if processes:  # otherwise the workdirs' configs differ, and nothing else
         assert_same(folder / workdir, unbroken)
 
 

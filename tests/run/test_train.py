@@ -1,4 +1,4 @@
-"""Whole runs: real processes around a tiny pipeline, stopped at all kinds of moments; then runs of the toy family."""
+"""Whole runs: real processes with a tiny pipeline, stopped at various moments; then runs of the toy family."""
 
 import itertools
 import json
@@ -107,7 +107,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 
 def launch(folder: pathlib.Path, *command: str, event: str = ""):
-    """A command, run to its end: (exit code, everything it said)."""
+    """Runs a command to its end: (exit code, all output)."""
     variables = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *command],
@@ -243,7 +243,7 @@ def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder):
     code, said = launch(folder, *short, event="SIGINT 3")
     assert code == 128 + signal.SIGINT
     assert "finishing this step, then saving" in said
-    # While step 2 is evaluated and written down, pictures of step 3 are sampled and scored.
+    # While step 2 is evaluated and recorded, pictures of step 3 are sampled and scored.
     (stopped,) = re.findall(r"Stopped and saved after step ([23]); the same command cont", said)
     assert len(lines(workdir)) == int(stopped) + 1 and saved(workdir)[-1] == stopped
 
@@ -251,7 +251,7 @@ def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder):
     assert (code, f"continuing after step {stopped}" in said) == (-signal.SIGKILL, True)
     assert saved(workdir) == [stopped, "4"] and finished_step(workdir) is None
 
-    # It had done all of its steps, and is given more; now killed in the middle of a save.
+    # It had done all of its steps, and gets more; now it is killed in the middle of a save.
     code, said = launch(folder, *longer, event="os.rename checkpoints/6")
     assert (code, "continuing after step 4" in said) == (-signal.SIGKILL, True)
     assert len(lines(workdir)) == 7 and saved(workdir) == [stopped, "4"]
@@ -281,9 +281,9 @@ happens = None
 
 
 def reward(images, prompts, metadata):
-    """Brightness, and what a test wants to happen in a step (0: in the evaluation)."""
+    """Brightness, and the events that a test wants in a step (0: in the evaluation)."""
     scores = images.mean((1, 2, 3), dtype=np.float64)
-    tried = not images.std()  # on grey pictures, before the run
+    tried = not images.std()  # with grey pictures, before the run
     return (
         happens(metadata[0].get("serial", -2) // 2 + 1, scores) if happens and not tried else scores
     )
@@ -291,7 +291,7 @@ def reward(images, prompts, metadata):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """train(workdir, config): a run of the toy family in this process, without what happened before."""
+    """train(workdir, config): a run of the toy family in this process, without state of earlier ones."""
 
     def train(workdir, config, event=None, devices=2):
         monkeypatch.setattr(run, "build", lambda config, _: toy.system(config, devices))
@@ -405,9 +405,9 @@ def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
     assert train("unbroken", c) is None
     with pytest.raises(ConfigError, match=r"test_train:reward' returned shape \((7|3),\)"):
         train("broken", c, at(2, lambda scores: scores[:-1]))
-    # What came before the step that failed is saved, though none was due.
+    # Everything before the failed step is saved, though no checkpoint was due.
     assert saved(tmp_path / "broken") == ["1"]
-    # What came before the evaluation that failed is saved, too, and its evaluation is made again.
+    # Everything before the failed evaluation is saved, too, and the evaluation is repeated.
     with pytest.raises(ConfigError, match=r"returned shape \(4,\) for 5 images"):
         train("broken", c, at(0, lambda scores: scores[:-1]))
     assert saved(tmp_path / "broken") == ["1", "2"]
@@ -455,7 +455,7 @@ def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, tr
 
 
 def test_a_run_with_asynchrony_goes_on_with_what_it_had_begun(tmp_path, train):
-    """What was begun ahead is in the checkpoint, with the weights that it was begun with."""
+    """Fragments begun ahead are in the checkpoint, with the weights that they were begun with."""
     fields = toy.meshes((1, 1), (1, 1)) | dict(
         runtime__staleness=1, sampler__fragment=4, trainer__micro_batch=4
     )
@@ -482,7 +482,7 @@ def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, 
     assert "Stopped and saved after step 3" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"config\.steps = 2, but .* has done 3 steps already"):
         train("run", config(tmp_path, steps=2))
-    # Step 3 has not been evaluated, and the pictures at the beginning were more.
+    # Step 3 has not been evaluated, and the first evaluation had more pictures.
     assert train("run", config(tmp_path, steps=3, pictures__images=2)) is None
     folder = tmp_path / "run" / "pictures"
     assert np.load(folder / "after.npz")["step"] == 3
@@ -531,7 +531,7 @@ def test_a_run_whose_ratios_are_rounding_stops_before_its_first_update(tmp_path,
         sentence,
     )
     assert all(f"'{other}'" in sentence for other in ("recomputed", "float32"))
-    # Nothing was updated, and with another limit the same workdir goes on where it stopped.
+    # Nothing was updated, and with another limit the same workdir continues from there.
     assert [line["step"] for line in lines(tmp_path / "run")] == [0]
     assert saved(tmp_path / "run") == ["0"]
     capsys.readouterr()
@@ -553,7 +553,7 @@ def test_the_spread_of_the_ratios_is_said_once(tmp_path, train, capsys):
 
 
 def test_ratios_of_stale_samples_are_not_taken_for_rounding(tmp_path, train):
-    """Resumed in a step that an older version had begun, a run does not stop at its first update."""
+    """A run that resumes a step which an older version had begun does not stop at its first update."""
     stale = dict(runtime__staleness=1, sampler__fragment=4, reward__retries=0, checkpoint__every=1)
     meshes = toy.meshes((1, 1), (1, 1))
     c = config(tmp_path, steps=3, algorithm__clip_range=1e-3, **stale, **meshes)

@@ -18,7 +18,7 @@ from digen_jax.run import train as run
 from tests.engine import toy
 from tests.pipelines import ROOT
 
-# "step signal process": a signal that a process gets while a step is scored, which the first one does.
+# "step signal process": a signal that a process gets while the first one scores a step.
 STEP, SIGNAL, PROCESS = map(int, os.environ.get("TOLD", "-1 0 0").split())
 
 
@@ -29,7 +29,7 @@ def given(option: str) -> str:
 
 def reward(images, prompts, metadata):
     if metadata[0].get("serial") == 2 * (STEP - 1):  # the first of its two groups
-        # What the step before it saves in the background is whole then, however busy the machine is.
+        # Then the previous step's background save is whole, even on a busy machine.
         saved = pathlib.Path(given("workdir"), "checkpoints", str(STEP - 1))
         for _ in range(600):
             if saved.exists():
@@ -40,7 +40,7 @@ def reward(images, prompts, metadata):
 
 
 def get_config() -> ConfigDict:
-    """Steps that are seen at once and come near to plain gradient descent; all is saved and evaluated."""
+    """Steps whose effect is visible and close to plain gradient descent; all are saved and evaluated."""
     c = toy.config(
         prompts__file="prompts.jsonl",
         reward__name="tests.run.toy_process:reward",
@@ -62,7 +62,7 @@ def get_config() -> ConfigDict:
 
 def main() -> None:
     if SIGNAL == signal.SIGKILL:
-        # Else the one that is left takes JAX's 100 seconds to miss the other.
+        # Otherwise the remaining process waits for JAX's 100 seconds before it misses the other.
         jax.distributed.initialize = functools.partial(
             jax.distributed.initialize, heartbeat_timeout_seconds=10
         )

@@ -1,4 +1,4 @@
-"""Dynamic sampling: a step is that of its first groups with variance, wherever and whenever they are made."""
+"""Dynamic sampling: a step consists of its first groups with variance, on any mesh and in any order."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ LAYOUTS = {
 
 
 def some_equal(images, prompts, metadata):
-    """Brightness, or what the prompts of `FLAT` get."""
+    """Brightness, or the fixed reward of the prompts of `FLAT`."""
     scores = toy.brightness(images, prompts, metadata)
     for i, record in enumerate(metadata):
         step, candidate = divmod(record["serial"] - 10, MOST)
@@ -74,7 +74,7 @@ def system(layout, most=MOST, std="group"):
 
 @pytest.fixture
 def late(monkeypatch):
-    """Fragments take as long as dice say."""
+    """Random durations of fragments."""
     dice, real = random.Random(time.time_ns()), SamplingExecutor.generate
 
     def generate(executor, fragment, version):
@@ -105,7 +105,7 @@ def run(layout, std="group", most=MOST, steps=STEPS, **options):
 
 @functools.cache
 def plain(std):
-    """The same of a run that is given nothing but the groups that are chosen."""
+    """The same for a run that gets only the chosen groups."""
     steps = zip(itertools.count(), toy.batches(MOST), strict=False)
     given = (chosen(step, records) for step, records in steps)
     return run("one device", std, most=0, batches=given)
@@ -133,7 +133,7 @@ def test_a_step_is_that_of_the_chosen_groups_alone(late, layout, std):
 
 
 def test_neither_order_nor_bits_depend_on_arrival(monkeypatch):
-    """Half of the first member comes behind the others, or all come as they are made."""
+    """Half of the first member comes after the others, or all come in their order of generation."""
     real, found = SamplingExecutor.generate, []
     for seconds in (0.5, 0):
 
@@ -152,7 +152,7 @@ def test_neither_order_nor_bits_depend_on_arrival(monkeypatch):
 
 
 def test_what_is_dropped_while_it_is_made_is_not_kept(monkeypatch):
-    """The redundant candidate's fragments come when their step is over."""
+    """The redundant candidate's fragments come after the end of their step."""
     over, real, end = threading.Event(), SamplingExecutor.generate, Steps.end
     last = Fragment(2, GROUPS * 2)
 

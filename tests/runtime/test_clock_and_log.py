@@ -94,7 +94,7 @@ def test_a_log_is_cut_back_to_the_process_that_a_checkpoint_is_of(tmp_path):
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """A limit on how large files may become, which fails as a full disk does."""
+    """A limit on the size of files, which fails as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

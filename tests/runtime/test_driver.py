@@ -1,4 +1,4 @@
-"""A step of a run, from prompts to a new version, and what can go wrong in it."""
+"""A step of a run, from prompts to a new version, and its possible failures."""
 
 import jax
 import numpy as np

@@ -21,7 +21,7 @@ def parts(exact_and_split):
 
 
 def scored(parts, records, batch, **options):
-    """(evaluation, all images as the reward saw them)"""
+    """(evaluation, all images that the reward got)"""
     seen = []
 
     def reward(images, prompts, metadata):
@@ -95,7 +95,7 @@ OF_RUN = {
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 @pytest.mark.parametrize("layout", OF_RUN)
 def test_a_run_evaluates_each_version_as_that_versions_weights_alone(layout, ema):
-    """In fragments, on all meshes, while the step is trained; or of the average, where one is kept."""
+    """In fragments, on all meshes, during training; with the average's weights, if there is one."""
     config = toy.config(
         **OF_RUN[layout],
         trainer__ema=ema,

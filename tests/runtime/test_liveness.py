@@ -1,4 +1,4 @@
-"""What hangs or fails beside the trainer: given up or asked again by its deadline, with the same result."""
+"""Work outside the trainer that hangs or fails: given up or repeated by its deadline, with the same result."""
 
 import threading
 import time
@@ -39,7 +39,7 @@ def undisturbed(system):
 
 @pytest.fixture
 def end():
-    """Set at a test's end, so that what hangs in it does not do so in others."""
+    """Set at a test's end, so that its hung threads do not hang in others."""
     event = threading.Event()
     yield event
     event.set()
@@ -47,7 +47,7 @@ def end():
 
 @pytest.fixture
 def noted(monkeypatch):
-    """The threads that are noted down, instead of in this process, to end it without them."""
+    """Threads recorded instead of registered in this process, so that it can end without them."""
     found = []
     monkeypatch.setattr(driving, "hangs", found.append)
     return found
@@ -55,7 +55,7 @@ def noted(monkeypatch):
 
 @pytest.fixture
 def hang(monkeypatch, end, noted):
-    """hang(method, workers): their second call does not come back."""
+    """hang(method, workers): their second call does not return."""
 
     def arrange(method, workers=(1,)):
         real, calls = getattr(SamplingExecutor, method), [0, 0]
@@ -90,7 +90,7 @@ def test_a_mesh_that_hangs_is_given_up_and_changes_nothing(
 
 
 def test_what_comes_back_too_late_is_not_taken(system, hang, end):
-    """The fragment is another mesh's by then."""
+    """By then the fragment belongs to another mesh."""
     hang("decode")
     with toy.driver(system, config(**HANGS)) as driver:
         late = driver.executor.rollouts["rollout 1"]
@@ -139,7 +139,7 @@ def test_where_the_trainer_cannot_take_over_the_run_stops_by_name(system, hang, 
 def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
     system, undisturbed, noted, end, monkeypatch
 ):
-    """An update consumes what is published: it waits for who reads, and not for ever."""
+    """An update consumes published arrays: it waits for their readers, but not forever."""
     place = threading.local()
 
     def take(link, key, shardings, taker):
@@ -163,7 +163,7 @@ def test_a_publication_that_hangs_costs_its_mesh_and_no_update(
 
 
 def test_an_evaluation_that_hangs_is_made_elsewhere(system, end, noted, monkeypatch):
-    """Of its two fragments one hangs on the first mesh that has it."""
+    """One of its two fragments hangs on the first mesh that gets it."""
     real, hung = SamplingExecutor.generate, []
 
     def generate(executor, fragment, publication):
@@ -189,9 +189,9 @@ def test_an_evaluation_that_hangs_is_made_elsewhere(system, end, noted, monkeypa
 
 
 def test_a_publication_that_others_supersede_costs_its_mesh_nothing(system, monkeypatch, capfd):
-    """It fails in the end: of what came meanwhile its mesh gets the last, and stays."""
+    """It fails in the end: of the versions published meanwhile its mesh gets the last, and stays."""
     c, release, real = config(**STALE), threading.Event(), LocalLink.take
-    c.batch.groups = 1  # rollout 0 makes it
+    c.batch.groups = 1  # rollout 0 generates it
 
     def take(link, key, shardings, taker):
         if key == Publication(1) and taker == "rollout 1":
@@ -220,7 +220,7 @@ def test_a_publication_that_others_supersede_costs_its_mesh_nothing(system, monk
 
 
 def failing(times):
-    """A reward that raises in so many of its calls, from the second on."""
+    """A reward that raises in `times` of its calls, from the second on."""
     calls = []
 
     def reward(images, prompts, metadata):
@@ -265,7 +265,7 @@ def test_a_reward_that_hangs_in_a_thread_stops_the_run_by_name(system, end, monk
 
 
 def late_in(watch, seconds, block):
-    """Whether a block that takes so long was late."""
+    """Whether a block of this duration was late."""
     late = []
     with watch.over(None, late.append):
         block(seconds)
@@ -305,12 +305,12 @@ def test_a_compiler_at_work_is_not_late(monkeypatch):
 
 
 def test_a_process_that_was_stopped_for_a_while_is_not_late(monkeypatch):
-    """Its clock goes on, but of the time between two looks there counts no more than twice what it should be."""
+    """Its clock continues, but the time between two checks counts at most twice its nominal length."""
     watch = Watch(Deadline(1.0))
     seen, real = [], time.sleep
 
     def sleep(seconds):
-        real(seconds + 0.6)  # as if the process were stopped in each of them
+        real(seconds + 0.6)  # as if the process were suspended in each of them
         seen.append(seconds)
 
     monkeypatch.setattr("digen_jax.runtime.watch.time.sleep", sleep)

@@ -1,4 +1,4 @@
-"""The same run on every layout of meshes, cut and order of work: the same gradient and the same updates."""
+"""The same run on every layout of meshes, division and order of work: the same gradient and the same updates."""
 
 import functools
 import time
@@ -115,7 +115,7 @@ def test_the_result_is_that_of_one_device(tuning, updates, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["TAG in place", "disaggregated, steps split"])
 def test_with_adam_as_it_is_the_updates_differ_little_more(layout):
-    """It divides by the size of a gradient, so that rounding of the small ones counts as much as of the large."""
+    """Adam divides by the size of a gradient, so that rounding of small ones counts as much as of large ones."""
     _, change, _ = result("full", 1, layout, adam=True)
     _, expected, _ = result("full", 1, "one device", adam=True)
     assert toy.difference(change, expected) < 1e-3

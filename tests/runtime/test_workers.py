@@ -1,4 +1,4 @@
-"""Several workers: failures, asynchrony, what a checkpoint holds of them, and the log replayed."""
+"""Several workers: failures, asynchrony, their part of a checkpoint, and the replayed log."""
 
 import json
 import time
@@ -61,7 +61,7 @@ def equal_bits(state, other):
 
 
 def replayed(system, config, log, **options):
-    """The state behind a log's last command."""
+    """The state after a log's last command."""
     pool = RewardPool(toy.brightness, ("mine",), 0)
     options = {"state": toy.fresh(system), "batches": toy.batches(GROUPS)} | options
     executors = toy.executors(system, config, **options)
@@ -76,7 +76,7 @@ def replayed(system, config, log, **options):
 
 @pytest.fixture
 def fails(monkeypatch):
-    """fails(method, times): on the second worker that many of the calls from the second on raise."""
+    """fails(method, times): on the second worker, `times` calls from the second on raise."""
 
     def arrange(method, times, workers=(1,)):
         real, calls = getattr(SamplingExecutor, method), [0, 0]
@@ -180,7 +180,7 @@ def test_the_tail_of_a_step_begins_the_next_within_the_bounds(asynchronous):
             ages.setdefault(step, []).append(step - command.version)
     for age in ages.values():
         assert set(age) <= {0, 1} and sum(age) <= GROUPS / 2
-    # A stale fragment's ratios are to the version that made it.
+    # A stale fragment's ratios are to the version that generated it.
     for metrics in history:
         assert (metrics["ratio_deviation"] > 1e-4) == (metrics["staleness"] > 0)
 
@@ -227,7 +227,7 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
 def test_a_log_that_was_cut_back_is_replayed_from_the_checkpoint_that_it_begins_at(
     system, tmp_path
 ):
-    """What had begun the next step before the checkpoint is still in it; its last line is cut off by a kill."""
+    """Commands that began the next step before the checkpoint are still in the log; a kill cut off its last line."""
     c, path = config(**STALE), tmp_path / "commands.jsonl"
     log = CommandLog(path, 0)
     with toy.driver(system, c, log=log) as driver:

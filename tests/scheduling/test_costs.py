@@ -10,7 +10,7 @@ def test_predictions_move_from_the_expected_to_the_measured():
     assert model.predict("generate", "a", 2.0) == 2
     model.observe("generate", "a", 2.0, 3.0)
     assert model.predict("generate", "a", 2.0) == 3
-    assert model.predict("generate", "b", 1.0) == 6  # as fast for its speed as a is
+    assert model.predict("generate", "b", 1.0) == 6  # as fast for its speed as a
     model.observe("generate", "a", 2.0, 5.0)
     assert model.predict("generate", "a", 2.0) == pytest.approx(4)
     assert model.predict("train", "trainer", 1.0) == 8

@@ -15,7 +15,7 @@ def defined(flat, wanted):
 
 
 def certain(flat_by_group, known, wanted, most):
-    """Groups that are members whatever the unknown ones turn out to be."""
+    """Groups that are members whatever the unknown verdicts will be."""
     unknown = [g for g in range(most) if g not in known]
     sure = None
     for guess in itertools.product([False, True], repeat=len(unknown)):
@@ -41,7 +41,7 @@ def test_members_are_the_first_informative_candidates_in_any_order(wanted, spare
                 found = {g for g in known if candidates.is_member(g)}
                 sure = certain(flat, known, wanted, most).intersection(known)
                 if len(known) < most:
-                    # Those that fill up are only told once all candidates are known.
+                    # The groups that fill up are known only when all candidates are known.
                     sure = {g for g in sure if not flat[g]}
                 assert found == sure
             assert {g for g in known if candidates.is_member(g)} == set(defined(flat, wanted))

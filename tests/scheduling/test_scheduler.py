@@ -1,4 +1,4 @@
-"""Random runs with delays, losses and failures, each watched by a referee; then single rules."""
+"""Random runs with delays, losses and failures, each checked by a referee; then single rules."""
 
 import copy
 import dataclasses
@@ -178,7 +178,7 @@ def joined(plan=PLAIN, workers=2):
 
 
 def complete(scheduler, flying, kind=Command, worker=None, at=0.0):
-    """Completes the first command in flight of a kind and worker; returns what follows from it."""
+    """Completes the first command in flight of a kind and worker; returns the resulting commands."""
     command = next(
         c for c in flying if isinstance(c, kind) and worker in (None, getattr(c, "worker", 0))
     )
@@ -239,7 +239,7 @@ def test_a_slow_worker_leaves_the_last_fragment_to_a_fast_one():
 
 
 def late_publication(steps=4):
-    """Version 1 is on its way to r1 while r0, which makes a step's one fragment, takes the run to its last step."""
+    """Version 1 is in transfer to r1 while r0, which makes a step's one fragment, takes the run to its last step."""
     plan = dataclasses.replace(PLAIN, steps=steps, groups=1, fragment_images=2, retries=0)
     scheduler, flying = joined(plan)
     until_generating(scheduler, flying)
@@ -308,7 +308,7 @@ def rejoined(scheduler, workers=2):
 
 
 def test_the_clock_of_a_resumed_scheduler_is_its_new_processs():
-    """Else nothing would ever seem to come nearer until the new process is as old as the last one was."""
+    """Otherwise times would not advance until the new process is as old as the last one was."""
     plan = dataclasses.replace(PLAIN, steps=4, tag_fragments=4, staleness=1)
     saved = at_a_checkpoint(plan, after=2)
     assert saved.state.now > 5
@@ -327,7 +327,7 @@ def test_the_clock_of_a_resumed_scheduler_is_its_new_processs():
 
 
 def one_step(scheduler, costs):
-    """What the trainer generates in a step that goes by its costs, and when, and the step's seconds."""
+    """The trainer's generated fragments in a step with these costs, their times, and the step's seconds."""
     flying, made, serials = [], [], itertools.count()
     settings, step = scheduler.state.settings, scheduler.state.step
 
@@ -351,7 +351,7 @@ def one_step(scheduler, costs):
 
 @pytest.mark.parametrize("groups", [8, 16])
 def test_a_resumed_trainer_decides_on_tag_as_one_that_was_not_interrupted(groups):
-    """With a clock that stands still it generates more, and the step of 16 groups takes 3% longer."""
+    """With a clock that does not advance it generates more, and the step of 16 groups takes 3% longer."""
     costs = dataclasses.replace(COSTS, train=0.3)
     plan = dataclasses.replace(PLAIN, steps=4, groups=groups, images=1, tag_fragments=8)
     saved = at_a_checkpoint(plan, after=2)
@@ -363,7 +363,7 @@ def test_a_resumed_trainer_decides_on_tag_as_one_that_was_not_interrupted(groups
 
 @pytest.mark.parametrize("fragment", [1, 2, 4, 8])
 def test_a_run_goes_on_with_other_fragments_and_workers(fragment):
-    """What was begun by an older version stays so, in whatever units it is cut now."""
+    """Fragments begun by an older version keep it, in any new division into units."""
     plan = dataclasses.replace(PLAIN, steps=4, groups=4, staleness=1, fragment_images=2)
     saved = at_a_checkpoint(plan, seed=3)
     old = saved.state.batch
@@ -399,7 +399,7 @@ def test_only_the_end_of_a_step_can_be_resumed_from():
 
 
 def test_what_a_lost_worker_has_made_and_not_handed_over_is_made_again():
-    """Decoded, scored or delivered alone does not do: images and samples are on the worker."""
+    """Decoded, scored or delivered alone is not enough: images and samples are on the worker."""
     for done in ((), (Score,), (Deliver,)):
         scheduler, flying = joined()
         until_generating(scheduler, flying)
@@ -435,7 +435,7 @@ def simulated(plan, layout, costs=DEAR):
 
 
 def test_an_evaluation_fills_the_time_in_which_the_trainer_trains():
-    """With training slower than generation it costs nothing, but for that of the last version."""
+    """If training is slower than generation it costs nothing, except for the last version's."""
     slow = dataclasses.replace(DEAR, train=4.0, evaluate=1.0)
     layout = Layout(Mesh(), (Mesh(), Mesh()))
     plan = dataclasses.replace(EVALUATED, steps=3)

@@ -72,7 +72,7 @@ class Referee:
         self.encoded = defaultdict(set)
         self.role = "train"
         self.group_version = {}
-        self.generated, self.decoded = {}, {}  # by whom
+        self.generated, self.decoded = {}, {}  # by which worker
         self.scored, self.delivered = set(), set()
         self.trained, self.evaluated = {}, []
         self.step, self.update = 0, 0
@@ -218,7 +218,7 @@ class Referee:
             self.gone.add(f)
 
     def ended(self, group):
-        """Whether a group is trained completely, or no part of its step."""
+        """Whether a group is completely trained, or does not belong to its step."""
         step, number = group
         if number not in members_of(self.seed, step, self.settings, self.flat_share):
             return True
@@ -267,7 +267,7 @@ class Referee:
                 self.delivered.discard(f)
 
     def finish(self):
-        """What must hold of a whole run."""
+        """The conditions that a whole run must fulfil."""
         s = self.settings
         expected = Counter()
         for step in range(s.steps):
@@ -290,7 +290,7 @@ class Referee:
 
 @dataclasses.dataclass
 class World:
-    """Completes what is in flight in any order; now and then a worker is lost, joins, or fails."""
+    """Completes commands in flight in any order; sometimes a worker is lost, joins, or fails."""
 
     scheduler: object
     referee: Referee
@@ -342,7 +342,7 @@ class World:
         if len(self.referee.alive) == 1:
             self.referee.was_alone = True
         self.send(Lost(self.now, name))
-        for ghost in ghosts:  # what a lost worker still reports
+        for ghost in ghosts:  # late reports of a lost worker
             if self.rng.random() < 0.5:
                 self.send(Completed(self.now, ghost, 1.0, (1.0, 2.0)))
 
@@ -377,7 +377,7 @@ class World:
         return self.send(Completed(self.now, command, self.rng.expovariate(1.0), values))
 
     def may_fail(self, command):
-        """Each piece of work may fail as often as is retried."""
+        """Each piece of work may fail `retries` times."""
         r = self.referee
         key = {
             "generate": ("generate", getattr(command, "fragment", None)),

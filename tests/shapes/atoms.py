@@ -32,7 +32,7 @@ def atoms_in(prompt):
 
 
 def all_atoms():
-    """Every atom there is, by task, counted by hand from the words."""
+    """All atoms by task, counted by hand from the words."""
     colors, shapes = COLOR.split("|"), SHAPE.split("|")
     colored = itertools.combinations(itertools.product(colors, shapes), 2)
     return {

@@ -1,4 +1,4 @@
-"""What the reader says of the embedded model's own pictures, against what an observer said of them.
+"""The reader's verdicts on the embedded model's own pictures, against an observer's.
 
 tests/data/README.md says how the pictures were made and judged. The reader's limits were fitted to
 those with an even number; the others were kept aside.
@@ -41,7 +41,7 @@ def count(errors, kind, part=(0, 1), clear=(True, False)):
 
 
 def test_agreement_on_all_200(errors):
-    """96 are right and 104 wrong; before it was mended the reader rejected 15 and accepted 13 in error."""
+    """96 are right and 104 wrong; before its correction the reader rejected 15 and accepted 13 in error."""
     assert count(errors, "rejected") <= 12
     assert count(errors, "accepted") <= 9
 

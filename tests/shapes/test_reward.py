@@ -32,7 +32,7 @@ def rejected(task, change, seed=0):
     records, scenes = records_of(task), []
     for record in records:
         changed = None
-        while changed is None:  # where there is no room for one more, another scene is drawn
+        while changed is None:  # if there is no room for one more, another scene is drawn
             scene = sample_scene(record, rng)
             objects = change(list(scene.objects), rng)
             changed = objects and dataclasses.replace(scene, objects=tuple(objects))
@@ -41,7 +41,7 @@ def rejected(task, change, seed=0):
 
 
 def one_more(objects, rng):
-    """Another object of the last one's class, somewhere free; None where nothing is free."""
+    """Another object of the last one's class, at a free place; None if nothing is free."""
     radius = 0.125
     places = rng.uniform(0.16, 0.84, (500, 2))
     free = np.ones(len(places), bool)

@@ -1,4 +1,4 @@
-"""Pipeline folders with a mistake in them: each is one sentence that names the file, before anything is computed."""
+"""Pipeline folders with a mistake: each gives one sentence that names the file, before any computation."""
 
 import json
 import shutil

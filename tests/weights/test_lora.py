@@ -79,7 +79,7 @@ def read_start(path, config, template, lists):
 
 
 def redrawn(lora, seed=1):
-    """Both factors random: B of zero would hide everything."""
+    """Both factors are random: with B = 0 mistakes would not show."""
     draw = np.random.default_rng(seed).standard_normal
     return jax.tree.map(lambda leaf: jnp.asarray(0.3 * draw(leaf.shape), leaf.dtype), lora)
 
@@ -366,7 +366,7 @@ def test_a_lora_that_diffusers_saved_is_read(real, tmp_path, alpha):
 
 @pytest.fixture(scope="module")
 def pefts(real, tmp_path_factory):
-    """A LoRA that PEFT saved as Flow-GRPO's code does, and what diffusers with PEFT computes by it."""
+    """A LoRA saved by PEFT as in Flow-GRPO's code, and the output of diffusers with PEFT."""
     path = tmp_path_factory.mktemp("peft")
     settings = dict(r=3, lora_alpha=7, init_lora_weights="gaussian", target_modules=MODULES)
     model = peft.get_peft_model(load(real[0]), peft.LoraConfig(**settings))

@@ -30,7 +30,7 @@ def test_no_simulated_step_is_shorter_than_its_bound_and_estimates_are_near(seed
         assert low <= seconds * (1 + 1e-9)
         assert low <= guess * (1 + 1e-9)
         assert seconds >= 0.98 * guess
-        # When the trainer turns to TAG is hard to tell; of all else 13% is the most in 12 problems.
+        # The moment when the trainer turns to TAG is hard to predict; otherwise the error is at most 13%.
         assert candidate.tag or seconds <= 1.15 * guess, candidate
 
 

@@ -1,4 +1,4 @@
-"""The search against all there is, tried out one by one, and against closed forms."""
+"""The search against all candidates, tried one by one, and against closed forms."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ FRAGMENTS, DEVICES = 8, 8
 
 
 def random_problem(seed):
-    """Eight devices, generation and training from 1:8 to 8:1, and friction of every sort."""
+    """Eight devices, generation and training from 1:8 to 8:1, and losses of every kind."""
     draw = random.Random(seed)
     images = draw.choice([1, 2])
     settings = Settings(

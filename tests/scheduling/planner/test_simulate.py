@@ -1,4 +1,4 @@
-"""Simulated runs against closed forms, and TAG against a search over all that a trainer could do."""
+"""Simulated runs against closed forms, and TAG against a search over all choices of a trainer."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ DEVICES, FRAGMENTS = 32, 64
 
 
 def run(rollout, generation, training, steps=6, devices=DEVICES, fragments=FRAGMENTS, **fields):
-    """Frictionless: device-seconds a fragment; rollout workers of one device, a linear trainer."""
+    """Without losses: device-seconds a fragment; rollout workers of one device, a linear trainer."""
     n = devices - rollout
     fields = dict(staleness=0) | fields
     settings = Settings(steps, groups=fragments, images=1, fragment_images=1, **fields)
@@ -35,7 +35,7 @@ def test_plain_disaggregation_generates_all_then_trains(rollout, ratio):
 @pytest.mark.parametrize("ratio", [0.125, 1, 8])
 def test_plain_disaggregation_at_its_best_split(ratio):
     """(sqrt G + sqrt T)²/N, as near as whole devices and fragments come."""
-    fragments = 720  # which most splits divide
+    fragments = 720  # divisible by most splits
     middle = round(DEVICES * math.sqrt(ratio) / (1 + math.sqrt(ratio)))
     best = min(
         run(n, ratio, 1, steps=1, fragments=fragments, readiness="step").step_seconds
@@ -154,7 +154,7 @@ def best_step(fragments, rollout, generate, score, train, switch, free=False):
 
     @functools.cache
     def finish(now, busy, workers, scored, queued, untrained, sampling):
-        """The trainer is busy until then; workers as (free at, seconds); times of being scored."""
+        """The trainer is busy until `time`; workers as (free at, seconds); times of scores."""
         if not untrained:
             return busy
         for worker in sorted(workers, key=lambda worker: worker[1]):
@@ -185,7 +185,7 @@ def best_step(fragments, rollout, generate, score, train, switch, free=False):
 
 
 def tag_step(fragments, rollout, generate, score, train, switch):
-    """The simulator's step for the same thing."""
+    """The simulator's seconds for the same step."""
     settings = Settings(1, fragments, 1, 1, staleness=0, tag_fragments=fragments)
     layout = Layout(Mesh(1, 1 / generate), tuple(Mesh(1, 1 / seconds) for seconds in rollout))
     costs = Costs(generate=1.0, train=train, score_latency=score, switch=switch)
