@@ -8,7 +8,7 @@ of them differ from 1 by more than `spread_limit` of the distance to the bound.
 
     bfloat16, roundings in place (`engine.rounding`)    below 1e-7
     bfloat16 as XLA compiles it by itself               4e-5 in the mean, 4% above 1e-4
-    a bfloat16 sampler beside a float32 trainer         6e-5 in the mean, 17% above 1e-4 ("rollout")
+    a bfloat16 sampler with a float32 trainer           6e-5 in the mean, 17% above 1e-4 ("rollout")
 
 The first two are the same with "rollout" and "recomputed". If kernels depend on the batch, stored log-probabilities
 may still differ; recomputed ones come from the trained batch.

@@ -63,7 +63,7 @@ def _serve_rollout(state: SchedulerState, out: list[Command]) -> None:
             continue_task(state, worker, out)
             continue
         passed.append(rank)
-        # Only this worker may be refused the work after a failure; without failures nobody else gets any either.
+        # After a failure, work refused to this worker may go to another one; otherwise no worker gets any.
         if not state.failed_on:
             break
     for rank in passed:

@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 class Recorder:
-    """Records the work of workers and, between it, what they wait for."""
+    """Records the work of workers, and what they wait for in between."""
 
     def __init__(self):
         self.intervals: list[Interval] = []
