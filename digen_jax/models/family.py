@@ -42,9 +42,9 @@ class Family(Protocol):
     Attributes:
       trained: the components that may be tuned.
       unused: folders of a repository that need not be downloaded.
-      lists: by component, the modules whose children a checkpoint numbers (see `weights.names`).
-      frozen: by component, paths of a trained one's parameters that no optimizer may touch.
-      lora_targets: the linear layers that LoRA adapts by default, a regular expression for their whole torch names.
+      lists: for each component, the modules whose children a checkpoint numbers (see `weights.names`).
+      frozen: for each component, paths of a trained one's parameters that no optimizer may change.
+      lora_targets: the linear layers that LoRA adapts by default, as a regular expression for their whole torch names.
       guidance: how the velocity is guided.
       default_steps: the default number of sampler steps of diffusers' pipeline.
       default_guidance: the default guidance of diffusers' pipeline.

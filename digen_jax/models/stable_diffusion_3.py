@@ -77,7 +77,7 @@ class StableDiffusion3:
     scheduler: SchedulerConfig
 
     trained: ClassVar[tuple[str, ...]] = ("transformer",)
-    # The repositories of 3.5 hold all text encoders once more in `text_encoders`.
+    # The repositories of 3.5 contain second copies of all text encoders in `text_encoders`.
     unused: ClassVar[tuple[str, ...]] = ("text_encoder_3", "tokenizer_3", "text_encoders")
     guidance: ClassVar[Guidance] = "classifier-free"
     # Each module knows which of its children its checkpoint numbers.

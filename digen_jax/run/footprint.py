@@ -64,7 +64,7 @@ def model_footprint(recipe: Recipe) -> Footprint:
 
 
 def _in_dtype(tree: Params, dtype: str) -> Params:
-    """Shapes of the same parameters in another type."""
+    """Shapes of the same parameters in another dtype."""
     return jax.tree.map(lambda leaf: leaf.update(dtype=dtype), tree)
 
 

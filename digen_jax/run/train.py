@@ -39,14 +39,14 @@ from digen_jax.scheduling.deadlines import Deadline
 def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
     """Runs or continues the training that `config` describes, in `workdir`.
 
-    Where there are several processes all call it, with a workdir that all see. The first one leads.
+    With several processes, all call it, with a workdir that all can access. The first one leads.
 
     Returns:
-      None where the run is finished; the process's exit code where a signal stopped it before.
+      None if the run is finished; the process's exit code if a signal stopped it before.
 
     Raises:
-      ConfigError: a mistake in what was asked for, or in what the reward returns.
-      Stopped: what the run cannot go on without hangs or dies, such as the reward.
+      ConfigError: a mistake in the config, or in the values of the reward.
+      Stopped: an indispensable part of the run hangs or dies, such as the reward.
     """
     if not is_first():
         return follow_run(config, workdir)
@@ -60,14 +60,14 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
     """As `train`, in the process that decides."""
     recipe = open_run(config, workdir)
     asked = recipe.as_json()
-    # In a run's folder that another process has, or that cannot be used at all, the claim finds what is wrong.
+    # If another process uses the run's folder, or it is unusable, the claim below finds the reason.
     changed = changes(workdir, asked) if workdir.is_dir() else {}
     with claim_workdir(workdir, asked, MAY_CHANGE):
         finished = finished_step(workdir) or 0
         if finished < recipe.steps:
             for file, read in {"metrics.jsonl": read_metrics, "commands.jsonl": read_log}.items():
                 if (workdir / file).exists():
-                    read(workdir / file)  # so that garbage in it is found before anything slow
+                    read(workdir / file)  # so that damage is found before anything slow
             run = Run(recipe, workdir, orders)
             with full_disk(workdir):
                 return run.train([f"{name}: {change}" for name, change in changed.items()])
@@ -79,7 +79,7 @@ def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | Non
 
 
 class Run:
-    """The loop of a run, from its beginning, or where it was left, to its results."""
+    """The loop of a run, from its beginning or its last checkpoint to its results."""
 
     def __init__(self, recipe: Recipe, workdir: pathlib.Path, orders: Orders):
         self.recipe, self.workdir, self.orders = recipe, workdir, orders
@@ -99,10 +99,10 @@ class Run:
         try:
             try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
             self.system = build(recipe, jax.devices())
-        except BaseException:  # Ctrl-C, too: else the reward's processes would go on
+        except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
             self.rewards.close()
             raise
-        # Of several processes one may wait long for what another one compiles.
+        # With several processes, one may wait long for another one's compilation.
         self.watch = Watch(Deadline(0) if several() else deadline)
         orders.announce("built")
         self.saved: int | None = None  # the steps of the newest checkpoint
@@ -114,16 +114,16 @@ class Run:
             workdir / "prompts",
             set_steps=recipe.algorithm.set_steps,
         )
-        self.drawn: dict[int, Any] = {}  # places in the prompts, by steps drawn
+        self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
         settings = scheduled(recipe, self.held_out)
         release = self.positions.release_room
         self.report = Report(workdir, recipe, settings, self.held_out, release)
         self.records = self.report.records
 
     def train(self, changed: list[str]) -> int | None:
-        """From the last checkpoint to the last step, then the results; returns as `train` does.
+        """Runs from the last checkpoint to the last step, then shows the results; returns as `train` does.
 
-        `changed` says what the config has otherwise than at the last start.
+        `changed` lists changes of the config since the last start.
         """
         self.report.begin(self.system)
         with closing(self.watch), closing(self.rewards):
@@ -139,7 +139,7 @@ class Run:
         return None
 
     def resume(self) -> Position:
-        """The newest checkpoint's position, or the beginning's."""
+        """The newest checkpoint's position, or the initial one."""
         state = self.system.trainer.init(self.system.start)
         found = self.positions.newest(state)
         self.positions.hold_room(state)
@@ -157,10 +157,10 @@ class Run:
         return found
 
     def advance(self, position: Position, interrupt: Interrupt) -> Position:
-        """Step after step, to the last or until a signal asks to stop; where it ends is saved.
+        """Runs steps to the last one or until a signal asks to stop; saves the final position.
 
         Raises:
-          SaveFailed: something could not be written; what the disk has room for is saved.
+          SaveFailed: a write failed; everything that the disk has room for is saved.
         """
         try:
             position = self.go_on(position, interrupt)
@@ -174,14 +174,14 @@ class Run:
             raise type(error)(f"{error}\n  {goes_on}") from error
 
     def newest(self) -> str:
-        """From where a run goes on that is started again."""
+        """The point from which a restarted run continues, in words."""
         with contextlib.suppress(SaveFailed):
             self.positions.wait()
         saved = self.positions.steps()
         return f"after step {saved[-1]}, which is saved" if saved else "from the beginning"
 
     def go_on(self, position: Position, interrupt: Interrupt) -> Position:
-        """As `advance`, but for what follows where something could not be written."""
+        """As `advance`, without saving and messages after a failed write."""
         with closing(self.drive(position)) as driver:
             try:
                 self.check_disk()
@@ -196,15 +196,15 @@ class Run:
                     with self.told_of_divergence(position):
                         driver.finish()  # the last version's evaluation
             finally:
-                # After a failure, too, what came before it is kept. An update consumes its state:
-                # a step that fails after its first update leaves the last checkpoint as it is.
+                # Also saves the steps before a failure. An update consumes its state: a step that
+                # fails after its first update leaves the last checkpoint as it is.
                 if position.is_whole() and not self.orders.torn:
                     self.save(position)
                 self.report.rest(driver)
         return position
 
     def drive(self, position: Position) -> Driver:
-        """What carries the steps after a position out."""
+        """A driver for the steps after a position."""
         done = position.done
         return make_driver(
             self.system,
@@ -222,7 +222,7 @@ class Run:
         )
 
     def stepped(self, done: int, line: Metrics, driver: Driver) -> Position:
-        """A step is done: its metrics, its position, and its checkpoint where one is due."""
+        """Ends a step: records its metrics, returns its position, and saves a checkpoint if one is due."""
         state, begun = driver.executor.state, driver.begun
         self.report.step(done, line, driver)
         position = Position(done, state, begun, self.places(done))
@@ -232,7 +232,7 @@ class Run:
 
     @contextlib.contextmanager
     def told_of_divergence(self, position: Position) -> Iterator[None]:
-        """In this block, the step after a position, what is not finite ends the run with a sentence."""
+        """In this block, the step after a position, a value that is not finite ends the run with a sentence."""
         try:
             yield
         except DivergedError as error:
@@ -243,27 +243,27 @@ class Run:
             ) from error
 
     def check_disk(self) -> None:
-        """Between two steps: whether all could be written, and the next checkpoint can be.
+        """Checks between two steps that all was written, and that there is space for the next checkpoint.
 
         Raises:
-          SaveFailed: it could not.
+          SaveFailed: a write failed, or there is no space.
         """
         self.records.check_disk()
         self.positions.check()
 
     def draw_prompts(self, done: int) -> Iterator[list[dict]]:
-        """The prompts of the steps after `done`; notes down where each step's end."""
+        """The prompts of the steps after `done`; records the position after each step's."""
         for number, records in enumerate(self.prompts, done + 1):
             self.drawn[number] = self.prompts.get_state()
             yield records
 
     def places(self, done: int) -> dict[str, Any]:
-        """How far the prompts and the metrics are after `done` steps."""
+        """The positions in the prompts and the metrics after `done` steps."""
         place = self.drawn.pop(done) if done else self.prompts.get_state()
         return {"prompts": place, "metrics": self.records.place()}
 
     def save(self, position: Position) -> None:
-        """A checkpoint of a position, unless there is one."""
+        """Saves a checkpoint of a position, unless it exists."""
         self.saved = position.done
         self.positions.wait()
         oldest = self.positions.oldest()

@@ -51,10 +51,10 @@ def resolve_folder(
     """A local folder as it is, or the downloaded local copy of a hub repository "owner/name".
 
     Args:
-      name_or_path: of the folder or repository.
-      revision: of the repository; None: its newest.
+      name_or_path: name of the folder or repository.
+      revision: of the repository; None: the newest one.
       without: components of the repository that are not needed, such as a large text encoder.
-      index_only: download `model_index.json` alone.
+      index_only: download only `model_index.json`.
 
     Raises:
       ValueError: there is no such folder or repository.

@@ -515,7 +515,7 @@ def test_a_mistake_that_shows_at_the_first_evaluation_leaves_the_workdir_free(tm
 
 
 def rounded(tmp_path, **fields):
-    """A run whose ratios are to what a sampler in bfloat16 has stored."""
+    """A run whose ratios are to log-probabilities that a bfloat16 sampler has stored."""
     given = dict(precision__published="bfloat16", algorithm__old_log_probs="rollout", steps=1)
     return config(tmp_path, **given | fields)
 
