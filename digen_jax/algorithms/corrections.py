@@ -39,7 +39,7 @@ def importance_weight(log_ratio: Float[Array, "n"], cap: float = math.inf) -> Fl
 
     For old / behaviour, with the loss clipped around old: TIS as in IMPALA (arXiv 1802.01561, its
     truncated rho) and the RL frameworks (verl, verl-omni: cap 2). cap = inf gives the whole ratio, as in
-    the paper of decoupled PPO; AReaL (arXiv 2505.24298) also caps it. Do not multiply it with a surrogate
+    the paper of decoupled PPO; AReaL (arXiv 2505.24298) also caps it. Do not apply it to a surrogate
     whose ratio is already current / behaviour.
     """
     return jnp.exp(jnp.minimum(jax.lax.stop_gradient(log_ratio), jnp.log(cap)))

@@ -75,7 +75,7 @@ class EmaDecay:
     def at(self, updates: Int[ArrayLike, ""]) -> float | Float[Array, ""]:
         """The decay after `updates` updates; 1, which leaves the average unchanged, between two turns.
 
-        As in the public code, a turn is where (updates + 1) is a multiple of `every`.
+        As in the public code, there is a turn when (updates + 1) is a multiple of `every`.
         """
         decay = self.decay
         if self.warm_up:

@@ -22,7 +22,7 @@ def best_and_worst(
     halves are equally large.
 
     Args:
-      scores: ranks of the images, the higher the better.
+      scores: the numbers by which images are ranked; higher is better.
       group_ids: each image's group. Images must be in the order of their index, not of their arrival.
       count: images in a half, at most half of the smallest group.
 

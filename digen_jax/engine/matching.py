@@ -65,7 +65,7 @@ class MatchingObjective:
         """The network's inputs and targets."""
         x0, keys, draws, sigma = micro.samples
         trained = micro.weight > 0
-        # Before the network sees them: infinite values in it would have no zero gradient.
+        # Before the network sees them: infinite values in its input would not get a zero gradient.
         (x0,) = blanked(trained, x0)
         pairs = self.algorithm.images_of_sample == 2
         noise = forward_noise(keys, draws, x0.shape[2 if pairs else 1 :])

@@ -10,7 +10,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 # TF32 on NVIDIA (10 bits of mantissa), three bfloat16 passes on TPUs, whose default is a single one with 7 bits:
-# rounding errors of 7 bits move an importance ratio by more than the usual clip ranges.
+# such rounding moves an importance ratio by more than the usual clip ranges.
 FLOAT32_PRODUCTS = "high"
 
 

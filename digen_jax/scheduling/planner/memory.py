@@ -54,7 +54,7 @@ def device_bytes(problem: Problem, candidate: Candidate) -> DeviceBytes:
 def _smallest(
     devices: int, wanted: int, limit: float | None, held: Callable[[int], dict[str, float]]
 ) -> int:
-    """The smallest axis fsdp, at least `wanted`, with which the bytes fit; if none fits, the smallest of all."""
+    """The smallest axis fsdp, at least `wanted`, with which the bytes fit; if none fits, the smallest of these."""
     sizes = [d for d in divisors(devices) if d >= min(wanted, devices)] if devices else [1]
     if limit is None:
         return sizes[0]
