@@ -16,7 +16,7 @@ from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import Rollout, System, reshard
-from digen_jax.engine.trainer import State, Trainer
+from digen_jax.engine.trainer import Trainer, TrainState
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.flow.steps import Ode, make_step
 from digen_jax.models.family import Family, Params, Size
@@ -204,7 +204,7 @@ def connect(
 def make_driver(
     system: System,
     recipe: Recipe,
-    state: State,
+    state: TrainState,
     batches: Iterator[list[dict[str, Any]]],
     rewards: RewardPool,
     first: int = 0,

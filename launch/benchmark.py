@@ -60,7 +60,7 @@ def runtime() -> None:
     check_positive("--devices", _DEVICES.value)
     output, ratios = _output(), list(map(_ratio, _RATIOS.value))
     from digen_jax.benchmark.report import accuracy, introduction, record, table
-    from digen_jax.benchmark.runtime import Run, compare
+    from digen_jax.benchmark.runtime import TimedRun, compare
     from digen_jax.benchmark.variants import VARIANTS, Work
 
     work = Work(
@@ -69,7 +69,7 @@ def runtime() -> None:
         publish=_PUBLISH.value,
         score=_SCORE.value,
     )
-    run = Run(_LEARN.value, _STEPS.value, _JITTER.value, _SEED.value)
+    run = TimedRun(_LEARN.value, _STEPS.value, _JITTER.value, _SEED.value)
     works = [dataclasses.replace(work, generate=g, train=t) for g, t in ratios]
     for each in works:
         each.check()

@@ -29,7 +29,7 @@ KINDS = ("off", "on")
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class AsynchronyOutcome:
     """The result of a run.
 
     Attributes:
@@ -50,8 +50,8 @@ class Outcome:
 class Comparison:
     """The outcomes of "off" and "on", seed by seed."""
 
-    off: tuple[Outcome, ...]
-    on: tuple[Outcome, ...]
+    off: tuple[AsynchronyOutcome, ...]
+    on: tuple[AsynchronyOutcome, ...]
 
     def ends(self, kind: str) -> list[float]:
         """Rewards at the end, one for each seed."""
@@ -164,7 +164,9 @@ def variant(config: ConfigDict, kind: str) -> ConfigDict:
     return changed
 
 
-def outcome(path: pathlib.Path) -> Outcome:
+def outcome(path: pathlib.Path) -> AsynchronyOutcome:
     """The result of a finished run, from its metrics."""
     lines = read_metrics(path / "metrics.jsonl")
-    return Outcome(held_out(lines), fmean(line["staleness"] for line in lines if line["step"]))
+    return AsynchronyOutcome(
+        held_out(lines), fmean(line["staleness"] for line in lines if line["step"])
+    )

@@ -108,8 +108,8 @@ def compare(
     receiving, sending = context.Pipe(duplex=False)
     found: dict[str, list[float]] = {field.name: [] for field in dataclasses.fields(Speed)}
     with (
-        closing(Process(context, cores[0], recipe, sending, build)) as one,
-        closing(Process(context, cores[1], recipe, receiving, build)) as other,
+        closing(PinnedProcess(context, cores[0], recipe, sending, build)) as one,
+        closing(PinnedProcess(context, cores[1], recipe, receiving, build)) as other,
     ):
         # Only the processes hold the ends from now on: if one dies, the other fails, too.
         receiving.close(), sending.close()
@@ -130,7 +130,7 @@ def compare(
     return Speed(**{name: tuple(times) for name, times in found.items()})
 
 
-class Process:
+class PinnedProcess:
     """A process on a core of its own that does the steps that it is asked for."""
 
     def __init__(self, context: Any, core: int, recipe: Recipe, link: Connection, build: Build):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from digen_jax.benchmark.runtime import Measured, Run
+from digen_jax.benchmark.runtime import Measured, TimedRun
 from digen_jax.benchmark.variants import COLOCATED, PLAIN, Work
 from digen_jax.scheduling.planner.plan import describe_costs
 
@@ -25,7 +25,7 @@ HEAD = (
 )
 
 
-def introduction(work: Work, run: Run) -> str:
+def introduction(work: Work, run: TimedRun) -> str:
     """A text on what is measured, and how."""
     settings, steps = work.problem.settings, run.measured
     return (

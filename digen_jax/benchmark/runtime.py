@@ -29,7 +29,7 @@ SIMULATED = 8  # runs of the simulator with other random draws, whose mean is th
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TimedRun:
     """How a variant is measured: in `steps` steps after the `learn` first ones, which give the costs.
 
     `jitter` is drawn from `seed` for every `unit` of images, which divides any fragment.
@@ -111,7 +111,7 @@ class Measured:
 
 
 @contextmanager
-def driving(problem: Problem, candidate: Candidate, run: Run) -> Iterator[Driver]:
+def driving(problem: Problem, candidate: Candidate, run: TimedRun) -> Iterator[Driver]:
     """A driver of waits, before the first step of a run."""
     # One step more than is measured, so that the last measured step is not the end of a run.
     steps = run.learn + run.steps + 1
@@ -126,7 +126,10 @@ def driving(problem: Problem, candidate: Candidate, run: Run) -> Iterator[Driver
 
 
 def measure(
-    problem: Problem, candidate: Candidate, run: Run, stepped: Callable[[], object] = lambda: None
+    problem: Problem,
+    candidate: Candidate,
+    run: TimedRun,
+    stepped: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Drives the runtime through a run of waits; calls `stepped` after every step."""
     ends, told, saved = [0.0], [], {}
@@ -151,7 +154,9 @@ def measure(
     )
 
 
-def predict(model: CostModel, devices: Mapping[str, int], settings: Settings, run: Run) -> float:
+def predict(
+    model: CostModel, devices: Mapping[str, int], settings: Settings, run: TimedRun
+) -> float:
     """Mean seconds of the measured steps by the simulator, with the scheduler's average costs and the jitter."""
     layout, costs = learned(model, devices)
     # Of a fragment: that of the mean of its draws.
@@ -165,7 +170,7 @@ def predict(model: CostModel, devices: Mapping[str, int], settings: Settings, ru
     return fmean(times)
 
 
-def bound(problem: Problem, run: Run) -> float:
+def bound(problem: Problem, run: TimedRun) -> float:
     """Seconds of a measured step if all devices only generated and trained: (G + T)/N."""
     settings = problem.settings
     waits = run.waits(problem.costs, settings)
@@ -180,7 +185,7 @@ def _commands(fragment: Fragment) -> Iterable[Generate | Decode | Train]:
 
 def compare(
     work: Work,
-    run: Run,
+    run: TimedRun,
     variants: Iterable[Variant] = VARIANTS,
     stepped: Callable[[], object] = lambda: None,
 ) -> dict[str, Measured]:

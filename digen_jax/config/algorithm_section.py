@@ -16,7 +16,7 @@ from digen_jax.algorithms.guidance import choose_guidance
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
 from digen_jax.algorithms.policy_gradient import PolicyGradient
 from digen_jax.algorithms.preference import DiffusionDPO
-from digen_jax.config.sections import Precision, Sampling
+from digen_jax.config.sections import PrecisionSection, SamplerSection
 from digen_jax.errors import ConfigError, check_choice
 
 # All algorithms, by name.
@@ -65,7 +65,11 @@ def check_own(config: ConfigDict) -> None:
 
 
 def settled(
-    given: Mapping[str, Any], precision: Precision, sampler: Sampling, stale: bool, updates: int
+    given: Mapping[str, Any],
+    precision: PrecisionSection,
+    sampler: SamplerSection,
+    stale: bool,
+    updates: int,
 ) -> Algorithm:
     """The settings of a complete section; "auto" and 0 are replaced by what the other sections imply.
 

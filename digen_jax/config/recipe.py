@@ -18,21 +18,21 @@ from digen_jax.config import algorithm_section
 from digen_jax.config.fields import check_fields, check_types
 from digen_jax.config.sections import (
     GIVEN,
-    Advantages,
-    Batch,
-    Checkpoints,
-    Evaluating,
-    Lora,
-    Model,
-    Pictures,
-    Placing,
-    Precision,
-    Prompts,
-    Reward,
-    Runtime,
-    Sampling,
-    Training,
-    Wandb,
+    AdvantagesSection,
+    BatchSection,
+    CheckpointSection,
+    EvaluationSection,
+    LoraSection,
+    ModelSection,
+    PicturesSection,
+    PlacementSection,
+    PrecisionSection,
+    PromptsSection,
+    RewardSection,
+    RuntimeSection,
+    SamplerSection,
+    TrainerSection,
+    WandbSection,
 )
 from digen_jax.engine.draws import Draws
 from digen_jax.engine.placement import MeshSizes
@@ -88,22 +88,22 @@ class Recipe:
 
     seed: int = 0  # seed of all random numbers of a run
     steps: int = 100  # training steps
-    model: Model = dataclasses.field(default=Model())
-    precision: Precision = dataclasses.field(default=Precision())
-    prompts: Prompts = dataclasses.field(default=Prompts())
-    reward: Reward = dataclasses.field(default=Reward())
-    batch: Batch = dataclasses.field(default=Batch())
-    sampler: Sampling = dataclasses.field(default=Sampling())
+    model: ModelSection = dataclasses.field(default=ModelSection())
+    precision: PrecisionSection = dataclasses.field(default=PrecisionSection())
+    prompts: PromptsSection = dataclasses.field(default=PromptsSection())
+    reward: RewardSection = dataclasses.field(default=RewardSection())
+    batch: BatchSection = dataclasses.field(default=BatchSection())
+    sampler: SamplerSection = dataclasses.field(default=SamplerSection())
     algorithm: Algorithm
     advantages: AdvantageSettings
-    lora: Lora = dataclasses.field(default=Lora())
-    trainer: Training = dataclasses.field(default=Training())
-    placement: Placing = dataclasses.field(default=Placing())
-    runtime: Runtime = dataclasses.field(default=Runtime())
-    evaluation: Evaluating = dataclasses.field(default=Evaluating())
-    pictures: Pictures = dataclasses.field(default=Pictures())
-    checkpoint: Checkpoints = dataclasses.field(default=Checkpoints())
-    wandb: Wandb = dataclasses.field(default=Wandb())
+    lora: LoraSection = dataclasses.field(default=LoraSection())
+    trainer: TrainerSection = dataclasses.field(default=TrainerSection())
+    placement: PlacementSection = dataclasses.field(default=PlacementSection())
+    runtime: RuntimeSection = dataclasses.field(default=RuntimeSection())
+    evaluation: EvaluationSection = dataclasses.field(default=EvaluationSection())
+    pictures: PicturesSection = dataclasses.field(default=PicturesSection())
+    checkpoint: CheckpointSection = dataclasses.field(default=CheckpointSection())
+    wandb: WandbSection = dataclasses.field(default=WandbSection())
     asked: Mapping[str, Any]
 
     @property
@@ -181,7 +181,7 @@ class Recipe:
         """The complete config as it was asked for, as JSON values: all files of a run store it in this form."""
         sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         asked = {"algorithm": dict(sections.pop("asked"))}
-        own = {field.name for field in dataclasses.fields(Advantages)}
+        own = {field.name for field in dataclasses.fields(AdvantagesSection)}
         asked["advantages"] = {k: v for k, v in vars(self.advantages).items() if k in own}
         plain = {name: _plain(section) for name, section in (sections | asked).items()}
         return json.loads(json.dumps(plain, sort_keys=True))
@@ -194,7 +194,10 @@ class Recipe:
 
 def reference(algorithm: str = "policy_gradient") -> ConfigDict:
     """Every field with its default; the section `algorithm` has the fields of the given algorithm."""
-    own = {"algorithm": algorithm_section.section(algorithm), "advantages": _plain(Advantages())}
+    own = {
+        "algorithm": algorithm_section.section(algorithm),
+        "advantages": _plain(AdvantagesSection()),
+    }
     return ConfigDict({name: _plain(section) for name, section in _defaults().items()} | own)
 
 
@@ -209,7 +212,7 @@ def typed(config: ConfigDict) -> Recipe:
         sections["runtime"].staleness > 0,
         sections["trainer"].updates,
     )
-    advantages = _section(Advantages(), config.advantages).settings(sections["reward"])
+    advantages = _section(AdvantagesSection(), config.advantages).settings(sections["reward"])
     return Recipe(**sections, algorithm=algorithm, advantages=advantages, asked=asked)
 
 

@@ -25,7 +25,7 @@ from digen_jax.config.checks import groups
 from digen_jax.config.checks.numbers import MAY_BE_INFINITE, RANGES
 from digen_jax.config.fields import flat
 from digen_jax.config.recipe import MAY_CHANGE, Recipe, reference
-from digen_jax.config.sections import Advantages
+from digen_jax.config.sections import AdvantagesSection
 from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import KINDS
 from digen_jax.flow.windows import Mode
@@ -78,7 +78,7 @@ def document() -> str:
     parts = [HEAD.format(infinite=infinite)]
     alone = []
     for field in dataclasses.fields(Recipe):
-        section = Advantages() if field.name == "advantages" else field.default
+        section = AdvantagesSection() if field.name == "advantages" else field.default
         if field.name == "algorithm":
             parts += [_algorithms()]
         elif dataclasses.is_dataclass(section):
@@ -96,7 +96,7 @@ def described(section: str, algorithm: str = "policy_gradient") -> list[Field]:
     Raises:
       ConfigError: a field without a comment.
     """
-    holder = {"algorithm": CLASSES[algorithm], "advantages": Advantages}.get(section)
+    holder = {"algorithm": CLASSES[algorithm], "advantages": AdvantagesSection}.get(section)
     if holder is not None:
         return list(_fields(holder, section, algorithm))
     default = next(f.default for f in dataclasses.fields(Recipe) if f.name == section)

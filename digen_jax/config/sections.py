@@ -17,11 +17,11 @@ from digen_jax.engine.sharding import REPLICATED
 from digen_jax.rewards import names_in
 from digen_jax.weights.lora import LoraConfig
 
-SIZES = (GIVEN, FITTED, AUTO) = ("given", "fitted", "auto")  # values of `Placing.sizes`
+SIZES = (GIVEN, FITTED, AUTO) = ("given", "fitted", "auto")  # values of `PlacementSection.sizes`
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ModelSection:
     """The model that is tuned, and the size of its images."""
 
     folder: str = "assets/shapes-sd3"  # a diffusers pipeline: a local folder or a hub id
@@ -31,7 +31,7 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Precision:
+class PrecisionSection:
     """Types of numbers.
 
     Trained parameters, their moments and averages are float32, and so are log-probabilities and the sampler's steps.
@@ -56,7 +56,7 @@ class Precision:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompts:
+class PromptsSection:
     """The prompts to train on."""
 
     # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata
@@ -64,7 +64,7 @@ class Prompts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reward:
+class RewardSection:
     """The reward that scores the images."""
 
     name: str = "shapes_geneval"  # a built-in reward or module:function; several with commas
@@ -87,7 +87,7 @@ class Reward:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class BatchSection:
     """The images of a step."""
 
     groups: int = 12  # groups a step; a group is the images of one prompt
@@ -95,7 +95,7 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoisyWindow:
+class WindowSection:
     """The denoising steps that have noise and are trained: `flow.windows.Window`."""
 
     first: int = 0  # first step of the window; the first place of one that moves
@@ -112,7 +112,7 @@ class NoisyWindow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class SamplerSection:
     """How training images are sampled."""
 
     steps: int = 8  # denoising steps
@@ -121,7 +121,7 @@ class Sampling:
     kind: str = "cps"
     # noise of the steps in the window, in the unit of `kind`; 0 without noise
     noise_level: float = 0.8
-    window: NoisyWindow = NoisyWindow()
+    window: WindowSection = WindowSection()
     # a group's images start from one noise (DanceGRPO; an option in Flow-GRPO's code)
     shared_noise: bool = False
     # guidance scale, 1: none; policy gradients train at it too, other algorithms at algorithm.guidance
@@ -132,7 +132,7 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
-class Advantages:
+class AdvantagesSection:
     """How rewards become advantages: `algorithms.advantages.AdvantageSettings`."""
 
     baseline: str = "group_mean"  # the reward that is subtracted; "leave_one_out" as in RLOO
@@ -147,13 +147,13 @@ class Advantages:
     # leave groups of equal rewards out of the loss, the KL and the means
     drop_zero_std: bool = False
 
-    def settings(self, reward: Reward) -> AdvantageSettings:
+    def settings(self, reward: RewardSection) -> AdvantageSettings:
         """The settings for the rewards of a section `reward`."""
         return AdvantageSettings(**vars(self), reward_weights=reward.weight_of_each)
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
+class LoraSection:
     """The LoRA that is tuned in place of all weights."""
 
     rank: int = 0  # rank of the factors; 0: no LoRA, all weights are tuned
@@ -179,7 +179,7 @@ class Lora:
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class TrainerSection:
     """How a step's images become updates."""
 
     micro_batch: int = 144  # images in one forward and backward pass
@@ -206,7 +206,7 @@ class Training:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placing:
+class PlacementSection:
     """Which devices do what.
 
     One word in place of the section sets `sizes`, in a config file as on the command line: --config.placement=auto.
@@ -229,7 +229,7 @@ class Placing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Runtime:
+class RuntimeSection:
     """The order in which meshes sample and train."""
 
     staleness: int = 0  # weight versions that a trajectory may be behind; 0: strictly on policy
@@ -261,7 +261,7 @@ class Runtime:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluating:
+class EvaluationSection:
     """How the model is evaluated on held-out prompts."""
 
     prompts: str = "assets/prompts/shapes_heldout.jsonl"  # a prompt file, as prompts.file
@@ -274,7 +274,7 @@ class Evaluating:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pictures:
+class PicturesSection:
     """When pictures are written, and how many images each shows."""
 
     every: int = 20  # steps between two pictures
@@ -282,7 +282,7 @@ class Pictures:
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoints:
+class CheckpointSection:
     """When the run is saved, and how many checkpoints stay."""
 
     every: int = 20  # steps between two checkpoints
@@ -290,7 +290,7 @@ class Checkpoints:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wandb:
+class WandbSection:
     """Arguments of wandb.init; without a project there is no wandb."""
 
     project: str = ""  # project of the run; a name turns wandb on

@@ -18,7 +18,7 @@ from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy, of_rows
 from digen_jax.engine.rounding import jit_as_written
 from digen_jax.flow.sampling import Trajectory, check_inside, own_steps, sample, start_noise
-from digen_jax.flow.steps import Step
+from digen_jax.flow.steps import ReverseStep
 from digen_jax.models.family import Family, Record, Size
 
 
@@ -31,7 +31,7 @@ class SamplerSettings:
 
     size: Size
     steps: int
-    step: Step
+    step: ReverseStep
     length: int = 0
     store_means: bool = False
 
@@ -44,7 +44,7 @@ class Weights(NamedTuple):
     frozen: Any
 
 
-class Prompts(NamedTuple):
+class EncodedPrompts(NamedTuple):
     """Encoded records, replicated on the sampler's mesh, and the same for guidance, or one row for all."""
 
     conditioning: Any
@@ -68,18 +68,20 @@ class Sampler:
         )
         self._decode = jax.jit(functools.partial(_decode, policy.family, settings.size, group))
 
-    def encode(self, weights: Weights, records: Sequence[Record]) -> Prompts:
+    def encode(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
         """The conditioning of each record."""
         family = self.policy.family
         conditioning = self._encode(weights.frozen, family.tokenize(records))
         if not self.policy.reads_null:
-            return Prompts(conditioning, None)
-        return Prompts(conditioning, self._encode(weights.frozen, family.tokenize_null(records)))
+            return EncodedPrompts(conditioning, None)
+        return EncodedPrompts(
+            conditioning, self._encode(weights.frozen, family.tokenize_null(records))
+        )
 
     def generate(
         self,
         weights: Weights,
-        prompts: Prompts,
+        prompts: EncodedPrompts,
         rows: Int[np.ndarray, "b"],
         keys: Key[Array, "b"],
         start_keys: Key[Array, "b"] | None = None,
@@ -128,7 +130,7 @@ def _generate(
     sigmas: Float[np.ndarray, "sigmas"],
     group: DeviceGroup,
     weights: Weights,
-    prompts: Prompts,
+    prompts: EncodedPrompts,
     rows: Int[Array, "b"],
     keys: Key[Array, "b"],
     start_keys: Key[Array, "b"],

@@ -23,10 +23,10 @@ from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.rounding import jit_as_written
 from digen_jax.engine.transitions import TransitionObjective
-from digen_jax.flow.steps import Step
+from digen_jax.flow.steps import ReverseStep
 
 
-class State(NamedTuple):
+class TrainState(NamedTuple):
     """The state that a step changes. `ema` is None without an average, `copy` without a slow copy."""
 
     tuned: Any
@@ -40,7 +40,7 @@ class State(NamedTuple):
         return self.tuned if self.ema is None else self.ema
 
 
-def objective_of(policy: Policy, step: Step, algorithm: Algorithm) -> Objective:
+def objective_of(policy: Policy, step: ReverseStep, algorithm: Algorithm) -> Objective:
     """The objective of an algorithm; `step` is the sampler's."""
     match algorithm.objective:
         case "transitions":
@@ -56,7 +56,7 @@ class Trainer:
         self,
         policy: Policy,
         group: DeviceGroup,
-        step: Step,
+        step: ReverseStep,
         algorithm: Algorithm,
         settings: TrainerSettings,
     ):
@@ -75,7 +75,7 @@ class Trainer:
         # A published copy is not consumed: samplers and the trainer still refer to the version.
         self._follow = jax.jit(self._followed, donate_argnums=() if algorithm.publishes_copy else 0)
 
-    def init(self, tuned: Any) -> State:
+    def init(self, tuned: Any) -> TrainState:
         """The state before the first update, sharded by the group's rules.
 
         It takes over `tuned`: if these arrays already have these shardings, the first update consumes them.
@@ -85,11 +85,11 @@ class Trainer:
         optimizer = jax.jit(self._optimizer.init, out_shardings=shardings.optimizer)(tuned)
         ema = jax.tree.map(jnp.copy, tuned) if self.settings.ema else None
         copy = jax.tree.map(jnp.copy, tuned) if self._decay else None
-        return State(tuned, optimizer, ema, copy)
+        return TrainState(tuned, optimizer, ema, copy)
 
     def accumulate(
         self,
-        state: State,
+        state: TrainState,
         base: Any,
         experience: Experience,
         totals: Totals | None,
@@ -122,7 +122,7 @@ class Trainer:
 
     def accumulate_early(
         self,
-        state: State,
+        state: TrainState,
         base: Any,
         experience: Experience,
         rewards: Float[np.ndarray, "b"],
@@ -171,8 +171,8 @@ class Trainer:
         return self._fold(totals, group.sums, scale)
 
     def update(
-        self, state: State, totals: Totals, reward_std: float | None = None
-    ) -> tuple[State, Metrics]:
+        self, state: TrainState, totals: Totals, reward_std: float | None = None
+    ) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is consumed, except its slow copy, which is unchanged.
 
         If every image was left out, the gradient is 0, and Adam makes an update with it: its moments decay, and
@@ -194,7 +194,7 @@ class Trainer:
         updated, metrics = self._update(state._replace(copy=None), totals, scale)
         return updated._replace(copy=state.copy), metrics
 
-    def end_step(self, state: State, updates: int) -> State:
+    def end_step(self, state: TrainState, updates: int) -> TrainState:
         """Moves the slow copy towards the trained parameters, after all updates of a step.
 
         Args:
@@ -206,11 +206,11 @@ class Trainer:
         decay = np.float32(self._decay.at(updates))
         return state._replace(copy=self._follow(state.copy, state.tuned, decay))
 
-    def published(self, state: State) -> Any:
+    def published(self, state: TrainState) -> Any:
         """The behaviour policy between two steps: the trained parameters, or the algorithm's copy."""
         return state.copy if self.algorithm.publishes_copy else state.tuned
 
-    def _shardings(self, tuned: Any) -> State:
+    def _shardings(self, tuned: Any) -> TrainState:
         """Shardings of a state: the average and the moments like their parameters, counts replicated."""
         params = self.group.params(tuned)
         optimizer = optax.tree.map_params(
@@ -220,7 +220,7 @@ class Trainer:
             params,
             transform_non_params=lambda _: self.group.replicated,
         )
-        return State(params, optimizer, params if self.settings.ema else None)
+        return TrainState(params, optimizer, params if self.settings.ema else None)
 
     # ------------------------------------------------------------------------------ while tracing
 
@@ -286,7 +286,7 @@ class Trainer:
         mixed = decayed(copy, tuned, decay)
         return jax.lax.with_sharding_constraint(mixed, self.group.params(mixed))
 
-    def _apply(self, state: State, totals: Totals, scale: Any) -> tuple[State, Metrics]:
+    def _apply(self, state: TrainState, totals: Totals, scale: Any) -> tuple[TrainState, Metrics]:
         if scale is not None:
             totals = early.settled(totals, scale)
         weight = jnp.maximum(totals.sums["weight"], 1)  # 0 if every sample was left out
@@ -301,5 +301,5 @@ class Trainer:
         metrics["gradient_norm"] = optax.global_norm(gradient)
         metrics["update_norm"] = optax.global_norm(updates)
         # Otherwise the compiler may lay out the new state differently from the old one.
-        state = State(tuned, optimizer, ema)
+        state = TrainState(tuned, optimizer, ema)
         return jax.lax.with_sharding_constraint(state, self._shardings(tuned)), metrics

@@ -12,7 +12,7 @@ from digen_jax.engine.objective import GroupSums, Policies, Term, Totals, no_tot
 from digen_jax.engine.packing import MicroBatch, Shared
 from digen_jax.engine.policy import Policy, of_rows
 from digen_jax.flow.sampling import Replay, replay
-from digen_jax.flow.steps import Step
+from digen_jax.flow.steps import ReverseStep
 
 OF_ADVANTAGES = "loss", "policy_loss"  # the sums that depend on the advantages
 
@@ -22,7 +22,7 @@ class TransitionObjective:
     """The policy gradient's loss as a function of parameters. `base` is the policy's (see `Policy`)."""
 
     policy: Policy
-    step: Step
+    step: ReverseStep
     algorithm: PolicyGradient
 
     def no_totals(self, tuned: Any) -> Totals:

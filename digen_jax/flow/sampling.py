@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Key
 
-from digen_jax.flow.steps import Ode, Step
+from digen_jax.flow.steps import Ode, ReverseStep
 
 # The independent streams of an image's key.
 START, TRANSITION = 0, 1
@@ -86,7 +86,9 @@ def group_keys(root: Key[Array, ""], serials: Int[ArrayLike, "b"]) -> Key[Array,
     return image_keys(root, serials, jnp.zeros_like(jnp.asarray(serials)))
 
 
-def check_window(step: Step, sigmas: Float[np.ndarray, "sigmas"], start: int, length: int) -> None:
+def check_window(
+    step: ReverseStep, sigmas: Float[np.ndarray, "sigmas"], start: int, length: int
+) -> None:
     """Raises ValueError where the steps [start, start + length) cannot be trained by their density.
 
     This is an empty window, a window outside the schedule, a step without noise (ode), or a step whose
@@ -113,7 +115,7 @@ def sample(
     velocity: Velocity,
     x_start: Float[Array, "b ..."],
     sigmas: Float[ArrayLike, "sigmas"],
-    step: Step,
+    step: ReverseStep,
     keys: Key[Array, "b"],
     window: tuple[int | Int[Array, ""], int],
     store_dtype: DTypeLike = jnp.float32,
@@ -168,7 +170,7 @@ def sample(
 
 
 def replay(
-    velocity: Velocity, transitions: Transitions, step: Step, sigma_max: Float[ArrayLike, ""]
+    velocity: Velocity, transitions: Transitions, step: ReverseStep, sigma_max: Float[ArrayLike, ""]
 ) -> Replay:
     """Log-probability, mean and std of given transitions under `velocity`, by `sample`'s functions.
 

@@ -209,7 +209,7 @@ class Cps:
         return -_mean_square(x_next, mean)
 
 
-Step = Ode | FlowSde | DanceSde | Cps
+ReverseStep = Ode | FlowSde | DanceSde | Cps
 KINDS = {
     "ode": Ode,
     "flow": FlowSde,
@@ -220,7 +220,7 @@ KINDS = {
 }
 
 
-def make_step(kind: str, noise_level: int | float) -> Step:
+def make_step(kind: str, noise_level: int | float) -> ReverseStep:
     """The step that a config names, e.g. `make_step("cps", 0.8)`; ode and dpm2 take noise level 0.
 
     Raises:

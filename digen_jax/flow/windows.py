@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from digen_jax.flow.sampling import check_window
-from digen_jax.flow.steps import Step
+from digen_jax.flow.steps import ReverseStep
 
 Mode = Literal["fixed", "random", "progressive"]
 
@@ -76,7 +76,7 @@ class Window:
                 f"must fit between them, within the schedule's {steps} steps"
             )
 
-    def check_noise(self, step: Step, sigmas: Float[np.ndarray, "sigmas"]) -> None:
+    def check_noise(self, step: ReverseStep, sigmas: Float[np.ndarray, "sigmas"]) -> None:
         """Raises ValueError where the window can reach a step that cannot be trained by its density."""
         for start in self.places:
             check_window(step, sigmas, start, self.length)

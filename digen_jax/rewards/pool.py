@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32
 from digen_jax import rewards
 from digen_jax.process.ending import Stopped, hangs
 from digen_jax.rewards.mistakes import RewardFailed
-from digen_jax.rewards.process import Gone, Process, Scored, timed
+from digen_jax.rewards.process import Gone, RewardProcess, Scored, timed
 
 
 def for_ever(expected: float | None) -> float:
@@ -97,10 +97,10 @@ class RewardPool:
                 f"reward {self.name!r} is in no file that another process could import: it scores in a thread",
                 file=sys.stderr,
             )
-        self._scorers: list[Process | Thread] = (
+        self._scorers: list[RewardProcess | Thread] = (
             [Thread(reward, names)]
             if payload is None
-            else [Process(payload, names) for _ in range(processes)]
+            else [RewardProcess(payload, names) for _ in range(processes)]
         )
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._closed = False
@@ -169,14 +169,14 @@ class RewardPool:
         self._closed = True
         for scorer in self._scorers:
             self._jobs.put(None)
-            if isinstance(scorer, Process):
+            if isinstance(scorer, RewardProcess):
                 scorer.close()
         for keeper in self._keepers:
             keeper.join()
         for scorer in self._scorers:
             scorer.close()
 
-    def _keep(self, scorer: Process | Thread) -> None:
+    def _keep(self, scorer: RewardProcess | Thread) -> None:
         """Lets a process or thread score one batch after the other."""
         while (job := self._jobs.get()) is not None:
             future, batch = job

@@ -52,7 +52,7 @@ class Late(Gone):
     advice = "fix it, or raise config.runtime.deadline"
 
 
-class Process:
+class RewardProcess:
     """A process that scores and is started again after it has died. For one thread; `close` is for any.
 
     Args:
@@ -139,7 +139,7 @@ class Process:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-_running: set[Process] = set()
+_running: set[RewardProcess] = set()
 
 
 def _kill_all() -> None:

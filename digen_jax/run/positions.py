@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.hosts import put
-from digen_jax.engine.trainer import State
+from digen_jax.engine.trainer import TrainState
 from digen_jax.records.checkpoint import Checkpointer, template_of
 from digen_jax.runtime.driver import Begun
 
@@ -17,7 +17,7 @@ class Position(NamedTuple):
     """The state of a run after `done` steps."""
 
     done: int
-    state: State
+    state: TrainState
     begun: Begun | None  # work in flight; None before the first step
     host: dict[str, Any]  # other content of a checkpoint: places in the prompts and in the metrics
 
@@ -43,7 +43,7 @@ class Positions:
         """Whether the position after `done` steps must be saved."""
         return self._checkpoints.due(done)
 
-    def newest(self, state: State) -> Position | None:
+    def newest(self, state: TrainState) -> Position | None:
         """The newest position, laid out as `state` (the one before the first step); None if there is none."""
         host = self._checkpoints.latest_host()
         if host is None:
@@ -55,7 +55,7 @@ class Positions:
         if host["scheduler"] is not None:
             kept = {version: found.arrays["kept"][str(version)] for version in versions}
             begun = Begun(host["scheduler"], kept, host["layout"])
-        state = State(**{name: found.arrays.get(name) for name in State._fields})
+        state = TrainState(**{name: found.arrays.get(name) for name in TrainState._fields})
         return Position(found.step, state, begun, found.host)
 
     def save(self, position: Position) -> None:
@@ -68,7 +68,7 @@ class Positions:
         }
         self._checkpoints.save(position.done, self._arrays(position.state, kept), host)
 
-    def hold_room(self, state: State) -> None:
+    def hold_room(self, state: TrainState) -> None:
         """Reserves the space of a checkpoint; raises SaveFailed if there is none."""
         self._checkpoints.hold_room(self._arrays(state, {}))
 
@@ -96,7 +96,7 @@ class Positions:
         """Waits until the last checkpoint is whole."""
         self._checkpoints.close()
 
-    def _arrays(self, state: State, kept: dict[int, Any]) -> dict[str, Any]:
+    def _arrays(self, state: TrainState, kept: dict[int, Any]) -> dict[str, Any]:
         arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
         if kept:
             arrays["kept"] = {str(version): tree for version, tree in kept.items()}

@@ -17,7 +17,7 @@ from digen_jax.scheduling.settings import Settings
 Metrics = dict[str, float]
 
 
-class Report:
+class Reporter:
     """The reporting of a run.
 
     Args:

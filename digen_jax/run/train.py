@@ -27,7 +27,7 @@ from digen_jax.rewards.trial import try_out
 from digen_jax.run.following import follow_run
 from digen_jax.run.opening import open_run
 from digen_jax.run.positions import Position, Positions
-from digen_jax.run.report import Metrics, Report, diverged
+from digen_jax.run.report import Metrics, Reporter, diverged
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.log import read_log
@@ -117,7 +117,7 @@ class Run:
         self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
         settings = scheduled(recipe, self.held_out)
         release = self.positions.release_room
-        self.report = Report(workdir, recipe, settings, self.held_out, release)
+        self.report = Reporter(workdir, recipe, settings, self.held_out, release)
         self.records = self.report.records
 
     def train(self, changed: list[str]) -> int | None:

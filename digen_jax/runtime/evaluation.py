@@ -22,7 +22,7 @@ from digen_jax.scheduling.settings import Settings
 SEED = 2**20
 
 
-class Score(NamedTuple):
+class TaskScore(NamedTuple):
     """A mean reward and its standard error, which is None for a single image."""
 
     mean: float
@@ -50,7 +50,7 @@ class Evaluation(NamedTuple):
             },
         }
 
-    def by_task(self) -> dict[str, Score]:
+    def by_task(self) -> dict[str, TaskScore]:
         """The score of all prompts as "all", of each task of the prompt file, and of each of several rewards."""
         parts = {"all": self.scores, **_split_by_tag(self.records, self.scores), **self.each}
         return {name: _score(part) for name, part in parts.items()}
@@ -170,7 +170,7 @@ def by_tag(
     return {tag: float(statistic(part)) for tag, part in _split_by_tag(records, scores).items()}
 
 
-def score_table(columns: Mapping[str, Mapping[str, Score]]) -> str:
+def score_table(columns: Mapping[str, Mapping[str, TaskScore]]) -> str:
     """A line for each task with mean and standard error in each column; `columns` maps heads to scores."""
     rows = next(iter(columns.values()))
     lines = [f"{'':<24}{'images':>8}" + "".join(f"{head:>18}" for head in columns)]
@@ -180,15 +180,15 @@ def score_table(columns: Mapping[str, Mapping[str, Score]]) -> str:
     return "\n".join(lines)
 
 
-def _shown(score: Score) -> str:
+def _shown(score: TaskScore) -> str:
     error = score.standard_error
     return f"{score.mean:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
-def _score(scores: Float[np.ndarray, "n"]) -> Score:
+def _score(scores: Float[np.ndarray, "n"]) -> TaskScore:
     count = len(scores)
     error = float(scores.std(ddof=1) / np.sqrt(count)) if count > 1 else None
-    return Score(float(scores.mean()), error, count)
+    return TaskScore(float(scores.mean()), error, count)
 
 
 def _split_by_tag(

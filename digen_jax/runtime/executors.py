@@ -12,7 +12,7 @@ from jaxtyping import Float, Float32
 from digen_jax import rewards
 from digen_jax.engine.divergence import check_images
 from digen_jax.engine.system import Rollout, System, tag_group
-from digen_jax.engine.trainer import State
+from digen_jax.engine.trainer import TrainState
 from digen_jax.images import as_judged
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, Gathering, HeldOut
@@ -99,7 +99,7 @@ class Executors:
         system: System,
         settings: Settings,
         duties: Duties,
-        state: State,
+        state: TrainState,
         batches: Iterator[list[dict[str, Any]]],
         first: int = 0,
         kept: Mapping[int, Any] | None = None,
@@ -140,7 +140,7 @@ class Executors:
         return {name: mesh.size for name, mesh in meshes.items()}
 
     @property
-    def state(self) -> State:
+    def state(self) -> TrainState:
         """The trainer's state."""
         return self.trainer.state
 
@@ -264,7 +264,7 @@ class Executors:
         return SamplingExecutor(name, rollout, self.steps, self._held_out, self._link)
 
 
-def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> State:
+def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainState:
     """Executes the commands of a recorded log one after the other; returns the state after the last.
 
     In the order in which the scheduler sent commands, everything is there in time, and the trainer gets them

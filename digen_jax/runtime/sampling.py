@@ -5,7 +5,7 @@ import numpy as np
 
 from digen_jax.engine.hosts import fetch, put
 from digen_jax.engine.packing import trained_part
-from digen_jax.engine.sampler import Prompts, Weights
+from digen_jax.engine.sampler import EncodedPrompts, Weights
 from digen_jax.engine.system import Rollout
 from digen_jax.flow.sampling import Trajectory
 from digen_jax.runtime.evaluation import HeldOut, sample_fixed
@@ -28,7 +28,7 @@ class SamplingExecutor:
         self.given_up = False
         self._steps, self._held_out, self._link = steps, held_out, link
         self._fixed = Weights(None, rollout.base, rollout.frozen)
-        self._prompts: dict[int, Prompts] = {}
+        self._prompts: dict[int, EncodedPrompts] = {}
         self._begun: dict[Fragment, Trajectory] = {}
 
     def receive(self, publication: Publication) -> None:

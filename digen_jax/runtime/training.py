@@ -13,10 +13,10 @@ from digen_jax.engine.early import OpenGroup
 from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import Endpoints
 from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.sampler import Prompts
+from digen_jax.engine.sampler import EncodedPrompts
 from digen_jax.engine.spread import check_spread
 from digen_jax.engine.system import System, resharded
-from digen_jax.engine.trainer import Experience, State
+from digen_jax.engine.trainer import Experience, TrainState
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.runtime.orders import is_first
 from digen_jax.runtime.scores import StepScores
@@ -36,7 +36,7 @@ class TrainingExecutor:
         steps: Steps,
         versions: Versions,
         link: Link,
-        state: State,
+        state: TrainState,
     ):
         self.state = state
         self.samples: dict[Fragment, Images] = {}  # delivered, not yet trained
@@ -44,7 +44,7 @@ class TrainingExecutor:
         fixed = system.trainer.algorithm.set_steps > 0
         self._fixed = system.untuned() if fixed else None  # weights that sample a fixed set
         self._system, self._steps, self._versions, self._link = system, steps, versions, link
-        self._prompts: dict[int, Prompts] = {}  # by step
+        self._prompts: dict[int, EncodedPrompts] = {}  # by step
         self._taking = threading.Lock()
         self._totals = None
         self._groups: dict[int, OpenGroup] = {}  # groups that are trained early, by number
@@ -224,7 +224,7 @@ def _gathered(tree: Any, places: Int[Array, "..."], axis: int, sharding: NamedSh
 
 def receive(
     system: System,
-    prompts: Prompts,
+    prompts: EncodedPrompts,
     images: Images,
     advantages: Float[Any, "b"],
     weight: Float32[Any, "b"] | None = None,

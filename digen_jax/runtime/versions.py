@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from digen_jax.engine.system import rounded
-from digen_jax.engine.trainer import State
+from digen_jax.engine.trainer import TrainState
 from digen_jax.runtime.clock import paused
 from digen_jax.runtime.link import Link
 from digen_jax.scheduling.commands import Publication
@@ -50,7 +50,7 @@ class Versions:
             self._own.pop(publication, None)
         self._link.withdraw(publication)
 
-    def to_consume(self, state: State) -> State:
+    def to_consume(self, state: TrainState) -> TrainState:
         """The state that an update may consume: published arrays that must be kept are replaced by copies."""
         with self._lock:
             own, self._own = self._own, {}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digen_jax.benchmark.asynchrony import Comparison, Outcome, check, compare
+from digen_jax.benchmark.asynchrony import AsynchronyOutcome, Comparison, check, compare
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run import train as run
@@ -68,8 +68,8 @@ def test_each_seed_is_trained_with_and_without_it(config, built, tmp_path, stop_
     assert capsys.readouterr().out.count("finished before") == 2
 
 
-def ends(*rewards: float) -> tuple[Outcome, ...]:
-    return tuple(Outcome({0: 0.1, 4: reward}, 0.5) for reward in rewards)
+def ends(*rewards: float) -> tuple[AsynchronyOutcome, ...]:
+    return tuple(AsynchronyOutcome({0: 0.1, 4: reward}, 0.5) for reward in rewards)
 
 
 def test_means_are_compared_by_their_standard_errors():

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from digen_jax.benchmark import report
-from digen_jax.benchmark.runtime import Run, bound, compare, driving, measure
+from digen_jax.benchmark.runtime import TimedRun, bound, compare, driving, measure
 from digen_jax.benchmark.variants import (
     COLOCATED,
     PLAIN,
@@ -19,7 +19,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.scheduling.planner.candidate import Candidate
 
 WORK = Work(devices=4, seconds=0.3, publish=0.1, update=0.05, encode=0.05, score=0.25, groups=4)
-EXACT = Run(learn=1, steps=2, jitter=0.0)
+EXACT = TimedRun(learn=1, steps=2, jitter=0.0)
 FRAGMENTS = 8  # of a step of `WORK`, of 4 images each; a group has two
 APART = Candidate(2, 1, 2)  # two workers of one device, and a trainer of two
 ASYNCHRONOUS = dataclasses.replace(APART, gap=True, tag=True, asynchrony=True)
@@ -77,15 +77,17 @@ def test_colocated_is_generation_and_training_in_turn():
 
 def test_the_bound_is_what_all_devices_would_take_without_a_pause():
     assert bound(WORK.problem, EXACT) == pytest.approx(WORK.seconds)
-    assert bound(colocated(WORK.problem), Run()) == pytest.approx(bound(WORK.problem, Run()))
-    jittered = bound(WORK.problem, Run(learn=3, steps=400))
+    assert bound(colocated(WORK.problem), TimedRun()) == pytest.approx(
+        bound(WORK.problem, TimedRun())
+    )
+    jittered = bound(WORK.problem, TimedRun(learn=3, steps=400))
     assert jittered == pytest.approx(WORK.seconds, rel=5e-3)
     assert jittered != WORK.seconds
 
 
 def test_every_placement_has_the_same_work_to_do():
     """A timeline shows the drawn seconds of a fragment, divided by the speed of its worker."""
-    run, problem = Run(learn=1, steps=1), WORK.problem
+    run, problem = TimedRun(learn=1, steps=1), WORK.problem
 
     def lengths(candidate):
         kinds = {"generate": 1, "train": candidate.trainer}
@@ -112,7 +114,7 @@ def test_every_placement_has_the_same_work_to_do():
 )
 def test_the_simulator_predicts_later_steps_from_the_first_ones(candidate, easier):
     """Within 5% of the median; as above, longer waits decide if the machine is busy."""
-    run, found = Run(learn=3, steps=5), []
+    run, found = TimedRun(learn=3, steps=5), []
     for factor in LONGER:
         work = dataclasses.replace(WORK, seconds=0.25 * factor, publish=0.02, groups=8)
         measured = measure(easier(work.problem), candidate, run)
@@ -143,7 +145,7 @@ def test_each_variant_has_its_tactics_and_all_devices():
 
 
 def test_the_table_compares_with_plain_and_colocated():
-    work, run = dataclasses.replace(WORK, seconds=0.1), Run(learn=1, steps=1)
+    work, run = dataclasses.replace(WORK, seconds=0.1), TimedRun(learn=1, steps=1)
     rows = compare(work, run, [v for v in VARIANTS if v.name in (PLAIN, COLOCATED)])
     plain, both = rows[PLAIN], rows[COLOCATED]
     assert plain.images_per_device_second == pytest.approx(32 / plain.step_seconds / 4)
@@ -173,9 +175,9 @@ def test_work_that_cannot_be_measured_is_refused(fields, sentence):
 @pytest.mark.parametrize(
     ("run", "sentence"),
     [
-        (Run(jitter=1.0), r"jitter must lie in \[0, 1\)"),
-        (Run(learn=0), "learn must be above 0"),
-        (Run(steps=0), "steps must be above 0"),
+        (TimedRun(jitter=1.0), r"jitter must lie in \[0, 1\)"),
+        (TimedRun(learn=0), "learn must be above 0"),
+        (TimedRun(steps=0), "steps must be above 0"),
     ],
 )
 def test_a_run_that_cannot_be_done_is_refused(run, sentence):

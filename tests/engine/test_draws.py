@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.algorithms.subsets import random_timesteps
 from digen_jax.engine.draws import Draws
-from digen_jax.engine.sampler import Prompts
+from digen_jax.engine.sampler import EncodedPrompts
 from digen_jax.flow.sampling import image_keys
 from digen_jax.flow.windows import Window
 from digen_jax.runtime.training import TrainingExecutor
@@ -84,7 +84,7 @@ def test_a_window_that_leaves_the_schedule_is_no_sampled_one():
     weights, rows = system.publish(system.start), np.zeros(8, np.int32)
     keys = image_keys(jax.random.key(0), rows, rows)
     with pytest.raises(ValueError, match="the window starts at 3 and has length 2, outside"):
-        system.sampler.generate(weights, Prompts(None, None), rows, keys, start=3)
+        system.sampler.generate(weights, EncodedPrompts(None, None), rows, keys, start=3)
 
 
 def test_a_fragment_has_the_window_of_its_own_step_whoever_samples_it_and_when(monkeypatch):

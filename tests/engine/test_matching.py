@@ -10,7 +10,7 @@ import pytest
 
 from digen_jax.algorithms import decay
 from digen_jax.engine.packing import Endpoints
-from digen_jax.engine.sampler import Prompts
+from digen_jax.engine.sampler import EncodedPrompts
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime import training
 from digen_jax.runtime.steps import Images
@@ -64,7 +64,7 @@ def random(seed, *shape):
 
 X0 = random(1, len(ROWS), 4, 4, 4)
 SIGMAS = np.float32([1.0, 0.8, 0.6, 0.3, 0.0])
-PROMPTS = Prompts(
+PROMPTS = EncodedPrompts(
     toy.Conditioning(random(2, GROUPS, toy.LETTERS, toy.TEXT), random(3, GROUPS, toy.TEXT)),
     toy.Conditioning(random(4, 1, toy.LETTERS, toy.TEXT), random(5, 1, toy.TEXT)),
 )

@@ -21,7 +21,7 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import make_placement
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import System
-from digen_jax.engine.trainer import State
+from digen_jax.engine.trainer import TrainState
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models import sd3
 from digen_jax.models.family import Size
@@ -308,13 +308,13 @@ def batches(groups: int):
         yield [{**record, "serial": record["serial"] + groups * step} for record in records(groups)]
 
 
-def fresh(system: System) -> State:
+def fresh(system: System) -> TrainState:
     """A copy of a state, so that a system's own start is not consumed."""
     return system.trainer.init(jax.tree.map(lambda leaf: leaf + 0, system.start))
 
 
 def executors(
-    system: System, config: ConfigDict | Recipe, state: State, batches, **options
+    system: System, config: ConfigDict | Recipe, state: TrainState, batches, **options
 ) -> Executors:
     """The executors of a run from the beginning."""
     asked = opened(config)
@@ -345,7 +345,7 @@ def drive(system: System, config: ConfigDict, steps: int, reward=brightness, **o
     return found.executor.state, history, log
 
 
-def trained(system: System, steps: Steps, state: State, scores: StepScores, prompts, part_of):
+def trained(system: System, steps: Steps, state: TrainState, scores: StepScores, prompts, part_of):
     """The totals of the first step's fragments, `part_of` some images each, trained by a run's own executor."""
     link, made = LocalLink(), "rollout 0"
     link.offer(ConditioningOf(made, 0), prompts)
