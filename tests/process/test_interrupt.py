@@ -32,8 +32,8 @@ with Interrupt() as interrupt:
         pool = RewardPool(hanging.for_ever, ("hanging:for_ever",), 1)
         pool.score([[]], ["x"], [{}])  # which says that it is ready
     elif what == "mesh":
-        from digen_jax.runtime.worker import Worker
-        worker = Worker("rollout 0")
+        from digen_jax.runtime.worker import WorkerThreads
+        worker = WorkerThreads("rollout 0")
         worker.thread.submit(hanging.for_ever)
         while not pathlib.Path("ready").exists():
             time.sleep(0.01)
