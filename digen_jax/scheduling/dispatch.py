@@ -16,7 +16,8 @@ from digen_jax.scheduling.commands import (
     Update,
 )
 from digen_jax.scheduling.outlook import evaluation_fits, helps_evaluation, tag_pays
-from digen_jax.scheduling.state import SchedulerState, Worker
+from digen_jax.scheduling.state import SchedulerState
+from digen_jax.scheduling.tasks import Worker
 
 
 def give_work(state: SchedulerState, out: list[Command]) -> None:

@@ -23,7 +23,8 @@ from digen_jax.scheduling.costs import cost_of
 from digen_jax.scheduling.dispatch import continue_task, give_work
 from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
 from digen_jax.scheduling.settings import Costs, Settings
-from digen_jax.scheduling.state import SchedulerError, SchedulerState, Worker
+from digen_jax.scheduling.state import SchedulerError, SchedulerState
+from digen_jax.scheduling.tasks import Worker
 
 
 class Scheduler:

@@ -123,14 +123,14 @@ def _row(plan: Plan, made: Prediction) -> list[str]:
     ]
     if made.memory is not None:
         cells.append(f"{made.memory.largest / 2**30:.2f}")
-    return [*cells, waits(plan.problem, made).split(",")[0] or "-"]
+    return [*cells, longest_wait(plan.problem, made) or "-"]
 
 
-def waits(problem: Problem, made: Prediction) -> str:
-    """Idle shares of all devices' time by cause, the largest first."""
+def longest_wait(problem: Problem, made: Prediction) -> str:
+    """The largest idle share of all devices' time, with its cause; empty if nothing waits."""
     whole = problem.devices * made.step_seconds
-    shares = sorted(((s / whole, cause) for cause, s in made.bubbles.items()), reverse=True)
-    return ", ".join(f"{share:.1%} {cause}" for share, cause in shares if share >= 5e-4)
+    share, cause = max(((s / whole, cause) for cause, s in made.bubbles.items()), default=(0, ""))
+    return f"{share:.1%} {cause}" if share >= 5e-4 else ""
 
 
 def memory_table(made: Prediction) -> str:
@@ -209,7 +209,7 @@ def _colocated_loss(plan: Plan, colocated: Prediction) -> str:
 def _because(problem: Problem, made: Prediction) -> str:
     if problem.settings.fragments == 1:
         return ", as a step is a single fragment and nothing can overlap: make config.sampler.fragment smaller"
-    waiting = waits(problem, made).split(",")[0]
+    waiting = longest_wait(problem, made)
     return f", most of it waiting ({waiting})" if waiting else ""
 
 
