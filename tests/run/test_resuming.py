@@ -232,12 +232,12 @@ def test_a_workdir_that_cannot_be_used_is_one_sentence(tmp_path, train):
         (
             "finished.json",
             b"{",
-            r"finished\.json is not JSON: .*: delete it, and the run's co",
+            r"finished\.json is not JSON: .*: delete it, and run the same co",
         ),
         (
             "finished.json",
             b'{"step": "x"}',
-            r"finished\.json names no step: delete it, and the run",
+            r"finished\.json names no step: delete it, and run",
         ),
         (
             "metrics.jsonl",
