@@ -30,9 +30,12 @@ def tag_pays(state: SchedulerState) -> bool:
 
 
 def evaluation_fits(state: SchedulerState) -> bool:
-    """Whether the trainer can generate an evaluation fragment before it has anything to train."""
-    batch = state.batch
-    if not batch.scored_at:
+    """Whether the trainer can generate a fragment of the evaluation before it has anything to train.
+
+    Not before one was measured: its first one may take long.
+    """
+    batch, own = state.batch, state.evaluation_seconds(state.trainer)
+    if not batch.scored_at or not own:
         return False
     seconds = _evaluation_seconds(state) + _seconds(state, "switch")
     return state.now + seconds <= min(batch.scored_at.values())
