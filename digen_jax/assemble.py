@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from digen_jax.engine.placement import DeviceGroup, Placement, check_processes, 
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.engine.sharding import Layout
-from digen_jax.engine.system import Rollout, System, reshard
+from digen_jax.engine.system import Rollout, System, in_dtype, lying, reshard
 from digen_jax.engine.trainer import Trainer, TrainState
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.flow.steps import Ode, make_step
@@ -66,6 +66,18 @@ def load_family(folder: pathlib.Path, dtype: str = "float32", remat: bool = Fals
     kind = family_of(folder)
     with user_input():
         return kind.from_folder(folder, jnp.dtype(dtype), remat)
+
+
+def recipe_family(recipe: Recipe) -> Family:
+    """The family of a recipe's model.
+
+    Raises:
+      ConfigError: the model's folder cannot be used.
+    """
+    with blame("config.model.folder: "):
+        return load_family(
+            open_pipeline(recipe.model.folder), recipe.precision.arithmetic, recipe.model.remat
+        )
 
 
 def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
@@ -161,11 +173,53 @@ def connect(
     `lora` holds the factors to begin with, None: fresh ones.
     """
     policy = make_policy(recipe, family)
-    algorithm = recipe.algorithm
-    step = make_step(recipe.sampler.kind, recipe.sampler.noise_level)
-    start, base = policy.split(jax.random.key(recipe.seed), trained, algorithm.reads_reference)
+    split = policy.split(jax.random.key(recipe.seed), trained, recipe.algorithm.reads_reference)
+    start, base = split
     if recipe.precision.frozen != "float32":
         base = reshard(base, placement.trainer, recipe.precision.frozen)
+    return _around(recipe, placement, policy, start if lora is None else lora, base, frozen)
+
+
+def outline(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
+    """The system of `build` with shapes in place of all parameters: its programs can be lowered and compiled.
+
+    Nothing is read but the model's configuration, and nothing is allocated.
+
+    Raises:
+      ConfigError: the model's folder cannot be used, or the devices do not suffice.
+    """
+    family = recipe_family(recipe)
+    layout = Layout.of(recipe.placement.rules, family.axes())
+    placement = make_placement(recipe.placement.meshes, layout, devices)
+    shapes = parameter_shapes(recipe, family)
+    start, base = (lying(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
+    frozen = lying(shapes.frozen, placement.rollout)
+    return _around(recipe, placement, make_policy(recipe, family), start, base, frozen)
+
+
+class ParameterShapes(NamedTuple):
+    """All parameters of a run by what they are for; `tuned` and `base` as in `Policy`."""
+
+    tuned: Params
+    base: Params
+    frozen: Params
+
+
+def parameter_shapes(recipe: Recipe, family: Family) -> ParameterShapes:
+    """The parameters of a recipe's run as shapes, in the types that it keeps them in."""
+    policy, shapes = make_policy(recipe, family), family.shapes()
+    split = functools.partial(policy.split, reference=recipe.algorithm.reads_reference)
+    tuned, base = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
+    frozen = {part: tree for part, tree in shapes.items() if part not in family.trained}
+    return ParameterShapes(tuned, *in_dtype((base, frozen), recipe.precision.frozen))
+
+
+def _around(
+    recipe: Recipe, placement: Placement, policy: Policy, start: Any, base: Any, frozen: Params
+) -> System:
+    """The parts of a run around parameters that lie where they belong."""
+    family, algorithm = policy.family, recipe.algorithm
+    step = make_step(recipe.sampler.kind, recipe.sampler.noise_level)
     settings = SamplerSettings(
         Size(recipe.model.height, recipe.model.width),
         recipe.sampler.steps,
@@ -196,7 +250,7 @@ def connect(
             recipe.trainer.settings,
         ),
         base,
-        start if lora is None else lora,
+        start,
         recipe.advantages,
     )
 

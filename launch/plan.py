@@ -37,7 +37,9 @@ _TRAINER_SERIAL = flags.DEFINE_float(
 )
 _WORKER_SERIAL = flags.DEFINE_float("worker_serial", None, "The same share of generation.")
 _MEMORY = flags.DEFINE_float(
-    "memory", None, "GiB of a device; placements that need more are excluded."
+    "memory",
+    None,
+    "GiB of a device; placements that need more are excluded. Compiles the programs for their temporaries.",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for the chosen placement.")
 flags.mark_flags_as_required(["config"])
@@ -66,14 +68,18 @@ def main() -> None:
 
     from digen_jax.run.footprint import model_footprint
     from digen_jax.run.planning import can_run, make_problem, meshes, overrides
+    from digen_jax.run.programs import measured_programs
     from digen_jax.scheduling.planner.plan import make_plan
 
-    calibration = _calibration(recipe)
+    calibration, footprint = _calibration(recipe), model_footprint(recipe)
+    if _MEMORY.value is not None:
+        programs = measured_programs(recipe, lambda text: print(text, flush=True))
+        footprint = dataclasses.replace(footprint, programs=programs)
     problem = make_problem(
         recipe,
         _DEVICES.value or len(jax.devices()),
         calibration,
-        model_footprint(recipe),
+        footprint,
         _MEMORY.value and _MEMORY.value * 2**30,
     )
     plan = make_plan(problem, functools.partial(can_run, recipe, problem))
@@ -112,7 +118,7 @@ def _show(problem: Any, plan: Any, calibration: Any) -> None:
     print(wrapped("\n".join(told), "  "))
     print(f"\n{table(plan)}\n")
     print(wrapped("\n".join(LEGEND), "  "))
-    print(f"\n{wrapped(memory_table(plan.choice), '  ')}\n\n{wrapped(why(plan))}")
+    print(f"\n{wrapped(memory_table(plan), '  ')}\n\n{wrapped(why(plan))}")
     print(
         f"chosen after {plan.for_choice} simulations for {plan.candidates} candidates, "
         f"{plan.simulated - plan.for_choice} more for the table"

@@ -122,6 +122,42 @@ class Sampler:
         """The clips at a trajectory's end; returns immediately, as `generate` does."""
         return self._decode(weights.frozen, trajectory.latents.astype(jnp.float32))
 
+    def lower_encode(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
+        """The program of `encode`, with nothing allocated: `weights` holds shapes with their shardings."""
+        return self._encode.lower(weights.frozen, self.policy.family.tokenize(records))
+
+    def lower_generate(
+        self, weights: Weights, records: Sequence[Record], images: int, trained: int = 0
+    ) -> jax.stages.Lowered:
+        """The program of `generate` for so many images of the records; as `lower_encode`.
+
+        `trained` is how many steps of its own each image returns, 0: all.
+        """
+        batch = self.group.batch
+        rows = jax.ShapeDtypeStruct((images,), np.int32, sharding=batch)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), images))
+        keys = keys.update(sharding=batch)
+        own = jax.ShapeDtypeStruct((trained, images), np.int32, sharding=self.group.batch_of_steps)
+        return self._generate.lower(
+            weights,
+            self.encoded(weights, records),
+            rows,
+            keys,
+            keys,
+            np.int32(0),
+            own if trained else None,
+        )
+
+    def lower_decode(self, weights: Weights, images: int) -> jax.stages.Lowered:
+        """The program of `decode` for so many images; as `lower_encode`."""
+        latents = jax.ShapeDtypeStruct((images, *self.shape), np.float32, sharding=self.group.batch)
+        return self._decode.lower(weights.frozen, latents)
+
+    def encoded(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
+        """What `encode` returns, as shapes."""
+        prompts = jax.eval_shape(lambda weights: self.encode(weights, records), weights)
+        return jax.tree.map(lambda leaf: leaf.update(sharding=self.group.replicated), prompts)
+
 
 def _generate(
     policy: Policy,

@@ -96,10 +96,25 @@ def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
     """Parameters with the shardings of a mesh's rules: on the same devices by one program, else by transfer.
 
     `dtype` is their new one, None: unchanged; they are rounded before the transfer.
+    Of shapes the result is shapes.
     """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
+        return lying(tree if dtype is None else in_dtype(tree, dtype), group)
     if dtype is not None:
         tree = rounded(tree, dtype)
     return resharded(tree, group.params(tree))
+
+
+def lying(tree: Any, group: DeviceGroup) -> Any:
+    """Shapes of parameters that lie as a mesh's rules say."""
+    return jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding), tree, group.params(tree)
+    )
+
+
+def in_dtype(tree: Any, dtype: Any) -> Any:
+    """Shapes of the same parameters in another type."""
+    return jax.tree.map(lambda leaf: leaf.update(dtype=dtype), tree)
 
 
 def resharded(tree: Any, shardings: Any) -> Any:

@@ -105,17 +105,11 @@ class Trainer:
         Raises:
           ValueError: the behaviour is read, but not given.
         """
-        read = self.algorithm
-        if read.reads_behaviour and behaviour is None:
+        if self.algorithm.reads_behaviour and behaviour is None:
             raise ValueError("the policy that sampled is evaluated, so accumulate needs behaviour")
         if totals is None:
             totals = self._begin(state.tuned)
-        policies = Policies(
-            behaviour if read.reads_behaviour else None,
-            start if read.reads_start else None,
-            # A published copy is read as the version that sampled.
-            None if read.publishes_copy else state.copy,
-        )
+        policies = self.policies(state, behaviour, start)
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
         totals = self._accumulate(state.tuned, base, policies, experience, totals)
         return totals._replace(unscaled=unscaled)
@@ -210,6 +204,37 @@ class Trainer:
         """The behaviour policy between two steps: the trained parameters, or the algorithm's copy."""
         return state.copy if self.algorithm.publishes_copy else state.tuned
 
+    def lower_accumulate(self, tuned: Any, base: Any, experience: Experience) -> jax.stages.Lowered:
+        """The program of `accumulate`, of shapes that lie where their arrays would; see `lower_update`."""
+        state = self._state_shapes(tuned)
+        policies, totals = self.policies(state, tuned, None), self._totals_shapes(tuned)
+        return self._accumulate.lower(tuned, base, policies, experience, totals)
+
+    def lower_update(self, tuned: Any) -> jax.stages.Lowered:
+        """The program of `update`, with nothing allocated. `tuned` holds shapes with their shardings."""
+        state = self._state_shapes(tuned)._replace(copy=None)
+        return self._update.lower(state, self._totals_shapes(tuned), None)
+
+    def _state_shapes(self, tuned: Any) -> TrainState:
+        optimizer = jax.eval_shape(self._optimizer.init, tuned)
+        optimizer = _placed(optimizer, self._shardings(tuned).optimizer)
+        ema, copy = (tuned if kept else None for kept in (self.settings.ema, self._decay))
+        return TrainState(tuned, optimizer, ema, copy)
+
+    def _totals_shapes(self, tuned: Any) -> Totals:
+        totals = jax.eval_shape(self._zeros, tuned)
+        return _placed(totals, jax.tree.broadcast(self._layout(totals), totals))
+
+    def policies(self, state: TrainState, behaviour: Any, start: Any) -> Policies:
+        """The parameters that the algorithm reads besides those being trained; the arguments as in `accumulate`."""
+        read = self.algorithm
+        return Policies(
+            behaviour if read.reads_behaviour else None,
+            start if read.reads_start else None,
+            # A published copy is read as the version that sampled.
+            None if read.publishes_copy else state.copy,
+        )
+
     def _shardings(self, tuned: Any) -> TrainState:
         """Shardings of a state: the average and the moments like their parameters, counts replicated."""
         params = self.group.params(tuned)
@@ -303,3 +328,7 @@ class Trainer:
         # Otherwise the compiler may lay out the new state differently from the old one.
         state = TrainState(tuned, optimizer, ema)
         return jax.lax.with_sharding_constraint(state, self._shardings(tuned)), metrics
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)

@@ -1,5 +1,6 @@
 """Opens a run's config with a placement for the devices at hand, which the planner chooses if asked."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -13,6 +14,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.inference.model import run_recipe
 from digen_jax.run.footprint import model_footprint
 from digen_jax.run.planning import auto_placement
+from digen_jax.run.programs import measured_programs
 from digen_jax.run.step_costs import measured_costs
 from digen_jax.runtime.orders import several
 
@@ -66,7 +68,8 @@ def planned_meshes(config: ConfigDict) -> MeshSizes:
     """The planner's choice for a config on the devices at hand.
 
     Costs are measured first, on one of the devices, which compiles. On one device publication moves
-    nothing, so the plan takes it to be nearly free.
+    nothing, so the plan takes it to be nearly free. If the devices tell how much memory they have, as GPUs
+    and TPUs do, the programs are compiled for each device's share and placements that need more are excluded.
 
     Raises:
       ConfigError: a setting cannot work, or no placement can.
@@ -76,7 +79,20 @@ def planned_meshes(config: ConfigDict) -> MeshSizes:
         f"config.placement = 'auto': times each part of a step on one of the {devices} devices, compiling it first",
         flush=True,
     )
-    calibration = measured_costs(alone, note=lambda text: print(f"  {text}", flush=True))
-    sizes = auto_placement(alone, devices, calibration, model_footprint(alone))
+
+    def note(text: str) -> None:
+        print(f"  {text}", flush=True)
+
+    calibration = measured_costs(alone, note=note)
+    footprint, memory = model_footprint(alone), _device_memory()
+    if memory is not None:
+        footprint = dataclasses.replace(footprint, programs=measured_programs(alone, note))
+    sizes = auto_placement(alone, devices, calibration, footprint, memory)
     print(f"placement chosen by {calibration.source}: {sizes.plain()}", flush=True)
     return sizes
+
+
+def _device_memory() -> int | None:
+    """Bytes that a program may take of a device; None: the backend does not tell, as that of CPUs."""
+    told = jax.local_devices()[0].memory_stats()
+    return told.get("bytes_limit") if told else None

@@ -1,4 +1,4 @@
-"""Bytes on each device, from numbers of parameters, sizes of dtypes, meshes and sharding."""
+"""Bytes on each device, from numbers of parameters, sizes of dtypes, meshes, sharding and compiled programs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from digen_jax.scheduling.planner.problem import Problem, divisors
 class DeviceBytes:
     """Bytes by purpose on a device of the trainer mesh and on one of a rollout mesh (if there is any).
 
-    Temporary memory of the compiler's operations is not included.
+    One program runs at a time on a mesh, so only the one with the largest temporary memory counts. It is not
+    included if the footprint has no programs.
     """
 
     trainer: dict[str, float]
@@ -65,7 +66,7 @@ def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[st
     """Gradient, moments and average are laid out like their parameters.
 
     All candidates of the step, and the begun part of the next one, may wait to be trained. A group that
-    trains early has two gradients of its own. Activations are counted as if the axis tensor did not split them.
+    trains early has two gradients of its own.
     """
     foot, settings, axes = problem.footprint, problem.settings, (fsdp, candidate.tensor)
     tuned = foot.tuned(*axes)
@@ -74,17 +75,21 @@ def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[st
     groups = max(settings.groups, settings.max_candidates)
     images = groups * settings.images * (1 + ahead)
     early = 2 * settings.open_groups if candidate.gap else 0
-    # A group of `time` steps is trained together, so each device has as many transitions as if only
-    # the images were split.
-    passing = -(-foot.micro_batch // candidate.data)
+    running = {}
+    if foot.programs:
+        running["the gradient"] = foot.programs.gradient(candidate.data, candidate.time)
+        running["the update"] = foot.programs.update(tuned)
+        if samples:
+            running |= foot.programs.sampling(candidate.data * candidate.time)
     return {
         "parameters": tuned + foot.base(*axes),
         "gradient": (1 + early) * tuned,
         "optimizer": (2 + foot.copies) * tuned,
         "kept versions": _versions(problem, candidate) * tuned,
         "frozen": foot.frozen(*axes) if samples else 0.0,
-        "activations": float(foot.activations * passing),
         "trajectories": images * foot.trajectory / (candidate.data * candidate.time),
+        "conditioning": (1 + (ahead > 0)) * float(foot.conditioning),
+        **_largest(running),
     }
 
 
@@ -99,7 +104,14 @@ def _worker_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str
         "kept versions": _versions(problem, candidate) * foot.published(*axes),
         "frozen": foot.frozen(*axes),
         "trajectories": images * foot.trajectory,
+        "conditioning": (1 + candidate.asynchrony) * float(foot.conditioning),
+        **_largest(foot.programs.sampling(candidate.worker_images) if foot.programs else {}),
     }
+
+
+def _largest(programs: dict[str, float]) -> dict[str, float]:
+    """The program that needs most, alone."""
+    return {f"temporaries of {n}": programs[n] for n in sorted(programs, key=programs.get)[-1:]}
 
 
 def _versions(problem: Problem, candidate: Candidate) -> int:

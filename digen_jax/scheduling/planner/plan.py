@@ -133,14 +133,18 @@ def longest_wait(problem: Problem, made: Prediction) -> str:
     return f"{share:.1%} {cause}" if share >= 5e-4 else ""
 
 
-def memory_table(made: Prediction) -> str:
-    """The bytes by purpose on a device of each mesh of a candidate."""
-    lines = []
-    meshes = {"trainer": made.memory.trainer, "rollout": made.memory.worker}
+def memory_table(plan: Plan) -> str:
+    """The bytes by purpose on a device of each mesh of the choice, and whether temporary memory is included."""
+    lines, memory = [], plan.choice.memory
+    meshes = {"trainer": memory.trainer, "rollout": memory.worker}
     for name, held in meshes.items():
         parts = ", ".join(f"{what} {size / 2**20:,.1f}" for what, size in held.items() if size)
         if held:
             lines.append(f"a {name} device, MiB: {sum(held.values()) / 2**20:,.1f} = {parts}")
+    if plan.problem.footprint.programs is None:
+        lines.append(
+            "without temporaries of programs: --memory=GIB compiles the programs and counts them"
+        )
     return "\n".join(lines)
 
 

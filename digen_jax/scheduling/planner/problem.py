@@ -45,6 +45,24 @@ OnDevice = Callable[[int, int], float]
 
 
 @dataclasses.dataclass(frozen=True)
+class Programs:
+    """Bytes of temporary memory of programs on a device: temporaries, and results that are not kept.
+
+    The gathered copies of parameters that fsdp splits are not counted. Activations count as if the axis
+    tensor did not split them.
+
+    Attributes:
+      gradient: by the parts (data, time) into which a trainer mesh splits images and steps.
+      update: by the bytes of trained parameters on the device.
+      sampling: of each program by name, by the parts into which a mesh splits images.
+    """
+
+    gradient: Callable[[int, int], float]
+    update: Callable[[float], float]
+    sampling: Callable[[int], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Footprint:
     """Sizes in bytes; those of parameters are on one device.
 
@@ -55,9 +73,9 @@ class Footprint:
       sampler_base: other parameters of a sampler.
       frozen: text encoders and autoencoder, on the devices that generate images.
       copies: the number of further copies of the tuned parameters: an average, an algorithm's slow copy.
-      activations: what the backward pass keeps of one trained sample.
       trajectory: the stored data of one image until it is trained.
-      micro_batch: samples in one forward and backward pass of one step of a trajectory.
+      conditioning: the encoded prompts of a step.
+      programs: temporary memory of programs; None: it is not counted.
       trainer_fsdp: the least size of the trainer mesh's axis fsdp, if it divides the mesh; it is made
         larger if the memory requires it.
       worker_fsdp: the same for a rollout mesh.
@@ -69,9 +87,9 @@ class Footprint:
     sampler_base: OnDevice
     frozen: OnDevice
     copies: int
-    activations: int
     trajectory: int
-    micro_batch: int
+    conditioning: int
+    programs: Programs | None = None
     trainer_fsdp: int = 1
     worker_fsdp: int = 1
 

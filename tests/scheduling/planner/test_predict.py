@@ -11,7 +11,7 @@ from digen_jax.scheduling.planner.candidate import Candidate
 from digen_jax.scheduling.planner.estimate import estimate, lower_bound
 from digen_jax.scheduling.planner.memory import device_bytes
 from digen_jax.scheduling.planner.predict import predict
-from digen_jax.scheduling.planner.problem import Footprint, Problem, Scaling
+from digen_jax.scheduling.planner.problem import Footprint, Problem, Programs, Scaling
 from digen_jax.scheduling.planner.simulate import simulate
 from digen_jax.scheduling.planner.space import candidates
 from digen_jax.scheduling.settings import Costs, Settings
@@ -88,6 +88,11 @@ def parameters(split, whole):
     return lambda fsdp, tensor: split / fsdp / tensor + whole
 
 
+PROGRAMS = Programs(
+    gradient=lambda data, time: 8000 / data,
+    update=lambda tuned: tuned,
+    sampling=lambda parts: {"generating": 3000 / parts, "decoding": 1000},
+)
 FOOTPRINT = Footprint(
     tuned=parameters(800, 8),
     published=parameters(400, 4),
@@ -95,9 +100,9 @@ FOOTPRINT = Footprint(
     sampler_base=parameters(80, 2),
     frozen=parameters(400, 6),
     copies=1,
-    activations=1000,
     trajectory=10,
-    micro_batch=8,
+    conditioning=7,
+    programs=PROGRAMS,
 )
 
 
@@ -114,14 +119,17 @@ def test_a_device_holds_what_is_counted_by_hand():
         "optimizer": 3 * tuned,
         "kept versions": 2 * tuned,
         "frozen": 400 / 2 + 6,
-        "activations": 4 * 1000,
         "trajectories": 16 * 1.5 * 10 / 4,
+        "conditioning": 2 * 7,
+        "temporaries of the gradient": 4 * 1000,
     }
     assert held.worker == {
         "parameters": 80 / 2 + 2,
         "kept versions": 2 * (400 / 2 + 4),
         "frozen": 400 / 2 + 6,
         "trajectories": 2 * 1 * 10,
+        "conditioning": 2 * 7,
+        "temporaries of generating": 1500,
     }
     assert held.largest == sum(held.trainer.values())
 
@@ -138,7 +146,10 @@ def test_the_given_tensor_axes_split_parameters_and_no_images():
     assert {(c.worker_tensor, c.tensor, c.trainer) for c in found} == {(2, 4, 4), (2, 4, 8)}
     split = next(c for c in found if c.worker_devices == 4)
     held = device_bytes(problem, split)
-    assert held.trainer["gradient"] == 800 / 4 + 8 and held.trainer["activations"] == 8 * 1000
+    assert (
+        held.trainer["gradient"] == 800 / 4 + 8
+        and held.trainer["temporaries of the gradient"] == 8 * 1000
+    )
     assert held.worker["parameters"] == 80 / 2 + 2
     assert held.worker["trajectories"] == 2 * 2 / 2 * 10
     # Twice the devices take half the time, whichever axis splits the work.
@@ -147,6 +158,24 @@ def test_the_given_tensor_axes_split_parameters_and_no_images():
     assert split.describe() == "1 worker of 4, trainer of 1 x 4 (tensor)"
     with pytest.raises(ConfigError, match=r"micro_batch, or the axes tensor of config\.placement"):
         candidates(dataclasses.replace(problem, devices=3))
+
+
+def test_of_the_programs_the_one_that_needs_most_counts_where_they_are_known():
+    problem = Problem(8, STEP, FRICTION, footprint=FOOTPRINT)
+
+    def temporaries(candidate, programs):
+        foot = dataclasses.replace(FOOTPRINT, programs=programs)
+        held = device_bytes(dataclasses.replace(problem, footprint=foot), candidate)
+        meshes = held.trainer, held.worker
+        return [{n: b for n, b in held.items() if "temporaries" in n} for held in meshes]
+
+    small = dataclasses.replace(PROGRAMS, gradient=lambda data, time: 100 / data)
+    found = temporaries(Candidate(4, 1, 4), small)
+    assert found == [{"temporaries of the update": 808}, {"temporaries of generating": 3000}]
+    # Colocated the trainer's devices sample, too; those that split steps in training then split images.
+    assert temporaries(Candidate(0, 0, 1, 2), small) == [{"temporaries of generating": 1500}, {}]
+    assert temporaries(Candidate(0, 0, 2, 2), small) == [{"temporaries of decoding": 1000}, {}]
+    assert temporaries(Candidate(4, 1, 4), None) == [{}, {}]
 
 
 def test_early_groups_hold_gradients_and_candidates_trajectories():
@@ -192,7 +221,7 @@ def test_parameters_are_split_only_as_far_as_the_memory_asks_for():
 
 def test_what_does_not_fit_is_no_candidate():
     problem = Problem(8, STEP, FRICTION, footprint=FOOTPRINT)
-    # A trainer of one device needs 8 transitions' activations, and more than 12,000 in all.
+    # A trainer of one device needs 8,000 bytes for the gradient, and more than 12,000 in all.
     fitting = candidates(dataclasses.replace(problem, device_memory=10_000))
     assert {c.trainer for c in fitting} == set(range(2, 9))
     with pytest.raises(

@@ -1,0 +1,171 @@
+"""The temporary memory of a recipe's programs on a device, as the compiler reports it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from digen_jax.assemble import outline
+from digen_jax.config.recipe import Recipe
+from digen_jax.engine.packing import Experience, trained_part
+from digen_jax.engine.placement import ONE_DEVICE
+from digen_jax.engine.sampler import Sampler, Weights
+from digen_jax.engine.system import System
+from digen_jax.models.family import Record
+from digen_jax.run.footprint import stored_bytes
+from digen_jax.runtime.training import shardings
+from digen_jax.scheduling.planner.problem import Programs
+
+Lowered = jax.stages.Lowered
+
+
+def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
+    """The temporary memory of a recipe's programs, each compiled on one device for the share of one device.
+
+    Each share is compiled when it is asked for. It is not extrapolated from two others, because the compiler's
+    choices change with the size, and the bytes are not linear in it. Nothing is allocated.
+
+    Args:
+      recipe: of its placement only the rules are read.
+      note: called with each program's name before it is compiled, which may take minutes.
+    """
+    measured = _Measured(recipe, note)
+    update = functools.cache(measured.update)
+    encode = functools.cache(measured.encode)
+    generate, evaluate, decode = map(
+        functools.cache, (measured.generate, measured.evaluate, measured.decode)
+    )
+
+    def sampling(parts: int) -> dict[str, float]:
+        fragment = -(-recipe.sampler.fragment // parts)
+        evaluated = -(-recipe.evaluation.batch // parts)
+        return {
+            "encoding": encode(),
+            "generating": generate(fragment),
+            "evaluating": evaluate(evaluated),
+            "decoding": decode(max(fragment, evaluated)),
+        }
+
+    return Programs(functools.cache(measured.gradient), lambda tuned: update() * tuned, sampling)
+
+
+class _Measured:
+    """The bytes of each program on one device."""
+
+    def __init__(self, recipe: Recipe, note: Callable[[str], None]):
+        self.recipe, self.note, self.system = recipe, note, _share(recipe)
+
+    def gradient(self, data: int, time: int) -> float:
+        """Of a pass over the share of one of `data` x `time` devices."""
+        system = _share(self.recipe, data, time)
+        settings = system.trainer.settings
+        each = settings.micro_batch // self.recipe.algorithm.images_of_sample
+        samples = each * -(-trained_samples(self.recipe) // (each * data))
+        passing = f"{settings.pack} x {settings.micro_batch}"
+        return self._needed(
+            f"the gradient of {passing} samples", lower_gradient(system, self.recipe, samples)
+        )
+
+    def update(self) -> float:
+        """In multiples of the trained parameters."""
+        system = self.system
+        tuned = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(system.start))
+        return self._needed("an update", system.trainer.lower_update(system.start)) / tuned
+
+    def encode(self) -> float:
+        """Of a step's prompts, the results included."""
+        weights, records = sampler_weights(self.system), _records(self.recipe)
+        return self._needed("encoding", self.system.sampler.lower_encode(weights, records))
+
+    def generate(self, images: int) -> float:
+        """Without the trajectories, which are counted apart."""
+        system, recipe = self.system, self.recipe
+        kept = images * stored_bytes(recipe.algorithm, recipe.noisy_steps, system.sampler.shape)
+        lowered = lower_generate(system, system.sampler, recipe, images)
+        return max(0, self._needed(f"generating {images} images", lowered) - kept)
+
+    def evaluate(self, images: int) -> float:
+        """Of the sampler that evaluates."""
+        lowered = lower_generate(self.system, self.system.evaluator, self.recipe, images)
+        return self._needed(f"evaluating {images} images", lowered)
+
+    def decode(self, images: int) -> float:
+        """The pictures included."""
+        lowered = self.system.sampler.lower_decode(sampler_weights(self.system), images)
+        return self._needed(f"decoding {images} images", lowered)
+
+    def _needed(self, name: str, lowered: Lowered) -> int:
+        self.note(f"memory of {name}: compiling")
+        return beyond_arguments(lowered)
+
+
+def beyond_arguments(lowered: Lowered) -> int:
+    """Bytes of a program's temporaries and results on a device, without results that reuse an argument's memory."""
+    found = lowered.compile().memory_analysis()
+    return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+
+
+def trained_samples(recipe: Recipe) -> int:
+    """Images, or pairs of images, that the trainer gets of a fragment."""
+    fragment, images = recipe.sampler.fragment, recipe.batch.images
+    if recipe.algorithm.images_of_sample == 2:
+        return fragment // images  # a pair of each group
+    return recipe.advantages.kept(fragment, images)
+
+
+def _share(recipe: Recipe, data: int = 1, time: int = 1) -> System:
+    """On one device, with the part of a pass that a device has on a trainer mesh of these sizes."""
+    trainer, whole = recipe.trainer, recipe.algorithm.images_of_sample
+    own = dataclasses.replace(
+        trainer,
+        micro_batch=whole * -(-trainer.micro_batch // (whole * data)),
+        pack=-(-trainer.pack // time),
+    )
+    alone = dataclasses.replace(recipe.with_meshes(ONE_DEVICE), trainer=own)
+    return outline(alone, jax.devices()[:1])
+
+
+def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:
+    """The trainer's program for a fragment of so many samples; `system` as from `outline`."""
+    group = system.placement.trainer
+    trajectory = lower_generate(system, system.sampler, recipe, samples).out_info
+    trained = jax.eval_shape(
+        lambda made: trained_part(made, jax.random.split(jax.random.key(0), samples)), trajectory
+    )
+    if recipe.algorithm.images_of_sample == 2:
+        count, *shape = trained.x0.shape
+        trained = trained._replace(x0=trained.x0.update(shape=(count, 2, *shape)))
+    trained, sigmas = _placed(
+        (trained, trajectory.sigmas), shardings((trained, trajectory.sigmas), group)
+    )
+    prompts = system.sampler.encoded(sampler_weights(system), _records(recipe))
+    conditioning, null = _placed(tuple(prompts), group.replicated)
+    row = jax.ShapeDtypeStruct((samples,), np.int32, sharding=group.batch)
+    number = row.update(dtype=np.float32)
+    largest = jax.ShapeDtypeStruct((), sigmas.dtype, sharding=group.replicated)
+    experience = Experience(trained, conditioning, null, row, number, number, largest)
+    return system.trainer.lower_accumulate(system.start, system.base, experience)
+
+
+def lower_generate(system: System, sampler: Sampler, recipe: Recipe, images: int) -> Lowered:
+    """The program for so many images of one of the system's samplers, that of training or that of evaluation."""
+    own = recipe.trained_steps if sampler is system.sampler and recipe.draws.fraction < 1 else 0
+    return sampler.lower_generate(sampler_weights(system), _records(recipe), images, own)
+
+
+def sampler_weights(system: System) -> Weights:
+    """Everything that the first sampling mesh holds, as shapes."""
+    return system.rollouts[0].weights(system.start)
+
+
+def _records(recipe: Recipe) -> list[Record]:
+    return [{"prompt": ""}] * recipe.drawn_groups
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    """Shapes with shardings, of which one may hold for a whole subtree."""
+    each = jax.tree.broadcast(shardings, shapes)
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, each)
