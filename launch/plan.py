@@ -84,7 +84,7 @@ def main() -> None:
     )
     plan = make_plan(problem, functools.partial(can_run, recipe, problem))
     _show(problem, plan, calibration)
-    choice = plan.choice.candidate
+    choice = plan.choice.proposal
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)
         section = meshes(problem, choice).plain()
@@ -120,7 +120,7 @@ def _show(problem: Any, plan: Any, calibration: Any) -> None:
     print(wrapped("\n".join(LEGEND), "  "))
     print(f"\n{wrapped(memory_table(plan), '  ')}\n\n{wrapped(why(plan))}")
     print(
-        f"chosen after {plan.for_choice} simulations for {plan.candidates} candidates, "
+        f"chosen after {plan.for_choice} simulations for {plan.proposals} proposals, "
         f"{plan.simulated - plan.for_choice} more for the table"
     )
 

@@ -64,7 +64,7 @@ def table(work: Work, rows: Mapping[str, Measured]) -> str:
 def _line(name: str, row: Measured, rows: Mapping[str, Measured]) -> tuple[str, ...]:
     return (
         name,
-        row.candidate.describe(),
+        row.proposal.describe(),
         f"{row.step_seconds:.3f}",
         f"{row.images_per_device_second:.2f}",
         f"{row.utilisation:.1%}",

@@ -17,10 +17,10 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver
 from digen_jax.scheduling.commands import Decode, Fragment, Generate, Train
 from digen_jax.scheduling.costs import GUESSED, CostModel
-from digen_jax.scheduling.planner import candidate as of
-from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner import proposal as of
 from digen_jax.scheduling.planner.learned import learned
 from digen_jax.scheduling.planner.problem import Problem
+from digen_jax.scheduling.planner.proposal import Proposal
 from digen_jax.scheduling.planner.simulate import Disturbance, simulate
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
@@ -67,7 +67,7 @@ class Measured:
     """The result of a variant.
 
     Attributes:
-      candidate: its split and tactics.
+      proposal: its split and tactics.
       images: trained in a step.
       step_times: seconds of the measured steps.
       busy: the share of device-seconds that were spent at any work.
@@ -78,7 +78,7 @@ class Measured:
       late: timer wake-up delay, mean seconds a wait.
     """
 
-    candidate: Candidate
+    proposal: Proposal
     images: int
     step_times: tuple[float, ...]
     busy: float
@@ -96,7 +96,7 @@ class Measured:
     @property
     def images_per_device_second(self) -> float:
         """Images trained per second and device."""
-        devices = self.candidate.trainer + self.candidate.workers * self.candidate.worker_devices
+        devices = self.proposal.trainer + self.proposal.workers * self.proposal.worker_devices
         return self.images / (self.step_seconds * devices)
 
     @property
@@ -111,13 +111,13 @@ class Measured:
 
 
 @contextmanager
-def driving(problem: Problem, candidate: Candidate, run: TimedRun) -> Iterator[Driver]:
+def driving(problem: Problem, proposal: Proposal, run: TimedRun) -> Iterator[Driver]:
     """A driver of waits, before the first step of a run."""
     # One step more than is measured, so that the last measured step is not the end of a run.
     steps = run.learn + run.steps + 1
-    settings = dataclasses.replace(of.settings(problem, candidate), steps=steps)
-    waits = run.waits(of.costs(problem, candidate), settings)
-    executors = WaitingExecutors(waits, of.layout(problem, candidate))
+    settings = dataclasses.replace(of.settings(problem, proposal), steps=steps)
+    waits = run.waits(of.costs(problem, proposal), settings)
+    executors = WaitingExecutors(waits, of.layout(problem, proposal))
     with (
         closing(RewardPool(score, ("waits",), 0)) as rewards,
         closing(Driver(executors, Scheduler(settings, GUESSED), rewards)) as driver,
@@ -127,13 +127,13 @@ def driving(problem: Problem, candidate: Candidate, run: TimedRun) -> Iterator[D
 
 def measure(
     problem: Problem,
-    candidate: Candidate,
+    proposal: Proposal,
     run: TimedRun,
     stepped: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Drives the runtime through a run of waits; calls `stepped` after every step."""
     ends, told, saved = [0.0], [], {}
-    with driving(problem, candidate, run) as driver:
+    with driving(problem, proposal, run) as driver:
         for step in range(run.learn + run.steps):
             told.append(driver.step())
             ends.append(driver.now())
@@ -142,7 +142,7 @@ def measure(
     known = Scheduler.restore(saved[run.learn - 1]).state
     told = told[run.learn :]
     return Measured(
-        candidate,
+        proposal,
         known.settings.groups * known.settings.images,
         tuple(ends[n + 1] - ends[n] for n in run.measured),
         fmean(line["utilisation"] for line in told),
@@ -200,6 +200,6 @@ def compare(
     problem.check()
     chosen = {variant: best_split(variant, problem) for variant in variants}
     return {
-        variant.name: measure(variant.problem(problem), candidate, run, stepped)
-        for variant, candidate in chosen.items()
+        variant.name: measure(variant.problem(problem), proposal, run, stepped)
+        for variant, proposal in chosen.items()
     }

@@ -5,10 +5,10 @@ import math
 from collections.abc import Callable
 
 from digen_jax.errors import ConfigError, check_positive
-from digen_jax.scheduling.planner.candidate import Candidate
 from digen_jax.scheduling.planner.problem import Problem, Scaling
+from digen_jax.scheduling.planner.proposal import Proposal
 from digen_jax.scheduling.planner.search import LEAST, Simulations, search
-from digen_jax.scheduling.planner.space import candidates
+from digen_jax.scheduling.planner.space import proposals
 from digen_jax.scheduling.settings import Costs, Settings
 
 DECODE = 0.05  # of the seconds of generation
@@ -79,10 +79,10 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A row of the table: its candidates, in a problem that may be an easier one."""
+    """A row of the table: its proposals, in a problem that may be an easier one."""
 
     name: str
-    allowed: Callable[[Candidate], bool]
+    allowed: Callable[[Proposal], bool]
     problem: Callable[[Problem], Problem] = lambda problem: problem
 
 
@@ -96,7 +96,7 @@ def colocated(problem: Problem) -> Problem:
     return dataclasses.replace(problem, settings=settings, worker=free, trainer=free)
 
 
-def _apart(**tactics: bool | int) -> Callable[[Candidate], bool]:
+def _apart(**tactics: bool | int) -> Callable[[Proposal], bool]:
     """Rollout workers of one device each, and some tactics on or off."""
     asked = {"worker_devices": 1, **tactics}
     return lambda c: bool(c.workers) and all(getattr(c, n) == on for n, on in asked.items())
@@ -117,16 +117,16 @@ VARIANTS = (
 )
 
 
-def best_split(variant: Variant, problem: Problem) -> Candidate:
-    """The fastest of a variant's candidates by the planner's search.
+def best_split(variant: Variant, problem: Problem) -> Proposal:
+    """The fastest of a variant's proposals by the planner's search.
 
     Raises:
       ConfigError: there is none.
     """
     problem = variant.problem(problem)
-    found = [c for c in candidates(problem) if variant.allowed(c)]
+    found = [c for c in proposals(problem) if variant.allowed(c)]
     if not found:
         raise ConfigError(
             f"{problem.devices} devices cannot be split for {variant.name!r}: use more"
         )
-    return search(Simulations(problem), found, LEAST, simplify=False).candidate
+    return search(Simulations(problem), found, LEAST, simplify=False).proposal

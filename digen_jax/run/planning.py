@@ -1,4 +1,4 @@
-"""From a recipe to a plan: its step, the mesh sizes of a candidate, and the best candidate."""
+"""From a recipe to a plan: its step, the mesh sizes of a proposal, and the best proposal."""
 
 import dataclasses
 from typing import Any
@@ -10,13 +10,13 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO, GIVEN
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError, blame
-from digen_jax.scheduling.planner import candidate as of
+from digen_jax.scheduling.planner import proposal as of
 from digen_jax.scheduling.planner.calibration import Calibration
-from digen_jax.scheduling.planner.candidate import Candidate
 from digen_jax.scheduling.planner.memory import device_bytes
 from digen_jax.scheduling.planner.problem import Footprint, Problem, Scaling
+from digen_jax.scheduling.planner.proposal import Proposal
 from digen_jax.scheduling.planner.search import Simulations, budget, search
-from digen_jax.scheduling.planner.space import candidates
+from digen_jax.scheduling.planner.space import proposals
 from digen_jax.scheduling.settings import Settings
 
 
@@ -67,7 +67,7 @@ def auto_placement(
 ) -> MeshSizes:
     """The best placement by simulation.
 
-    Each candidate is simulated as the run would use it: with the tactics that the recipe has switched on.
+    Each proposal is simulated as the run would use it: with the tactics that the recipe has switched on.
 
     Args:
       recipe: only the rules and the axes tensor of its placement are read.
@@ -88,22 +88,22 @@ def auto_placement(
     own = dataclasses.replace(recipe.scheduler, steps=1)
     found = [
         c
-        for c in candidates(problem)
+        for c in proposals(problem)
         if (not c.workers or of.settings(problem, c) == own) and _runs(recipe, problem, c)
     ]
     best = search(Simulations(problem), found, budget(found))
-    return meshes(problem, best.candidate)
+    return meshes(problem, best.proposal)
 
 
-def suited(recipe: Recipe, problem: Problem, candidate: Candidate) -> Recipe:
-    """The recipe of a candidate's run, with its meshes and tactics, and settings that fit them.
+def suited(recipe: Recipe, problem: Problem, proposal: Proposal) -> Recipe:
+    """The recipe of a proposal's run, with its meshes and tactics, and settings that fit them.
 
     If the sampling mesh cannot split the evaluation's batch, this takes the next larger batch that it can split.
     """
     settings, asked = problem.settings, recipe.placement.sizes
-    time, batch = candidate.time, recipe.evaluation.batch
-    sampling = candidate.worker_images or candidate.data * candidate.time
-    found = meshes(problem, candidate)._asdict()
+    time, batch = proposal.time, recipe.evaluation.batch
+    sampling = proposal.worker_images or proposal.data * proposal.time
+    found = meshes(problem, proposal)._asdict()
     return dataclasses.replace(
         recipe,
         placement=dataclasses.replace(
@@ -111,25 +111,25 @@ def suited(recipe: Recipe, problem: Problem, candidate: Candidate) -> Recipe:
         ),
         runtime=dataclasses.replace(
             recipe.runtime,
-            tag_fragments=settings.tag_fragments if candidate.tag else 0,
-            staleness=settings.staleness if candidate.asynchrony else 0,
+            tag_fragments=settings.tag_fragments if proposal.tag else 0,
+            staleness=settings.staleness if proposal.asynchrony else 0,
         ),
         trainer=dataclasses.replace(recipe.trainer, pack=-(-recipe.trainer.pack // time) * time),
         evaluation=dataclasses.replace(recipe.evaluation, batch=-(-batch // sampling) * sampling),
     )
 
 
-def overrides(recipe: Recipe, problem: Problem, candidate: Candidate) -> dict[str, Any]:
-    """The fields of a recipe's config that change in a candidate's run, by dotted name."""
+def overrides(recipe: Recipe, problem: Problem, proposal: Proposal) -> dict[str, Any]:
+    """The fields of a recipe's config that change in a proposal's run, by dotted name."""
     now, then = (
-        flatten_dict(one.as_json(), sep=".") for one in (recipe, suited(recipe, problem, candidate))
+        flatten_dict(one.as_json(), sep=".") for one in (recipe, suited(recipe, problem, proposal))
     )
     return {name: value for name, value in then.items() if value != now[name]}
 
 
-def can_run(recipe: Recipe, problem: Problem, candidate: Candidate) -> bool:
-    """Whether the meshes of a candidate's run can divide its batches."""
-    return _divides(suited(recipe, problem, candidate), problem.devices)
+def can_run(recipe: Recipe, problem: Problem, proposal: Proposal) -> bool:
+    """Whether the meshes of a proposal's run can divide its batches."""
+    return _divides(suited(recipe, problem, proposal), problem.devices)
 
 
 def _divides(recipe: Recipe, devices: int) -> bool:
@@ -140,21 +140,21 @@ def _divides(recipe: Recipe, devices: int) -> bool:
     return True
 
 
-def _runs(recipe: Recipe, problem: Problem, candidate: Candidate) -> bool:
-    """Whether a candidate's meshes can divide a recipe's batches."""
-    if recipe.trainer.pack % candidate.time:
+def _runs(recipe: Recipe, problem: Problem, proposal: Proposal) -> bool:
+    """Whether a proposal's meshes can divide a recipe's batches."""
+    if recipe.trainer.pack % proposal.time:
         return False
-    return _divides(recipe.with_meshes(meshes(problem, candidate)), problem.devices)
+    return _divides(recipe.with_meshes(meshes(problem, proposal)), problem.devices)
 
 
-def meshes(problem: Problem, candidate: Candidate) -> MeshSizes:
-    """The meshes of a candidate, with axes fsdp that fit the memory; without rollout workers it is colocated."""
+def meshes(problem: Problem, proposal: Proposal) -> MeshSizes:
+    """The meshes of a proposal, with axes fsdp that fit the memory; without rollout workers it is colocated."""
     rollout, trainer = 1, 1
     if problem.footprint is not None:
-        held = device_bytes(problem, candidate)
+        held = device_bytes(problem, proposal)
         rollout, trainer = held.worker_fsdp, held.trainer_fsdp
-    workers = max(1, candidate.workers)
+    workers = max(1, proposal.workers)
     return MeshSizes(
-        RolloutAxes(candidate.worker_images // rollout, rollout, workers, candidate.worker_tensor),
-        TrainerAxes(candidate.data // trainer, trainer, candidate.time, candidate.tensor),
+        RolloutAxes(proposal.worker_images // rollout, rollout, workers, proposal.worker_tensor),
+        TrainerAxes(proposal.data // trainer, trainer, proposal.time, proposal.tensor),
     )

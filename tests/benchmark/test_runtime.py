@@ -16,12 +16,12 @@ from digen_jax.benchmark.variants import (
     colocated,
 )
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner.proposal import Proposal
 
 WORK = Work(devices=4, seconds=0.3, publish=0.1, update=0.05, encode=0.05, score=0.25, groups=4)
 EXACT = TimedRun(learn=1, steps=2, jitter=0.0)
 FRAGMENTS = 8  # of a step of `WORK`, of 4 images each; a group has two
-APART = Candidate(2, 1, 2)  # two workers of one device, and a trainer of two
+APART = Proposal(2, 1, 2)  # two workers of one device, and a trainer of two
 ASYNCHRONOUS = dataclasses.replace(APART, gap=True, tag=True, asynchrony=True)
 # Waits on a clock, which other load of the machine disturbs.
 pytestmark = pytest.mark.slow
@@ -34,13 +34,13 @@ def plain(problem):
     return problem
 
 
-def takes(candidate, formula, easier=plain, **fields):
+def takes(proposal, formula, easier=plain, **fields):
     """Whether the better of two steps is as long as a formula says, to 10%."""
     found = []
     for factor in LONGER:
         work = dataclasses.replace(WORK, seconds=factor * WORK.seconds, **fields)
         problem = easier(work.problem)
-        seconds = min(measure(problem, candidate, EXACT).step_times)
+        seconds = min(measure(problem, proposal, EXACT).step_times)
         found.append(seconds / formula(problem.costs))
         if 0.98 < found[-1] < 1.1:
             return True
@@ -72,7 +72,7 @@ def test_colocated_is_generation_and_training_in_turn():
         # is published, and whose turn it is changes at no cost.
         return c.encode + FRAGMENTS * 4 * (c.generate + c.decode + c.train) / 4 + c.update
 
-    assert takes(Candidate(0, 0, 4), formula, colocated, score=0.45) is True
+    assert takes(Proposal(0, 0, 4), formula, colocated, score=0.45) is True
 
 
 def test_the_bound_is_what_all_devices_would_take_without_a_pause():
@@ -89,9 +89,9 @@ def test_every_placement_has_the_same_work_to_do():
     """A timeline shows the drawn seconds of a fragment, divided by the speed of its worker."""
     run, problem = TimedRun(learn=1, steps=1), WORK.problem
 
-    def lengths(candidate):
-        kinds = {"generate": 1, "train": candidate.trainer}
-        with driving(problem, candidate, run) as driver:
+    def lengths(proposal):
+        kinds = {"generate": 1, "train": proposal.trainer}
+        with driving(problem, proposal, run) as driver:
             driver.step()
             found = [i for i in driver.intervals if i.kind in kinds and not i.fragment.step]
         return {(i.kind, i.fragment): i.seconds * kinds[i.kind] for i in found}
@@ -108,16 +108,16 @@ def test_every_placement_has_the_same_work_to_do():
 
 
 @pytest.mark.parametrize(
-    ("candidate", "easier"),
-    [(APART, plain), (ASYNCHRONOUS, plain), (Candidate(0, 0, 4), colocated)],
+    ("proposal", "easier"),
+    [(APART, plain), (ASYNCHRONOUS, plain), (Proposal(0, 0, 4), colocated)],
     ids=["plain", "asynchronous", "colocated"],
 )
-def test_the_simulator_predicts_later_steps_from_the_first_ones(candidate, easier):
+def test_the_simulator_predicts_later_steps_from_the_first_ones(proposal, easier):
     """Within 5% of the median; as above, longer waits decide if the machine is busy."""
     run, found = TimedRun(learn=3, steps=5), []
     for factor in LONGER:
         work = dataclasses.replace(WORK, seconds=0.25 * factor, publish=0.02, groups=8)
-        measured = measure(easier(work.problem), candidate, run)
+        measured = measure(easier(work.problem), proposal, run)
         found.append(measured.predicted / statistics.median(measured.step_times) - 1)
         if abs(found[-1]) < 0.05:
             return
@@ -130,10 +130,10 @@ def test_the_simulator_predicts_later_steps_from_the_first_ones(candidate, easie
 def test_each_variant_has_its_tactics_and_all_devices():
     problem = dataclasses.replace(WORK, devices=8, generate=1, train=4).problem
     chosen = {variant.name: best_split(variant, problem) for variant in VARIANTS}
-    for candidate in chosen.values():
-        assert candidate.trainer + candidate.workers * candidate.worker_devices == 8
+    for proposal in chosen.values():
+        assert proposal.trainer + proposal.workers * proposal.worker_devices == 8
     assert chosen[COLOCATED].workers == 0
-    tactics = {name: set(candidate.tactics) for name, candidate in chosen.items()}
+    tactics = {name: set(proposal.tactics) for name, proposal in chosen.items()}
     assert tactics[PLAIN] == tactics[COLOCATED] == set()
     assert tactics["+ GAP"] == {"GAP"}
     assert tactics["+ asynchrony"] >= {"GAP", "TAG", "asynchrony"}

@@ -5,7 +5,7 @@ from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.run.footprint import model_footprint
 from digen_jax.run.planning import make_problem, meshes
-from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner.proposal import Proposal
 from tests.run.test_planning import calibration, shapes
 from tests.tiny_runs import pipeline, tiny_config
 
@@ -60,7 +60,7 @@ def test_parts_of_parameters_are_split_by_the_rules():
     assert whole / 2 < half < 0.75 * whole
     assert whole / 4 < found.tuned(2, 2) < found.tuned(1, 2) < whole
     problem = make_problem(reopen_recipe(config), 4, calibration(), found)
-    sizes = meshes(problem, Candidate(1, 2, 2)).plain()
+    sizes = meshes(problem, Proposal(1, 2, 2)).plain()
     trainer = {"data": 1, "fsdp": 2, "time": 1, "tensor": 1, "sequence": 1}
     assert sizes["trainer"] == trainer
     assert np.prod(list(sizes["rollout"].values())) == 2

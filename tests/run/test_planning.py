@@ -14,10 +14,10 @@ from digen_jax.errors import ConfigError
 from digen_jax.run import step_costs
 from digen_jax.run import train as run
 from digen_jax.run.planning import auto_placement, make_problem, meshes
-from digen_jax.scheduling.planner import candidate as of
+from digen_jax.scheduling.planner import proposal as of
 from digen_jax.scheduling.planner.calibration import Calibration, read_calibration
-from digen_jax.scheduling.planner.candidate import Candidate
 from digen_jax.scheduling.planner.plan import make_plan, table, why
+from digen_jax.scheduling.planner.proposal import Proposal
 from digen_jax.scheduling.planner.simulate import simulate
 from digen_jax.scheduling.settings import Costs
 from tests.engine import toy
@@ -189,7 +189,7 @@ def test_a_wrong_file_of_costs_is_refused(tmp_path, given, sentence):
 
 def test_a_step_of_one_fragment_is_best_colocated_and_the_sentence_says_so():
     plan = make_plan(make_problem(opened(144), 4, calibration(publish=0.1)))
-    assert plan.choice.candidate.kind == "colocated"
+    assert plan.choice.proposal.kind == "colocated"
     sentence = why(plan)
     assert sentence.startswith("colocated (4 devices in turn) is best because")
     assert "a step is a single fragment and nothing can overlap" in sentence
@@ -201,7 +201,7 @@ def test_auto_is_the_choice_as_a_section_of_the_config():
     config.runtime.staleness, config.runtime.tag_fragments = 1, 12
     sizes = auto_placement(reopen_recipe(config), 4, costs)
     plan = make_plan(make_problem(reopen_recipe(config), 4, costs))
-    assert sizes == meshes(plan.problem, plan.choice.candidate)
+    assert sizes == meshes(plan.problem, plan.choice.proposal)
     rollout, trainer = sizes.plain().values()
     assert set(rollout) == {"workers", "data", "fsdp", "tensor", "sequence"}
     assert set(trainer) == {"time", "data", "fsdp", "tensor", "sequence"}
@@ -239,10 +239,10 @@ def test_what_is_simulated_of_a_placement_is_what_its_run_does(fields):
     )
     problem = dataclasses.replace(problem, settings=settings)
     run = dataclasses.replace(reopen_recipe(config).scheduler, steps=1)
-    assert of.settings(problem, Candidate(2, 1, 2, **tactics)) == run
+    assert of.settings(problem, Proposal(2, 1, 2, **tactics)) == run
     # If colocated, neither tactic changes anything.
     own = dict(staleness=0, tag_fragments=0, ordered=not config.runtime.early_groups)
-    assert of.settings(problem, Candidate(0, 0, 4)) == dataclasses.replace(run, **own)
+    assert of.settings(problem, Proposal(0, 0, 4)) == dataclasses.replace(run, **own)
 
 
 def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_already():
@@ -251,16 +251,16 @@ def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_alrea
     config.runtime.staleness = 1
     assert auto_placement(reopen_recipe(config), 4, costs).rollout.data == 0
 
-    def seconds(candidate):
-        told = of.layout(problem, candidate), of.costs(problem, candidate)
+    def seconds(proposal):
+        told = of.layout(problem, proposal), of.costs(problem, proposal)
         run = dataclasses.replace(
             reopen_recipe(config).scheduler, steps=1
         )  # as a real run has them
         return simulate(*told, run, 8).step_seconds
 
     problem = make_problem(reopen_recipe(config), 4, costs)
-    splits = [Candidate(4 - n, 1, n, gap=True, asynchrony=True) for n in (1, 2, 3)]
-    colocated = seconds(Candidate(0, 0, 4))
+    splits = [Proposal(4 - n, 1, n, gap=True, asynchrony=True) for n in (1, 2, 3)]
+    colocated = seconds(Proposal(0, 0, 4))
     assert colocated == pytest.approx(144 * 0.7 / 4)
     assert min(map(seconds, splits)) > 1.11 * colocated
 
@@ -313,7 +313,7 @@ def test_no_meshes_of_which_every_device_has_a_share_are_one_sentence():
     config.trainer.micro_batch = 1
     problem = make_problem(reopen_recipe(config), 7, calibration())
     with pytest.raises(ConfigError, match=r"no meshes of 7 devices can split config.sampler.frag"):
-        make_plan(problem, lambda candidate: False)
+        make_plan(problem, lambda proposal: False)
 
 
 def test_every_device_must_be_of_use():

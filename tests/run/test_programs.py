@@ -22,8 +22,8 @@ from digen_jax.run.programs import (
 )
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import on_trainer, receive
-from digen_jax.scheduling.planner.candidate import Candidate
 from digen_jax.scheduling.planner.memory import device_bytes
+from digen_jax.scheduling.planner.proposal import Proposal
 from tests.run.test_planning import calibration, shapes
 from tests.tiny_runs import tiny_config
 
@@ -66,8 +66,8 @@ def predicted_and_compiled(recipe):
     programs = measured_programs(recipe, print)
     footprint = dataclasses.replace(model_footprint(recipe), programs=programs)
     problem = make_problem(recipe, axes.devices, calibration(), footprint)
-    candidate = Candidate(0, 0, axes.images, axes.time, tensor=axes.tensor)
-    held = device_bytes(problem, candidate).trainer
+    proposal = Proposal(0, 0, axes.images, axes.time, tensor=axes.tensor)
+    held = device_bytes(problem, proposal).trainer
     kept = held["trajectories"] + held["conditioning"]
     training = held["parameters"] + held["gradient"] + kept
     tuned = footprint.tuned(axes.fsdp, axes.tensor)

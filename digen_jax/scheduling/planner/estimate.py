@@ -1,4 +1,4 @@
-"""Seconds of a step without a simulation: a lower bound, and an estimate to rank candidates by.
+"""Seconds of a step without a simulation: a lower bound, and an estimate to rank proposals by.
 
 Both are for the steady state, where all steps are alike. A step cannot be shorter than the trainer's
 work; the generation of its fragments by all workers that may do it; the rewards' work; or the critical
@@ -10,30 +10,30 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from digen_jax.scheduling.planner import candidate as of
-from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner import proposal as of
 from digen_jax.scheduling.planner.problem import Problem
+from digen_jax.scheduling.planner.proposal import Proposal
 
 
-def lower_bound(problem: Problem, candidate: Candidate) -> float:
+def lower_bound(problem: Problem, proposal: Proposal) -> float:
     """A lower bound of the mean seconds of a step in the steady state."""
-    step = StepEstimate.of(problem, candidate)
+    step = StepEstimate.of(problem, proposal)
     if not step.workers:
         return step.colocated
     return max(step.generation, step.scoring, step.best_share(step.way))
 
 
-def estimate(problem: Problem, candidate: Candidate) -> float:
+def estimate(problem: Problem, proposal: Proposal) -> float:
     """An estimate of the simulated seconds of a step, never below `lower_bound`."""
-    step = StepEstimate.of(problem, candidate)
+    step = StepEstimate.of(problem, proposal)
     if not step.workers:
-        return lower_bound(problem, candidate)
+        return lower_bound(problem, proposal)
     return max(step.generation, step.scoring, step.best_share(step.played))
 
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimate:
-    """A candidate's step in a few numbers: fragments, and seconds. `share`: fragments of the trainer, by TAG."""
+    """A proposal's step in a few numbers: fragments, and seconds. `share`: fragments of the trainer, by TAG."""
 
     fragments: int
     early: int  # fragments that may begin before the previous step ends
@@ -52,10 +52,10 @@ class StepEstimate:
     switch: float  # changes in both directions, and the trainer's own weights and prompts
 
     @classmethod
-    def of(cls, problem: Problem, candidate: Candidate) -> "StepEstimate":
-        """The estimate of a candidate."""
-        costs, settings = of.costs(problem, candidate), of.settings(problem, candidate)
-        layout, images = of.layout(problem, candidate), settings.fragment_images
+    def of(cls, problem: Problem, proposal: Proposal) -> "StepEstimate":
+        """The estimate of a proposal."""
+        costs, settings = of.costs(problem, proposal), of.settings(problem, proposal)
+        layout, images = of.layout(problem, proposal), settings.fragment_images
         making = (costs.generate + costs.decode) * images
         score = costs.seconds("score", images, 1.0)
         count, early = settings.fragments, settings.stale_units * settings.unit_fragments
@@ -65,8 +65,8 @@ class StepEstimate:
             early=early,
             gate=1 if settings.early else gates[settings.readiness],
             tags=min(settings.tag_fragments, count),
-            workers=candidate.workers,
-            generate=making / layout.rollout[0].speed if candidate.workers else 0.0,
+            workers=proposal.workers,
+            generate=making / layout.rollout[0].speed if proposal.workers else 0.0,
             assist=making / layout.trainer.speed,
             train=costs.train * images,
             updates=costs.update * settings.updates,

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
-from digen_jax.scheduling.planner.candidate import Candidate
 from digen_jax.scheduling.planner.problem import Problem, divisors
+from digen_jax.scheduling.planner.proposal import Proposal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,27 +26,27 @@ class DeviceBytes:
         return max(sum(self.trainer.values()), sum(self.worker.values()))
 
 
-def device_bytes(problem: Problem, candidate: Candidate) -> DeviceBytes:
-    """The bytes of a candidate, with the smallest axes fsdp that fit into the devices' memory.
+def device_bytes(problem: Problem, proposal: Proposal) -> DeviceBytes:
+    """The bytes of a proposal, with the smallest axes fsdp that fit into the devices' memory.
 
     If none fits, the axes have the wanted sizes, and `largest` shows the excess.
     """
     wanted = problem.footprint
     trainer_fsdp = _smallest(
-        candidate.data,
+        proposal.data,
         wanted.trainer_fsdp,
         problem.device_memory,
-        lambda fsdp: _trainer_bytes(problem, candidate, fsdp),
+        lambda fsdp: _trainer_bytes(problem, proposal, fsdp),
     )
     worker_fsdp = _smallest(
-        candidate.worker_images,
+        proposal.worker_images,
         wanted.worker_fsdp,
         problem.device_memory,
-        lambda fsdp: _worker_bytes(problem, candidate, fsdp),
+        lambda fsdp: _worker_bytes(problem, proposal, fsdp),
     )
     return DeviceBytes(
-        _trainer_bytes(problem, candidate, trainer_fsdp),
-        _worker_bytes(problem, candidate, worker_fsdp),
+        _trainer_bytes(problem, proposal, trainer_fsdp),
+        _worker_bytes(problem, proposal, worker_fsdp),
         trainer_fsdp,
         worker_fsdp,
     )
@@ -62,50 +62,50 @@ def _smallest(
     return next((size for size in sizes if sum(held(size).values()) <= limit), sizes[0])
 
 
-def _trainer_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str, float]:
+def _trainer_bytes(problem: Problem, proposal: Proposal, fsdp: int) -> dict[str, float]:
     """Gradient, moments and average are laid out like their parameters.
 
     All candidates of the step, and the begun part of the next one, may wait to be trained. A group that
     trains early has two gradients of its own.
     """
-    foot, settings, axes = problem.footprint, problem.settings, (fsdp, candidate.tensor)
+    foot, settings, axes = problem.footprint, problem.settings, (fsdp, proposal.tensor)
     tuned = foot.tuned(*axes)
-    samples = candidate.tag or not candidate.workers
-    ahead = settings.stale_share if candidate.asynchrony else 0.0
+    samples = proposal.tag or not proposal.workers
+    ahead = settings.stale_share if proposal.asynchrony else 0.0
     groups = max(settings.groups, settings.max_candidates)
     images = groups * settings.images * (1 + ahead)
-    early = 2 * settings.open_groups if candidate.gap else 0
+    early = 2 * settings.open_groups if proposal.gap else 0
     running = {}
     if foot.programs:
-        running["the gradient"] = foot.programs.gradient(candidate.data, candidate.time)
+        running["the gradient"] = foot.programs.gradient(proposal.data, proposal.time)
         running["the update"] = foot.programs.update(tuned)
         if samples:
-            running |= foot.programs.sampling(candidate.data * candidate.time)
+            running |= foot.programs.sampling(proposal.data * proposal.time)
     return {
         "parameters": tuned + foot.base(*axes),
         "gradient": (1 + early) * tuned,
         "optimizer": (2 + foot.copies) * tuned,
-        "kept versions": _versions(problem, candidate) * tuned,
+        "kept versions": _versions(problem, proposal) * tuned,
         "frozen": foot.frozen(*axes) if samples else 0.0,
-        "trajectories": images * foot.trajectory / (candidate.data * candidate.time),
+        "trajectories": images * foot.trajectory / (proposal.data * proposal.time),
         "conditioning": (1 + (ahead > 0)) * float(foot.conditioning),
         **_largest(running),
     }
 
 
-def _worker_bytes(problem: Problem, candidate: Candidate, fsdp: int) -> dict[str, float]:
+def _worker_bytes(problem: Problem, proposal: Proposal, fsdp: int) -> dict[str, float]:
     """Includes the trajectories of two fragments: one in generation, one in transfer to the trainer."""
-    if not candidate.workers:
+    if not proposal.workers:
         return {}
-    foot, axes = problem.footprint, (fsdp, candidate.worker_tensor)
-    images = 2 * problem.settings.fragment_images / candidate.worker_images
+    foot, axes = problem.footprint, (fsdp, proposal.worker_tensor)
+    images = 2 * problem.settings.fragment_images / proposal.worker_images
     return {
         "parameters": foot.sampler_base(*axes),
-        "kept versions": _versions(problem, candidate) * foot.published(*axes),
+        "kept versions": _versions(problem, proposal) * foot.published(*axes),
         "frozen": foot.frozen(*axes),
         "trajectories": images * foot.trajectory,
-        "conditioning": (1 + candidate.asynchrony) * float(foot.conditioning),
-        **_largest(foot.programs.sampling(candidate.worker_images) if foot.programs else {}),
+        "conditioning": (1 + proposal.asynchrony) * float(foot.conditioning),
+        **_largest(foot.programs.sampling(proposal.worker_images) if foot.programs else {}),
     }
 
 
@@ -114,6 +114,6 @@ def _largest(programs: dict[str, float]) -> dict[str, float]:
     return {f"temporaries of {n}": programs[n] for n in sorted(programs, key=programs.get)[-1:]}
 
 
-def _versions(problem: Problem, candidate: Candidate) -> int:
+def _versions(problem: Problem, proposal: Proposal) -> int:
     """Published versions that untrained fragments can refer to."""
-    return 1 + problem.settings.staleness if candidate.asynchrony else 1
+    return 1 + problem.settings.staleness if proposal.asynchrony else 1

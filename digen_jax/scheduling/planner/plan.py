@@ -1,4 +1,4 @@
-"""A plan: the choice, the best candidate of every kind, and the reasons, as text."""
+"""A plan: the choice, the best proposal of every kind, and the reasons, as text."""
 
 import dataclasses
 import itertools
@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.planner import candidate as of
-from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner import proposal as of
 from digen_jax.scheduling.planner.predict import Prediction
 from digen_jax.scheduling.planner.problem import Problem
+from digen_jax.scheduling.planner.proposal import Proposal
 from digen_jax.scheduling.planner.search import NOTHING, Simulations, budget, search
-from digen_jax.scheduling.planner.space import candidates
+from digen_jax.scheduling.planner.space import proposals
 
 EACH = 4  # simulations for the best split of a kind
 
@@ -23,8 +23,8 @@ class Plan:
     Attributes:
       problem: the problem.
       choice: the best placement with its tactics.
-      best: the best prediction of every kind of candidate (see `Candidate.kind`), the fastest first.
-      candidates: the number of candidates.
+      best: the best prediction of every kind of proposal (see `Proposal.kind`), the fastest first.
+      proposals: the number of proposals.
       for_choice: how many of them were simulated for the choice.
       simulated: how many were simulated in all, the table's included.
     """
@@ -32,18 +32,18 @@ class Plan:
     problem: Problem
     choice: Prediction
     best: tuple[Prediction, ...]
-    candidates: int
+    proposals: int
     for_choice: int
     simulated: int
 
 
-def make_plan(problem: Problem, runs: Callable[[Candidate], bool] = lambda candidate: True) -> Plan:
-    """Searches all candidates for which `runs` holds, then those of each kind for the table.
+def make_plan(problem: Problem, runs: Callable[[Proposal], bool] = lambda proposal: True) -> Plan:
+    """Searches all proposals for which `runs` holds, then those of each kind for the table.
 
     Raises:
-      ConfigError: no candidate can work.
+      ConfigError: no proposal can work.
     """
-    found = list(filter(runs, candidates(problem)))
+    found = list(filter(runs, proposals(problem)))
     if not found:
         raise ConfigError(
             f"no meshes of {problem.devices} devices can split config.sampler.fragment, config.trainer.micro_batch "
@@ -52,15 +52,15 @@ def make_plan(problem: Problem, runs: Callable[[Candidate], bool] = lambda candi
     simulations = Simulations(problem)
     choice = search(simulations, found, budget(found))
     for_choice = simulations.count
-    kinds: dict[str, list[Candidate]] = {}
-    for candidate in found:
-        kinds.setdefault(candidate.kind, []).append(candidate)
+    kinds: dict[str, list[Proposal]] = {}
+    for proposal in found:
+        kinds.setdefault(proposal.kind, []).append(proposal)
     rows = [search(simulations, members, EACH, simplify=False) for members in kinds.values()]
     better = min(rows, key=lambda row: row.step_seconds)
-    # The search for the table may find a better candidate than the search for the choice.
+    # The search for the table may find a better proposal than the search for the choice.
     if better.step_seconds < choice.step_seconds * (1 - NOTHING):
         choice = better
-    rows = [choice if row.candidate.kind == choice.candidate.kind else row for row in rows]
+    rows = [choice if row.proposal.kind == choice.proposal.kind else row for row in rows]
     rows.sort(key=lambda row: row.step_seconds)
     return Plan(problem, choice, tuple(rows), len(found), for_choice, simulations.count)
 
@@ -93,7 +93,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def table(plan: Plan) -> str:
-    """A line of at most `WIDTH` columns for the best candidate of every kind."""
+    """A line of at most `WIDTH` columns for the best proposal of every kind."""
     head = ["", "tactics", "workers", "trainer", "s/step", "img/dev/s", "of bound"]
     if plan.problem.footprint is not None:
         head.append("GiB")
@@ -111,12 +111,12 @@ def table(plan: Plan) -> str:
 
 
 def _row(plan: Plan, made: Prediction) -> list[str]:
-    candidate = made.candidate
+    proposal = made.proposal
     cells = [
         "*" if made is plan.choice else "",
-        candidate.kind.replace(" ", ""),
-        f"{candidate.workers} x {candidate.worker_devices}" if candidate.workers else "-",
-        f"{candidate.data} x {candidate.time}",
+        proposal.kind.replace(" ", ""),
+        f"{proposal.workers} x {proposal.worker_devices}" if proposal.workers else "-",
+        f"{proposal.data} x {proposal.time}",
         f"{made.step_seconds:.4g}",
         f"{made.images_per_device_second:.4g}",
         f"{made.utilisation:.1%}",
@@ -150,16 +150,16 @@ def memory_table(plan: Plan) -> str:
 
 def why(plan: Plan) -> str:
     """The choice and its reason, in one sentence."""
-    choice, rows = plan.choice, {row.candidate.kind: row for row in plan.best}
-    chosen = f"{choice.candidate.kind} ({choice.candidate.describe()}) is best because"
-    colocated, split = rows.get("colocated"), [r for r in plan.best if r.candidate.workers]
-    if not choice.candidate.workers:
+    choice, rows = plan.choice, {row.proposal.kind: row for row in plan.best}
+    chosen = f"{choice.proposal.kind} ({choice.proposal.describe()}) is best because"
+    colocated, split = rows.get("colocated"), [r for r in plan.best if r.proposal.workers]
+    if not choice.proposal.workers:
         if not split:
             return f"{chosen} one device can only do one thing at a time."
         other = min(split, key=lambda row: row.step_seconds)
         return (
             f"{chosen} all devices generate and then train, without waiting for one another, at "
-            f"{choice.utilisation:.1%} of the bound; the best split, {other.candidate.describe()} with "
+            f"{choice.utilisation:.1%} of the bound; the best split, {other.proposal.describe()} with "
             f"{_tactics(other)}, takes {_longer(other, choice)} longer"
             f"{_because(plan.problem, other)}."
         )
@@ -181,10 +181,10 @@ def why(plan: Plan) -> str:
 
 
 def _without(plan: Plan) -> dict[str, Prediction]:
-    """For each tactic of the choice, the best disaggregated candidate that lacks it."""
+    """For each tactic of the choice, the best disaggregated proposal that lacks it."""
     found = {}
-    for name in plan.choice.candidate.tactics:
-        rows = [r for r in plan.best if r.candidate.workers and name not in r.candidate.tactics]
+    for name in plan.choice.proposal.tactics:
+        rows = [r for r in plan.best if r.proposal.workers and name not in r.proposal.tactics]
         if rows:
             found[name] = min(rows, key=lambda row: row.step_seconds)
     return found
@@ -192,9 +192,9 @@ def _without(plan: Plan) -> dict[str, Prediction]:
 
 def _colocated_loss(plan: Plan, colocated: Prediction) -> str:
     """The largest cost of a colocated step beyond the bound."""
-    problem, candidate = plan.problem, colocated.candidate
-    costs, settings = of.costs(problem, candidate), of.settings(problem, candidate)
-    devices, images = candidate.trainer, settings.groups * settings.images
+    problem, proposal = plan.problem, colocated.proposal
+    costs, settings = of.costs(problem, proposal), of.settings(problem, proposal)
+    devices, images = proposal.trainer, settings.groups * settings.images
     used = problem.worker.used(devices)
     sampling = images * (costs.generate + costs.decode)
     losses = {
@@ -218,7 +218,7 @@ def _because(problem: Problem, made: Prediction) -> str:
 
 
 def _tactics(made: Prediction) -> str:
-    return " + ".join(made.candidate.tactics) or "no tactics"
+    return " + ".join(made.proposal.tactics) or "no tactics"
 
 
 def _longer(other: Prediction, choice: Prediction) -> str:

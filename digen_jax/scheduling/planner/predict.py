@@ -1,11 +1,11 @@
-"""Predicts a candidate by a run of the real scheduler on a virtual clock."""
+"""Predicts a proposal by a run of the real scheduler on a virtual clock."""
 
 import dataclasses
 
-from digen_jax.scheduling.planner import candidate as of
-from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner import proposal as of
 from digen_jax.scheduling.planner.memory import DeviceBytes, device_bytes
 from digen_jax.scheduling.planner.problem import Problem
+from digen_jax.scheduling.planner.proposal import Proposal
 from digen_jax.scheduling.planner.simulate import Disturbance, simulate
 
 STEPS = 8  # simulated; the first fills the pipeline, and an alternation of up to 3 steps is visible
@@ -13,10 +13,10 @@ STEPS = 8  # simulated; the first fills the pipeline, and an alternation of up t
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A simulated candidate.
+    """A simulated proposal.
 
     Attributes:
-      candidate: the simulated candidate.
+      proposal: the simulated proposal.
       step_seconds: of the steady state.
       images_per_device_second: trained images.
       utilisation: the bound (G + T)/N, with perfect scaling, over the step's seconds.
@@ -26,7 +26,7 @@ class Prediction:
       memory: of a device; None if the footprint is not known.
     """
 
-    candidate: Candidate
+    proposal: Proposal
     step_seconds: float
     images_per_device_second: float
     utilisation: float
@@ -36,12 +36,12 @@ class Prediction:
     memory: DeviceBytes | None
 
 
-def predict(problem: Problem, candidate: Candidate, steps: int = STEPS) -> Prediction:
+def predict(problem: Problem, proposal: Proposal, steps: int = STEPS) -> Prediction:
     """Simulates `steps` steps."""
     report = simulate(
-        of.layout(problem, candidate),
-        of.costs(problem, candidate),
-        of.settings(problem, candidate),
+        of.layout(problem, proposal),
+        of.costs(problem, proposal),
+        of.settings(problem, proposal),
         steps,
         Disturbance(scorers=problem.scorers),
     )
@@ -49,17 +49,17 @@ def predict(problem: Problem, candidate: Candidate, steps: int = STEPS) -> Predi
     # Waiting for the end of the run does not belong to a step.
     bubbles.pop("end", None)
     return Prediction(
-        candidate,
+        proposal,
         report.step_seconds,
         report.images_per_device_second,
         problem.bound / report.step_seconds,
         {cause: seconds / steps for cause, seconds in bubbles.items()},
         report.tag_share,
         report.staleness,
-        memory_of(problem, candidate),
+        memory_of(problem, proposal),
     )
 
 
-def memory_of(problem: Problem, candidate: Candidate) -> DeviceBytes | None:
+def memory_of(problem: Problem, proposal: Proposal) -> DeviceBytes | None:
     """Bytes on each device; None if the footprint is not known."""
-    return device_bytes(problem, candidate) if problem.footprint else None
+    return device_bytes(problem, proposal) if problem.footprint else None

@@ -101,7 +101,7 @@ class Problem:
     Attributes:
       devices: number of devices, all alike.
       settings: of the scheduler with every tactic allowed. `readiness` is the least that the algorithm
-        needs; with `staleness` 0 no candidate is asynchronous, with `tag_fragments` 0 none has TAG.
+        needs; with `staleness` 0 no proposal is asynchronous, with `tag_fragments` 0 none has TAG.
       costs: on a worker and a trainer of one device each.
       worker: scaling of the generation and decoding of a fragment.
       trainer: scaling of its training, over the axes of the trainer mesh that split images.

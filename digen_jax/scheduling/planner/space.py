@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.planner.candidate import Candidate
 from digen_jax.scheduling.planner.memory import device_bytes
 from digen_jax.scheduling.planner.problem import Problem, divisors
+from digen_jax.scheduling.planner.proposal import Proposal
 
 
-def candidates(problem: Problem) -> list[Candidate]:
-    """All candidates that use every device and fit into the memory, the simplest first.
+def proposals(problem: Problem) -> list[Proposal]:
+    """All proposals that use every device and fit into the memory, the simplest first.
 
     Rollout meshes are all of one size.
 
@@ -39,14 +39,14 @@ def _tensor(problem: Problem) -> str:
     return ", or the axes tensor of config.placement" if given else ""
 
 
-def fits_memory(problem: Problem, candidate: Candidate) -> bool:
-    """Whether the candidate fits into the memory of every device."""
+def fits_memory(problem: Problem, proposal: Proposal) -> bool:
+    """Whether the proposal fits into the memory of every device."""
     if problem.footprint is None or problem.device_memory is None:
         return True
-    return device_bytes(problem, candidate).largest <= problem.device_memory
+    return device_bytes(problem, proposal).largest <= problem.device_memory
 
 
-def _meshes(problem: Problem, trainer: int) -> Iterator[Candidate]:
+def _meshes(problem: Problem, trainer: int) -> Iterator[Proposal]:
     """Every shape of a trainer mesh with every division of the remaining devices into workers."""
     rest, tensor, worker_tensor = (
         problem.devices - trainer,
@@ -63,10 +63,10 @@ def _meshes(problem: Problem, trainer: int) -> Iterator[Candidate]:
         for split in splits:
             size = split * worker_tensor
             workers = rest // size if rest else 0
-            yield Candidate(workers, size, data, time, worker_tensor=worker_tensor, tensor=tensor)
+            yield Proposal(workers, size, data, time, worker_tensor=worker_tensor, tensor=tensor)
 
 
-def _tactics(problem: Problem, mesh: Candidate) -> Iterator[Candidate]:
+def _tactics(problem: Problem, mesh: Proposal) -> Iterator[Proposal]:
     if not mesh.workers:
         yield mesh
         return

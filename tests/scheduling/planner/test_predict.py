@@ -6,14 +6,14 @@ import random
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.planner import candidate as of
-from digen_jax.scheduling.planner.candidate import Candidate
+from digen_jax.scheduling.planner import proposal as of
 from digen_jax.scheduling.planner.estimate import estimate, lower_bound
 from digen_jax.scheduling.planner.memory import device_bytes
 from digen_jax.scheduling.planner.predict import predict
 from digen_jax.scheduling.planner.problem import Footprint, Problem, Programs, Scaling
+from digen_jax.scheduling.planner.proposal import Proposal
 from digen_jax.scheduling.planner.simulate import simulate
-from digen_jax.scheduling.planner.space import candidates
+from digen_jax.scheduling.planner.space import proposals
 from digen_jax.scheduling.settings import Costs, Settings
 from tests.scheduling.planner.test_search import random_problem
 
@@ -24,19 +24,19 @@ FRICTION = Costs(0.5, 0.4, encode=0.1, score=0.01, update=0.3, publish=0.2, swit
 @pytest.mark.parametrize("seed", range(3))
 def test_no_simulated_step_is_shorter_than_its_bound_and_estimates_are_near(seed):
     problem = random_problem(seed)
-    for candidate in random.Random(seed).sample(candidates(problem), 25):
-        seconds = predict(problem, candidate).step_seconds
-        low, guess = lower_bound(problem, candidate), estimate(problem, candidate)
+    for proposal in random.Random(seed).sample(proposals(problem), 25):
+        seconds = predict(problem, proposal).step_seconds
+        low, guess = lower_bound(problem, proposal), estimate(problem, proposal)
         assert low <= seconds * (1 + 1e-9)
         assert low <= guess * (1 + 1e-9)
         assert seconds >= 0.98 * guess
         # The moment when the trainer turns to TAG is hard to predict; otherwise the error is at most 13%.
-        assert candidate.tag or seconds <= 1.15 * guess, candidate
+        assert proposal.tag or seconds <= 1.15 * guess, proposal
 
 
 def test_colocated_is_the_sum_of_all_that_it_does():
     problem = Problem(8, STEP, FRICTION, Scaling(0.1), Scaling(0.2))
-    made = predict(problem, Candidate(0, 0, 8))
+    made = predict(problem, Proposal(0, 0, 8))
     generation, training = 16 * 0.5 * (0.1 + 0.9 / 8), 16 * 0.4 * (0.2 + 0.8 / 8)
     # Prompts, update and both turns; rewards come while groups that are scored are trained, weights are there.
     friction = 0.1 + 0.3 + 2 * 0.05
@@ -48,20 +48,20 @@ def test_colocated_is_the_sum_of_all_that_it_does():
 @pytest.mark.parametrize(("time", "longest"), [(1, 5), (2, 3), (4, 2), (5, 1)])
 def test_steps_that_time_does_not_divide_are_filled_up(time, longest):
     problem = Problem(32, STEP, FRICTION, transitions=5)
-    train = of.costs(problem, Candidate(12, 1, 2, time)).train
+    train = of.costs(problem, Proposal(12, 1, 2, time)).train
     assert train == pytest.approx(0.4 * longest / 5 / 2)
 
 
 def test_devices_that_cannot_share_a_fragment_are_idle_when_the_trainer_samples():
     problem = Problem(8, STEP, FRICTION, worker=Scaling(images=6))
-    assert of.layout(problem, Candidate(1, 3, 5)).trainer.speed == pytest.approx(3)
-    assert {c.worker_devices for c in candidates(problem)} == {0, 1, 2, 3, 6}
+    assert of.layout(problem, Proposal(1, 3, 5)).trainer.speed == pytest.approx(3)
+    assert {c.worker_devices for c in proposals(problem)} == {0, 1, 2, 3, 6}
 
 
 def test_bubbles_and_work_fill_a_step():
     problem = Problem(6, STEP, Costs(generate=1.0, train=0.5))
-    candidate = Candidate(2, 2, 2, gap=True)
-    made = predict(problem, candidate)
+    proposal = Proposal(2, 2, 2, gap=True)
+    made = predict(problem, proposal)
     work = 16 * (1.0 + 0.5)
     waiting = made.bubbles["generation"] + made.bubbles["trainer"]
     assert work + waiting == pytest.approx(6 * made.step_seconds, rel=0.01)
@@ -70,9 +70,9 @@ def test_bubbles_and_work_fill_a_step():
 def test_a_thousand_devices_and_ten_thousand_fragments_are_simulated():
     settings = Settings(1, groups=10_000, images=1, fragment_images=1, tag_fragments=10_000)
     problem = Problem(1024, settings, Costs(8.0, 1.0, update=0.01, publish=0.01, switch=0.01))
-    candidate = Candidate(900, 1, 124, gap=True, tag=True, asynchrony=True)
-    told = (of.layout(problem, candidate), of.costs(problem, candidate))
-    report = simulate(*told, of.settings(problem, candidate), 2)
+    proposal = Proposal(900, 1, 124, gap=True, tag=True, asynchrony=True)
+    told = (of.layout(problem, proposal), of.costs(problem, proposal))
+    report = simulate(*told, of.settings(problem, proposal), 2)
     assert report.total_devices == 1024 and len(report.step_ends) == 2
     trained = [i.fragment for i in report.intervals if i.kind == "train"]
     assert len(trained) == len(set(trained)) == 20_000
@@ -111,7 +111,7 @@ def test_a_device_holds_what_is_counted_by_hand():
     problem = dataclasses.replace(
         problem, footprint=dataclasses.replace(FOOTPRINT, trainer_fsdp=2, worker_fsdp=2)
     )
-    held = device_bytes(problem, Candidate(2, 2, 2, 2, gap=True, tag=True, asynchrony=True))
+    held = device_bytes(problem, Proposal(2, 2, 2, 2, gap=True, tag=True, asynchrony=True))
     tuned = 800 / 2 + 8
     assert held.trainer == {
         "parameters": tuned + 80 / 2 + 4,
@@ -139,7 +139,7 @@ def test_the_given_tensor_axes_split_parameters_and_no_images():
     problem = dataclasses.replace(
         problem, transitions=4, footprint=FOOTPRINT, worker_tensor=2, trainer_tensor=4
     )
-    found = candidates(problem)
+    found = proposals(problem)
     assert {(c.workers, c.worker_devices, c.data, c.time) for c in found} == {
         (0, 0, 2, 1), (0, 0, 1, 2), (2, 2, 1, 1), (1, 4, 1, 1)
     }  # fmt: skip
@@ -153,39 +153,39 @@ def test_the_given_tensor_axes_split_parameters_and_no_images():
     assert held.worker["parameters"] == 80 / 2 + 2
     assert held.worker["trajectories"] == 2 * 2 / 2 * 10
     # Twice the devices take half the time, whichever axis splits the work.
-    alone = Candidate(1, 4, 1)
+    alone = Proposal(1, 4, 1)
     assert of.costs(problem, split).train == of.costs(problem, alone).train / 4
     assert split.describe() == "1 worker of 4, trainer of 1 x 4 (tensor)"
     with pytest.raises(ConfigError, match=r"micro_batch, or the axes tensor of config\.placement"):
-        candidates(dataclasses.replace(problem, devices=3))
+        proposals(dataclasses.replace(problem, devices=3))
 
 
 def test_of_the_programs_the_one_that_needs_most_counts_where_they_are_known():
     problem = Problem(8, STEP, FRICTION, footprint=FOOTPRINT)
 
-    def temporaries(candidate, programs):
+    def temporaries(proposal, programs):
         foot = dataclasses.replace(FOOTPRINT, programs=programs)
-        held = device_bytes(dataclasses.replace(problem, footprint=foot), candidate)
+        held = device_bytes(dataclasses.replace(problem, footprint=foot), proposal)
         meshes = held.trainer, held.worker
         return [{n: b for n, b in held.items() if "temporaries" in n} for held in meshes]
 
     small = dataclasses.replace(PROGRAMS, gradient=lambda data, time: 100 / data)
-    found = temporaries(Candidate(4, 1, 4), small)
+    found = temporaries(Proposal(4, 1, 4), small)
     assert found == [{"temporaries of the update": 808}, {"temporaries of generating": 3000}]
     # Colocated the trainer's devices sample, too; those that split steps in training then split images.
-    assert temporaries(Candidate(0, 0, 1, 2), small) == [{"temporaries of generating": 1500}, {}]
-    assert temporaries(Candidate(0, 0, 2, 2), small) == [{"temporaries of decoding": 1000}, {}]
-    assert temporaries(Candidate(4, 1, 4), None) == [{}, {}]
+    assert temporaries(Proposal(0, 0, 1, 2), small) == [{"temporaries of generating": 1500}, {}]
+    assert temporaries(Proposal(0, 0, 2, 2), small) == [{"temporaries of decoding": 1000}, {}]
+    assert temporaries(Proposal(4, 1, 4), None) == [{}, {}]
 
 
 def test_early_groups_hold_gradients_and_candidates_trajectories():
     problem = Problem(8, STEP, FRICTION, transitions=4, footprint=FOOTPRINT)
-    plain = device_bytes(problem, Candidate(4, 1, 4, gap=True)).trainer
+    plain = device_bytes(problem, Proposal(4, 1, 4, gap=True)).trainer
     early = dataclasses.replace(STEP, open_groups=3)
     many = dataclasses.replace(STEP, max_candidates=10)
     for settings, name, factor in ((early, "gradient", 7), (many, "trajectories", 10 / 4)):
         other = dataclasses.replace(problem, settings=settings)
-        held = device_bytes(other, Candidate(4, 1, 4, gap=True)).trainer
+        held = device_bytes(other, Proposal(4, 1, 4, gap=True)).trainer
         assert held == plain | {name: factor * plain[name]}
 
 
@@ -197,24 +197,24 @@ def test_early_groups_and_dynamic_sampling_can_be_planned(fields):
     settings = dataclasses.replace(STEP, staleness=0, **fields)
     problem = Problem(4, settings, FRICTION)
     problem.check()
-    for candidate in candidates(problem):
-        least = (1 - 1e-9) * lower_bound(problem, candidate)
-        assert predict(problem, candidate).step_seconds >= least
+    for proposal in proposals(problem):
+        least = (1 - 1e-9) * lower_bound(problem, proposal)
+        assert predict(problem, proposal).step_seconds >= least
 
 
 def test_on_policy_without_tag_one_version_and_no_frozen_part_lie_on_the_trainer():
     problem = Problem(8, STEP, FRICTION, footprint=FOOTPRINT)
-    held = device_bytes(problem, Candidate(4, 1, 4))
+    held = device_bytes(problem, Proposal(4, 1, 4))
     assert held.trainer["kept versions"] == 808 and held.trainer["frozen"] == 0
-    assert device_bytes(problem, Candidate(0, 0, 8)).trainer["frozen"] == 406
+    assert device_bytes(problem, Proposal(0, 0, 8)).trainer["frozen"] == 406
 
 
 def test_parameters_are_split_only_as_far_as_the_memory_asks_for():
     problem = Problem(8, STEP, FRICTION, footprint=FOOTPRINT)
-    candidate = Candidate(1, 4, 4)
+    proposal = Proposal(1, 4, 4)
     for limit, fsdp in ((10_000, 1), (5_500, 2), (4_500, 4)):
         tight = dataclasses.replace(problem, device_memory=limit)
-        held = device_bytes(tight, candidate)
+        held = device_bytes(tight, proposal)
         assert held.trainer_fsdp == fsdp
         assert sum(held.trainer.values()) <= limit
 
@@ -222,9 +222,9 @@ def test_parameters_are_split_only_as_far_as_the_memory_asks_for():
 def test_what_does_not_fit_is_no_candidate():
     problem = Problem(8, STEP, FRICTION, footprint=FOOTPRINT)
     # A trainer of one device needs 8,000 bytes for the gradient, and more than 12,000 in all.
-    fitting = candidates(dataclasses.replace(problem, device_memory=10_000))
+    fitting = proposals(dataclasses.replace(problem, device_memory=10_000))
     assert {c.trainer for c in fitting} == set(range(2, 9))
     with pytest.raises(
         ConfigError, match=r"no placement of 8 devices fits into 9\.3.*e-07 GiB a device"
     ):
-        candidates(dataclasses.replace(problem, device_memory=1000))
+        proposals(dataclasses.replace(problem, device_memory=1000))

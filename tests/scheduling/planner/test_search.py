@@ -1,4 +1,4 @@
-"""The search against all candidates, tried one by one, and against closed forms."""
+"""The search against all proposals, tried one by one, and against closed forms."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ import pytest
 from digen_jax.scheduling.planner.problem import Problem, Scaling
 from digen_jax.scheduling.planner.search import Simulations, budget, search
 from digen_jax.scheduling.planner.simulate import Disturbance, Layout, Mesh, simulate
-from digen_jax.scheduling.planner.space import candidates
+from digen_jax.scheduling.planner.space import proposals
 from digen_jax.scheduling.settings import Costs, Settings
 from tests.cases import quick
 
@@ -45,7 +45,7 @@ def random_problem(seed):
 
 
 def exhaustive(problem):
-    """(the shortest step of all, how many candidates there are), by nested loops over whole numbers."""
+    """(the shortest step of all, how many proposals there are), by nested loops over whole numbers."""
     settings, costs, count = problem.settings, problem.costs, 0
 
     @functools.cache
@@ -96,7 +96,7 @@ def exhaustive(problem):
 @pytest.mark.parametrize("seed", quick([(seed,) for seed in range(4)], 0))
 def test_the_choice_is_within_1_percent_of_the_best_after_5_percent_of_the_simulations(seed):
     problem = random_problem(seed)
-    simulations, found = Simulations(problem), candidates(problem)
+    simulations, found = Simulations(problem), proposals(problem)
     chosen = search(simulations, found, budget(found))
     best, count = exhaustive(problem)
     assert len(found) == count
@@ -113,7 +113,7 @@ def frictionless(ratio):
 @functools.cache
 def chosen_split(ratio):
     problem = frictionless(ratio)
-    found = [c for c in candidates(problem) if c.worker_devices == 1]
+    found = [c for c in proposals(problem) if c.worker_devices == 1]
     simulations = Simulations(problem)
     chosen = search(simulations, found, budget(found))
     assert simulations.count <= 0.05 * len(found)
@@ -130,9 +130,9 @@ def test_without_friction_the_chosen_split_reaches_98_percent_of_the_bound(ratio
     assert 0.98 <= bound / chosen.step_seconds <= 1 + 1e-9
     assert chosen.utilisation == pytest.approx(bound / chosen.step_seconds)
     assert chosen.images_per_device_second == pytest.approx(64 / 32 / chosen.step_seconds)
-    assert chosen.candidate.workers and chosen.staleness <= 0.5
+    assert chosen.proposal.workers and chosen.staleness <= 0.5
     if ratio == 1 / 4:
-        assert chosen.candidate.tag
+        assert chosen.proposal.tag
 
 
 @pytest.mark.parametrize("ratio", quick([(ratio,) for ratio in RATIOS], 1, 2))
@@ -149,7 +149,7 @@ def test_tactics_that_gain_nothing_are_left_out():
     # Four workers keep the trainer of four busy in rounds, but the last round costs a hundredth.
     settings = Settings(1, 32, 1, 1, tag_fragments=32)
     problem = Problem(8, settings, Costs(generate=1e-4, train=1.0))
-    found = [c for c in candidates(problem) if c.workers]
+    found = [c for c in proposals(problem) if c.workers]
     chosen = search(Simulations(problem), found, budget(found))
-    assert chosen.candidate.tactics == ()
-    assert chosen.candidate.trainer == 7
+    assert chosen.proposal.tactics == ()
+    assert chosen.proposal.trainer == 7

@@ -8,7 +8,7 @@ from digen_jax.scheduling.settings import Costs, Settings
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class Proposal:
     """A placement, and the tactics that are on.
 
     Attributes:
@@ -67,37 +67,37 @@ class Candidate:
         return f"{workers} of {self.worker_devices}, trainer of {mesh}"
 
 
-def layout(problem: Problem, candidate: Candidate) -> Layout:
+def layout(problem: Problem, proposal: Proposal) -> Layout:
     """The meshes with their speeds; a trainer samples with as many of its devices as possible."""
-    trainer, size = candidate.trainer, candidate.worker_devices
-    tensor = candidate.tensor
+    trainer, size = proposal.trainer, proposal.worker_devices
+    tensor = proposal.tensor
     sampling = problem.worker.seconds(problem.worker.used(trainer // tensor) * tensor)
     speed = 1 / problem.worker.seconds(size) if size else 1.0
-    return Layout(Mesh(trainer, 1 / sampling), (Mesh(size, speed),) * candidate.workers)
+    return Layout(Mesh(trainer, 1 / sampling), (Mesh(size, speed),) * proposal.workers)
 
 
-def costs(problem: Problem, candidate: Candidate) -> Costs:
-    """Seconds of commands with the candidate's trainer mesh.
+def costs(problem: Problem, proposal: Proposal) -> Costs:
+    """Seconds of commands with the proposal's trainer mesh.
 
     If `time` does not divide the steps, they are padded, so each device has ceil(s / time) of s steps. In a
     colocated run the weights and samples need no transfer: nothing is published or delivered.
     """
-    longest = -(-problem.transitions // candidate.time)
-    devices = candidate.data * candidate.tensor * problem.transitions / longest
+    longest = -(-problem.transitions // proposal.time)
+    devices = proposal.data * proposal.tensor * problem.transitions / longest
     seconds = problem.costs.train * problem.trainer.seconds(devices)
-    transfers = {} if candidate.workers else {"publish": 0.0, "deliver": 0.0}
+    transfers = {} if proposal.workers else {"publish": 0.0, "deliver": 0.0}
     return dataclasses.replace(problem.costs, train=seconds, **transfers)
 
 
-def settings(problem: Problem, candidate: Candidate) -> Settings:
-    """The scheduler's settings of the problem, with the candidate's tactics on and the others off.
+def settings(problem: Problem, proposal: Proposal) -> Settings:
+    """The scheduler's settings of the problem, with the proposal's tactics on and the others off.
 
     Without GAP no config gives these settings; they are the baseline of GAP.
     """
-    whole = candidate.workers > 0 and not candidate.gap
+    whole = proposal.workers > 0 and not proposal.gap
     changes = {"readiness": "step", "open_groups": 0} if whole else {}
-    if not candidate.asynchrony:
+    if not proposal.asynchrony:
         changes |= {"staleness": 0, "ordered": whole or not problem.settings.early}
-    if not candidate.tag:
+    if not proposal.tag:
         changes["tag_fragments"] = 0
     return dataclasses.replace(problem.settings, **changes)
