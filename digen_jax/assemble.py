@@ -173,8 +173,8 @@ def connect(
     `lora` holds the factors to begin with, None: fresh ones.
     """
     policy = make_policy(recipe, family)
-    split = policy.split(jax.random.key(recipe.seed), trained, recipe.algorithm.reads_reference)
-    start, base = split
+    key, reference = jax.random.key(recipe.seed), recipe.algorithm.reads_reference
+    start, base = policy.split(key, trained, reference)
     if recipe.precision.frozen != "float32":
         base = reshard(base, placement.trainer, recipe.precision.frozen)
     return _around(recipe, placement, policy, start if lora is None else lora, base, frozen)
