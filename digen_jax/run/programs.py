@@ -11,7 +11,7 @@ import numpy as np
 from digen_jax.assemble import outline
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.packing import Experience, trained_part
-from digen_jax.engine.placement import ONE_DEVICE
+from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.engine.system import System
 from digen_jax.models.family import Record
@@ -23,13 +23,15 @@ Lowered = jax.stages.Lowered
 
 
 def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
-    """The temporary memory of a recipe's programs, each compiled on one device for the share of one device.
+    """The temporary memory of a recipe's programs, each compiled for the share of one device.
+
+    They are compiled on one device, or on as many as the axis tensor has, because these share their images.
 
     Each share is compiled when it is asked for. It is not extrapolated from two others, because the compiler's
     choices change with the size, and the bytes are not linear in it. Nothing is allocated.
 
     Args:
-      recipe: of its placement only the rules are read.
+      recipe: of its placement only the rules and the axes tensor are read.
       note: called with each program's name before it is compiled, which may take minutes.
     """
     measured = _Measured(recipe, note)
@@ -39,28 +41,43 @@ def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
         functools.cache, (measured.generate, measured.evaluate, measured.decode)
     )
 
-    def sampling(parts: int) -> dict[str, float]:
+    def sampling(parts: int, tensor: int) -> dict[str, float]:
         fragment = -(-recipe.sampler.fragment // parts)
         evaluated = -(-recipe.evaluation.batch // parts)
         return {
-            "encoding": encode(),
-            "generating": generate(fragment),
-            "evaluating": evaluate(evaluated),
-            "decoding": decode(max(fragment, evaluated)),
+            "encoding": encode(tensor),
+            "generating": generate(fragment, tensor),
+            "evaluating": evaluate(evaluated, tensor),
+            "decoding": decode(max(fragment, evaluated), tensor),
         }
 
     return Programs(functools.cache(measured.gradient), lambda tuned: update() * tuned, sampling)
 
 
 class _Measured:
-    """The bytes of each program on one device."""
+    """The bytes of each program on a device."""
 
     def __init__(self, recipe: Recipe, note: Callable[[str], None]):
-        self.recipe, self.note, self.system = recipe, note, _share(recipe)
+        self.recipe, self.note = recipe, note
+        self.system = functools.cache(self._system)  # by the size of the axis tensor
+
+    def _system(self, tensor: int) -> System:
+        return _share(self.recipe, tensor=self._at_hand(tensor))
+
+    def _at_hand(self, tensor: int) -> int:
+        """The axis tensor, or 1 if this machine has fewer devices."""
+        if tensor <= len(jax.devices()):
+            return tensor
+        self.note(
+            f"memory: activations count as not split over the axis tensor = {tensor}, because there are "
+            f"{len(jax.devices())} devices to compile for"
+        )
+        return 1
 
     def gradient(self, data: int, time: int) -> float:
         """Of a pass over the share of one of `data` x `time` devices."""
-        system = _share(self.recipe, data, time)
+        tensor = self._at_hand(self.recipe.placement.trainer.tensor)
+        system = _share(self.recipe, data, time, tensor)
         settings = system.trainer.settings
         each = settings.micro_batch // self.recipe.algorithm.images_of_sample
         samples = each * -(-trained_samples(self.recipe) // (each * data))
@@ -71,30 +88,33 @@ class _Measured:
 
     def update(self) -> float:
         """In multiples of the trained parameters."""
-        system = self.system
+        system = self.system(1)
         tuned = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(system.start))
         return self._needed("an update", system.trainer.lower_update(system.start)) / tuned
 
-    def encode(self) -> float:
+    def encode(self, tensor: int) -> float:
         """Of a step's prompts, the results included."""
-        weights, records = sampler_weights(self.system), _records(self.recipe)
-        return self._needed("encoding", self.system.sampler.lower_encode(weights, records))
+        system = self.system(tensor)
+        weights, records = sampler_weights(system), _records(self.recipe)
+        return self._needed("encoding", system.sampler.lower_encode(weights, records))
 
-    def generate(self, images: int) -> float:
+    def generate(self, images: int, tensor: int) -> float:
         """Without the trajectories, which are counted apart."""
-        system, recipe = self.system, self.recipe
+        system, recipe = self.system(tensor), self.recipe
         kept = images * stored_bytes(recipe.algorithm, recipe.noisy_steps, system.sampler.shape)
         lowered = lower_generate(system, system.sampler, recipe, images)
         return max(0, self._needed(f"generating {images} images", lowered) - kept)
 
-    def evaluate(self, images: int) -> float:
+    def evaluate(self, images: int, tensor: int) -> float:
         """Of the sampler that evaluates."""
-        lowered = lower_generate(self.system, self.system.evaluator, self.recipe, images)
+        system = self.system(tensor)
+        lowered = lower_generate(system, system.evaluator, self.recipe, images)
         return self._needed(f"evaluating {images} images", lowered)
 
-    def decode(self, images: int) -> float:
+    def decode(self, images: int, tensor: int) -> float:
         """The pictures included."""
-        lowered = self.system.sampler.lower_decode(sampler_weights(self.system), images)
+        system = self.system(tensor)
+        lowered = system.sampler.lower_decode(sampler_weights(system), images)
         return self._needed(f"decoding {images} images", lowered)
 
     def _needed(self, name: str, lowered: Lowered) -> int:
@@ -116,16 +136,17 @@ def trained_samples(recipe: Recipe) -> int:
     return recipe.advantages.kept(fragment, images)
 
 
-def _share(recipe: Recipe, data: int = 1, time: int = 1) -> System:
-    """On one device, with the part of a pass that a device has on a trainer mesh of these sizes."""
+def _share(recipe: Recipe, data: int = 1, time: int = 1, tensor: int = 1) -> System:
+    """On devices that share their images, with the part of a pass that they have on a mesh of these sizes."""
     trainer, whole = recipe.trainer, recipe.algorithm.images_of_sample
     own = dataclasses.replace(
         trainer,
         micro_batch=whole * -(-trainer.micro_batch // (whole * data)),
         pack=-(-trainer.pack // time),
     )
-    alone = dataclasses.replace(recipe.with_meshes(ONE_DEVICE), trainer=own)
-    return outline(alone, jax.devices()[:1])
+    sizes = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1, tensor=tensor))
+    alone = dataclasses.replace(recipe.with_meshes(sizes), trainer=own)
+    return outline(alone, jax.devices()[:tensor])
 
 
 def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:

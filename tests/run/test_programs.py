@@ -73,7 +73,7 @@ def predicted_and_compiled(recipe):
     tuned = footprint.tuned(axes.fsdp, axes.tensor)
     state = tuned + held["gradient"] + held["optimizer"]
     sampling = held["parameters"] + held["frozen"]
-    needed = programs.sampling(axes.images * axes.time)
+    needed = programs.sampling(axes.images * axes.time, axes.tensor)
 
     weights, sampler = sampler_weights(system), system.sampler
     gradient = lower_gradient(system, recipe, trained_samples(recipe)).compile().memory_analysis()
@@ -111,7 +111,14 @@ def test_predicted_memory_is_that_of_the_compiled_programs(base):
 
 
 # On four devices a pass takes 32 images of the tiny model or 48 of the embedded one, on one device a quarter.
-MESHES = ({}, dict(data=4), dict(fsdp=4), dict(data=2, fsdp=2), dict(data=2, time=2))
+MESHES = (
+    {},
+    dict(data=4),
+    dict(fsdp=4),
+    dict(data=2, fsdp=2),
+    dict(data=2, time=2),
+    dict(data=4, tensor=2),
+)
 
 
 @pytest.mark.slow

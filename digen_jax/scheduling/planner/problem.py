@@ -54,12 +54,12 @@ class Programs:
     Attributes:
       gradient: by the parts (data, time) into which a trainer mesh splits images and steps.
       update: by the bytes of trained parameters on the device.
-      sampling: of each program by name, by the parts into which a mesh splits images.
+      sampling: of each program by name, by the parts into which a mesh splits images, and its axis tensor.
     """
 
     gradient: Callable[[int, int], float]
     update: Callable[[float], float]
-    sampling: Callable[[int], dict[str, float]]
+    sampling: Callable[[int, int], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)

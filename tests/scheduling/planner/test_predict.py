@@ -91,7 +91,7 @@ def parameters(split, whole):
 PROGRAMS = Programs(
     gradient=lambda data, time: 8000 / data,
     update=lambda tuned: tuned,
-    sampling=lambda parts: {"generating": 3000 / parts, "decoding": 1000},
+    sampling=lambda parts, tensor: {"generating": 3000 / parts, "decoding": 1000},
 )
 FOOTPRINT = Footprint(
     tuned=parameters(800, 8),
