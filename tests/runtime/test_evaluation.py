@@ -127,7 +127,9 @@ def test_a_run_evaluates_each_version_as_that_versions_weights_alone(layout, ema
         np.testing.assert_allclose(one.scores, alone.scores, atol=1e-6)
         assert np.abs(one.clips.astype(int) - alone.clips).max() <= 1
     makers = {c.worker for c in log if isinstance(c, Generate) and c.fragment.evaluation}
-    assert makers == ({"trainer"} if layout == "colocated" else {"rollout 0", "rollout 1"})
+    assert makers and makers <= (
+        {"trainer"} if layout == "colocated" else {"rollout 0", "rollout 1"}
+    )
 
 
 def test_after_the_last_step_its_version_is_evaluated(parts):

@@ -55,9 +55,9 @@ def noted(monkeypatch):
 
 @pytest.fixture
 def hang(monkeypatch, end, noted):
-    """hang(method, workers): their second call does not return."""
+    """hang(method, workers, call): their call of that number does not return."""
 
-    def arrange(method, workers=(1,)):
+    def arrange(method, workers=(1,), call=2):
         real, calls = getattr(SamplingExecutor, method), [0, 0]
 
         def hanging(executor, *arguments):
@@ -65,7 +65,7 @@ def hang(monkeypatch, end, noted):
             worker = jax.devices().index(device)
             if worker in workers:
                 calls[worker] += 1
-                if calls[worker] == 2:
+                if calls[worker] == call:
                     end.wait(LONG)
             return real(executor, *arguments)
 
@@ -91,7 +91,7 @@ def test_a_mesh_that_hangs_is_given_up_and_changes_nothing(
 
 def test_what_comes_back_too_late_is_not_taken(system, hang, end):
     """By then the fragment belongs to another mesh."""
-    hang("decode")
+    hang("decode", call=1)
     with toy.driver(system, config(**HANGS)) as driver:
         late = driver.executor.rollouts["rollout 1"]
         driver.step()
