@@ -29,7 +29,8 @@ def printed(outputs, stream="stdout"):
 def rewards(outputs):
     """The number after each "reward" in the output."""
     lines = "".join(printed(outputs)).splitlines()
-    return [float(line.split("reward ")[1].split(",")[0]) for line in lines]
+    steps = [line for line in lines if line.startswith("step ")]
+    return [float(line.split("reward ")[1].split(",")[0]) for line in steps]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
