@@ -52,8 +52,8 @@ class Link(Protocol):
         They may not if a taker was given up during its transfer.
         """
 
-    def give_up(self, taker: str) -> None:
-        """Nobody waits for this taker any longer; the arrays of its transfers may not be overwritten."""
+    def give_up(self, worker: str) -> None:
+        """Nobody waits for this worker any longer: its offers end, arrays that it may be taking are not overwritten."""
 
 
 class LocalLink:
@@ -98,9 +98,13 @@ class LocalLink:
             self._changed.wait_for(lambda: all(taken != key for taken, _ in self._taking))
             return key not in self._hung
 
-    def give_up(self, taker: str) -> None:
+    def give_up(self, worker: str) -> None:
         """See `Link`."""
         with self._changed:
-            self._hung |= {key for key, who in self._taking if who == taker}
-            self._taking = [taking for taking in self._taking if taking[1] != taker]
+            self._hung |= {key for key, who in self._taking if who == worker}
+            # What a lost mesh has made is made again by another one.
+            own = [key for key in self._offered if getattr(key, "worker", None) == worker]
+            for key in own:
+                del self._offered[key]
+            self._taking = [taking for taking in self._taking if taking[1] != worker]
             self._changed.notify_all()

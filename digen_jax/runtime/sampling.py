@@ -41,7 +41,8 @@ class SamplingExecutor:
         """Encodes a step's prompts, for this mesh and for the trainer."""
         prompts = self.rollout.sampler.encode(self._fixed, self._steps[number].records)
         self._prompts[number] = jax.block_until_ready(prompts)
-        self._link.offer(ConditioningOf(self.name, number), prompts)
+        if not self.given_up:
+            self._link.offer(ConditioningOf(self.name, number), prompts)
         for old in [old for old in self._prompts if old < self._steps.first]:
             del self._prompts[old]
             self._link.withdraw(ConditioningOf(self.name, old))

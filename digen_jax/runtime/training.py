@@ -62,6 +62,8 @@ class TrainingExecutor:
             if fragment.step not in self._prompts:
                 prompts = ConditioningOf(command.worker, fragment.step)
                 found = self._link.take(prompts, lambda tree: _everywhere(tree, group), TRAINER)
+                if found is None:  # its worker was given up just now
+                    return
                 self._prompts[fragment.step] = found
         taken = self._link.take(key, lambda tree: shardings(tree, group), TRAINER)
         self._link.withdraw(key)

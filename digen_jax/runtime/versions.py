@@ -63,7 +63,7 @@ class Versions:
         if self._keep:
             return True
         with paused():  # the trainer's deadline: a taker has its own
-            overwritten = self._link.settle(publication)
+            free = self._link.settle(publication)
         with self._lock:
             self._trees.pop(publication, None)
-        return not overwritten
+        return not free

@@ -32,7 +32,7 @@ def tag_pays(state: SchedulerState) -> bool:
 def evaluation_fits(state: SchedulerState) -> bool:
     """Whether the trainer can generate a fragment of the evaluation before it has anything to train.
 
-    Not before one was measured: its first one may take long.
+    False until the duration of one is known.
     """
     batch, own = state.batch, state.evaluation_seconds(state.trainer)
     if not batch.scored_at or not own:

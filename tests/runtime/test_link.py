@@ -1,0 +1,90 @@
+"""The link of one process: who takes what was offered, and when its arrays may be overwritten."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from digen_jax.runtime import link as links
+from digen_jax.runtime.link import ConditioningOf, Link, LocalLink, SamplesOf
+from digen_jax.scheduling.commands import Fragment, Publication
+
+WEIGHTS = Publication(3)
+
+
+def on(number):
+    """Shardings on one device."""
+    place = SingleDeviceSharding(jax.devices()[number])
+    return lambda tree: jax.tree.map(lambda _: place, tree)
+
+
+def tree():
+    return {"a": jnp.arange(4.0), "b": jnp.ones(2)}
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A transfer that has begun and ends when the event is set: (link, its thread, the event)."""
+    link, begun, end, real = LocalLink(), threading.Event(), threading.Event(), links.resharded
+
+    def slow(*arguments):
+        begun.set()
+        assert end.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr(links, "resharded", slow)
+    link.offer(WEIGHTS, tree())
+    thread = threading.Thread(target=link.take, args=(WEIGHTS, on(1), "rollout 0"))
+    thread.start()
+    assert begun.wait(60)
+    yield link, thread, end
+    end.set()
+    thread.join(60)
+
+
+def test_what_is_offered_arrives_on_the_takers_devices_until_it_is_withdrawn():
+    link, given = LocalLink(), tree()
+    assert isinstance(link, Link) and link.take(WEIGHTS, on(1), "rollout 0") is None
+    link.offer(WEIGHTS, given)
+    found = link.take(WEIGHTS, on(1), "rollout 0")
+    jax.tree.map(np.testing.assert_array_equal, found, given)
+    assert {leaf.sharding for leaf in jax.tree.leaves(found)} == {on(1)(given)["a"]}
+    here = link.take(WEIGHTS, on(0), "trainer")
+    assert here["a"].unsafe_buffer_pointer() == given["a"].unsafe_buffer_pointer()
+    link.withdraw(WEIGHTS)
+    assert link.take(WEIGHTS, on(1), "rollout 0") is None
+
+
+def test_settling_waits_for_whoever_is_taking(held):
+    link, _, end = held
+    settled = []
+    waiting = threading.Thread(target=lambda: settled.append(link.settle(WEIGHTS)))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive() and not settled
+    end.set()
+    waiting.join(60)
+    assert settled == [True]
+
+
+def test_arrays_that_a_given_up_worker_may_be_taking_are_not_overwritten(held):
+    link, thread, _ = held
+    link.give_up("rollout 0")
+    assert link.settle(WEIGHTS) is False and thread.is_alive()
+
+
+def test_the_offers_of_a_given_up_worker_end():
+    link, fragment = LocalLink(), Fragment(0, 1)
+    keys = [
+        key(worker, place)
+        for worker in ("rollout 0", "rollout 1")
+        for key, place in ((SamplesOf, fragment), (ConditioningOf, 0))
+    ]
+    for key in (*keys, WEIGHTS):
+        link.offer(key, tree())
+    link.give_up("rollout 0")
+    found = [link.take(key, on(0), "trainer") is not None for key in (*keys, WEIGHTS)]
+    assert found == [False, False, True, True, True]
