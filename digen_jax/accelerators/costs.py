@@ -1,0 +1,339 @@
+"""The estimated seconds of a compiled program on a chip, by what they are spent on.
+
+What the compiler estimates are fusions and copies. The rest is costed here, conservatively: as if nothing ran at the
+same time as anything else.
+
+- A kernel takes its FLOPs over `KERNEL_SHARE` of the peak that its width permits, or its bytes over the memory's
+  bandwidth, whichever is longer. The FLOPs are those that the kernel states; of splash attention, which states none,
+  those of its matrix products without any mask.
+- A collective is a ring over one link in one direction, at `LINK_SHARE` of its bandwidth: an all-gather moves (n - 1)/n
+  of its result, a reduce-scatter (n - 1)/n of its input, an all-reduce twice that. All of a slice's chips are linked
+  directly, over several hosts, too; a ring may need more hops than links on a mesh without wrap-around.
+- A transfer between memories, and any other operation without an estimate, takes its bytes over `MEMORY_SHARE` of the
+  memory's bandwidth.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from digen_jax.accelerators.chips import Chip
+from digen_jax.accelerators.hlo import Computation, Instruction, Module, parse
+from digen_jax.accelerators.layers import layer_of
+from digen_jax.accelerators.loops import Frame, trips
+
+KERNEL_SHARE, LINK_SHARE, MEMORY_SHARE = 0.5, 0.8, 0.8
+
+# Rows of a program's seconds.
+COMPILER, KERNELS, COLLECTIVES, TRANSFERS, OTHERS = (
+    "estimated by the compiler",
+    "kernels",
+    "collectives",
+    "transfers between memories",
+    "without an estimate",
+)
+KINDS = COMPILER, KERNELS, COLLECTIVES, TRANSFERS, OTHERS
+# Operations that take no time, or whose time is that of another one.
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "add-dependency", "domain",
+}  # fmt: skip
+FREE_CALLS = {"AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+MOVED = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
+         "ragged-all-to-all", "collective-broadcast")  # fmt: skip
+# Matrix products of a splash attention kernel, by its name; each takes 2 b h s_q s_k d FLOPs.
+SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+SPLASH |= {name.replace("mha", "mqa"): products for name, products in SPLASH.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """An instruction of a program, and what it costs.
+
+    Attributes:
+      kind: one of `KINDS`.
+      what: its opcode, or the kernel's name.
+      name: its name in the program.
+      layer: where it comes from.
+      times: how often it runs.
+      seconds: of one run, estimated.
+      bytes: that a collective or a transfer moves, or an operation without an estimate reads and writes, in one run.
+    """
+
+    kind: str
+    what: str
+    name: str
+    layer: str
+    times: int
+    seconds: float
+    bytes: int = 0
+
+    @property
+    def total(self) -> float:
+        """Seconds of all runs."""
+        return self.times * self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The estimated seconds of a program on one device.
+
+    Attributes:
+      items: all that takes time.
+      unknown_loops: loops whose number of iterations is unknown; their bodies count once.
+      peak_bytes: of memory, as the compiler reports it.
+    """
+
+    items: tuple[Item, ...]
+    unknown_loops: tuple[str, ...] = ()
+    peak_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole program, as if nothing ran at the same time as anything else."""
+        return sum(item.total for item in self.items)
+
+    def of(self, kind: str) -> float:
+        """Seconds of one kind."""
+        return sum(item.total for item in self.items if item.kind == kind)
+
+    def slowest(self, count: int = 10, kind: str = COMPILER) -> list[Item]:
+        """The items of a kind that take longest."""
+        found = [item for item in self.items if item.kind == kind]
+        return sorted(found, key=lambda item: -item.total)[:count]
+
+    def by_what(self, kind: str) -> dict[str, tuple[int, float, float]]:
+        """(runs, bytes, seconds) of the items of a kind, by what they are, the slowest first."""
+        runs, moved, seconds = Counter(), Counter(), Counter()
+        for item in self.items:
+            if item.kind == kind:
+                runs[item.what] += item.times
+                moved[item.what] += item.times * item.bytes
+                seconds[item.what] += item.total
+        return {what: (runs[what], moved[what], took) for what, took in seconds.most_common()}
+
+    def cycles(self, chip: Chip) -> float:
+        """The seconds in cycles of the chip's clock."""
+        return self.seconds * chip.clock
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "Estimate":
+        """The inverse of `plain`."""
+        items = tuple(Item(**item) for item in plain["items"])
+        return cls(items, tuple(plain["unknown_loops"]), plain["peak_bytes"])
+
+
+def estimate(compiled: Any, chip: Chip) -> Estimate:
+    """The estimate of a `jax.stages.Compiled`, made for that chip."""
+    found = estimate_text(compiled.as_text(), chip)
+    return dataclasses.replace(found, peak_bytes=peak_bytes(compiled))
+
+
+def peak_bytes(compiled: Any) -> int:
+    """The most memory of a device that a program holds at a time, arguments included."""
+    found = compiled.memory_analysis()
+    whole = found.argument_size_in_bytes + found.temp_size_in_bytes
+    whole += found.output_size_in_bytes - found.alias_size_in_bytes
+    return getattr(found, "peak_memory_in_bytes", 0) or whole
+
+
+def estimate_text(text: str, chip: Chip) -> Estimate:
+    """The estimate of a program's text, without its memory."""
+    module = parse(text)
+    return estimate_module(module, chip)
+
+
+def estimate_module(module: Module, chip: Chip) -> Estimate:
+    """The estimate of a parsed program, without its memory."""
+    walk = _Walk(module, chip)
+    items = tuple(walk.items(Frame(module.computations[module.entry]), 1))
+    return Estimate(items, tuple(sorted(walk.unknown)))
+
+
+class _Walk:
+    """Goes through a program, each body of a loop as often as it runs."""
+
+    def __init__(self, module: Module, chip: Chip):
+        self.module, self.chip = module, chip
+        self.unknown: set[str] = set()
+
+    def items(self, frame: Frame, times: int) -> Iterator[Item]:
+        """All items of a computation that runs so often."""
+        for instruction in frame.computation.instructions.values():
+            yield from self._of(frame, instruction, times)
+
+    def _of(self, frame: Frame, instruction: Instruction, times: int) -> Iterator[Item]:
+        opcode = instruction.opcode
+        if (
+            opcode in FREE
+            or opcode.endswith(("-done", "-update"))
+            or instruction.target in FREE_CALLS
+        ):
+            return
+        if opcode == "while":
+            count = trips(self.module, frame, instruction)
+            if count is None:
+                self.unknown.add(instruction.name)
+                count = 1
+            for attribute in ("condition", "body"):
+                yield from self._inside(
+                    frame, instruction, [_name(instruction, attribute)], times * count
+                )
+        elif opcode == "conditional":
+            branches = (
+                list(self._inside(frame, instruction, [name], times)) for name in instruction.called
+            )
+            yield from max(branches, key=lambda items: sum(item.total for item in items))
+        elif opcode in ("call", "call-start", "async-start"):
+            yield from self._inside(frame, instruction, instruction.called, times)
+        else:
+            yield from self._leaf(frame.computation, instruction, times)
+
+    def _inside(
+        self, frame: Frame, instruction: Instruction, names: Iterable[str], times: int
+    ) -> Iterator[Item]:
+        for name in names:
+            yield from self.items(frame.enter(self.module, instruction, name), times)
+
+    def _leaf(
+        self, computation: Computation, instruction: Instruction, times: int
+    ) -> Iterator[Item]:
+        """An operation of the compiler's estimate, or one that is costed here; a fusion may be both."""
+        inner = self._fused(instruction)
+        source = next((i for i in inner if i.opcode in ("convolution", "dot")), instruction)
+        layer = layer_of(source.op_name or instruction.op_name)
+        common = dict(name=instruction.name, times=times)
+        moved = [i for i in (instruction, *inner) if _base(i.opcode) in MOVED]
+        for one in moved:
+            size, seconds = self._collective(computation, one)
+            yield Item(COLLECTIVES, _base(one.opcode), layer=layer_of(one.op_name) or layer,
+                       seconds=seconds, bytes=size, **common)  # fmt: skip
+        if instruction.cycles is not None:
+            seconds = instruction.cycles / self.chip.clock
+            yield Item(COMPILER, instruction.opcode, layer=layer, seconds=seconds, **common)
+        elif instruction.target == "tpu_custom_call":
+            name = _kernel_name(instruction)
+            seconds = self._kernel(computation, instruction, name)
+            yield Item(KERNELS, name, layer=layer, seconds=seconds, **common)
+        elif not moved:
+            kind = TRANSFERS if instruction.opcode in ("copy-start", "slice-start") else OTHERS
+            size = _touched(computation, instruction)
+            what = instruction.opcode + (f" {instruction.target}" if instruction.target else "")
+            seconds = size / (MEMORY_SHARE * self.chip.bandwidth)
+            yield Item(kind, what, layer=layer, seconds=seconds, bytes=size, **common)
+
+    def _fused(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions inside a fusion, and inside those in it."""
+        if instruction.opcode != "fusion":
+            return []
+        found = []
+        for name in instruction.called:
+            for one in self.module.computations[name].instructions.values():
+                found += [one, *self._fused(one)]
+        return found
+
+    def _collective(self, computation: Computation, instruction: Instruction) -> tuple[int, float]:
+        """(bytes of its full buffer, seconds)."""
+        opcode, members = _base(instruction.opcode), group_size(instruction)
+        operands = [self.module_instruction(computation, name) for name in instruction.operands]
+        given = sum(operand.bytes for operand in operands if operand is not None)
+        made = instruction.bytes
+        if instruction.opcode.endswith("-start"):
+            made = max(0, made - given)  # its results repeat its operands
+        size = max(given, made)
+        share = (members - 1) / members
+        match opcode:
+            case "all-reduce":
+                moved = 2 * share * size
+            case "all-to-all" | "ragged-all-to-all":
+                moved = share * size * max(1, members / 4)  # the mean distance on a ring
+            case "collective-permute" | "collective-broadcast":
+                moved = size
+            case _:
+                moved = share * size
+        return size, moved / (LINK_SHARE * self.chip.link)
+
+    def module_instruction(self, computation: Computation, name: str) -> Instruction | None:
+        """An operand, which inside a fusion lies in another computation."""
+        if name in computation.instructions:
+            return computation.instructions[name]
+        for other in self.module.computations.values():
+            if name in other.instructions:
+                return other.instructions[name]
+        return None
+
+    def _kernel(self, computation: Computation, instruction: Instruction, name: str) -> float:
+        flops, width = kernel_flops(computation, instruction, name)
+        stated = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
+        size = int(stated[1]) if stated else _touched(computation, instruction)
+        share = KERNEL_SHARE * min(1.0, width / self.chip.array)
+        in_memory = size / (MEMORY_SHARE * self.chip.bandwidth)
+        return max(flops / (share * self.chip.flops), in_memory)
+
+
+def kernel_flops(
+    computation: Computation, instruction: Instruction, name: str
+) -> tuple[float, float]:
+    """(FLOPs of a Pallas kernel, columns of its narrowest product); without any statement (0, inf).
+
+    A kernel without a cost estimate of its own that is no splash attention counts by its bytes alone.
+    """
+    stated = re.search(r'"cost_estimate":\{"flops":"?(\d+)', instruction.attributes)
+    found = next((n for prefix, n in SPLASH.items() if name.startswith(prefix)), None)
+    if found is None:
+        return (float(stated[1]) if stated else 0.0), math.inf
+    # The first three operands with rows and columns of one width are queries, keys and values.
+    wide = [
+        operand.arrays[0] for operand in computation.operands(instruction)
+        if operand.arrays and len(operand.arrays[0].shape) >= 3 and operand.arrays[0].dtype in ("bf16", "f32", "f16")
+    ]  # fmt: skip
+    queries, keys = wide[0].shape, wide[1].shape
+    if (
+        found == SPLASH["splash_mha_dkv"]
+        and r"use_fused_bwd_kernel\": true" in instruction.attributes
+    ):
+        found += 1  # it makes the gradient of the queries, too
+    flops = 2.0 * found * math.prod(queries[:-1]) * keys[-2] * queries[-1]
+    return (float(stated[1]) if stated else flops), queries[-1]
+
+
+def group_size(instruction: Instruction) -> int:
+    """How many devices a collective joins; 2 for one between pairs."""
+    text = instruction.attributes
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", text):
+        sizes = dict(part.split("=") for part in found[1].replace("'", "").split(","))
+        axes = [axis.strip(" '") for axis in found[2].split(",")]
+        return math.prod(int(sizes[axis]) for axis in axes)
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", text):
+        return int(found[2])
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
+        return len(found[1].split(","))
+    return 2
+
+
+def _name(instruction: Instruction, attribute: str) -> str:
+    return instruction.attribute(attribute).lstrip("%")
+
+
+def _base(opcode: str) -> str:
+    return opcode.removesuffix("-start")
+
+
+def _kernel_name(instruction: Instruction) -> str:
+    """The kernel's own name, which the compiler takes for its instruction."""
+    return re.sub(r"(\.\d+|\.clone|\.remat\d*)+$", "", instruction.name)
+
+
+def _touched(computation: Computation, instruction: Instruction) -> int:
+    """Bytes that an instruction reads and writes; of one that begins a copy, its input and its output."""
+    given = sum(operand.bytes for operand in computation.operands(instruction))
+    if instruction.opcode == "copy-start":
+        return 2 * given
+    return given + instruction.bytes
