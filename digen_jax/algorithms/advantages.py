@@ -13,8 +13,7 @@ Flow-Factory divides by max(std, 1e-6).
 """
 
 import dataclasses
-import math
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
@@ -75,17 +74,8 @@ class AdvantageSettings:
         """The number of images of a fragment that are given to the trainer; `images` are those of a group."""
         return fragment // images * 2 * self.best_and_worst or fragment
 
-    def check(self, images: int, groups: int) -> None:
-        """Raises ValueError for settings that cannot work with `groups` groups of `images` images."""
-        choices = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
-        for name, choice in choices.items():
-            value, allowed = getattr(self, name), get_args(choice)
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; set it to one of {allowed}")
-        if groups < 1:
-            raise ValueError(f"groups is {groups}; a step needs one or more")
-        if images < 2:
-            raise ValueError(f"images is {images}; an image alone in its group has no advantage")
+    def check(self, images: int) -> None:
+        """Raises ValueError for settings that cannot go together, or with groups of `images` images."""
         if self.std == "none" and self.ddof:
             raise ValueError(
                 f"ddof is {self.ddof}, but std is 'none'; set ddof to 0 or std to 'group' or 'global'"
@@ -95,7 +85,17 @@ class AdvantageSettings:
                 f"best_and_worst is {self.best_and_worst}; it must lie in [0, {images // 2}], "
                 f"half of the {images} images of a group"
             )
-        self._check_rewards()
+        if self.combine != "rewards" and len(self.reward_weights) < 2:
+            raise ValueError(
+                f"combine is {self.combine!r}, but reward_weights has a single weight; set combine to "
+                "'rewards', or give each of several rewards a weight"
+            )
+        if self.combine == "gdpo" and (self.std, self.baseline) != ("group", "group_mean"):
+            raise ValueError(
+                f"combine is 'gdpo', which standardises each reward in its group, but std is {self.std!r} "
+                f"and baseline {self.baseline!r}; set std to 'group' and baseline to 'group_mean', or "
+                "combine to 'advantages'"
+            )
 
     def check_early(self) -> None:
         """Checks that advantages are (reward - the group's mean) / a std, and that all images train.
@@ -117,29 +117,6 @@ class AdvantageSettings:
                     f"{name} is {value!r}; to train before a group is complete set it to "
                     f"{' or '.join(map(repr, allowed))}"
                 )
-        if len(self.reward_weights) > 1:
-            raise ValueError(
-                f"reward_weights is {self.reward_weights}; to train before a group is complete give a "
-                "single reward"
-            )
-
-    def _check_rewards(self) -> None:
-        weights = self.reward_weights
-        if not all(map(math.isfinite, weights)) or not any(weights):
-            raise ValueError(
-                f"reward_weights is {weights}; all must be finite, and at least one not 0"
-            )
-        if self.combine != "rewards" and len(weights) < 2:
-            raise ValueError(
-                f"combine is {self.combine!r}, but reward_weights has a single weight; set combine to "
-                "'rewards', or give each of several rewards a weight"
-            )
-        if self.combine == "gdpo" and (self.std, self.baseline) != ("group", "group_mean"):
-            raise ValueError(
-                f"combine is 'gdpo', which standardises each reward in its group, but std is {self.std!r} "
-                f"and baseline {self.baseline!r}; set std to 'group' and baseline to 'group_mean', or "
-                "combine to 'advantages'"
-            )
 
 
 def advantages(

@@ -13,7 +13,7 @@ uniformly and clips the ratio at 1e-4. Both compute the matching error in float6
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from digen_jax.algorithms.guidance import check_guidance
 from digen_jax.algorithms.kl import velocity_mse
 from digen_jax.algorithms.old_log_probs import (
     SPREAD_LIMIT,
-    OldLogProbs,
     check_spread_limit,
     spread_terms,
 )
@@ -68,7 +67,7 @@ class AWM(Matching):
     ema: LinearDecay = SLOW_COPY
     # source of the ratio's old matching errors: recomputed with the policy that sampled, or the
     # current ones, so that ratios are 1; "auto" chooses by staleness and updates
-    old_log_probs: OldLogProbs = "current"
+    old_log_probs: Literal["current", "recomputed"] = "current"
     # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
     # the distance to their bound; above 0; a run stops beyond it
     spread_limit: float = SPREAD_LIMIT
@@ -105,11 +104,10 @@ class AWM(Matching):
         return self.ema if self.ema_kl_coefficient else None
 
     def check(self) -> None:
-        """Raises ValueError for a setting that cannot work; the message says what to change."""
-        if self.weighting not in get_args(Weighting):
-            raise ValueError(
-                f"weighting is {self.weighting!r}; set it to one of {', '.join(get_args(Weighting))}"
-            )
+        """Raises ValueError for a setting that cannot work; the message says what to change.
+
+        `times` and `ema` have checks of their own.
+        """
         if not 0 < self.ghuber_power <= 1:
             raise ValueError(f"ghuber_power is {self.ghuber_power}; it must lie in (0, 1]")
         check_clip_range(self.clip_range, self.clip_range, ("clip_range", "clip_range"))
@@ -123,12 +121,6 @@ class AWM(Matching):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be finite and not negative")
         check_guidance(self.guidance, self.reference_guidance, self.kl_coefficient > 0)
-        if self.old_log_probs not in ("current", "recomputed"):
-            raise ValueError(
-                f"old_log_probs is {self.old_log_probs!r}; set it to 'current' or 'recomputed', as "
-                "sampling computes no matching error"
-            )
-        self.ema.check()
 
     def loss(self, samples: MatchingSamples, v: Velocities) -> dict[str, Float32[Array, "n"]]:
         """See `awm_loss`."""

@@ -63,15 +63,6 @@ class EmaDecay:
     every: int = 1  # updates between two turns of the average (8 in Flow-GRPO, 1 in DiffusionNFT)
     repeats: int = 1  # applications at each turn, which raises the decay to this power
 
-    def check(self) -> None:
-        """Raises ValueError for a setting that cannot work; the message says what to change."""
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay is {self.decay}; it must lie in [0, 1)")
-        if self.every < 1:
-            raise ValueError(f"every is {self.every}; it must be at least 1")
-        if self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
-
     def at(self, updates: Int[ArrayLike, ""]) -> float | Float[Array, ""]:
         """The decay after `updates` updates; 1, which leaves the average unchanged, between two turns.
 

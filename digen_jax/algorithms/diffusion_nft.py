@@ -11,7 +11,7 @@ policy by `OLD_POLICY_DECAYS`.
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -85,13 +85,6 @@ class DiffusionNFT(Matching):
                 f"kl_coefficient is {self.kl_coefficient}; it must be finite and not negative"
             )
         check_guidance(self.guidance, self.reference_guidance, self.kl_coefficient > 0)
-        if self.advantage_mode not in get_args(AdvantageMode):
-            raise ValueError(
-                f"advantage_mode is {self.advantage_mode!r}; "
-                f"set it to one of {', '.join(get_args(AdvantageMode))}"
-            )
-        if self.decay_type not in OLD_POLICY_DECAYS:
-            raise ValueError(f"decay_type is {self.decay_type}; set it to 0, 1 or 2")
 
     def prepare(
         self,

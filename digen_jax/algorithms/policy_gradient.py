@@ -211,10 +211,9 @@ class PolicyGradient(Algorithm):
         and sqrt((G - 1) P) with the global one of P groups: if clipped, the loss is not linear in the rewards.
 
         Raises:
-          ValueError: advantages are not linear in the rewards or could be clipped, the ratio is not always
-            1, or the loss is not Flow-GRPO's, for which alone exactness is shown.
+          ValueError: advantages could be clipped, the ratio is not always 1, or the loss is not Flow-GRPO's,
+            for which alone exactness is shown. `AdvantageSettings.check_early` is about the advantages.
         """
-        advantages.check_early()
         if self.old_log_probs != "current":
             raise ValueError(
                 f"old_log_probs is {self.old_log_probs!r}; to train before a group is complete set it to "

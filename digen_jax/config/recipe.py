@@ -126,7 +126,7 @@ class Recipe:
     def window(self) -> Window:
         """The noisy steps of the schedule, if there are any."""
         given = {k: v for k, v in vars(self.sampler.window).items() if k != "fraction"}
-        return Window(**given | {"end": given["end"] or None, "seed": self.seed})
+        return Window(**given, seed=self.seed)
 
     @property
     def draws(self) -> Draws:

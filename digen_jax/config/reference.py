@@ -15,20 +15,16 @@ import math
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
-from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.algorithms.old_log_probs import OldLogProbs
-from digen_jax.config import checks
 from digen_jax.config.algorithm_section import CLASSES
-from digen_jax.config.checks import groups
+from digen_jax.config.checks.choices import choices
 from digen_jax.config.checks.numbers import MAY_BE_INFINITE, RANGES
 from digen_jax.config.fields import flat
 from digen_jax.config.recipe import MAY_CHANGE, Recipe, reference
 from digen_jax.config.sections import AdvantagesSection
 from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import KINDS
-from digen_jax.flow.windows import Mode
 
 HEAD = """# Configuration
 
@@ -144,26 +140,13 @@ def _field(name: str, meaning: str, algorithm: str) -> Field:
 @functools.cache
 def _allowed(algorithm: str) -> Mapping[str, str]:
     """The allowed values of each field that has a choice or a range of its own."""
-    words = dict(checks.CHOICES)
-    words |= {f"advantages.{name}": get_args(kind) for name, kind in groups.CHOICES.items()}
-    words |= {"sampler.kind": tuple(KINDS), "sampler.window.mode": get_args(Mode)}
-    for name, hint in get_type_hints(CLASSES[algorithm]).items():
-        if get_origin(hint) is Literal:
-            words[f"algorithm.{name}"] = get_args(hint)
-    if "algorithm.old_log_probs" in words:
-        words["algorithm.old_log_probs"] = _old_log_probs(CLASSES[algorithm])
+    words = choices(CLASSES[algorithm]) | {"sampler.kind": tuple(KINDS)}
     defaults = flat(reference(algorithm))
     found = {name: _range(defaults[f"config.{name}"], *limits) for name, limits in RANGES.items()}
     return found | {
-        name: ", ".join(f"`{_literal(word)}`" for word in choices)
-        for name, choices in words.items()
+        name: ", ".join(f"`{_literal(word)}`" for word in allowed)
+        for name, allowed in words.items()
     }
-
-
-def _old_log_probs(kind: type[Algorithm]) -> tuple[str, ...]:
-    """The allowed sources of old log-probabilities; only a sampler of transitions stores any."""
-    stored = kind.objective == "transitions"
-    return ("auto", *(word for word in get_args(OldLogProbs) if stored or word != "rollout"))
 
 
 def _range(default: float | int, least: float, most: float, excluded: str = "") -> str:

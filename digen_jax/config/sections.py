@@ -5,19 +5,22 @@ A field's comment is its text in docs/configuration.md. For the section `algorit
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
-from digen_jax.algorithms.advantages import AdvantageSettings
+from digen_jax.algorithms.advantages import AdvantageSettings, Baseline, Combine, DDof, Std
 from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sharding import REPLICATED
+from digen_jax.flow.windows import Mode
 from digen_jax.rewards import names_in
-from digen_jax.weights.lora import LoraConfig
+from digen_jax.weights.lora import Init, LoraConfig
 
-SIZES = (GIVEN, FITTED, AUTO) = ("given", "fitted", "auto")  # values of `PlacementSection.sizes`
+DType = Literal["float32", "bfloat16"]
+Sizes = Literal["given", "fitted", "auto"]  # see `PlacementSection.sizes`
+GIVEN, FITTED, AUTO = get_args(Sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +41,11 @@ class PrecisionSection:
     """
 
     # of the networks' arithmetic, in training and in sampling
-    arithmetic: str = "float32"
+    arithmetic: DType = "float32"
     # of parameters that are never trained: text encoders, autoencoder, the weights under a LoRA, the KL's reference
-    frozen: str = "float32"
+    frozen: DType = "float32"
     # of the weights that samplers are sent, and of their arithmetic; "": both as in training
-    published: str = ""
+    published: Literal["", DType] = ""
 
     @property
     def exact_ratios(self) -> bool:
@@ -101,7 +104,7 @@ class WindowSection:
     first: int = 0  # first step of the window; the first place of one that moves
     # steps in the window; 0: sampling without noise, for algorithms that train final images
     length: int = 4
-    mode: str = "fixed"  # how the window moves between training steps
+    mode: Mode = "fixed"  # how the window moves between training steps
     end: int = 0  # a window that moves stays before this step; 0 for a fixed window
     interval: int = 1  # training steps that the window stays at one place
     stride: int = 1  # steps that a "progressive" window moves each time
@@ -135,13 +138,13 @@ class SamplerSection:
 class AdvantagesSection:
     """How rewards become advantages: `algorithms.advantages.AdvantageSettings`."""
 
-    baseline: str = "group_mean"  # the reward that is subtracted; "leave_one_out" as in RLOO
+    baseline: Baseline = "group_mean"  # the reward that is subtracted; "leave_one_out" as in RLOO
     # the standard deviation that divides: of the group, of the whole step ("global"), or "none" (Dr. GRPO)
-    std: str = "group"
-    ddof: int = 0  # 0: standard deviation of a population; 1: of a sample
+    std: Std = "group"
+    ddof: DDof = 0  # 0: standard deviation of a population; 1: of a sample
     # several rewards: "rewards" sums them with their weights first, "advantages" sums their
     # advantages, "gdpo" also divides that sum by its standard deviation over the step
-    combine: str = "rewards"
+    combine: Combine = "rewards"
     # train this many of the best and this many of the worst images of a group; 0: all
     best_and_worst: int = 0
     # leave groups of equal rewards out of the loss, the KL and the means
@@ -161,7 +164,7 @@ class LoraSection:
     # regular expression for the whole names of the linear layers, as in torch; "": the model family's own
     targets: str = ""
     # how the first factor is drawn: PEFT's default, or "gaussian" with a standard deviation of 1 / rank
-    init: str = "kaiming"
+    init: Init = "kaiming"
     # a LoRA to continue, of the same rank, alpha and layers: a folder of PEFT or diffusers, or a hub id
     start: str = ""
 
@@ -214,7 +217,7 @@ class PlacementSection:
 
     # "given": the sizes below; "fitted": smaller ones where there are fewer devices; "auto": the
     # planner chooses, from costs that it measures first
-    sizes: str = GIVEN
+    sizes: Sizes = GIVEN
     rollout: RolloutAxes = dataclasses.field(default=RolloutAxes(data=4, fsdp=1, workers=1))
     trainer: TrainerAxes = dataclasses.field(default=TrainerAxes(data=4, fsdp=1, time=1))
     # (regular expression, tactic) or (regular expression, logical axis, mesh axis), of parameters' names such
@@ -238,12 +241,12 @@ class RuntimeSection:
     # fragments of a step that a waiting trainer may generate itself; 0: none
     tag_fragments: int = 0
     # weights that the trainer then samples from: its own, or a copy on each device ("resharded")
-    tag_weights: str = "in place"
+    tag_weights: Literal["in place", "resharded"] = "in place"
     # dynamic sampling: groups tried for a step, as those of equal rewards are replaced; 0: off
     max_candidates: int = 0
     redundant_groups: int = 0  # groups generated ahead, so that no replacement has to be waited for
     # train a step's fragments in their order; "auto": if nothing is trained early or stale
-    ordered: str = "auto"
+    ordered: Literal["auto", "yes", "no"] = "auto"
     early_groups: int = 0  # incomplete groups that may be in training at a time; 0: none
     # seconds after which a command or a reward counts as hung, or ten times its measured duration if
     # that is longer; compilation does not count; 0: never
@@ -299,7 +302,7 @@ class WandbSection:
     group: str = ""  # group of runs that it belongs to
     notes: str = ""  # a text about the run
     tags: tuple[str, ...] = ()  # words to find the run by
-    mode: str = "online"  # how wandb records
+    mode: Literal["online", "offline", "disabled", "shared"] = "online"  # how wandb records
 
     @property
     def options(self) -> dict[str, Any] | None:

@@ -34,7 +34,6 @@ class Scheduler:
     """
 
     def __init__(self, settings: Settings, costs: Costs):
-        settings.check()
         self.state = SchedulerState.begin(settings, costs)
 
     def handle(self, event: Event) -> list[Command]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from digen_jax.errors import ConfigError, check_choice, check_divides, check_positive
+from digen_jax.errors import ConfigError, check_divides, together
 
 READINESS = ("group", "step")
 OWN: Mapping[str, str] = MappingProxyType({})  # names of fields in errors: their own names
@@ -122,58 +122,26 @@ class Settings:
         """Fragments of a version's evaluation; 0: it has none."""
         return math.ceil(self.evaluated_images(version) / self.evaluation_batch)
 
-    def check(self) -> None:
-        """Refuses settings that cannot work.
+    def check(self, names: Mapping[str, str] = OWN) -> None:
+        """Refuses fields that cannot go together.
 
-        Raises:
-          ConfigError: names the field and what to change.
-        """
-        for name in ("steps", "groups", "images", "fragment_images", "updates"):
-            check_positive(name, getattr(self, name))
-        check_choice("readiness", self.readiness, READINESS)
-        for name in (
-            "open_groups",
-            "staleness",
-            "tag_fragments",
-            "redundant_groups",
-            "retries",
-            "score_retries",
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}")
-        if not 0 <= self.stale_share <= 1:
-            raise ConfigError(f"stale_share must lie between 0 and 1, not {self.stale_share}")
-        if self.evaluate_every or self.show_every:
-            for name in ("evaluation_images", "shown_images", "evaluation_batch"):
-                check_positive(name, getattr(self, name))
-        if self.early:
-            self._check_early()
-        self.check_cut()
-        self.check_candidates()
-        if self.max_candidates:
-            self._check_replaced()
-
-    def _check_early(self) -> None:
-        if self.images % self.fragment_images:
-            raise ConfigError(
-                f"fragment_images = {self.fragment_images} must divide images = {self.images} with "
-                f"open_groups = {self.open_groups}, which opens single groups: set it to {self.images}"
-            )
-        if self.ordered:
-            raise ConfigError(
-                f"ordered cannot go with open_groups = {self.open_groups}, because training before a "
-                "group is complete depends on the order of arrival: set ordered to False"
-            )
-
-    def check_cut(self, names: Mapping[str, str] = OWN) -> None:
-        """Refuses update sets and fragments that do not divide a step.
+        Each field must be in its range: `config.checks` refuses others, and groups that early training or dynamic
+        sampling cannot cut.
 
         Args:
           names: the names of the fields in errors, if users know them by other names.
 
         Raises:
-          ConfigError: names the fields and what to change.
+          ConfigError: a sentence for each mistake; it names the fields and what to change.
         """
+        with together() as one:
+            with one():
+                self._check_cut(names)
+            with one():
+                self._check_candidates(names)
+
+    def _check_cut(self, names: Mapping[str, str]) -> None:
+        """Refuses update sets and fragments that do not divide a step."""
         updates, groups, images, fragment = (
             names.get(name, name) for name in ("updates", "groups", "images", "fragment_images")
         )
@@ -184,15 +152,8 @@ class Settings:
         why = "as a fragment belongs to one update"
         check_divides(fragment, self.fragment_images, share, of_update, why)
 
-    def check_candidates(self, names: Mapping[str, str] = OWN) -> None:
-        """Refuses fewer candidates than groups, and redundant groups without dynamic sampling.
-
-        Args:
-          names: as in `check_cut`.
-
-        Raises:
-          ConfigError: names the fields and what to change.
-        """
+    def _check_candidates(self, names: Mapping[str, str]) -> None:
+        """Refuses fewer candidates than groups, and redundant groups without dynamic sampling."""
         most, groups, redundant = (
             names.get(name, name) for name in ("max_candidates", "groups", "redundant_groups")
         )
@@ -206,25 +167,6 @@ class Settings:
             raise ConfigError(
                 f"{most} = {self.max_candidates} must be at least {groups} + {redundant} = {least}, or 0 for "
                 "no dynamic sampling"
-            )
-
-    def _check_replaced(self) -> None:
-        """Further conditions on groups that may be replaced."""
-        if self.early:
-            raise ConfigError(
-                f"open_groups = {self.open_groups} cannot go with max_candidates, as only a complete "
-                "group is known to have variance: set open_groups or max_candidates to 0"
-            )
-        if self.images < 2:
-            raise ConfigError(
-                "images = 1 cannot go with max_candidates, as one image has no variance: "
-                "set images to 2 or more, or max_candidates to 0"
-            )
-        why = "with max_candidates, as a group that is replaced must not share a fragment"
-        if self.images % self.fragment_images:
-            raise ConfigError(
-                f"fragment_images = {self.fragment_images} must divide images = {self.images} {why}: "
-                f"set it to {self.images}"
             )
 
 

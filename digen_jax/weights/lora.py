@@ -44,10 +44,6 @@ class LoraConfig:
     init: Init = "kaiming"
 
     def __post_init__(self):
-        if self.rank < 1:
-            raise ValueError(f"lora rank must be at least 1, not {self.rank}")
-        if not self.alpha > 0:
-            raise ValueError(f"lora alpha must be positive, not {self.alpha}")
         try:
             re.compile(self.targets)
         except re.error as error:

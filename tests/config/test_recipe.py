@@ -159,6 +159,18 @@ def test_a_placement_may_be_given_in_a_word(given, whole):
             ],
         ),
         (
+            dict(
+                runtime=dict(staleness=-1, stale_share=2.0),
+                sampler__window=dict(mode="moving", stride=0),
+            ),
+            [
+                "config.sampler.window.stride must be above 0, not 0",
+                "config.runtime.staleness must be 0 or more, not -1",
+                "config.runtime.stale_share must be at most 1, not 2.0",
+                "config.sampler.window.mode is 'moving'; it must be one of 'fixed', 'random'",
+            ],
+        ),
+        (
             dict(placement__trainer=dict(data=8, fsdp=1, time=2)),
             [
                 "config.placement.trainer.time = 2 must divide config.trainer.pack = 1",
@@ -225,9 +237,9 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
         ("reward__retries", -1, "config.reward.retries must be 0 or more, not -1"),
         ("runtime__deadline", -1.0, "config.runtime.deadline must be 0 or more, not -1.0"),
         ("runtime__deadline", float("nan"), "config.runtime.deadline must be 0 or more, not nan"),
-        ("runtime__staleness", -1, "config.runtime.staleness must be at least 0, not -1"),
-        ("runtime__stale_share", 1.5, "config.runtime.stale_share must lie between 0 and 1"),
-        ("runtime__tag_fragments", -2, "config.runtime.tag_fragments must be at least 0, not -2"),
+        ("runtime__staleness", -1, "config.runtime.staleness must be 0 or more, not -1"),
+        ("runtime__stale_share", 1.5, "config.runtime.stale_share must be at most 1, not 1.5"),
+        ("runtime__tag_fragments", -2, "config.runtime.tag_fragments must be 0 or more, not -2"),
         ("runtime__tag_weights", "resharde", "config.runtime.tag_weights is 'resharde'; did you"),
         ("seed", -1, "config.seed must be 0 or more, not -1"),
         ("lora__rank", -4, "config.lora.rank must be 0 or more, not -4"),
@@ -306,14 +318,18 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
             "config.sampler.kind is 'ode'; it must be one of 'flow', 'dance', 'cps'",
         ),
         ("sampler__kind", "danse", "config.sampler.kind is 'danse'; did you mean 'dance'? It must"),
-        ("sampler__noise_level", 0.0, "config.sampler.noise_level must be above 0, not 0.0"),
+        ("sampler__noise_level", 0.0, "config.sampler.noise_level of Cps is 0.0; it must be"),
         ("sampler__guidance", float("nan"), "config.sampler.guidance must be 0 or more, not nan"),
         ("sampler__guidance", -1.0, "config.sampler.guidance must be 0 or more, not -1.0"),
         ("evaluation__guidance", 1e9, "config.evaluation.guidance must be at most 1000, not 10"),
         ("trainer__learning_rate", float("inf"), "config.trainer.learning_rate must be a finite"),
         ("trainer__weight_decay", float("nan"), "config.trainer.weight_decay must be 0 or more"),
         ("algorithm__clip_range", float("nan"), "config.algorithm.clip_range must be a finite"),
-        ("runtime__stale_share", float("nan"), "config.runtime.stale_share must be a finite numb"),
+        (
+            "runtime__stale_share",
+            float("nan"),
+            "config.runtime.stale_share must be 0 or more, not nan",
+        ),
         ("seed", 2**32, "config.seed must be at most 4294967295, not 4294967296"),
         ("sampler__steps", 10**6, "config.sampler.steps must be at most 1000, not 1000000"),
         ("model__height", 10**6, "config.model.height must be at most 16384, not 1000000"),
@@ -366,10 +382,10 @@ MOVING = dict(mode="progressive", end=7)
     [
         (
             dict(first=6),
-            "config.sampler.window.length is 4, first is 6 and end is None: the window must fit between "
+            "config.sampler.window.length is 4, first is 6 and end is 0: the window must fit between "
             "them, within the schedule's 8 steps",
         ),
-        (dict(first=-1), "config.sampler.window.length is 4, first is -1 and end is None"),
+        (dict(first=-1), "config.sampler.window.length is 4, first is -1 and end is 0"),
         (dict(length=0), "config.sampler.window.length is 0; it must be at least 1"),
         (
             dict(mode="moving"),
@@ -377,12 +393,12 @@ MOVING = dict(mode="progressive", end=7)
         ),
         (
             dict(end=6),
-            "config.sampler.window.end = 6 with config.sampler.window.mode = 'fixed': a window that moves "
-            "needs the step before which it stops, a fixed one has none, which is 0",
+            "config.sampler.window.end is 6 in mode 'fixed'; a window that moves needs the step before which it "
+            "stops, a fixed one has none, which is 0",
         ),
         (
             dict(mode="random"),
-            "config.sampler.window.end = 0 with config.sampler.window.mode = 'random'",
+            "config.sampler.window.end is 0 in mode 'random'",
         ),
         (
             MOVING | dict(end=9),
@@ -392,8 +408,8 @@ MOVING = dict(mode="progressive", end=7)
             MOVING | dict(end=3),
             "config.sampler.window.length is 4, first is 0 and end is 3: the window",
         ),
-        (MOVING | dict(interval=0), "config.sampler.window.interval is 0; it must be at least 1"),
-        (MOVING | dict(stride=0), "config.sampler.window.stride is 0; it must be at least 1"),
+        (MOVING | dict(interval=0), "config.sampler.window.interval must be above 0, not 0"),
+        (MOVING | dict(stride=0), "config.sampler.window.stride must be above 0, not 0"),
         (dict(fraction=0.0), "config.sampler.window.fraction is 0.0; it must lie in (0, 1]"),
         (dict(fraction=1.5), "config.sampler.window.fraction is 1.5; it must lie in (0, 1]"),
         (
@@ -685,27 +701,33 @@ def test_a_complete_config_does_not_become_another_algorithms_by_its_name(given)
     ("fields", "sentence"),
     [
         (
-            dict(redundant_groups=2),
+            dict(runtime__redundant_groups=2),
             "config.runtime.redundant_groups = 2 is for dynamic sampling, which is off: set "
             "config.runtime.max_candidates to 14 or more, or config.runtime.redundant_groups to 0",
         ),
         (
-            dict(max_candidates=13, redundant_groups=2),
+            dict(runtime__max_candidates=13, runtime__redundant_groups=2),
             "config.runtime.max_candidates = 13 must be at least config.batch.groups + "
             "config.runtime.redundant_groups = 14, or 0 for no dynamic sampling",
         ),
-        (dict(max_candidates=-1), "config.runtime.max_candidates must be 0 or more, not -1"),
-        (dict(redundant_groups=-1), "config.runtime.redundant_groups must be 0 or more, not -1"),
         (
-            dict(max_candidates=20),
+            dict(runtime__max_candidates=-1),
+            "config.runtime.max_candidates must be 0 or more, not -1",
+        ),
+        (
+            dict(runtime__redundant_groups=-1),
+            "config.runtime.redundant_groups must be 0 or more, not -1",
+        ),
+        (
+            dict(runtime__max_candidates=20, sampler__fragment=144),
             "config.sampler.fragment = 144 must divide config.batch.images = 12, as with "
             "config.runtime.max_candidates a group that is replaced must not share a fragment",
         ),
     ],
 )
 def test_dynamic_sampling_that_cannot_work_is_refused(given, fields, sentence):
-    fields = {f"runtime__{name}": value for name, value in fields.items()}
-    assert refused(changed(given, **fields)).startswith(sentence)
+    sizes = dict(sampler__fragment=12, trainer__micro_batch=12)
+    assert refused(changed(given, **sizes | fields)).startswith(sentence)
 
 
 # ------------------------------------------------------------------------------ early groups

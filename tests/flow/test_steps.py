@@ -179,7 +179,6 @@ def test_make_step():
 @pytest.mark.parametrize(
     ("kind", "noise_level", "message"),
     [
-        ("euler", 0.7, "choose one of ode, flow, dance, cps, flow_capped, dpm2"),
         ("ode", 0.7, "noise_level of ode"),
         ("dpm2", 0.7, "noise_level of dpm2"),
         ("flow_capped", 0.0, "noise_level of CappedFlowSde"),

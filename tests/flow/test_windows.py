@@ -14,9 +14,9 @@ PINNED = [670, 132, 792, 971, 714, 521]
 
 def small_windows(mode):
     """Every setting for few steps, most of them useless."""
-    ends = (None, *range(-1, 8))
-    strides = (0, 1, 2, 3) if mode == "progressive" else (1,)
-    for length, first, end, stride in itertools.product(range(5), range(-1, 5), ends, strides):
+    strides = (1, 2, 3) if mode == "progressive" else (1,)
+    limits = range(5), range(-1, 5), range(-1, 8)
+    for length, first, end, stride in itertools.product(*limits, strides):
         for roll_back in (True, False) if mode == "progressive" else (True,):
             yield Window(mode, length, first, end, stride=stride, roll_back=roll_back)
 
@@ -122,10 +122,7 @@ def test_an_interval_holds_the_place():
     ("window", "message"),
     [
         (Window(length=0), "length is 0; it must be at least 1"),
-        (Window("random", 2, end=6, interval=0), "interval is 0"),
-        (Window("progressive", 2, end=6, stride=0), "stride is 0"),
-        (Window("random", 2, end=6, seed=-1), "seed is -1"),
-        (Window("random", 2), "end is None in mode 'random'"),
+        (Window("random", 2), "end is 0 in mode 'random'"),
         (Window("fixed", 2, end=6), "end is 6 in mode 'fixed'"),
         (Window("fixed", 3, first=4), "within the schedule's 6 steps"),
         (Window("fixed", 3, first=-1), "within the schedule's 6 steps"),

@@ -231,8 +231,6 @@ def test_targets_choose_layers(targets, expected):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ((0, 1, "x"), "lora rank must be at least 1, not 0"),
-        ((1, 0.0, "x"), "lora alpha must be positive, not 0.0"),
         ((1, 1, "(to_q"), r"lora targets '\(to_q' is not a regular expression: .*position 0"),
         ((1, 1, "to_in"), r"lora targets 'to_in' matches none of the 9 linear layers; .*blocks\."),
         ((1, 1, "proj|embed"), "matches none"),

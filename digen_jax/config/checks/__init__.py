@@ -1,22 +1,26 @@
 """All checks of a config that need no model. `door.open_recipe` makes them before anything compiles.
 
 A check is a function that raises a `ConfigError`; each mistake is one of its sentences, and all mistakes that can be
-found at once are reported at once. A new check of one field goes into EACH and gets the complete config; a check of
-several fields goes into one of the STAGES and gets the recipe. All checks of a stage run; a later stage runs only if
-the stages before it found nothing. A check with several independent sentences collects them with `together`.
+found at once are reported at once. A check with several independent sentences collects them with `together`.
+
+Each rule is stated once. What a single field may be is said here: its type lists its choices (`choices`), its range
+is in `numbers.RANGES`, and a check of another kind goes into EACH and gets the complete config. Numbers of the section
+`algorithm`, and fields that must fit together, are checked by the object that has them, where there is one (`check` of
+an algorithm, `AdvantageSettings`, `Window` and the scheduler's `Settings`); other checks of several fields go into one
+of the STAGES and get the recipe. All checks of a stage run; a later stage runs only if the stages before it found nothing.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, get_args
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
-from digen_jax.config.checks.algorithm import check_algorithm, check_algorithm_choices
+from digen_jax.config.checks.algorithm import check_algorithm
+from digen_jax.config.checks.choices import check_choices
 from digen_jax.config.checks.groups import (
-    check_advantage_choices,
     check_advantages,
     check_candidates,
     check_early,
@@ -28,25 +32,10 @@ from digen_jax.config.checks.numbers import check_numbers
 from digen_jax.config.checks.placement import check_devices, check_placement
 from digen_jax.config.checks.sampler import check_sampler
 from digen_jax.config.recipe import SCHEDULED, Recipe
-from digen_jax.config.sections import SIZES
 from digen_jax.engine.placement import mesh_sizes
-from digen_jax.errors import ConfigError, blame, check_choice, check_divides, together
+from digen_jax.errors import ConfigError, blame, check_divides, together
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.weights.lora import Init
-
-DTYPES = ("float32", "bfloat16")
-# By field: its allowed values.
-CHOICES = {
-    "precision.arithmetic": DTYPES,
-    "precision.frozen": DTYPES,
-    "precision.published": ("", *DTYPES),
-    "runtime.tag_weights": ("in place", "resharded"),
-    "lora.init": get_args(Init),
-    "runtime.ordered": ("auto", "yes", "no"),
-    "wandb.mode": ("online", "offline", "disabled", "shared"),
-    "placement.sizes": SIZES,
-}
 
 
 def check_each(config: ConfigDict) -> None:
@@ -125,13 +114,6 @@ def _check_average(recipe: Recipe) -> None:
         )
 
 
-def _check_choices(config: ConfigDict) -> None:
-    with together() as one:
-        for name, choices in CHOICES.items():
-            with one():
-                check_choice(f"config.{name}", _value(config, name), choices)
-
-
 def _check_start(recipe: Recipe) -> None:
     """Refuses a LoRA to continue where no LoRA is tuned."""
     if recipe.lora.start and not recipe.lora.rank:
@@ -149,7 +131,7 @@ def _value(holder: Any, name: str) -> Any:
 def _check_batches(recipe: Recipe) -> None:
     """Checks every division of a step's images: into update sets, fragments, micro-batches, devices."""
     batch, trainer, fragment = recipe.batch, recipe.trainer, recipe.sampler.fragment
-    recipe.scheduler.check_cut(SCHEDULED)
+    recipe.scheduler.check(SCHEDULED)
     count = recipe.advantages.best_and_worst
     if count:
         check_divides(
@@ -191,12 +173,6 @@ def _check_stale(recipe: Recipe) -> None:
     )
 
 
-def _check_scheduler(recipe: Recipe) -> None:
-    with blame("config.runtime.", (ConfigError,)):
-        recipe.scheduler.check()
-    _check_stale(recipe)
-
-
 def _check_noise_level(recipe: Recipe) -> None:
     with blame("config.sampler."):
         make_step(recipe.sampler.kind, recipe.sampler.noise_level)
@@ -216,11 +192,9 @@ def _check_wandb(config: ConfigDict) -> None:
 
 EACH = (
     check_numbers,
-    _check_choices,
+    check_choices,
     _check_wandb,
     check_weights,
-    check_advantage_choices,
-    check_algorithm_choices,
     check_placement,
 )
 STAGES = (
@@ -229,5 +203,5 @@ STAGES = (
     # How a step is divided, and what the algorithm requires of that.
     (_check_batches, check_candidates, check_early_fragments, check_algorithm),
     # A step as a whole.
-    (_check_noise_level, _check_scheduler),
+    (_check_noise_level, _check_stale),
 )

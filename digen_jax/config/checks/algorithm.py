@@ -1,41 +1,10 @@
 """Checks of a config's algorithm: a part of `checks`."""
 
-from typing import Literal, get_args, get_origin, get_type_hints
-
-from ml_collections import ConfigDict
-
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.old_log_probs import choose_old_log_probs
-from digen_jax.config.algorithm_section import kind
+from digen_jax.config.checks.choices import WITHOUT_NOISE
 from digen_jax.config.recipe import Recipe
-from digen_jax.errors import (
-    ConfigError,
-    blame,
-    check_choice,
-    check_divides,
-    check_positive,
-    together,
-)
-from digen_jax.flow.steps import KINDS, Ode
-
-WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
-NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
-
-
-def check_algorithm_choices(config: ConfigDict) -> None:
-    """Refuses values that the algorithm does not know, and a sampler that does not suit it."""
-    section, chosen = config.algorithm, kind(config)
-    with together() as one:
-        if chosen.objective == "transitions":
-            with one():
-                check_choice("config.sampler.kind", config.sampler.kind, NOISY)
-            with one():
-                check_positive("config.sampler.noise_level", config.sampler.noise_level)
-        for field, hint in get_type_hints(chosen).items():
-            if get_origin(hint) is Literal:
-                auto = ("auto",) if field == "old_log_probs" else ()
-                with one():
-                    check_choice(f"config.algorithm.{field}", section[field], auto + get_args(hint))
+from digen_jax.errors import ConfigError, blame, check_divides
 
 
 def check_algorithm(recipe: Recipe) -> None:

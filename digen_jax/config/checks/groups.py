@@ -2,17 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import get_args
 
 from ml_collections import ConfigDict
 
-from digen_jax.algorithms.advantages import Baseline, Combine, DDof, Std
-from digen_jax.config.recipe import SCHEDULED, Recipe
-from digen_jax.errors import ConfigError, blame, check_choice, together
+from digen_jax.config.recipe import Recipe
+from digen_jax.errors import ConfigError, blame, together
 from digen_jax.rewards import names_in
-
-# By field of the section `advantages`: its allowed values.
-CHOICES = {"baseline": Baseline, "std": Std, "ddof": DDof, "combine": Combine}
 
 
 def check_weights(config: ConfigDict) -> None:
@@ -34,28 +29,14 @@ def check_weights(config: ConfigDict) -> None:
         )
 
 
-def check_advantage_choices(config: ConfigDict) -> None:
-    """Refuses unknown values in the section `advantages`."""
-    with together() as one:
-        for name, choice in CHOICES.items():
-            value = config.advantages[name]
-            with one():
-                check_choice(f"config.advantages.{name}", value, get_args(choice))
-
-
 def check_advantages(recipe: Recipe) -> None:
     """Refuses advantages that are undefined for groups of this size; `check_weights` must have passed."""
     with blame("config.advantages."):
-        recipe.advantages.check(recipe.batch.images, recipe.batch.groups)
+        recipe.advantages.check(recipe.batch.images)
 
 
 def check_candidates(recipe: Recipe) -> None:
-    """Refuses dynamic sampling that cannot work.
-
-    Raises:
-      ConfigError: fewer candidates than groups, or groups that share fragments.
-    """
-    recipe.scheduler.check_candidates(SCHEDULED)
+    """Refuses groups that share fragments where one of them may be replaced."""
     if recipe.runtime.max_candidates:
         _check_one_group(
             recipe,

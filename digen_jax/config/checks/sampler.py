@@ -1,12 +1,9 @@
 """Checks of the steps that are sampled and trained: a part of `checks`."""
 
-from typing import get_args
-
 from digen_jax.algorithms.subsets import share_of_timesteps
 from digen_jax.config.recipe import Recipe
-from digen_jax.errors import ConfigError, blame, check_choice, check_divides
+from digen_jax.errors import ConfigError, blame, check_divides
 from digen_jax.flow.steps import KINDS, Ode
-from digen_jax.flow.windows import Mode
 
 
 def check_sampler(recipe: Recipe) -> None:
@@ -22,23 +19,16 @@ def check_sampler(recipe: Recipe) -> None:
 
 
 def _check_window(recipe: Recipe) -> None:
-    window = recipe.sampler.window
-    check_choice("config.sampler.window.mode", window.mode, get_args(Mode))
-    if (window.mode == "fixed") != (window.end == 0):
-        raise ConfigError(
-            f"config.sampler.window.end = {window.end} with config.sampler.window.mode = {window.mode!r}: a "
-            "window that moves needs the step before which it stops, a fixed one has none, which is 0"
-        )
     with blame("config.sampler.window."):
         recipe.window.check(recipe.sampler.steps)
         if recipe.algorithm.objective == "transitions":
-            share_of_timesteps(recipe.noisy_steps, window.fraction)
+            share_of_timesteps(recipe.noisy_steps, recipe.sampler.window.fraction)
 
 
 def _check_noise(recipe: Recipe) -> None:
     """Refuses one start noise for a whole group where nothing else is random: its images would be equal."""
     kind = recipe.sampler.kind
-    if recipe.sampler.shared_noise and issubclass(KINDS.get(kind, object), Ode):
+    if recipe.sampler.shared_noise and issubclass(KINDS[kind], Ode):
         raise ConfigError(
             "config.sampler.shared_noise = True makes all images of a group equal, as a sampler of "
             f"config.sampler.kind = {kind!r} adds no noise: set it to False"
