@@ -89,10 +89,10 @@ def runtime() -> None:
 
 def compute() -> None:
     """Time a step on one core, sampling and training in turn, and on a core each at the same time."""
-    output, config = _output(), _config()
+    output, recipe = _output(), _recipe()
     from digen_jax.benchmark.compute import compare
 
-    batch, fragment = config.batch, config.sampler.fragment
+    batch, fragment = recipe.batch, recipe.sampler.fragment
     images = batch.groups * batch.images
     print(
         f"A step of {images} images in {images // fragment} fragments, without a reward and without publishing "
@@ -100,20 +100,20 @@ def compute() -> None:
         flush=True,
     )
     with _bar(_ROUNDS.value, "round") as bar:
-        speed = compare(config, _ROUNDS.value, bar.update)
+        speed = compare(recipe, _ROUNDS.value, bar.update)
     print(speed.describe())
     _write(output, dataclasses.asdict(speed) | {"speed_up": speed.speed_up, "ideal": speed.ideal})
 
 
 def asynchrony() -> int | None:
     """Train with and without asynchrony, from a few seeds; returns the exit code where a signal stopped it."""
-    output, config, workdir = _output(), _config(), _workdir("asynchrony")
+    output, recipe, workdir = _output(), _recipe(), _workdir("asynchrony")
     from digen_jax.benchmark.asynchrony import Comparison, check, compare
     from digen_jax.process.launching import prepare
 
-    check(config, _SEEDS.value)
-    prepare(config.placement.cpu_devices)
-    found = compare(config, _SEEDS.value, workdir)
+    check(recipe, _SEEDS.value)
+    prepare(recipe.placement.cpu_devices)
+    found = compare(recipe, _SEEDS.value, workdir)
     if not isinstance(found, Comparison):
         return found
     print(f"\n{found.describe()}\n{workdir / 'asynchrony.png'} shows how the runs went.")
@@ -125,14 +125,15 @@ def algorithms() -> int | None:
     """Train with every algorithm, from a few seeds; returns the exit code where a signal stopped it."""
     if _CELLS.value is not None:
         return _redraw(pathlib.Path(_CELLS.value), _workdir("algorithms"))
-    output, config, workdir = _output(), _config(), _workdir("algorithms")
+    output, recipe, workdir = _output(), _recipe(), _workdir("algorithms")
     configs = _all_configs()
-    from digen_jax.benchmark.algorithms import check, compare
+    from digen_jax.benchmark.algorithms import check, compare, open_all
     from digen_jax.process.launching import prepare
 
-    check(configs, _SEEDS.value, _ONLY.value)
-    prepare(config.placement.cpu_devices)
-    table, code = compare(configs, _SEEDS.value, workdir, _ONLY.value)
+    recipes = open_all(configs)
+    check(recipes, _SEEDS.value, _ONLY.value)
+    prepare(recipe.placement.cpu_devices)
+    table, code = compare(recipes, _SEEDS.value, workdir, _ONLY.value)
     print(
         f"\n{table.describe()}\n\n{workdir} has this as algorithms.md, its cells as algorithms.csv, and it all drawn "
         "as algorithms.png."
@@ -161,8 +162,6 @@ def _workdir(name: str) -> pathlib.Path:
 
 def _all_configs() -> dict[str, Any]:
     """The config of each of the file's algorithms, by name, with the overrides of the command line."""
-    from digen_jax.config.recipe import complete
-
     flag = flags.FLAGS["config"]
     path = config_flags.get_config_filename(flag).split(":")[0]
     file = runpy.run_path(path)
@@ -174,18 +173,18 @@ def _all_configs() -> dict[str, Any]:
     for name in file["ALGORITHMS"]:
         config = file["get_config"](name)
         config.update_from_flattened_dict(config_flags.get_override_values(flag))
-        configs[name] = complete(config)
+        configs[name] = config
     return configs
 
 
-def _config() -> Any:
+def _recipe() -> Any:
     if _CONFIG.value is None:
         raise ConfigError(
             "say what to compute, by --config=configs/shapes_flow_grpo.py for example"
         )
-    from digen_jax.config.recipe import complete
+    from digen_jax.config.door import open_recipe
 
-    return complete(_CONFIG.value)
+    return open_recipe(_CONFIG.value)
 
 
 def _bar(total: int, unit: str) -> Any:

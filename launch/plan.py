@@ -47,7 +47,7 @@ flags.mark_flags_as_required(["config"])
 
 def main() -> None:
     """Find the costs of commands, plan, and print the table, the choice and its reason."""
-    from digen_jax.config.door import reopen_recipe
+    from digen_jax.config.door import open_recipe
     from digen_jax.process.launching import prepare
 
     if _MEASURE.value == (_COSTS.value is not None):
@@ -61,7 +61,7 @@ def main() -> None:
             check_range(f"--{flag.name}", flag.value, 0, 1)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
-    recipe = reopen_recipe(_CONFIG.value)
+    recipe = open_recipe(_CONFIG.value)
     prepare(recipe.placement.cpu_devices)
 
     import jax
@@ -128,17 +128,15 @@ def _show(problem: Any, plan: Any, calibration: Any) -> None:
 def _calibration(recipe: Any) -> Any:
     """The costs; the flags' scaling replaces that of the source."""
     from digen_jax.config.sections import AUTO
-    from digen_jax.run.opening import open_alone, open_fitted
+    from digen_jax.run.opening import place_alone, place_here
     from digen_jax.run.step_costs import measured_costs, read_run_costs
     from digen_jax.scheduling.planner.calibration import read_calibration
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
     serial = {name: value for name, value in serial.items() if value is not None}
     if _MEASURE.value:
-        opened = open_alone if recipe.placement.sizes == AUTO else open_fitted
-        return measured_costs(
-            opened(_CONFIG.value), **serial, note=lambda text: print(text, flush=True)
-        )
+        placed = place_alone if recipe.placement.sizes == AUTO else place_here
+        return measured_costs(placed(recipe), **serial, note=lambda text: print(text, flush=True))
     path = pathlib.Path(_COSTS.value)
     if path.is_dir():
         return read_run_costs(path, **serial)

@@ -27,17 +27,18 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main() -> int | None:
-    """Set up the devices and train; returns the exit code where a signal stopped the run."""
+    """Check the config, set up the devices and train; returns the exit code where a signal stopped the run."""
     check_output("--workdir", _WORKDIR.value, folder=True)
-    from digen_jax.config.recipe import complete
+    from digen_jax.config.door import open_recipe
     from digen_jax.process.launching import join, prepare
 
-    prepare(complete(_CONFIG.value).placement.cpu_devices)
+    recipe = open_recipe(_CONFIG.value)
+    prepare(recipe.placement.cpu_devices)
     join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
 
     from digen_jax.run.train import train
 
-    return train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+    return train(recipe, pathlib.Path(_WORKDIR.value))
 
 
 if __name__ == "__main__":

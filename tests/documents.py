@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-import math
 import pathlib
 import pkgutil
 import re
@@ -25,9 +24,10 @@ from ml_collections import ConfigDict
 
 from digen_jax.config import command_line
 from digen_jax.config.algorithm_section import CLASSES
-from digen_jax.config.door import open_recipe
+from digen_jax.config.door import open_recipe, place
 from digen_jax.config.fields import check_known, flat
-from digen_jax.config.recipe import complete, reference
+from digen_jax.config.recipe import Recipe, reference
+from digen_jax.config.sections import GIVEN
 from digen_jax.pretraining.settings import read_settings
 from tests.pipelines import ROOT
 
@@ -163,7 +163,8 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
         if script == "pretrain.py":
             read_settings(config)
         elif config is not None:
-            open_recipe(config, _devices(config))
+            recipe = open_recipe(config)
+            place(recipe, _devices(recipe))
 
 
 @contextlib.contextmanager
@@ -189,13 +190,12 @@ def _flags(script: str) -> frozenset[str]:
         return frozenset(set(flags.FLAGS) - before | {"help"})
 
 
-def _devices(config: ConfigDict) -> int:
+def _devices(recipe: Recipe) -> int:
     """The number of devices of a given placement; 8 where the placement is fitted or planned."""
-    placement = complete(config).placement
-    if placement.sizes != "given":
+    placement = recipe.placement
+    if placement.sizes != GIVEN:
         return 8
-    rollout, trainer = placement.rollout.values(), placement.trainer.values()
-    return math.prod(rollout) + math.prod(trainer)
+    return placement.rollout.devices * placement.rollout.workers + placement.trainer.devices
 
 
 def _replaced(argument: str, stand_ins: Mapping[str, str]) -> str:

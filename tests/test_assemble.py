@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from digen_jax import assemble
-from digen_jax.config.door import open_recipe
+from digen_jax.config.door import open_recipe, place
 from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import Ode
 from digen_jax.weights.folder import open_tensors
@@ -73,7 +73,7 @@ def make(prompts):
 
 def refused(config, devices=8):
     with pytest.raises(ConfigError) as caught:
-        assemble.build(open_recipe(config, devices), jax.devices()[:devices])
+        assemble.build(place(open_recipe(config), devices), jax.devices()[:devices])
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -192,7 +192,7 @@ def devices(tree):
 
 def test_full_tuning_on_two_meshes(make, folder, tensors):
     config = make(folder, placement__rules=(("kernel$", "fsdp"), (".*", "replicate")))
-    system = assemble.build(open_recipe(config, 8), jax.devices())
+    system = assemble.build(place(open_recipe(config), 8), jax.devices())
     rollout, trainer = frozenset(jax.devices()[:4]), frozenset(jax.devices()[4:])
     assert devices((system.start, system.base)) == trainer
     assert devices((system.rollouts[0].base, system.rollouts[0].frozen)) == rollout
@@ -216,7 +216,7 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
 
 @pytest.mark.parametrize("targets", ["", TARGETS])
 def test_lora_is_of_the_familys_layers_where_the_config_names_none(make, folder, family, targets):
-    recipe = open_recipe(make(folder, lora__rank=4, lora__targets=targets), 1)
+    recipe = place(open_recipe(make(folder, lora__rank=4, lora__targets=targets)), 1)
     policy = assemble.make_policy(recipe, family)
     assert policy.lora.targets == (targets or family.lora_targets)
     tuned, _ = jax.eval_shape(
@@ -231,7 +231,7 @@ def test_lora_is_of_the_familys_layers_where_the_config_names_none(make, folder,
 
 def test_lora_on_one_device(make, folder, tensors):
     config = make(folder, lora__rank=4, lora__targets=TARGETS, algorithm__kl_coefficient=0.1)
-    system = assemble.build(open_recipe(config, 1), jax.devices()[:1])
+    system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
     assert system.placement.colocated
     names = {path[-2:] for path in flatten_dict(system.start)}
     assert names == {(layer, factor) for layer in ("to_q", "to_k", "to_v") for factor in "ab"}

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from digen_jax import assemble
 from digen_jax.config import recipe
-from digen_jax.config.door import open_recipe, reopen_recipe
+from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.engine import rounding
 from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError
@@ -149,8 +149,8 @@ def test_every_recipe_is_accepted(name, monkeypatch):
     if trains(name):
         config = load(name)
         assert recipe.complete(config).to_dict() == config.to_dict()  # any field can be overridden
-        open_recipe(config, 8)
-        open_recipe(config, 1)
+        place(open_recipe(config), 8)
+        place(open_recipe(config), 1)
 
 
 def test_the_long_shapes_recipe_is_the_same_one_for_longer():
@@ -165,7 +165,7 @@ def test_the_long_shapes_recipe_is_the_same_one_for_longer():
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_the_demo_fits_itself_to_the_devices_there_are(devices):
-    fitted = open_recipe(load("shapes_demo"), devices)
+    fitted = place(open_recipe(load("shapes_demo")), devices)
     rollout, trainer = mesh_sizes(fitted.placement.meshes, devices)
     assert rollout + trainer == {1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6, 7: 6, 8: 8, 16: 8}[devices]
 
@@ -176,7 +176,7 @@ def test_what_sd35_leaves_to_the_user_must_be_given(name):
     group, field = name.split(".")
     config[group][field] = ""
     with pytest.raises(ConfigError, match=f"config.{name} is not given: add --config.{name}="):
-        open_recipe(config)
+        place(open_recipe(config), 1)
 
 
 @pytest.mark.parametrize("argument", ["geneval,0", "ocr,-1", "ocr,two", "8", "", "geneva,8"])
@@ -189,7 +189,7 @@ def test_sd35_wants_a_recipe_and_a_number_of_gpus(argument):
 @pytest.mark.parametrize("gpus", ["1", "2", "4", "8", "64"])
 def test_sd35_divides_among_the_gpus(name, gpus):
     config = load(SD35, f"{name},{gpus}")
-    open_recipe(config, int(gpus))
+    place(open_recipe(config), int(gpus))
 
 
 def test_sd35_has_the_published_batch():
@@ -257,7 +257,7 @@ def traced(monkeypatch):
 def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
     config = load(SD35, f"geneval,{gpus}")
     config.model.folder = str(medium)
-    system = assemble.build(open_recipe(config, gpus), jax.devices()[:gpus])
+    system = assemble.build(place(open_recipe(config), gpus), jax.devices()[:gpus])
     assert system.placement.colocated
 
     rows = np.arange(config.sampler.fragment, dtype=np.int32) // config.batch.images
@@ -307,7 +307,7 @@ def assert_lora(factors):
 def test_sd35_is_evaluated_in_forty_steps_without_noise(medium, unread):
     config = load(SD35)
     config.model.folder = str(medium)
-    system = assemble.build(open_recipe(config, 1), jax.devices()[:1])
+    system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
     weights = system.publish(system.start)
     keys = image_keys(jax.random.key(0), np.arange(14), np.zeros(14, np.int32))
 

@@ -49,7 +49,7 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ),
         (
             ("train.py", SHAPES, "--workdir=x", "--config.placement.cpu_devices=100000"),
-            "cpu_devices of the config must be at most 256, not 100000",
+            "config.placement.cpu_devices must be at most 256, not 100000",
         ),
         (
             ("export.py", "--workdir=x", "--output=FILE"),

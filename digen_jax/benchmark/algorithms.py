@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.benchmark.cells import (
     check_seeds,
@@ -26,8 +24,9 @@ from digen_jax.benchmark.cells import (
     workdir,
 )
 from digen_jax.benchmark.family_plot import draw
-from digen_jax.config import algorithm_section
+from digen_jax.config.checks import check_given
 from digen_jax.config.door import open_recipe
+from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError, blame, check_choice, user_input
 from digen_jax.records.metrics import read_metrics
 
@@ -194,8 +193,21 @@ def _line(row: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def open_all(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Recipe]:
+    """The recipes of some configs.
+
+    Raises:
+      ConfigError: a config cannot work; the sentence begins with its name.
+    """
+    recipes = {}
+    for name, config in configs.items():
+        with blame(f"{name}: ", (ConfigError,)):
+            recipes[name] = open_recipe(config)
+    return recipes
+
+
 def compare(
-    configs: Mapping[str, ConfigDict],
+    recipes: Mapping[str, Recipe],
     seeds: int,
     folder: pathlib.Path,
     only: Collection[str] = (),
@@ -203,7 +215,7 @@ def compare(
     """Trains the cells that are not finished, seed by seed.
 
     Args:
-      configs: complete, by the algorithms' names.
+      recipes: by the algorithms' names.
       seeds: the first one's config.seed and those after it.
       folder: gets a workdir for every cell, the table and the curves.
       only: the names of the algorithms to train; empty: all. The table has all finished cells.
@@ -212,81 +224,83 @@ def compare(
       The table; and the exit code where a signal stopped a run, else None.
 
     Raises:
-      ConfigError: a config cannot work, or differs where all must be the same.
+      ConfigError: a recipe cannot work, or differs where all must be the same.
     """
-    check(configs, seeds, only)
-    first = next(iter(configs.values())).seed
+    check(recipes, seeds, only)
+    for name, recipe in recipes.items():
+        with blame(f"{name}: ", (ConfigError,)):
+            check_given(recipe)
+    first = next(iter(recipes.values())).seed
     chosen = range(first, first + seeds)
-    check_workdirs(configs, chosen, folder)
-    wanted = {name: config for name, config in configs.items() if name in only or not only}
+    check_workdirs(recipes, chosen, folder)
+    wanted = {name: recipe for name, recipe in recipes.items() if name in only or not only}
     code = train_cells(wanted, chosen, folder)
-    table = Table(tuple(read_row(name, one, chosen, folder) for name, one in configs.items()))
+    table = Table(tuple(read_row(name, one, chosen, folder) for name, one in recipes.items()))
     table.write(folder)
     return table, code
 
 
-def check(configs: Mapping[str, ConfigDict], seeds: int, only: Collection[str] = ()) -> None:
-    """Refuses configs that cannot be compared.
+def check(recipes: Mapping[str, Recipe], seeds: int, only: Collection[str] = ()) -> None:
+    """Refuses recipes that cannot be compared.
 
     Raises:
       ConfigError: says what to change.
     """
     check_seeds(seeds)
     for name in only:
-        check_choice("a name in --only", name, configs)
-    (first, base), *others = ((name, shared(config)) for name, config in configs.items())
+        check_choice("a name in --only", name, recipes)
+    (first, base), *others = ((name, shared(recipe)) for name, recipe in recipes.items())
     for name, fields in others:
         for field, value in fields.items():
             if value != base[field]:
                 raise ConfigError(
                     f"{field} of {name} is not that of {first}, so that the two cannot be compared: make it the same"
                 )
-    for name, config in configs.items():
-        with blame(f"{name}: ", (ConfigError,)):
-            open_recipe(config)
 
 
-def shared(config: ConfigDict) -> dict[str, Any]:
+def shared(recipe: Recipe) -> dict[str, Any]:
     """Fields that must be the same for all algorithms for a fair comparison."""
-    fields = {f"config.{name}": config[name] for name in ("seed", "steps", "model", "prompts")}
+    fields = {
+        f"config.{name}": getattr(recipe, name) for name in ("seed", "steps", "model", "prompts")
+    }
     return fields | {
-        "config.batch.groups * config.batch.images": step_images(config),
-        "config.evaluation": config.evaluation,
-        "config.placement.cpu_devices": config.placement.cpu_devices,
+        "config.batch.groups * config.batch.images": step_images(recipe),
+        "config.evaluation": recipe.evaluation,
+        "config.placement.cpu_devices": recipe.placement.cpu_devices,
     }
 
 
-def step_images(config: ConfigDict) -> int:
+def step_images(recipe: Recipe) -> int:
     """Images of a step."""
-    return config.batch.groups * config.batch.images
+    return recipe.batch.groups * recipe.batch.images
 
 
-def read_row(name: str, config: ConfigDict, seeds: Sequence[int], folder: pathlib.Path) -> Row:
+def read_row(name: str, recipe: Recipe, seeds: Sequence[int], folder: pathlib.Path) -> Row:
     """The results of an algorithm's cells in a folder."""
     paths = {seed: workdir(folder, name, seed) for seed in seeds}
-    finished = {seed: path for seed, path in paths.items() if is_finished(path, config)}
-    outcomes = {seed: read_outcome(path, config) for seed, path in finished.items()}
+    finished = {seed: path for seed, path in paths.items() if is_finished(path, recipe)}
+    outcomes = {seed: read_outcome(path, recipe) for seed, path in finished.items()}
     missing = tuple(seed for seed in seeds if seed not in finished)
-    return Row(name, _family(algorithm_section.kind(config)), outcomes, missing)
+    return Row(name, _family(recipe.algorithm), outcomes, missing)
 
 
-def _family(algorithm: type[Algorithm]) -> str:
+def _family(algorithm: Algorithm) -> str:
     """The group of methods under which an algorithm is shown."""
     if algorithm.objective == "transitions":
         return "policy gradients"
     return "preference" if algorithm.ranks else "forward process"
 
 
-def read_outcome(path: pathlib.Path, config: ConfigDict) -> Outcome:
+def read_outcome(path: pathlib.Path, recipe: Recipe) -> Outcome:
     """The result of a finished cell, from its metrics."""
     lines = read_metrics(path / "metrics.jsonl")
-    images = step_images(config)
+    images = step_images(recipe)
     seconds = [images / line["images_per_second"] if line["step"] else 0.0 for line in lines]
     until = dict(zip((line["step"] for line in lines), itertools.accumulate(seconds), strict=True))
     # A run that first ended earlier was also evaluated there.
     points = tuple(
         Point(step * images, until[step], reward)
         for step, reward in held_out(lines).items()
-        if step % config.evaluation.every == 0 or step == config.steps
+        if step % recipe.evaluation.every == 0 or step == recipe.steps
     )
     return Outcome(points, *cost(path))

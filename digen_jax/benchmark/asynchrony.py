@@ -9,8 +9,6 @@ import pathlib
 from collections.abc import Mapping
 from statistics import fmean
 
-from ml_collections import ConfigDict
-
 from digen_jax.benchmark.cells import (
     check_seeds,
     check_workdirs,
@@ -20,6 +18,7 @@ from digen_jax.benchmark.cells import (
     workdir,
 )
 from digen_jax.config.door import open_recipe
+from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
 from digen_jax.errors import ConfigError
 from digen_jax.records import pictures
@@ -106,11 +105,11 @@ class Comparison:
         pictures.plot_curves(means, curves, path, "reward on held-out prompts")
 
 
-def compare(config: ConfigDict, seeds: int, folder: pathlib.Path) -> Comparison | int:
+def compare(recipe: Recipe, seeds: int, folder: pathlib.Path) -> Comparison | int:
     """Trains with and without asynchrony from each seed.
 
     Args:
-      config: complete; `runtime.staleness` is the staleness of "on".
+      recipe: `runtime.staleness` is the staleness of "on".
       seeds: config.seed and those after it.
       folder: gets a workdir for every run, and the curves as a picture.
 
@@ -118,13 +117,13 @@ def compare(config: ConfigDict, seeds: int, folder: pathlib.Path) -> Comparison 
       The outcomes; or the exit code where a signal stopped a run.
 
     Raises:
-      ConfigError: the config cannot work, or nothing would be asynchronous.
+      ConfigError: the recipe cannot work, or nothing would be asynchronous.
     """
-    check(config, seeds)
-    chosen = range(config.seed, config.seed + seeds)
-    configs = {kind: variant(config, kind) for kind in KINDS}
-    check_workdirs(configs, chosen, folder)
-    code = train_cells(configs, chosen, folder)
+    check(recipe, seeds)
+    chosen = range(recipe.seed, recipe.seed + seeds)
+    recipes = {kind: variant(recipe, kind) for kind in KINDS}
+    check_workdirs(recipes, chosen, folder)
+    code = train_cells(recipes, chosen, folder)
     if code is not None:
         return code
     comparison = Comparison(
@@ -134,34 +133,34 @@ def compare(config: ConfigDict, seeds: int, folder: pathlib.Path) -> Comparison 
     return comparison
 
 
-def check(config: ConfigDict, seeds: int) -> None:
-    """Refuses a config that gives no comparison.
+def check(recipe: Recipe, seeds: int) -> None:
+    """Refuses a recipe that gives no comparison.
 
     Raises:
       ConfigError: says what to change.
     """
     check_seeds(seeds)
-    if config.placement.sizes == AUTO:
+    if recipe.placement.sizes == AUTO:
         raise ConfigError(
             "config.placement = 'auto' may choose no rollout mesh at all: set one for this comparison"
         )
-    if not config.runtime.staleness:
+    if not recipe.runtime.staleness:
         raise ConfigError(
             "config.runtime.staleness = 0 is no asynchrony to compare with: set it to 1"
         )
-    if not config.placement.rollout.data:
+    if not recipe.placement.rollout.data:
         raise ConfigError(
             "config.placement.rollout.data = 0 is colocated, where nothing can be asynchronous: set it to 1 or more"
         )
-    open_recipe(config)
 
 
-def variant(config: ConfigDict, kind: str) -> ConfigDict:
-    """The config of the runs "on" or "off"."""
-    changed = config.copy_and_resolve_references()
-    if kind == "off":
-        changed.runtime.staleness = 0
-    return changed
+def variant(recipe: Recipe, kind: str) -> Recipe:
+    """The recipe of the runs "on" or "off"."""
+    if kind == "on":
+        return recipe
+    asked = recipe.as_json()
+    asked["runtime"]["staleness"] = 0
+    return open_recipe(asked)  # again, because other fields depend on staleness
 
 
 def outcome(path: pathlib.Path) -> AsynchronyOutcome:

@@ -1,5 +1,6 @@
 """Real runs over a few seeds, each a cell with a workdir of its own, so that they continue where they were stopped."""
 
+import dataclasses
 import json
 import math
 import os
@@ -9,10 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
-from digen_jax.config.door import reopen_recipe
-from digen_jax.config.recipe import MAY_CHANGE, TURNED
+from digen_jax.config.recipe import MAY_CHANGE, TURNED, Recipe
 from digen_jax.errors import ConfigError
 from digen_jax.run.train import train
 from digen_jax.run.workdir import claim_workdir, finished_step
@@ -44,39 +42,39 @@ def check_seeds(seeds: int) -> None:
 
 
 def check_workdirs(
-    configs: Mapping[str, ConfigDict], seeds: Sequence[int], folder: pathlib.Path
+    recipes: Mapping[str, Recipe], seeds: Sequence[int], folder: pathlib.Path
 ) -> None:
     """Refuses cells that were begun with another config, before any is trained.
 
     Args:
-      configs: complete, by the names of the cells.
+      recipes: by the names of the cells.
       seeds: of the cells of each.
       folder: holds their workdirs.
 
     Raises:
       ConfigError: names the workdir, and the fields that differ; or another process has it.
     """
-    for name, config in configs.items():
+    for name, recipe in recipes.items():
         for seed in seeds:
             path = workdir(folder, name, seed)
             if path.is_dir():
-                cell = reopen_recipe(with_seed(config, seed)).as_json()
+                cell = with_seed(recipe, seed).as_json()
                 claim_workdir(path, cell, SAME_CELL).close()
-            if (finished_step(path) or 0) > config.steps:
+            if (finished_step(path) or 0) > recipe.steps:
                 raise ConfigError(
-                    f"config.steps = {config.steps}, but the run in {path} has done {finished_step(path)} "
+                    f"config.steps = {recipe.steps}, but the run in {path} has done {finished_step(path)} "
                     f"steps: give as many, or choose another workdir"
                 )
 
 
 def train_cells(
-    configs: Mapping[str, ConfigDict], seeds: Sequence[int], folder: pathlib.Path
+    recipes: Mapping[str, Recipe], seeds: Sequence[int], folder: pathlib.Path
 ) -> int | None:
     """Trains the unfinished cells, seed by seed, so that an early stop leaves some results for each name.
 
     Args:
-      configs: complete, by the names of the cells.
-      seeds: each config is trained from each of them.
+      recipes: by the names of the cells.
+      seeds: each recipe is trained from each of them.
       folder: gets a workdir for every cell.
 
     Returns:
@@ -84,28 +82,26 @@ def train_cells(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
-        for name, config in configs.items():
+        for name, recipe in recipes.items():
             path = workdir(folder, name, seed)
             print(f"\n{name}, seed {seed}: {path}", flush=True)
-            if is_finished(path, config):
+            if is_finished(path, recipe):
                 print("finished before")
                 continue
-            code = _train_timed(with_seed(config, seed), path)
+            code = _train_timed(with_seed(recipe, seed), path)
             if code is not None:
                 return code
     return None
 
 
-def with_seed(config: ConfigDict, seed: int) -> ConfigDict:
-    """A config with another seed."""
-    changed = config.copy_and_resolve_references()
-    changed.seed = seed
-    return changed
+def with_seed(recipe: Recipe, seed: int) -> Recipe:
+    """A recipe with another seed."""
+    return dataclasses.replace(recipe, seed=seed)
 
 
-def is_finished(path: pathlib.Path, config: ConfigDict) -> bool:
+def is_finished(path: pathlib.Path, recipe: Recipe) -> bool:
     """Whether the cell in a workdir has done all its steps."""
-    return finished_step(path) == config.steps
+    return finished_step(path) == recipe.steps
 
 
 def held_out(lines: Collection[Mapping[str, Any]]) -> dict[int, float]:
@@ -124,10 +120,10 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) / math.sqrt(len(values))
 
 
-def _train_timed(config: ConfigDict, path: pathlib.Path) -> int | None:
+def _train_timed(recipe: Recipe, path: pathlib.Path) -> int | None:
     """As `train`; adds to the workdir's cost."""
     before, began = os.times(), time.perf_counter()
-    code = train(config, path)
+    code = train(recipe, path)
     after, seconds = os.times(), time.perf_counter() - began
     # User and system time, of the process itself and of its children that have ended.
     spent = sum(after[:4]) - sum(before[:4])

@@ -17,11 +17,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from digen_jax import assemble
-from digen_jax.config.door import open_recipe
-from digen_jax.config.recipe import Recipe, complete, resized
+from digen_jax.config.door import place
+from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import ONE_DEVICE
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError, check_positive
@@ -72,7 +71,7 @@ Build = Callable[[Recipe, Sequence[jax.Device]], System]
 
 
 def compare(
-    config: ConfigDict,
+    recipe: Recipe,
     rounds: int,
     went_round: Callable[[], object] = lambda: None,
     build: Build = assemble.build,
@@ -80,19 +79,19 @@ def compare(
     """Times a step in turn and together, alternating, so that a machine's drift affects both.
 
     Args:
-      config: complete; its placement is not read.
+      recipe: its placement is not read.
       rounds: number of rounds, of one step in turn and one together each.
       went_round: called after each round.
       build: makes the parts of a run in both processes.
 
     Raises:
-      ConfigError: there are not two cores, or the config cannot work.
+      ConfigError: there are not two cores, or the recipe cannot work.
     """
     check_positive("rounds", rounds)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < 2:
         raise ConfigError("two processes need two cores to be pinned to: run it on such a machine")
-    recipe = open_recipe(resized(complete(config), ONE_DEVICE))
+    recipe = place(recipe.with_meshes(ONE_DEVICE), 1)
     if recipe.algorithm.objective != "transitions":
         raise ConfigError(
             f"config.algorithm.name = {recipe.algorithm.name!r} trains final images, but what is sent from process to "

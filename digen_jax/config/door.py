@@ -5,43 +5,41 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from digen_jax.config.checks import check_each, check_given, check_rules
+from digen_jax.config.checks import check_each, check_machine, check_rules
 from digen_jax.config.recipe import Recipe, complete, typed
-from digen_jax.config.sections import FITTED
-from digen_jax.engine.placement import fitted
-from digen_jax.errors import together
 
 
-def open_recipe(config: ConfigDict, devices: int | None = None) -> Recipe:
-    """The recipe of a config that has passed all checks which need no model.
+def open_recipe(config: ConfigDict | Mapping[str, Any]) -> Recipe:
+    """The recipe of a config that has passed all checks which need neither a file nor a device.
 
-    Reads the prompt files and imports the reward. Nothing slow happens, and no model is opened.
+    JAX is not started, so that the recipe can say how many virtual devices it shall have.
 
     Args:
       config: missing fields take their defaults.
-      devices: how many there are: a "fitted" placement is fitted to them, and the meshes are checked. None: the
-        placement stays as it is, and is only checked against other fields.
 
     Raises:
       ConfigError: one sentence for each mistake that can be found at once.
     """
-    full = complete(config)
-    with together() as one:
-        with one():
-            check_given(full)
-        with one():
-            check_each(full)
-            recipe = typed(full)
-            if devices is not None and recipe.placement.sizes == FITTED:
-                recipe = recipe.with_meshes(fitted(recipe.placement.meshes, devices))
-            check_rules(recipe, devices)
+    recipe = reopen_recipe(config)
+    check_rules(recipe)
     return recipe
 
 
-def reopen_recipe(config: ConfigDict | Mapping[str, Any]) -> Recipe:
-    """The recipe of a config that an earlier run has checked, or of a run that is only planned.
+def place(recipe: Recipe, devices: int) -> Recipe:
+    """The recipe on so many devices of this machine, to which "fitted" meshes are fitted; the last checks.
 
-    Its files need not exist and its reward need not be importable.
+    Reads the prompt files and imports the reward. Nothing slow happens, and no model is opened.
+
+    Raises:
+      ConfigError: one sentence for each mistake that can be found at once.
+    """
+    placed = recipe.fitted(devices)
+    check_machine(placed, devices)
+    return placed
+
+
+def reopen_recipe(config: ConfigDict | Mapping[str, Any]) -> Recipe:
+    """The recipe of a config that an earlier run has checked, maybe by other rules.
 
     Raises:
       ConfigError: an unknown field, or a value that a field cannot have.

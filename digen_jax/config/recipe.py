@@ -1,7 +1,7 @@
 """The typed fields of a training config, and which of them a resumed run may change.
 
 A recipe in configs/ states the fields that matter to it; `complete` fills in the rest; `checks` refuses what cannot
-work. `door.open_recipe` does all of this once.
+work. The door does all of this once.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from digen_jax.algorithms.subsets import share_of_timesteps
 from digen_jax.config import algorithm_section
 from digen_jax.config.fields import check_fields, check_types
 from digen_jax.config.sections import (
+    FITTED,
     GIVEN,
     AdvantagesSection,
     BatchSection,
@@ -35,7 +36,7 @@ from digen_jax.config.sections import (
     WandbSection,
 )
 from digen_jax.engine.draws import Draws
-from digen_jax.engine.placement import MeshSizes
+from digen_jax.engine.placement import MeshSizes, fitted
 from digen_jax.errors import ConfigError
 from digen_jax.flow.windows import Window
 from digen_jax.scheduling.settings import Settings
@@ -186,8 +187,14 @@ class Recipe:
         plain = {name: _plain(section) for name, section in (sections | asked).items()}
         return json.loads(json.dumps(plain, sort_keys=True))
 
+    def fitted(self, devices: int) -> "Recipe":
+        """The same recipe, with "fitted" meshes made smaller where there are fewer devices."""
+        if self.placement.sizes != FITTED:
+            return self
+        return self.with_meshes(fitted(self.placement.meshes, devices))
+
     def with_meshes(self, sizes: MeshSizes) -> "Recipe":
-        """The same recipe with meshes of other sizes."""
+        """The same recipe with given meshes, of other sizes."""
         placement = dataclasses.replace(self.placement, sizes=GIVEN, **sizes._asdict())
         return dataclasses.replace(self, placement=placement)
 
@@ -255,13 +262,6 @@ def complete(config: ConfigDict) -> ConfigDict:
     check_fields(full, defaults)
     check_types(full, defaults)
     return full
-
-
-def resized(config: ConfigDict, sizes: MeshSizes) -> ConfigDict:
-    """A complete config with meshes of other sizes."""
-    changed = config.copy_and_resolve_references()
-    changed.placement.update(sizes=GIVEN, **sizes.plain())
-    return changed
 
 
 def with_placement(config: ConfigDict, placement: ConfigDict | str) -> ConfigDict:

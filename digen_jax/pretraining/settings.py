@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from digen_jax.config.fields import flat
 from digen_jax.errors import LARGEST_SEED, ConfigError, check_finite, check_range
 from digen_jax.pretraining.fit import FitSettings
+from digen_jax.process.launching import MOST_CPU_DEVICES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +64,13 @@ def read_settings(config: ConfigDict) -> PretrainSettings:
     """The settings of a config.
 
     Raises:
-      ConfigError: a number that is not finite, a seed out of range, or a field that is missing or unknown.
+      ConfigError: a number that is not finite or out of its range, or a field that is missing or unknown.
     """
     for name, value in flat(config).items():
         check_finite(name, value)
     found = _section(PretrainSettings, config.to_dict(), "config")
     check_range("config.seed", found.seed, 0, LARGEST_SEED)
+    check_range("config.cpu_devices", found.cpu_devices, 0, MOST_CPU_DEVICES, "least")
     return found
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from digen_jax.assemble import build, duties, scheduled
 from digen_jax.config.recipe import Recipe
@@ -17,7 +16,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.run.opening import open_fitted
+from digen_jax.run.opening import place_here
 from digen_jax.run.positions import Position, Positions
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
@@ -25,7 +24,7 @@ from digen_jax.runtime.orders import leave, orders
 from digen_jax.scheduling.commands import Publication
 
 
-def follow_run(config: ConfigDict, workdir: pathlib.Path) -> int | None:
+def follow_run(recipe: Recipe, workdir: pathlib.Path) -> int | None:
     """Takes part in a run that the first process leads, and ends as `run.train` does there.
 
     Raises:
@@ -34,7 +33,7 @@ def follow_run(config: ConfigDict, workdir: pathlib.Path) -> int | None:
     jax.devices()  # in the other processes this call waits for this process
     with Interrupt() as interrupt:
         try:
-            error, code = _follow(config, workdir, orders(interrupt))
+            error, code = _follow(recipe, workdir, orders(interrupt))
         except BaseException as failure:
             leave(failure)
     if error is not None:
@@ -43,7 +42,7 @@ def follow_run(config: ConfigDict, workdir: pathlib.Path) -> int | None:
 
 
 def _follow(
-    config: ConfigDict, workdir: pathlib.Path, told: Iterator[tuple[str, Any]]
+    recipe: Recipe, workdir: pathlib.Path, told: Iterator[tuple[str, Any]]
 ) -> tuple[str | None, int | None]:
     """Follows until the announced end: (the mistake, the exit code)."""
     kind, value = next(told)
@@ -51,7 +50,7 @@ def _follow(
         return value
     system = mistake = None
     try:
-        recipe = open_fitted(config)
+        recipe = place_here(recipe)
     except ConfigError as error:
         mistake = error
     else:

@@ -1,13 +1,13 @@
-"""Opens a run's config with a placement for the devices at hand, which the planner chooses if asked."""
+"""Places a recipe on the devices at hand; the planner chooses the meshes if asked."""
 
 import dataclasses
 import pathlib
 
 import jax
-from ml_collections import ConfigDict
 
-from digen_jax.config.door import open_recipe
-from digen_jax.config.recipe import Recipe, complete, resized
+from digen_jax.config.checks import check_meshes
+from digen_jax.config.door import place
+from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
 from digen_jax.engine.placement import ONE_DEVICE, MeshSizes
 from digen_jax.errors import ConfigError
@@ -19,62 +19,66 @@ from digen_jax.run.step_costs import measured_costs
 from digen_jax.runtime.orders import several
 
 
-def open_run(config: ConfigDict, workdir: pathlib.Path) -> Recipe:
+def place_run(recipe: Recipe, workdir: pathlib.Path) -> Recipe:
     """The recipe of a run in `workdir`, on the devices at hand.
 
     With `placement.sizes` "auto" it has the placement of the run in `workdir`, else the planner's choice.
 
     Raises:
-      ConfigError: a setting or the placement cannot work.
+      ConfigError: a setting or the placement cannot work here.
     """
-    full = complete(config)
-    if full.placement.sizes != AUTO:
-        return open_fitted(full)
+    if recipe.placement.sizes != AUTO:
+        return place_here(recipe)
     if several():
         raise ConfigError(
             "config.placement = 'auto' plans for one process only: give config.placement a trainer that "
             "takes all devices of all processes, and rollout.data = 0"
         )
-    begun = (workdir / "config.json").exists()
-    sizes = run_recipe(workdir).placement.meshes if begun else planned_meshes(full)
-    return open_recipe(resized(full, sizes), jax.device_count())
+    devices = jax.device_count()
+    if (workdir / "config.json").exists():
+        return place(recipe.with_meshes(run_recipe(workdir).placement.meshes), devices)
+    planned = recipe.with_meshes(planned_meshes(place_alone(recipe)))
+    check_meshes(planned, devices)
+    return planned
 
 
-def open_fitted(config: ConfigDict) -> Recipe:
-    """A config's recipe on the devices at hand; prints its meshes if they were made smaller for them.
+def place_here(recipe: Recipe) -> Recipe:
+    """A recipe on the devices at hand; prints its meshes if they were made smaller for them.
 
     Raises:
-      ConfigError: a setting cannot work.
+      ConfigError: a setting cannot work here.
     """
-    devices, full = jax.device_count(), complete(config)
-    recipe = open_recipe(full, devices)
-    sizes = recipe.placement.meshes.plain()
-    wanted = {name: full.placement[name].to_dict() for name in sizes}
-    if sizes != wanted and devices > 1:
-        print(f"config.placement is fitted to {devices} devices: {sizes}", flush=True)
-    return recipe
+    devices = jax.device_count()
+    placed = place(recipe, devices)
+    sizes = placed.placement.meshes
+    if sizes != recipe.placement.meshes and devices > 1:
+        print(f"config.placement is fitted to {devices} devices: {sizes.plain()}", flush=True)
+    return placed
 
 
-def open_alone(config: ConfigDict) -> Recipe:
-    """A config's recipe on one device, which samples and trains, whatever its placement.
+def place_alone(recipe: Recipe) -> Recipe:
+    """A recipe on one device, which samples and trains, whatever its placement.
 
     Raises:
       ConfigError: a setting cannot work there.
     """
-    return open_recipe(resized(complete(config), ONE_DEVICE), jax.device_count())
+    return place(recipe.with_meshes(ONE_DEVICE), jax.device_count())
 
 
-def planned_meshes(config: ConfigDict) -> MeshSizes:
-    """The planner's choice for a config on the devices at hand.
+def planned_meshes(alone: Recipe) -> MeshSizes:
+    """The planner's choice for a recipe on the devices at hand.
 
     Costs are measured first, on one of the devices, which compiles. On one device publication moves
     nothing, so the plan takes it to be nearly free. If the devices tell how much memory they have, as GPUs
     and TPUs do, the programs are compiled for each device's share and placements that need more are excluded.
 
+    Args:
+      alone: on one device.
+
     Raises:
-      ConfigError: a setting cannot work, or no placement can.
+      ConfigError: no placement can work.
     """
-    alone, devices = open_alone(config), jax.device_count()
+    devices = jax.device_count()
     print(
         f"config.placement = 'auto': times each part of a step on one of the {devices} devices, compiling it first",
         flush=True,

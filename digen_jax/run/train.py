@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from digen_jax import rewards
 from digen_jax.assemble import build, make_driver, scheduled
@@ -25,7 +24,7 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.run.following import follow_run
-from digen_jax.run.opening import open_run
+from digen_jax.run.opening import place_run
 from digen_jax.run.positions import Position, Positions
 from digen_jax.run.report import Metrics, Reporter, diverged
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
@@ -36,8 +35,8 @@ from digen_jax.runtime.watch import Watch
 from digen_jax.scheduling.deadlines import Deadline
 
 
-def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
-    """Runs or continues the training that `config` describes, in `workdir`.
+def train(recipe: Recipe, workdir: pathlib.Path) -> int | None:
+    """Runs or continues the training that `recipe` describes, in `workdir`.
 
     With several processes, all call it, with a workdir that all can access. The first one leads.
 
@@ -45,20 +44,20 @@ def train(config: ConfigDict, workdir: pathlib.Path) -> int | None:
       None if the run is finished; the process's exit code if a signal stopped it before.
 
     Raises:
-      ConfigError: a mistake in the config, or in the values of the reward.
+      ConfigError: what the recipe asks for cannot work here, or a mistake in the values of the reward.
       Stopped: an indispensable part of the run hangs or dies, such as the reward.
     """
     if not is_first():
-        return follow_run(config, workdir)
+        return follow_run(recipe, workdir)
     with leading() as orders:
-        code = lead(config, workdir, orders)
+        code = lead(recipe, workdir, orders)
         orders.announce("end", (None, code))
     return code
 
 
-def lead(config: ConfigDict, workdir: pathlib.Path, orders: Orders) -> int | None:
+def lead(recipe: Recipe, workdir: pathlib.Path, orders: Orders) -> int | None:
     """As `train`, in the process that decides."""
-    recipe = open_run(config, workdir)
+    recipe = place_run(recipe, workdir)
     asked = recipe.as_json()
     # If another process uses the run's folder, or it is unusable, the claim below finds the reason.
     changed = changes(workdir, asked) if workdir.is_dir() else {}

@@ -19,6 +19,7 @@ from digen_jax.benchmark.algorithms import (
     Table,
     check,
     compare,
+    open_all,
     read_cells,
 )
 from digen_jax.benchmark.cells import Cost, cost
@@ -77,17 +78,18 @@ def built(monkeypatch):
 def test_cells_are_trained_once_seed_by_seed(configs, built, tmp_path, stop_in_third):
     """Stopped in the third of four cells; then of one algorithm only, then of all."""
     stop_in_third(built)
-    table, code = compare(configs, 2, tmp_path)
+    recipes = open_all(configs)
+    table, code = compare(recipes, 2, tmp_path)
     assert code == 128 + signal.SIGTERM
     assert [row.missing for row in table.rows] == [(6,), (6,)]
     assert "Not finished (algorithm, seeds): clip 6; topr 6." in table.describe()
     stopped = cost(tmp_path / "clip-6")
     assert min(stopped) > 0
 
-    table, code = compare(configs, 2, tmp_path, only=["topr"])
+    table, code = compare(recipes, 2, tmp_path, only=["topr"])
     assert code is None
     assert [row.missing for row in table.rows] == [(6,), ()]
-    table, code = compare(configs, 2, tmp_path)
+    table, code = compare(recipes, 2, tmp_path)
     assert built == [(5, "clip"), (5, "topr"), (6, "clip"), (6, "topr"), (6, "clip")]
     assert [row.missing for row in table.rows] == [(), ()]
     assert (tmp_path / "algorithms.md").read_text() == table.describe() + "\n"
@@ -117,11 +119,11 @@ def test_a_workdir_of_other_runs_is_refused_before_any_is_trained(configs, built
     other["algorithm"] = other["algorithm"] | {"clip_range": 0.5}
     (cell / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=r"topr-6 has another config \(config.algorithm.clip_r"):
-        compare(configs, 2, tmp_path)
+        compare(open_all(configs), 2, tmp_path)
     (cell / "config.json").write_text(json.dumps(configs["topr"].to_dict() | {"seed": 6}))
     (cell / "finished.json").write_text('{"step": 9}')
     with pytest.raises(ConfigError, match=r"config.steps = 2, but the run in .*topr-6 has done 9"):
-        compare(configs, 2, tmp_path)
+        compare(open_all(configs), 2, tmp_path)
     assert not built
 
 
@@ -222,9 +224,9 @@ def test_to_learn_is_to_gain_enough_and_surely(gains, learns):
 def test_what_would_be_no_comparison_is_refused(configs):
     def refused(sentence, seeds=2, only=()):
         with pytest.raises(ConfigError, match=sentence):
-            check(configs, seeds, only)
+            check(open_all(configs), seeds, only)
 
-    check(configs, 2, ["topr"])
+    check(open_all(configs), 2, ["topr"])
     refused("seeds must be at least 2", seeds=1)
     refused("a name in --only is 'torp'; did you mean 'topr'?", only=["clip", "torp"])
     configs["topr"].batch.groups = 4
@@ -239,7 +241,8 @@ def test_what_would_be_no_comparison_is_refused(configs):
 
 def test_all_recipes_can_be_compared(monkeypatch):
     monkeypatch.chdir(ROOT)
-    check({name: ALGORITHMS["get_config"](name) for name in ALGORITHMS["ALGORITHMS"]}, 3)
+    configs = {name: ALGORITHMS["get_config"](name) for name in ALGORITHMS["ALGORITHMS"]}
+    check(open_all(configs), 3)
     with pytest.raises(ConfigError, match="'grpo' is no algorithm here: choose one of flow_grpo, "):
         ALGORITHMS["get_config"]("grpo")
 

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from digen_jax.benchmark.asynchrony import AsynchronyOutcome, Comparison, check, compare
+from digen_jax.config.door import open_recipe
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run import train as run
@@ -49,9 +50,10 @@ def built(monkeypatch):
 def test_each_seed_is_trained_with_and_without_it(config, built, tmp_path, stop_in_third, capsys):
     """After a stop in the third of four runs, the same call does the remaining ones."""
     stop_in_third(built)
-    assert compare(config, 2, tmp_path) == 128 + signal.SIGTERM
+    recipe = open_recipe(config)
+    assert compare(recipe, 2, tmp_path) == 128 + signal.SIGTERM
     assert not (tmp_path / "asynchrony.png").exists()
-    found = compare(config, 2, tmp_path)
+    found = compare(recipe, 2, tmp_path)
     assert built == [(5, 0), (5, 1), (6, 0), (6, 0), (6, 1)]
     for kind, outcomes in (("off", found.off), ("on", found.on)):
         for seed, outcome in zip((5, 6), outcomes, strict=True):
@@ -102,9 +104,9 @@ def test_what_would_be_no_comparison_is_refused(config, field, value, sentence):
     with config.unlocked(), config.ignore_type():
         config.update_from_flattened_dict({field: value})
     with pytest.raises(ConfigError, match=sentence):
-        check(config, 3)
+        check(open_recipe(config), 3)
 
 
 def test_one_seed_has_no_error(config):
     with pytest.raises(ConfigError, match="seeds must be at least 2"):
-        check(config, 1)
+        check(open_recipe(config), 1)

@@ -10,7 +10,6 @@ import pytest
 
 from digen_jax.benchmark.compute import Roles, Speed, compare
 from digen_jax.config.door import open_recipe
-from digen_jax.config.recipe import resized
 from digen_jax.engine.placement import ONE_DEVICE
 from tests.engine import toy
 from tests.tiny_runs import prompt_file
@@ -28,7 +27,7 @@ def build(config, devices):
 
 @pytest.mark.slow
 def test_fragments_by_a_link_train_as_fragments_at_hand(config):
-    alone = open_recipe(resized(config, ONE_DEVICE))
+    alone = open_recipe(config).with_meshes(ONE_DEVICE)
     at_hand, apart = Roles(alone, build), Roles(alone, build)
     start = jax.device_get(at_hand.state.tuned)
     receiving, sending = multiprocessing.Pipe(duplex=False)
@@ -46,7 +45,7 @@ def test_fragments_by_a_link_train_as_fragments_at_hand(config):
 @pytest.mark.slow
 def test_two_processes_on_a_core_each(config):
     rounds = []
-    speed = compare(config, 1, lambda: rounds.append(1), build)
+    speed = compare(open_recipe(config), 1, lambda: rounds.append(1), build)
     assert len(rounds) == 1
     times = dataclasses.asdict(speed)
     assert all(len(found) == 1 and found[0] > 0 for found in times.values())

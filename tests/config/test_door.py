@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 from ml_collections import ConfigDict
 
 from digen_jax.config import recipe
-from digen_jax.config.door import open_recipe, reopen_recipe
+from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from tests.config import test_recipe
 from tests.config.test_recipe import FORWARD, changed, of_method
-from tests.pipelines import ROOT, load_config
+from tests.pipelines import ROOT, environment, load_config
 
 given, prompts = test_recipe.given, test_recipe.prompts
 
@@ -58,17 +60,39 @@ def test_names_of_rewards_are_parsed_and_weighed(given):
 def test_meshes_are_fitted_to_the_devices_that_are_named(given):
     given = changed(given, placement__sizes="fitted")
     assert open_recipe(given).placement.sizes == "fitted"
-    opened = open_recipe(given, 2)
+    opened = place(open_recipe(given), 2)
     assert opened.placement.meshes == MeshSizes(RolloutAxes(1), TrainerAxes(1))
-    expected = recipe.resized(recipe.complete(given), opened.placement.meshes)
-    assert opened.as_json() == as_written(expected)
+    expected = as_written(given)
+    expected["placement"] |= opened.placement.meshes.plain() | {"sizes": "given"}
+    assert opened.as_json() == expected
 
 
 def test_a_run_is_opened_again_without_its_files(given):
     gone = changed(given, prompts__file="gone.txt", reward__name="gone:reward")
     assert reopen_recipe(gone).prompts.file == "gone.txt"
     with pytest.raises(ConfigError, match=r"(?s)2 things .* no prompt file .* no module 'gone'"):
-        open_recipe(gone)
+        place(open_recipe(gone), 8)
+
+
+def test_a_recipe_is_opened_before_jax_starts(given, tmp_path):
+    """It says how many virtual devices JAX shall have; a reward's import may start JAX."""
+    (tmp_path / "own.py").write_text(
+        "import jax\nsize = lambda *_: jax.device_count()\njax.devices()\n"
+    )
+    config = recipe.complete(changed(given, reward__name="own:size")).to_json()
+    (tmp_path / "opening.py").write_text(f"""
+import json, jax
+from jax._src.xla_bridge import backends_are_initialized as started
+from digen_jax.config.door import open_recipe, place
+recipe = open_recipe(json.loads({config!r}))
+assert not started()
+place(recipe, 8)
+assert started()
+""")
+    done = subprocess.run(
+        [sys.executable, "opening.py"], cwd=tmp_path, env=environment(1, PYTHONPATH=str(ROOT))
+    )
+    assert done.returncode == 0
 
 
 def test_the_layout_is_the_text_that_checkpoints_hold(given):

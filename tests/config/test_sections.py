@@ -5,7 +5,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax.algorithms.advantages import AdvantageSettings
-from digen_jax.config.door import open_recipe, reopen_recipe
+from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.errors import ConfigError
 from digen_jax.flow.windows import Window
 from tests.config import test_recipe
@@ -96,7 +96,7 @@ def test_with_bfloat16_old_log_probabilities_are_the_trainers_own(given, fields,
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_the_algorithms_section_has_the_fields_of_its_settings(given, name):
-    full = open_recipe(of_method(given, name), 8)
+    full = place(open_recipe(of_method(given, name)), 8)
     settings = full.algorithm
     own = {field.name for field in dataclasses.fields(settings)}
     assert set(full.asked) == own | {"name"} and "times" in own

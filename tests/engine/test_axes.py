@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax import assemble
-from digen_jax.config.door import open_recipe
+from digen_jax.config.door import open_recipe, place
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
@@ -66,7 +66,7 @@ def config(base, tuning, mesh, **fields):
 
 def system_of(config):
     devices = math.prod({"data": 1, **config.placement.trainer}.values())
-    recipe = open_recipe(config, devices)
+    recipe = place(open_recipe(config), devices)
     return assemble.build(recipe, jax.devices()[:devices])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from digen_jax import assemble
-from digen_jax.config.door import open_recipe
+from digen_jax.config.door import open_recipe, place
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime.steps import Images
 from tests.cases import said
@@ -26,7 +26,7 @@ def built(base, tuning, devices=1, **precision):
     c = tiny_config(base, tuning, "one device")
     c.precision = precision
     c.placement.trainer.fsdp = devices
-    return assemble.build(open_recipe(c, devices), jax.devices()[:devices])
+    return assemble.build(place(open_recipe(c), devices), jax.devices()[:devices])
 
 
 def types(tree):

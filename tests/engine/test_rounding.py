@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from digen_jax import assemble
-from digen_jax.config.door import open_recipe
+from digen_jax.config.door import open_recipe, place
 from digen_jax.engine import rounding
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime.steps import Images
@@ -159,7 +159,7 @@ class Embedded:
         c.placement.update(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1))
         if lora:
             c.lora.update(rank=lora, alpha=2.0 * lora, targets=r".*attn\.(to_[qkv]|to_out\.0)")
-        self.system = assemble.build(open_recipe(c, 1), jax.devices()[:1])
+        self.system = assemble.build(place(open_recipe(c), 1), jax.devices()[:1])
         self.state = toy.fresh(self.system)
         self.start = toy.fresh(self.system).tuned
 

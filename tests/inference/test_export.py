@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from digen_jax.assemble import build
-from digen_jax.config.door import open_recipe
+from digen_jax.config.door import open_recipe, place
 from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys, start_noise
@@ -35,7 +35,7 @@ def _keys():
 @functools.cache
 def by_our_sampler(base, kind):
     """Images from the run's own parts, with its LoRA unmerged, and the weights that it evaluates."""
-    config = open_recipe(tiny_config(base, kind), 1)
+    config = place(open_recipe(tiny_config(base, kind)), 1)
     system = build(config, jax.devices()[:1])
     state = system.trainer.init(system.start)
     arrays = {name: tree for name, tree in state._asdict().items() if tree is not None}
@@ -101,7 +101,7 @@ def test_a_run_continues_an_exported_lora(base, tmp_path, capsys):
     config.steps = 1
     config.lora.start = str(tmp_path / "lora")
     config.algorithm.kl_coefficient = 0.1
-    train(config, workdir)
+    train(open_recipe(config), workdir)
     assert f"LoRA of rank 4 on the layers {config.lora.targets}\n" in capsys.readouterr().out
     before = np.load(workdir / "pictures" / "before.npz")
     after = np.load(tuned / "pictures" / "after.npz")

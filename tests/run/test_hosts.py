@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from digen_jax.config.door import open_recipe
 from digen_jax.engine import sharding
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.metrics import read_metrics, without_timing
@@ -80,7 +81,7 @@ def alone(folder: pathlib.Path, workdir: str) -> None:
         patch.chdir(folder)
         patch.setattr(sharding, "FSDP_MIN_SIZE", 16)
         patch.setattr(run, "build", lambda config, devices: toy.system(config, 4))
-        assert run.train(toy_process.get_config(), folder / workdir) is None
+        assert run.train(open_recipe(toy_process.get_config()), folder / workdir) is None
 
 
 def tuned(workdir: pathlib.Path, like: dict) -> dict:

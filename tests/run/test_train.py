@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from digen_jax.config.door import open_recipe
 from digen_jax.engine import divergence
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError
@@ -296,7 +297,7 @@ def train(tmp_path, monkeypatch):
     def train(workdir, config, event=None, devices=2):
         monkeypatch.setattr(run, "build", lambda config, _: toy.system(config, devices))
         monkeypatch.setattr(sys.modules[__name__], "happens", event)
-        return run.train(config, tmp_path / workdir)
+        return run.train(open_recipe(config), tmp_path / workdir)
 
     return train
 

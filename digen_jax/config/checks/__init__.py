@@ -1,4 +1,4 @@
-"""All checks of a config that need no model. `door.open_recipe` makes them before anything compiles.
+"""All checks of a config that need no model. The door makes them before anything compiles.
 
 A check is a function that raises a `ConfigError`; each mistake is one of its sentences, and all mistakes that can be
 found at once are reported at once. A check with several independent sentences collects them with `together`.
@@ -7,7 +7,8 @@ Each rule is stated once. What a single field may be is said here: its type list
 is in `numbers.RANGES`, and a check of another kind goes into EACH and gets the complete config. Numbers of the section
 `algorithm`, and fields that must fit together, are checked by the object that has them, where there is one (`check` of
 an algorithm, `AdvantageSettings`, `Window` and the scheduler's `Settings`); other checks of several fields go into one
-of the STAGES and get the recipe. All checks of a stage run; a later stage runs only if the stages before it found nothing.
+of the STAGES and get the recipe. All checks of a stage run; a later stage runs only if the stages before it found
+nothing. Last, `check_machine` checks what a config says about the machine.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from digen_jax import rewards
-from digen_jax.config.checks.algorithm import check_algorithm
+from digen_jax.config.checks.algorithm import check_algorithm, check_whole_trajectories
 from digen_jax.config.checks.choices import check_choices
 from digen_jax.config.checks.groups import (
     check_advantages,
@@ -30,9 +31,8 @@ from digen_jax.config.checks.groups import (
 )
 from digen_jax.config.checks.numbers import check_numbers
 from digen_jax.config.checks.placement import check_devices, check_placement
-from digen_jax.config.checks.sampler import check_sampler
+from digen_jax.config.checks.sampler import check_pack, check_sampler
 from digen_jax.config.recipe import SCHEDULED, Recipe
-from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError, blame, check_divides, together
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import read_prompt_file
@@ -47,22 +47,37 @@ def check_each(config: ConfigDict) -> None:
     _all(EACH, config)
 
 
-def check_rules(recipe: Recipe, devices: int | None = None) -> None:
-    """Refuses fields that cannot go together.
+def check_rules(recipe: Recipe) -> None:
+    """Refuses fields that cannot go together, whatever the devices.
 
     Args:
       recipe: of a config that has passed `check_each`.
-      devices: how many there are; None: the meshes are not checked.
 
     Raises:
       ConfigError: one sentence for each mistake that can be found at once.
     """
-    groups, cuts, step = STAGES
-    if devices is not None:
-        groups = *groups, functools.partial(_check_meshes, devices=devices)
-        step = *step, functools.partial(check_devices, devices=devices)
-    for stage in (groups, cuts, step):
+    for stage in STAGES:
         _all(stage, recipe)
+
+
+def check_machine(recipe: Recipe, devices: int) -> None:
+    """Refuses files and a reward that are missing on this machine, and meshes that `devices` devices cannot form.
+
+    Args:
+      recipe: with the sizes of its meshes, and with fields that can go together.
+      devices: how many there are.
+
+    Raises:
+      ConfigError: one sentence for each mistake that can be found at once.
+    """
+    on_meshes = functools.partial(check_meshes, devices=devices)
+    _all((check_given, on_meshes), recipe)
+
+
+def check_meshes(recipe: Recipe, devices: int) -> None:
+    """Refuses meshes that do not fit the devices or a pass; the rest is as in `check_machine`."""
+    on_devices = functools.partial(check_devices, devices=devices)
+    _all((check_pack, check_whole_trajectories, on_devices), recipe)
 
 
 def _all(checks: Iterable[Callable[[Any], None]], value: Any) -> None:
@@ -72,8 +87,8 @@ def _all(checks: Iterable[Callable[[Any], None]], value: Any) -> None:
                 refuse(value)
 
 
-def check_given(config: ConfigDict) -> None:
-    """Refuses a config without a model folder, readable prompt files and a reward.
+def check_given(recipe: Recipe) -> None:
+    """Refuses a recipe without a model folder, readable prompt files and a reward.
 
     Reads the files and imports the reward.
 
@@ -83,16 +98,16 @@ def check_given(config: ConfigDict) -> None:
     with together() as one:
         for name in ("model.folder", "prompts.file", "reward.name", "evaluation.prompts"):
             with one():
-                if not _value(config, name):
+                if not _value(recipe, name):
                     raise ConfigError(
                         f"config.{name} is not given: add --config.{name}=... to the command"
                     )
                 if name == "reward.name":
                     with blame("config.reward.name: ", (ConfigError,)):
-                        rewards.resolve(rewards.names_in(config.reward.name))
+                        rewards.resolve(recipe.reward.names)
                 elif name != "model.folder":
                     with blame(f"config.{name}: "):
-                        read_prompt_file(_value(config, name))
+                        read_prompt_file(_value(recipe, name))
 
 
 def _check_decay(recipe: Recipe) -> None:
@@ -176,10 +191,6 @@ def _check_stale(recipe: Recipe) -> None:
 def _check_noise_level(recipe: Recipe) -> None:
     with blame("config.sampler."):
         make_step(recipe.sampler.kind, recipe.sampler.noise_level)
-
-
-def _check_meshes(recipe: Recipe, devices: int) -> None:
-    mesh_sizes(recipe.placement.meshes, devices)
 
 
 def _check_wandb(config: ConfigDict) -> None:

@@ -52,20 +52,28 @@ def _check_nested(recipe: Recipe, algorithm: Algorithm) -> None:
 
 
 def _check_trajectories(recipe: Recipe) -> None:
-    """Ratios of whole trajectories need all steps of an image in one pass, on one device."""
-    time, pack, steps = recipe.placement.trainer.time, recipe.trainer.pack, recipe.trained_steps
-    ratio = (
-        f"config.algorithm.ratio = {recipe.algorithm.ratio!r} puts the steps of an image together"
-    )
-    if time > 1:
-        raise ConfigError(
-            f"{ratio}, but config.placement.trainer.time = {time} splits them: set that to 1"
-        )
+    """Ratios of whole trajectories need all steps of an image in one pass."""
+    pack, steps = recipe.trainer.pack, recipe.trained_steps
     if pack < steps:
         raise ConfigError(
-            f"{ratio}, so that a pass has to hold them all: set config.trainer.pack to {steps}, and "
+            f"{_ratio(recipe)}, so that a pass has to hold them all: set config.trainer.pack to {steps}, and "
             "config.trainer.micro_batch as much lower as memory needs"
         )
+
+
+def check_whole_trajectories(recipe: Recipe) -> None:
+    """Refuses to split an image's steps over devices where ratios are of whole trajectories."""
+    time = recipe.placement.trainer.time
+    if recipe.algorithm.of_trajectories and time > 1:
+        raise ConfigError(
+            f"{_ratio(recipe)}, but config.placement.trainer.time = {time} splits them: set that to 1"
+        )
+
+
+def _ratio(recipe: Recipe) -> str:
+    return (
+        f"config.algorithm.ratio = {recipe.algorithm.ratio!r} puts the steps of an image together"
+    )
 
 
 def _check_final_images(recipe: Recipe) -> None:

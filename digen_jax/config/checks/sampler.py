@@ -7,7 +7,7 @@ from digen_jax.flow.steps import KINDS, Ode
 
 
 def check_sampler(recipe: Recipe) -> None:
-    """Refuses a window, a fraction of it, start noise or passes that cannot work.
+    """Refuses a window, a fraction of it, or start noise that cannot work.
 
     Raises:
       ConfigError: names the field and what to change.
@@ -15,7 +15,6 @@ def check_sampler(recipe: Recipe) -> None:
     if recipe.noisy_steps or recipe.algorithm.objective == "transitions":
         _check_window(recipe)
     _check_noise(recipe)
-    _check_pack(recipe)
 
 
 def _check_window(recipe: Recipe) -> None:
@@ -35,8 +34,12 @@ def _check_noise(recipe: Recipe) -> None:
         )
 
 
-def _check_pack(recipe: Recipe) -> None:
-    """A pass takes `pack` steps, split over the mesh axis "time"; no part may be padding only."""
+def check_pack(recipe: Recipe) -> None:
+    """A pass takes `pack` steps, split over the mesh axis "time"; no part may be padding only.
+
+    Raises:
+      ConfigError: names the fields and what to change.
+    """
     pack, time = recipe.trainer.pack, recipe.placement.trainer.time
     check_divides(
         "config.placement.trainer.time",
