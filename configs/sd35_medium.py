@@ -130,7 +130,7 @@ def base(n: int) -> ConfigDict:
     )
     c.precision = ConfigDict(dict(arithmetic="float32"))
     c.prompts = ConfigDict(dict(file=""))
-    c.reward = ConfigDict(dict(name=""))
+    c.reward = ConfigDict(dict(name=()))
     c.batch = ConfigDict(dict(groups=48, images=24))
     c.sampler = ConfigDict(dict(steps=10, fragment=n * each))
     c.algorithm = ConfigDict()

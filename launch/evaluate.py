@@ -27,8 +27,8 @@ _LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
 _PROMPTS = flags.DEFINE_string(
     "prompts", None, "A .jsonl or .txt file; default: the run's held-out prompts."
 )
-_REWARD = flags.DEFINE_string(
-    "reward", None, "A reward or module:function, or several with commas; default: the run's."
+_REWARD = flags.DEFINE_list(
+    "reward", [], "A reward or module:function, or several with commas; default: the run's."
 )
 _WEIGHTS = flags.DEFINE_list(
     "reward_weights",
@@ -112,10 +112,9 @@ def main() -> None:
 def _task() -> tuple[str, int | None, tuple[str, ...], tuple[float, ...]]:
     """(prompt file, number of prompts, rewards, weights): as given, by default the run's own."""
     from digen_jax.inference.model import is_run, run_recipe
-    from digen_jax.rewards import names_in
 
     prompts, images = _PROMPTS.value, _IMAGES.value
-    names = names_in(_REWARD.value) if _REWARD.value else ()
+    names = tuple(_REWARD.value)
     if images is not None:
         check_positive("--images", images)
     if is_run(_MODEL.value):
@@ -123,7 +122,7 @@ def _task() -> tuple[str, int | None, tuple[str, ...], tuple[float, ...]]:
         if prompts is None:
             images = images or run.evaluation.images or None
         own = None if names else run.reward.weight_of_each
-        names = names or run.reward.names
+        names = names or run.reward.name
         return prompts or run.evaluation.prompts, images, names, _weights(names, own)
     if not (prompts and names):
         raise ConfigError("a pipeline has no task of its own: give --prompts and --reward")

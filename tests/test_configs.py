@@ -89,7 +89,7 @@ def load(name, *argument):
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
     if name == SD35:
         config.prompts.file = config.evaluation.prompts = str(GENEVAL)
-        config.reward.name = "shapes_geneval"
+        config.reward.name = ("shapes_geneval",)
     return config
 
 
@@ -174,7 +174,7 @@ def test_the_demo_fits_itself_to_the_devices_there_are(devices):
 def test_what_sd35_leaves_to_the_user_must_be_given(name):
     config = recipe.complete(load(SD35))
     group, field = name.split(".")
-    config[group][field] = ""
+    config[group][field] = type(config[group][field])()
     with pytest.raises(ConfigError, match=f"config.{name} is not given: add --config.{name}="):
         place(open_recipe(config), 1)
 

@@ -281,6 +281,8 @@ def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:
                 value = _filled(value, inner)
             elif type(inner) is float and type(value) is int:
                 value = float(value)
+            elif type(inner) is tuple and type(value) is str:
+                value = (value,)  # as on the command line
             if name in merged:
                 del merged[name]
             merged[name] = value

@@ -4,7 +4,6 @@ A field's comment is its text in docs/configuration.md. For the section `algorit
 """
 
 import dataclasses
-import functools
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sharding import REPLICATED
 from digen_jax.flow.windows import Mode
-from digen_jax.rewards import names_in
 from digen_jax.weights.lora import Init, LoraConfig
 
 DType = Literal["float32", "bfloat16"]
@@ -70,7 +68,8 @@ class PromptsSection:
 class RewardSection:
     """The reward that scores the images."""
 
-    name: str = "shapes_geneval"  # a built-in reward or module:function; several with commas
+    # built-in rewards or module:function; on the command line one option for each name
+    name: tuple[str, ...] = ("shapes_geneval",)
     weights: tuple[float, ...] = ()  # one weight for each reward; empty: all weights are 1
     # processes that score beside generation; 0: a thread of the run's own process, which cannot be
     # killed: where the reward hangs in it (`runtime.deadline`), the run saves and stops
@@ -78,15 +77,10 @@ class RewardSection:
     # how often a reward that raises, dies or hangs is asked again; then the run saves and stops
     retries: int = 2
 
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """The name of each reward."""
-        return names_in(self.name)
-
     @property
     def weight_of_each(self) -> tuple[float, ...]:
         """One weight for each reward."""
-        return tuple(map(float, self.weights)) or (1.0,) * len(self.names)
+        return tuple(map(float, self.weights)) or (1.0,) * len(self.name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A reward is `f(images [b, h, w, 3] in [0, 1], prompts, metadata) -> scores [b]`, numpy on the host.
 Several rewards are one function with a column of scores for each, [b, k]; their weighted sum (`total`) is the
-single number of an image. Rewards are named by a tuple of names, which a user separates by commas.
+single number of an image. Rewards are named by a tuple of names.
 """
 
 import dataclasses
@@ -36,11 +36,6 @@ class Several:
         pairs = zip(self.rewards, self.names, strict=True)
         columns = [call(reward, (name,), images, prompts, metadata) for reward, name in pairs]
         return np.stack(columns, axis=1)
-
-
-def names_in(text: str) -> tuple[str, ...]:
-    """The names in a user's text such as `a` or `a, module:b`."""
-    return tuple(part.strip() for part in text.split(","))
 
 
 def label(names: tuple[str, ...]) -> str:

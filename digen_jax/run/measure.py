@@ -61,7 +61,7 @@ def measure(
     _, score = timed_part(
         "score",
         lambda: rewards.call(
-            reward, recipe.reward.names, pictures, [record["prompt"] for record in shown], shown
+            reward, recipe.reward.name, pictures, [record["prompt"] for record in shown], shown
         ),
     )
     samples = trained_part(made, put(drawn.keys, system.sampler.group.batch))

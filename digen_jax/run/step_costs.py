@@ -85,7 +85,7 @@ def measured_costs(
     system = build(recipe, jax.devices())
     records = read_prompt_file(recipe.prompts.file)
     records = [records[i % len(records)] for i in range(recipe.batch.groups)]
-    measured = measure(system, recipe, records, rewards.resolve(recipe.reward.names), note)
+    measured = measure(system, recipe, records, rewards.resolve(recipe.reward.name), note)
     rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
     kind = jax.devices()[0].device_kind
     source = f"a fragment timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"

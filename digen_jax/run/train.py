@@ -87,8 +87,8 @@ class Run:
         reward = recipe.reward
         deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(
-            rewards.resolve(reward.names),
-            reward.names,
+            rewards.resolve(reward.name),
+            reward.name,
             reward.processes,
             reward.retries,
             deadline.seconds,

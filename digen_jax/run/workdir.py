@@ -75,7 +75,8 @@ def _lock(workdir: Path) -> IO[str]:
 def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
     """Differences to the config of the run in a workdir: by field, "before -> now".
 
-    They are compared as JSON: a tuple and a list are the same. A run that has computed nothing has no differences.
+    They are compared as JSON: a tuple and a list are the same, and so are a text, as runs once stored a single
+    reward's name, and a list of it alone. A run that has computed nothing has no differences.
 
     Raises:
       ConfigError: the run's config cannot be read.
@@ -88,7 +89,7 @@ def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
     return {
         name: f"{_shown(old, name)} -> {_shown(new, name)}"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name, ...) != new.get(name, ...)
+        if new.get(name, ...) not in (old.get(name, ...), [old.get(name, ...)])
     }
 
 

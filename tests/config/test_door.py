@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from ml_collections import ConfigDict
+from absl import flags
+from ml_collections import ConfigDict, config_flags
 
 from digen_jax.config import recipe
 from digen_jax.config.door import open_recipe, place, reopen_recipe
@@ -50,11 +51,44 @@ def test_nothing_behind_the_door_can_be_changed(given):
             setattr(holder, field, 1)
 
 
-def test_names_of_rewards_are_parsed_and_weighed(given):
-    opened = reopen_recipe(changed(given, reward__name="a:b ,shapes_geneval"))
-    assert opened.reward.names == ("a:b", "shapes_geneval")
+def test_names_of_rewards_are_weighed_and_one_may_be_a_text(given):
+    opened = reopen_recipe(changed(given, reward__name=["a:b", "shapes_geneval"]))
+    assert opened.reward.name == ("a:b", "shapes_geneval")
     assert opened.advantages.reward_weights == (1.0, 1.0)
-    assert opened.as_json()["reward"]["name"] == "a:b ,shapes_geneval"
+    assert opened.as_json()["reward"]["name"] == ["a:b", "shapes_geneval"]
+    assert reopen_recipe(changed(given, reward__name="a:b")).reward.name == ("a:b",)
+
+
+@pytest.mark.parametrize("name", ["a:b ,shapes_geneval", ["a:b ,shapes_geneval"]])
+def test_names_in_one_text_are_not_parsed(given, name):
+    with pytest.raises(ConfigError) as caught:
+        reopen_recipe(changed(given, reward__name=name))
+    assert str(caught.value) == (
+        "config.reward.name = 'a:b ,shapes_geneval' is one text with several names: write ('a:b', 'shapes_geneval'), "
+        'in a config.json ["a:b", "shapes_geneval"], and on the command line --config.reward.name=... for each'
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], ("shapes_geneval",)),
+        (["=a:b"], ("a:b",)),
+        (["=a:b", "=shapes_geneval"], ("a:b", "shapes_geneval")),
+        (["=('a:b', 'c:d')"], ("a:b", "c:d")),
+    ],
+)
+def test_the_command_line_names_rewards_by_an_option_each(options, names):
+    script = ["launch/train.py", "--config=configs/shapes_demo.py"]
+    values = flags.FlagValues()
+    values.mark_as_parsed()
+    flag = config_flags.DEFINE_config_file("config", flag_values=values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        argv = [*script, *(f"--config.reward.name{option}" for option in options)]
+        patch.setattr(sys, "argv", argv)
+        values(argv)
+    assert reopen_recipe(flag.value).reward.name == names
 
 
 def test_meshes_are_fitted_to_the_devices_that_are_named(given):

@@ -458,7 +458,7 @@ def test_a_pass_may_be_filled_up_to_an_equal_share_of_steps_for_every_device(giv
 
 # ------------------------------------------------------------------------------ advantages, rewards
 
-TWO = dict(reward__name="shapes_geneval, tests.engine.toy:brightness")
+TWO = dict(reward__name=("shapes_geneval", "tests.engine.toy:brightness"))
 
 
 @pytest.mark.parametrize(
@@ -503,7 +503,7 @@ TWO = dict(reward__name="shapes_geneval, tests.engine.toy:brightness")
         (
             dict(reward__weights=(1.0, 0.5)),
             "config.reward.weights = (1.0, 0.5) must have a weight for each of the 1 rewards of "
-            "config.reward.name = 'shapes_geneval', or be ()",
+            "config.reward.name = ('shapes_geneval',), or be ()",
         ),
         (
             TWO | dict(reward__weights=(1.0,)),
@@ -519,11 +519,11 @@ TWO = dict(reward__name="shapes_geneval, tests.engine.toy:brightness")
         ),
         (dict(reward__weights=("1.0",)), "config.reward.weights = ('1.0',) must hold finite"),
         (
-            dict(reward__name="shapes_geneval,shapes"),
+            dict(reward__name=("shapes_geneval", "shapes")),
             "config.reward.name: unknown reward 'shapes': use one of",
         ),
         (
-            dict(reward__name="json:dumps,json:dumps"),
+            dict(reward__name=("json:dumps", "json:dumps")),
             "config.reward.name: reward 'json:dumps' is named twice",
         ),
     ],

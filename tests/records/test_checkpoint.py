@@ -282,6 +282,10 @@ def test_the_same_config_may_come_back(tmp_path):
     claim(tmp_path, CONFIG)
     claim(tmp_path, CONFIG | {"window": [0, 4]})
     assert json.loads((tmp_path / "config.json").read_text())["window"] == [0, 4]
+    claim(tmp_path / "text", {"reward": {"name": "one"}})
+    claim(tmp_path / "text", {"reward": {"name": ("one",)}})
+    with pytest.raises(ConfigError, match=r'config\.reward\.name: \["one"\] -> \["one", "two"\]'):
+        claim(tmp_path / "text", {"reward": {"name": ("one", "two")}})
 
 
 def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):

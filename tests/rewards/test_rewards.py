@@ -42,10 +42,9 @@ def test_several_names_are_one_function_with_a_column_each(folder):
         "def red(images, *_):\n    return images[:, 0, 0, 0]\n"
         "def blue(images, *_):\n    return images[:, 0, 0, 2].tolist()\n"
     )
-    name = "two_rewards:red , two_rewards:blue"
-    names = rewards.names_in(name)
+    names = ("two_rewards:red", "two_rewards:blue")
     both = rewards.resolve(names)
-    assert both.names == names == ("two_rewards:red", "two_rewards:blue")
+    assert both.names == names
     images = np.arange(3 * 8 * 8 * 3, dtype=np.float32).reshape(3, 8, 8, 3) / 576
     scores = rewards.call(both, names, images, PROMPTS, METADATA)
     np.testing.assert_array_equal(scores, images[:, 0, 0, ::2])

@@ -336,7 +336,7 @@ def evenness(images, prompts, metadata):
 
 
 GDPO = dict(
-    reward__name=f"{__name__}:reward, {__name__}:evenness",
+    reward__name=(f"{__name__}:reward", f"{__name__}:evenness"),
     reward__weights=(1.0, 0.5),
     advantages__combine="gdpo",
 )

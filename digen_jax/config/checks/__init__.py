@@ -26,6 +26,7 @@ from digen_jax.config.checks.groups import (
     check_candidates,
     check_early,
     check_early_fragments,
+    check_names,
     check_weights,
     smaller_fragments,
 )
@@ -104,7 +105,7 @@ def check_given(recipe: Recipe) -> None:
                     )
                 if name == "reward.name":
                     with blame("config.reward.name: ", (ConfigError,)):
-                        rewards.resolve(recipe.reward.names)
+                        rewards.resolve(recipe.reward.name)
                 elif name != "model.folder":
                     with blame(f"config.{name}: "):
                         read_prompt_file(_value(recipe, name))
@@ -205,6 +206,7 @@ EACH = (
     check_numbers,
     check_choices,
     _check_wandb,
+    check_names,
     check_weights,
     check_placement,
 )

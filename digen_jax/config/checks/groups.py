@@ -1,5 +1,6 @@
 """Checks of a config's groups, rewards and advantages: a part of `checks`."""
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -7,12 +8,24 @@ from ml_collections import ConfigDict
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError, blame, together
-from digen_jax.rewards import names_in
+
+
+def check_names(config: ConfigDict) -> None:
+    """Refuses names that are no texts, and several names in one text."""
+    for text in config.reward.name:
+        if not isinstance(text, str):
+            raise ConfigError(f"config.reward.name must hold names, not {text!r}")
+        if "," in text:
+            names = tuple(part.strip() for part in text.split(","))
+            raise ConfigError(
+                f"config.reward.name = {text!r} is one text with several names: write {names!r}, in a config.json "
+                f"{json.dumps(names)}, and on the command line --config.reward.name=... for each"
+            )
 
 
 def check_weights(config: ConfigDict) -> None:
     """Refuses weights that do not fit the rewards."""
-    names, weights = names_in(config.reward.name), tuple(config.reward.weights)
+    names, weights = tuple(config.reward.name), tuple(config.reward.weights)
     if not weights:
         return
     given = f"config.reward.weights = {weights}"
@@ -21,7 +34,7 @@ def check_weights(config: ConfigDict) -> None:
     if len(weights) != len(names):
         raise ConfigError(
             f"{given} must have a weight for each of the {len(names)} rewards of config.reward.name = "
-            f"{config.reward.name!r}, or be () where all weigh 1"
+            f"{names!r}, or be () where all weigh 1"
         )
     if not any(weights):
         raise ConfigError(
@@ -55,7 +68,7 @@ def check_early(recipe: Recipe) -> None:
     """
     early, names = (
         f"config.runtime.early_groups = {recipe.runtime.early_groups}",
-        recipe.reward.names,
+        recipe.reward.name,
     )
     if not recipe.runtime.early_groups:
         return
