@@ -25,7 +25,8 @@ Lowered = jax.stages.Lowered
 def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
     """The temporary memory of a recipe's programs, each compiled for the share of one device.
 
-    They are compiled on one device, or on as many as the axis tensor has, because these share their images.
+    The gradient is compiled on one device, or on as many as the axis tensor has, because these share their images.
+    Sampling is compiled on as many as fsdp x tensor, because its copies of weights are smaller where weights are split.
 
     Each share is compiled when it is asked for. It is not extrapolated from two others, because the compiler's
     choices change with the size, and the bytes are not linear in it. Nothing is allocated.
@@ -41,14 +42,15 @@ def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
         functools.cache, (measured.generate, measured.evaluate, measured.decode)
     )
 
-    def sampling(parts: int, tensor: int) -> dict[str, float]:
+    def sampling(parts: int, fsdp: int, tensor: int) -> dict[str, float]:
+        axes = measured.at_hand(fsdp, tensor)
         fragment = -(-recipe.sampler.fragment // parts)
         evaluated = -(-recipe.evaluation.batch // parts)
         return {
-            "encoding": encode(tensor),
-            "generating": generate(fragment, tensor),
-            "evaluating": evaluate(evaluated, tensor),
-            "decoding": decode(max(fragment, evaluated), tensor),
+            "encoding": encode(*axes),
+            "generating": generate(fragment, *axes),
+            "evaluating": evaluate(evaluated, *axes),
+            "decoding": decode(max(fragment, evaluated), *axes),
         }
 
     return Programs(functools.cache(measured.gradient), lambda tuned: update() * tuned, sampling)
@@ -59,25 +61,30 @@ class _Measured:
 
     def __init__(self, recipe: Recipe, note: Callable[[str], None]):
         self.recipe, self.note = recipe, note
-        self.system = functools.cache(self._system)  # by the size of the axis tensor
+        self.system = functools.cache(self._system)  # by the sizes of the axes fsdp and tensor
+        self.at_hand = functools.cache(self._at_hand)
 
-    def _system(self, tensor: int) -> System:
-        return _share(self.recipe, tensor=self._at_hand(tensor))
+    def _system(self, fsdp: int, tensor: int) -> System:
+        return _share(self.recipe, fsdp=fsdp, tensor=tensor)
 
-    def _at_hand(self, tensor: int) -> int:
-        """The axis tensor, or 1 if this machine has fewer devices."""
-        if tensor <= len(jax.devices()):
-            return tensor
-        self.note(
-            f"memory: activations count as not split over the axis tensor = {tensor}, because there are "
-            f"{len(jax.devices())} devices to compile for"
-        )
-        return 1
+    def _at_hand(self, fsdp: int, tensor: int) -> tuple[int, int]:
+        """The axes fsdp and tensor, each 1 if this machine has fewer devices."""
+        wanted, devices = {"tensor": tensor, "fsdp": fsdp}, len(jax.devices())
+        found, left = {}, devices
+        for axis, size in wanted.items():
+            found[axis] = size if size <= left else 1
+            left //= found[axis]
+            if found[axis] < size:
+                self.note(
+                    f"memory: the temporaries of programs count as not split over the axis {axis} = {size}, "
+                    f"because there are {devices} devices to compile for"
+                )
+        return found["fsdp"], found["tensor"]
 
     def gradient(self, data: int, time: int) -> float:
         """Of a pass over the share of one of `data` x `time` devices."""
-        tensor = self._at_hand(self.recipe.placement.trainer.tensor)
-        system = _share(self.recipe, data, time, tensor)
+        _, tensor = self.at_hand(1, self.recipe.placement.trainer.tensor)
+        system = _share(self.recipe, data, time, tensor=tensor)
         settings = system.trainer.settings
         each = settings.micro_batch // self.recipe.algorithm.images_of_sample
         samples = each * -(-trained_samples(self.recipe) // (each * data))
@@ -88,33 +95,33 @@ class _Measured:
 
     def update(self) -> float:
         """In multiples of the trained parameters."""
-        system = self.system(1)
+        system = self.system(1, 1)
         tuned = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(system.start))
         return self._needed("an update", system.trainer.lower_update(system.start)) / tuned
 
-    def encode(self, tensor: int) -> float:
+    def encode(self, fsdp: int, tensor: int) -> float:
         """Of a step's prompts, the results included."""
-        system = self.system(tensor)
+        system = self.system(fsdp, tensor)
         weights, records = sampler_weights(system), _records(self.recipe)
         return self._needed("encoding", system.sampler.lower_encode(weights, records))
 
-    def generate(self, images: int, tensor: int) -> float:
-        """Without the trajectories, which are counted apart."""
-        system, recipe = self.system(tensor), self.recipe
+    def generate(self, images: int, fsdp: int, tensor: int) -> float:
+        """Of `images` on each device, without the trajectories, which are counted apart."""
+        system, recipe = self.system(fsdp, tensor), self.recipe
         kept = images * stored_bytes(recipe.algorithm, recipe.noisy_steps, system.sampler.shape)
-        lowered = lower_generate(system, system.sampler, recipe, images)
+        lowered = lower_generate(system, system.sampler, recipe, images * fsdp)
         return max(0, self._needed(f"generating {images} images", lowered) - kept)
 
-    def evaluate(self, images: int, tensor: int) -> float:
-        """Of the sampler that evaluates."""
-        system = self.system(tensor)
-        lowered = lower_generate(system, system.evaluator, self.recipe, images)
+    def evaluate(self, images: int, fsdp: int, tensor: int) -> float:
+        """Of the sampler that evaluates, for `images` on each device."""
+        system = self.system(fsdp, tensor)
+        lowered = lower_generate(system, system.evaluator, self.recipe, images * fsdp)
         return self._needed(f"evaluating {images} images", lowered)
 
-    def decode(self, images: int, tensor: int) -> float:
-        """The pictures included."""
-        system = self.system(tensor)
-        lowered = system.sampler.lower_decode(sampler_weights(system), images)
+    def decode(self, images: int, fsdp: int, tensor: int) -> float:
+        """Of `images` on each device, the pictures included."""
+        system = self.system(fsdp, tensor)
+        lowered = system.sampler.lower_decode(sampler_weights(system), images * fsdp)
         return self._needed(f"decoding {images} images", lowered)
 
     def _needed(self, name: str, lowered: Lowered) -> int:
@@ -136,17 +143,17 @@ def trained_samples(recipe: Recipe) -> int:
     return recipe.advantages.kept(fragment, images)
 
 
-def _share(recipe: Recipe, data: int = 1, time: int = 1, tensor: int = 1) -> System:
-    """On devices that share their images, with the part of a pass that they have on a mesh of these sizes."""
+def _share(recipe: Recipe, data: int = 1, time: int = 1, fsdp: int = 1, tensor: int = 1) -> System:
+    """On fsdp x tensor devices, with the part of a pass that they have on a mesh of these sizes."""
     trainer, whole = recipe.trainer, recipe.algorithm.images_of_sample
     own = dataclasses.replace(
         trainer,
         micro_batch=whole * -(-trainer.micro_batch // (whole * data)),
         pack=-(-trainer.pack // time),
     )
-    sizes = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1, tensor=tensor))
+    sizes = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1, fsdp=fsdp, tensor=tensor))
     alone = dataclasses.replace(recipe.with_meshes(sizes), trainer=own)
-    return outline(alone, jax.devices()[:tensor])
+    return outline(alone, jax.devices()[: fsdp * tensor])
 
 
 def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:

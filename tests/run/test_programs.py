@@ -73,7 +73,7 @@ def predicted_and_compiled(recipe):
     tuned = footprint.tuned(axes.fsdp, axes.tensor)
     state = tuned + held["gradient"] + held["optimizer"]
     sampling = held["parameters"] + held["frozen"]
-    needed = programs.sampling(axes.images * axes.time, axes.tensor)
+    needed = programs.sampling(axes.images * axes.time, axes.fsdp, axes.tensor)
 
     weights, sampler = sampler_weights(system), system.sampler
     gradient = lower_gradient(system, recipe, trained_samples(recipe)).compile().memory_analysis()
@@ -98,11 +98,9 @@ def predicted_and_compiled(recipe):
     return {name: (predicted[name], compiled[name]) for name in compiled}
 
 
-def check(recipe, split_evaluation=0.1):
-    """Within 10%, but for `split_evaluation` of the program that evaluates."""
+def check(recipe):
     found = predicted_and_compiled(recipe)
     errors = {name: mine / compiled - 1 for name, (mine, compiled) in found.items()}
-    assert abs(errors.pop("evaluating")) < split_evaluation, errors
     assert max(map(abs, errors.values())) < 0.1, errors
 
 
@@ -135,8 +133,7 @@ def test_predicted_memory_of_any_mesh_is_that_of_the_compiled_programs(base, mes
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_predicted_memory_of_the_embedded_model_is_that_of_the_compiled_programs(mesh, kind):
-    # On one device, sampling few images takes copies of weights, which are smaller where the weights are split.
-    check(reopen_recipe(embedded(kind, 12 * images_split(mesh), **mesh)), split_evaluation=0.15)
+    check(reopen_recipe(embedded(kind, 12 * images_split(mesh), **mesh)))
 
 
 def images_split(mesh):

@@ -80,7 +80,7 @@ def _trainer_bytes(problem: Problem, proposal: Proposal, fsdp: int) -> dict[str,
         running["the gradient"] = foot.programs.gradient(proposal.data, proposal.time)
         running["the update"] = foot.programs.update(tuned)
         if samples:
-            running |= foot.programs.sampling(proposal.data * proposal.time, proposal.tensor)
+            running |= foot.programs.sampling(proposal.data * proposal.time, *axes)
     return {
         "parameters": tuned + foot.base(*axes),
         "gradient": (1 + early) * tuned,
@@ -105,11 +105,7 @@ def _worker_bytes(problem: Problem, proposal: Proposal, fsdp: int) -> dict[str, 
         "frozen": foot.frozen(*axes),
         "trajectories": images * foot.trajectory,
         "conditioning": (1 + proposal.asynchrony) * float(foot.conditioning),
-        **_largest(
-            foot.programs.sampling(proposal.worker_images, proposal.worker_tensor)
-            if foot.programs
-            else {}
-        ),
+        **_largest(foot.programs.sampling(proposal.worker_images, *axes) if foot.programs else {}),
     }
 
 

@@ -48,18 +48,17 @@ OnDevice = Callable[[int, int], float]
 class Programs:
     """Bytes of temporary memory of programs on a device: temporaries, and results that are not kept.
 
-    The gathered copies of parameters that fsdp splits are not counted. Activations count as if the axis
-    tensor did not split them.
-
     Attributes:
-      gradient: by the parts (data, time) into which a trainer mesh splits images and steps.
+      gradient: by the parts (data, time) into which a trainer mesh splits images and steps. The gathered
+        copies of parameters that fsdp splits are not counted.
       update: by the bytes of trained parameters on the device.
-      sampling: of each program by name, by the parts into which a mesh splits images, and its axis tensor.
+      sampling: of each program by name, by the parts into which a mesh splits images, and its axes fsdp
+        and tensor.
     """
 
     gradient: Callable[[int, int], float]
     update: Callable[[float], float]
-    sampling: Callable[[int, int], dict[str, float]]
+    sampling: Callable[[int, int, int], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
