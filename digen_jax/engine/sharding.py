@@ -13,6 +13,7 @@ from digen_jax.engine.axes import FSDP, TENSOR
 from digen_jax.errors import ConfigError
 from digen_jax.models.family import Params
 from digen_jax.weights.lora import factor_axes
+from digen_jax.weights.names import LAYERS
 
 # The tactic "fsdp" leaves smaller leaves whole: gathering them costs more than the memory they take.
 FSDP_MIN_SIZE = 2**14
@@ -34,8 +35,8 @@ class Layout:
 
     - (regex, logical axis, mesh axis): the mesh axis splits the parameter's first dimension with that
       logical axis, as in MaxText's `logical_axis_rules`;
-    - (regex, "fsdp"): the mesh axis fsdp splits the largest dimension, in parameters of `FSDP_MIN_SIZE`
-      elements or more;
+    - (regex, "fsdp"): the mesh axis fsdp splits the largest dimension other than the layers of a scan, in
+      parameters of `FSDP_MIN_SIZE` elements or more;
     - (regex, "replicate"): no later rule applies.
 
     A dimension is split at most once, by a size that divides it, and a mesh axis splits at most one dimension;
@@ -125,8 +126,10 @@ class Layout:
                 continue
             fitting = [d for d in sorted(free) if shape[d] % sizes[axis] == 0]
             if about == [SPLIT]:
-                large = fitting and math.prod(shape) >= FSDP_MIN_SIZE
-                found = max(fitting, key=lambda d: shape[d]) if large else None
+                # A scan takes one layer at a time: if layers were split, a device would gather all of them.
+                within = [d for d in fitting if not names or names[d] != LAYERS]
+                large = within and math.prod(shape) >= FSDP_MIN_SIZE
+                found = max(within, key=lambda d: shape[d]) if large else None
             else:
                 found = next((d for d in fitting if names and names[d] == about[0]), None)
             if found is not None:

@@ -10,9 +10,8 @@ from typing import Any
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from digen_jax.weights.lora import RANK
-from digen_jax.weights.names import is_scanned
+from digen_jax.weights.names import LAYERS, is_scanned
 
-LAYERS = "layers"
 NAMES = {
     LAYERS: "layers of a scan",
     "embed": "width of a network",

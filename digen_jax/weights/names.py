@@ -10,6 +10,8 @@ import re
 Path = tuple[str, ...]
 
 LEAF_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+# The logical axis along which the leaves of a scanned run are stacked.
+LAYERS = "layers"
 
 
 def tensor_names(path: Path, lists: tuple[str, ...]) -> list[str]:

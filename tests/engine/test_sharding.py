@@ -128,6 +128,14 @@ def test_by_default_tensor_splits_as_megatron_does_and_fsdp_what_is_left(family,
     assert replicated["norm1/linear/kernel"] == ()
 
 
+def test_fsdp_splits_layers_only_if_a_rule_names_them(family, monkeypatch):
+    monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 16)
+    deep, sizes = (600, 128, 128), axis_sizes(fsdp=2)
+    for rules, spec in ((FSDP, (None, "fsdp")), ((("", "layers", "fsdp"), *FSDP), ("fsdp",))):
+        layout = Layout.of(rules, family.axes())
+        assert tuple(layout.spec(f"{BLOCK}/attn/to_q/kernel", deep, sizes)) == spec
+
+
 def test_rules_over_logical_axes_compose_and_hold_for_the_components_that_they_name(
     family, monkeypatch
 ):

@@ -1,0 +1,105 @@
+"""The memory of compiled programs: parameters gathered a block at a time, sums and state in place."""
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax import assemble
+from digen_jax.config.door import open_recipe, place
+from digen_jax.run.programs import lower_generate, lower_gradient, trained_samples
+from tests.cases import quick
+from tests.compiling import users_options
+from tests.engine.test_axes import MESHES
+from tests.engine.test_axes import config as tiny_config
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+
+def outlined(base, tuning, mesh, **fields):
+    config = tiny_config(base, tuning, mesh, **fields)
+    devices = math.prod({"data": 1, **MESHES[mesh]}.values())
+    recipe = place(open_recipe(config), devices)
+    return recipe, assemble.outline(recipe, jax.devices()[:devices])
+
+
+def gathered(lowered):
+    """The shapes of all results of gathers, in the program of a user's run: optimisations may move them."""
+    text = lowered.compile(compiler_options=users_options()).as_text()
+    found = re.findall(r"= (.*?) all-gather(?:-start|-done)?\(", text)
+    return {
+        tuple(map(int, shape.split(",")))
+        for result in found
+        for shape in re.findall(r"\[([\d,]+)\]", result)
+    }
+
+
+def split_stacks(*trees):
+    """The whole shapes of stacks of blocks' kernels that fsdp splits."""
+    leaves = [leaf for leaf in jax.tree.leaves(trees) if leaf.ndim == 3 and min(leaf.shape) > 1]
+    return {leaf.shape for leaf in leaves if "fsdp" in leaf.sharding.spec}
+
+
+CASES = [
+    (tuning, program, mesh)
+    for mesh in ("fsdp", "data x fsdp x tensor")
+    for tuning in ("full", "lora")
+    for program in ("sampling", "gradient", "gradient with remat")
+]
+
+
+@pytest.mark.parametrize(("tuning", "program", "mesh"), quick(CASES, 0, 2, 4))
+def test_split_parameters_are_gathered_a_block_at_a_time(base, tuning, program, mesh):
+    remat = program == "gradient with remat"
+    # Two blocks are in a scan, and no device has two rows, so a shape (2, ...) is a stack's.
+    recipe, system = outlined(
+        base, tuning, mesh, model__remat=remat, batch__groups=6, sampler__fragment=24
+    )
+    if program == "sampling":
+        lowered = lower_generate(system, system.sampler, recipe, 24)
+    else:
+        lowered = lower_gradient(system, recipe, trained_samples(recipe))
+    stacks, found = split_stacks(system.start, system.base), gathered(lowered)
+    assert stacks and not stacks & found
+    # One block of at least one of them; other blocks are split over tensor, too.
+    assert mesh != "fsdp" or {shape[1:] for shape in stacks} & found
+
+
+def own_bytes(*trees):
+    """Bytes on one device."""
+    shards = (
+        (math.prod(a.sharding.shard_shape(a.shape)), a.dtype.itemsize)
+        for a in jax.tree.leaves(trees)
+    )
+    return sum(size * each for size, each in shards)
+
+
+def reused(lowered):
+    """Bytes of a program's results on a device that reuse the memory of an argument."""
+    return lowered.compile().memory_analysis().alias_size_in_bytes
+
+
+def test_states_and_sums_are_split_like_parameters_and_updated_in_place(base):
+    recipe, system = outlined(base, "full", "fsdp", trainer__ema=0.5, algorithm__kl_coefficient=0.1)
+    trainer, tuned = system.trainer, system.start
+    state, totals = trainer._state_shapes(tuned), trainer._totals_shapes(tuned)
+    parameters = own_bytes(tuned)
+    assert parameters < 0.3 * sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tuned)
+    )
+    scalars = 200
+    assert own_bytes(totals) < parameters + scalars
+    assert own_bytes(state) < 4 * parameters + scalars  # with two moments and the average
+
+    assert reused(trainer.lower_update(tuned)) == own_bytes(state)
+    assert reused(lower_gradient(system, recipe, trained_samples(recipe))) == own_bytes(totals)
+    sums = jax.eval_shape(trainer._zeros_of_group, tuned)
+    sums = jax.tree.map(
+        lambda leaf, at: leaf.update(sharding=at),
+        sums,
+        jax.tree.broadcast(trainer._layout(sums), sums),
+    )
+    assert reused(trainer._fold.lower(totals, sums, np.float32(1))) == own_bytes(totals)
+    assert reused(trainer._follow.lower(tuned, tuned, np.float32(0.5))) == parameters
