@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Shaped
 
 from digen_jax.engine.activations import rows_split
 from digen_jax.engine.chunks import in_chunks
@@ -62,7 +62,9 @@ class Sampler:
         self.policy, self.group, self.settings = policy, group, settings
         self.shape = policy.family.latent_shape(settings.size)
         self.sigmas = policy.family.sigmas(settings.steps, settings.size)
-        self._encode = jax.jit(policy.family.encode, out_shardings=group.replicated)
+        self._encode = jax.jit(
+            functools.partial(_encode, policy.family, group), out_shardings=group.replicated
+        )
         self._generate = jit_as_written(
             functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
         )
@@ -157,6 +159,19 @@ class Sampler:
         """What `encode` returns, as shapes."""
         prompts = jax.eval_shape(lambda weights: self.encode(weights, records), weights)
         return jax.tree.map(lambda leaf: leaf.update(sharding=self.group.replicated), prompts)
+
+
+def _encode(family: Family, group: DeviceGroup, frozen: Any, tokens: Any) -> Any:
+    """Each device encodes a part of the prompts, in chunks of a size that the family encodes in bounded memory."""
+    prompts = len(jax.tree.leaves(tokens)[0])
+
+    def filled(array: Shaped[Array, "b ..."]) -> Shaped[Array, "n ..."]:
+        free = [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, [(0, -prompts % group.images), *free], mode="edge")
+
+    encode = functools.partial(family.encode, frozen)
+    done = in_chunks(encode, jax.tree.map(filled, tokens), family.encoded_prompts, group)
+    return jax.tree.map(lambda c: c[:prompts], done)
 
 
 def _generate(

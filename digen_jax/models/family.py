@@ -48,6 +48,7 @@ class Family(Protocol):
       guidance: how the velocity is guided.
       default_steps: the default number of sampler steps of diffusers' pipeline.
       default_guidance: the default guidance of diffusers' pipeline.
+      encoded_prompts: the most prompts that a device encodes together.
       decoded_pixels: the most pixels, over all frames, that a device decodes together, unless one clip has more.
     """
 
@@ -59,6 +60,7 @@ class Family(Protocol):
     guidance: Guidance
     default_steps: int
     default_guidance: float
+    encoded_prompts: int
     decoded_pixels: int
 
     def in_dtype(self, dtype: Any) -> "Family":

@@ -96,6 +96,7 @@ class StableDiffusion3:
     # Defaults of diffusers' pipeline.
     default_steps: ClassVar[int] = 28
     default_guidance: ClassVar[float] = 7.0
+    encoded_prompts: ClassVar[int] = 64
     # Four images of 1024 x 1024.
     decoded_pixels: ClassVar[int] = 2**22
     # Parameters that no optimizer may change.

@@ -46,8 +46,9 @@ def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
         axes = measured.at_hand(fsdp, tensor)
         fragment = -(-recipe.sampler.fragment // parts)
         evaluated = -(-recipe.evaluation.batch // parts)
+        prompts = -(-recipe.drawn_groups // parts)
         return {
-            "encoding": encode(*axes),
+            "encoding": encode(prompts, *axes),
             "generating": generate(fragment, *axes),
             "evaluating": evaluate(evaluated, *axes),
             "decoding": decode(max(fragment, evaluated), *axes),
@@ -99,11 +100,13 @@ class _Measured:
         tuned = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(system.start))
         return self._needed("an update", system.trainer.lower_update(system.start)) / tuned
 
-    def encode(self, fsdp: int, tensor: int) -> float:
-        """Of a step's prompts, the results included."""
-        system = self.system(fsdp, tensor)
-        weights, records = sampler_weights(system), _records(self.recipe)
-        return self._needed("encoding", system.sampler.lower_encode(weights, records))
+    def encode(self, prompts: int, fsdp: int, tensor: int) -> float:
+        """Of `prompts` on each device, the results included, which are those of all prompts of a step."""
+        system, here = self.system(fsdp, tensor), prompts * fsdp
+        lowered = system.sampler.lower_encode(sampler_weights(system), [{"prompt": ""}] * here)
+        found = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(lowered.out_info))
+        others = found / here * (self.recipe.drawn_groups - here)
+        return self._needed(f"encoding {prompts} prompts", lowered) + others
 
     def generate(self, images: int, fsdp: int, tensor: int) -> float:
         """Of `images` on each device, without the trajectories, which are counted apart."""

@@ -97,3 +97,19 @@ def test_images_decoded_in_chunks_are_those_decoded_at_once():
     at_once, in_three = (one.sampler.decode(weights, trajectory) for one in (whole, few))
     assert in_three.sharding == at_once.sharding
     np.testing.assert_array_equal(in_three, at_once)
+
+
+@pytest.mark.parametrize("prompts", [1, 7])
+def test_prompts_encoded_in_parts_are_those_encoded_at_once(prompts):
+    config = toy.config(**toy.meshes((1, 4), (2, 2)))
+    records = said(*(f"{number} rings" for number in range(prompts)))
+    encoded = []
+    for encoded_prompts in (64, 1):
+        system = toy.system(config, family=toy.ToyFamily(encoded_prompts=encoded_prompts))
+        encoded.append(system.sampler.encode(system.publish(system.start), records))
+    family, params = toy.ToyFamily(), toy.ToyFamily().params()
+    expected = family.encode(params, family.tokenize(records))
+    for found in encoded:
+        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
+        jax.tree.map(np.testing.assert_array_equal, found.conditioning.context, expected.context)
+        np.testing.assert_allclose(found.conditioning.pooled, expected.pooled, rtol=1e-6)

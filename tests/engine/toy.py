@@ -75,6 +75,7 @@ class ToyFamily:
         default_factory=lambda: {"transformer": ("places",)}
     )
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    encoded_prompts: int = 64
     decoded_pixels: int = 2**22
     guidance: str = "classifier-free"
     trained: ClassVar = ("transformer",)

@@ -154,6 +154,30 @@ def test_decoding_takes_memory_for_a_chunk_not_for_the_batch(folder, monkeypatch
     np.testing.assert_allclose(found, whole, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("folder", ["random"], indirect=True)
+def test_encoding_takes_memory_for_a_chunk_not_for_a_step(folder, monkeypatch):
+    family, params = ours(folder)
+    weights = Weights(None, None, params)
+
+    def encode(prompts: int, at_once: int):
+        """(bytes of temporary arrays, the conditioning)."""
+        monkeypatch.setattr(type(family), "encoded_prompts", at_once)
+        sampler = Sampler(Policy(family), group(), SamplerSettings(Size(32, 32), 8, Ode()))
+        records = said(*(f"{number} rings" for number in range(prompts)))
+        program = sampler.lower_encode(weights, records).compile()
+        found = program(params, family.tokenize(records))
+        return program.memory_analysis().temp_size_in_bytes, found
+
+    with jax.default_matmul_precision("highest"):
+        (few, _), (many, whole), (chunked, found) = (
+            encode(*n) for n in ((2, 64), (16, 64), (16, 2))
+        )
+    results = sum(leaf.nbytes for leaf in whole)
+    assert chunked < few + 3 * results < many
+    for mine, other in zip(found, whole, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=2e-6 * np.abs(other).max())
+
+
 def test_flops_are_of_the_tokens_that_the_transformer_is_given(folder):
     family, params = ours(folder)
     size, config = Size(32, 48), family.transformer.config
