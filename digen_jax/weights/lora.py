@@ -16,6 +16,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
@@ -123,7 +124,8 @@ def _factors(
     factors = {}
     for path, kernel in _targets(template, config.targets, lists, component).items():
         layers = names.tensor_names((*path, "kernel"), lists)
-        keys = jnp.stack([jax.random.fold_in(key, zlib.crc32(name.encode())) for name in layers])
+        numbers = np.array([zlib.crc32(name.encode()) for name in layers], np.uint32)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
         *stack, inputs, outputs = kernel.shape
 
         def draw(key: Array, shape=(inputs, config.rank)) -> Array:

@@ -1,0 +1,50 @@
+"""The size of compiled programs does not grow with the number of blocks, which are scanned."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from digen_jax.assemble import outline
+from digen_jax.config.door import reopen_recipe
+from digen_jax.config.recipe import complete
+from digen_jax.engine.system import rounded
+from digen_jax.run.programs import lower_generate, lower_gradient, trained_samples
+from tests.tiny_runs import pipeline, tiny_config
+
+
+def of_depth(base, path, layers):
+    """The tiny pipeline with more blocks and no weights."""
+    folder = path / f"{layers}-layers"
+    shutil.copytree(pipeline(base), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    network = folder / "transformer" / "config.json"
+    network.write_text(json.dumps(json.loads(network.read_text()) | {"num_layers": layers}))
+    return folder
+
+
+def lowered(base, folder, kind):
+    config = complete(tiny_config(base, kind))
+    config.model.update(folder=str(folder), remat=True)
+    config.placement.sizes = "given"
+    config.placement.rollout.data = 0
+    recipe = reopen_recipe(config)
+    system = outline(recipe, jax.devices()[:1])
+    return {
+        "sampling": lower_generate(system, system.sampler, recipe, 8),
+        "gradient": lower_gradient(system, recipe, trained_samples(recipe)),
+        "update": system.trainer.lower_update(system.start),
+        "publication": rounded.lower(system.start, jnp.dtype("bfloat16")),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_programs_of_sixty_blocks_are_as_large_as_those_of_eight(base, tmp_path, kind):
+    few, many = (lowered(base, of_depth(base, tmp_path, layers), kind) for layers in (8, 60))
+    for name in few:
+        operations = [of[name].compile().as_text().count(" = ") for of in (few, many)]
+        assert operations[1] < 1.1 * operations[0], name
+        texts = [len(of[name].as_text()) for of in (few, many)]
+        assert texts[1] < 1.1 * texts[0], name
