@@ -14,6 +14,11 @@ from absl import logging
 from digen_jax.errors import ConfigError
 
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "digen_jax/xla"
+# Every program, however small: a second start compiles nothing.
+KEPT = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
 MOST_CPU_DEVICES = 256  # more would take minutes to start
 # Seconds that processes wait for one another at the start, and between two lines about it.
 MEETING, WORD = 300, 30
@@ -22,17 +27,29 @@ MEETING, WORD = 300, 30
 def prepare(cpu_devices: int = 1) -> None:
     """Sets up virtual CPU devices (used where there is no accelerator) and a compile cache between runs.
 
-    Devices that XLA_FLAGS asks for, and a cache that JAX's own variable names, take precedence.
+    Devices that XLA_FLAGS asks for, and settings of the cache in JAX's own variables, take precedence.
     Must be called before JAX starts.
     """
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(CACHE))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    for name, value in KEPT.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
     logging.set_verbosity(logging.ERROR)  # orbax warns of things that a user cannot change
     # transformers advises to install PyTorch, which training does not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def describe_cache() -> str:
+    """One line for the console: where the compile cache lies, and the size of its files if they are local."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder or not jax.config.jax_enable_compilation_cache:
+        return "compiled programs are not kept for the next start"
+    files = [entry for entry in pathlib.Path(folder).glob("*") if entry.is_file()]
+    size = f" ({sum(file.stat().st_size for file in files) / 2**20:.1f} MiB)" if files else ""
+    return f"compiled programs are kept in {folder}{size}"
 
 
 def join(

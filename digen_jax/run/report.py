@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.system import System
+from digen_jax.process.launching import describe_cache
 from digen_jax.process.progress import Progress
 from digen_jax.prompts.notes import tell
 from digen_jax.records.environment import note_start
@@ -42,13 +43,14 @@ class Reporter:
         self._progress: Progress | None = None
 
     def begin(self, system: System) -> None:
-        """Prints notes on the prompts, the devices of each mesh, and the layers of a LoRA, before anything slow."""
+        """Prints notes on prompts, meshes, a LoRA's layers and the compile cache, before anything slow."""
         for file in dict.fromkeys((self._recipe.prompts.file, self._recipe.evaluation.prompts)):
             tell(file, system.policy.family.cut)
         print(system.placement.describe(), flush=True)
         if lora := system.policy.lora:
             whose = "" if self._recipe.lora.targets else ", the model's own"
             print(f"LoRA of rank {lora.rank} on the layers {lora.targets}{whose}", flush=True)
+        print(describe_cache(), flush=True)
 
     def start(self, done: int, changed: list[str]) -> None:
         """Reports a start after `done` steps; `changed` lists changes of the config since the last start."""

@@ -1,0 +1,58 @@
+"""A second start of a run compiles nothing: counted in processes of their own."""
+
+import ast
+import re
+import subprocess
+import sys
+
+from tests.pipelines import environment
+from tests.tiny_runs import pipeline, prompt_file
+
+PROGRAM = """
+import collections, pathlib, sys
+from digen_jax.process.launching import prepare
+prepare()
+import jax
+from digen_jax.config.door import open_recipe
+from digen_jax.run.train import train
+from tests.tiny_runs import tiny_config
+
+base, *runs = map(pathlib.Path, sys.argv[1:])
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event.split("/")[-1]]))
+for steps, workdir in enumerate(runs, 1):
+    config = tiny_config(base, "lora")
+    config.steps = steps
+    train(open_recipe(config), workdir)
+print({name: events[name] for name in ("compile_requests_use_cache", "cache_hits", "cache_misses")})
+"""
+
+
+def started(base, cache, *runs):
+    """(the first line about the cache, counts of events) of runs of 1, 2, ... steps in one process."""
+    own = {
+        name: value
+        for name, value in environment(2, XDG_CACHE_HOME=str(cache)).items()
+        if not name.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, base, *runs], capture_output=True, text=True, env=own
+    )
+    assert done.returncode == 0, done.stderr
+    line = re.search(r"^compiled programs are .*$", done.stdout, re.MULTILINE)[0]
+    return line, ast.literal_eval(done.stdout.splitlines()[-1])
+
+
+def test_a_second_start_compiles_nothing(base, tmp_path):
+    """Neither a new run of the same config nor the continuation of the first one."""
+    pipeline(base), prompt_file(base)
+    first, other = tmp_path / "first", tmp_path / "other"
+    line, counts = started(base, tmp_path, first)
+    folder = re.escape(str(tmp_path / "digen_jax" / "xla"))
+    expected = rf"compiled programs are kept in {folder} \([\d.]+ MiB\)"
+    assert re.fullmatch(expected, line)
+    assert counts["cache_misses"] > 10
+    line, counts = started(base, tmp_path, other, first)
+    assert re.fullmatch(expected, line)
+    assert counts["cache_misses"] == 0
+    assert counts["cache_hits"] == counts["compile_requests_use_cache"] > 10
