@@ -226,6 +226,7 @@ def _around(
         step,
         recipe.noisy_steps,
         algorithm.stores_means,
+        recipe.precision.trajectory,
     )
     dtype = recipe.precision.sent
     sampling = family.in_dtype(dtype) if dtype else family

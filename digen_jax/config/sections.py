@@ -44,6 +44,8 @@ class PrecisionSection:
     frozen: DType = "float32"
     # of the weights that samplers are sent, and of their arithmetic; "": both as in training
     published: Literal["", DType] = ""
+    # of the stored transitions; the sampler continues from the rounded images, so every step is rounded to it
+    trajectory: DType = "float32"
 
     @property
     def exact_ratios(self) -> bool:

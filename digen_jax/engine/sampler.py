@@ -26,7 +26,7 @@ from digen_jax.models.family import Family, Record, Size
 class SamplerSettings:
     """Sampling settings. `length` successive steps use `step` and are stored; the others have no noise.
 
-    `store_means` also stores the means of these steps.
+    `store_means` also stores the means of these steps. Images are rounded to `store_dtype` after every step.
     """
 
     size: Size
@@ -34,6 +34,7 @@ class SamplerSettings:
     step: ReverseStep
     length: int = 0
     store_means: bool = False
+    store_dtype: str = "float32"
 
 
 class Weights(NamedTuple):
@@ -201,7 +202,8 @@ def _generate(
             settings.step,
             keys,
             (start, settings.length),
-            store_means=settings.store_means,
+            settings.store_dtype,
+            settings.store_means,
         )
     if trained is None:
         return trajectory

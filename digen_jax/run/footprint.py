@@ -4,8 +4,8 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 
-from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.assemble import make_policy, parameter_shapes, recipe_family
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import axis_sizes
@@ -45,19 +45,21 @@ def model_footprint(recipe: Recipe) -> Footprint:
         sampler_base=sizes(sent[1]),
         frozen=sizes(frozen),
         copies=(recipe.trainer.ema > 0) + (algorithm.slow_copy is not None),
-        trajectory=stored_bytes(algorithm, recipe.noisy_steps, latent),
+        trajectory=stored_bytes(recipe, latent),
         conditioning=_encoded(policy, recipe.drawn_groups, frozen),
         trainer_fsdp=placement.trainer.fsdp,
         worker_fsdp=placement.rollout.fsdp,
     )
 
 
-def stored_bytes(algorithm: Algorithm, steps: int, latent: tuple[int, ...]) -> int:
-    """Bytes that are stored for an image until it is trained, in float32."""
+def stored_bytes(recipe: Recipe, latent: tuple[int, ...]) -> int:
+    """Bytes that are stored for an image until it is trained."""
     size = math.prod(latent)
-    if algorithm.objective == "matching":
+    if recipe.algorithm.objective == "matching":
         return 4 * (size + 2)  # the image and its key
-    return 4 * steps * ((3 if algorithm.stores_means else 2) * size + 1)  # x, x_next, log_prob
+    images = 2 * size * jnp.dtype(recipe.precision.trajectory).itemsize  # x, x_next
+    mean = 4 * size if recipe.algorithm.stores_means else 0
+    return recipe.noisy_steps * (images + mean + 4)  # log_prob
 
 
 def _encoded(policy: Policy, groups: int, frozen: Params) -> int:

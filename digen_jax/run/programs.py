@@ -111,7 +111,7 @@ class _Measured:
     def generate(self, images: int, fsdp: int, tensor: int) -> float:
         """Of `images` on each device, without the trajectories, which are counted apart."""
         system, recipe = self.system(fsdp, tensor), self.recipe
-        kept = images * stored_bytes(recipe.algorithm, recipe.noisy_steps, system.sampler.shape)
+        kept = images * stored_bytes(recipe, system.sampler.shape)
         lowered = lower_generate(system, system.sampler, recipe, images * fsdp)
         return max(0, self._needed(f"generating {images} images", lowered) - kept)
 

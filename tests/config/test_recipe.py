@@ -581,6 +581,12 @@ def of_method(given, name, **fields):
         ("awm", dict(sampler__kind="cps"), "config.algorithm.name = 'awm' trains final images"),
         ("awm", dict(sampler__noise_level=0.8), "config.sampler.noise_level of ode is 0.8; set it"),
         (
+            "awm",
+            dict(precision__trajectory="bfloat16"),
+            "config.precision.trajectory = 'bfloat16' is the type of stored transitions, but "
+            "config.algorithm.name = 'awm' trains final images: set it to 'float32'",
+        ),
+        (
             "diffusion_nft",
             dict(sampler__steps=6),
             "config.algorithm.times.count is 7; train 1 to 6, the sampler's steps",

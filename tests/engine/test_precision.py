@@ -58,6 +58,32 @@ def test_pictures_hardly_change_by_rounding_what_is_never_trained(base):
     assert 0 < change.mean() < 0.02
 
 
+def test_trajectories_in_half_precision_are_replayed_as_sampled(base):
+    """The log-probability is that of the rounded image, and the next step starts from it."""
+    c = tiny_config(base, "full", "one device", algorithm__old_log_probs="rollout")
+    c.precision = dict(trajectory="bfloat16")
+    system = assemble.build(place(open_recipe(c), 1), jax.devices()[:1])
+    weights = system.publish(system.start)
+    prompts = system.sampler.encode(weights, said("a photo of a star", "two rings"))
+    keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
+    made = system.sampler.generate(weights, prompts, ROWS, keys)
+    x, x_next = made.transitions.x, made.transitions.x_next
+    assert types((x, x_next, made.latents)) == {HALF}
+    np.testing.assert_array_equal(x[1], x_next[0])
+    assert system.sampler.decode(weights, made).dtype == jnp.float32
+
+    def deviation(transitions):
+        images = Images(0, ROWS, transitions, made.sigmas)
+        experience = toy.receive(system, prompts, images, ADVANTAGES)
+        state = system.trainer.init(jax.tree.map(jnp.copy, system.start))
+        sums = system.trainer.accumulate(state, system.base, experience, None).sums
+        return sums["ratio_deviation"] / sums["weight"]
+
+    assert deviation(made.transitions) < 2e-6
+    off = made.transitions._replace(x_next=x_next.astype(jnp.float32) * 1.002)
+    assert deviation(off) > 1e-4
+
+
 # --------------------------------------------------------------------------- casts before gathers
 
 

@@ -34,6 +34,9 @@ def test_the_footprint_is_the_models(base):
     # An autoencoder of three resolutions: 8 x 8 latents of 4 channels, twice, and the log-probability.
     side = 32 // 4
     assert found.trajectory == 2 * 4 * (2 * side * side * 4 + 1)
+    config.precision.trajectory = "bfloat16"
+    half = model_footprint(reopen_recipe(config)).trajectory
+    assert half == 2 * (2 * 2 * side * side * 4 + 4)
     # Of two prompts, and of the empty one for both: 12 tokens of width 32, and a pooled vector of width 16.
     assert found.conditioning == 3 * 4 * (12 * 32 + 16)
 

@@ -85,6 +85,11 @@ def _check_final_images(recipe: Recipe) -> None:
             "config.sampler.window.length to 0, config.sampler.kind to 'ode' or 'dpm2', and "
             "config.sampler.noise_level to 0"
         )
+    if recipe.precision.trajectory != "float32":
+        raise ConfigError(
+            f"config.precision.trajectory = {recipe.precision.trajectory!r} is the type of stored transitions, but "
+            f"config.algorithm.name = {name!r} trains final images: set it to 'float32'"
+        )
 
 
 def _check_ranking(recipe: Recipe) -> None:
