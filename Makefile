@@ -22,10 +22,10 @@ docs: $(VENV)/train
 # Test processes share the modules' bytecode, even where the shell turns that off.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not tpu"
 
 test-slow: $(VENV)/dev
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not tpu"
 
 lint: $(VENV)/dev
 	$(RUN) -m ruff check .

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from digen_jax.algorithms.algorithm import Algorithm
+from digen_jax.attention.kernels import choose
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import DeviceGroup, Placement, check_processes, make_placement
 from digen_jax.engine.policy import Policy
@@ -93,7 +94,7 @@ def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
         family = load_family(folder, recipe.precision.arithmetic, recipe.model.remat)
     layout = Layout.of(recipe.placement.rules, family.axes())
     layout.check()
-    placement = make_placement(sizes, layout, devices)
+    placement = make_placement(sizes, layout, devices, recipe.model.attention)
     check_model(recipe, family, placement)
     start = None
     if recipe.lora.start:
@@ -114,7 +115,8 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
 
     Raises:
       ConfigError: an image size or a guidance that the model has not, a window with steps that cannot be trained,
-        a LoRA without layers or of too large a rank, or a parameter that no sharding rule matches.
+        an attention kernel that cannot compute it, a LoRA without layers or of too large a rank, or a parameter
+        that no sharding rule matches.
     """
     sampler, shapes = recipe.sampler, family.shapes()
     size = Size(recipe.model.height, recipe.model.width)
@@ -123,6 +125,7 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
     with blame("config.sampler.steps: "):
         sigmas = family.sigmas(sampler.steps, size)
     _check_guidance(recipe, family)
+    attention_kernels(recipe, family, placement)
     if recipe.noisy_steps:
         with blame("config.sampler.window: "):
             recipe.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
@@ -134,6 +137,25 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
             check_rank(recipe.lora.rank, tuned)
     for tree in (tuned, shapes):
         placement.trainer.params(tree)
+
+
+def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> dict[str, str]:
+    """The kernel of the network's attention in "sampling" and in "training": see `attention.kernels`.
+
+    Raises:
+      ConfigError: the one that was asked for cannot compute it.
+    """
+    precision, heads = recipe.precision, family.heads
+    dtypes = {
+        "sampling": (placement.rollout, precision.published or precision.arithmetic),
+        "training": (placement.trainer, precision.arithmetic),
+    }
+    return {
+        work: choose(
+            group.attention, group.mesh.devices.flat[0], dtype, heads.width, heads.weighted
+        )
+        for work, (group, dtype) in dtypes.items()
+    }
 
 
 def _check_guidance(recipe: Recipe, family: Family) -> None:
@@ -190,7 +212,7 @@ def outline(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     """
     family = recipe_family(recipe)
     layout = Layout.of(recipe.placement.rules, family.axes())
-    placement = make_placement(recipe.placement.meshes, layout, devices)
+    placement = make_placement(recipe.placement.meshes, layout, devices, recipe.model.attention)
     shapes = parameter_shapes(recipe, family)
     start, base = (lying(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = lying(shapes.frozen, placement.rollout)

@@ -94,6 +94,14 @@ def refused(config, devices=8):
             "config.model.height and config.model.width: an image of 32x8000",
         ),
         (
+            dict(model__attention="splash"),
+            "config.model.attention = 'splash' cannot be used, because splash attention runs on TPUs",
+        ),
+        (
+            dict(model__attention="flash"),
+            "config.model.attention is 'flash'; did you mean 'splash'? It must be one of 'auto', 'xla', ",
+        ),
+        (
             dict(sampler__window=dict(first=4, length=4)),
             "config.sampler.window: step 7 of the window [4, 8) has no noise (Cps from sigma 0.001 "
             "to 0); end the window before it",

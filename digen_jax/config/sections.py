@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from digen_jax.algorithms.advantages import AdvantageSettings, Baseline, Combine, DDof, Std
+from digen_jax.attention.kernels import Kernel
 from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sharding import REPLICATED
@@ -29,6 +30,9 @@ class ModelSection:
     height: int = 32  # height of the images, in pixels
     width: int = 32  # width of the images, in pixels
     remat: bool = False  # recompute activations in the backward pass: less memory, more time
+    # what computes attention: "splash" on TPUs, "cudnn" on NVIDIA's GPUs in bfloat16, "xla" anywhere, with more
+    # memory; "auto": the kernel for the devices, or XLA where it has none for the model
+    attention: Kernel = "auto"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,23 +1,36 @@
-"""Sharding of a network's activations on a mesh that splits its parameters over several axes."""
+"""What a network is told of the mesh while it is traced: how activations are split, and what attends."""
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import flax.linen as nn
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from digen_jax.attention.surroundings import on_mesh
 from digen_jax.engine.axes import TENSOR, parts
 
 
-def rows_split(sharding: NamedSharding) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def traced_on(sharding: NamedSharding, attention: str) -> Iterator[None]:
+    """A context for tracing networks whose programs XLA partitions.
+
+    Args:
+      sharding: of the rows of activations.
+      attention: the kernel that was asked for, see `attention.kernels`.
+    """
+    rows, *_ = sharding.spec
+    with on_mesh(sharding.mesh, rows, TENSOR, attention), _rows_split(sharding):
+        yield
+
+
+def _rows_split(sharding: NamedSharding) -> AbstractContextManager[None]:
     """A context in which the rows of every linear layer's and convolution's output are split as in `sharding`.
 
     XLA chooses the sharding of their other dimensions. If parameters are split over fsdp and tensor, it would
     otherwise split the rows over data only and compute with each part of a parameter on its device, which moves
     activations instead of parameters. If nothing is split over tensor, it finds the sharding of rows itself.
-
-    It acts while a module is traced, so enter it inside the jitted function.
     """
     mesh, (rows, *_) = sharding.mesh, sharding.spec
     if mesh.shape[TENSOR] == 1:

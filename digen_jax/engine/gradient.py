@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from digen_jax.engine.activations import rows_split
+from digen_jax.attention.surroundings import on_device
+from digen_jax.engine.activations import traced_on
 from digen_jax.engine.axes import SAMPLES
 from digen_jax.engine.packing import MicroBatch, Shared, merged, merged_on_device
 from digen_jax.engine.placement import DeviceGroup
@@ -36,15 +37,16 @@ def sum_passes(
 
         return jax.lax.scan(body, totals, micros)[0]
 
-    def on_device(parameters, shared, micros, totals):
+    def own_share(parameters, shared, micros, totals):
         first = jax.lax.axis_index(SAMPLES) == 0
         mine = jax.tree.map(lambda a: jnp.where(first, a, 0), totals)
-        mine = scan(parameters, shared, micros, mine, merged_on_device, lambda sums: sums)
+        with on_device(group.mesh.devices.flat[0], group.attention):
+            mine = scan(parameters, shared, micros, mine, merged_on_device, lambda sums: sums)
         return jax.lax.psum(mine, SAMPLES)
 
     whole = PartitionSpec()
     if group.mesh.size == 1 or not all(map(group.holds_whole, parameters)):
-        with rows_split(group.merged):
+        with traced_on(group.merged, group.attention):
             return scan(
                 parameters,
                 shared,
@@ -55,7 +57,7 @@ def sum_passes(
             )
     # Unchecked, because the check would make every gradient of whole parameters a sum over all devices.
     return jax.shard_map(
-        on_device,
+        own_share,
         mesh=group.mesh,
         in_specs=(whole, whole, group.passes(1).spec, whole),
         out_specs=whole,

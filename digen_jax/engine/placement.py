@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from digen_jax.attention.kernels import AUTO
 from digen_jax.engine.axes import BATCH, DATA, MODEL, SAMPLES, TIME, make_mesh, parts
 from digen_jax.engine.sharding import Layout, name_of
 from digen_jax.errors import ConfigError
@@ -16,10 +17,11 @@ from digen_jax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroup:
-    """One mesh (`axes.make_mesh`), and the layout of parameters on it."""
+    """One mesh (`axes.make_mesh`), the layout of parameters on it, and the kernel of attention that was asked for."""
 
     mesh: Mesh
     layout: Layout = dataclasses.field(default_factory=Layout)
+    attention: str = AUTO
 
     @property
     def replicated(self) -> NamedSharding:
@@ -180,23 +182,27 @@ class Placement:
         return f"disaggregated: of {rollout + trainer} devices ({kind}) {rollout} sample{apart} and {trainer} train"
 
 
-def make_placement(sizes: MeshSizes, layout: Layout, devices: Sequence[jax.Device]) -> Placement:
+def make_placement(
+    sizes: MeshSizes, layout: Layout, devices: Sequence[jax.Device], attention: str = AUTO
+) -> Placement:
     """Meshes of the given sizes on the first of `devices`; with one device everything is colocated on it.
+
+    `attention` is the kernel that was asked for.
 
     Raises:
       ConfigError: there are too few devices, or they belong to several processes and the trainer does not take all.
     """
     check_processes(sizes, devices)
     if len(devices) == 1:
-        return Placement((), DeviceGroup(make_mesh(devices), layout))
+        return Placement((), DeviceGroup(make_mesh(devices), layout, attention))
     size, trainer = mesh_sizes(sizes, len(devices))
     sampler = dataclasses.asdict(sizes.rollout)
     starts = range(0, size * sampler.pop("workers"), size) if size else ()
     sampling = (make_mesh(devices[i : i + size], **sampler) for i in starts)
     first = size * len(starts)
     training = make_mesh(devices[first : first + trainer], **dataclasses.asdict(sizes.trainer))
-    rollouts = tuple(DeviceGroup(mesh, layout) for mesh in sampling)
-    return Placement(rollouts, DeviceGroup(training, layout))
+    rollouts = tuple(DeviceGroup(mesh, layout, attention) for mesh in sampling)
+    return Placement(rollouts, DeviceGroup(training, layout, attention))
 
 
 def processes_of(devices: Iterable[jax.Device]) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, Shaped
 
-from digen_jax.engine.activations import rows_split
+from digen_jax.engine.activations import traced_on
 from digen_jax.engine.chunks import in_chunks
 from digen_jax.engine.hosts import put
 from digen_jax.engine.placement import DeviceGroup
@@ -194,7 +194,7 @@ def _generate(
     null = of_rows(prompts.null, rows)
     velocity = policy.velocity(weights.tuned, weights.base, conditioning, null)
     noise = split(start_noise(start_keys, shape))
-    with rows_split(group.batch):
+    with traced_on(group.batch, group.attention):
         trajectory = sample(
             velocity,
             noise,

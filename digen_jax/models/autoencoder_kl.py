@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from digen_jax.attention.attend import attend
 from digen_jax.json_fields import check_values, number
 
 LISTS: tuple[str, ...] = (
@@ -172,7 +173,7 @@ class Attention(nn.Module):
             nn.Dense(channels, dtype=self.dtype, name=name)(tokens)
             for name in ("to_q", "to_k", "to_v")
         )
-        y = jax.nn.dot_product_attention(q, k, v)
+        y = attend(q, k, v)
         return x + nn.Dense(channels, dtype=self.dtype, name="to_out_0")(y).reshape(x.shape)
 
 

@@ -7,11 +7,11 @@ import dataclasses
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from digen_jax.attention.attend import attend
 from digen_jax.json_fields import check_values, number
 
 LISTS: tuple[str, ...] = ("layers",)
@@ -135,7 +135,7 @@ class CLIPAttention(nn.Module):
             nn.Dense(x.shape[-1], dtype=self.dtype, name=name)(x).reshape(heads)
             for name in ("q_proj", "k_proj", "v_proj")
         )
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        y = attend(q, k, v, causal=True).reshape(x.shape)
         return nn.Dense(x.shape[-1], dtype=self.dtype, name="out_proj")(y)
 
 

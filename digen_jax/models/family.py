@@ -35,6 +35,14 @@ class Size(NamedTuple):
     frames: int = 1
 
 
+class Heads(NamedTuple):
+    """The attention of the trained components."""
+
+    number: int
+    width: int  # channels of one
+    weighted: bool = False  # some keys have weights: `attention.attend.attend`
+
+
 @runtime_checkable
 class Family(Protocol):
     """The networks and tokenizers of one pipeline folder; parameters are passed to each call.
@@ -46,6 +54,7 @@ class Family(Protocol):
       frozen: for each component, paths of a trained one's parameters that no optimizer may change.
       lora_targets: the linear layers that LoRA adapts by default, as a regular expression for their whole torch names.
       guidance: how the velocity is guided.
+      heads: the attention heads of the trained components.
       default_steps: the default number of sampler steps of diffusers' pipeline.
       default_guidance: the default guidance of diffusers' pipeline.
       encoded_prompts: the most prompts that a device encodes together.
@@ -58,6 +67,7 @@ class Family(Protocol):
     frozen: Mapping[str, Sequence[str]]
     lora_targets: str
     guidance: Guidance
+    heads: Heads
     default_steps: int
     default_guidance: float
     encoded_prompts: int

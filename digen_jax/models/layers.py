@@ -9,6 +9,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from digen_jax.attention.attend import attend_jointly
+
 EPSILON = 1e-6
 
 linear_init = nn.initializers.xavier_uniform()
@@ -133,9 +135,9 @@ class JointAttention(nn.Module):
         self,
         x: Float[Array, "b n d"],
         context: Float[Array, "b m d"] | None = None,
-        key_bias: Float[Array, "1 1 1 s"] | None = None,
+        log_weights: Float[np.ndarray, "s"] | None = None,
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b m d"] | None]:
-        """Attended x and context; `key_bias` is added to the scores of the n + m keys."""
+        """Attended x and context; `log_weights` are those of the n + m keys."""
 
         def linear(name: str, tokens: Array) -> Array:
             features = tokens.shape[-1]
@@ -147,18 +149,19 @@ class JointAttention(nn.Module):
                 return out
             return nn.RMSNorm(EPSILON, dtype=self.dtype, name=norm)(out)
 
-        q, k, v = split("to_q", x, "norm_q"), split("to_k", x, "norm_k"), split("to_v", x)
+        def merged(out: Array) -> Array:
+            return out.reshape(*out.shape[:2], -1)
+
+        q, k, v = [split("to_q", x, "norm_q")], [split("to_k", x, "norm_k")], [split("to_v", x)]
         if context is not None:
             # computed even if the context is not updated: the checkpoint has its parameters
             q_context = split("add_q_proj", context, "norm_added_q")
-            k = jnp.concatenate([k, split("add_k_proj", context, "norm_added_k")], axis=1)
-            v = jnp.concatenate([v, split("add_v_proj", context)], axis=1)
+            k.append(split("add_k_proj", context, "norm_added_k"))
+            v.append(split("add_v_proj", context))
             if not self.context_pre_only:
-                q = jnp.concatenate([q, q_context], axis=1)
-        out = jax.nn.dot_product_attention(q, k, v, bias=key_bias)
-        out = out.reshape(*out.shape[:2], -1)
-        n = x.shape[1]
-        x_out = linear("to_out_0", out[:, :n])
-        if context is None or self.context_pre_only:
+                q.append(q_context)
+        out, *context_out = attend_jointly(q, k, v, log_weights=log_weights)
+        x_out = linear("to_out_0", merged(out))
+        if not context_out:
             return x_out, None
-        return x_out, linear("to_add_out", out[:, n:])
+        return x_out, linear("to_add_out", merged(context_out[0]))

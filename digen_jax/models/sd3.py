@@ -162,20 +162,20 @@ class JointTransformerBlock(nn.Module):
     """MMDiT block: two streams, image and text, joined in attention.
 
     `dual` adds SD3.5's second attention over the image alone. With `context_pre_only` (the last
-    block) the text is attended to but not updated.
+    block) the text is attended to but not updated. Its last token counts as `last_counts` equal ones.
     """
 
     config: SD3Config
     dual: bool
     context_pre_only: bool
     dtype: DTypeLike
+    last_counts: int = 1
 
     @nn.compact
     def __call__(
         self,
         streams: tuple[Float[Array, "b n d"], Float[Array, "b m d"]],
         embedding: Float[Array, "b d"],
-        key_bias: Float[Array, "1 1 1 s"] | None,
     ) -> tuple[tuple[Float[Array, "b n d"], Float[Array, "b m d"]], None]:
         """Updates (image, text); the second result is for `nn.scan`, which collects nothing."""
         x, context = streams
@@ -190,7 +190,11 @@ class JointTransformerBlock(nn.Module):
             shift, scale, *context_rest = layers.Modulation(6, name="norm1_context")(embedding)
         text = layers.modulate(layers.layer_norm(context), shift, scale, self.dtype)
 
-        image, text = self._attention("attn", self.context_pre_only)(image, text, key_bias)
+        weights = None
+        if self.last_counts > 1:
+            weights = np.zeros(image.shape[1] + text.shape[1], np.float32)
+            weights[-1] = np.log(self.last_counts)
+        image, text = self._attention("attn", self.context_pre_only)(image, text, weights)
         x = self._residual(x, gate, image)
         if self.dual:
             shift, scale, gate = rest[3:]
@@ -240,27 +244,24 @@ class SD3Transformer(nn.Module):
 
         `null_tokens` all-zero tokens are appended to the context, as diffusers' pipeline does (256 by
         default) without a T5. Context tokens have no position, so n equal tokens act as one whose
-        attention score is log n higher: one token is appended, with that bias.
+        attention score is log n higher: one token is appended, with that weight.
         """
         config = self.config
         x = PatchEmbed(config, self.dtype, name="pos_embed")(latents)
         embed = TimeTextEmbed(config.dim, name="time_text_embed")
         embedding = embed(sigma * NUM_TRAIN_TIMESTEPS, pooled)
-        key_bias = None
         if null_tokens:
             context = jnp.pad(context, ((0, 0), (0, 1), (0, 0)))
-            tokens = x.shape[1] + context.shape[1]
-            key_bias = jnp.zeros((1, 1, 1, tokens)).at[..., -1].set(np.log(null_tokens))
         context = nn.Dense(
             config.dim, dtype=self.dtype, kernel_init=layers.linear_init, name="context_embedder"
         )(context)
         streams = (x, context)
         for first, last, dual in segments(config):
-            streams, _ = self._blocks(first, last, dual)(streams, embedding, key_bias)
+            streams, _ = self._blocks(first, last, dual, null_tokens)(streams, embedding)
         return self._velocity(streams[0], embedding, latents.shape)
 
-    def _blocks(self, first: int, last: int, dual: bool) -> nn.Module:
-        """Blocks first..last, scanned if there are several."""
+    def _blocks(self, first: int, last: int, dual: bool, null_tokens: int) -> nn.Module:
+        """Blocks first..last, scanned if there are several; the last context token counts as `null_tokens`."""
         scanned = last > first
         block = JointTransformerBlock
         if self.remat:
@@ -273,11 +274,12 @@ class SD3Transformer(nn.Module):
                 block,
                 variable_axes={"params": 0, "lora": 0},
                 split_rngs={"params": True},
-                in_axes=(nn.broadcast, nn.broadcast),
+                in_axes=nn.broadcast,
                 length=last - first + 1,
             )
         context_pre_only = last == self.config.num_layers - 1
-        return block(self.config, dual, context_pre_only, self.dtype, name=name)
+        last_counts = max(1, null_tokens)
+        return block(self.config, dual, context_pre_only, self.dtype, last_counts, name=name)
 
     def _velocity(
         self, x: Float[Array, "b n d"], embedding: Float[Array, "b d"], shape: tuple[int, ...]

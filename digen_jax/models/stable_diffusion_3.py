@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models import autoencoder_kl, clip_text, clip_tokenizer, sd3, sd3_flops
-from digen_jax.models.family import Guidance, Params, Record, Size
+from digen_jax.models.family import Guidance, Heads, Params, Record, Size
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.precision import exact_products
 from digen_jax.weights import folder as weights
@@ -159,6 +159,12 @@ class StableDiffusion3:
     def in_dtype(self, dtype: Any) -> "StableDiffusion3":
         """The same family, whose transformer computes in this dtype."""
         return dataclasses.replace(self, transformer=self.transformer.clone(dtype=jnp.dtype(dtype)))
+
+    @property
+    def heads(self) -> Heads:
+        """Those of the transformer; the token that stands for the T5's has a weight."""
+        config = self.transformer.config
+        return Heads(config.num_attention_heads, config.attention_head_dim, weighted=True)
 
     # ---------------------------------------------------------------- prompts -> conditioning
 

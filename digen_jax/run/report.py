@@ -4,6 +4,7 @@ import pathlib
 import time
 from collections.abc import Callable
 
+from digen_jax.assemble import attention_kernels
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.system import System
 from digen_jax.process.launching import describe_cache
@@ -47,6 +48,10 @@ class Reporter:
         for file in dict.fromkeys((self._recipe.prompts.file, self._recipe.evaluation.prompts)):
             tell(file, system.policy.family.cut)
         print(system.placement.describe(), flush=True)
+        kernels = attention_kernels(self._recipe, system.policy.family, system.placement)
+        print(
+            "attention: " + ", ".join(f"{k} in {work}" for work, k in kernels.items()), flush=True
+        )
         if lora := system.policy.lora:
             whose = "" if self._recipe.lora.targets else ", the model's own"
             print(f"LoRA of rank {lora.rank} on the layers {lora.targets}{whose}", flush=True)

@@ -24,7 +24,7 @@ from digen_jax.engine.system import System
 from digen_jax.engine.trainer import TrainState
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models import sd3
-from digen_jax.models.family import Size
+from digen_jax.models.family import Heads, Size
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import training
@@ -78,6 +78,7 @@ class ToyFamily:
     encoded_prompts: int = 64
     decoded_pixels: int = 2**22
     guidance: str = "classifier-free"
+    heads: ClassVar = Heads(2, 8)
     trained: ClassVar = ("transformer",)
     unused: ClassVar = ()
     lora_targets: ClassVar = "inside|outside"

@@ -1,0 +1,103 @@
+"""Softmax attention, by the kernel that fits the devices; for the choice see `kernels`."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from digen_jax.attention import cudnn, splash
+from digen_jax.attention.kernels import CUDNN, SPLASH, XLA, choose
+from digen_jax.attention.partition import Streams, on_each_device
+from digen_jax.attention.surroundings import current
+
+
+def attend(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t g d"],
+    v: Float[Array, "b t g d"],
+    lengths: Int[Array, "b"] | None = None,
+    log_weights: Float[np.ndarray, "t"] | None = None,
+    causal: bool = False,
+) -> Float[Array, "b s h d"]:
+    """softmax(q k / sqrt(d) + log_weights) v, with float32 scores and softmax.
+
+    The kernel, and how it is split over devices, depend on `surroundings`; without any it is XLA's.
+
+    Args:
+      q: queries.
+      k: keys, with grouped heads where h is a multiple of g (arXiv 2305.13245).
+      v: values.
+      lengths: each row's number of keys that count, at least 1; padding is behind these. None: all count.
+      log_weights: added to the scores of each key: a key of weight n counts as n equal ones. Finite.
+      causal: a query attends to keys up to its own place; always by XLA.
+
+    Raises:
+      ConfigError: the kernel that was asked for cannot compute this.
+    """
+    return attend_jointly((q,), (k,), (v,), lengths, log_weights, causal)[0]
+
+
+def attend_jointly(
+    q: Streams,
+    k: Streams,
+    v: Streams,
+    lengths: Int[Array, "b"] | None = None,
+    log_weights: Float[np.ndarray, "t"] | None = None,
+    causal: bool = False,
+) -> tuple[Array, ...]:
+    """`attend` over the tokens of several streams, one behind the other; one result for each stream of queries.
+
+    `lengths` and `log_weights` are about the keys of all streams.
+    """
+    around = current()
+    first = q[0]
+    kernel = XLA
+    if not causal:
+        weighted = log_weights is not None
+        kernel = choose(around.kernel, around.device, first.dtype, first.shape[-1], weighted)
+    whole = functools.partial(_whole, kernel, log_weights, causal)
+    if around.mesh is None or kernel == XLA:
+        return whole(tuple(q), tuple(k), tuple(v), lengths)
+    return on_each_device(around, whole, tuple(q), tuple(k), tuple(v), lengths)
+
+
+def _whole(
+    kernel: str,
+    log_weights: Float[np.ndarray, "t"] | None,
+    causal: bool,
+    q: Streams,
+    k: Streams,
+    v: Streams,
+    lengths: Int[Array, "b"] | None,
+) -> tuple[Array, ...]:
+    """Of arrays that nothing splits, or whose program XLA partitions."""
+    sizes = [stream.shape[1] for stream in q]
+    arrays = (a[0] if len(a) == 1 else jnp.concatenate(a, axis=1) for a in (q, k, v))
+    if kernel == SPLASH:
+        out = splash.attend(*arrays, lengths, log_weights)
+    elif kernel == CUDNN:
+        out = cudnn.attend(*arrays, lengths, log_weights)
+    else:
+        out = _xla(*arrays, lengths, log_weights, causal)
+    if len(sizes) == 1:
+        return (out,)
+    return tuple(jnp.split(out, list(itertools.accumulate(sizes))[:-1], axis=1))
+
+
+def _xla(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t g d"],
+    v: Float[Array, "b t g d"],
+    lengths: Int[Array, "b"] | None,
+    log_weights: Float[np.ndarray, "t"] | None,
+    causal: bool,
+) -> Float[Array, "b s h d"]:
+    bias = None
+    if log_weights is not None:
+        bias = jnp.asarray(log_weights, jnp.float32)[None, None, None]
+    return jax.nn.dot_product_attention(
+        q, k, v, bias, is_causal=causal, key_value_seq_lengths=lengths, implementation="xla"
+    )

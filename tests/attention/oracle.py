@@ -1,0 +1,42 @@
+"""Plain attention in float64, written out."""
+
+import numpy as np
+
+
+def attention(q, k, v, lengths=None, log_weights=None, causal=False):
+    """softmax(q k / sqrt(d) + log_weights) v for [b s h d] and [b t g d], query by query."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    shared = q.shape[2] // k.shape[2]
+    out = np.zeros(q.shape)
+    for row, query, head in np.ndindex(*q.shape[:3]):
+        count = k.shape[1] if lengths is None else lengths[row]
+        if causal:
+            count = min(count, query + 1)
+        scores = k[row, :count, head // shared] @ q[row, query, head] / np.sqrt(q.shape[3])
+        if log_weights is not None:
+            scores = scores + log_weights[:count]
+        weights = np.exp(scores - scores.max())
+        out[row, query, head] = weights @ v[row, :count, head // shared] / weights.sum()
+    return out
+
+
+def gradients(q, k, v, direction, lengths=None, log_weights=None):
+    """Those of the sum of attention times `direction`, by the softmax's Jacobian."""
+    q, k, v, direction = (np.asarray(a, np.float64) for a in (q, k, v, direction))
+    shared, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for row, head in np.ndindex(q.shape[0], q.shape[2]):
+        count, group = k.shape[1] if lengths is None else lengths[row], head // shared
+        keys, values = k[row, :count, group], v[row, :count, group]
+        scores = scale * q[row, :, head] @ keys.T
+        if log_weights is not None:
+            scores = scores + log_weights[:count]
+        p = np.exp(scores - scores.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        d = direction[row, :, head]
+        dp = d @ values.T
+        ds = scale * p * (dp - (p * dp).sum(1, keepdims=True))
+        dq[row, :, head] = ds @ keys
+        dk[row, :count, group] += ds.T @ q[row, :, head]
+        dv[row, :count, group] += p.T @ d
+    return dq, dk, dv

@@ -1,0 +1,128 @@
+"""Attention by XLA, and what does not depend on the kernel: streams, weights of keys, parts of a mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax.attention import cudnn, key_weights
+from digen_jax.attention.attend import attend, attend_jointly
+from digen_jax.attention.partition import on_each_device
+from digen_jax.attention.surroundings import Surroundings, current, on_device, on_mesh
+from digen_jax.engine.axes import make_mesh
+from tests.attention import oracle
+from tests.attention.cases import draw, error, gradients_of, weights
+
+EXACT = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "lengths", "weighted"),
+    [(2, 2, None, False), (4, 2, [7, 3], False), (3, 1, None, True), (2, 2, [7, 5], True)],
+)
+def test_xla_and_its_gradients_are_attention_written_out(heads, groups, lengths, weighted):
+    q, k, v, direction = draw(2, 5, 7, heads, groups, 8)
+    log_weights = weights(7) if weighted else None
+    rows = None if lengths is None else jnp.array(lengths)
+    found = gradients_of(functools.partial(attend, lengths=rows, log_weights=log_weights))
+    out, *gradients = found(q, k, v, direction)
+    assert error(out, oracle.attention(q, k, v, lengths, log_weights)) < EXACT
+    expected = oracle.gradients(q, k, v, direction, lengths, log_weights)
+    assert all(error(*pair) < EXACT for pair in zip(gradients, expected, strict=True))
+
+
+def test_causal_attention_is_to_the_keys_so_far():
+    q, k, v, _ = draw(2, 6, 6, 2, 2, 8)
+    assert error(attend(q, k, v, causal=True), oracle.attention(q, k, v, causal=True)) < EXACT
+
+
+def test_streams_attend_to_one_another_and_come_back_apart():
+    q, k, v, _ = draw(2, 7, 7, 2, 2, 8)
+    cut = functools.partial(np.split, indices_or_sections=[4], axis=1)
+    streams = [[jnp.asarray(part) for part in cut(a)] for a in (q, k, v)]
+    found = attend_jointly(*streams)
+    assert [part.shape[1] for part in found] == [4, 3]
+    whole = oracle.attention(q, k, v)
+    assert error(jnp.concatenate(found, axis=1), whole) < EXACT
+    (first,) = attend_jointly(streams[0][:1], *streams[1:])
+    assert error(first, whole[:, :4]) < EXACT
+
+
+def test_a_key_of_weight_n_counts_as_n_equal_ones():
+    q, k, v, _ = draw(1, 5, 4, 2, 2, 8)
+    repeated = np.repeat([0, 1, 2, 3], [1, 1, 1, 256])
+    log_weights = np.log([1.0, 1.0, 1.0, 256.0])
+    expected = oracle.attention(q, np.asarray(k)[:, repeated], np.asarray(v)[:, repeated])
+    assert error(attend(q, k, v, log_weights=log_weights), expected) < EXACT
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_weights_are_exact_as_sums_of_a_dtypes_numbers(dtype):
+    log_weights = np.log([1, 2, 7, 256, 333, 4096]).astype(np.float32)
+    found = key_weights.parts(log_weights, dtype)
+    np.testing.assert_array_equal(found, found.astype(dtype).astype(np.float32))
+    smallest = 2.0**-24 if dtype == jnp.float16 else 0  # its least number
+    assert np.all(np.abs(found.sum(0, dtype=np.float64) - log_weights) <= smallest / 2)
+
+
+@pytest.mark.parametrize("width", [8, 40, 64])
+def test_cudnns_further_channels_weigh_keys(monkeypatch, width):
+    """cuDNN itself needs a GPU; XLA stands for it."""
+    compute = jax.nn.dot_product_attention
+
+    def by_xla(q, k, v, *, implementation, **options):
+        assert implementation == "cudnn" and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+        return compute(q, k, v, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    q, k, v, _ = draw(2, 5, 7, 2, 2, width, jnp.bfloat16)
+    lengths = jnp.array([7, 6])
+    found = cudnn.attend(q, k, v, lengths, weights(7))
+    assert found.dtype == jnp.bfloat16 and found.shape == q.shape
+    assert error(found, oracle.attention(q, k, v, lengths, weights(7))) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "axes"),
+    [
+        (4, 4, dict(data=2, tensor=4)),
+        (4, 2, dict(fsdp=2, tensor=4)),
+        (3, 4, dict(data=2, tensor=2)),
+    ],
+)
+def test_each_device_attends_for_its_rows_and_heads(rows, heads, axes):
+    """Where an axis does not divide them, too."""
+    mesh = make_mesh(jax.devices()[: np.prod(list(axes.values()))], **axes)
+    around = Surroundings(mesh=mesh, rows=("data", "fsdp"), heads="tensor")
+    q, k, v, direction = draw(rows, 5, 7, heads, heads, 8)
+    lengths = jnp.array([7, 3, 1, 5][:rows])
+
+    def whole(q, k, v, lengths):
+        return (attend(q[0], k[0], v[0], lengths),)
+
+    def split(q, k, v):
+        return on_each_device(around, whole, (q,), (k,), (v,), lengths)[0]
+
+    found = jax.jit(gradients_of(split))(q, k, v, direction)
+    expected = oracle.attention(q, k, v, lengths), *oracle.gradients(q, k, v, direction, lengths)
+    assert all(error(*pair) < EXACT for pair in zip(found, expected, strict=True))
+
+
+def test_surroundings_end_with_their_context():
+    mesh = make_mesh(jax.devices()[:2], data=2)
+    with on_mesh(mesh, ("data",), "tensor", "xla"):
+        assert current().mesh is mesh and current().kernel == "xla"
+        with on_device(jax.devices()[1]):
+            assert current() == Surroundings(jax.devices()[1], "auto")
+        assert current().mesh is mesh
+    assert current() == Surroundings()
+    with on_mesh(make_mesh(jax.devices()[:1]), ("data",), "tensor"):
+        assert current().mesh is None

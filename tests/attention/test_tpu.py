@@ -1,0 +1,98 @@
+"""Attention compiled for TPUs: the kernel is in the program, and no array of all pairs of tokens."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from digen_jax import assemble
+from digen_jax.accelerators.topology import slice_devices
+from digen_jax.attention import splash
+from digen_jax.attention.attend import attend
+from digen_jax.attention.surroundings import on_mesh
+from digen_jax.config.door import open_recipe
+from digen_jax.config.recipe import complete
+from digen_jax.engine.axes import make_mesh
+from digen_jax.run.programs import lower_generate, lower_gradient
+from tests.tiny_runs import tiny_config
+
+pytestmark = pytest.mark.tpu
+
+
+@functools.cache
+def chips(topology):
+    return slice_devices(topology)
+
+
+def compiled(topology, shape, dtype, lengths=False, log_weights=None, kernel="auto", **axes):
+    """The gradient of attention over all tokens, for a mesh with these axes."""
+    mesh = make_mesh(chips(topology)[: np.prod([*axes.values(), 1], dtype=int)], **axes)
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, "tensor"))
+    array = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    rows = jax.ShapeDtypeStruct(
+        shape[:1], jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    )
+
+    def loss(q, k, v, rows):
+        with on_mesh(mesh, ("data", "fsdp"), "tensor", kernel):
+            out = attend(q, k, v, rows if lengths else None, log_weights)
+        return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(array, array, array, rows).compile()
+
+
+def pairs(program, tokens):
+    """Shapes of arrays with two dimensions of at least so many tokens."""
+    shapes = set(re.findall(r"(?:f32|bf16|pred|s32)\[([\d,]+)\]", program.as_text()))
+    return {s for s in shapes if sum(int(n) >= tokens for n in s.split(",")) > 1}
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_gradient_is_two_kernels_without_scores_in_memory(topology, width, dtype):
+    log_weights = np.log(np.r_[np.ones(299), 256.0]) if width == 64 else None
+    program = compiled(topology, (2, 300, 4, width), dtype, True, log_weights)
+    assert len(re.findall(r"custom_call_target=\"tpu_custom_call\"", program.as_text())) == 2
+    assert not pairs(program, 300)
+
+
+def test_xlas_gradient_has_the_scores_in_memory():
+    program = compiled("v5p:2x2x1", (2, 300, 4, 64), jnp.bfloat16, True, kernel="xla")
+    assert pairs(program, 300) and "tpu_custom_call" not in program.as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x1", "v6e:2x2"])
+def test_the_largest_blocks_fit_the_chips(topology, dtype):
+    tokens = 2 * splash.LARGEST_BLOCK[jnp.dtype(dtype).itemsize]
+    assert not pairs(compiled(topology, (1, tokens, 2, 128), dtype, True), tokens)
+
+
+def test_on_a_mesh_each_device_runs_the_kernel_on_its_rows_and_heads():
+    program = compiled("v5p:2x2x1", (4, 256, 4, 64), jnp.bfloat16, data=2, tensor=2)
+    text = program.as_text()
+    assert "all-gather" not in text and "all-reduce" not in text
+    assert re.search(r"bf16\[2,2,256,64\].* custom-call", text)
+
+
+@pytest.mark.parametrize("rules", ["replicate", "fsdp"])
+def test_a_runs_programs_have_the_kernel(base, rules):
+    """Where each device sums its own gradients, and where XLA partitions the program."""
+    config = complete(tiny_config(base, "full"))
+    config.placement.update(sizes="given", rules=((".*", rules),))
+    config.placement.rollout.data = 0
+    config.placement.trainer.update(data=2, fsdp=2)
+    recipe = open_recipe(config, 4)
+    system = assemble.outline(recipe, chips("v5p:2x2x1")[:4])
+    kernels = assemble.attention_kernels(recipe, system.policy.family, system.placement)
+    assert kernels == {"sampling": "splash", "training": "splash"}
+    samples = recipe.sampler.fragment
+    sampling = lower_generate(system, system.sampler, recipe, samples).as_text()
+    training = lower_gradient(system, recipe, samples).as_text()
+    assert "splash_mha_fwd" in sampling and "splash_mha_dkv" not in sampling
+    assert "splash_mha_fwd" in training and "splash_mha_dkv" in training
