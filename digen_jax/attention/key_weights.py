@@ -45,15 +45,14 @@ def with_channels(
       unit: exact in the queries' dtype.
       width: the least number of channels of the results; further ones are 0.
     """
-    count, d = len(terms), q.shape[-1]
-    zeros = max(0, width - d - count)
-    own = jnp.full((*q.shape[:-1], count), unit, q.dtype)
-    terms = jnp.moveaxis(jnp.asarray(terms).astype(k.dtype), 0, -1)[:, :, None]
-    others = jnp.broadcast_to(terms, (*k.shape[:-1], count))
-    return tuple(
-        jnp.concatenate([a, new, jnp.zeros((*a.shape[:-1], zeros), a.dtype)], axis=-1)
-        for a, new in ((q, own), (k, others))
-    )
+    d, e = q.shape[-1], max(width, q.shape[-1] + len(terms))
+    channels = np.arange(e)
+    # By selection: XLA fuses it with the arrays' next use, where a concatenation would be written out first.
+    q, k = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, e - d))) for a in (q, k))
+    q = jnp.where((channels >= d) & (channels < d + len(terms)), jnp.asarray(unit, q.dtype), q)
+    for i, term in enumerate(terms):
+        k = jnp.where(channels == d + i, jnp.asarray(term)[:, :, None, None].astype(k.dtype), k)
+    return q, k
 
 
 def masked(
