@@ -20,9 +20,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
+
+from digen_jax.accelerators.answers import Answer, answer_of
 from digen_jax.accelerators.chips import Chip
+from digen_jax.accelerators.collectives import group_size, is_collective, kind_of, moved_bytes
+from digen_jax.accelerators.counting import products, repeated
 from digen_jax.accelerators.hlo import Computation, Instruction, Module, parse
-from digen_jax.accelerators.layers import layer_of
+from digen_jax.accelerators.kernels import kernel_flops, kernel_name
+from digen_jax.accelerators.layers import AGAIN, layer_of
 from digen_jax.accelerators.loops import Frame, trips
 
 KERNEL_SHARE, LINK_SHARE, MEMORY_SHARE = 0.5, 0.8, 0.8
@@ -42,11 +48,6 @@ FREE = {
     "opt-barrier", "add-dependency", "domain",
 }  # fmt: skip
 FREE_CALLS = {"AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
-MOVED = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
-         "ragged-all-to-all", "collective-broadcast")  # fmt: skip
-# Matrix products of a splash attention kernel, by its name; each takes 2 b h s_q s_k d FLOPs.
-SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
-SPLASH |= {name.replace("mha", "mqa"): products for name, products in SPLASH.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Item:
       layer: where it comes from.
       times: how often it runs.
       seconds: of one run, estimated.
+      flops: of a kernel, in one run.
       bytes: that a collective or a transfer moves, or an operation without an estimate reads and writes, in one run.
     """
 
@@ -70,6 +72,7 @@ class Item:
     times: int
     seconds: float
     bytes: int = 0
+    flops: float = 0.0
 
     @property
     def total(self) -> float:
@@ -84,11 +87,15 @@ class Estimate:
     Attributes:
       items: all that takes time.
       unknown_loops: loops whose number of iterations is unknown; their bodies count once.
+      flops: of all matrix products, convolutions and kernels; nan: a loop of unknown length has some.
+      repeated: those of them that remat runs again.
       peak_bytes: of memory, as the compiler reports it.
     """
 
     items: tuple[Item, ...]
     unknown_loops: tuple[str, ...] = ()
+    flops: float = 0.0
+    repeated: float = 0.0
     peak_bytes: int = 0
 
     @property
@@ -119,42 +126,38 @@ class Estimate:
         """The seconds in cycles of the chip's clock."""
         return self.seconds * chip.clock
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON."""
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> "Estimate":
-        """The inverse of `plain`."""
-        items = tuple(Item(**item) for item in plain["items"])
-        return cls(items, tuple(plain["unknown_loops"]), plain["peak_bytes"])
+def estimate(compiled: jax.stages.Compiled, chip: Chip) -> Estimate:
+    """The estimate of a program that was compiled for that chip."""
+    return estimate_answer(answer_of(compiled), chip)
 
 
-def estimate(compiled: Any, chip: Chip) -> Estimate:
-    """The estimate of a `jax.stages.Compiled`, made for that chip."""
-    found = estimate_text(compiled.as_text(), chip)
-    return dataclasses.replace(found, peak_bytes=peak_bytes(compiled))
-
-
-def peak_bytes(compiled: Any) -> int:
-    """The most memory of a device that a program holds at a time, arguments included."""
-    found = compiled.memory_analysis()
-    whole = found.argument_size_in_bytes + found.temp_size_in_bytes
-    whole += found.output_size_in_bytes - found.alias_size_in_bytes
-    return getattr(found, "peak_memory_in_bytes", 0) or whole
+def estimate_answer(answer: Answer, chip: Chip) -> Estimate:
+    """The estimate from what the compiler said of a program."""
+    return dataclasses.replace(estimate_text(answer.text, chip), peak_bytes=answer.peak)
 
 
 def estimate_text(text: str, chip: Chip) -> Estimate:
     """The estimate of a program's text, without its memory."""
     module = parse(text)
-    return estimate_module(module, chip)
-
-
-def estimate_module(module: Module, chip: Chip) -> Estimate:
-    """The estimate of a parsed program, without its memory."""
     walk = _Walk(module, chip)
     items = tuple(walk.items(Frame(module.computations[module.entry]), 1))
-    return Estimate(items, tuple(sorted(walk.unknown)))
+    unknown = tuple(sorted(walk.unknown))
+    kernels = [item for item in items if item.kind == KERNELS]
+    again = [item for item in kernels if item.layer.endswith(AGAIN)]
+    return Estimate(
+        items,
+        unknown,
+        _products(module) + sum(item.times * item.flops for item in kernels),
+        _products(module, repeated) + sum(item.times * item.flops for item in again),
+    )
+
+
+def _products(module: Module, *chosen: Any) -> float:
+    try:
+        return products(module, *chosen)
+    except ValueError:  # a loop does not tell how often it runs
+        return math.nan
 
 
 class _Walk:
@@ -173,7 +176,7 @@ class _Walk:
         opcode = instruction.opcode
         if (
             opcode in FREE
-            or opcode.endswith(("-done", "-update"))
+            or opcode.endswith(("-done", "async-update"))
             or instruction.target in FREE_CALLS
         ):
             return
@@ -210,18 +213,18 @@ class _Walk:
         source = next((i for i in inner if i.opcode in ("convolution", "dot")), instruction)
         layer = layer_of(source.op_name or instruction.op_name)
         common = dict(name=instruction.name, times=times)
-        moved = [i for i in (instruction, *inner) if _base(i.opcode) in MOVED]
+        moved = [i for i in (instruction, *inner) if is_collective(i.opcode)]
         for one in moved:
             size, seconds = self._collective(computation, one)
-            yield Item(COLLECTIVES, _base(one.opcode), layer=layer_of(one.op_name) or layer,
+            yield Item(COLLECTIVES, kind_of(one.opcode), layer=layer_of(one.op_name) or layer,
                        seconds=seconds, bytes=size, **common)  # fmt: skip
         if instruction.cycles is not None:
             seconds = instruction.cycles / self.chip.clock
             yield Item(COMPILER, instruction.opcode, layer=layer, seconds=seconds, **common)
         elif instruction.target == "tpu_custom_call":
-            name = _kernel_name(instruction)
-            seconds = self._kernel(computation, instruction, name)
-            yield Item(KERNELS, name, layer=layer, seconds=seconds, **common)
+            name = kernel_name(instruction)
+            flops, seconds = self._kernel(computation, instruction, name)
+            yield Item(KERNELS, name, layer=layer, seconds=seconds, flops=flops, **common)
         elif not moved:
             kind = TRANSFERS if instruction.opcode in ("copy-start", "slice-start") else OTHERS
             size = _touched(computation, instruction)
@@ -241,26 +244,16 @@ class _Walk:
 
     def _collective(self, computation: Computation, instruction: Instruction) -> tuple[int, float]:
         """(bytes of its full buffer, seconds)."""
-        opcode, members = _base(instruction.opcode), group_size(instruction)
-        operands = [self.module_instruction(computation, name) for name in instruction.operands]
+        members = group_size(instruction)
+        operands = [self._operand(computation, name) for name in instruction.operands]
         given = sum(operand.bytes for operand in operands if operand is not None)
         made = instruction.bytes
         if instruction.opcode.endswith("-start"):
             made = max(0, made - given)  # its results repeat its operands
         size = max(given, made)
-        share = (members - 1) / members
-        match opcode:
-            case "all-reduce":
-                moved = 2 * share * size
-            case "all-to-all" | "ragged-all-to-all":
-                moved = share * size * max(1, members / 4)  # the mean distance on a ring
-            case "collective-permute" | "collective-broadcast":
-                moved = size
-            case _:
-                moved = share * size
-        return size, moved / (LINK_SHARE * self.chip.link)
+        return size, moved_bytes(instruction.opcode, members, size) / (LINK_SHARE * self.chip.link)
 
-    def module_instruction(self, computation: Computation, name: str) -> Instruction | None:
+    def _operand(self, computation: Computation, name: str) -> Instruction | None:
         """An operand, which inside a fusion lies in another computation."""
         if name in computation.instructions:
             return computation.instructions[name]
@@ -269,66 +262,20 @@ class _Walk:
                 return other.instructions[name]
         return None
 
-    def _kernel(self, computation: Computation, instruction: Instruction, name: str) -> float:
+    def _kernel(
+        self, computation: Computation, instruction: Instruction, name: str
+    ) -> tuple[float, float]:
+        """(FLOPs, seconds)."""
         flops, width = kernel_flops(computation, instruction, name)
         stated = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
         size = int(stated[1]) if stated else _touched(computation, instruction)
         share = KERNEL_SHARE * min(1.0, width / self.chip.array)
         in_memory = size / (MEMORY_SHARE * self.chip.bandwidth)
-        return max(flops / (share * self.chip.flops), in_memory)
-
-
-def kernel_flops(
-    computation: Computation, instruction: Instruction, name: str
-) -> tuple[float, float]:
-    """(FLOPs of a Pallas kernel, columns of its narrowest product); without any statement (0, inf).
-
-    A kernel without a cost estimate of its own that is no splash attention counts by its bytes alone.
-    """
-    stated = re.search(r'"cost_estimate":\{"flops":"?(\d+)', instruction.attributes)
-    found = next((n for prefix, n in SPLASH.items() if name.startswith(prefix)), None)
-    if found is None:
-        return (float(stated[1]) if stated else 0.0), math.inf
-    # The first three operands with rows and columns of one width are queries, keys and values.
-    wide = [
-        operand.arrays[0] for operand in computation.operands(instruction)
-        if operand.arrays and len(operand.arrays[0].shape) >= 3 and operand.arrays[0].dtype in ("bf16", "f32", "f16")
-    ]  # fmt: skip
-    queries, keys = wide[0].shape, wide[1].shape
-    if (
-        found == SPLASH["splash_mha_dkv"]
-        and r"use_fused_bwd_kernel\": true" in instruction.attributes
-    ):
-        found += 1  # it makes the gradient of the queries, too
-    flops = 2.0 * found * math.prod(queries[:-1]) * keys[-2] * queries[-1]
-    return (float(stated[1]) if stated else flops), queries[-1]
-
-
-def group_size(instruction: Instruction) -> int:
-    """How many devices a collective joins; 2 for one between pairs."""
-    text = instruction.attributes
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", text):
-        sizes = dict(part.split("=") for part in found[1].replace("'", "").split(","))
-        axes = [axis.strip(" '") for axis in found[2].split(",")]
-        return math.prod(int(sizes[axis]) for axis in axes)
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", text):
-        return int(found[2])
-    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
-        return len(found[1].split(","))
-    return 2
+        return flops, max(flops / (share * self.chip.flops), in_memory)
 
 
 def _name(instruction: Instruction, attribute: str) -> str:
     return instruction.attribute(attribute).lstrip("%")
-
-
-def _base(opcode: str) -> str:
-    return opcode.removesuffix("-start")
-
-
-def _kernel_name(instruction: Instruction) -> str:
-    """The kernel's own name, which the compiler takes for its instruction."""
-    return re.sub(r"(\.\d+|\.clone|\.remat\d*)+$", "", instruction.name)
 
 
 def _touched(computation: Computation, instruction: Instruction) -> int:

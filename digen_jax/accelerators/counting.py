@@ -2,29 +2,43 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from digen_jax.accelerators.hlo import Array, Computation, Instruction, Module
+from digen_jax.accelerators.layers import REPEATED
 from digen_jax.accelerators.loops import Frame, trips
 
+Chosen = Callable[[Instruction], bool]
 
-def products(module: Module) -> float:
+
+def products(module: Module, chosen: Chosen = lambda instruction: True) -> float:
     """FLOPs of all matrix products and convolutions on one device, a multiply-add as two.
 
     A loop's body counts as often as it runs, unlike in `cost_analysis()`. Of a conditional the largest branch
     counts. Kernels are not looked into.
 
+    Args:
+      module: the program.
+      chosen: whether a product or convolution counts.
+
     Raises:
       ValueError: a loop does not tell how often it runs.
     """
-    return _of(module, Frame(module.computations[module.entry]))
+    return _of(module, Frame(module.computations[module.entry]), chosen)
 
 
-def _of(module: Module, frame: Frame) -> float:
+def repeated(instruction: Instruction) -> bool:
+    """Whether it is of a forward pass that is run again in the backward pass, to save memory."""
+    return REPEATED in instruction.op_name
+
+
+def _of(module: Module, frame: Frame, chosen: Chosen) -> float:
     total = 0.0
     for instruction in frame.computation.instructions.values():
-        inner = [_of(module, f) for f in _entered(module, frame, instruction)]
+        inner = [_of(module, f, chosen) for f in _entered(module, frame, instruction)]
         match instruction.opcode:
+            case "dot" | "convolution" if not chosen(instruction):
+                continue
             case "dot":
                 total += _dot(frame.computation, instruction)
             case "convolution":

@@ -4,9 +4,13 @@ import re
 
 # Parts of a name that say how a layer is run, not which one it is.
 HOW = re.compile(
-    r"while|body|cond|closed_call|checkpoint|remat\d*|rematted_computation|core_call|custom_(jvp|vjp)_call.*|"
-    r"shard_map|scan|(jit|pjit|jvp|vmap|transpose|remat|shmap|checkpoint|custom_vjp|custom_jvp)\(.*\)|xla_call\(.*"
+    r"|while|body|cond|closed_call|checkpoint|remat\d*|rematted_computation|core_call|custom_(jvp|vjp)_call.*|"
+    r"shard_map|scan|(jit|pjit|jvp|vmap|transpose|remat|shmap|checkpoint|custom_vjp|custom_jvp)\(.*\)|\w+\.\w+"
 )
+
+# What JAX writes into the names of operations that remat runs again.
+REPEATED = "rematted_computation"
+AGAIN = "(forward again)"
 
 
 def layer_of(op_name: str) -> str:
@@ -14,10 +18,10 @@ def layer_of(op_name: str) -> str:
 
     jit(f)/transpose(jvp(Net))/while/body/blocks/attn/to_q/dot_general -> blocks/attn/to_q/dot_general (backward)
     """
-    parts = [part for part in _parts(op_name) if part and not HOW.fullmatch(part)]
+    parts = [part for part in _parts(op_name.partition(";")[0]) if not HOW.fullmatch(part)]
     name = "/".join(parts)
-    if "rematted_computation" in op_name:
-        return f"{name} (forward again)"
+    if REPEATED in op_name:
+        return f"{name} {AGAIN}"
     return f"{name} (backward)" if "transpose(" in op_name else name
 
 

@@ -50,6 +50,16 @@ class Policy:
         """Whether there may be a second pass, without the prompt."""
         return self.family.guidance in ("classifier-free", "both")
 
+    @property
+    def sequences(self) -> int:
+        """Sequences that the network takes for an image: 2 with a second pass, without the prompt."""
+        return 1 if self._scale(self.guidance) == 1 else 2
+
+    @property
+    def reference_sequences(self) -> int:
+        """The same for the reference."""
+        return 1 if self._scale(self._of_reference) == 1 else 2
+
     def split(self, key: Array, trained: Params, reference: bool) -> tuple[Params, Params]:
         """(tuned, base) before the first update; `reference`: whether the initial parameters are kept.
 
@@ -101,14 +111,22 @@ class Policy:
 
     def reference(self, base: Params, conditioning: Any, null: Any) -> Velocity:
         """The guided velocity of the base model, without any LoRA, even an initial one."""
-        guidance = self.guidance if self.reference_guidance is None else self.reference_guidance
-        return self._guided(_collections(base), conditioning, null, guidance)
+        return self._guided(_collections(base), conditioning, null, self._of_reference)
+
+    @property
+    def _of_reference(self) -> float:
+        return self.guidance if self.reference_guidance is None else self.reference_guidance
+
+    def _scale(self, guidance: float) -> float:
+        """The weight of the prompt against a second pass without it; 1: there is no second pass."""
+        kind = self.family.guidance
+        return {"classifier-free": guidance, "both": self.true_guidance}.get(kind, 1)
 
     def _guided(self, variables: Params, conditioning: Any, null: Any, guidance: float) -> Velocity:
         """The velocity with the family's guidance; `null` has the rows of `conditioning`, or one for all of them."""
         kind = self.family.guidance
         embedded = guidance if kind in ("embedded", "both") else None
-        scale = {"classifier-free": guidance, "both": self.true_guidance}.get(kind, 1)
+        scale = self._scale(guidance)
 
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
             if scale == 1:

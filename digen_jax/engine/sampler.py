@@ -129,6 +129,10 @@ class Sampler:
         """The program of `encode`, with nothing allocated: `weights` holds shapes with their shardings."""
         return self._encode.lower(weights.frozen, self.policy.family.tokenize(records))
 
+    def lower_encode_null(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
+        """The same for the pass without the prompt, if the policy `reads_null`."""
+        return self._encode.lower(weights.frozen, self.policy.family.tokenize_null(records))
+
     def lower_generate(
         self, weights: Weights, records: Sequence[Record], images: int, trained: int = 0
     ) -> jax.stages.Lowered:

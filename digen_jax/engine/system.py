@@ -105,6 +105,19 @@ def reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> Any:
     return resharded(tree, group.params(tree))
 
 
+def lower_reshard(tree: Any, group: DeviceGroup, dtype: Any = None) -> list[jax.stages.Lowered]:
+    """The programs of `reshard`, of shapes that lie somewhere; a transfer between devices is no program."""
+    programs = []
+    if dtype is not None:
+        programs.append(rounded.lower(tree, dtype))
+        tree = in_dtype(tree, dtype)
+    leaves, shardings = jax.tree.leaves(tree), group.params(tree)
+    wanted = jax.tree.leaves(shardings)
+    if _here(leaves, wanted) and _moved(leaves, wanted):
+        programs.append(jax.jit(_same, out_shardings=shardings).lower(tree))
+    return programs
+
+
 def lying(tree: Any, group: DeviceGroup) -> Any:
     """Shapes of parameters that lie as a mesh's rules say."""
     return jax.tree.map(
@@ -120,15 +133,21 @@ def in_dtype(tree: Any, dtype: Any) -> Any:
 def resharded(tree: Any, shardings: Any) -> Any:
     """Arrays with shardings of the same structure: on the same devices by one program, else by transfer."""
     leaves, wanted = jax.tree.leaves(tree), jax.tree.leaves(shardings)
-    here = bool(leaves) and all(
-        isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set
-        for leaf, sharding in zip(leaves, wanted, strict=True)
-    )
-    if here and any(
-        leaf.sharding != sharding for leaf, sharding in zip(leaves, wanted, strict=True)
-    ):
+    here = all(isinstance(leaf, jax.Array) for leaf in leaves) and _here(leaves, wanted)
+    if here and _moved(leaves, wanted):
         return jax.jit(_same, out_shardings=shardings)(tree)
     return jax.device_put(tree, shardings)
+
+
+def _here(leaves: list[Any], wanted: list[Any]) -> bool:
+    """Whether arrays or their shapes lie on the devices on which they are wanted."""
+    pairs = zip(leaves, wanted, strict=True)
+    return bool(leaves) and all(a.sharding.device_set == b.device_set for a, b in pairs)
+
+
+def _moved(leaves: list[Any], wanted: list[Any]) -> bool:
+    """Whether some lie there in another way."""
+    return any(leaf.sharding != sharding for leaf, sharding in zip(leaves, wanted, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -172,7 +172,7 @@ def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:
     trained, sigmas = _placed(
         (trained, trajectory.sigmas), shardings((trained, trajectory.sigmas), group)
     )
-    prompts = system.sampler.encoded(sampler_weights(system), _records(recipe))
+    prompts = system.sampler.encoded(sampler_weights(system), step_records(recipe))
     conditioning, null = _placed(tuple(prompts), group.replicated)
     row = jax.ShapeDtypeStruct((samples,), np.int32, sharding=group.batch)
     number = row.update(dtype=np.float32)
@@ -184,7 +184,7 @@ def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:
 def lower_generate(system: System, sampler: Sampler, recipe: Recipe, images: int) -> Lowered:
     """The program for so many images of one of the system's samplers, that of training or that of evaluation."""
     own = recipe.trained_steps if sampler is system.sampler and recipe.draws.fraction < 1 else 0
-    return sampler.lower_generate(sampler_weights(system), _records(recipe), images, own)
+    return sampler.lower_generate(sampler_weights(system), step_records(recipe), images, own)
 
 
 def sampler_weights(system: System) -> Weights:
@@ -192,7 +192,8 @@ def sampler_weights(system: System) -> Weights:
     return system.rollouts[0].weights(system.start)
 
 
-def _records(recipe: Recipe) -> list[Record]:
+def step_records(recipe: Recipe) -> list[Record]:
+    """As many records as a step has prompts; of their texts no program depends."""
     return [{"prompt": ""}] * recipe.drawn_groups
 
 

@@ -12,7 +12,6 @@ from digen_jax.accelerators.costs import (
     KERNELS,
     OTHERS,
     TRANSFERS,
-    Estimate,
     estimate_text,
 )
 from digen_jax.errors import ConfigError
@@ -54,6 +53,11 @@ def test_kernels_take_their_flops_at_the_stated_share_of_the_peak(found):
     assert kernels["silent"][2] == near(64 / 1e6)  # in and out of memory
 
 
+def test_flops_are_those_of_products_and_kernels(found):
+    assert found.flops == 5 * 2 * 2 * 4 * 4 + 4 * 2 * 100 * 100 * 32 + 3_000_000
+    assert found.repeated == 0
+
+
 def test_collectives_are_rings_over_one_link(found):
     assert found.by_what(COLLECTIVES) == {
         "all-gather": (1, 128, near(0.75 * 128 / 1e3)),
@@ -76,10 +80,6 @@ def test_nothing_is_dropped(found):
 def test_a_loop_of_unknown_length_is_named():
     text = PROGRAM.replace("%zero = s32[] constant(0)", "%zero = s32[] add(%which, %which)")
     assert estimate_text(text, CHIP).unknown_loops == ("while",)
-
-
-def test_an_estimate_survives_json(found):
-    assert Estimate.from_plain(found.plain()) == found
 
 
 def test_the_facts_of_chips_fit_one_another():

@@ -1,0 +1,72 @@
+"""What a compiler says of a program, kept in a folder, so that no program is compiled twice."""
+
+import gzip
+import hashlib
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from digen_jax import files
+
+
+class Answer(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+      text: of the program.
+      peak: bytes of a device that it holds at most, arguments included.
+      beyond: bytes of its temporaries and results on a device, without results that reuse an argument's memory.
+    """
+
+    text: str
+    peak: int
+    beyond: int
+
+
+def answer_of(compiled: jax.stages.Compiled) -> Answer:
+    """What is known of a program after its compilation."""
+    found = compiled.memory_analysis()
+    beyond = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    peak = getattr(found, "peak_memory_in_bytes", 0) or found.argument_size_in_bytes + beyond
+    return Answer(compiled.as_text(), peak, beyond)
+
+
+class Answers:
+    """Compiles programs for one kind of slice, each once.
+
+    Args:
+      target: everything that decides on the result beside the program: slice, versions.
+      folder: for the answers; None: they are not kept.
+      note: called with what is compiled, and with the seconds that it took.
+    """
+
+    def __init__(self, target: str, folder: pathlib.Path | None, note: Callable[[str], None]):
+        self.target, self.folder, self.note = target, folder, note
+        self.compiled = self.found = 0  # programs so far
+
+    def __call__(self, name: str, lowered: jax.stages.Lowered) -> Answer:
+        """The compiler's answer for a program."""
+        if self.folder is None:
+            return self._compile(name, lowered)
+        program = hashlib.sha256(f"{self.target}\0{lowered.as_text()}".encode())
+        path = self.folder / f"{program.hexdigest()}.json.gz"
+        if path.exists():
+            self.found += 1
+            self.note(f"{name}: compiled before")
+            return Answer(**json.loads(gzip.decompress(path.read_bytes())))
+        answer = self._compile(name, lowered)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files.replace(path, gzip.compress(json.dumps(answer._asdict()).encode(), mtime=0))
+        return answer
+
+    def _compile(self, name: str, lowered: jax.stages.Lowered) -> Answer:
+        self.note(f"{name}: compiling for {self.target.partition(' ')[0]}")
+        begin = time.monotonic()
+        answer = answer_of(lowered.compile())
+        self.compiled += 1
+        self.note(f"{name}: compiled in {time.monotonic() - begin:.1f} s")
+        return answer

@@ -1,0 +1,143 @@
+"""The programs of a recipe's step on given devices, with the recipe's meshes and rules; nothing is allocated."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from digen_jax.assemble import outline
+from digen_jax.config.checks import check_devices
+from digen_jax.config.recipe import Recipe
+from digen_jax.config.sections import AUTO, FITTED
+from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes, fitted
+from digen_jax.engine.sampler import Sampler
+from digen_jax.engine.system import System, lower_reshard
+from digen_jax.run.programs import (
+    lower_generate,
+    lower_gradient,
+    sampler_weights,
+    step_records,
+    trained_samples,
+)
+from digen_jax.run.work import Work, sampling_work, training_work
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of a step.
+
+    Attributes:
+      name: of the command that it carries out, or a part of it.
+      command: the field of `scheduling.settings.Costs` to which its seconds belong; "": none.
+      devices: of its mesh.
+      images: that it processes; 0: it is not about images.
+      what: what it does, in words.
+      lower: gives it before its compilation.
+      work: FLOPs that it needs; None: the model's family does not say.
+    """
+
+    name: str
+    command: str
+    devices: int
+    images: int
+    what: str
+    lower: Callable[[], jax.stages.Lowered]
+    work: Work | None = None
+
+
+def on_devices(recipe: Recipe, devices: int) -> Recipe:
+    """The recipe with meshes for so many devices: its own, fitted ones, or one mesh of all if the planner chooses.
+
+    Raises:
+      ConfigError: its meshes need more devices, or do not divide its batches.
+    """
+    sizes = recipe.placement.sizes
+    if sizes == FITTED:
+        recipe = recipe.with_meshes(fitted(recipe.placement.meshes, devices))
+    elif sizes == AUTO:
+        batch = recipe.trainer.micro_batch
+        most = max(n for n in range(1, devices + 1) if batch % n == 0)
+        recipe = recipe.with_meshes(MeshSizes(RolloutAxes(data=0), TrainerAxes(data=most)))
+    check_devices(recipe, devices)
+    return recipe
+
+
+def programs(recipe: Recipe, devices: Sequence[jax.Device]) -> Iterator[Program]:
+    """The programs of a step, in its order, then those of an evaluation.
+
+    Raises:
+      ConfigError: the model's folder cannot be used, or the devices do not suffice.
+    """
+    system = outline(recipe, devices)
+    yield from _publication(system)
+    yield from _sampling(system, recipe)
+    yield from _training(system, recipe)
+    yield from _evaluation(system, recipe)
+
+
+def _publication(system: System) -> Iterator[Program]:
+    rollout = system.rollouts[0]
+    changed = lower_reshard(system.start, rollout.group, rollout.dtype)
+    for number, lowered in enumerate(changed, 1):
+        name = "publish" if len(changed) == 1 else f"publish {number}"
+        what = "the new weights as the samplers want them"
+        yield Program(name, "publish", rollout.group.mesh.size, 0, what, lambda one=lowered: one)
+
+
+def _sampling(system: System, recipe: Recipe) -> Iterator[Program]:
+    weights, sampler, images = sampler_weights(system), system.sampler, recipe.sampler.fragment
+    size, records = sampler.group.mesh.size, step_records(recipe)
+    what = f"the {len(records)} prompts of a step"
+    yield Program("encode", "encode", size, 0, what, lambda: sampler.lower_encode(weights, records))
+    if sampler.policy.reads_null:
+        what = "the prompts without a text"
+        yield Program(
+            "encode null", "encode", size, 0, what, lambda: sampler.lower_encode_null(weights, records)
+        )  # fmt: skip
+    yield _generation("generate", "generate", system, sampler, recipe, images)
+    yield _decoding("decode", "decode", system, images)
+
+
+def _training(system: System, recipe: Recipe) -> Iterator[Program]:
+    samples, size = trained_samples(recipe), system.placement.trainer.mesh.size
+    work = training_work(recipe, system.policy.family, samples)
+    what = f"the gradient of {samples} x {recipe.trained_steps} samples, {_passes(recipe)} a pass"
+    yield Program(
+        "train", "train", size, recipe.sampler.fragment, what,
+        lambda: lower_gradient(system, recipe, samples), work,
+    )  # fmt: skip
+    what = "an optimizer step"
+    yield Program(
+        "update", "update", size, 0, what, lambda: system.trainer.lower_update(system.start)
+    )
+
+
+def _evaluation(system: System, recipe: Recipe) -> Iterator[Program]:
+    images = recipe.evaluation.batch
+    yield _generation("evaluate", "evaluate", system, system.evaluator, recipe, images)
+    if images != recipe.sampler.fragment:
+        yield _decoding("decode evaluated", "evaluate", system, images)
+
+
+def _generation(
+    name: str, command: str, system: System, sampler: Sampler, recipe: Recipe, images: int
+) -> Program:
+    steps = sampler.settings.steps
+    what = f"{images} images in {steps} steps, {sampler.policy.sequences} sequences each"
+    return Program(
+        name, command, sampler.group.mesh.size, images, what,
+        lambda: lower_generate(system, sampler, recipe, images),
+        sampling_work(recipe, sampler.policy, steps, images),
+    )  # fmt: skip
+
+
+def _decoding(name: str, command: str, system: System, images: int) -> Program:
+    weights, sampler = sampler_weights(system), system.sampler
+    what = f"{images} images from latents"
+    return Program(
+        name, command, sampler.group.mesh.size, images, what, lambda: sampler.lower_decode(weights, images)
+    )  # fmt: skip
+
+
+def _passes(recipe: Recipe) -> str:
+    return f"{recipe.trainer.pack} x {recipe.trainer.micro_batch}"
