@@ -3,6 +3,7 @@
 python launch/plan.py --config configs/shapes_flow_grpo.py --costs costs.json --devices 8
 python launch/plan.py --config configs/shapes_demo.py --costs runs/shapes
 python launch/plan.py --config configs/shapes_flow_grpo.py --measure
+python launch/plan.py --config configs/sd35_medium.py:geneval,4 --topology v5p:2x2x1
 """
 
 import dataclasses
@@ -30,6 +31,12 @@ _COSTS = flags.DEFINE_string(
 _MEASURE = flags.DEFINE_bool(
     "measure", False, "Time a fragment on the config's own meshes on this machine."
 )
+_TOPOLOGY = flags.DEFINE_string(
+    "topology",
+    None,
+    "A TPU slice that need not be at hand, such as v5p:2x2x1: what the config's programs take there, and the split "
+    "that fits; local: the same programs, timed on this machine.",
+)
 _TRAINER_SERIAL = flags.DEFINE_float(
     "trainer_serial",
     None,
@@ -48,12 +55,25 @@ flags.mark_flags_as_required(["config"])
 def main() -> None:
     """Find the costs of commands, plan, and print the table, the choice and its reason."""
     from digen_jax.config.door import open_recipe
-    from digen_jax.process.launching import prepare
 
-    if _MEASURE.value == (_COSTS.value is not None):
+    _check_flags()
+    recipe = open_recipe(_CONFIG.value)
+    if _TOPOLOGY.value is not None:
+        _plan_slice(recipe)
+    else:
+        _plan(recipe)
+
+
+def _check_flags() -> None:
+    sources = (_MEASURE.value, _COSTS.value is not None, _TOPOLOGY.value is not None)
+    if sum(sources) != 1:
         raise ConfigError(
-            "say what commands cost: by --costs=FILE.json, --costs=WORKDIR or --measure"
+            "say what commands cost: by --costs=FILE.json, --costs=WORKDIR, --measure or --topology=SLICE"
         )
+    if _TOPOLOGY.value is not None:
+        given = (_DEVICES, _MEMORY, _TRAINER_SERIAL, _WORKER_SERIAL)
+        if set_too := [flag.name for flag in given if flag.value is not None]:
+            raise ConfigError(f"--topology says what --{set_too[0]} would: leave that out")
     if _MEMORY.value is not None:
         check_range("--memory", _MEMORY.value, 0, 10**6, "least")
     for flag in (_TRAINER_SERIAL, _WORKER_SERIAL):
@@ -61,19 +81,24 @@ def main() -> None:
             check_range(f"--{flag.name}", flag.value, 0, 1)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
-    recipe = open_recipe(_CONFIG.value)
+
+
+def _plan(recipe: Any) -> None:
+    """For the devices of this machine, or as many as --devices says."""
+    from digen_jax.process.launching import prepare
+
     prepare(recipe.placement.cpu_devices)
 
     import jax
 
     from digen_jax.run.footprint import model_footprint
-    from digen_jax.run.planning import can_run, make_problem, meshes, overrides
+    from digen_jax.run.planning import can_run, make_problem
     from digen_jax.run.programs import measured_programs
     from digen_jax.scheduling.planner.plan import make_plan
 
     calibration, footprint = _calibration(recipe), model_footprint(recipe)
     if _MEMORY.value is not None:
-        programs = measured_programs(recipe, lambda text: print(text, flush=True))
+        programs = measured_programs(recipe, _note)
         footprint = dataclasses.replace(footprint, programs=programs)
     problem = make_problem(
         recipe,
@@ -84,12 +109,37 @@ def main() -> None:
     )
     plan = make_plan(problem, functools.partial(can_run, recipe, problem))
     _show(problem, plan, calibration)
+    _propose(recipe, problem, plan)
+
+
+def _plan_slice(recipe: Any) -> None:
+    """For a TPU slice that need not be at hand, or for this machine with its programs timed."""
+    from digen_jax.run.slice_tables import report
+    from digen_jax.run.slices import configured, open_slice, proposed
+
+    where = open_slice(_TOPOLOGY.value, recipe.placement.cpu_devices, _note)
+    opened = configured(recipe)
+    found, calibration = report(opened, where, print)
+    verdict, fitting = proposed(opened, calibration, where, found, print)
+    _show(verdict.problem, verdict.plan, calibration)
+    model = dataclasses.replace(fitting.model, folder=recipe.model.folder)
+    _propose(recipe, verdict.problem, verdict.plan, dataclasses.replace(fitting, model=model))
+
+
+def _note(text: str) -> None:
+    print(text, flush=True)
+
+
+def _propose(recipe: Any, problem: Any, plan: Any, changed: Any = None) -> None:
+    """Prints what to set for the choice, and writes --output; `changed` is the recipe that was planned."""
+    from digen_jax.run.planning import meshes, overrides
+
     choice = plan.choice.proposal
     if _OUTPUT.value:
         pathlib.Path(_OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)
         section = meshes(problem, choice).plain()
         pathlib.Path(_OUTPUT.value).write_text(json.dumps(section, indent=2) + "\n")
-    changes = overrides(recipe, problem, choice)
+    changes = overrides(recipe, problem, choice, changed)
     given = " \\\n".join(f"  --config.{name}={value}" for name, value in changes.items())
     how = (
         f"with the config as it is here and\n{given}" if given else "with the config as it is here"
@@ -136,7 +186,7 @@ def _calibration(recipe: Any) -> Any:
     serial = {name: value for name, value in serial.items() if value is not None}
     if _MEASURE.value:
         placed = place_alone if recipe.placement.sizes == AUTO else place_here
-        return measured_costs(placed(recipe), **serial, note=lambda text: print(text, flush=True))
+        return measured_costs(placed(recipe), **serial, note=_note)
     path = pathlib.Path(_COSTS.value)
     if path.is_dir():
         return read_run_costs(path, **serial)

@@ -153,6 +153,12 @@ def estimate_text(text: str, chip: Chip) -> Estimate:
     )
 
 
+def flops_of(text: str) -> tuple[float, float]:
+    """(FLOPs of all products and convolutions in a program, those that remat runs again); nan as in `Estimate`."""
+    module = parse(text)
+    return _products(module), _products(module, repeated)
+
+
 def _products(module: Module, *chosen: Any) -> float:
     try:
         return products(module, *chosen)

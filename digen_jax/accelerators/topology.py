@@ -19,6 +19,9 @@ SETTINGS = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+# Chips of a host in slices of one host; otherwise a host has the chips that libtpu takes by default, four.
+ONE_HOST = {"1x1": (1, 1, 1), "1x1x1": (1, 1, 1), "2x4": (2, 4, 1)}
+
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
     """The devices of a slice such as "v5p:2x2x1": chips of a kind, and their arrangement.
@@ -36,8 +39,10 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
     for variable, value in SETTINGS.items():
         os.environ.setdefault(variable, value)
     jax.config.update("jax_platforms", "cpu")
+    host = ONE_HOST.get(name.partition(":")[2])
+    given = {"chips_per_host_bounds": host} if host else {}
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **given).devices
     except jax.errors.JaxRuntimeError as error:
         text = str(error).partition("\n")[0]
         if "lockfile" in text or "already in use" in text:

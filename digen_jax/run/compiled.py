@@ -8,8 +8,8 @@ import jax
 from digen_jax.assemble import outline
 from digen_jax.config.checks import check_devices
 from digen_jax.config.recipe import Recipe
-from digen_jax.config.sections import AUTO, FITTED
-from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes, fitted
+from digen_jax.config.sections import AUTO
+from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sampler import Sampler
 from digen_jax.engine.system import System, lower_reshard
 from digen_jax.run.programs import (
@@ -51,10 +51,8 @@ def on_devices(recipe: Recipe, devices: int) -> Recipe:
     Raises:
       ConfigError: its meshes need more devices, or do not divide its batches.
     """
-    sizes = recipe.placement.sizes
-    if sizes == FITTED:
-        recipe = recipe.with_meshes(fitted(recipe.placement.meshes, devices))
-    elif sizes == AUTO:
+    recipe = recipe.fitted(devices)
+    if recipe.placement.sizes == AUTO:
         batch = recipe.trainer.micro_batch
         most = max(n for n in range(1, devices + 1) if batch % n == 0)
         recipe = recipe.with_meshes(MeshSizes(RolloutAxes(data=0), TrainerAxes(data=most)))
@@ -123,7 +121,8 @@ def _generation(
     name: str, command: str, system: System, sampler: Sampler, recipe: Recipe, images: int
 ) -> Program:
     steps = sampler.settings.steps
-    what = f"{images} images in {steps} steps, {sampler.policy.sequences} sequences each"
+    guided = ", two sequences each" if sampler.policy.sequences == 2 else ""
+    what = f"{images} images in {steps} steps{guided}"
     return Program(
         name, command, sampler.group.mesh.size, images, what,
         lambda: lower_generate(system, sampler, recipe, images),

@@ -116,11 +116,15 @@ def suited(recipe: Recipe, problem: Problem, proposal: Proposal) -> Recipe:
     )
 
 
-def overrides(recipe: Recipe, problem: Problem, proposal: Proposal) -> dict[str, Any]:
-    """The fields of a recipe's config that change in a proposal's run, by dotted name."""
-    now, then = (
-        flatten_dict(one.as_json(), sep=".") for one in (recipe, suited(recipe, problem, proposal))
-    )
+def overrides(
+    recipe: Recipe, problem: Problem, proposal: Proposal, planned: Recipe | None = None
+) -> dict[str, Any]:
+    """The fields of a recipe's config that change in a proposal's run, by dotted name.
+
+    `planned` is the recipe that the proposal was made for, None: the same.
+    """
+    chosen = suited(planned or recipe, problem, proposal)
+    now, then = (flatten_dict(one.as_json(), sep=".") for one in (recipe, chosen))
     return {name: value for name, value in then.items() if value != now[name]}
 
 

@@ -55,7 +55,7 @@ def read_run_costs(
         publish=median("publish") / recipe.placement.rollout.workers,
         deliver=median("deliver") / images,
     )
-    return _on_one_device(
+    return on_one_device(
         measured,
         (rollout or trainer, trainer),
         f"the metrics of {len(timed) - WARM} steps of the run in {workdir}",
@@ -90,10 +90,10 @@ def measured_costs(
     kind = jax.devices()[0].device_kind
     source = f"a fragment timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"
     serial = (trainer_serial, worker_serial)
-    return _on_one_device(measured, (rollout, trainer), source, UNMEASURED, serial)
+    return on_one_device(measured, (rollout, trainer), source, UNMEASURED, serial)
 
 
-def _on_one_device(
+def on_one_device(
     measured: Costs,
     devices: tuple[int, int],
     source: str,

@@ -1,0 +1,53 @@
+"""Changes of a recipe that does not fit on a slice, each with less memory than the one before."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from digen_jax.config.recipe import Recipe
+from digen_jax.engine.axes import FSDP
+from digen_jax.errors import ConfigError
+from digen_jax.run.compiled import on_devices
+from digen_jax.run.planning import step_settings
+from digen_jax.scheduling.planner.problem import divisors
+
+SPLIT = ((".*", FSDP),)
+
+
+def smaller(recipe: Recipe, devices: int) -> Iterator[Recipe]:
+    """The recipe with remat, then with split parameters, too, then with fewer and fewer images in a pass.
+
+    A change that the recipe has already, or that its batch does not allow, is left out.
+    """
+    if not recipe.model.remat:
+        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, remat=True))
+        yield recipe
+    if not any(FSDP in rule for rule in recipe.placement.rules):
+        placement = dataclasses.replace(recipe.placement, rules=SPLIT)
+        recipe = dataclasses.replace(recipe, placement=placement)
+        yield recipe
+    whole = recipe.algorithm.images_of_sample
+    trainer = on_devices(recipe, devices).placement.trainer
+    each = recipe.trainer.micro_batch // (whole * trainer.images)
+    for fewer in sorted(divisors(each), reverse=True)[1:]:
+        images = fewer * whole * trainer.images
+        changed = dataclasses.replace(
+            recipe,
+            sampler=dataclasses.replace(
+                recipe.sampler, fragment=recipe.sampler.fragment * fewer // each
+            ),
+            trainer=dataclasses.replace(recipe.trainer, micro_batch=images),
+            evaluation=dataclasses.replace(
+                recipe.evaluation, batch=min(recipe.evaluation.batch, images)
+            ),
+        )
+        if _works(changed, devices):
+            yield changed
+
+
+def _works(recipe: Recipe, devices: int) -> bool:
+    try:
+        step_settings(recipe)
+        on_devices(recipe, devices)
+    except ConfigError:
+        return False
+    return True
