@@ -1,0 +1,78 @@
+"""FLOPs that programs need, against those that the compiled programs do."""
+
+import json
+import shutil
+
+import jax
+import pytest
+
+from digen_jax.accelerators.counting import products, repeated
+from digen_jax.accelerators.hlo import parse
+from digen_jax.config.door import open_recipe
+from digen_jax.config.recipe import complete
+from digen_jax.models.published import published_folder
+from digen_jax.run.compiled import programs
+from tests.tiny_runs import once, tiny_config
+
+# Wide enough that what is not counted, elementwise operations aside, is small: the ends of the network.
+SMALL = {
+    "transformer": dict(
+        num_layers=12,
+        num_attention_heads=4,
+        caption_projection_dim=256,
+        joint_attention_dim=256,
+        pooled_projection_dim=64,
+        dual_attention_layers=[0, 1, 2, 3],
+    ),
+    "text_encoder": dict(
+        num_hidden_layers=2, num_attention_heads=2, hidden_size=32, projection_dim=32
+    ),
+    "text_encoder_2": dict(
+        num_hidden_layers=2, num_attention_heads=2, hidden_size=32, projection_dim=32
+    ),
+    "vae": dict(block_out_channels=[32, 32, 32, 32]),
+}
+
+
+def small_model(folder):
+    """Stable Diffusion 3.5 Medium's configuration, smaller."""
+    shutil.copytree(published_folder("stabilityai/stable-diffusion-3.5-medium"), folder)
+    for part, fields in SMALL.items():
+        path = folder / part / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def recipe_of(base, kind, **changes):
+    config = complete(tiny_config(base, kind))
+    config.model.update(folder=str(once(base / "small-sd35", small_model)), height=256, width=256)
+    config.batch.update(groups=1, images=2)
+    config.sampler.fragment = config.trainer.micro_batch = config.evaluation.batch = 2
+    config.placement.rollout.data = 0
+    config.update_from_flattened_dict(changes)
+    return open_recipe(config)
+
+
+KL = {"algorithm.kl_coefficient": 0.1}
+GUIDED = {"sampler.guidance": 4.0}
+CASES = {
+    "full": ("full", {}),
+    "a LoRA with KL and guidance": ("lora", KL | GUIDED),
+    "full with KL and remat": ("full", KL | {"model.remat": True}),
+    "old log-probabilities recomputed, and padding": (
+        "lora",
+        {"algorithm.old_log_probs": "recomputed", "lora.rank": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_program_does_what_is_needed_and_what_remat_repeats(base, case):
+    kind, changes = CASES[case]
+    recipe = recipe_of(base, kind, **changes)
+    made = {program.name: program for program in programs(recipe, jax.devices()[:1])}
+    for name in ("generate", "train"):
+        module = parse(made[name].lower().compile().as_text())
+        done, again = products(module), products(module, repeated)
+        needed = sum(made[name].work.values())
+        assert done - again == pytest.approx(needed, rel=0.02), name
+        assert (again > 0.15 * needed) == (recipe.model.remat and name == "train")
