@@ -1,5 +1,6 @@
 # make demo: set everything up and tune the embedded model.   make test: set everything up and run the tests;
 # make test-slow: run the slow tests (sweeps, many random configurations, kills);
+# make tpu-check: run the tests that compile for TPUs, with the TPU compiler in an environment of its own;
 # make docs: write the configuration reference from the code;
 # make constraints: take the newest versions that requirements*.txt allow; then run make test and make test-slow.
 PYTHON ?= python3
@@ -11,7 +12,7 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt
 PYTEST := $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo docs test test-slow lint format constraints clean
+.PHONY: demo docs test test-slow tpu-check lint format constraints clean
 
 demo: $(VENV)/train
 	$(RUN) launch/train.py --config configs/shapes_demo.py --workdir runs/shapes
@@ -26,6 +27,10 @@ test: $(VENV)/dev
 
 test-slow: $(VENV)/dev
 	$(PYTEST) -m "slow and not tpu"
+
+# Without parallel processes, because each would hold a compiler of its own.
+tpu-check: $(VENV)-tpu/dev
+	$(VENV)-tpu/bin/python -m pytest -m tpu
 
 lint: $(VENV)/dev
 	$(RUN) -m ruff check .
@@ -63,3 +68,9 @@ $(VENV)/train: requirements.txt constraints/$(VERSION).txt | $(VENV)/bin/python
 $(VENV)/dev: requirements.txt requirements-dev.txt constraints/$(VERSION).txt | $(VENV)/bin/python
 	$(INSTALL) -r requirements-dev.txt -e .
 	touch $@ $(VENV)/train
+
+$(VENV)-tpu/dev: requirements.txt requirements-dev.txt requirements-tpu.txt constraints/$(VERSION).txt
+	$(PYTHON) -m venv $(VENV)-tpu
+	$(VENV)-tpu/bin/python -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt \
+	    -r requirements-dev.txt -r requirements-tpu.txt -e .
+	touch $@

@@ -19,6 +19,12 @@ def test_what_training_needs_has_a_lower_and_an_upper_bound():
         assert kinds == {">=", "<"}, requirement
 
 
+def test_the_tpu_compiler_has_an_exact_version():
+    for pinned in requirements("requirements-tpu.txt"):
+        (version,) = pinned.specifier
+        assert (pinned.name, version.operator) == ("libtpu", "==")
+
+
 def test_make_knows_these_pythons():
     (pythons,) = [
         x for x in (ROOT / "Makefile").read_text().splitlines() if x.startswith("PYTHONS")
