@@ -59,7 +59,7 @@ def attend_jointly(
         weighted = log_weights is not None
         kernel = choose(around.kernel, around.device, first.dtype, first.shape[-1], weighted)
     whole = functools.partial(_whole, kernel, log_weights, causal)
-    if around.mesh is None or kernel == XLA:
+    if around.mesh is None or (kernel == XLA and around.mesh.shape[around.tokens] == 1):
         return whole(tuple(q), tuple(k), tuple(v), lengths)
     return on_each_device(around, whole, tuple(q), tuple(k), tuple(v), lengths)
 

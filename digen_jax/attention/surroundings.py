@@ -21,6 +21,7 @@ class Surroundings:
       mesh: on which XLA partitions; None: arrays are those of one device.
       rows: the mesh axes over which rows are split.
       heads: the mesh axis over which heads are split.
+      tokens: the mesh axis over which tokens are split, and while they attend heads.
     """
 
     device: jax.Device | None = None
@@ -28,6 +29,7 @@ class Surroundings:
     mesh: Mesh | None = None
     rows: tuple[str, ...] = ()
     heads: str = ""
+    tokens: str = ""
 
 
 _UNKNOWN = Surroundings()
@@ -40,7 +42,9 @@ def current() -> Surroundings:
 
 
 @contextlib.contextmanager
-def on_mesh(mesh: Mesh, rows: tuple[str, ...], heads: str, kernel: str = AUTO) -> Iterator[None]:
+def on_mesh(
+    mesh: Mesh, rows: tuple[str, ...], heads: str, tokens: str, kernel: str = AUTO
+) -> Iterator[None]:
     """A context in which a network is traced whose program XLA partitions over a mesh.
 
     Not `jax.lax.platform_dependent`, which chooses at lowering: under a gradient it keeps the residuals of
@@ -52,10 +56,12 @@ def on_mesh(mesh: Mesh, rows: tuple[str, ...], heads: str, kernel: str = AUTO) -
       mesh: of the devices that the program is for, all of one kind.
       rows: the axes that split the leading dimension of activations.
       heads: the axis that splits heads.
+      tokens: the axis that splits tokens.
       kernel: a `kernels.Kernel`.
     """
     device = mesh.devices.flat[0]
-    with _entered(Surroundings(device, kernel, mesh if mesh.size > 1 else None, rows, heads)):
+    split = (mesh, rows, heads, tokens) if mesh.size > 1 else ()
+    with _entered(Surroundings(device, kernel, *split)):
         yield
 
 

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.attention.surroundings import on_mesh
-from digen_jax.engine.axes import TENSOR, parts
+from digen_jax.engine.axes import SEQUENCE, TENSOR, parts
 
 
 @contextlib.contextmanager
@@ -21,26 +21,29 @@ def traced_on(sharding: NamedSharding, attention: str) -> Iterator[None]:
       attention: the kernel that was asked for, see `attention.kernels`.
     """
     rows, *_ = sharding.spec
-    with on_mesh(sharding.mesh, rows, TENSOR, attention), _rows_split(sharding):
+    with on_mesh(sharding.mesh, rows, TENSOR, SEQUENCE, attention), _split(sharding):
         yield
 
 
-def _rows_split(sharding: NamedSharding) -> AbstractContextManager[None]:
-    """A context in which the rows of every linear layer's and convolution's output are split as in `sharding`.
+def _split(sharding: NamedSharding) -> AbstractContextManager[None]:
+    """A context in which the outputs of linear layers and convolutions are split: their rows, and tokens.
 
-    XLA chooses the sharding of their other dimensions. If parameters are split over fsdp and tensor, it would
-    otherwise split the rows over data only and compute with each part of a parameter on its device, which moves
-    activations instead of parameters. If nothing is split over tensor, it finds the sharding of rows itself.
+    Rows are split as in `sharding`, the tokens of [b n d] over the axis sequence. XLA chooses the sharding of other
+    dimensions. If parameters are split over fsdp and tensor, it would otherwise split the rows over data only and
+    compute with each part of a parameter on its device, which moves activations instead of parameters. If nothing
+    is split over tensor or sequence, it finds the sharding of rows itself.
     """
     mesh, (rows, *_) = sharding.mesh, sharding.spec
-    if mesh.shape[TENSOR] == 1:
+    if mesh.shape[TENSOR] == mesh.shape[SEQUENCE] == 1:
         return contextlib.nullcontext()
 
     def intercept(call, args, kwargs, context):
         y = call(*args, **kwargs)
         if not isinstance(context.module, nn.Dense | nn.Conv) or y.shape[0] % parts(mesh, rows):
             return y
-        free = (PartitionSpec.UNCONSTRAINED,) * (y.ndim - 1)
+        free = [PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)
+        if y.ndim == 3 and mesh.shape[SEQUENCE] > 1:
+            free[0] = SEQUENCE
         spec = PartitionSpec(rows, *free)
         return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, spec))
 

@@ -6,7 +6,7 @@
 | data     | images                                                                                        |
 | fsdp     | images, and parameters that are gathered before use (ZeRO, arXiv 1910.02054)                  |
 | tensor   | parameters by heads and inner widths, so that each device computes a part (arXiv 1909.08053)  |
-| sequence | nothing yet: tokens                                                                           |
+| sequence | tokens, and in attention heads, so that each device has a part of the activations             |
 
 Devices that differ only in `tensor` or `sequence` work on the same images.
 """

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from digen_jax.attention.surroundings import on_device
 from digen_jax.engine.activations import traced_on
-from digen_jax.engine.axes import SAMPLES
+from digen_jax.engine.axes import SAMPLES, SEQUENCE
 from digen_jax.engine.packing import MicroBatch, Shared, merged, merged_on_device
 from digen_jax.engine.placement import DeviceGroup
 
@@ -25,8 +25,8 @@ def sum_passes(
 ) -> Any:
     """`totals` + the sum over all passes of gradient(*parameters, shared, pass), with the memory of one pass.
 
-    If the parameters are whole on every device, each device sums its own share, and the sums are reduced
-    once, at the end, over the devices with other samples; otherwise XLA reduces in every pass.
+    If the parameters are whole on every device and tokens are not split, each device sums its own share, and the
+    sums are reduced once, at the end, over the devices with other samples; otherwise XLA reduces in every pass.
     `layout` contains the totals' shardings.
     """
 
@@ -45,7 +45,8 @@ def sum_passes(
         return jax.lax.psum(mine, SAMPLES)
 
     whole = PartitionSpec()
-    if group.mesh.size == 1 or not all(map(group.holds_whole, parameters)):
+    apart = group.mesh.shape[SEQUENCE] == 1 and all(map(group.holds_whole, parameters))
+    if group.mesh.size == 1 or not apart:
         with traced_on(group.merged, group.attention):
             return scan(
                 parameters,

@@ -101,7 +101,9 @@ class RolloutAxes:
     fsdp: int = 1  # devices that share images and parameters
     workers: int = 1  # rollout meshes of this size
     tensor: int = 1  # devices that share parameters and the work on each image
-    sequence: int = 1  # not supported yet
+    sequence: int = (
+        1  # devices that share the tokens of each image; with tensor they divide the heads
+    )
 
     @property
     def images(self) -> int:
@@ -122,7 +124,9 @@ class TrainerAxes:
     fsdp: int = 1  # devices that share images and parameters
     time: int = 1  # devices that share the denoising steps of a pass
     tensor: int = 1  # devices that share parameters and the work on each image
-    sequence: int = 1  # not supported yet
+    sequence: int = (
+        1  # devices that share the tokens of each image; with tensor they divide the heads
+    )
 
     @property
     def images(self) -> int:

@@ -101,7 +101,7 @@ def test_cudnns_further_channels_weigh_keys(monkeypatch, width):
 def test_each_device_attends_for_its_rows_and_heads(rows, heads, axes):
     """Where an axis does not divide them, too."""
     mesh = make_mesh(jax.devices()[: np.prod(list(axes.values()))], **axes)
-    around = Surroundings(mesh=mesh, rows=("data", "fsdp"), heads="tensor")
+    around = Surroundings(None, "auto", mesh, ("data", "fsdp"), "tensor", "sequence")
     q, k, v, direction = draw(rows, 5, 7, heads, heads, 8)
     lengths = jnp.array([7, 3, 1, 5][:rows])
 
@@ -116,13 +116,44 @@ def test_each_device_attends_for_its_rows_and_heads(rows, heads, axes):
     assert all(error(*pair) < EXACT for pair in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    "axes",
+    [
+        dict(sequence=4),
+        dict(sequence=8),
+        dict(data=2, sequence=4),
+        dict(fsdp=2, tensor=2, sequence=2),
+        dict(tensor=4, sequence=2),
+    ],
+)
+@pytest.mark.parametrize("groups", [8, 24])
+def test_tokens_that_are_split_attend_to_all_others(axes, groups):
+    """All-to-all, forward and backward, for two streams of tokens that the axis does not divide."""
+    mesh = make_mesh(jax.devices()[: np.prod(list(axes.values()))], **axes)
+    q, k, v, direction = draw(2, 17, 17, 24, groups, 8)
+    lengths = jnp.array([17, 11])
+
+    def split(q, k, v):
+        cut = functools.partial(jnp.split, indices_or_sections=[14], axis=1)
+        with on_mesh(mesh, ("data", "fsdp"), "tensor", "sequence"):
+            out = attend_jointly(*map(cut, (q, k, v)), lengths, weights(17))
+        return jnp.concatenate(out, axis=1)
+
+    compiled = jax.jit(gradients_of(split)).lower(q, k, v, direction).compile()
+    assert "all-to-all" in compiled.as_text()
+    expected = oracle.attention(q, k, v, lengths, weights(17))
+    gradients = oracle.gradients(q, k, v, direction, lengths, weights(17))
+    for pair in zip(compiled(q, k, v, direction), (expected, *gradients), strict=True):
+        assert error(*pair) < EXACT
+
+
 def test_surroundings_end_with_their_context():
     mesh = make_mesh(jax.devices()[:2], data=2)
-    with on_mesh(mesh, ("data",), "tensor", "xla"):
+    with on_mesh(mesh, ("data",), "tensor", "sequence", "xla"):
         assert current().mesh is mesh and current().kernel == "xla"
         with on_device(jax.devices()[1]):
             assert current() == Surroundings(jax.devices()[1], "auto")
         assert current().mesh is mesh
     assert current() == Surroundings()
-    with on_mesh(make_mesh(jax.devices()[:1]), ("data",), "tensor"):
+    with on_mesh(make_mesh(jax.devices()[:1]), ("data",), "tensor", "sequence"):
         assert current().mesh is None
