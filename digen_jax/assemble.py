@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.attention.kernels import choose
 from digen_jax.config.recipe import Recipe
+from digen_jax.engine.axes import SEQUENCE, TENSOR
 from digen_jax.engine.placement import DeviceGroup, Placement, check_processes, make_placement
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings
@@ -115,8 +117,8 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
 
     Raises:
       ConfigError: an image size or a guidance that the model has not, a window with steps that cannot be trained,
-        an attention kernel that cannot compute it, a LoRA without layers or of too large a rank, or a parameter
-        that no sharding rule matches.
+        an attention kernel that cannot compute it, heads that cannot be split, a LoRA without layers or of too large
+        a rank, or a parameter that no sharding rule matches.
     """
     sampler, shapes = recipe.sampler, family.shapes()
     size = Size(recipe.model.height, recipe.model.width)
@@ -126,6 +128,7 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
         sigmas = family.sigmas(sampler.steps, size)
     _check_guidance(recipe, family)
     attention_kernels(recipe, family, placement)
+    check_heads(family, placement)
     if recipe.noisy_steps:
         with blame("config.sampler.window: "):
             recipe.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
@@ -156,6 +159,28 @@ def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> d
         )
         for work, (group, dtype) in dtypes.items()
     }
+
+
+def check_heads(family: Family, placement: Placement) -> None:
+    """Refuses a mesh that splits tokens, and with them heads, if it does not divide the model's heads.
+
+    Raises:
+      ConfigError: names the axes.
+    """
+    meshes = {"trainer": placement.trainer.mesh}
+    if not placement.colocated:
+        meshes["rollout"] = placement.rollout.mesh
+    heads = family.heads.number
+    for name, mesh in meshes.items():
+        sizes = {axis: mesh.shape[axis] for axis in (SEQUENCE, TENSOR)}
+        parts = math.prod(sizes.values())
+        if sizes[SEQUENCE] > 1 and heads % parts:
+            words = [f"config.placement.{name}.{axis}" for axis, size in sizes.items() if size > 1]
+            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ConfigError(
+                f"{' x '.join(words)} = {parts} does not divide the model's {heads} attention heads, for which tokens "
+                f"are exchanged where they are split: make it one of {fitting}"
+            )
 
 
 def _check_guidance(recipe: Recipe, family: Family) -> None:
@@ -208,11 +233,12 @@ def outline(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     Nothing is read but the model's configuration, and nothing is allocated.
 
     Raises:
-      ConfigError: the model's folder cannot be used, or the devices do not suffice.
+      ConfigError: the model's folder cannot be used, the devices do not suffice, or heads cannot be split over them.
     """
     family = recipe_family(recipe)
     layout = Layout.of(recipe.placement.rules, family.axes())
     placement = make_placement(recipe.placement.meshes, layout, devices, recipe.model.attention)
+    check_heads(family, placement)
     shapes = parameter_shapes(recipe, family)
     start, base = (lying(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = lying(shapes.frozen, placement.rollout)

@@ -47,7 +47,7 @@ def tiny_pretrain_config() -> Any:
     return config
 
 
-def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
+def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0, heads: int = 2) -> pathlib.Path:
     """Every parameter random, so that no zero or one hides a mistake."""
     from digen_jax.models.layers import sincos_2d_table
     from digen_jax.pretraining.pipeline import build_family, network_configs, write_pipeline
@@ -55,7 +55,9 @@ def write_tiny_pipeline(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
     from digen_jax.pretraining.tokenizer import build_tokenizer
     from digen_jax.shapes.captions import train_records
 
-    settings = read_settings(tiny_pretrain_config())
+    config = tiny_pretrain_config()
+    config.transformer.network.update(num_attention_heads=heads, attention_head_dim=16 // heads)
+    settings = read_settings(config)
     tokenizer = build_tokenizer([r["prompt"] for r in train_records()], settings.text.max_length)
     networks = network_configs(settings, tokenizer)
     networks["vae"] |= {"scaling_factor": 1.3, "shift_factor": 0.1}

@@ -131,6 +131,15 @@ def refused(config, devices=8):
             "config.placement.rollout wants 8 and config.placement.trainer 4 devices, but there are",
         ),
         (
+            dict(placement__trainer=dict(data=1, tensor=2, sequence=2)),
+            "config.placement.trainer.sequence x config.placement.trainer.tensor = 4 does not divide the model's "
+            "2 attention heads, for which tokens are exchanged where they are split: make it one of 1, 2",
+        ),
+        (
+            dict(placement__rollout=dict(data=1, sequence=4)),
+            "config.placement.rollout.sequence = 4 does not divide the model's 2 attention heads",
+        ),
+        (
             dict(trainer__micro_batch=2),
             "the number of devices of config.placement.trainer = 4 must",
         ),

@@ -42,7 +42,10 @@ def _split(sharding: NamedSharding) -> AbstractContextManager[None]:
         if not isinstance(context.module, nn.Dense | nn.Conv) or y.shape[0] % parts(mesh, rows):
             return y
         free = [PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)
-        if y.ndim == 3 and mesh.shape[SEQUENCE] > 1:
+        if mesh.shape[SEQUENCE] > 1 and isinstance(context.module, nn.Conv):
+            # If XLA split pixels like tokens, it would double the gradient of the kernel where tensor splits, too.
+            free = [None] * (y.ndim - 1)
+        elif mesh.shape[SEQUENCE] > 1 and y.ndim == 3:
             free[0] = SEQUENCE
         spec = PartitionSpec(rows, *free)
         return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, spec))

@@ -52,6 +52,8 @@ def make_problem(
         device_memory,
         recipe.placement.rollout.tensor,
         recipe.placement.trainer.tensor,
+        recipe.placement.rollout.sequence,
+        recipe.placement.trainer.sequence,
     )
 
 
@@ -156,6 +158,14 @@ def meshes(problem: Problem, proposal: Proposal) -> MeshSizes:
         rollout, trainer = held.worker_fsdp, held.trainer_fsdp
     workers = max(1, proposal.workers)
     return MeshSizes(
-        RolloutAxes(proposal.worker_images // rollout, rollout, workers, proposal.worker_tensor),
-        TrainerAxes(proposal.data // trainer, trainer, proposal.time, proposal.tensor),
+        RolloutAxes(
+            proposal.worker_images // rollout,
+            rollout,
+            workers,
+            proposal.worker_tensor,
+            proposal.worker_sequence,
+        ),
+        TrainerAxes(
+            proposal.data // trainer, trainer, proposal.time, proposal.tensor, proposal.sequence
+        ),
     )

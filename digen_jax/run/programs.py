@@ -25,14 +25,15 @@ Lowered = jax.stages.Lowered
 def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
     """The temporary memory of a recipe's programs, each compiled for the share of one device.
 
-    The gradient is compiled on one device, or on as many as the axis tensor has, because these share their images.
-    Sampling is compiled on as many as fsdp x tensor, because its copies of weights are smaller where weights are split.
+    The gradient is compiled on one device, or on as many as the axes tensor x sequence have, because these share their
+    images. Sampling is compiled on as many as fsdp x tensor x sequence, because its copies of weights are smaller where
+    weights are split.
 
     Each share is compiled when it is asked for. It is not extrapolated from two others, because the compiler's
     choices change with the size, and the bytes are not linear in it. Nothing is allocated.
 
     Args:
-      recipe: of its placement only the rules and the axes tensor are read.
+      recipe: of its placement only the rules and the axes tensor and sequence are read.
       note: called with each program's name before it is compiled, which may take minutes.
     """
     measured = _Measured(recipe, note)
@@ -42,8 +43,8 @@ def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
         functools.cache, (measured.generate, measured.evaluate, measured.decode)
     )
 
-    def sampling(parts: int, fsdp: int, tensor: int) -> dict[str, float]:
-        axes = measured.at_hand(fsdp, tensor)
+    def sampling(parts: int, fsdp: int, tensor: int, sequence: int) -> dict[str, float]:
+        axes = measured.at_hand(fsdp, tensor, sequence)
         fragment = -(-recipe.sampler.fragment // parts)
         evaluated = -(-recipe.evaluation.batch // parts)
         prompts = -(-recipe.drawn_groups // parts)
@@ -62,15 +63,18 @@ class _Measured:
 
     def __init__(self, recipe: Recipe, note: Callable[[str], None]):
         self.recipe, self.note = recipe, note
-        self.system = functools.cache(self._system)  # by the sizes of the axes fsdp and tensor
+        self.system = functools.cache(
+            self._system
+        )  # by the sizes of the axes fsdp, tensor and sequence
         self.at_hand = functools.cache(self._at_hand)
 
-    def _system(self, fsdp: int, tensor: int) -> System:
-        return _share(self.recipe, fsdp=fsdp, tensor=tensor)
+    def _system(self, fsdp: int, tensor: int, sequence: int) -> System:
+        return _share(self.recipe, fsdp=fsdp, tensor=tensor, sequence=sequence)
 
-    def _at_hand(self, fsdp: int, tensor: int) -> tuple[int, int]:
-        """The axes fsdp and tensor, each 1 if this machine has fewer devices."""
-        wanted, devices = {"tensor": tensor, "fsdp": fsdp}, len(jax.devices())
+    def _at_hand(self, fsdp: int, tensor: int, sequence: int) -> tuple[int, int, int]:
+        """The axes fsdp, tensor and sequence, each 1 if this machine has fewer devices."""
+        wanted = {"tensor": tensor, "sequence": sequence, "fsdp": fsdp}
+        devices = len(jax.devices())
         found, left = {}, devices
         for axis, size in wanted.items():
             found[axis] = size if size <= left else 1
@@ -80,12 +84,13 @@ class _Measured:
                     f"memory: the temporaries of programs count as not split over the axis {axis} = {size}, "
                     f"because there are {devices} devices to compile for"
                 )
-        return found["fsdp"], found["tensor"]
+        return found["fsdp"], found["tensor"], found["sequence"]
 
     def gradient(self, data: int, time: int) -> float:
         """Of a pass over the share of one of `data` x `time` devices."""
-        _, tensor = self.at_hand(1, self.recipe.placement.trainer.tensor)
-        system = _share(self.recipe, data, time, tensor=tensor)
+        given = self.recipe.placement.trainer
+        _, tensor, sequence = self.at_hand(1, given.tensor, given.sequence)
+        system = _share(self.recipe, data, time, tensor=tensor, sequence=sequence)
         settings = system.trainer.settings
         each = settings.micro_batch // self.recipe.algorithm.images_of_sample
         samples = each * -(-trained_samples(self.recipe) // (each * data))
@@ -96,34 +101,34 @@ class _Measured:
 
     def update(self) -> float:
         """In multiples of the trained parameters."""
-        system = self.system(1, 1)
+        system = self.system(1, 1, 1)
         tuned = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(system.start))
         return self._needed("an update", system.trainer.lower_update(system.start)) / tuned
 
-    def encode(self, prompts: int, fsdp: int, tensor: int) -> float:
+    def encode(self, prompts: int, fsdp: int, tensor: int, sequence: int) -> float:
         """Of `prompts` on each device, the results included, which are those of all prompts of a step."""
-        system, here = self.system(fsdp, tensor), prompts * fsdp
+        system, here = self.system(fsdp, tensor, sequence), prompts * fsdp
         lowered = system.sampler.lower_encode(sampler_weights(system), [{"prompt": ""}] * here)
         found = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(lowered.out_info))
         others = found / here * (self.recipe.drawn_groups - here)
         return self._needed(f"encoding {prompts} prompts", lowered) + others
 
-    def generate(self, images: int, fsdp: int, tensor: int) -> float:
+    def generate(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:
         """Of `images` on each device, without the trajectories, which are counted apart."""
-        system, recipe = self.system(fsdp, tensor), self.recipe
+        system, recipe = self.system(fsdp, tensor, sequence), self.recipe
         kept = images * stored_bytes(recipe, system.sampler.shape)
         lowered = lower_generate(system, system.sampler, recipe, images * fsdp)
         return max(0, self._needed(f"generating {images} images", lowered) - kept)
 
-    def evaluate(self, images: int, fsdp: int, tensor: int) -> float:
+    def evaluate(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:
         """Of the sampler that evaluates, for `images` on each device."""
-        system = self.system(fsdp, tensor)
+        system = self.system(fsdp, tensor, sequence)
         lowered = lower_generate(system, system.evaluator, self.recipe, images * fsdp)
         return self._needed(f"evaluating {images} images", lowered)
 
-    def decode(self, images: int, fsdp: int, tensor: int) -> float:
+    def decode(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:
         """Of `images` on each device, the pictures included."""
-        system = self.system(fsdp, tensor)
+        system = self.system(fsdp, tensor, sequence)
         lowered = system.sampler.lower_decode(sampler_weights(system), images * fsdp)
         return self._needed(f"decoding {images} images", lowered)
 
@@ -146,17 +151,20 @@ def trained_samples(recipe: Recipe) -> int:
     return recipe.advantages.kept(fragment, images)
 
 
-def _share(recipe: Recipe, data: int = 1, time: int = 1, fsdp: int = 1, tensor: int = 1) -> System:
-    """On fsdp x tensor devices, with the part of a pass that they have on a mesh of these sizes."""
+def _share(
+    recipe: Recipe, data: int = 1, time: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1
+) -> System:
+    """On fsdp x tensor x sequence devices, with the part of a pass that they have on a mesh of these sizes."""
     trainer, whole = recipe.trainer, recipe.algorithm.images_of_sample
     own = dataclasses.replace(
         trainer,
         micro_batch=whole * -(-trainer.micro_batch // (whole * data)),
         pack=-(-trainer.pack // time),
     )
-    sizes = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1, fsdp=fsdp, tensor=tensor))
+    axes = TrainerAxes(data=1, fsdp=fsdp, tensor=tensor, sequence=sequence)
+    sizes = MeshSizes(RolloutAxes(data=0), axes)
     alone = dataclasses.replace(recipe.with_meshes(sizes), trainer=own)
-    return outline(alone, jax.devices()[: fsdp * tensor])
+    return outline(alone, jax.devices()[: axes.devices])
 
 
 def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:

@@ -993,11 +993,3 @@ def test_images_are_split_over_batch_axes_only(given):
         trainer__micro_batch=2,
     )
     place(open_recipe(config), 8)
-
-
-def test_an_axis_that_nothing_uses_yet_is_refused(given):
-    sentence = (
-        "config.placement.trainer.sequence = 2 would split an image's tokens, which no model here"
-    )
-    config = changed(given, placement__trainer=dict(data=1, sequence=2))
-    assert refused(config).startswith(sentence)

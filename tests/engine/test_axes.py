@@ -16,7 +16,8 @@ from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import quick, said
 from tests.engine import toy
-from tests.tiny_runs import TARGETS, pipeline, prompt_file
+from tests.pipelines import write_tiny_pipeline
+from tests.tiny_runs import TARGETS, once, prompt_file
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -27,13 +28,17 @@ MESHES = {
     "tensor": dict(tensor=2),
     "time": dict(time=2),
     "fsdp x tensor": dict(fsdp=4, tensor=2),
-    "half heads": dict(fsdp=2, tensor=4),  # the network has two of them
+    "half heads": dict(tensor=8),  # the network has four of them
     "data x fsdp x tensor": dict(data=2, fsdp=2, tensor=2),
     "time x tensor": dict(time=2, data=2, tensor=2),
+    "sequence": dict(sequence=4),
+    "data x sequence": dict(data=4, sequence=2),
+    "fsdp x sequence": dict(fsdp=2, sequence=4),
+    "tensor x sequence": dict(data=2, tensor=2, sequence=2),
 }
 CASES = [
     *(("full", mesh) for mesh in MESHES if mesh != "one device"),
-    *(("lora", mesh) for mesh in ("data", "tensor", "data x fsdp x tensor")),
+    *(("lora", mesh) for mesh in ("data", "tensor", "data x fsdp x tensor", "sequence")),
 ]
 ROWS = np.repeat(np.arange(2, dtype=np.int32), 4)
 ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
@@ -42,7 +47,9 @@ ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
 def config(base, tuning, mesh, **fields):
     prompts = str(prompt_file(base))
     c = dict(
-        model=dict(folder=str(pipeline(base))),
+        model=dict(
+            folder=str(once(base / "four-heads", functools.partial(write_tiny_pipeline, heads=4)))
+        ),
         prompts=dict(file=prompts),
         batch=dict(groups=2, images=4),
         sampler=dict(steps=3, window=dict(first=0, length=2), guidance=2.0, fragment=8),
@@ -95,7 +102,7 @@ def result(base):
     return of
 
 
-@pytest.mark.parametrize(("tuning", "mesh"), quick(CASES, 6, 9))
+@pytest.mark.parametrize(("tuning", "mesh"), quick(CASES, 6, 11, 15))
 def test_images_and_gradients_are_those_of_one_device(result, tuning, mesh):
     clips, gradient, *_ = result(tuning, mesh)
     expected_clips, expected, *_ = result(tuning, "one device")
@@ -105,7 +112,7 @@ def test_images_and_gradients_are_those_of_one_device(result, tuning, mesh):
 
     def close(path, found, leaf):
         where = jax.tree_util.keystr(path, simple=True, separator="/")
-        np.testing.assert_allclose(found, leaf, rtol=0, atol=2e-5 * largest, err_msg=where)
+        np.testing.assert_allclose(found, leaf, rtol=0, atol=5e-5 * largest, err_msg=where)
 
     jax.tree.map_with_path(close, gradient, expected)
 
@@ -115,15 +122,30 @@ def results(program, operation):
     return set(re.findall(rf"= f32\[([\d,]*)\]\S* {operation}\(", program))
 
 
-def test_over_tensor_heads_and_inner_widths_are_split_and_over_fsdp_parameters_are_gathered(base):
-    """On a mesh of 2 x 2 x 2: eight images are sixteen rows with guidance, four of a device; 16 tokens each."""
-    system = system_of(config(base, "full", "data x fsdp x tensor"))
+def sampling(base, mesh):
+    """The compiled program that samples eight images."""
+    system = system_of(config(base, "full", mesh))
     sampler, weights = system.sampler, system.publish(system.start)
     prompts = sampler.encode(weights, said("a photo of a star", "two rings"))
     keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
     rows, keys = jax.device_put((ROWS, keys), sampler.group.batch)
     args = (weights, prompts, rows, keys, keys, np.int32(0), None)
-    program = sampler._generate.lower(*args).compile().as_text()
+    return sampler._generate.lower(*args).compile().as_text()
+
+
+def test_over_sequence_tokens_are_split_and_exchanged_for_heads(base):
+    """Sixteen rows with guidance, of 16 image tokens, of which a device has four, and of its four heads one."""
+    program = sampling(base, "sequence")
+    products = results(program, "dot")
+    assert {"64,64", "64,16"} <= products
+    assert not any(shape.startswith("256,") for shape in products)
+    assert "16,29,29" in products  # scores of 16 + 13 tokens
+    assert "all-to-all" in program
+
+
+def test_over_tensor_heads_and_inner_widths_are_split_and_over_fsdp_parameters_are_gathered(base):
+    """On a mesh of 2 x 2 x 2: eight images are sixteen rows with guidance, four of a device; 16 tokens each."""
+    program = sampling(base, "data x fsdp x tensor")
     gathered, products = results(program, "all-gather"), results(program, "dot")
     # The width is 16, and 64 inside a feed-forward layer, of which a device has half the columns, or rows.
     assert {"16,32", "32,16", "16,8", "8,16"} <= gathered

@@ -66,14 +66,15 @@ def predicted_and_compiled(recipe):
     programs = measured_programs(recipe, print)
     footprint = dataclasses.replace(model_footprint(recipe), programs=programs)
     problem = make_problem(recipe, axes.devices, calibration(), footprint)
-    proposal = Proposal(0, 0, axes.images, axes.time, tensor=axes.tensor)
+    shared = dict(tensor=axes.tensor, sequence=axes.sequence)
+    proposal = Proposal(0, 0, axes.images, axes.time, **shared)
     held = device_bytes(problem, proposal).trainer
     kept = held["trajectories"] + held["conditioning"]
     training = held["parameters"] + held["gradient"] + kept
     tuned = footprint.tuned(axes.fsdp, axes.tensor)
     state = tuned + held["gradient"] + held["optimizer"]
     sampling = held["parameters"] + held["frozen"]
-    needed = programs.sampling(axes.images * axes.time, axes.fsdp, axes.tensor)
+    needed = programs.sampling(axes.images * axes.time, axes.fsdp, *shared.values())
 
     weights, sampler = sampler_weights(system), system.sampler
     gradient = lower_gradient(system, recipe, trained_samples(recipe)).compile().memory_analysis()
@@ -116,6 +117,7 @@ MESHES = (
     dict(data=2, fsdp=2),
     dict(data=2, time=2),
     dict(data=4, tensor=2),
+    dict(data=4, sequence=2),
 )
 
 

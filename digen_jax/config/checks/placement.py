@@ -11,24 +11,16 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import MODEL, PARAMETERS, TIME
 from digen_jax.engine.placement import ONE_DEVICE, RolloutAxes, TrainerAxes, mesh_sizes
 from digen_jax.engine.sharding import TACTICS
-from digen_jax.errors import ConfigError, check_choice, check_divides, together
+from digen_jax.errors import ConfigError, check_choice, check_divides
 from digen_jax.models.logical_axes import NAMES
 
 
 def check_placement(config: ConfigDict) -> None:
-    """Refuses rules that cannot be, and an axis that nothing uses yet.
+    """Refuses rules that cannot be.
 
     Raises:
-      ConfigError: the first of each.
+      ConfigError: the first of them.
     """
-    with together() as one:
-        with one():
-            _check_rules(config)
-        with one():
-            _check_sequence(config)
-
-
-def _check_rules(config: ConfigDict) -> None:
     for rule in config.placement.rules:
         kinds = [type(part) for part in rule] if isinstance(rule, tuple | list) else []
         if kinds not in ([str] * 2, [str] * 3):
@@ -47,16 +39,6 @@ def _check_rules(config: ConfigDict) -> None:
         kinds = ("tactic",) if len(about) == 1 else ("logical axis", "mesh axis")
         for kind, value, known in zip(kinds, about, choices, strict=True):
             check_choice(f"the {kind} of {pattern!r} in config.placement.rules", value, known)
-
-
-def _check_sequence(config: ConfigDict) -> None:
-    for mesh in ("rollout", "trainer"):
-        size = config.placement[mesh].sequence
-        if size > 1:
-            raise ConfigError(
-                f"config.placement.{mesh}.sequence = {size} would split an image's tokens, which no model here can "
-                "do yet: set it to 1"
-            )
 
 
 def check_devices(recipe: Recipe, devices: int) -> None:

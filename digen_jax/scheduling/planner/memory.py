@@ -80,7 +80,8 @@ def _trainer_bytes(problem: Problem, proposal: Proposal, fsdp: int) -> dict[str,
         running["the gradient"] = foot.programs.gradient(proposal.data, proposal.time)
         running["the update"] = foot.programs.update(tuned)
         if samples:
-            running |= foot.programs.sampling(proposal.data * proposal.time, *axes)
+            parts = proposal.data * proposal.time
+            running |= foot.programs.sampling(parts, *axes, proposal.sequence)
     return {
         "parameters": tuned + foot.base(*axes),
         "gradient": (1 + early) * tuned,
@@ -99,13 +100,17 @@ def _worker_bytes(problem: Problem, proposal: Proposal, fsdp: int) -> dict[str, 
         return {}
     foot, axes = problem.footprint, (fsdp, proposal.worker_tensor)
     images = 2 * problem.settings.fragment_images / proposal.worker_images
+    running = {}
+    if foot.programs:
+        sequence = proposal.worker_sequence
+        running = foot.programs.sampling(proposal.worker_images, *axes, sequence)
     return {
         "parameters": foot.sampler_base(*axes),
         "kept versions": _versions(problem, proposal) * foot.published(*axes),
         "frozen": foot.frozen(*axes),
         "trajectories": images * foot.trajectory,
         "conditioning": (1 + proposal.asynchrony) * float(foot.conditioning),
-        **_largest(foot.programs.sampling(proposal.worker_images, *axes) if foot.programs else {}),
+        **_largest(running),
     }
 
 

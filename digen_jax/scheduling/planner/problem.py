@@ -52,13 +52,13 @@ class Programs:
       gradient: by the parts (data, time) into which a trainer mesh splits images and steps. The gathered
         copies of parameters that fsdp splits are not counted.
       update: by the bytes of trained parameters on the device.
-      sampling: of each program by name, by the parts into which a mesh splits images, and its axes fsdp
-        and tensor.
+      sampling: of each program by name, by the parts into which a mesh splits images, and its axes fsdp,
+        tensor and sequence.
     """
 
     gradient: Callable[[int, int], float]
     update: Callable[[float], float]
-    sampling: Callable[[int, int, int], dict[str, float]]
+    sampling: Callable[[int, int, int, int], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +111,8 @@ class Problem:
       worker_tensor: the size of a rollout mesh's axis tensor, whose devices work on the same images;
         the planner does not change it.
       trainer_tensor: the same for the trainer mesh.
+      worker_sequence: as worker_tensor, the size of the axis sequence, which splits no parameters.
+      trainer_sequence: the same for the trainer mesh.
     """
 
     devices: int
@@ -124,6 +126,8 @@ class Problem:
     device_memory: float | None = None
     worker_tensor: int = 1
     trainer_tensor: int = 1
+    worker_sequence: int = 1
+    trainer_sequence: int = 1
 
     def check(self) -> None:
         """Refuses a problem that cannot be planned.

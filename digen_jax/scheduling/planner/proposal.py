@@ -20,8 +20,10 @@ class Proposal:
         A colocated run always generates all fragments first, and trains them as they are scored.
       tag: the trainer may generate.
       asynchrony: idle workers may begin the next step.
-      worker_tensor: devices of a rollout mesh that work on the same images.
+      worker_tensor: devices of a rollout mesh that share parameters and work on the same images.
       tensor: the same for the trainer mesh.
+      worker_sequence: devices of a rollout mesh that share the tokens of the same images.
+      sequence: the same for the trainer mesh.
     """
 
     workers: int
@@ -33,16 +35,23 @@ class Proposal:
     asynchrony: bool = False
     worker_tensor: int = 1
     tensor: int = 1
+    worker_sequence: int = 1
+    sequence: int = 1
 
     @property
     def trainer(self) -> int:
         """Devices of the trainer mesh."""
-        return self.data * self.time * self.tensor
+        return self.data * self.time * self.shared
+
+    @property
+    def shared(self) -> int:
+        """Devices of the trainer mesh that work on the same images."""
+        return self.tensor * self.sequence
 
     @property
     def worker_images(self) -> int:
         """Parts into which a rollout mesh splits images."""
-        return self.worker_devices // self.worker_tensor
+        return self.worker_devices // (self.worker_tensor * self.worker_sequence)
 
     @property
     def tactics(self) -> tuple[str, ...]:
@@ -57,7 +66,7 @@ class Proposal:
 
     def describe(self) -> str:
         """The placement in words."""
-        others = {"time": self.time, "tensor": self.tensor}
+        others = {"time": self.time, "tensor": self.tensor, "sequence": self.sequence}
         mesh = " x ".join(
             [f"{self.data}", *(f"{n} ({axis})" for axis, n in others.items() if n > 1)]
         )
@@ -70,8 +79,8 @@ class Proposal:
 def layout(problem: Problem, proposal: Proposal) -> Layout:
     """The meshes with their speeds; a trainer samples with as many of its devices as possible."""
     trainer, size = proposal.trainer, proposal.worker_devices
-    tensor = proposal.tensor
-    sampling = problem.worker.seconds(problem.worker.used(trainer // tensor) * tensor)
+    shared = proposal.shared
+    sampling = problem.worker.seconds(problem.worker.used(trainer // shared) * shared)
     speed = 1 / problem.worker.seconds(size) if size else 1.0
     return Layout(Mesh(trainer, 1 / sampling), (Mesh(size, speed),) * proposal.workers)
 
@@ -83,7 +92,7 @@ def costs(problem: Problem, proposal: Proposal) -> Costs:
     colocated run the weights and samples need no transfer: nothing is published or delivered.
     """
     longest = -(-problem.transitions // proposal.time)
-    devices = proposal.data * proposal.tensor * problem.transitions / longest
+    devices = proposal.data * proposal.shared * problem.transitions / longest
     seconds = problem.costs.train * problem.trainer.seconds(devices)
     transfers = {} if proposal.workers else {"publish": 0.0, "deliver": 0.0}
     return dataclasses.replace(problem.costs, train=seconds, **transfers)

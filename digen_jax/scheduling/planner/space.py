@@ -23,7 +23,7 @@ def proposals(problem: Problem) -> list[Proposal]:
     if not found:
         raise ConfigError(
             f"no trainer mesh can be made of up to {problem.devices} devices for the micro-batch: "
-            f"change config.trainer.micro_batch{_tensor(problem)}"
+            f"change config.trainer.micro_batch{_given(problem)}"
         )
     fitting = [c for c in found if fits_memory(problem, c)]
     if not fitting:
@@ -34,9 +34,11 @@ def proposals(problem: Problem) -> list[Proposal]:
     return sorted(fitting, key=lambda c: (len(c.tactics), c.time, -c.worker_devices))
 
 
-def _tensor(problem: Problem) -> str:
-    given = problem.trainer_tensor > 1 or problem.worker_tensor > 1
-    return ", or the axes tensor of config.placement" if given else ""
+def _given(problem: Problem) -> str:
+    tensor = max(problem.trainer_tensor, problem.worker_tensor) > 1
+    sequence = max(problem.trainer_sequence, problem.worker_sequence) > 1
+    names = " and ".join(["tensor"] * tensor + ["sequence"] * sequence)
+    return f", or the axes {names} of config.placement" if names else ""
 
 
 def fits_memory(problem: Problem, proposal: Proposal) -> bool:
@@ -48,22 +50,26 @@ def fits_memory(problem: Problem, proposal: Proposal) -> bool:
 
 def _meshes(problem: Problem, trainer: int) -> Iterator[Proposal]:
     """Every shape of a trainer mesh with every division of the remaining devices into workers."""
-    rest, tensor, worker_tensor = (
-        problem.devices - trainer,
-        problem.trainer_tensor,
-        problem.worker_tensor,
+    axes = dict(
+        tensor=problem.trainer_tensor,
+        sequence=problem.trainer_sequence,
+        worker_tensor=problem.worker_tensor,
+        worker_sequence=problem.worker_sequence,
     )
-    if trainer % tensor or rest % worker_tensor:
+    rest = problem.devices - trainer
+    shared = axes["tensor"] * axes["sequence"]
+    worker_shared = axes["worker_tensor"] * axes["worker_sequence"]
+    if trainer % shared or rest % worker_shared:
         return
-    parts = trainer // tensor
+    parts = trainer // shared
     times = [t for t in divisors(parts) if t <= problem.transitions]
     shapes = [(parts // t, t) for t in times if problem.trainer.fits(parts // t)]
-    splits = [n for n in divisors(rest // worker_tensor) if problem.worker.fits(n)] if rest else [0]
+    splits = [n for n in divisors(rest // worker_shared) if problem.worker.fits(n)] if rest else [0]
     for data, time in shapes:
         for split in splits:
-            size = split * worker_tensor
+            size = split * worker_shared
             workers = rest // size if rest else 0
-            yield Proposal(workers, size, data, time, worker_tensor=worker_tensor, tensor=tensor)
+            yield Proposal(workers, size, data, time, **axes)
 
 
 def _tactics(problem: Problem, mesh: Proposal) -> Iterator[Proposal]:

@@ -91,7 +91,7 @@ def parameters(split, whole):
 PROGRAMS = Programs(
     gradient=lambda data, time: 8000 / data,
     update=lambda tuned: tuned,
-    sampling=lambda parts, fsdp, tensor: {
+    sampling=lambda parts, fsdp, tensor, sequence: {
         "generating": 3000 / parts + 10 * (fsdp - 1),
         "decoding": 1000,
     },
@@ -160,6 +160,25 @@ def test_the_given_tensor_axes_split_parameters_and_no_images():
     assert of.costs(problem, split).train == of.costs(problem, alone).train / 4
     assert split.describe() == "1 worker of 4, trainer of 1 x 4 (tensor)"
     with pytest.raises(ConfigError, match=r"micro_batch, or the axes tensor of config\.placement"):
+        proposals(dataclasses.replace(problem, devices=3))
+
+
+def test_the_given_sequence_axes_split_tokens_but_neither_parameters_nor_images():
+    problem = Problem(8, STEP, FRICTION, worker=Scaling(0, 4), trainer=Scaling(0, 4))
+    problem = dataclasses.replace(
+        problem, footprint=FOOTPRINT, worker_sequence=2, trainer_tensor=2, trainer_sequence=2
+    )
+    found = proposals(problem)
+    assert {(c.workers, c.worker_devices, c.worker_images, c.data) for c in found} == {
+        (0, 0, 0, 2), (2, 2, 1, 1), (1, 4, 2, 1)
+    }  # fmt: skip
+    assert {(c.trainer, c.shared) for c in found} == {(8, 4), (4, 4)}
+    split = next(c for c in found if c.worker_devices == 4)
+    held = device_bytes(problem, split)
+    assert held.trainer["gradient"] == 800 / 2 + 8 and held.worker["parameters"] == 80 + 2
+    assert of.costs(problem, split).train == of.costs(problem, Proposal(1, 4, 1)).train / 4
+    assert split.describe() == "1 worker of 4, trainer of 1 x 2 (tensor) x 2 (sequence)"
+    with pytest.raises(ConfigError, match="axes tensor and sequence of config"):
         proposals(dataclasses.replace(problem, devices=3))
 
 
