@@ -63,9 +63,7 @@ class _Measured:
 
     def __init__(self, recipe: Recipe, note: Callable[[str], None]):
         self.recipe, self.note = recipe, note
-        self.system = functools.cache(
-            self._system
-        )  # by the sizes of the axes fsdp, tensor and sequence
+        self.system = functools.cache(self._system)  # by fsdp, tensor and sequence
         self.at_hand = functools.cache(self._at_hand)
 
     def _system(self, fsdp: int, tensor: int, sequence: int) -> System:

@@ -329,7 +329,7 @@ def _with_programs(
     made = Programs(
         lambda data, time: beyond["train"],
         lambda tuned: beyond["update"],
-        lambda parts, tensor: sampling,
+        lambda *mesh: sampling,
     )
     return dataclasses.replace(
         problem, footprint=dataclasses.replace(problem.footprint, programs=made)
