@@ -14,7 +14,7 @@ from digen_jax.accelerators.topology import slice_devices
 from digen_jax.attention import splash
 from digen_jax.attention.attend import attend
 from digen_jax.attention.surroundings import on_mesh
-from digen_jax.config.door import open_recipe
+from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.engine.axes import make_mesh
 from digen_jax.run.programs import lower_generate, lower_gradient
@@ -87,7 +87,7 @@ def test_a_runs_programs_have_the_kernel(base, rules):
     config.placement.update(sizes="given", rules=((".*", rules),))
     config.placement.rollout.data = 0
     config.placement.trainer.update(data=2, fsdp=2)
-    recipe = open_recipe(config, 4)
+    recipe = reopen_recipe(config)
     system = assemble.outline(recipe, chips("v5p:2x2x1")[:4])
     kernels = assemble.attention_kernels(recipe, system.policy.family, system.placement)
     assert kernels == {"sampling": "splash", "training": "splash"}
