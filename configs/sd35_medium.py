@@ -125,7 +125,7 @@ def base(n: int) -> ConfigDict:
             folder="stabilityai/stable-diffusion-3.5-medium",
             height=512,
             width=512,
-            remat=True,
+            remat="blocks",
         )
     )
     c.precision = ConfigDict(dict(arithmetic="float32"))

@@ -23,6 +23,7 @@ from digen_jax.engine.trainer import Trainer, TrainState
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.flow.steps import Ode, make_step
 from digen_jax.models.family import Family, Params, Size
+from digen_jax.models.remat import Remat
 from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
@@ -64,7 +65,7 @@ def family_of(folder: pathlib.Path) -> Any:
     return FAMILIES[kind]
 
 
-def load_family(folder: pathlib.Path, dtype: str = "float32", remat: bool = False) -> Family:
+def load_family(folder: pathlib.Path, dtype: str = "float32", remat: Remat = "none") -> Family:
     """The family of a pipeline folder; ConfigError where there is none for its class."""
     kind = family_of(folder)
     with user_input():
@@ -155,7 +156,10 @@ def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> d
     }
     return {
         work: choose(
-            group.attention, group.mesh.devices.flat[0], dtype, heads.width, heads.weighted
+            group.attention,
+            group.mesh.devices.flat[0],
+            dtype,
+            heads.split(group.mesh.shape[TENSOR] * group.mesh.shape[SEQUENCE]),
         )
         for work, (group, dtype) in dtypes.items()
     }

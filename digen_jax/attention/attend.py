@@ -6,10 +6,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from digen_jax.attention import cudnn, splash
-from digen_jax.attention.kernels import CUDNN, SPLASH, XLA, choose
+from digen_jax.attention import cudnn, packed, splash
+from digen_jax.attention.kernels import CUDNN, PACKED, SPLASH, XLA, Heads, choose
+from digen_jax.attention.key_weights import RESIDUALS
 from digen_jax.attention.partition import Streams, on_each_device
 from digen_jax.attention.surroundings import current
 
@@ -56,8 +58,10 @@ def attend_jointly(
     first = q[0]
     kernel = XLA
     if not causal:
-        weighted = log_weights is not None
-        kernel = choose(around.kernel, around.device, first.dtype, first.shape[-1], weighted)
+        keys, groups = sum(stream.shape[1] for stream in k), k[0].shape[2]
+        heads = Heads(*first.shape[2:], log_weights is not None, groups, keys)
+        heads = heads.split(around.parts(around.heads, around.tokens))
+        kernel = choose(around.kernel, around.device, first.dtype, heads)
     whole = functools.partial(_whole, kernel, log_weights, causal)
     if around.mesh is None or (kernel == XLA and around.mesh.shape[around.tokens] == 1):
         return whole(tuple(q), tuple(k), tuple(v), lengths)
@@ -74,6 +78,8 @@ def _whole(
     lengths: Int[Array, "b"] | None,
 ) -> tuple[Array, ...]:
     """Of arrays that nothing splits, or whose program XLA partitions."""
+    if kernel == PACKED:
+        return packed.attend(q, k, v, lengths, log_weights)
     sizes = [stream.shape[1] for stream in q]
     arrays = (a[0] if len(a) == 1 else jnp.concatenate(a, axis=1) for a in (q, k, v))
     if kernel == SPLASH:
@@ -98,6 +104,7 @@ def _xla(
     bias = None
     if log_weights is not None:
         bias = jnp.asarray(log_weights, jnp.float32)[None, None, None]
-    return jax.nn.dot_product_attention(
+    out = jax.nn.dot_product_attention(
         q, k, v, bias, is_causal=causal, key_value_seq_lengths=lengths, implementation="xla"
     )
+    return checkpoint_name(out, RESIDUALS)

@@ -7,6 +7,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+# The name of what a kernel keeps for its backward pass, for a policy of `jax.checkpoint`.
+RESIDUALS = "attention"
 # Added to the score of a key that is padding. Finite, as 0 times infinity is not a number.
 MINUS_INFINITY = -1e30
 

@@ -17,8 +17,6 @@ LANES = 128
 LARGEST_BLOCK = {2: 9 * LANES, 4: 6 * LANES}
 # What a block costs beside its tokens, in tokens: larger blocks keep the matrix units busier.
 COST_OF_BLOCK = 64
-# The name of the kernel's residuals for a policy of `jax.checkpoint`.
-RESIDUALS = "attention"
 
 
 def attend(
@@ -121,5 +119,5 @@ def _of_heads(q: Array, k: Array) -> Any:
         use_fused_bwd_kernel=True,
     )
     return splash_attention.make_splash_mha_single_device(
-        full, block_sizes=sizes, residual_checkpoint_name=RESIDUALS
+        full, block_sizes=sizes, residual_checkpoint_name=key_weights.RESIDUALS
     )

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax
@@ -31,6 +32,10 @@ class Surroundings:
     heads: str = ""
     tokens: str = ""
 
+    def parts(self, *axes: str) -> int:
+        """Devices along some mesh axes; 1 if arrays are those of one device."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+
 
 _UNKNOWN = Surroundings()
 _current = contextvars.ContextVar("surroundings", default=_UNKNOWN)
@@ -39,6 +44,13 @@ _current = contextvars.ContextVar("surroundings", default=_UNKNOWN)
 def current() -> Surroundings:
     """The innermost surroundings that were entered; without any, nothing is known of the devices."""
     return _current.get()
+
+
+def heads_fill_tiles() -> bool:
+    """Whether a network's heads lie side by side in the tiles of a TPU, all of a token's on one device."""
+    around = current()
+    on_tpu = around.device is not None and around.device.platform == "tpu"
+    return on_tpu and around.parts(around.heads) == 1
 
 
 @contextlib.contextmanager

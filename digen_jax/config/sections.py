@@ -15,6 +15,7 @@ from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sharding import REPLICATED
 from digen_jax.flow.windows import Mode
+from digen_jax.models.remat import Remat
 from digen_jax.weights.lora import Init, LoraConfig
 
 DType = Literal["float32", "bfloat16"]
@@ -29,9 +30,11 @@ class ModelSection:
     folder: str = "assets/shapes-sd3"  # a diffusers pipeline: a local folder or a hub id
     height: int = 32  # height of the images, in pixels
     width: int = 32  # width of the images, in pixels
-    remat: bool = False  # recompute activations in the backward pass: less memory, more time
-    # what computes attention: "splash" on TPUs, "cudnn" on NVIDIA's GPUs in bfloat16, "xla" anywhere, with more
-    # memory; "auto": the kernel for the devices, or XLA where it has none for the model
+    # what the backward pass recomputes, for less memory and more time: "none"; "blocks": all but the inputs of the
+    # transformer's blocks; "keep_attention": not attention; "keep_products": not linear layers either
+    remat: Remat = "none"
+    # what computes attention: "packed" or "splash" on TPUs, "cudnn" on NVIDIA's GPUs in bfloat16, "xla" anywhere,
+    # with more memory; "auto": the kernel for the devices, or XLA where none can compute the model's
     attention: Kernel = "auto"
 
 

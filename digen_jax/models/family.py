@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
+from digen_jax.attention.kernels import Heads
+
 Params = dict[str, Any]  # one tree for each component
 Record = Mapping[
     str, Any
@@ -33,14 +35,6 @@ class Size(NamedTuple):
     height: int
     width: int
     frames: int = 1
-
-
-class Heads(NamedTuple):
-    """The attention of the trained components."""
-
-    number: int
-    width: int  # channels of one
-    weighted: bool = False  # some keys have weights: `attention.attend.attend`
 
 
 @runtime_checkable

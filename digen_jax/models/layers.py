@@ -9,7 +9,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from digen_jax.attention import surroundings
 from digen_jax.attention.attend import attend_jointly
+from digen_jax.models.remat import product
 
 EPSILON = 1e-6
 
@@ -103,7 +105,7 @@ class GeluProjection(nn.Module):
     def __call__(self, x: Float[Array, "b n i"]) -> Float[Array, "b n d"]:
         """Project x to `dim` channels."""
         proj = nn.Dense(self.dim, dtype=self.dtype, kernel_init=linear_init, name="proj")
-        return nn.gelu(proj(x), approximate=True)
+        return nn.gelu(product(proj(x)), approximate=True)
 
 
 class FeedForward(nn.Module):
@@ -116,7 +118,33 @@ class FeedForward(nn.Module):
         """Apply to each token."""
         dim = x.shape[-1]
         x = GeluProjection(4 * dim, self.dtype, name="net_0")(x)
-        return nn.Dense(dim, dtype=self.dtype, kernel_init=linear_init, name="net_2")(x)
+        return product(nn.Dense(dim, dtype=self.dtype, kernel_init=linear_init, name="net_2")(x))
+
+
+class HeadNorm(nn.Module):
+    """RMS norm of each head, with one scale for all heads: `nn.RMSNorm` over the last axis.
+
+    A TPU would copy tokens of many channels into heads of 64 and back, as its tiles have 128 lanes. There the mean of
+    each head, and its way back to the head's channels, are products with a matrix of ones and zeros.
+    """
+
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n h d"]) -> Float[Array, "b n h d"]:
+        """Normalise in float32, then round to the compute dtype."""
+        b, n, heads, width = x.shape
+        scale = self.param("scale", nn.initializers.ones, (width,))
+        x = x.astype(jnp.float32)
+        if not surroundings.heads_fill_tiles():
+            mean = jnp.square(x).mean(-1, keepdims=True)
+            return (x * (jax.lax.rsqrt(mean + EPSILON) * scale)).astype(self.dtype)
+        x = x.reshape(b, n, heads * width)
+        of_head = np.kron(np.eye(heads, dtype=np.float32), np.ones((width, 1), np.float32))
+        mean = jnp.dot(jnp.square(x), of_head / width)
+        inverse = jnp.dot(jax.lax.rsqrt(mean + EPSILON), of_head.T)
+        out = (x * inverse * jnp.tile(scale, heads)).astype(self.dtype)
+        return out.reshape(b, n, heads, width)
 
 
 class JointAttention(nn.Module):
@@ -140,14 +168,14 @@ class JointAttention(nn.Module):
         """Attended x and context; `log_weights` are those of the n + m keys."""
 
         def linear(name: str, tokens: Array) -> Array:
-            features = tokens.shape[-1]
-            return nn.Dense(features, dtype=self.dtype, kernel_init=linear_init, name=name)(tokens)
+            dense = nn.Dense(tokens.shape[-1], dtype=self.dtype, kernel_init=linear_init, name=name)
+            return product(dense(tokens))
 
         def split(name: str, tokens: Array, norm: str | None = None) -> Array:
             out = linear(name, tokens).reshape(*tokens.shape[:2], self.heads, -1)
             if norm is None or self.qk_norm is None:
                 return out
-            return nn.RMSNorm(EPSILON, dtype=self.dtype, name=norm)(out)
+            return HeadNorm(self.dtype, name=norm)(out)
 
         def merged(out: Array) -> Array:
             return out.reshape(*out.shape[:2], -1)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from digen_jax.json_fields import check_values, number
 from digen_jax.models import layers
+from digen_jax.models.remat import Remat, rematerialised
 
 LISTS = ("transformer_blocks", "to_out", "net")
 FROZEN = ("pos_embed/pos_embed",)
@@ -224,12 +225,12 @@ class SD3Transformer(nn.Module):
 
     Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax,
     modulation and the embedding of time and pooled text are always float32.
-    `remat` keeps only the blocks' inputs for the backward pass and recomputes the rest.
+    `remat` says what the backward pass recomputes.
     """
 
     config: SD3Config
     dtype: DTypeLike = jnp.float32
-    remat: bool = False
+    remat: Remat = "none"
 
     @nn.compact
     def __call__(
@@ -263,10 +264,7 @@ class SD3Transformer(nn.Module):
     def _blocks(self, first: int, last: int, dual: bool, null_tokens: int) -> nn.Module:
         """Blocks first..last, scanned if there are several; the last context token counts as `null_tokens`."""
         scanned = last > first
-        block = JointTransformerBlock
-        if self.remat:
-            # a scan's body is compiled separately, so nothing can undo its rematerialisation
-            block = nn.remat(block, prevent_cse=not scanned)
+        block = rematerialised(JointTransformerBlock, self.remat, scanned)
         name = f"transformer_blocks_{first}"
         if scanned:
             name += f"to{last}"

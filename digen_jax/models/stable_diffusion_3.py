@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from digen_jax.attention.kernels import Heads
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models import autoencoder_kl, clip_text, clip_tokenizer, sd3, sd3_flops
-from digen_jax.models.family import Guidance, Heads, Params, Record, Size
+from digen_jax.models.family import Guidance, Params, Record, Size
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.precision import exact_products
+from digen_jax.models.remat import Remat
 from digen_jax.weights import folder as weights
 
 PIPELINE_CLASS = "StableDiffusion3Pipeline"
@@ -106,7 +108,7 @@ class StableDiffusion3:
 
     @classmethod
     def from_folder(
-        cls, folder: pathlib.Path, dtype: Any = jnp.float32, remat: bool = False
+        cls, folder: pathlib.Path, dtype: Any = jnp.float32, remat: Remat = "none"
     ) -> "StableDiffusion3":
         """The architecture of a diffusers pipeline folder; reads only its JSON files and tokenizers.
 
@@ -130,7 +132,7 @@ class StableDiffusion3:
         configs: dict[str, dict],
         tokenizers: tuple[Any, Any],
         dtype: Any = jnp.float32,
-        remat: bool = False,
+        remat: Remat = "none",
     ) -> "StableDiffusion3":
         """The architecture from each component's config.json, by the component's name.
 
@@ -142,7 +144,7 @@ class StableDiffusion3:
 
     @classmethod
     def _of(
-        cls, configs: dict[str, Any], tokenizers: tuple[Any, Any], dtype: Any, remat: bool
+        cls, configs: dict[str, Any], tokenizers: tuple[Any, Any], dtype: Any, remat: Remat
     ) -> "StableDiffusion3":
         """Builds the family from the results of `READERS`."""
         return cls(

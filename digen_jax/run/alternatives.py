@@ -6,20 +6,24 @@ from collections.abc import Iterator
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import FSDP
 from digen_jax.errors import ConfigError
+from digen_jax.models.remat import Remat
 from digen_jax.run.compiled import on_devices
 from digen_jax.run.planning import step_settings
 from digen_jax.scheduling.planner.problem import divisors
 
 SPLIT = ((".*", FSDP),)
+LESS: tuple[Remat, ...] = ("keep_attention", "blocks")
 
 
 def smaller(recipe: Recipe, devices: int) -> Iterator[Recipe]:
-    """The recipe with remat, then with split parameters, too, then with fewer and fewer images in a pass.
+    """The recipe with more remat, then with split parameters, too, then with fewer and fewer images in a pass.
 
     A change that the recipe has already, or that its batch does not allow, is left out.
     """
-    if not recipe.model.remat:
-        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, remat=True))
+    for remat in {"none": LESS, "keep_products": LESS, "keep_attention": LESS[1:]}.get(
+        recipe.model.remat, ()
+    ):
+        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, remat=remat))
         yield recipe
     if not any(FSDP in rule for rule in recipe.placement.rules):
         placement = dataclasses.replace(recipe.placement, rules=SPLIT)

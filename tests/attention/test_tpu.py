@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from digen_jax import assemble
 from digen_jax.accelerators.topology import slice_devices
-from digen_jax.attention import splash
+from digen_jax.attention import packed, splash
 from digen_jax.attention.attend import attend
-from digen_jax.attention.surroundings import on_mesh
+from digen_jax.attention.surroundings import on_device, on_mesh
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.engine.axes import make_mesh
@@ -46,17 +46,19 @@ def compiled(topology, shape, dtype, lengths=False, log_weights=None, kernel="au
 
 
 def pairs(program, tokens):
-    """Shapes of arrays with two dimensions of at least so many tokens."""
+    """Shapes of arrays with two dimensions of tokens, which may be padded to a multiple of 128."""
     shapes = set(re.findall(r"(?:f32|bf16|pred|s32)\[([\d,]+)\]", program.as_text()))
-    return {s for s in shapes if sum(int(n) >= tokens for n in s.split(",")) > 1}
+    sizes = {tokens, -(-tokens // 128) * 128}
+    return {s for s in shapes if sum(int(n) in sizes for n in s.split(",")) > 1}
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_the_gradient_is_two_kernels_without_scores_in_memory(topology, width, dtype):
+@pytest.mark.parametrize("kernel", ["packed", "splash"])
+def test_the_gradient_is_two_kernels_without_scores_in_memory(topology, width, dtype, kernel):
     log_weights = np.log(np.r_[np.ones(299), 256.0]) if width == 64 else None
-    program = compiled(topology, (2, 300, 4, width), dtype, True, log_weights)
+    program = compiled(topology, (2, 300, 4, width), dtype, True, log_weights, kernel)
     assert len(re.findall(r"custom_call_target=\"tpu_custom_call\"", program.as_text())) == 2
     assert not pairs(program, 300)
 
@@ -68,16 +70,44 @@ def test_xlas_gradient_has_the_scores_in_memory():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x1", "v6e:2x2"])
-def test_the_largest_blocks_fit_the_chips(topology, dtype):
-    tokens = 2 * splash.LARGEST_BLOCK[jnp.dtype(dtype).itemsize]
-    assert not pairs(compiled(topology, (1, tokens, 2, 128), dtype, True), tokens)
+@pytest.mark.parametrize("kernel", ["packed", "splash"])
+def test_the_largest_blocks_fit_the_chips(topology, dtype, kernel):
+    size = jnp.dtype(dtype).itemsize
+    if kernel == "packed":
+        tokens = max(n for n in range(packed.LANES, 2**14, packed.LANES) if packed.fits(n, size))
+    else:
+        tokens = 2 * splash.LARGEST_BLOCK[size]
+    program = compiled(topology, (1, tokens, 2, 128), dtype, True, kernel=kernel)
+    assert not pairs(program, tokens)
+
+
+def test_packed_attention_needs_no_copies_of_heads_that_fill_half_a_tile():
+    """Splash attention takes [b h s d], of which 64 channels take 128 lanes."""
+
+    def temporary(kernel):
+        device = chips("v5p:2x2x1")[0]
+        tokens = jax.ShapeDtypeStruct(
+            (4, 1024, 512), jnp.bfloat16, sharding=SingleDeviceSharding(device)
+        )
+
+        def loss(*tokens):
+            with on_device(device, kernel):
+                out = attend(*(a.reshape(4, 1024, 8, 64) for a in tokens)).reshape(4, 1024, 512)
+            return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+        program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(tokens, tokens, tokens).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporary("packed") < temporary("splash") / 2
 
 
 def test_on_a_mesh_each_device_runs_the_kernel_on_its_rows_and_heads():
-    program = compiled("v5p:2x2x1", (4, 256, 4, 64), jnp.bfloat16, data=2, tensor=2)
-    text = program.as_text()
-    assert "all-gather" not in text and "all-reduce" not in text
-    assert re.search(r"bf16\[2,2,256,64\].* custom-call", text)
+    for kernel, shape in (("splash", "2,2,256,64"), ("packed", "2,256,128")):
+        shapes = (4, 256, 4, 64)
+        program = compiled("v5p:2x2x1", shapes, jnp.bfloat16, kernel=kernel, data=2, tensor=2)
+        text = program.as_text()
+        assert "all-gather" not in text and "all-reduce" not in text
+        assert re.search(rf"bf16\[{shape}\].* custom-call", text)
 
 
 @pytest.mark.parametrize("rules", ["replicate", "fsdp"])

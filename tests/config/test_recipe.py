@@ -99,7 +99,7 @@ def test_wandb_without_a_project_is_refused(given):
         ("samplr__steps", 8, "config.samplr is not a field; did you mean config.sampler?"),
         ("sampler__steps", "8", "config.sampler.steps must be a whole number, not '8'"),
         ("sampler__steps", 8.5, "config.sampler.steps must be a whole number, not 8.5"),
-        ("model__remat", 1, "config.model.remat must be True or False, not 1"),
+        ("model__remat", True, "config.model.remat must be a text, not True"),
         ("trainer__eps", True, "config.trainer.eps must be a number, not True"),
         ("sampler__window", 4, "config.sampler.window must be a section, such as dict("),
         (

@@ -26,7 +26,7 @@ FRAGMENT = 48
 
 def tiny(old_log_probs, **fields):
     """A tiny SD3 transformer in bfloat16 around which a step is sampled: (system, state, experience)."""
-    remat = fields.pop("model__remat", False)
+    remat = fields.pop("model__remat", "none")
     c = toy.config(
         precision__arithmetic="bfloat16",
         algorithm__old_log_probs=old_log_probs,
@@ -54,7 +54,7 @@ CASES = [
     ("rollout", {}),
     ("recomputed", {}),
     ("recomputed", dict(trainer__micro_batch=2)),
-    ("recomputed", dict(model__remat=True)),
+    ("recomputed", dict(model__remat="blocks")),
     ("recomputed", LORA),
     ("rollout", LORA | dict(sampler__guidance=1.0)),
 ]

@@ -1,0 +1,69 @@
+"""Our kernel in Pallas's interpreter, which needs no TPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax.attention import packed
+from tests.attention import oracle
+from tests.attention.cases import draw, error, gradients_of, weights
+
+BOUND = {jnp.float32: 1e-5, jnp.bfloat16: 0.02}
+
+
+def attend(q, k, v, **options):
+    """Of one stream, or of two where there are enough tokens."""
+    streams = [(a[:, :60], a[:, 60:]) if a.shape[1] > 60 else (a,) for a in (q, k, v)]
+    return jnp.concatenate(packed.attend(*streams, **options, interpret=True), axis=1)
+
+
+# (queries, keys, heads, width, lengths, weighted)
+CASES = {
+    "two heads in a tile": (100, 150, 4, 64, None, False),
+    "a head in a tile": (130, 128, 2, 128, None, False),
+    "eight heads in a tile": (20, 30, 8, 16, [30, 3], True),
+    "lengths": (128, 140, 2, 64, [140, 5], False),
+    "weights": (200, 150, 2, 64, None, True),
+    "several blocks of queries": (1100, 70, 2, 64, [70, 9], True),
+}
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_and_its_gradients_are_attention_written_out(name, dtype):
+    s, t, heads, width, lengths, weighted = CASES[name]
+    q, k, v, direction = draw(2, s, t, heads, heads, width, dtype)
+    log_weights = weights(t) if weighted else None
+    rows = None if lengths is None else jnp.array(lengths)
+    found = gradients_of(functools.partial(attend, lengths=rows, log_weights=log_weights))
+    with jax.default_matmul_precision("default"):  # the kernel's precision is its own
+        out, *gradients = jax.jit(found)(q, k, v, direction)
+    assert out.dtype == dtype
+    assert error(out, oracle.attention(q, k, v, lengths, log_weights)) < BOUND[dtype]
+    expected = oracle.gradients(q, k, v, direction, lengths, log_weights)
+    errors = [error(*pair) for pair in zip(gradients, expected, strict=True)]
+    assert max(errors) < BOUND[dtype], errors
+
+
+def test_a_heavy_key_counts_as_that_many_in_bfloat16():
+    """256 equal keys, and one of weight 256, whose logarithm bfloat16 cannot hold."""
+    q, k, v, _ = draw(1, 40, 300, 2, 2, 64, jnp.bfloat16)
+    copies = [jnp.concatenate([a[:, :44], jnp.repeat(a[:, 44:45], 256, 1)], 1) for a in (k, v)]
+    log_weights = np.log(np.r_[np.ones(44), 256.0])
+    found = attend(q, k[:, :45], v[:, :45], log_weights=log_weights)
+    assert error(found, oracle.attention(q, *copies)) < BOUND[jnp.bfloat16]
+
+
+def test_blocks_fit_fast_memory():
+    """The compiler confirms it for the largest ones: test_tpu."""
+    assert [packed.block(s, s, 2) for s in (128, 1024, 1152, 1408, 4608)] == [
+        128,
+        512,
+        384,
+        128,
+        128,
+    ]
+    assert packed.fits(4608, 2) and not packed.fits(40_000, 2)
