@@ -164,7 +164,9 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
             read_settings(config)
         elif config is not None:
             recipe = open_recipe(config)
-            place(recipe, _devices(recipe))
+            # A slice is planned without prompts and rewards.
+            if "topology" not in flags.FLAGS or flags.FLAGS["topology"].value is None:
+                place(recipe, _devices(recipe))
 
 
 @contextlib.contextmanager

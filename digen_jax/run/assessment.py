@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from digen_jax.accelerators.answers import Answer, Answers, answer_of
 from digen_jax.accelerators.chips import Chip
@@ -103,6 +104,15 @@ def _arguments(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> An
         )
 
     leaves, tree = jax.tree.flatten(shapes)
-    places = jax.tree.leaves(lying)
+    pairs = zip(_with_none(shapes), _with_none(lying), strict=True)
+    wanted = [place for leaf, place in pairs if leaf is not None]
+    # Of an argument that the program does not read the compiler does not say where it lies.
+    mesh = next(place for place in wanted if isinstance(place, NamedSharding)).mesh
+    places = [place or NamedSharding(mesh, PartitionSpec()) for place in wanted]
     made = jax.jit(lambda: [filled(leaf) for leaf in leaves], out_shardings=places)()
     return jax.tree.unflatten(tree, made)
+
+
+def _with_none(tree: Any) -> list[Any]:
+    """The leaves of a tree, None among them."""
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)

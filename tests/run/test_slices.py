@@ -1,0 +1,138 @@
+"""Plans for slices: what fits, what is proposed where it does not, and the programs timed on this machine."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from digen_jax.accelerators.answers import Answers
+from digen_jax.accelerators.chips import Chip
+from digen_jax.config.door import open_recipe
+from digen_jax.config.recipe import complete
+from digen_jax.errors import ConfigError
+from digen_jax.run.assessment import assess
+from digen_jax.run.slices import Slice, calibrated, configured, proposed
+from tests.scripts import run_forked, run_script
+from tests.tiny_runs import pipeline, prompt_file, tiny_config
+
+CHIP = Chip("toy", 1e9, 1e12, 10**9, 1e10, 1e9, 128)
+
+
+def tiny(base):
+    config = complete(tiny_config(base, "full"))
+    config.model.height = config.model.width = 64
+    config.batch.update(groups=4, images=4)
+    config.sampler.fragment = config.trainer.micro_batch = config.evaluation.batch = 16
+    config.placement.sizes = "given"
+    config.placement.rollout.data = 0
+    config.placement.trainer.data = 2
+    return open_recipe(config)
+
+
+@pytest.fixture(scope="module")
+def small_slice(tmp_path_factory):
+    """Two virtual devices as a slice whose programs are compiled, not run; each program once."""
+    devices = jax.devices()[:2]
+    answers = Answers("two devices", tmp_path_factory.mktemp("answers"), lambda text: None)
+    return Slice(
+        "small", devices, CHIP, None, lambda recipe: assess(recipe, devices, CHIP, answers), answers
+    )
+
+
+def plan(base, where, memory):
+    """What is written, and the recipe that fits into so many bytes."""
+    recipe, written = tiny(base), []
+    where = where._replace(memory=memory)
+    own = where.assess(recipe)
+    costs = calibrated(recipe, own, CHIP, "a test")
+    try:
+        verdict, changed = proposed(recipe, costs, where, own, written.append)
+    except ConfigError as error:
+        return written, None, str(error)
+    return written, changed, verdict.plan.choice.memory.largest
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_with_a_reason_and_a_smaller_one_is_proposed(
+    base, small_slice
+):
+    written, changed, needed = plan(base, small_slice, 1e12)
+    assert changed == tiny(base) and written == ["it fits (estimated)"]
+
+    written, changed, less = plan(base, small_slice, 0.9 * needed)
+    assert less <= 0.9 * needed
+    assert "does not fit, because a trainer device needs" in written[0]
+    assert "(estimated): temporaries of" in written[0]
+    assert written[-1].startswith("it fits (estimated) with ")
+    assert "config.model.remat=True" in written[-1] and changed.model.remat
+
+    written, changed, sentence = plan(base, small_slice, 2e5)
+    assert changed is None
+    assert sentence.startswith(
+        "small is too small for this config, also with config.model.remat=True; "
+    )
+    assert "config.trainer.micro_batch=2" in sentence
+    assert sentence.endswith(": take a slice of more devices or larger ones")
+
+
+@pytest.mark.slow
+def test_the_split_is_compiled_on_its_own_meshes(base, small_slice):
+    """A recipe whose meshes are not the best ones: those of the choice are compiled, too."""
+    recipe = tiny(base)
+    alone = dataclasses.replace(recipe.placement.trainer, data=1)
+    recipe = dataclasses.replace(
+        recipe, placement=dataclasses.replace(recipe.placement, trainer=alone)
+    )
+    own = small_slice.assess(recipe)
+    assert {one.program.devices for one in own} == {1}
+    before = small_slice.answers.compiled + small_slice.answers.found
+    costs = calibrated(recipe, own, CHIP, "a test")
+    verdict, _ = proposed(recipe, costs, small_slice, own, print)
+    assert verdict.plan.choice.proposal.trainer == 2
+    assert small_slice.answers.compiled + small_slice.answers.found == before + len(own)
+
+
+def test_a_model_is_a_folder_or_a_shipped_configuration(base):
+    recipe = tiny(base)
+    assert configured(recipe) == recipe
+
+    def named(name):
+        return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, folder=name))
+
+    folder = configured(named("stabilityai/stable-diffusion-3.5-large")).model.folder
+    assert folder.endswith("published/stabilityai/stable-diffusion-3.5-large")
+    with pytest.raises(ConfigError, match="neither a local folder nor a model whose configuration"):
+        configured(named("stabilityai/stable-diffusion-9"))
+
+
+@pytest.mark.slow
+def test_on_this_machine_the_programs_are_timed(base):
+    done = run_script(
+        "plan.py",
+        "--config=configs/shapes_flow_grpo.py",
+        "--topology=local",
+        f"--config.model.folder={pipeline(base)}",
+        f"--config.prompts.file={prompt_file(base)}",
+        *("--config.batch.groups=2", "--config.batch.images=2", "--config.sampler.fragment=4"),
+        *("--config.trainer.micro_batch=4", "--config.evaluation.batch=4"),
+        *("--config.placement.rollout.data=0", "--config.placement.trainer.data=2"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "seconds are measured on these devices" in done.stdout
+    line = next(line for line in done.stdout.splitlines() if line.startswith("train  "))
+    _, devices, peak, seconds, needed, done_flops = line.split()
+    assert devices == "2" and float(peak) >= 0 and float(seconds) > 0
+    assert float(done_flops) == pytest.approx(float(needed), rel=0.1)
+    assert "estimated" not in done.stdout.partition("it fits")[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--topology=local", "--devices=2"), "--topology says what --devices would: leave that out"),
+        (("--topology=local", "--measure"), "say what commands cost: by --costs=FILE.json"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(arguments, said):
+    done = run_forked("plan.py", "--config=configs/shapes_flow_grpo.py", *arguments)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1

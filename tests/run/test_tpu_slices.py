@@ -1,0 +1,100 @@
+"""plan.py for TPU slices, with the real compiler, as a user runs it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.pipelines import ROOT
+from tests.tiny_runs import pipeline
+
+pytestmark = pytest.mark.tpu
+
+# Without a rollout mesh, so that the meshes of the config are those that are chosen.
+TINY = (
+    *("--config=configs/shapes_flow_grpo.py", "--config.batch.groups=2", "--config.batch.images=8"),
+    *("--config.sampler.fragment=16", "--config.trainer.micro_batch=16", "--config.sampler.steps=4"),
+    *("--config.evaluation.batch=16", "--config.placement.rollout.data=0"),
+    *("--config.placement.sizes=given", "--config.placement.trainer.fsdp=2"),
+)  # fmt: skip
+SLICES = {"v5e:2x4": 8, "v5p:2x2x1": 4, "v6e:2x2": 4}
+
+
+def run(folder, *command):
+    """A process as a user starts it: the tests' own flags are for quick compilation."""
+    given = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    given |= {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=given
+    )
+
+
+@pytest.fixture(scope="module")
+def planned(base, tmp_path_factory):
+    """plan.py's output for a slice; the compiler's answers are kept."""
+    folder = tmp_path_factory.mktemp("cache")
+
+    def plan(name):
+        images = f"--config.placement.trainer.data={SLICES[name] // 2}"
+        model = f"--config.model.folder={pipeline(base)}"
+        return run(folder, "launch/plan.py", f"--topology={name}", *TINY, images, model)
+
+    return plan
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_is_planned_from_the_compilers_estimates(planned, name):
+    done = planned(name)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert f"{name}: {SLICES[name]} devices" in text and "nothing has run" in text
+    rows = {line.split()[0]: line.split() for line in reversed(text.splitlines()) if line}
+    for program in ("generate", "train"):
+        _, devices, peak, seconds, needed, counted, share, remat = next(
+            line.split() for line in text.splitlines() if re.match(rf"{program} +\d+ ", line)
+        )
+        assert int(devices) == SLICES[name] and 0 < float(peak) < 1 and 0 < float(seconds) < 1
+        # A LoRA of no rank: all weights are tuned. The network is small, so its ends count.
+        assert float(counted) == pytest.approx(float(needed), rel=0.1)
+        assert share == remat and share.endswith("%")
+    assert "train: collectives: all-gather" in text  # of the axis fsdp
+    assert "transformer_blocks_0" in text.partition("the slowest fusions of train")[2]
+    assert "it fits (estimated)" in text and rows["*"][1] == "colocated"
+
+
+def test_a_second_time_nothing_is_compiled(planned):
+    planned("v6e:2x2")
+    done = planned("v6e:2x2")
+    assert done.returncode == 0 and ": compiled before" in done.stdout
+    assert "compiling for" not in done.stdout
+
+
+SHARES = """
+import json, sys
+from digen_jax.accelerators.calibration import shares
+from digen_jax.accelerators.chips import chip_of
+from digen_jax.accelerators.costs import COMPILER, estimate
+from digen_jax.accelerators.topology import slice_devices
+device = slice_devices(sys.argv[1])[0]
+chip = chip_of(device.device_kind)
+found = shares(device, chip, 1536, lambda one: estimate(one.compile(), chip).of(COMPILER))
+print(json.dumps(list(found.values())))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("v5p:2x2x1", 0.94, 0.98), ("v6e:2x2", 0.71, 0.90)]
+)
+def test_plain_products_come_close_to_the_peak(tmp_path, name, least, most):
+    done = run(tmp_path, "-c", SHARES, name)
+    assert done.returncode == 0, done.stderr
+    assert all(least < share < most for share in json.loads(done.stdout)), done.stdout
+
+
+def test_an_unknown_slice_is_one_line(tmp_path):
+    done = run(tmp_path, "launch/plan.py", "--topology=v9:2x2", *TINY)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "plan.py: --topology=v9:2x2 is no slice that the TPU compiler knows" in done.stderr
