@@ -11,7 +11,8 @@ from digen_jax.config.door import open_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.errors import ConfigError
 from digen_jax.run.assessment import assess
-from digen_jax.run.slices import Slice, calibrated, configured, proposed
+from digen_jax.run.fitting import proposed
+from digen_jax.run.slices import Slice, calibrated, configured
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, prompt_file, tiny_config
 
