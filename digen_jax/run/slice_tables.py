@@ -90,7 +90,7 @@ def programs_table(found: Sequence[Assessed], where: Slice) -> str:
     head += ["of peak", "with remat"] if chip else []
     rows = [head]
     for one in found:
-        cells = [one.program.name, str(one.program.devices), f"{one.answer.peak / GB:.2f}"]
+        cells = [one.program.name, str(one.program.devices), f"{one.answer.peak / GB:.3g}"]
         cells += [f"{one.seconds:.4g}", _tera(one.needed), _tera(one.flops)]
         rows.append([*cells, *(_shares(one, chip) if chip else ())])
     lines = [aligned(rows), *(f"{one.program.name}: {one.program.what}" for one in found), ""]

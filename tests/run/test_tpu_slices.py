@@ -57,8 +57,8 @@ def test_a_slice_is_planned_from_the_compilers_estimates(planned, name):
             line.split() for line in text.splitlines() if re.match(rf"{program} +\d+ ", line)
         )
         assert int(devices) == SLICES[name] and 0 < float(peak) < 1 and 0 < float(seconds) < 1
-        # A LoRA of no rank: all weights are tuned. The network is small, so its ends count.
-        assert float(counted) == pytest.approx(float(needed), rel=0.1)
+        # In so small a network what is not the transformer's counts, too: see test_work for the equality.
+        assert float(counted) > 0.95 * float(needed) > 0
         assert share == remat and share.endswith("%")
     assert "train: collectives: all-gather" in text  # of the axis fsdp
     assert "transformer_blocks_0" in text.partition("the slowest fusions of train")[2]
