@@ -199,7 +199,7 @@ def _with_programs(
     made = Programs(
         lambda data, time: beyond["train"],
         lambda tuned: beyond["update"],
-        lambda parts, fsdp, tensor: sampling,
+        lambda *mesh: sampling,
     )
     return dataclasses.replace(
         problem, footprint=dataclasses.replace(problem.footprint, programs=made)
