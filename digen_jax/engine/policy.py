@@ -120,7 +120,7 @@ class Policy:
     def _scale(self, guidance: float) -> float:
         """The weight of the prompt against a second pass without it; 1: there is no second pass."""
         kind = self.family.guidance
-        return {"classifier-free": guidance, "both": self.true_guidance}.get(kind, 1)
+        return {"classifier-free": guidance, "both": self.true_guidance}.get(kind, 1.0)
 
     def _guided(self, variables: Params, conditioning: Any, null: Any, guidance: float) -> Velocity:
         """The velocity with the family's guidance; `null` has the rows of `conditioning`, or one for all of them."""

@@ -56,7 +56,7 @@ CASES = [
 
 @pytest.mark.parametrize(("tuning", "program", "mesh"), quick(CASES, 2, 3))
 def test_split_parameters_are_gathered_a_block_at_a_time(base, tuning, program, mesh):
-    remat = program == "gradient with remat"
+    remat = "blocks" if program == "gradient with remat" else "none"
     # Two blocks are in a scan, and no device has two rows, so a shape (2, ...) is a stack's.
     recipe, system = outlined(
         base, tuning, mesh, model__remat=remat, batch__groups=6, sampler__fragment=24
