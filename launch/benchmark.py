@@ -1,9 +1,13 @@
-"""Benchmarks: the runtime's speed with waits in place of device work, real compute on two cores, what asynchrony costs,
-and which algorithms learn.
+"""Benchmarks: the runtime's speed with waits in place of device work, real compute on two cores and against torch, what
+asynchrony costs, and which algorithms learn.
 
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
     --config.trainer.micro_batch=12 [--rounds=5 --output=cores.json]
+python launch/benchmark.py peers --config configs/shapes_flow_grpo.py [--rounds=5 --output=peers.json]
+python launch/benchmark.py peers --config configs/shapes_flow_grpo.py --wide=4 --config.lora.rank=32 \
+    --config.model.height=128 --config.model.width=128 --config.batch.groups=1 --config.batch.images=4 \
+    --config.sampler.fragment=4 --config.trainer.micro_batch=4
 python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --workdir runs/asynchrony --config.steps=60 \
     --config.sampler.fragment=36 --config.trainer.micro_batch=36 --config.runtime.staleness=1 [--seeds=3]
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
@@ -43,10 +47,17 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the jitter.")
 _LEARN = flags.DEFINE_integer("learn", 3, "First steps, from which the simulator takes the costs.")
 _STEPS = flags.DEFINE_integer("steps", 5, "Measured steps after the first ones.")
 
-# Options of "compute", which does not use the placement, of "asynchrony", and of "algorithms", which applies the
-# same overrides to all of the file's ALGORITHMS.
+# Options of "compute" and "peers", which do not use the placement, of "asynchrony", and of "algorithms", which applies
+# the same overrides to all of the file's ALGORITHMS.
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Number of steps in turn, and of steps on a core each.")
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 5, "Number of steps in turn, and of steps on a core each or by torch."
+)
+_WIDE = flags.DEFINE_integer(
+    "wide",
+    0,
+    "Layers of a random transformer of Stable Diffusion 3.5 Medium's width for peers to use; 0: the config's model.",
+)
 
 # Options of "asynchrony" and "algorithms".
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all runs; give it again to continue.")
@@ -103,6 +114,32 @@ def compute() -> None:
         speed = compare(recipe, _ROUNDS.value, bar.update)
     print(speed.describe())
     _write(output, dataclasses.asdict(speed) | {"speed_up": speed.speed_up, "ideal": speed.ideal})
+
+
+def peers() -> None:
+    """Time a step's sampling and training, and the same work by an eager loop of torch and diffusers, in turn."""
+    output, recipe = _output(), _recipe()
+    from digen_jax.benchmark.peers import check, compare
+    from digen_jax.benchmark.wide import with_wide_model
+
+    recipe = check(recipe, _ROUNDS.value)
+    with with_wide_model(recipe, _WIDE.value) as recipe, _bar(_ROUNDS.value, "round") as bar:
+
+        def went_round(found: Any) -> None:
+            bar.write(found.describe(), file=sys.stdout)
+            sys.stdout.flush()
+            bar.update()
+
+        print(
+            f"A step of {recipe.batch.groups * recipe.batch.images} images, {recipe.sampler.steps} steps, "
+            f"{recipe.trained_steps} of them trained; ours, then an eager loop of torch and diffusers. Both compare\n"
+            "their velocities and do a step first. The 256 empty tokens of diffusers' pipeline are one token in both: "
+            "ours has\ntheir weight, so that it is exact, and the eager loop's has not.",
+            flush=True,
+        )
+        found = compare(recipe, _ROUNDS.value, went_round)
+    print(found.describe())
+    _write(output, found.record())
 
 
 def asynchrony() -> int | None:
@@ -221,6 +258,7 @@ if __name__ == "__main__":
         {
             "runtime": runtime,
             "compute": compute,
+            "peers": peers,
             "asynchrony": asynchrony,
             "algorithms": algorithms,
         }

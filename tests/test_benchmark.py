@@ -35,7 +35,7 @@ def test_the_script_measures_every_variant(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "say which one to run: runtime or compute or asynchrony or algorithms"),
+        ((), "say which one to run: runtime or compute or peers or asynchrony or algorithms"),
         (("runtim",), "the first word is 'runtim'; did you mean 'runtime'?"),
         (("runtime", "fast"), "'fast' belongs to no option"),
         (("runtime", "--ratios=1:4,3"), "--ratios: '3' must be two numbers such as 4:1"),
@@ -45,6 +45,8 @@ def test_the_script_measures_every_variant(tmp_path):
         (("compute", SHAPES, "--rounds=0"), "rounds must be above 0"),
         (("compute", f"{ALL}:awm"), "config.algorithm.name = 'awm' trains final images, but what"),
         (("compute", SHAPES), "config.sampler.fragment = 144 is a whole step of 144 images"),
+        (("peers", SHAPES, "--wide=-1"), "--wide must not be below 0"),
+        (("peers", f"{ALL}:awm"), "config.algorithm.name = 'awm' trains final images, but the"),
         (("asynchrony", SHAPES), "say where its runs may lie, by --workdir"),
         (("asynchrony", SHAPES, "--workdir=x"), "config.runtime.staleness = 0 is no asynchrony"),
         (("algorithms", SHAPES, "--workdir=x"), "shapes_flow_grpo.py has no ALGORITHMS by name"),

@@ -9,25 +9,24 @@ import dataclasses
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
 
 import jax
 import numpy as np
 
 from digen_jax import assemble
+from digen_jax.benchmark.processes import Worker
+from digen_jax.benchmark.step import Build, Step
 from digen_jax.config.door import place
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import ONE_DEVICE
-from digen_jax.engine.system import System
+from digen_jax.engine.trainer import TrainState
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.process.launching import prepare
-from digen_jax.prompts.files import read_prompt_file
 from digen_jax.runtime.steps import Images
-from digen_jax.runtime.training import on_trainer, receive, selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +66,6 @@ class Speed:
         )
 
 
-Build = Callable[[Recipe, Sequence[jax.Device]], System]
-
-
 def compare(
     recipe: Recipe,
     rounds: int,
@@ -107,8 +103,8 @@ def compare(
     receiving, sending = context.Pipe(duplex=False)
     found: dict[str, list[float]] = {field.name: [] for field in dataclasses.fields(Speed)}
     with (
-        closing(PinnedProcess(context, cores[0], recipe, sending, build)) as one,
-        closing(PinnedProcess(context, cores[1], recipe, receiving, build)) as other,
+        closing(Worker(context, serve, cores[0], recipe, sending, build)) as one,
+        closing(Worker(context, serve, cores[1], recipe, receiving, build)) as other,
     ):
         # Only the processes hold the ends from now on: if one dies, the other fails, too.
         receiving.close(), sending.close()
@@ -129,38 +125,7 @@ def compare(
     return Speed(**{name: tuple(times) for name, times in found.items()})
 
 
-class PinnedProcess:
-    """A process on a core of its own that does the steps that it is asked for."""
-
-    def __init__(self, context: Any, core: int, recipe: Recipe, link: Connection, build: Build):
-        self._control, control = context.Pipe()
-        arguments = (core, recipe, control, link, build)
-        self._process = context.Process(target=serve, args=arguments, daemon=True)
-        self._process.start()
-        control.close()
-
-    def ask(self, what: str) -> None:
-        """Asks for a step of "sample", "train" or "both"."""
-        self._control.send(what)
-
-    def answer(self) -> tuple[float, ...]:
-        """Waits for the step and returns its seconds.
-
-        Raises:
-          RuntimeError: the process has ended.
-        """
-        try:
-            return self._control.recv()
-        except EOFError:
-            raise RuntimeError("a process has failed: what it says stands above") from None
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.terminate()
-        self._process.join()
-
-
-def serve(core: int, recipe: Recipe, control: Connection, link: Connection, build: Build) -> None:
+def serve(control: Connection, core: int, recipe: Recipe, link: Connection, build: Build) -> None:
     """The main function of a process: a step for every role that it is sent."""
     os.sched_setaffinity(0, {core})  # before XLA counts the cores
     prepare()
@@ -168,25 +133,20 @@ def serve(core: int, recipe: Recipe, control: Connection, link: Connection, buil
     roles.both(link)
     control.send(())
     while True:
-        control.send(getattr(roles, control.recv())(link))
+        (what,) = control.recv()
+        control.send(getattr(roles, what)(link))
 
 
 class Roles:
     """A step of sampling, and one of training, by a run's own parts on one device."""
 
     def __init__(self, recipe: Recipe, build: Build = assemble.build):
-        self.system = build(recipe, jax.devices()[:1])
-        self.state = self.system.trainer.init(self.system.start)
-        batch, size = recipe.batch, recipe.sampler.fragment
-        known = read_prompt_file(recipe.prompts.file)
-        records = [known[i % len(known)] for i in range(batch.groups)]
-        self.prompts = self.system.sampler.encode(self.system.publish(self.state.tuned), records)
-        rows = np.repeat(np.arange(batch.groups, dtype=np.int32), batch.images)
-        numbers = np.tile(np.arange(batch.images), batch.groups)
-        drawn = self.system.draws.of(0, rows, numbers)
-        cuts = [slice(i, i + size) for i in range(0, len(rows), size)]
-        self.fragments = [(rows[cut], drawn.cut(cut)) for cut in cuts]
-        self.trained = self.system.advantages.kept(size, batch.images)
+        self._step = Step(recipe, jax.devices()[:1], build)
+
+    @property
+    def state(self) -> TrainState:
+        """The trainer's."""
+        return self._step.state
 
     def sample(self, link: Connection) -> tuple[float, ...]:
         """Samples a step's fragments and sends each as soon as it is decoded."""
@@ -198,7 +158,7 @@ class Roles:
     def train(self, link: Connection) -> tuple[float, ...]:
         """Trains a step's fragments as they come, and updates."""
         begin = time.perf_counter()
-        self._train(link.recv() for _ in self.fragments)
+        self._step.train(link.recv() for _ in self._step.cuts)
         return (time.perf_counter() - begin,)
 
     def both(self, link: Connection) -> tuple[float, ...]:
@@ -206,27 +166,11 @@ class Roles:
         begin = time.perf_counter()
         made = list(self._sampled())
         middle = time.perf_counter()
-        self._train(made)
+        self._step.train(made)
         return middle - begin, time.perf_counter() - middle
 
-    def _sampled(self) -> Any:
-        sampler, weights = self.system.sampler, self.system.publish(self.state.tuned)
-        for rows, drawn in self.fragments:
-            made = sampler.generate(weights, self.prompts, rows, *drawn)
+    def _sampled(self) -> Iterator[Images]:
+        sampler, weights = self._step.system.sampler, self._step.weights
+        for rows, made in self._step.generate():
             np.asarray(sampler.decode(weights, made))  # for a reward, which is not used here
             yield jax.device_get(Images(0, rows, made.transitions, made.sigmas))
-
-    def _train(self, fragments: Any) -> None:
-        trainer, totals, mesh = self.system.trainer, None, self.system.placement.trainer
-        for images in fragments:
-            images = on_trainer(images, mesh)
-            if self.trained < len(images.rows):
-                images = selected(images, np.arange(self.trained), mesh)
-            advantages = np.linspace(-1, 1, self.trained, dtype=np.float32)
-            experience = receive(self.system, self.prompts, images, advantages)
-            totals = trainer.accumulate(
-                self.state, self.system.base, experience, totals, self.state.tuned
-            )
-            jax.block_until_ready(totals)
-        self.state, _ = trainer.update(self.state, totals)
-        jax.block_until_ready(self.state)

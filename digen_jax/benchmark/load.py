@@ -1,0 +1,61 @@
+"""How much of a machine's cores others use while something is measured; only on Linux, which counts it."""
+
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Collection
+
+STAT = pathlib.Path("/proc/stat")
+# The share of the cores that others may take in a round whose times count.
+QUIET = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The counters of some cores, summed, in seconds: `busy` by any process, `stolen` by other virtual machines."""
+
+    clock: float
+    busy: float
+    stolen: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What others took of the cores in some time, as shares of the cores' time."""
+
+    others: float
+    stolen: float
+
+    @property
+    def quiet(self) -> bool:
+        """Whether times of this time count."""
+        return self.others + self.stolen <= QUIET
+
+
+def read(cores: Collection[int]) -> Reading:
+    """The counters of these cores now."""
+    return parse(STAT.read_text(), cores, time.perf_counter(), os.sysconf("SC_CLK_TCK"))
+
+
+def parse(text: str, cores: Collection[int], clock: float, ticks: int) -> Reading:
+    """The counters in the text of /proc/stat, which has `ticks` a second.
+
+    A core's line is `cpuN user nice system idle iowait irq softirq steal ...` (Linux, man 5 proc_stat).
+    """
+    busy = stolen = 0
+    names = {f"cpu{core}" for core in cores}
+    for line in text.splitlines():
+        name, *counts = line.split()
+        if name in names:
+            user, nice, system, _, _, irq, softirq, steal = map(int, counts[:8])
+            busy += user + nice + system + irq + softirq
+            stolen += steal
+    return Reading(clock, busy / ticks, stolen / ticks)
+
+
+def between(before: Reading, after: Reading, own: float, cores: int) -> Load:
+    """What others took between two readings; `own` are the CPU-seconds of those who are measured."""
+    available = (after.clock - before.clock) * cores
+    others = max(0.0, after.busy - before.busy - own)
+    return Load(others / available, (after.stolen - before.stolen) / available)

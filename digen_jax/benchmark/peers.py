@@ -1,0 +1,380 @@
+"""A step's sampling and training against an eager loop of torch and diffusers, in turn on the same cores.
+
+Both work in float32, with the same weights, sigmas, images, transitions, tokens, guidance and micro-batches;
+both leave out the prompts' encoding, decoding and the reward. Before anything is timed, their velocities are
+compared.
+"""
+
+import dataclasses
+import importlib.util
+import multiprocessing
+import os
+from collections.abc import Callable
+from contextlib import closing
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Float32, Int
+
+from digen_jax import assemble
+from digen_jax.benchmark import eager, load
+from digen_jax.benchmark.eager import EagerLora, Work
+from digen_jax.benchmark.processes import Seconds, Worker, do_as_asked
+from digen_jax.benchmark.step import Build, Step, advantages
+from digen_jax.config.door import place
+from digen_jax.config.recipe import Recipe
+from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
+from digen_jax.errors import ConfigError, check_positive
+from digen_jax.flow.steps import Ode, ReverseStep
+from digen_jax.models.stable_diffusion_3 import T5_TOKENS
+from digen_jax.process.launching import prepare
+from digen_jax.runtime.steps import Images
+from digen_jax.weights.lora import adapted_layers
+
+# The largest difference of both velocities, as a share of the largest velocity.
+TOLERANCE = 1e-4
+COMPARED = 4  # images whose velocities are compared
+PHASES = "sampling", "training"
+SIDES = "ours", "eager"
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One step of each side; `times` are by phase, then by side.
+
+    Attributes:
+      average: the machine's load average over the minute before the round, which also counts the round before.
+      load: what others took of the cores during the round.
+      times: of this round.
+    """
+
+    average: float
+    load: load.Load
+    times: dict[str, dict[str, Seconds]]
+
+    def describe(self) -> str:
+        """The round in a line."""
+        parts = []
+        for phase in PHASES:
+            ours, other = (self.times[phase][side] for side in SIDES)
+            parts.append(f"{phase} {ours.wall:.2f} s and {other.wall:.2f} s")
+        words = "" if self.load.quiet else ": not quiet, so it does not count"
+        return (
+            f"load average {self.average:.2f}, others took {self.load.others:.0%} and the host "
+            f"{self.load.stolen:.0%} of the cores{words}; {', '.join(parts)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """All rounds, and the number of trained parameters and the distance of velocities, which both sides share."""
+
+    parameters: int
+    distance: float
+    rounds: tuple[Round, ...]
+
+    def ratio(self, phase: str) -> float | None:
+        """The eager loop's time over ours of a phase or of the "step", the median of quiet rounds; None without any."""
+        quiet = [r for r in self.rounds if r.load.quiet]
+        return median(_ratio(r, phase, "wall") for r in quiet) if quiet else None
+
+    def cpu_ratio(self, phase: str) -> float:
+        """The same of CPU time, over all rounds."""
+        return median(_ratio(r, phase, "cpu") for r in self.rounds)
+
+    def describe(self) -> str:
+        """A table of medians; only quiet rounds have a ratio of times."""
+        quiet = [r for r in self.rounds if r.load.quiet]
+        lines = [
+            f"{'':10}{'ours':>10}{'eager':>10}{'ratio':>8}   {'CPU: ours':>10}{'eager':>10}{'ratio':>8}"
+        ]
+        for phase in (*PHASES, "step"):
+            wall = "".join(
+                f"{median(_seconds(r, phase, side, 'wall') for r in quiet):8.2f} s"
+                if quiet
+                else f"{'-':>10}"
+                for side in SIDES
+            )
+            cpu = "".join(
+                f"{median(_seconds(r, phase, side, 'cpu') for r in self.rounds):8.2f} s"
+                for side in SIDES
+            )
+            ratio = self.ratio(phase)
+            shown = "-" if ratio is None else f"{ratio:.2f}x"
+            lines.append(f"{phase:10}{wall}{shown:>8}   {cpu}{self.cpu_ratio(phase):>7.2f}x")
+        end = f"{len(quiet)} of {len(self.rounds)} rounds were quiet; the others only count for CPU time."
+        if not quiet:
+            end = (
+                "No round was quiet, so there is no ratio of times: other programs slow both sides differently. "
+                "Run it on a machine that does nothing else."
+            )
+        return "\n".join([*lines, end])
+
+    def record(self) -> dict[str, Any]:
+        """All numbers as JSON values."""
+        rounds = [
+            {
+                "load_average": r.average,
+                **dataclasses.asdict(r.load),
+                "quiet": r.load.quiet,
+                "seconds": {
+                    phase: {side: s._asdict() for side, s in sides.items()}
+                    for phase, sides in r.times.items()
+                },
+            }
+            for r in self.rounds
+        ]
+        ratios = {
+            phase: {"wall": self.ratio(phase), "cpu": self.cpu_ratio(phase)}
+            for phase in (*PHASES, "step")
+        }
+        return {
+            "parameters": self.parameters,
+            "velocity_distance": self.distance,
+            "ratios": ratios,
+            "rounds": rounds,
+        }
+
+
+def _seconds(r: Round, phase: str, side: str, kind: str) -> float:
+    phases = PHASES if phase == "step" else (phase,)
+    return sum(getattr(r.times[each][side], kind) for each in phases)
+
+
+def _ratio(r: Round, phase: str, kind: str) -> float:
+    ours, other = (_seconds(r, phase, side, kind) for side in SIDES)
+    return other / ours
+
+
+def check(recipe: Recipe, rounds: int) -> Recipe:
+    """The recipe on one virtual device for each core, which both samples and trains.
+
+    Raises:
+      ConfigError: the eager loop does not do what the recipe asks for, or a package is missing.
+    """
+    check_positive("rounds", rounds)
+    if not load.STAT.exists():
+        raise ConfigError(f"{load.STAT} tells whether others use the cores: run it on Linux")
+    needed = ("torch", "diffusers") + ("peft",) * bool(recipe.lora.rank)
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"it compares with {missing[0]}, which is not installed: pip install -r requirements-dev.txt"
+        )
+    _check_eager(recipe)
+    devices = len(os.sched_getaffinity(0))
+    rules = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=devices))
+    return place(recipe.with_meshes(rules), devices)
+
+
+def _check_eager(recipe: Recipe) -> None:
+    algorithm = recipe.algorithm
+    if algorithm.objective != "transitions":
+        raise ConfigError(
+            f"config.algorithm.name = {algorithm.name!r} trains final images, but the eager loop a policy gradient: "
+            "set it to 'policy_gradient'"
+        )
+    for field, is_, must in (
+        ("algorithm.kl_coefficient", algorithm.kl_coefficient, 0),
+        ("algorithm.old_log_probs", algorithm.old_log_probs, "rollout"),
+        ("advantages.best_and_worst", recipe.advantages.best_and_worst, 0),
+        ("sampler.window.fraction", recipe.sampler.window.fraction, 1),
+        ("trainer.updates", recipe.trainer.updates, 1),
+        ("precision.arithmetic", recipe.precision.arithmetic, "float32"),
+        ("placement.rollout.workers", recipe.placement.rollout.workers, 1),
+    ):
+        if is_ != must:
+            raise ConfigError(
+                f"config.{field} = {is_!r} is not what the eager loop does: set it to {must!r}"
+            )
+
+
+def compare(
+    recipe: Recipe,
+    rounds: int,
+    went_round: Callable[[Round], object] = lambda _: None,
+    build: Build = assemble.build,
+) -> Comparison:
+    """Times both sides in turn: one waits while the other works, and they swap places every round.
+
+    Args:
+      recipe: from `check`.
+      rounds: number of steps of each side.
+      went_round: called after each round.
+      build: makes the parts of a run.
+
+    Raises:
+      RuntimeError: both sides do not do the same.
+    """
+    cores = os.sched_getaffinity(0)
+    context = multiprocessing.get_context("spawn")
+    with closing(Worker(context, serve, recipe, len(cores), build)) as ours:
+        work = _ask(ours, "work")
+        with closing(Worker(context, eager.serve, work)) as other:
+            sides = dict(zip(SIDES, (ours, other), strict=True))
+            parameters, distance = _check_same(ours, other, work)
+            for side in sides.values():  # both compile, or fill their caches
+                _step(side)
+            done = []
+            for number in range(rounds):
+                order = SIDES if number % 2 == 0 else SIDES[::-1]
+                done.append(_round({name: sides[name] for name in order}, cores))
+                went_round(done[-1])
+    return Comparison(parameters, distance, tuple(done))
+
+
+def _ask(worker: Worker, what: str, *arguments: Any) -> Any:
+    worker.ask(what, *arguments)
+    return worker.answer()[0]
+
+
+def _step(worker: Worker) -> dict[str, Seconds]:
+    """The seconds of each phase of a step."""
+    found = {}
+    for phase, what in zip(PHASES, ("sample", "train"), strict=True):
+        worker.ask(what)
+        found[phase] = worker.answer()[1]
+    return found
+
+
+def _round(sides: dict[str, Worker], cores: set[int]) -> Round:
+    average, before = os.getloadavg()[0], load.read(cores)
+    times = {name: _step(worker) for name, worker in sides.items()}
+    after = load.read(cores)
+    own = sum(seconds.cpu for phases in times.values() for seconds in phases.values())
+    by_phase = {phase: {side: times[side][phase] for side in SIDES} for phase in PHASES}
+    return Round(average, load.between(before, after, own, len(cores)), by_phase)
+
+
+def _check_same(ours: Worker, other: Worker, work: Work) -> tuple[int, float]:
+    """The number of trained parameters, and the distance of both velocities with the pipeline's empty tokens."""
+    trained = [_ask(worker, "parameters") for worker in (ours, other)]
+    if trained[0] != trained[1]:
+        raise RuntimeError(
+            f"{trained[0]} parameters are trained here, but {trained[1]} by the eager loop"
+        )
+    rng, count = np.random.default_rng(0), min(COMPARED, len(work.rows))
+    x = rng.standard_normal((count, *work.latent), np.float32)
+    sigma = np.linspace(1, 0.1, count, dtype=np.float32)
+    inputs = x, sigma, work.rows[-count:]
+    here = _ask(ours, "velocity", *inputs)
+    there = _ask(other, "velocity", *inputs, T5_TOKENS)
+    distance = float(np.abs(here - there).max() / np.abs(there).max())
+    if not distance <= TOLERANCE:
+        raise RuntimeError(
+            f"the velocities of both differ by {distance:.2g} of the largest, more than {TOLERANCE:g}"
+        )
+    return trained[0], distance
+
+
+def serve(control: Connection, recipe: Recipe, devices: int, build: Build) -> None:
+    """The main function of our process."""
+    prepare(devices)
+    do_as_asked(control, Ours(recipe, build))
+
+
+class Ours:
+    """The same methods as the eager loop's, by a run's own programs."""
+
+    def __init__(self, recipe: Recipe, build: Build):
+        self._recipe, self.step = recipe, Step(recipe, jax.devices(), build)
+
+    def parameters(self) -> int:
+        """Number of trained parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.step.state.tuned))
+
+    def velocity(
+        self,
+        x: Float32[np.ndarray, "b h w c"],
+        sigma: Float32[np.ndarray, "b"],
+        rows: Int[np.ndarray, "b"],
+    ) -> Float32[np.ndarray, "b h w c"]:
+        """The guided velocity."""
+        policy, prompts = self.step.system.policy, self.step.prompts
+
+        def velocity(tuned, base, x, sigma):
+            conditioning = jax.tree.map(lambda c: c[rows], prompts.conditioning)
+            return policy.velocity(tuned, base, conditioning, prompts.null)(x, sigma)
+
+        tuned, base = self.step.state.tuned, self.step.system.base
+        return np.asarray(jax.jit(velocity)(tuned, base, x, sigma))
+
+    def sample(self) -> None:
+        """Samples a step's images and keeps their transitions."""
+        self.fragments = [
+            Images(0, rows, made.transitions, jax.block_until_ready(made.sigmas))
+            for rows, made in self.step.generate()
+        ]
+
+    def train(self) -> None:
+        """A gradient of all transitions, one pass after another, and an update."""
+        self.step.train(self.fragments)
+
+    def work(self) -> Work:
+        """The work of a step, for the eager loop."""
+        recipe, step, system = self._recipe, self.step, self.step.system
+        sampler, family, trainer = system.sampler, system.policy.family, recipe.trainer
+        first, length = step.drawn.start, recipe.noisy_steps
+        window = slice(first, first + length)
+        context, pooled = jax.device_get(step.prompts.conditioning)
+        null = None
+        if system.policy.sequences == 2:
+            null = tuple(jax.device_get(step.prompts.null))
+        lora = None
+        if system.policy.lora is not None:
+            config = system.policy.lora
+            layers = adapted_layers(family.shapes(), config.targets, family.lists)["transformer"]
+            lora = EagerLora(config.rank, config.alpha, tuple(sorted(layers)))
+        settings = trainer.settings
+        return Work(
+            assemble.open_pipeline(recipe.model.folder) / "transformer",
+            sampler.shape,
+            np.asarray(sampler.sigmas, np.float32),
+            *coefficients(sampler.settings.step, sampler.sigmas, window),
+            window,
+            context,
+            pooled,
+            null,
+            system.policy.guidance,
+            step.rows,
+            advantages(recipe.sampler.fragment),
+            recipe.sampler.fragment,
+            settings.micro_batch,
+            settings.pack,
+            recipe.algorithm.clip_range,
+            settings.clip_norm,
+            dict(
+                lr=settings.learning_rate,
+                betas=(settings.b1, settings.b2),
+                eps=settings.eps,
+                weight_decay=settings.weight_decay,
+            ),
+            lora,
+            1,
+            len(os.sched_getaffinity(0)),
+        )
+
+
+def coefficients(
+    step: ReverseStep, sigmas: Float[np.ndarray, "sigmas"], window: slice
+) -> tuple[Float[np.ndarray, "steps"], ...]:
+    """(of_x, of_v, std) of each step of a schedule: `step` in the window, Euler steps elsewhere."""
+    sigmas = jnp.asarray(sigmas, jnp.float32)
+    count = len(sigmas) - 1
+    zero, one = jnp.zeros(count), jnp.ones(count)
+    times = sigmas[:-1], sigmas[1:], sigmas[1]
+    inside = np.zeros(count, bool)
+    inside[window] = True
+    rows = []
+    for kind in (step, Ode()):
+        of_x, std = kind.mean_std(one, zero, *times)
+        of_v, _ = kind.mean_std(zero, one, *times)
+        rows.append((of_x, of_v, std))
+    noisy, euler = rows
+    return tuple(
+        np.where(inside, a, b).astype(np.float64) for a, b in zip(noisy, euler, strict=True)
+    )

@@ -1,0 +1,74 @@
+"""A step of a run by its own programs, with fixed advantages in place of a reward."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Float32, Int
+
+from digen_jax import assemble
+from digen_jax.config.recipe import Recipe
+from digen_jax.engine.objective import Totals
+from digen_jax.engine.sampler import Weights
+from digen_jax.engine.system import System
+from digen_jax.flow.sampling import Trajectory
+from digen_jax.prompts.files import read_prompt_file
+from digen_jax.runtime.steps import Images
+from digen_jax.runtime.training import on_trainer, receive, selected
+
+Build = Callable[[Recipe, Sequence[jax.Device]], System]
+
+
+class Step:
+    """The programs and the inputs of a step, which is always the first one."""
+
+    def __init__(
+        self, recipe: Recipe, devices: Sequence[jax.Device], build: Build = assemble.build
+    ):
+        self.system = build(recipe, devices)
+        self.state = self.system.trainer.init(self.system.start)
+        batch, size = recipe.batch, recipe.sampler.fragment
+        known = read_prompt_file(recipe.prompts.file)
+        records = [known[i % len(known)] for i in range(batch.groups)]
+        self.prompts = self.system.sampler.encode(self.weights, records)
+        self.rows = np.repeat(np.arange(batch.groups, dtype=np.int32), batch.images)
+        numbers = np.tile(np.arange(batch.images), batch.groups)
+        self.drawn = self.system.draws.of(0, self.rows, numbers)
+        self.cuts = [slice(i, i + size) for i in range(0, len(self.rows), size)]
+        self.trained = self.system.advantages.kept(size, batch.images)
+
+    @property
+    def weights(self) -> Weights:
+        """The sampler's, of the trainer's present parameters."""
+        return self.system.publish(self.state.tuned)
+
+    def generate(self) -> Iterator[tuple[Int[np.ndarray, "b"], Trajectory]]:
+        """Samples each fragment when it is asked for: its images' prompts, and what was sampled."""
+        weights = self.weights
+        for cut in self.cuts:
+            rows, drawn = self.rows[cut], self.drawn.cut(cut)
+            yield rows, self.system.sampler.generate(weights, self.prompts, rows, *drawn)
+
+    def train(self, fragments: Iterable[Images]) -> None:
+        """Trains a step's fragments as they come, and updates."""
+        totals = None
+        for images in fragments:
+            totals = jax.block_until_ready(self.accumulate(images, totals))
+        self.state, _ = self.system.trainer.update(self.state, totals)
+        jax.block_until_ready(self.state)
+
+    def accumulate(self, images: Images, totals: Totals | None = None) -> Totals:
+        """Adds the gradient of a fragment."""
+        trainer, mesh = self.system.trainer, self.system.placement.trainer
+        images = on_trainer(images, mesh)
+        if self.trained < len(images.rows):
+            images = selected(images, np.arange(self.trained), mesh)
+        experience = receive(self.system, self.prompts, images, advantages(self.trained))
+        return trainer.accumulate(
+            self.state, self.system.base, experience, totals, self.state.tuned
+        )
+
+
+def advantages(images: int) -> Float32[np.ndarray, "b"]:
+    """Those of a fragment's images, [b]."""
+    return np.linspace(-1, 1, images, dtype=np.float32)
