@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from digen_jax.attention import surroundings
 from digen_jax.attention.attend import attend_jointly
+from digen_jax.models.linear import Linear
 from digen_jax.models.remat import product
 
 EPSILON = 1e-6
@@ -76,7 +77,7 @@ class Modulation(nn.Module):
         """`chunks` float32 vectors from the conditioning, of shapes that broadcast over tokens."""
         features = self.chunks * embedding.shape[-1]
         zeros = nn.initializers.zeros
-        linear = nn.Dense(features, dtype=jnp.float32, kernel_init=zeros, name="linear")
+        linear = Linear(features, dtype=jnp.float32, kernel_init=zeros, name="linear")
         return jnp.split(linear(nn.silu(embedding))[:, None], self.chunks, axis=-1)
 
 
@@ -90,7 +91,7 @@ class Mlp(nn.Module):
         """Embed each row of x in `dim` channels."""
 
         def linear(name: str) -> nn.Dense:
-            return nn.Dense(self.dim, dtype=jnp.float32, kernel_init=embedder_init, name=name)
+            return Linear(self.dim, dtype=jnp.float32, kernel_init=embedder_init, name=name)
 
         return linear("linear_2")(nn.silu(linear("linear_1")(x)))
 
@@ -104,7 +105,7 @@ class GeluProjection(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "b n i"]) -> Float[Array, "b n d"]:
         """Project x to `dim` channels."""
-        proj = nn.Dense(self.dim, dtype=self.dtype, kernel_init=linear_init, name="proj")
+        proj = Linear(self.dim, dtype=self.dtype, kernel_init=linear_init, name="proj")
         return nn.gelu(product(proj(x)), approximate=True)
 
 
@@ -118,7 +119,7 @@ class FeedForward(nn.Module):
         """Apply to each token."""
         dim = x.shape[-1]
         x = GeluProjection(4 * dim, self.dtype, name="net_0")(x)
-        return product(nn.Dense(dim, dtype=self.dtype, kernel_init=linear_init, name="net_2")(x))
+        return product(Linear(dim, dtype=self.dtype, kernel_init=linear_init, name="net_2")(x))
 
 
 class HeadNorm(nn.Module):
@@ -168,7 +169,7 @@ class JointAttention(nn.Module):
         """Attended x and context; `log_weights` are those of the n + m keys."""
 
         def linear(name: str, tokens: Array) -> Array:
-            dense = nn.Dense(tokens.shape[-1], dtype=self.dtype, kernel_init=linear_init, name=name)
+            dense = Linear(tokens.shape[-1], dtype=self.dtype, kernel_init=linear_init, name=name)
             return product(dense(tokens))
 
         def split(name: str, tokens: Array, norm: str | None = None) -> Array:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from digen_jax.json_fields import check_values, number
 from digen_jax.models import layers
+from digen_jax.models.linear import Linear, patch_product
 from digen_jax.models.remat import Remat, rematerialised
 
 LISTS = ("transformer_blocks", "to_out", "net")
@@ -133,7 +134,15 @@ class PatchEmbed(nn.Module):
             )
         h, w = height // patch, width // patch
         stride = (patch, patch)
-        proj = nn.Conv(config.dim, stride, stride, "VALID", dtype=self.dtype, name="proj")
+        proj = nn.Conv(
+            config.dim,
+            stride,
+            stride,
+            "VALID",
+            dtype=self.dtype,
+            conv_general_dilated=patch_product,
+            name="proj",
+        )
         base_size = config.sample_size // patch
         table = self.param(
             "pos_embed", lambda _: layers.sincos_2d_table(size, base_size, config.dim)
@@ -253,7 +262,7 @@ class SD3Transformer(nn.Module):
         embedding = embed(sigma * NUM_TRAIN_TIMESTEPS, pooled)
         if null_tokens:
             context = jnp.pad(context, ((0, 0), (0, 1), (0, 0)))
-        context = nn.Dense(
+        context = Linear(
             config.dim, dtype=self.dtype, kernel_init=layers.linear_init, name="context_embedder"
         )(context)
         streams = (x, context)
@@ -286,7 +295,7 @@ class SD3Transformer(nn.Module):
         scale, shift = layers.Modulation(2, name="norm_out")(embedding)
         x = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
         patch, channels = self.config.patch_size, self.config.out_channels
-        x = nn.Dense(
+        x = Linear(
             patch * patch * channels,
             dtype=self.dtype,
             kernel_init=nn.initializers.zeros,

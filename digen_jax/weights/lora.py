@@ -183,10 +183,16 @@ def lora_layers(scale: float) -> AbstractContextManager[None]:
             return y
         a, b = dense.get_variable("lora", "a"), dense.get_variable("lora", "b")
         x, a, b = promote_dtype(*args, a, b, dtype=dense.dtype)
-        low = jnp.dot(x, a, precision=dense.precision) * scale
-        return y + jnp.dot(low, b, precision=dense.precision).astype(y.dtype)
+        low = _product(dense, x, a) * scale
+        return y + _product(dense, low, b).astype(y.dtype)
 
     return nn.intercept_methods(intercept)
+
+
+def _product(dense: nn.Dense, x: Array, factor: Array) -> Array:
+    """Tokens [..., i] times a factor [i, o], by the layer's own product."""
+    product = dense.dot_general or jax.lax.dot_general
+    return product(x, factor, (((x.ndim - 1,), (0,)), ((), ())), precision=dense.precision)
 
 
 def merge(params: Tree, lora: Tree, scale: float) -> dict[str, Any]:
