@@ -12,6 +12,7 @@ import jax
 from absl import logging
 
 from digen_jax.errors import ConfigError
+from digen_jax.process.memory import keep_freed_memory
 
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "digen_jax/xla"
 # Every program, however small: a second start compiles nothing.
@@ -27,9 +28,11 @@ MEETING, WORD = 300, 30
 def prepare(cpu_devices: int = 1) -> None:
     """Sets up virtual CPU devices (used where there is no accelerator) and a compile cache between runs.
 
-    Devices that XLA_FLAGS asks for, and settings of the cache in JAX's own variables, take precedence.
+    Devices that XLA_FLAGS asks for, and settings of the cache in JAX's own variables, take precedence. Without an
+    accelerator the process keeps memory that it frees (`memory.keep_freed_memory`).
     Must be called before JAX starts.
     """
+    keep_freed_memory()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     if jax.config.jax_compilation_cache_dir is None:

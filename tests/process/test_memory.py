@@ -1,0 +1,28 @@
+"""Freed memory is used again, in a process of its own, because the C library is set up once in each."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource
+from digen_jax.process.launching import prepare
+prepare()
+import jax, jax.numpy as jnp
+x = jnp.ones((4096, 4096))
+double = jax.jit(lambda x: x + 1)
+for _ in range(20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    double(x).block_until_ready()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc is set up")
+def test_a_program_is_not_given_new_pages_in_every_call():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    faults = list(map(int, done.stdout.split()))
+    # A result of 64 MB has 16384 pages. In the first calls the heap grows.
+    assert sum(faults[10:]) < 2.5 * 16384
