@@ -59,7 +59,7 @@ Linear = functools.partial(nn.Dense, dot_general=dot_general)
 def patch_product(x: Array, kernel: Array, strides: Any, padding: Any, **options: Any) -> Array:
     """`jax.lax.conv_general_dilated` of patches that do not overlap, as `nn.Conv` calls it, as a matrix product.
 
-    On CPUs XLA takes 40 times as long for the gradient of such a convolution's kernel.
+    On CPUs XLA takes far longer for the gradient of such a convolution's kernel.
 
     Args:
       x: [b, h, w, c], with sides that are multiples of the patch's.
