@@ -12,7 +12,7 @@ prepare()
 import jax, jax.numpy as jnp
 x = jnp.ones((4096, 4096))
 double = jax.jit(lambda x: x + 1)
-for _ in range(20):
+for _ in range(40):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     double(x).block_until_ready()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -24,5 +24,5 @@ def test_a_program_is_not_given_new_pages_in_every_call():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     faults = list(map(int, done.stdout.split()))
-    # A result of 64 MB has 16384 pages. In the first calls the heap grows.
-    assert sum(faults[10:]) < 2.5 * 16384
+    # A result of 64 MB has 16384 pages. In the first calls, and now and then, the heap grows.
+    assert sum(pages > 0 for pages in faults) < len(faults) / 2, faults
