@@ -65,12 +65,12 @@ def test_what_does_not_fit_is_refused_with_a_reason_and_a_smaller_one_is_propose
     assert "does not fit, because a trainer device needs" in written[0]
     assert "(estimated): temporaries of" in written[0]
     assert written[-1].startswith("it fits (estimated) with ")
-    assert "config.model.remat=True" in written[-1] and changed.model.remat
+    assert "config.model.remat=blocks" in written[-1] and changed.model.remat == "blocks"
 
     written, changed, sentence = plan(base, small_slice, 2e5)
     assert changed is None
     assert sentence.startswith(
-        "small is too small for this config, also with config.model.remat=True; "
+        "small is too small for this config, also with config.model.remat=keep_attention; "
     )
     assert "config.trainer.micro_batch=2" in sentence
     assert sentence.endswith(": take a slice of more devices or larger ones")
