@@ -20,9 +20,10 @@ Sources: the papers and their public code. github.com/yifan123/flow_grpo: `genev
 config/grpo.py; `geneval_sd3_rationorm`, `general_ocr_sd3_rationorm`, `pickscore_hps_sd3_ratio_norm` in
 config/grpo_guard.py (2e2f712); the LoRA and the EMA in scripts/train_sd3.py. github.com/NVlabs/DiffusionNFT:
 `sd3_geneval`, `sd3_ocr`, `sd3_pickscore` in config/nft.py. Some were read in copies of these repositories.
+The T5 reads 128 tokens, in training and in evaluation, not the pipeline's 256: `max_sequence_length=128` in
+scripts/train_sd3.py of the former (ac4c86e) and in scripts/train_nft_sd3.py of the latter (24af555).
 
 Differences to the sources:
-- no T5: it is not supported yet, so the context is that of both CLIPs, with empty tokens in the T5's place;
 - float32 with TF32 matrix products in place of float16; both have 10 bits of mantissa. bfloat16 has 7: after
   one update its rounding alone moved the log-ratio by 5e-5 rms (the embedded model on a CPU, a LoRA of rank 8;
   `pytest -s -m slow tests/engine/test_rounding.py -k embedded`), against a clip range of 1e-4;
@@ -33,13 +34,18 @@ Differences to the sources:
 - each image has its own std and KL in GRPO-Guard's ratio, not the batch's means;
 - on one GPU every recipe has the batch of `general_ocr_sd3_1gpu` (8 groups of 8).
 
+The text encoders take 22 GB of each GPU in float32, 19 of which are the T5's, so a run encodes its prompts before it
+samples, and then has no text encoders (prompts.encoding = "auto"). A prompt takes 3.4 MB on disk: 81 GB for all steps
+on one GPU if no prompt comes twice, 168 GB for the 50,000 of GenEval. --config.model.without=text_encoder_3 leaves the
+T5 out; empty tokens are then in its place.
+
 float32 resolves GRPO-Guard's clip range. The clip acts on the log-ratio, which between sampling and replay
 by the same weights was 1.5e-8 at most (the embedded model on a CPU, 10 steps; `pytest -s -m slow
 tests/engine/test_ratios.py -k guard` prints it). Where a log-probability between 1 and 2 is rounded differently,
 it is 8e-8: a resolution of 1.2e-7, times the first step's std of 0.7. bfloat16 could not resolve the range.
 
-Expected result: not measured here, because there was no such GPU. Published for Flow-GRPO, with the T5 and on 32
-GPUs: GenEval 0.63 before, 0.95 after. The tests check all shapes of a step at this size.
+Expected result: not measured here, because there was no such GPU. Published for Flow-GRPO, on 32 GPUs: GenEval
+0.63 before, 0.95 after. The tests check all shapes of a step at this size.
 """
 
 from ml_collections import ConfigDict
@@ -125,11 +131,12 @@ def base(n: int) -> ConfigDict:
             folder="stabilityai/stable-diffusion-3.5-medium",
             height=512,
             width=512,
+            max_sequence_length=128,
             remat="blocks",
         )
     )
     c.precision = ConfigDict(dict(arithmetic="float32"))
-    c.prompts = ConfigDict(dict(file=""))
+    c.prompts = ConfigDict(dict(file="", store_limit=200.0))
     c.reward = ConfigDict(dict(name=()))
     c.batch = ConfigDict(dict(groups=48, images=24))
     c.sampler = ConfigDict(dict(steps=10, fragment=n * each))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,10 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from digen_jax.algorithms.algorithm import Algorithm
-from digen_jax.attention.kernels import choose
 from digen_jax.config.recipe import Recipe
-from digen_jax.engine.axes import SEQUENCE, TENSOR
+from digen_jax.engine.encoding import Stored
 from digen_jax.engine.placement import DeviceGroup, Placement, check_processes, make_placement
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings
@@ -22,9 +19,14 @@ from digen_jax.engine.system import Rollout, System, in_dtype, lying, reshard
 from digen_jax.engine.trainer import Trainer, TrainState
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.flow.steps import Ode, make_step
+from digen_jax.models import flux_family, stable_diffusion_3, zimage_family
 from digen_jax.models.family import Family, Params, Size
+from digen_jax.models.flux_family import Flux
 from digen_jax.models.remat import Remat
-from digen_jax.models.stable_diffusion_3 import PIPELINE_CLASS, StableDiffusion3
+from digen_jax.models.stable_diffusion_3 import StableDiffusion3
+from digen_jax.models.zimage_family import ZImage
+from digen_jax.policies import check_heads, check_model, make_policy, trained_of, trained_policy
+from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
 from digen_jax.runtime.evaluation import Evaluation
@@ -37,21 +39,30 @@ from digen_jax.scheduling.costs import GUESSED
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Settings
 from digen_jax.weights.folder import read_model_index, resolve_folder
-from digen_jax.weights.lora import LoraConfig, check_rank
+from digen_jax.weights.lora import LoraConfig
 from digen_jax.weights.lora_start import read_start
 
 # The model families, by the pipeline class that a folder's model_index.json names.
-FAMILIES = {PIPELINE_CLASS: StableDiffusion3}
+FAMILIES = {
+    stable_diffusion_3.PIPELINE_CLASS: StableDiffusion3,
+    flux_family.PIPELINE_CLASS: Flux,
+    zimage_family.PIPELINE_CLASS: ZImage,
+}
 
 
-def open_pipeline(name: str) -> pathlib.Path:
-    """The folder of a local path or hub id, without the components that its family does not use.
+def open_pipeline(name: str, without: tuple[str, ...] = ()) -> pathlib.Path:
+    """The folder of a local path or hub id; only what its family uses is downloaded, not the components `without`.
 
     Raises:
-      ConfigError: no family is for its class; then nothing large is downloaded.
+      ConfigError: no family is for its class, or it needs one of `without`; then nothing large is downloaded.
     """
     family = family_of(resolve_folder(name, index_only=True))
-    return resolve_folder(name, without=family.unused)
+    if needed := [part for part in without if part not in family.optional]:
+        raise ConfigError(
+            f"its {needed[0]}, which config.model.without names, is needed: name only "
+            f"{' and '.join(family.optional) or 'nothing'} there"
+        )
+    return resolve_folder(name, without=family.unused + without)
 
 
 def family_of(folder: pathlib.Path) -> Any:
@@ -65,150 +76,94 @@ def family_of(folder: pathlib.Path) -> Any:
     return FAMILIES[kind]
 
 
-def load_family(folder: pathlib.Path, dtype: str = "float32", remat: Remat = "none") -> Family:
-    """The family of a pipeline folder; ConfigError where there is none for its class."""
+def load_family(
+    folder: pathlib.Path,
+    dtype: str = "float32",
+    remat: Remat = "none",
+    without: tuple[str, ...] = (),
+    max_sequence_length: int = 0,
+) -> Family:
+    """The family of a pipeline folder; the last two arguments are those of the config's section `model`.
+
+    Raises:
+      ConfigError: there is no family for its class, or the folder cannot be used.
+    """
     kind = family_of(folder)
     with user_input():
-        return kind.from_folder(folder, jnp.dtype(dtype), remat)
+        return kind.from_folder(folder, jnp.dtype(dtype), remat, without, max_sequence_length)
 
 
-def recipe_family(recipe: Recipe) -> Family:
-    """The family of a recipe's model.
+def recipe_model(recipe: Recipe) -> tuple[pathlib.Path, Family]:
+    """The folder of a recipe's model, and its family.
 
     Raises:
       ConfigError: the model's folder cannot be used.
     """
+    model, arithmetic = recipe.model, recipe.precision.arithmetic
     with blame("config.model.folder: "):
-        return load_family(
-            open_pipeline(recipe.model.folder), recipe.precision.arithmetic, recipe.model.remat
+        folder = open_pipeline(model.folder, model.without)
+        family = load_family(
+            folder, arithmetic, model.remat, model.without, model.max_sequence_length
         )
+    return folder, family
 
 
 def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     """All parts of a run; what does not fit the model is found before its weights are read.
 
+    If prompts are encoded ahead, the text encoders are not read: those that the run draws must be stored.
+
     Raises:
       ConfigError: the model's first mistake, or devices that do not suffice.
     """
-    sizes = recipe.placement.meshes
-    check_processes(sizes, devices)
+    folder, family, placement, start = open_parts(recipe, devices)
     with blame("config.model.folder: "):
-        folder = open_pipeline(recipe.model.folder)
-        family = load_family(folder, recipe.precision.arithmetic, recipe.model.remat)
-    layout = Layout.of(recipe.placement.rules, family.axes())
-    layout.check()
-    placement = make_placement(sizes, layout, devices, recipe.model.attention)
+        kept = recipe.precision.frozen
+        # What is tuned itself is float32; under a LoRA nothing of it is.
+        own = kept if recipe.lora.rank else "float32"
+        trained = read_parts(family, folder, family.trained, placement.trainer, own)
+        shapes = parameter_shapes(recipe, family)
+        frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
+    encoded = stored(recipe, folder, family) if shapes.ahead else None
+    return connect(recipe, placement, family, trained, frozen, start, encoded)
+
+
+class Parts(NamedTuple):
+    """What a run is built of, without the model's weights."""
+
+    folder: pathlib.Path  # the model's
+    family: Family
+    placement: Placement
+    start: Any  # the factors of a LoRA to continue, None: there is none
+
+
+def open_parts(recipe: Recipe, devices: Sequence[jax.Device]) -> Parts:
+    """Opens a run's model, and finds what does not fit it.
+
+    Raises:
+      ConfigError: the model's first mistake, or devices that do not suffice.
+    """
+    check_processes(recipe.placement.meshes, devices)
+    folder, family = recipe_model(recipe)
+    placement = placed(recipe, family, devices)
     check_model(recipe, family, placement)
     start = None
     if recipe.lora.start:
         with blame("config.lora.start: "):
             lora, shapes = make_policy(recipe, family).lora, trained_of(family, family.shapes())
             start = read_start(recipe.lora.start, lora, shapes, family.lists)
-    with blame("config.model.folder: "):
-        kept = recipe.precision.frozen
-        # What is tuned itself is float32; under a LoRA nothing of it is.
-        own = kept if recipe.lora.rank else "float32"
-        trained = read_parts(family, folder, family.trained, placement.trainer, own)
-        frozen = read_frozen(family, folder, placement.rollout, kept)
-    return connect(recipe, placement, family, trained, frozen, start)
+    return Parts(folder, family, placement, start)
 
 
-def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
-    """Whether recipe and model fit, by shapes alone.
+def placed(recipe: Recipe, family: Family, devices: Sequence[jax.Device]) -> Placement:
+    """The meshes of a recipe, with its rules for the model's parameters.
 
     Raises:
-      ConfigError: an image size or a guidance that the model has not, a window with steps that cannot be trained,
-        an attention kernel that cannot compute it, heads that cannot be split, a LoRA without layers or of too large
-        a rank, or a parameter that no sharding rule matches.
+      ConfigError: the devices do not suffice, or rules that contradict one another.
     """
-    sampler, shapes = recipe.sampler, family.shapes()
-    size = Size(recipe.model.height, recipe.model.width)
-    with blame("config.model.height and config.model.width: "):
-        family.latent_shape(size)
-    with blame("config.sampler.steps: "):
-        sigmas = family.sigmas(sampler.steps, size)
-    _check_guidance(recipe, family)
-    attention_kernels(recipe, family, placement)
-    check_heads(family, placement)
-    if recipe.noisy_steps:
-        with blame("config.sampler.window: "):
-            recipe.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
-    with blame("config.lora.targets: "):
-        split = functools.partial(make_policy(recipe, family).split, reference=False)
-        tuned, _ = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
-    if recipe.lora.rank:
-        with blame("config.lora."):
-            check_rank(recipe.lora.rank, tuned)
-    for tree in (tuned, shapes):
-        placement.trainer.params(tree)
-
-
-def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> dict[str, str]:
-    """The kernel of the network's attention in "sampling" and in "training": see `attention.kernels`.
-
-    Raises:
-      ConfigError: the one that was asked for cannot compute it.
-    """
-    precision, heads = recipe.precision, family.heads
-    dtypes = {
-        "sampling": (placement.rollout, precision.published or precision.arithmetic),
-        "training": (placement.trainer, precision.arithmetic),
-    }
-    return {
-        work: choose(
-            group.attention,
-            group.mesh.devices.flat[0],
-            dtype,
-            heads.split(group.mesh.shape[TENSOR] * group.mesh.shape[SEQUENCE]),
-        )
-        for work, (group, dtype) in dtypes.items()
-    }
-
-
-def check_heads(family: Family, placement: Placement) -> None:
-    """Refuses a mesh that splits tokens, and with them heads, if it does not divide the model's heads.
-
-    Raises:
-      ConfigError: names the axes.
-    """
-    meshes = {"trainer": placement.trainer.mesh}
-    if not placement.colocated:
-        meshes["rollout"] = placement.rollout.mesh
-    heads = family.heads.number
-    for name, mesh in meshes.items():
-        sizes = {axis: mesh.shape[axis] for axis in (SEQUENCE, TENSOR)}
-        parts = math.prod(sizes.values())
-        if sizes[SEQUENCE] > 1 and heads % parts:
-            words = [f"config.placement.{name}.{axis}" for axis, size in sizes.items() if size > 1]
-            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            raise ConfigError(
-                f"{' x '.join(words)} = {parts} does not divide the model's {heads} attention heads, for which tokens "
-                f"are exchanged where they are split: make it one of {fitting}"
-            )
-
-
-def _check_guidance(recipe: Recipe, family: Family) -> None:
-    """Whether the model has what the sampler, evaluation and training are guided by."""
-    for name, section in (("sampler", recipe.sampler), ("evaluation", recipe.evaluation)):
-        with blame(f"config.{name}."):
-            Policy(family, section.guidance, true_guidance=section.true_guidance)
-    with blame("config.algorithm."):
-        trained_policy(Policy(family), recipe.algorithm)
-
-
-def make_policy(recipe: Recipe, family: Family) -> Policy:
-    """What is tuned, and the guidance it is sampled with."""
-    sampler = recipe.sampler
-    lora = recipe.lora.settings(family.lora_targets)
-    return Policy(family, sampler.guidance, lora, true_guidance=sampler.true_guidance)
-
-
-def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
-    """The policy as the trainer evaluates it: policy gradients at the sampler's guidance, others at their own."""
-    if algorithm.guidances is None:
-        return policy
-    guidance, reference = algorithm.guidances
-    return dataclasses.replace(policy, guidance=guidance, reference_guidance=reference)
+    layout = Layout.of(recipe.placement.rules, family.axes())
+    layout.check()
+    return make_placement(recipe.placement.meshes, layout, devices, recipe.model.attention)
 
 
 def connect(
@@ -218,17 +173,19 @@ def connect(
     trained: Params,
     frozen: Params,
     lora: Any = None,
+    encoded: Stored | None = None,
 ) -> System:
     """The parts of a run around a model: components by name, `trained` on the trainer mesh, `frozen` on the rollout's.
 
-    `lora` holds the factors to begin with, None: fresh ones.
+    `lora` holds the factors to begin with, None: fresh ones; `encoded` are prompts in the text encoders' place.
     """
     policy = make_policy(recipe, family)
     key, reference = jax.random.key(recipe.seed), recipe.algorithm.reads_reference
     start, base = policy.split(key, trained, reference)
     if recipe.precision.frozen != "float32":
         base = reshard(base, placement.trainer, recipe.precision.frozen)
-    return _around(recipe, placement, policy, start if lora is None else lora, base, frozen)
+    start = start if lora is None else lora
+    return _around(recipe, placement, policy, start, base, frozen, encoded)
 
 
 def outline(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
@@ -239,14 +196,14 @@ def outline(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     Raises:
       ConfigError: the model's folder cannot be used, the devices do not suffice, or heads cannot be split over them.
     """
-    family = recipe_family(recipe)
-    layout = Layout.of(recipe.placement.rules, family.axes())
-    placement = make_placement(recipe.placement.meshes, layout, devices, recipe.model.attention)
+    _, family = recipe_model(recipe)
+    placement = placed(recipe, family, devices)
     check_heads(family, placement)
     shapes = parameter_shapes(recipe, family)
     start, base = (lying(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = lying(shapes.frozen, placement.rollout)
-    return _around(recipe, placement, make_policy(recipe, family), start, base, frozen)
+    encoded = stored(recipe, None, family) if shapes.ahead else None
+    return _around(recipe, placement, make_policy(recipe, family), start, base, frozen, encoded)
 
 
 class ParameterShapes(NamedTuple):
@@ -254,7 +211,8 @@ class ParameterShapes(NamedTuple):
 
     tuned: Params
     base: Params
-    frozen: Params
+    frozen: Params  # the other components, on the sampling meshes
+    ahead: Params  # text encoders, on a sampling mesh before the run samples, and then gone
 
 
 def parameter_shapes(recipe: Recipe, family: Family) -> ParameterShapes:
@@ -262,12 +220,20 @@ def parameter_shapes(recipe: Recipe, family: Family) -> ParameterShapes:
     policy, shapes = make_policy(recipe, family), family.shapes()
     split = functools.partial(policy.split, reference=recipe.algorithm.reads_reference)
     tuned, base = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
-    frozen = {part: tree for part, tree in shapes.items() if part not in family.trained}
-    return ParameterShapes(tuned, *in_dtype((base, frozen), recipe.precision.frozen))
+    ahead = encoder_shapes(recipe, family) if is_ahead(recipe, family) else {}
+    others = {*shapes} - {*family.trained, *ahead}
+    frozen = {part: tree for part, tree in shapes.items() if part in others}
+    return ParameterShapes(tuned, *in_dtype((base, frozen), recipe.precision.frozen), ahead)
 
 
 def _around(
-    recipe: Recipe, placement: Placement, policy: Policy, start: Any, base: Any, frozen: Params
+    recipe: Recipe,
+    placement: Placement,
+    policy: Policy,
+    start: Any,
+    base: Any,
+    frozen: Params,
+    encoded: Stored | None,
 ) -> System:
     """The parts of a run around parameters that lie where they belong."""
     family, algorithm = policy.family, recipe.algorithm
@@ -283,8 +249,8 @@ def _around(
     dtype = recipe.precision.sent
     sampling = family.in_dtype(dtype) if dtype else family
     samplers = (
-        Sampler(dataclasses.replace(policy, family=sampling), placement.rollout, settings),
-        evaluation_sampler(sampling, placement.rollout, recipe, policy.lora),
+        Sampler(dataclasses.replace(policy, family=sampling), placement.rollout, settings, encoded),
+        evaluation_sampler(sampling, placement.rollout, recipe, policy.lora, encoded),
     )
     sampler_base = policy.sampler_base(base)
     at_sampler = reshard(sampler_base, placement.rollout, dtype)
@@ -374,11 +340,6 @@ def scheduled(recipe: Recipe, held_out: Sequence[dict[str, Any]]) -> Settings:
     )
 
 
-def trained_of(family: Family, components: Params) -> Params:
-    """Of all components those that may be tuned, in the family's order."""
-    return {part: components[part] for part in family.trained}
-
-
 def read_parts(
     family: Family,
     folder: pathlib.Path,
@@ -404,9 +365,10 @@ def evaluation_sampler(
     group: DeviceGroup,
     recipe: Recipe,
     lora: LoraConfig | None = None,
+    encoded: Stored | None = None,
 ) -> Sampler:
     """As the recipe's sampler, but without noise, and with steps and guidance of its own."""
     model, own = recipe.model, recipe.evaluation
     settings = SamplerSettings(Size(model.height, model.width), recipe.evaluation_steps, Ode())
     policy = Policy(family, own.guidance, lora, true_guidance=own.true_guidance)
-    return Sampler(policy, group, settings)
+    return Sampler(policy, group, settings, encoded)

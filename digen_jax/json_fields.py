@@ -1,7 +1,7 @@
 """Checks of the values in a model folder's JSON files against the fields of the dataclass that they fill.
 
 `int` is a whole number from 1, `float` a finite number, `tuple[int, ...]` a list of whole numbers, `X | None` null
-as well; `number` gives a field another range.
+as well; `number` gives a field, or each number of a list, another range.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ hints = functools.cache(get_type_hints)
 
 
 def number(default: Any, least: float, most: float = LARGEST) -> Any:
-    """A dataclass field whose number must lie between `least` and `most`, both included."""
+    """A dataclass field whose number, or each of its numbers, must lie between `least` and `most`, both included."""
     return dataclasses.field(default=default, metadata={"within": Within(least, most)})
 
 
@@ -45,6 +45,22 @@ def check_values(kind: type, values: Mapping[str, Any]) -> None:
             raise ValueError(f"{field.name} must be {_words(hint, within)}, not {_shown(value)}")
 
 
+def fields_of(kind: type, config: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The values of a diffusers config.json for the dataclass `kind`, whose names it has, lists as tuples.
+
+    Keys that start with an underscore are about the file, and are left out.
+
+    Raises:
+      ValueError: names a key that is no field of `what`, or a value that its field cannot hold.
+    """
+    fields = {key: value for key, value in config.items() if not key.startswith("_")}
+    unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not a field of {what}'s config.")
+    check_values(kind, fields)
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+
+
 def _holds(hint: Any, value: Any, within: Within | None = None) -> bool:
     arguments = get_args(hint)
     if get_origin(hint) is types.UnionType:
@@ -52,7 +68,7 @@ def _holds(hint: Any, value: Any, within: Within | None = None) -> bool:
     if get_origin(hint) is Literal:
         return value in arguments
     if get_origin(hint) is tuple:
-        inner = Within(0)
+        inner = within or Within(0)
         return isinstance(value, list | tuple) and all(
             _holds(arguments[0], one, inner) for one in value
         )
@@ -71,7 +87,7 @@ def _words(hint: Any, within: Within | None = None) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, arguments))
     if get_origin(hint) is tuple:
-        return f"a list, each of it {_words(arguments[0], Within(0))}"
+        return f"a list, each of it {_words(arguments[0], within or Within(0))}"
     if hint is int:
         within = within or Within(1)
     names = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false"}

@@ -114,13 +114,15 @@ def _plan(recipe: Any) -> None:
 
 def _plan_slice(recipe: Any) -> None:
     """For a TPU slice that need not be at hand, or for this machine with its programs timed."""
-    from digen_jax.run.fitting import proposed
-    from digen_jax.run.slice_tables import report
+    from digen_jax.run.fitting import compiled, proposed
+    from digen_jax.run.slice_tables import heading, report
     from digen_jax.run.slices import configured, open_slice
 
     where = open_slice(_TOPOLOGY.value, recipe.placement.cpu_devices, _note)
     opened = configured(recipe)
-    found, calibration = report(opened, where, print)
+    print(heading(opened, where) + "\n")
+    opened, found = compiled(opened, where, print)
+    calibration = report(opened, found, where, print)
     verdict, fitting = proposed(opened, calibration, where, found, print)
     print(f"the plan follows from these {where.how} costs by simulation:\n")
     _show(verdict.problem, verdict.plan, calibration)

@@ -67,6 +67,17 @@ def optimised():
         yield
 
 
+@pytest.fixture(scope="module")
+def one_torch_thread():
+    """Tiny networks gain nothing by torch's threads, and on busy cores these wait for one another for seconds."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_collection_finish():
     """What is imported stays, and traced programs are many objects: by default 8% of test_sample's time."""
     gc.collect()

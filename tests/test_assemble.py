@@ -9,7 +9,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from digen_jax import assemble
+from digen_jax import assemble, policies
 from digen_jax.config.door import open_recipe, place
 from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import Ode
@@ -161,13 +161,17 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
     [
         ("nowhere", "'nowhere' is neither an existing folder nor a hub id 'owner/name'"),
         ("nobody/nothing", "'nobody/nothing' is not an existing folder, and the hub repository"),
-        ("FLUX", "FLUX is a FluxPipeline; supported are StableDiffusion3Pipeline: choose another"),
+        (
+            "SDXL",
+            "SDXL is a StableDiffusionXLPipeline; supported are StableDiffusion3Pipeline, Flux",
+        ),
         ("EMPTY", "EMPTY/model_index.json is missing"),
         ("BROKEN", "BROKEN/model_index.json is not JSON"),
     ],
 )
 def test_a_folder_that_is_no_supported_pipeline_is_refused(make, tmp_path, name, sentence):
-    indices = {"FLUX": json.dumps({"_class_name": "FluxPipeline"}), "BROKEN": "{", "EMPTY": None}
+    indices = {"BROKEN": "{", "EMPTY": None}
+    indices["SDXL"] = json.dumps({"_class_name": "StableDiffusionXLPipeline"})
     if name in indices:
         (tmp_path / name).mkdir()
         if indices[name] is not None:
@@ -234,12 +238,12 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
 @pytest.mark.parametrize("targets", ["", TARGETS])
 def test_lora_is_of_the_familys_layers_where_the_config_names_none(make, folder, family, targets):
     recipe = place(open_recipe(make(folder, lora__rank=4, lora__targets=targets)), 1)
-    policy = assemble.make_policy(recipe, family)
+    policy = policies.make_policy(recipe, family)
     assert policy.lora.targets == (targets or family.lora_targets)
     tuned, _ = jax.eval_shape(
         lambda key, params: policy.split(key, params, reference=False),
         jax.random.key(0),
-        assemble.trained_of(family, family.shapes()),
+        policies.trained_of(family, family.shapes()),
     )
     names = {path[-2] for path in flatten_dict(tuned)}
     added = {"to_out_0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}

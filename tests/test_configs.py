@@ -17,16 +17,27 @@ from digen_jax.engine import rounding
 from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys
-from digen_jax.models.stable_diffusion_3 import COMPONENTS
+from digen_jax.models.published import published_folder
+from digen_jax.models.stable_diffusion_3 import COMPONENTS, T5_COMPONENTS
 from digen_jax.pretraining.tokenizer import build_tokenizer
+from digen_jax.run.footprint import model_footprint
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import quick, said
+from tests.t5_folders import vocabulary, write_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
 SD35 = "sd35_medium"
-RECIPES = runpy.run_path(str(ROOT / "configs" / f"{SD35}.py"))["RECIPES"]
+FLUX = "flux_dev"
+
+
+def recipes(name):
+    return runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["RECIPES"]
+
+
+RECIPES = recipes(SD35)
+FLUX_RECIPES = recipes(FLUX)
 
 # The hub repository's settings that change the networks.
 TRANSFORMER = {
@@ -63,6 +74,16 @@ CLIP_G = {
     "hidden_act": "gelu",
     "eos_token_id": 2,
 }
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 32128,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
 VAE = {
     "block_out_channels": [128, 256, 512, 512],
     "down_block_types": ["DownEncoderBlock2D"] * 4,
@@ -87,7 +108,7 @@ SCHEDULER = {
 def load(name, *argument):
     """What a config file gives, with the fields that only a user can fill in filled in."""
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
-    if name == SD35:
+    if name in (SD35, FLUX):
         config.prompts.file = config.evaluation.prompts = str(GENEVAL)
         config.reward.name = ("shapes_geneval",)
     return config
@@ -99,31 +120,38 @@ def trains(name):
 
 @pytest.fixture(scope="module")
 def medium(tmp_path_factory):
-    """Stable Diffusion 3.5 Medium's pipeline folder without weights, and with a small tokenizer."""
+    """Stable Diffusion 3.5 Medium's pipeline folder without weights, and with small tokenizers."""
     folder = tmp_path_factory.mktemp("medium")
 
     def write(part, file, value):
         (folder / part).mkdir(exist_ok=True)
         (folder / part / file).write_text(json.dumps(value))
 
-    write("", "model_index.json", {"_class_name": "StableDiffusion3Pipeline", **COMPONENTS})
+    components = COMPONENTS | T5_COMPONENTS
+    write("", "model_index.json", {"_class_name": "StableDiffusion3Pipeline", **components})
     write("transformer", "config.json", TRANSFORMER)
     write("vae", "config.json", VAE)
     write("text_encoder", "config.json", CLIP | CLIP_L)
     write("text_encoder_2", "config.json", CLIP | CLIP_G)
+    write("text_encoder_3", "config.json", T5)
     write("scheduler", "scheduler_config.json", SCHEDULER)
     for part in ("tokenizer", "tokenizer_2"):
         build_tokenizer(["a photo of a bench"], 77).save_pretrained(folder / part)
+    write_tokenizer(folder / "tokenizer_3", vocabulary(["a photo of a bench"]))
     return folder
 
 
-@pytest.fixture(scope="module")
-def shapes(medium):
-    return assemble.load_family(medium).shapes()
+def unread_parts(family, folder, parts, group, dtype):
+    """In place of `assemble.read_parts`."""
+    return {
+        part: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
+        for part, tree in family.shapes().items()
+        if part in parts
+    }
 
 
 @pytest.fixture
-def unread(monkeypatch, shapes):
+def unread(monkeypatch):
     """Parameters are shapes without devices; only arrays are put on devices."""
     put = jax.device_put
 
@@ -132,11 +160,7 @@ def unread(monkeypatch, shapes):
         return tree if abstract else put(tree, *where)
 
     monkeypatch.setattr(jax, "device_put", put_arrays)
-    monkeypatch.setattr(
-        assemble,
-        "read_parts",
-        lambda family, folder, parts, group, dtype: {p: shapes[p] for p in parts},
-    )
+    monkeypatch.setattr(assemble, "read_parts", unread_parts)
 
 
 def gigabytes(*trees):
@@ -185,6 +209,103 @@ def test_sd35_wants_a_recipe_and_a_number_of_gpus(argument):
         load(SD35, argument)
 
 
+@pytest.mark.parametrize("argument", ["dance,0", "pickscore,-1", "dance,two", "8", "", "danc,8"])
+def test_flux_wants_a_recipe_and_a_number_of_gpus(argument):
+    with pytest.raises(ConfigError, match=r"recipe and a number of GPUs.* recipes are pickscore, "):
+        load(FLUX, argument)
+
+
+@pytest.mark.parametrize("name", FLUX_RECIPES)
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
+def test_flux_divides_among_the_gpus(name, gpus):
+    config = load(FLUX, f"{name},{gpus}")
+    place(open_recipe(config), gpus)
+    each = 1 if name.startswith("dance") else 3
+    assert config.sampler.fragment == config.trainer.micro_batch == each * gpus
+    if not name.startswith("dance"):
+        place(open_recipe(load(FLUX, f"{name},{4 * gpus}")), 4 * gpus)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "trained"),
+    [
+        ("pickscore", (48, 24, 2), 5),
+        ("pickscore_fast", (48, 24, 2), 3),
+        ("geneval_fast", (48, 24, 2), 3),
+        ("dance", (16, 12, 4), 9),  # int(0.6 * 15)
+        ("dance_ema", (16, 12, 2), 9),
+        ("dance_lora", (16, 12, 2), 6),  # int(0.6 * 11)
+    ],
+)
+def test_flux_has_the_published_batch_and_steps(name, batch, trained):
+    config = load(FLUX, f"{name},8")
+    found = open_recipe(config)
+    assert (found.batch.groups, found.batch.images, found.trainer.updates) == batch
+    assert found.trained_steps == trained
+    # The last step, after which no noise is left, is never trained.
+    assert found.noisy_steps < found.sampler.steps
+    assert found.sampler.shared_noise == name.startswith("dance")
+    # int(0.99 * 6) steps are trained; a window of 3 in the first 3 has one place.
+    assert name.startswith("dance") or found.window.places == (0,)
+
+
+def test_flux_has_the_published_averages():
+    """Flow-GRPO's is mixed six times at a turn; DanceGRPO's once a training step of two updates, without warm-up."""
+
+    def average(name):
+        trainer = load(FLUX, f"{name},8").trainer
+        return trainer.ema, trainer.ema_warm_up, trainer.ema_every, trainer.ema_repeats
+
+    assert average("pickscore") == average("geneval_fast") == (0.9, True, 8, 6)
+    assert average("dance_ema") == (0.995, False, 2, 1)
+    assert average("dance")[0] == average("dance_lora")[0] == 0
+
+
+@pytest.mark.parametrize("name", FLUX_RECIPES)
+def test_flux_trains_in_bfloat16_with_recomputed_log_probs(name):
+    algorithm = reopen_recipe(load(FLUX, f"{name},8")).algorithm
+    assert (algorithm.old_log_probs, algorithm.kl_coefficient) == ("recomputed", 0)
+    assert algorithm.clip_range == (1e-5 if name.endswith("fast") else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [
+        # PEFT's `target_modules`, counted by hand. Dual blocks of width 3072: eight projections of attention, and two
+        # feed-forwards of 3072 to 12288 and back; single blocks: q, k and v.
+        ("pickscore", 64 * (19 * (8 * 6144 + 4 * 15360) + 38 * 3 * 6144)),
+        ("dance_lora", 128 * (19 * 4 * 6144 + 38 * 3 * 6144)),
+        ("dance", None),
+    ],
+)
+def test_flux_tunes_the_published_layers(name, factors):
+    config = load(FLUX, f"{name},8")
+    config.model.folder = str(published_folder(config.model.folder))
+    recipe_ = open_recipe(config)
+    _, family = assemble.recipe_model(recipe_)
+    tuned, base, *_ = assemble.parameter_shapes(recipe_, family)
+    assert sum(leaf.size for leaf in jax.tree.leaves(tuned)) == (factors or 11_901_408_320)
+    # The weights under a LoRA are as the hub's files have them; trained ones are float32.
+    assert {leaf.dtype for leaf in jax.tree.leaves(tuned)} == {np.dtype(np.float32)}
+    kept = {leaf.dtype for leaf in jax.tree.leaves(base)}
+    assert kept == ({np.dtype(jax.numpy.bfloat16)} if factors else set())
+
+
+def test_flux_shares_all_weights_among_eight_gpus():
+    """Of what the docstring's memory is made: an eighth of the float32 weights in six copies, and the autoencoder."""
+    config = load(FLUX, "dance_ema,8")
+    config.model.folder = str(published_folder(config.model.folder))
+    sizes = model_footprint(open_recipe(config))
+    weights = 11_901_408_320
+    assert sizes.copies == 1
+    assert 4 * weights / 8 <= sizes.tuned(8, 1) < 4 * weights / 8 * 1.001
+    assert sizes.base(8, 1) == 0
+    assert 2 * 83_819_683 / 8 <= sizes.frozen(8, 1) < 2 * 83_819_683 / 8 * 1.01
+    # T5 and CLIP, which are there before the run samples.
+    ahead = 2 * (4_762_310_656 + 123_060_480)
+    assert ahead / 8 <= sizes.ahead(8, 1) < ahead / 8 * 1.01
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("gpus", ["1", "2", "4", "8", "64"])
 def test_sd35_divides_among_the_gpus(name, gpus):
@@ -224,22 +345,33 @@ def test_sd35_has_grpo_guards_published_range():
     assert load(SD35, "geneval_guard,8").algorithm.clip_range == 2e-6
 
 
-def test_no_t5_of_sd35_is_downloaded(monkeypatch, tmp_path):
+def test_the_t5_of_sd35_is_downloaded_unless_it_is_left_out(monkeypatch, tmp_path):
     needed = [f"{part}/model.safetensors" for part in ("text_encoder", "text_encoder_2")]
     needed += ["transformer/diffusion_pytorch_model.safetensors", "model_index.json"]
-    others = ["text_encoder_3/model-00001-of-00002.safetensors", "tokenizer_3/spiece.model"]
-    others += ["text_encoders/t5xxl_fp16.safetensors", "sd3.5_medium.safetensors"]
+    third = ["text_encoder_3/model-00001-of-00002.safetensors"]
+    others = ["text_encoders/t5xxl_fp16.safetensors", "sd3.5_medium.safetensors"]
 
     def download(name, revision, **patterns):
         assert name == "stabilityai/stable-diffusion-3.5-medium"
-        asked.append(list(huggingface_hub.utils.filter_repo_objects(needed + others, **patterns)))
+        files = needed + third + others
+        asked.append(list(huggingface_hub.utils.filter_repo_objects(files, **patterns)))
         return str(tmp_path)
 
     asked, index = [], tmp_path / "model_index.json"
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     index.write_text('{"_class_name": "StableDiffusion3Pipeline"}')
     assert assemble.open_pipeline(load(SD35).model.folder) == tmp_path
+    assert asked == [["model_index.json"], needed + third]
+    del asked[:]
+    assert assemble.open_pipeline(load(SD35).model.folder, ("text_encoder_3",)) == tmp_path
     assert asked == [["model_index.json"], needed]
+    with pytest.raises(
+        ConfigError,
+        match=r"^its vae, which config.model.without names, is needed: name only text_enc",
+    ):
+        assemble.open_pipeline(load(SD35).model.folder, ("text_encoder_3", "vae"))
+    assert asked[2:] == [["model_index.json"]]
+    del asked[2:]
     index.write_text('{"_class_name": "OtherPipeline"}')
     with pytest.raises(ConfigError, match="is a OtherPipeline; supported are"):
         assemble.open_pipeline(load(SD35).model.folder)
@@ -252,6 +384,47 @@ def traced(monkeypatch):
     monkeypatch.setattr(rounding, "AS_WRITTEN", {})
 
 
+def shapes_of_a_step(config, system):
+    """Of prompts, images, trajectory, gradient and update, for one fragment."""
+    rows = np.arange(config.sampler.fragment, dtype=np.int32) // config.batch.images
+    advantages = np.linspace(-1, 1, len(rows), dtype=np.float32)
+    keys = image_keys(jax.random.key(0), rows, np.arange(len(rows)))
+    captions = [f"a photo of {n} benches" for n in range(config.batch.groups)]
+
+    def step(state, weights, base, prompts):
+        trajectory = system.sampler.generate(weights, prompts, rows, keys)
+        images = system.sampler.decode(weights, trajectory)
+        fragment = Images(0, rows, trajectory.transitions, trajectory.sigmas)
+        experience = receive(system, prompts, fragment, advantages)
+        totals = system.trainer.accumulate(state, base, experience, None, behaviour=state.tuned)
+        return images, trajectory, totals, system.trainer.update(state, totals)
+
+    state = jax.eval_shape(system.trainer.init, system.start)
+    weights = system.publish(system.start)
+    prompts = system.sampler.encoded(weights, said(*captions))
+    return prompts, *jax.eval_shape(step, state, weights, system.base, prompts)
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_whole_step_of_flux_has_the_right_shapes(unread):
+    """Of DanceGRPO's recipe that has everything: all weights, an average, and a share of the steps."""
+    config = load(FLUX, "dance_ema,1")
+    config.model.folder = str(published_folder(config.model.folder))
+    system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
+    prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(config, system)
+    assert prompts.conditioning.context.shape == (16, 512, 4096)
+    assert prompts.conditioning.pooled.shape == (16, 768)
+    assert (images.shape, images.dtype) == ((1, 1, 720, 720, 3), np.float32)
+    assert trajectory.transitions.x.shape == (15, 1, 90, 90, 16)
+    assert trajectory.sigmas.shape == (17,)
+    assert "kl" not in metrics
+    for tree in (totals.gradient, after.tuned, after.ema):
+        assert jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, system.start)
+    # Weights, two moments, average and gradient in float32; the autoencoder in bfloat16. Prompts are encoded ahead.
+    held = gigabytes(system.base, system.rollouts[0].frozen, after, totals.gradient)
+    assert held == pytest.approx(20 * 11.9014 + 2 * 0.0838, rel=1e-4)
+
+
 @pytest.mark.parametrize("gpus", quick([(1,), (8,)], 0))
 @pytest.mark.usefixtures("traced")
 def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
@@ -260,38 +433,22 @@ def test_a_whole_step_of_sd35_has_the_right_shapes(gpus, medium, unread):
     system = assemble.build(place(open_recipe(config), gpus), jax.devices()[:gpus])
     assert system.placement.colocated
 
-    rows = np.arange(config.sampler.fragment, dtype=np.int32) // config.batch.images
-    advantages = np.linspace(-1, 1, len(rows), dtype=np.float32)
-    keys = image_keys(jax.random.key(0), rows, np.arange(len(rows)))
-    captions = [f"a photo of {n} benches" for n in range(config.batch.groups)]
-
-    def step(state, weights, base):
-        prompts = system.sampler.encode(weights, said(*captions))
-        trajectory = system.sampler.generate(weights, prompts, rows, keys)
-        images = system.sampler.decode(weights, trajectory)
-        fragment = Images(0, rows, trajectory.transitions, trajectory.sigmas)
-        experience = receive(system, prompts, fragment, advantages)
-        totals = system.trainer.accumulate(state, base, experience, None)
-        return prompts, images, trajectory, totals, system.trainer.update(state, totals)
-
-    state = jax.eval_shape(system.trainer.init, system.start)
-    weights = system.publish(system.start)
-    prompts, images, trajectory, totals, (after, metrics) = jax.eval_shape(
-        step, state, weights, system.base
-    )
-    b = len(rows)
-    assert prompts.conditioning.context.shape == (config.batch.groups, 77, 4096)
+    prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(config, system)
+    b = config.sampler.fragment
+    # They are encoded ahead, because the T5 is large.
+    assert set(system.sampler.stored.encoders) == {f"text_encoder{n}" for n in ("", "_2", "_3")}
+    assert prompts.conditioning.context.shape == (config.batch.groups, 77 + 128, 4096)
     assert prompts.conditioning.pooled.shape == (config.batch.groups, 2048)
     assert (images.shape, images.dtype) == ((b, 1, 512, 512, 3), np.float32)
     assert trajectory.transitions.x.shape == (9, b, 64, 64, 16)
     assert trajectory.transitions.x.dtype == np.float32
     assert metrics["kl"].shape == ()
     for tree in (totals.gradient, after.tuned, after.ema):
-        assert jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, state.tuned)
+        assert jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, system.start)
     assert_lora(system.start)
     # All data that stay on each GPU from one step to the next, and the gradient.
-    held = gigabytes(system.base, system.rollouts[0].frozen, state, totals.gradient)
-    assert 13 < held < 15
+    held = gigabytes(system.base, system.rollouts[0].frozen, after, totals.gradient)
+    assert 10 < held < 11
 
 
 def assert_lora(factors):
@@ -311,13 +468,14 @@ def test_sd35_is_evaluated_in_forty_steps_without_noise(medium, unread):
     weights = system.publish(system.start)
     keys = image_keys(jax.random.key(0), np.arange(14), np.zeros(14, np.int32))
 
-    def look(weights):
-        prompts = system.evaluator.encode(weights, said("a photo of a bench") * 14)
+    prompts = system.evaluator.encoded(weights, said("a photo of a bench") * 14)
+
+    def look(weights, prompts):
         rows = np.arange(14, dtype=np.int32)
         trajectory = system.evaluator.generate(weights, prompts, rows, keys)
         return system.evaluator.decode(weights, trajectory), trajectory
 
-    images, trajectory = jax.eval_shape(look, weights)
+    images, trajectory = jax.eval_shape(look, weights, prompts)
     assert images.shape == (14, 1, 512, 512, 3)
     assert trajectory.sigmas.shape == (41,)
     assert trajectory.transitions.x.shape[0] == 0

@@ -136,7 +136,7 @@ def test_what_does_not_fit_the_model_is_refused(base):
         ("broken", "config.json is not JSON"),
         ("transformer", "no training run's workdir: config.patch_size is not a field"),
         ("begun", "begun has saved no checkpoint yet"),
-        ("other", "other is a FluxPipeline; supported are StableDiffusion3Pipeline"),
+        ("other", "other is a StableDiffusionXLPipeline; supported are StableDiffusion3Pipeline"),
     ],
 )
 def test_a_name_that_cannot_be_opened_is_one_sentence(base, tmp_path, name, sentence):
@@ -145,7 +145,7 @@ def test_a_name_that_cannot_be_opened_is_one_sentence(base, tmp_path, name, sent
         "broken/config.json": "{",
         "transformer/config.json": '{"patch_size": 2}',
         "begun/config.json": json.dumps(config),
-        "other/model_index.json": '{"_class_name": "FluxPipeline"}',
+        "other/model_index.json": '{"_class_name": "StableDiffusionXLPipeline"}',
     }
     (tmp_path / "empty").mkdir()
     for file, content in files.items():

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import pathlib
+import re
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,10 +15,10 @@ from digen_jax import files
 
 
 class Answer(NamedTuple):
-    """A compiled program.
+    """A compiled program, or how much memory one needs that the compiler refuses because of it.
 
     Attributes:
-      text: of the program.
+      text: of the program; "": it does not fit.
       peak: bytes of a device that it holds at most, arguments included.
       beyond: bytes of its temporaries and results on a device, without results that reuse an argument's memory.
     """
@@ -66,7 +67,23 @@ class Answers:
     def _compile(self, name: str, lowered: jax.stages.Lowered) -> Answer:
         self.note(f"{name}: compiling for {self.target.partition(' ')[0]}")
         begin = time.monotonic()
-        answer = answer_of(lowered.compile())
+        try:
+            answer = answer_of(lowered.compile())
+        except jax.errors.JaxRuntimeError as error:
+            if (needed := _exceeded(str(error))) is None:
+                raise
+            answer = Answer("", needed, needed)
+            self.note(f"{name}: does not fit, because it needs {needed / 1e9:.1f} GB of a device")
         self.compiled += 1
         self.note(f"{name}: compiled in {time.monotonic() - begin:.1f} s")
         return answer
+
+
+def _exceeded(error: str) -> int | None:
+    """The bytes that a program needs, from the compiler's message that a device has less; None: it is another one."""
+    found = re.search(
+        r"RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\)? (?:exceeds|of [\d.]+[KMGT])", error, re.S
+    )
+    if found is None:
+        return None
+    return round(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2])))

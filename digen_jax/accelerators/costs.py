@@ -3,9 +3,9 @@
 What the compiler estimates are fusions and copies. The rest is costed here, conservatively: as if nothing ran at the
 same time as anything else.
 
-- A kernel takes its FLOPs over `KERNEL_SHARE` of the peak that its width permits, or its bytes over the memory's
-  bandwidth, whichever is longer. The FLOPs are those that the kernel states; of splash attention, which states none,
-  those of its matrix products without any mask.
+- A kernel takes its FLOPs over the share of the peak that `kernels` states, or its bytes over the memory's bandwidth,
+  whichever is longer. The FLOPs are those that the kernel states; of splash attention, which states none, those of its
+  matrix products without any mask.
 - A collective is a ring over one link in one direction, at `LINK_SHARE` of its bandwidth: an all-gather moves (n - 1)/n
   of its result, a reduce-scatter (n - 1)/n of its input, an all-reduce twice that. All of a slice's chips are linked
   directly, over several hosts, too; a ring may need more hops than links on a mesh without wrap-around.
@@ -27,11 +27,11 @@ from digen_jax.accelerators.chips import Chip
 from digen_jax.accelerators.collectives import group_size, is_collective, kind_of, moved_bytes
 from digen_jax.accelerators.counting import products, repeated
 from digen_jax.accelerators.hlo import Computation, Instruction, Module, parse
-from digen_jax.accelerators.kernels import kernel_flops, kernel_name
+from digen_jax.accelerators.kernels import kernel_name, kernel_work
 from digen_jax.accelerators.layers import AGAIN, layer_of
 from digen_jax.accelerators.loops import Frame, trips
 
-KERNEL_SHARE, LINK_SHARE, MEMORY_SHARE = 0.5, 0.8, 0.8
+LINK_SHARE, MEMORY_SHARE = 0.8, 0.8
 
 # Rows of a program's seconds.
 COMPILER, KERNELS, COLLECTIVES, TRANSFERS, OTHERS = (
@@ -47,7 +47,9 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "add-dependency", "domain",
 }  # fmt: skip
-FREE_CALLS = {"AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+FREE_CALLS = {
+    "AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +235,8 @@ class _Walk:
             yield Item(KERNELS, name, layer=layer, seconds=seconds, flops=flops, **common)
         elif not moved:
             kind = TRANSFERS if instruction.opcode in ("copy-start", "slice-start") else OTHERS
-            size = _touched(computation, instruction)
+            touched = _transferred if kind == TRANSFERS else _touched
+            size = touched(computation, instruction)
             what = instruction.opcode + (f" {instruction.target}" if instruction.target else "")
             seconds = size / (MEMORY_SHARE * self.chip.bandwidth)
             yield Item(kind, what, layer=layer, seconds=seconds, bytes=size, **common)
@@ -272,10 +275,9 @@ class _Walk:
         self, computation: Computation, instruction: Instruction, name: str
     ) -> tuple[float, float]:
         """(FLOPs, seconds)."""
-        flops, width = kernel_flops(computation, instruction, name)
+        flops, share = kernel_work(computation, instruction, name, self.chip.array)
         stated = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
         size = int(stated[1]) if stated else _touched(computation, instruction)
-        share = KERNEL_SHARE * min(1.0, width / self.chip.array)
         in_memory = size / (MEMORY_SHARE * self.chip.bandwidth)
         return flops, max(flops / (share * self.chip.flops), in_memory)
 
@@ -284,9 +286,16 @@ def _name(instruction: Instruction, attribute: str) -> str:
     return instruction.attribute(attribute).lstrip("%")
 
 
-def _touched(computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes; of one that begins a copy, its input and its output."""
+def _transferred(computation: Computation, instruction: Instruction) -> int:
+    """Bytes that a copy reads from the main memory and writes to it; memory space 1 is a core's own, fast memory.
+
+    The results of an instruction that begins one are its operand, what is copied, and a flag.
+    """
     given = sum(operand.bytes for operand in computation.operands(instruction))
-    if instruction.opcode == "copy-start":
-        return 2 * given
-    return given + instruction.bytes
+    size = instruction.bytes - given - instruction.arrays[-1].bytes
+    return size if "S(1)" in instruction.type else 2 * size
+
+
+def _touched(computation: Computation, instruction: Instruction) -> int:
+    """Bytes that an instruction reads and writes."""
+    return sum(operand.bytes for operand in computation.operands(instruction)) + instruction.bytes

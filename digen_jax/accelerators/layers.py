@@ -8,6 +8,8 @@ HOW = re.compile(
     r"shard_map|scan|(jit|pjit|jvp|vmap|transpose|remat|shmap|checkpoint|custom_vjp|custom_jvp)\(.*\)|\w+\.\w+"
 )
 
+# The name of a block in a list of blocks, or of several that are scanned.
+BLOCK = re.compile(r"_\d+(to\d+)?$")
 # What JAX writes into the names of operations that remat runs again.
 REPEATED = "rematted_computation"
 AGAIN = "(forward again)"
@@ -23,6 +25,18 @@ def layer_of(op_name: str) -> str:
     if REPEATED in op_name:
         return f"{name} {AGAIN}"
     return f"{name} (backward)" if "transpose(" in op_name else name
+
+
+def module_of(layer: str) -> str:
+    """The module of a block that a layer belongs to, without the operation: its first two names.
+
+    blocks_0to12/attn/to_q/dot_general (backward) -> attn/to_q
+    """
+    parts = layer.partition(" (")[0].split("/")
+    inside = next((i + 1 for i, part in enumerate(parts) if BLOCK.search(part)), None)
+    if inside is None:
+        return "outside of blocks"
+    return "/".join(parts[inside:-1][:2]) or "a block itself"
 
 
 def _parts(op_name: str) -> list[str]:

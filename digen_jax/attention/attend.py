@@ -10,10 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from digen_jax.attention import cudnn, packed, splash
+from digen_jax.attention.head_norms import HeadNorms, normed
 from digen_jax.attention.kernels import CUDNN, PACKED, SPLASH, XLA, Heads, choose
 from digen_jax.attention.key_weights import RESIDUALS
 from digen_jax.attention.partition import Streams, on_each_device
-from digen_jax.attention.surroundings import current
+from digen_jax.target import current
 
 
 def attend(
@@ -26,7 +27,7 @@ def attend(
 ) -> Float[Array, "b s h d"]:
     """softmax(q k / sqrt(d) + log_weights) v, with float32 scores and softmax.
 
-    The kernel, and how it is split over devices, depend on `surroundings`; without any it is XLA's.
+    The kernel, and how it is split over devices, depend on `target`; without one it is XLA's.
 
     Args:
       q: queries.
@@ -49,23 +50,31 @@ def attend_jointly(
     lengths: Int[Array, "b"] | None = None,
     log_weights: Float[np.ndarray, "t"] | None = None,
     causal: bool = False,
+    norms: HeadNorms | None = None,
 ) -> tuple[Array, ...]:
     """`attend` over the tokens of several streams, one behind the other; one result for each stream of queries.
 
-    `lengths` and `log_weights` are about the keys of all streams.
+    `lengths` and `log_weights` are about the keys of all streams. With `norms`, heads of queries and keys are normed
+    before they attend.
     """
-    around = current()
+    target = current()
     first = q[0]
     kernel = XLA
     if not causal:
         keys, groups = sum(stream.shape[1] for stream in k), k[0].shape[2]
         heads = Heads(*first.shape[2:], log_weights is not None, groups, keys)
-        heads = heads.split(around.parts(around.heads, around.tokens))
-        kernel = choose(around.kernel, around.device, first.dtype, heads)
+        heads = heads.split(target.parts(target.heads, target.tokens))
+        kernel = choose(target.kernel, target.device, first.dtype, heads)
+    if norms is not None and kernel != PACKED:
+        q, k = (
+            [normed(a, scale) for a, scale in zip(streams, scales, strict=True)]
+            for streams, scales in ((q, norms.q), (k, norms.k))
+        )
+        norms = None
     whole = functools.partial(_whole, kernel, log_weights, causal)
-    if around.mesh is None or (kernel == XLA and around.mesh.shape[around.tokens] == 1):
-        return whole(tuple(q), tuple(k), tuple(v), lengths)
-    return on_each_device(around, whole, tuple(q), tuple(k), tuple(v), lengths)
+    if target.mesh is None or (kernel == XLA and target.mesh.shape[target.tokens] == 1):
+        return whole(tuple(q), tuple(k), tuple(v), lengths, norms)
+    return on_each_device(target, whole, tuple(q), tuple(k), tuple(v), lengths, norms)
 
 
 def _whole(
@@ -76,10 +85,11 @@ def _whole(
     k: Streams,
     v: Streams,
     lengths: Int[Array, "b"] | None,
+    norms: HeadNorms | None,
 ) -> tuple[Array, ...]:
     """Of arrays that nothing splits, or whose program XLA partitions."""
     if kernel == PACKED:
-        return packed.attend(q, k, v, lengths, log_weights)
+        return packed.attend(q, k, v, lengths, log_weights, norms)
     sizes = [stream.shape[1] for stream in q]
     arrays = (a[0] if len(a) == 1 else jnp.concatenate(a, axis=1) for a in (q, k, v))
     if kernel == SPLASH:

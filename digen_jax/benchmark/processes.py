@@ -5,6 +5,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+# Seconds for an answer, and for a process to end after it was told to.
+LONGEST, ENDING = 3600, 10
+
 
 class Seconds(NamedTuple):
     """How long something took: by the clock, and as CPU time of the whole process."""
@@ -36,8 +39,10 @@ class Worker:
         """Waits for the result.
 
         Raises:
-          RuntimeError: the process has ended.
+          RuntimeError: the process has ended, or has not answered in `LONGEST` seconds.
         """
+        if not self._control.poll(LONGEST):
+            raise RuntimeError(f"a process has not answered in {LONGEST} s")
         try:
             return self._control.recv()
         except EOFError:
@@ -46,7 +51,9 @@ class Worker:
     def close(self) -> None:
         """Ends the process."""
         self._process.terminate()
-        self._process.join()
+        self._process.join(ENDING)
+        if self._process.is_alive():
+            self._process.kill()
 
 
 def do_as_asked(control: Connection, worker: Any) -> None:

@@ -31,7 +31,8 @@ def with_wide_model(recipe: Recipe, layers: int) -> Iterator[Recipe]:
         yield recipe
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_wide(pathlib.Path(folder), open_pipeline(recipe.model.folder), layers)
+        source = open_pipeline(recipe.model.folder, recipe.model.without)
+        write_wide(pathlib.Path(folder), source, layers)
         yield dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, folder=folder))
 
 

@@ -21,6 +21,7 @@ from digen_jax.weights.lora import Init, LoraConfig
 DType = Literal["float32", "bfloat16"]
 Sizes = Literal["given", "fitted", "auto"]  # see `PlacementSection.sizes`
 GIVEN, FITTED, AUTO = get_args(Sizes)
+Encoding = Literal["auto", "ahead", "each_step"]  # see `PromptsSection.encoding`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,11 @@ class ModelSection:
     folder: str = "assets/shapes-sd3"  # a diffusers pipeline: a local folder or a hub id
     height: int = 32  # height of the images, in pixels
     width: int = 32  # width of the images, in pixels
+    # components of the pipeline that are not loaded: "text_encoder_3", the T5 of Stable Diffusion 3
+    without: tuple[str, ...] = ()
+    # tokens of a prompt that a T5 or a language model reads, or empty tokens in a T5's place, as in the call of
+    # diffusers' pipeline; 0: the pipeline's default
+    max_sequence_length: int = 0
     # what the backward pass recomputes, for less memory and more time: "none"; "blocks": all but the inputs of the
     # transformer's blocks; "keep_attention": not attention; "keep_products": not linear layers either
     remat: Remat = "none"
@@ -67,10 +73,16 @@ class PrecisionSection:
 
 @dataclasses.dataclass(frozen=True)
 class PromptsSection:
-    """The prompts to train on."""
+    """The prompts to train on, and when the text encoders read them."""
 
     # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata
     file: str = "assets/prompts/shapes_train.jsonl"
+    # "each_step": the text encoders stay on the sampling meshes; "ahead": before it samples, a run encodes all prompts
+    # that it will draw, and then has no text encoders; "auto": ahead if their parameters take more than 4 GB
+    encoding: Encoding = "auto"
+    # folder of prompts that were encoded ahead, which runs share; "": digen_jax/prompts in the user's cache folder
+    store: str = ""
+    store_limit: float = 100.0  # GB that this folder may take
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ import flax.linen as nn
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.attention.surroundings import on_mesh
 from digen_jax.engine.axes import SEQUENCE, TENSOR, parts
+from digen_jax.target import on_mesh
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from digen_jax.attention.surroundings import on_device
 from digen_jax.engine.activations import traced_on
 from digen_jax.engine.axes import SAMPLES, SEQUENCE
 from digen_jax.engine.packing import MicroBatch, Shared, merged, merged_on_device
 from digen_jax.engine.placement import DeviceGroup
+from digen_jax.target import on_device
 
 
 def sum_passes(

@@ -9,17 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, Shaped
+from jaxtyping import Array, Float, Int, Key
 
 from digen_jax.engine.activations import traced_on
 from digen_jax.engine.chunks import in_chunks
+from digen_jax.engine.encoding import Stored, encoder
 from digen_jax.engine.hosts import put
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy, of_rows
 from digen_jax.engine.rounding import jit_as_written
 from digen_jax.flow.sampling import Trajectory, check_inside, own_steps, sample, start_noise
 from digen_jax.flow.steps import ReverseStep
-from digen_jax.models.family import Family, Record, Size
+from digen_jax.models.family import Family, Params, Record, Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +60,18 @@ class Sampler:
     image depends only on its keys and prompt, never on its batch.
     """
 
-    def __init__(self, policy: Policy, group: DeviceGroup, settings: SamplerSettings):
-        self.policy, self.group, self.settings = policy, group, settings
+    def __init__(
+        self,
+        policy: Policy,
+        group: DeviceGroup,
+        settings: SamplerSettings,
+        stored: Stored | None = None,
+    ):
+        """`stored` are prompts that were encoded before; None: the weights include the text encoders."""
+        self.policy, self.group, self.settings, self.stored = policy, group, settings, stored
         self.shape = policy.family.latent_shape(settings.size)
         self.sigmas = policy.family.sigmas(settings.steps, settings.size)
-        self._encode = jax.jit(
-            functools.partial(_encode, policy.family, group), out_shardings=group.replicated
-        )
+        self._encode = encoder(policy.family, group)
         self._generate = jit_as_written(
             functools.partial(_generate, policy, settings, self.shape, self.sigmas, group),
         )
@@ -73,13 +79,21 @@ class Sampler:
 
     def encode(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
         """The conditioning of each record."""
+        if self.stored is not None:
+            return self._read(self.stored, records)
+        return self._run_encoders(weights.frozen, records)
+
+    def _read(self, stored: Stored, records: Sequence[Record]) -> EncodedPrompts:
+        null = stored.null() if self.policy.reads_null else None
+        prompts = EncodedPrompts(stored.conditioning(records), null)
+        return jax.tree.map(lambda array: put(array, self.group.replicated), prompts)
+
+    def _run_encoders(self, components: Params, records: Sequence[Record]) -> EncodedPrompts:
         family = self.policy.family
-        conditioning = self._encode(weights.frozen, family.tokenize(records))
+        conditioning = self._encode(components, family.tokenize(records))
         if not self.policy.reads_null:
             return EncodedPrompts(conditioning, None)
-        return EncodedPrompts(
-            conditioning, self._encode(weights.frozen, family.tokenize_null(records))
-        )
+        return EncodedPrompts(conditioning, self._encode(components, family.tokenize_null(records)))
 
     def generate(
         self,
@@ -126,12 +140,16 @@ class Sampler:
         return self._decode(weights.frozen, trajectory.latents.astype(jnp.float32))
 
     def lower_encode(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
-        """The program of `encode`, with nothing allocated: `weights` holds shapes with their shardings."""
-        return self._encode.lower(weights.frozen, self.policy.family.tokenize(records))
+        """The text encoders' program, with nothing allocated: `weights` holds shapes with their shardings.
+
+        For prompts that are encoded before it is the program that does this.
+        """
+        return self._encode.lower(self._encoders(weights), self.policy.family.tokenize(records))
 
     def lower_encode_null(self, weights: Weights, records: Sequence[Record]) -> jax.stages.Lowered:
         """The same for the pass without the prompt, if the policy `reads_null`."""
-        return self._encode.lower(weights.frozen, self.policy.family.tokenize_null(records))
+        tokens = self.policy.family.tokenize_null(records)
+        return self._encode.lower(self._encoders(weights), tokens)
 
     def lower_generate(
         self, weights: Weights, records: Sequence[Record], images: int, trained: int = 0
@@ -162,21 +180,16 @@ class Sampler:
 
     def encoded(self, weights: Weights, records: Sequence[Record]) -> EncodedPrompts:
         """What `encode` returns, as shapes."""
-        prompts = jax.eval_shape(lambda weights: self.encode(weights, records), weights)
+        encoders = self._encoders(weights)
+        prompts = jax.eval_shape(lambda encoders: self._run_encoders(encoders, records), encoders)
         return jax.tree.map(lambda leaf: leaf.update(sharding=self.group.replicated), prompts)
 
-
-def _encode(family: Family, group: DeviceGroup, frozen: Any, tokens: Any) -> Any:
-    """Each device encodes a part of the prompts, in chunks of a size that the family encodes in bounded memory."""
-    prompts = len(jax.tree.leaves(tokens)[0])
-
-    def filled(array: Shaped[Array, "b ..."]) -> Shaped[Array, "n ..."]:
-        free = [(0, 0)] * (array.ndim - 1)
-        return jnp.pad(array, [(0, -prompts % group.images), *free], mode="edge")
-
-    encode = functools.partial(family.encode, frozen)
-    done = in_chunks(encode, jax.tree.map(filled, tokens), family.encoded_prompts, group)
-    return jax.tree.map(lambda c: c[:prompts], done)
+    def _encoders(self, weights: Weights) -> Params:
+        """Shapes of the components that the text encoders' program is given."""
+        if self.stored is None:
+            return weights.frozen
+        shardings = self.group.params(self.stored.encoders)
+        return jax.tree.map(lambda s, at: s.update(sharding=at), self.stored.encoders, shardings)
 
 
 def _generate(

@@ -40,7 +40,8 @@ class Rollout(NamedTuple):
     def moved(self, group: DeviceGroup, base: Any) -> "Rollout":
         """The same on another mesh; `base` may be on it already."""
         samplers = (
-            Sampler(one.policy, group, one.settings) for one in (self.sampler, self.evaluator)
+            Sampler(one.policy, group, one.settings, one.stored)
+            for one in (self.sampler, self.evaluator)
         )
         base = reshard(base, group, self.dtype)
         return Rollout(*samplers, self.dtype, base, reshard(self.frozen, group))

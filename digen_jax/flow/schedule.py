@@ -65,7 +65,7 @@ def make_sigmas(
     config: SchedulerConfig,
     num_steps: int,
     image_seq_len: int | None = None,
-    spacing: Literal["timesteps", "uniform"] = "timesteps",
+    spacing: Literal["timesteps", "uniform", "uniform float32"] = "timesteps",
 ) -> Float32[np.ndarray, "sigmas"]:
     """The sigmas of a sampling run of `num_steps` steps, from 1 down to 0.
 
@@ -79,7 +79,7 @@ def make_sigmas(
       spacing: how the family's pipeline spaces the sigmas before the shift. "timesteps":
         evenly from the scheduler's first to its last training timestep (pipelines that pass
         `num_inference_steps`: SD3, Wan). "uniform": from 1 to 1/n (pipelines that pass `sigmas`:
-        FLUX, Qwen-Image, HunyuanVideo, Z-Image).
+        FLUX, Qwen-Image, HunyuanVideo). "uniform float32": the same from `torch.linspace` (Z-Image).
 
     Raises:
       ValueError: too few steps, or `image_seq_len` missing where the shift is dynamic.
@@ -90,6 +90,8 @@ def make_sigmas(
         raise ValueError("num_steps is 1; a scheduler with shift_terminal needs at least 2 steps")
     if spacing == "uniform":
         sigmas = np.linspace(1.0, 1.0 / num_steps, num_steps).astype(np.float32)
+    elif spacing == "uniform float32":
+        sigmas = _torch_linspace(1.0, 1.0 / num_steps, num_steps)
     else:
         sigmas = _spaced_by_timesteps(config, num_steps)
     if config.use_dynamic_shifting:
@@ -100,6 +102,17 @@ def make_sigmas(
         remaining = 1 - sigmas
         sigmas = 1 - remaining / (remaining[-1] / (1 - config.shift_terminal))
     return np.append(sigmas, 0.0).astype(np.float32)
+
+
+def _torch_linspace(first: float, last: float, number: int) -> Float32[np.ndarray, "number"]:
+    """`torch.linspace` on a CPU: a rounded step, taken from the first number up to the middle, then from the last.
+
+    A multiple of the step is added with one rounding (FMA), which a sum in float64 has, too.
+    """
+    first, last, index = np.float32(first), np.float32(last), np.arange(number)
+    step = np.float64((last - first) / np.float32(max(1, number - 1)))
+    forward, backward = first + step * index, last - step * index[::-1]
+    return np.where(index < number // 2, forward, backward).astype(np.float32)
 
 
 def _static_shift(sigmas: np.ndarray, shift: float) -> np.ndarray:

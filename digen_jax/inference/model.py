@@ -10,14 +10,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from digen_jax.assemble import (
-    load_family,
-    make_policy,
-    open_pipeline,
-    read_frozen,
-    read_parts,
-    trained_of,
-)
+from digen_jax.assemble import load_family, open_pipeline, read_frozen, read_parts
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import make_mesh
@@ -28,6 +21,7 @@ from digen_jax.errors import ConfigError, check_positive, user_input
 from digen_jax.flow.steps import Ode
 from digen_jax.images import stills, to_uint8
 from digen_jax.models.family import Family, Params, Size
+from digen_jax.policies import make_policy, trained_of
 from digen_jax.process.progress import watched
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.pictures import image_grid, save_frames
@@ -159,8 +153,14 @@ def read_run(workdir: str | pathlib.Path, group: DeviceGroup, dtype: str | None 
     workdir = pathlib.Path(workdir).expanduser()
     recipe = run_recipe(workdir)
     with user_input():
-        folder = open_pipeline(recipe.model.folder)
-        family = load_family(folder, dtype or recipe.precision.arithmetic)
+        given = recipe.model
+        folder = open_pipeline(given.folder, given.without)
+        family = load_family(
+            folder,
+            dtype or recipe.precision.arithmetic,
+            without=given.without,
+            max_sequence_length=given.max_sequence_length,
+        )
         policy = make_policy(recipe, family)
         tree = "ema" if recipe.trainer.ema else "tuned"
         found = _read_tree(workdir, tree, policy, group)

@@ -326,3 +326,12 @@ class AutoencoderKL(nn.Module):
     def reconstruct(self, images: Float[Array, "b H W rgb"]) -> Float[Array, "b H W rgb"]:
         """Images in [-1, 1] to images, through the means of their latents; for `init`, as it runs all modules."""
         return self.decode(self.encode(images)[0])
+
+
+def decode_images(
+    vae: AutoencoderKL, params: Any, latents: Float[Array, "b h w c"]
+) -> Float[Array, "b H W 3"]:
+    """Images in [0, 1] from the latents that a transformer is trained on."""
+    raw = unscale_latents(vae.config, latents)
+    images = vae.apply({"params": params}, raw, method="decode")
+    return jnp.clip(images / 2 + 0.5, 0, 1)

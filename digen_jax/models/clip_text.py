@@ -28,6 +28,7 @@ AXES = (
     (r"^text_projection$", ("embed", "text")),
 )
 
+PREFIX = "text_model."
 # A buffer that old versions of transformers saved with the parameters.
 IGNORED: tuple[str, ...] = ("text_model.embeddings.position_ids",)
 
@@ -221,6 +222,37 @@ class CLIPTextTransformer(nn.Module):
         return kept, jnp.take_along_axis(x, ends[:, None, None], axis=1)[:, 0]
 
 
+def _check_length(ids: Int[Array, "b n"], config: CLIPTextConfig) -> None:
+    if ids.shape[1] > config.max_position_embeddings:
+        raise ValueError(
+            f"ids has {ids.shape[1]} tokens a prompt but max_position_embeddings is"
+            f" {config.max_position_embeddings}: truncate the prompts"
+        )
+
+
+class CLIPTextModel(nn.Module):
+    """Token ids to the state of the end token, without a projection; computes in and returns `dtype`."""
+
+    config: CLIPTextConfig
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, ids: Int[Array, "b n"]) -> Float[Array, "b d"]:
+        """The `pooler_output` of transformers; padding is not masked, but comes behind the end token.
+
+        Raises:
+          ValueError: there are more tokens than max_position_embeddings.
+        """
+        _check_length(ids, self.config)
+        transformer = CLIPTextTransformer(self.config, self.dtype, name="text_model")
+        return transformer(ids, self.config.num_hidden_layers)[1]
+
+
+def stored_name(name: str) -> str:
+    """A tensor of CLIPTextModel by the name that published files give it: transformers 5 saves it without a prefix."""
+    return name if name.startswith(PREFIX) else PREFIX + name
+
+
 class CLIPTextModelWithProjection(nn.Module):
     """Token ids to the conditioning of a diffusion model; computes in and returns `dtype`."""
 
@@ -244,11 +276,7 @@ class CLIPTextModelWithProjection(nn.Module):
           ValueError: there are more tokens than max_position_embeddings, or no such state.
         """
         states = self.config.num_hidden_layers + 1
-        if ids.shape[1] > self.config.max_position_embeddings:
-            raise ValueError(
-                f"ids has {ids.shape[1]} tokens a prompt but max_position_embeddings is"
-                f" {self.config.max_position_embeddings}: truncate the prompts"
-            )
+        _check_length(ids, self.config)
         if not -states <= hidden_state < states:
             raise ValueError(f"hidden_state {hidden_state} must lie in [{-states}, {states})")
         transformer = CLIPTextTransformer(self.config, self.dtype, name="text_model")

@@ -37,6 +37,29 @@ class Size(NamedTuple):
     frames: int = 1
 
 
+def check_image(size: Size, multiple: int, largest: int | None = None) -> None:
+    """Refuses a size that a model of images has not.
+
+    Args:
+      size: of the image.
+      multiple: of which both sides must be.
+      largest: the longest side; None: any.
+
+    Raises:
+      ValueError: names the sizes that there are.
+    """
+    height, width, frames = size
+    if frames != 1:
+        raise ValueError(f"a clip of {frames} frames does not fit this model, which makes images")
+    sides = (height, width)
+    if any(side < multiple or side % multiple or side > (largest or side) for side in sides):
+        end = f" from {multiple} to {largest}" if largest else f", {multiple} or more"
+        raise ValueError(
+            f"an image of {height}x{width} does not fit this model: "
+            f"height and width must be multiples of {multiple}{end}"
+        )
+
+
 @runtime_checkable
 class Family(Protocol):
     """The networks and tokenizers of one pipeline folder; parameters are passed to each call.
@@ -44,6 +67,11 @@ class Family(Protocol):
     Attributes:
       trained: the components that may be tuned.
       unused: folders of a repository that need not be downloaded.
+      optional: components that the class's `from_folder` can leave out.
+      encoders: the components that `encode` reads, each with the folder of its tokenizer.
+      masked: fields of the conditioning that have tokens which the network does not attend to, always the last ones,
+        each with the field of booleans that says so, False for these; fields of which every token is attended to,
+        padding included, are not among them.
       lists: for each component, the modules whose children a checkpoint numbers (see `weights.names`).
       frozen: for each component, paths of a trained one's parameters that no optimizer may change.
       lora_targets: the linear layers that LoRA adapts by default, as a regular expression for their whole torch names.
@@ -57,6 +85,9 @@ class Family(Protocol):
 
     trained: tuple[str, ...]
     unused: tuple[str, ...]
+    optional: tuple[str, ...]
+    encoders: Mapping[str, str]
+    masked: Mapping[str, str]
     lists: Mapping[str, Any]
     frozen: Mapping[str, Sequence[str]]
     lora_targets: str
@@ -85,7 +116,10 @@ class Family(Protocol):
         """Which prompts are longer than a text encoder's input, so that `tokenize` truncates them."""
 
     def encode(self, params: Params, tokens: Tokens) -> Conditioning:
-        """The conditioning of the network for each record."""
+        """The conditioning of the network for each record, which depends on its prompt alone.
+
+        The fields that `masked` names as masks depend on the tokens alone.
+        """
 
     # ------------------------------------------------------------------------------ the network
 

@@ -9,12 +9,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from digen_jax.attention import surroundings
-from digen_jax.attention.attend import attend_jointly
 from digen_jax.models.linear import Linear
 from digen_jax.models.remat import product
 
 EPSILON = 1e-6
+TIME_FEATURES = 256
+NUM_TRAIN_TIMESTEPS = 1000
 
 linear_init = nn.initializers.xavier_uniform()
 embedder_init = nn.initializers.normal(0.02)
@@ -67,6 +67,13 @@ def modulate(
     return (normed * (1 + scale) + shift).astype(dtype)
 
 
+def residual(
+    x: Float[Array, "b n d"], gate: Float[Array, "b 1 d"], update: Float[Array, "b n d"]
+) -> Float[Array, "b n d"]:
+    """Add an update, times its gate in float32, and round to x's dtype."""
+    return (x + gate * update).astype(x.dtype)
+
+
 class Modulation(nn.Module):
     """The linear layer of diffusers' adaptive layer norms, initialised to zero (adaLN-Zero of DiT)."""
 
@@ -96,6 +103,30 @@ class Mlp(nn.Module):
         return linear("linear_2")(nn.silu(linear("linear_1")(x)))
 
 
+class TimeTextEmbed(nn.Module):
+    """Embedding of noise level, pooled text and perhaps guidance for the modulation, in float32."""
+
+    dim: int
+
+    @nn.compact
+    def __call__(
+        self,
+        sigma: Float[Array, "b"],
+        pooled: Float[Array, "b p"],
+        guidance: Float[Array, "b"] | None = None,
+    ) -> Float[Array, "b d"]:
+        """The sum of the embeddings; that of guidance is diffusers' `guidance_embeds`."""
+
+        def embed(number: Float[Array, "b"], name: str) -> Float[Array, "b d"]:
+            features = timestep_features(number * NUM_TRAIN_TIMESTEPS, TIME_FEATURES)
+            return Mlp(self.dim, name=name)(features)
+
+        embedding = embed(sigma, "timestep_embedder")
+        if guidance is not None:
+            embedding = embedding + embed(guidance, "guidance_embedder")
+        return embedding + Mlp(self.dim, name="text_embedder")(pooled)
+
+
 class GeluProjection(nn.Module):
     """A linear layer `proj`, then the tanh approximation of GELU."""
 
@@ -120,77 +151,3 @@ class FeedForward(nn.Module):
         dim = x.shape[-1]
         x = GeluProjection(4 * dim, self.dtype, name="net_0")(x)
         return product(Linear(dim, dtype=self.dtype, kernel_init=linear_init, name="net_2")(x))
-
-
-class HeadNorm(nn.Module):
-    """RMS norm of each head, with one scale for all heads: `nn.RMSNorm` over the last axis.
-
-    A TPU would copy tokens of many channels into heads of 64 and back, as its tiles have 128 lanes. There the mean of
-    each head, and its way back to the head's channels, are products with a matrix of ones and zeros.
-    """
-
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "b n h d"]) -> Float[Array, "b n h d"]:
-        """Normalise in float32, then round to the compute dtype."""
-        b, n, heads, width = x.shape
-        scale = self.param("scale", nn.initializers.ones, (width,))
-        x = x.astype(jnp.float32)
-        if not surroundings.heads_fill_tiles():
-            mean = jnp.square(x).mean(-1, keepdims=True)
-            return (x * (jax.lax.rsqrt(mean + EPSILON) * scale)).astype(self.dtype)
-        x = x.reshape(b, n, heads * width)
-        of_head = np.kron(np.eye(heads, dtype=np.float32), np.ones((width, 1), np.float32))
-        mean = jnp.dot(jnp.square(x), of_head / width)
-        inverse = jnp.dot(jax.lax.rsqrt(mean + EPSILON), of_head.T)
-        out = (x * inverse * jnp.tile(scale, heads)).astype(self.dtype)
-        return out.reshape(b, n, heads, width)
-
-
-class JointAttention(nn.Module):
-    """Attention over [x, context], each with its own projections (MMDiT), or over x alone.
-
-    With `context_pre_only` the context is attended to but not updated: its result is None.
-    """
-
-    heads: int
-    qk_norm: str | None
-    dtype: DTypeLike
-    context_pre_only: bool = False
-
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "b n d"],
-        context: Float[Array, "b m d"] | None = None,
-        log_weights: Float[np.ndarray, "s"] | None = None,
-    ) -> tuple[Float[Array, "b n d"], Float[Array, "b m d"] | None]:
-        """Attended x and context; `log_weights` are those of the n + m keys."""
-
-        def linear(name: str, tokens: Array) -> Array:
-            dense = Linear(tokens.shape[-1], dtype=self.dtype, kernel_init=linear_init, name=name)
-            return product(dense(tokens))
-
-        def split(name: str, tokens: Array, norm: str | None = None) -> Array:
-            out = linear(name, tokens).reshape(*tokens.shape[:2], self.heads, -1)
-            if norm is None or self.qk_norm is None:
-                return out
-            return HeadNorm(self.dtype, name=norm)(out)
-
-        def merged(out: Array) -> Array:
-            return out.reshape(*out.shape[:2], -1)
-
-        q, k, v = [split("to_q", x, "norm_q")], [split("to_k", x, "norm_k")], [split("to_v", x)]
-        if context is not None:
-            # computed even if the context is not updated: the checkpoint has its parameters
-            q_context = split("add_q_proj", context, "norm_added_q")
-            k.append(split("add_k_proj", context, "norm_added_k"))
-            v.append(split("add_v_proj", context))
-            if not self.context_pre_only:
-                q.append(q_context)
-        out, *context_out = attend_jointly(q, k, v, log_weights=log_weights)
-        x_out = linear("to_out_0", merged(out))
-        if not context_out:
-            return x_out, None
-        return x_out, linear("to_add_out", merged(context_out[0]))

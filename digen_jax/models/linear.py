@@ -1,14 +1,20 @@
 """Linear layers whose products XLA hands to its fast kernels, on CPUs too."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float
 
-from digen_jax.attention.surroundings import current
+from digen_jax.target import current
+from digen_jax.weights.lora import is_adapted, lora_scale
+
+LANES = 128
+Arrays = Sequence[Array]
 
 
 @jax.custom_vjp
@@ -43,9 +49,8 @@ def dot_general(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Arr
     which JAX writes this gradient XLA copies a factor, transposed, and then multiplies at half the speed. Elsewhere
     XLA chooses layouts itself, and rows would have to be copied where tokens do not fill the tiles of a TPU.
     """
-    around = current()
-    on_cpu = around.device is not None and around.device.platform == "cpu"
-    if not on_cpu or around.parts(around.tokens) > 1:
+    target = current()
+    if target.platform != "cpu" or target.parts(target.tokens) > 1:
         return jax.lax.dot_general(x, kernel, *arguments, **options)
     # In float32 a CPU's products are exact, so that their precision has no meaning there.
     rows = _of_rows(x.reshape(-1, x.shape[-1]), kernel)
@@ -54,6 +59,69 @@ def dot_general(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Arr
 
 # A `nn.Dense` with this product, which a LoRA on it uses, too.
 Linear = functools.partial(nn.Dense, dot_general=dot_general)
+
+
+def of_one_input(
+    layers: Sequence[nn.Dense], x: Float[Array, "b n i"]
+) -> list[Float[Array, "b n _"]]:
+    """The results of several linear layers of the same tokens, with their low-rank terms.
+
+    On TPUs a low-rank term by itself takes nearly as long as its layer, as it reads and writes all results once more.
+    There the terms of all layers are further channels of the tokens, and further rows of the layers' kernels.
+    """
+    scale = lora_scale()
+    if scale is None or current().platform != "tpu" or not all(map(is_adapted, layers)):
+        return [layer(x) for layer in layers]
+    (dtype,) = {layer.dtype for layer in layers}
+
+    def of_all(collection: str, name: str) -> Arrays:
+        return promote_dtype(
+            *(layer.get_variable(collection, name) for layer in layers), dtype=dtype
+        )
+
+    (x,) = promote_dtype(x, dtype=dtype)
+    kernels, factors = of_all("params", "kernel"), (of_all("lora", "a"), of_all("lora", "b"))
+    products = _adapted(x, kernels, *factors, scale)
+    if not layers[0].use_bias:
+        return products
+    return [y + bias for y, bias in zip(products, of_all("params", "bias"), strict=True)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _adapted(x: Array, kernels: Arrays, a: Arrays, b: Arrays, scale: float) -> list[Array]:
+    """[x, x A_1 s, x A_2 s, ..] [W_1; B_1; 0; ..], and so on for each layer."""
+    ranks = [factor.shape[1] for factor in a]
+    padding = -sum(ranks) % LANES
+    low = x @ jnp.pad(jnp.concatenate(a, axis=1), ((0, 0), (0, padding))) * scale
+    x = jnp.concatenate([x, low], axis=-1)
+    out, before = [], 0
+    for kernel, factor, rank in zip(kernels, b, ranks, strict=True):
+        behind = low.shape[-1] - before - rank
+        rows = jnp.pad(factor, ((before, behind), (0, 0)))
+        out.append(x @ jnp.concatenate([kernel, rows], axis=0))
+        before += rank
+    return out
+
+
+def _adapted_forward(
+    x: Array, kernels: Arrays, a: Arrays, b: Arrays, scale: float
+) -> tuple[list[Array], tuple[Array, Arrays, Arrays, Arrays]]:
+    return _adapted(x, kernels, a, b, scale), (x, kernels, a, b)
+
+
+def _adapted_backward(
+    scale: float, saved: tuple[Array, Arrays, Arrays, Arrays], cotangents: list[Array]
+) -> tuple[Array, Arrays, Arrays, Arrays]:
+    """Of the terms apart, since a kernel has a gradient only if it is trained, and then no factors."""
+
+    def apart(x: Array, kernels: Arrays, a: Arrays, b: Arrays) -> list[Array]:
+        layers = zip(kernels, a, b, strict=True)
+        return [(x @ down * scale) @ up + x @ kernel for kernel, down, up in layers]
+
+    return jax.vjp(apart, *saved)[1](cotangents)
+
+
+_adapted.defvjp(_adapted_forward, _adapted_backward)
 
 
 def patch_product(x: Array, kernel: Array, strides: Any, padding: Any, **options: Any) -> Array:

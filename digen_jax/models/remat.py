@@ -1,5 +1,7 @@
 """What a network keeps for its backward pass, and what it recomputes there."""
 
+import functools
+from collections.abc import Callable
 from typing import Literal
 
 import flax.linen as nn
@@ -9,10 +11,10 @@ from jaxtyping import Array
 
 from digen_jax.attention.key_weights import RESIDUALS
 
-# "none": everything is kept. "blocks": only the blocks' inputs are. "keep_attention": these and what attention's
-# backward pass needs of its forward one, so that attention is not computed again. "keep_products": the results of
-# linear layers, too, so that only norms, activation functions and the like are recomputed.
-Remat = Literal["none", "blocks", "keep_attention", "keep_products"]
+# From the most memory to the least. "none": everything is kept. "keep_products": blocks' inputs, the results of linear
+# layers, and what attention's backward pass needs of its forward one; only norms, activation functions and the like
+# are recomputed. "keep_attention": linear layers are, too. "blocks": everything but the blocks' inputs is.
+Remat = Literal["none", "keep_products", "keep_attention", "blocks"]
 PRODUCTS = "product"
 
 _KEPT = {"blocks": (), "keep_attention": (RESIDUALS,), "keep_products": (RESIDUALS, PRODUCTS)}
@@ -30,6 +32,28 @@ def rematerialised(block: type[nn.Module], remat: Remat, scanned: bool) -> type[
         return block
     policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
     return nn.remat(block, prevent_cse=not scanned, policy=policy)
+
+
+def block_run(
+    block: type[nn.Module], name: str, first: int, last: int, remat: Remat
+) -> Callable[..., nn.Module]:
+    """The constructor of equal blocks first..last of the torch list `name` as one module, scanned if there are several.
+
+    The blocks get (carry, *others) and return (carry, None); of the others each gets the same.
+    """
+    scanned = last > first
+    block = rematerialised(block, remat, scanned)
+    name = f"{name}_{first}"
+    if scanned:
+        name += f"to{last}"
+        block = nn.scan(
+            block,
+            variable_axes={"params": 0, "lora": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=last - first + 1,
+        )
+    return functools.partial(block, name=name)
 
 
 def product(y: Array) -> Array:

@@ -12,28 +12,22 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from digen_jax.json_fields import check_values, number
-from digen_jax.models import layers
+from digen_jax.json_fields import fields_of, number
+from digen_jax.models import dual_block, layers
 from digen_jax.models.linear import Linear, patch_product
-from digen_jax.models.remat import Remat, rematerialised
+from digen_jax.models.remat import Remat, block_run
 
-LISTS = ("transformer_blocks", "to_out", "net")
+LISTS = dual_block.LISTS
 FROZEN = ("pos_embed/pos_embed",)
 # The linear layers of the joint attention, without those of the second attention over the image: `target_modules` of
 # yifan123/flow_grpo, scripts/train_sd3.py (ac4c86e), and of NVlabs/DiffusionNFT, scripts/train_nft_sd3.py (24af555).
 LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 # The logical axes of kernels, see `logical_axes`.
 AXES = (
-    (r"attn2?/(to|add)_[qkv](_proj)?$", ("embed", "heads")),
-    (r"attn2?/norm_(added_)?[qk]$", ("head_dim",)),
-    (r"attn2?/(to_out_0|to_add_out)$", ("heads", "embed")),
-    (r"net_0/proj$", ("embed", "mlp")),
-    (r"net_2$", ("mlp", "embed")),
-    (r"norm(1|1_context|_out)/linear$", ("embed", "modulation")),
+    *dual_block.AXES,
     (r"timestep_embedder/linear_1$", (None, "mlp")),
     (r"text_embedder/linear_1$", ("text", "mlp")),
     (r"_embedder/linear_2$", ("mlp", "embed")),
@@ -42,8 +36,6 @@ AXES = (
     (r"^pos_embed$", ("positions", "embed")),
     (r"^proj_out$", ("embed", "channels")),
 )
-TIME_FEATURES = 256
-NUM_TRAIN_TIMESTEPS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +86,9 @@ class SD3Config:
 
         Raises a ValueError that names a key that is unknown or whose value is not supported.
         """
-        fields = {key: value for key, value in config.items() if not key.startswith("_")}
-        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
-        if unknown:
-            raise ValueError(f"{unknown[0]} is not a field of an SD3 transformer's config.")
-        if fields.get("out_channels", 16) is None:
-            fields["out_channels"] = fields.get("in_channels", cls.in_channels)
-        check_values(cls, fields)
-        return cls(
-            **fields | {"dual_attention_layers": tuple(fields.get("dual_attention_layers", ()))}
-        )
+        if config.get("out_channels", cls.out_channels) is None:
+            config = {**config, "out_channels": config.get("in_channels", cls.in_channels)}
+        return cls(**fields_of(cls, config, "an SD3 transformer"))
 
 
 def segments(config: SD3Config) -> list[tuple[int, int, bool]]:
@@ -153,82 +138,6 @@ class PatchEmbed(nn.Module):
         return x.astype(self.dtype).reshape(x.shape[0], h * w, config.dim)
 
 
-class TimeTextEmbed(nn.Module):
-    """Embedding of time and pooled text for the modulation, in float32."""
-
-    dim: int
-
-    @nn.compact
-    def __call__(
-        self, timestep: Float[Array, "b"], pooled: Float[Array, "b p"]
-    ) -> Float[Array, "b d"]:
-        """The sum of both embeddings."""
-        time = layers.timestep_features(timestep, TIME_FEATURES)
-        time = layers.Mlp(self.dim, name="timestep_embedder")(time)
-        return time + layers.Mlp(self.dim, name="text_embedder")(pooled)
-
-
-class JointTransformerBlock(nn.Module):
-    """MMDiT block: two streams, image and text, joined in attention.
-
-    `dual` adds SD3.5's second attention over the image alone. With `context_pre_only` (the last
-    block) the text is attended to but not updated. Its last token counts as `last_counts` equal ones.
-    """
-
-    config: SD3Config
-    dual: bool
-    context_pre_only: bool
-    dtype: DTypeLike
-    last_counts: int = 1
-
-    @nn.compact
-    def __call__(
-        self,
-        streams: tuple[Float[Array, "b n d"], Float[Array, "b m d"]],
-        embedding: Float[Array, "b d"],
-    ) -> tuple[tuple[Float[Array, "b n d"], Float[Array, "b m d"]], None]:
-        """Updates (image, text); the second result is for `nn.scan`, which collects nothing."""
-        x, context = streams
-        shift, scale, gate, *rest = layers.Modulation(9 if self.dual else 6, name="norm1")(
-            embedding
-        )
-        normed = layers.layer_norm(x)
-        image = layers.modulate(normed, shift, scale, self.dtype)
-        if self.context_pre_only:
-            scale, shift = layers.Modulation(2, name="norm1_context")(embedding)
-        else:
-            shift, scale, *context_rest = layers.Modulation(6, name="norm1_context")(embedding)
-        text = layers.modulate(layers.layer_norm(context), shift, scale, self.dtype)
-
-        weights = None
-        if self.last_counts > 1:
-            weights = np.zeros(image.shape[1] + text.shape[1], np.float32)
-            weights[-1] = np.log(self.last_counts)
-        image, text = self._attention("attn", self.context_pre_only)(image, text, weights)
-        x = self._residual(x, gate, image)
-        if self.dual:
-            shift, scale, gate = rest[3:]
-            image = layers.modulate(normed, shift, scale, self.dtype)
-            image, _ = self._attention("attn2")(image)
-            x = self._residual(x, gate, image)
-        x = self._feed_forward("ff", x, *rest[:3])
-        if not self.context_pre_only:
-            context = self._residual(context, context_rest[0], text)
-            context = self._feed_forward("ff_context", context, *context_rest[1:])
-        return (x, context), None
-
-    def _attention(self, name: str, context_pre_only: bool = False) -> layers.JointAttention:
-        heads, qk_norm = self.config.num_attention_heads, self.config.qk_norm
-        return layers.JointAttention(heads, qk_norm, self.dtype, context_pre_only, name=name)
-
-    def _residual(self, x: Array, gate: Array, update: Array) -> Array:
-        return (x + gate * update).astype(self.dtype)
-
-    def _feed_forward(self, name: str, x: Array, shift: Array, scale: Array, gate: Array) -> Array:
-        normed = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
-        return self._residual(x, gate, layers.FeedForward(self.dtype, name=name)(normed))
-
-
 class SD3Transformer(nn.Module):
     """Velocity of a latent image under text conditioning.
 
@@ -258,8 +167,7 @@ class SD3Transformer(nn.Module):
         """
         config = self.config
         x = PatchEmbed(config, self.dtype, name="pos_embed")(latents)
-        embed = TimeTextEmbed(config.dim, name="time_text_embed")
-        embedding = embed(sigma * NUM_TRAIN_TIMESTEPS, pooled)
+        embedding = layers.TimeTextEmbed(config.dim, name="time_text_embed")(sigma, pooled)
         if null_tokens:
             context = jnp.pad(context, ((0, 0), (0, 1), (0, 0)))
         context = Linear(
@@ -272,21 +180,16 @@ class SD3Transformer(nn.Module):
 
     def _blocks(self, first: int, last: int, dual: bool, null_tokens: int) -> nn.Module:
         """Blocks first..last, scanned if there are several; the last context token counts as `null_tokens`."""
-        scanned = last > first
-        block = rematerialised(JointTransformerBlock, self.remat, scanned)
-        name = f"transformer_blocks_{first}"
-        if scanned:
-            name += f"to{last}"
-            block = nn.scan(
-                block,
-                variable_axes={"params": 0, "lora": 0},
-                split_rngs={"params": True},
-                in_axes=nn.broadcast,
-                length=last - first + 1,
-            )
-        context_pre_only = last == self.config.num_layers - 1
-        last_counts = max(1, null_tokens)
-        return block(self.config, dual, context_pre_only, self.dtype, last_counts, name=name)
+        config = self.config
+        block = block_run(dual_block.DualBlock, "transformer_blocks", first, last, self.remat)
+        return block(
+            config.num_attention_heads,
+            config.qk_norm,
+            self.dtype,
+            dual_attention=dual,
+            context_pre_only=last == config.num_layers - 1,
+            last_counts=max(1, null_tokens),
+        )
 
     def _velocity(
         self, x: Float[Array, "b n d"], embedding: Float[Array, "b d"], shape: tuple[int, ...]

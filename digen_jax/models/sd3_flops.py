@@ -1,6 +1,7 @@
 """The number of arithmetic operations in a forward pass of the SD3 transformer."""
 
-from digen_jax.models.sd3 import TIME_FEATURES, SD3Config
+from digen_jax.models.layers import TIME_FEATURES
+from digen_jax.models.sd3 import SD3Config
 
 
 def forward_flops(config: SD3Config, latent: tuple[int, int, int], text: int) -> dict[str, float]:

@@ -95,11 +95,10 @@ def train_transformer(
         rows = rng.integers(len(latents), size=stage.batch)
         # A tenth of the captions is dropped, which trains the unconditional velocity for guidance.
         dropped = rng.random(len(rows)) < stage.caption_dropout
-        chosen = [
-            np.where(dropped[:, None], none, given[rows])
-            for given, none in zip(ids, empty, strict=True)
-        ]
-        return latents[rows], TokenIds(*chosen)
+        chosen = jax.tree.map(
+            lambda given, none: np.where(dropped[:, None], none, given[rows]), ids, empty
+        )
+        return latents[rows], chosen
 
     trained = {name: tree for name, tree in params.items() if name != "vae"}
     loss = functools.partial(flow_matching_loss, family)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import SupportsFloat, TypeVar
 
 from tqdm import tqdm
@@ -13,7 +13,12 @@ EVERY = 20.0  # seconds between two lines without a terminal
 
 
 def watched(
-    items: Iterable[Item], head: str, unit: str, total: int | None = None, done: int = 0
+    items: Iterable[Item],
+    head: str,
+    unit: str,
+    total: int | None = None,
+    done: int = 0,
+    note: Callable[[], str] = str,
 ) -> Iterator[Item]:
     """Yields the items, and shows on stderr how many of them are done.
 
@@ -25,10 +30,14 @@ def watched(
       unit: the name of an item, such as "batch".
       total: the number of items in all; None: `len(items)`.
       done: the number of items that were done before.
+      note: gives words on what was done, for the end of the line.
     """
     total = len(items) if total is None else total
     if sys.stderr.isatty():
-        yield from tqdm(items, head, total, unit=unit, initial=done, leave=False)
+        bar = tqdm(items, head, total, unit=unit, initial=done, leave=False)
+        for item in bar:
+            yield item
+            bar.set_postfix_str(note(), refresh=False)
         return
     begun = said = time.monotonic()
     for number, item in enumerate(items, start=done + 1):
@@ -37,6 +46,7 @@ def watched(
         if now - said >= EVERY:
             left = (now - begun) / (number - done) * (total - number)
             text = f"{head}: {unit} {number} of {total}, {tqdm.format_interval(left)} left"
+            text += f", {note()}" if note() else ""
             print(text, file=sys.stderr, flush=True)
             said = now
 

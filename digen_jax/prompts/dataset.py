@@ -1,23 +1,20 @@
 """Prompt files as TFDS datasets (array_record, no TensorFlow), streamed through grain."""
 
-import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import pathlib
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 import tensorflow_datasets as tfds
-from absl import logging
 
 from digen_jax.prompts import files
+from digen_jax.prompts.building import build, quiet
 
 SPOKEN = 50_000  # records between two lines of progress; they take seconds
 
@@ -128,7 +125,7 @@ def prompt_batches(
         raise ValueError(f"groups_per_step is {groups_per_step}: it must be 1 or more.")
     content = files.read_bytes(path)
     digest = content_hash(path, content)
-    with _quiet():
+    with quiet():
         source = cached_source(path, content, digest, pathlib.Path(cache_dir))
     prompts = grain.MapDataset.source(source).seed(seed)
     if shuffle:
@@ -163,32 +160,10 @@ def cached_source(
     cache_dir.mkdir(parents=True, exist_ok=True)
     final = cache_dir / PromptFile.name / digest / str(PromptFile.VERSION)
     if not final.exists():
-        with tempfile.TemporaryDirectory(prefix="building.", dir=cache_dir) as private:
-            builder = PromptFile(data_dir=private, config=config)
-            builder.download_and_prepare(file_format="array_record")
-            final.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                builder.data_path.rename(final)
-            except OSError:
-                if not final.exists():
-                    raise
+        build(lambda private: PromptFile(data_dir=private, config=config), final, cache_dir)
     return PromptFile(data_dir=cache_dir, config=config).as_data_source(split="train")
 
 
 def _record(serial: int, example: dict[str, Any]) -> dict[str, Any]:
     metadata = json.loads(example["metadata"])
     return {"prompt": example["prompt"].decode(), **metadata, "serial": serial}
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep TFDS from printing, logging and drawing progress bars for short work."""
-    verbosity = logging.get_verbosity()
-    tfds.disable_progress_bar()
-    logging.set_verbosity(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        tfds.enable_progress_bar()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import get_args
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import FSDP
@@ -12,7 +13,6 @@ from digen_jax.run.planning import step_settings
 from digen_jax.scheduling.planner.problem import divisors
 
 SPLIT = ((".*", FSDP),)
-LESS: tuple[Remat, ...] = ("keep_attention", "blocks")
 
 
 def smaller(recipe: Recipe, devices: int) -> Iterator[Recipe]:
@@ -20,9 +20,8 @@ def smaller(recipe: Recipe, devices: int) -> Iterator[Recipe]:
 
     A change that the recipe has already, or that its batch does not allow, is left out.
     """
-    for remat in {"none": LESS, "keep_products": LESS, "keep_attention": LESS[1:]}.get(
-        recipe.model.remat, ()
-    ):
+    by_memory = get_args(Remat)
+    for remat in by_memory[by_memory.index(recipe.model.remat) + 1 :]:
         recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, remat=remat))
         yield recipe
     if not any(FSDP in rule for rule in recipe.placement.rules):

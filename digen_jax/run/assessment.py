@@ -1,6 +1,7 @@
 """What each program of a recipe's step takes: estimated for a slice that is not at hand, or timed on devices here."""
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ class Assessed:
       seconds: of a run, estimated or measured.
       flops: on one device, of its products, convolutions and kernels.
       repeated: those of them that remat runs again.
-      estimate: what the seconds are spent on; None: they are measured.
+      estimate: what the seconds are spent on; None: they are measured, or the program does not fit.
     """
 
     program: Program
@@ -38,6 +39,11 @@ class Assessed:
     flops: float
     repeated: float
     estimate: Estimate | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory; if not, nothing but that memory is known."""
+        return bool(self.answer.text)
 
     @property
     def needed(self) -> float | None:
@@ -57,6 +63,9 @@ def assess(
     found = []
     for program in programs(on_devices(recipe, len(devices)), devices):
         answer = answers(program.name, program.lower())
+        if not answer.text:
+            found.append(Assessed(program, answer, math.nan, math.nan, math.nan, None))
+            continue
         guess = estimate_answer(answer, chip)
         found.append(Assessed(program, answer, guess.seconds, guess.flops, guess.repeated, guess))
     return found

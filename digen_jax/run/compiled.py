@@ -9,10 +9,12 @@ from digen_jax.assemble import outline
 from digen_jax.config.checks import check_devices
 from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
+from digen_jax.engine.encoding import block_size
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sampler import Sampler
 from digen_jax.engine.system import System, lower_reshard
 from digen_jax.run.programs import (
+    lower_block,
     lower_generate,
     lower_gradient,
     sampler_weights,
@@ -83,8 +85,20 @@ def _publication(system: System) -> Iterator[Program]:
 
 
 def _sampling(system: System, recipe: Recipe) -> Iterator[Program]:
-    weights, sampler, images = sampler_weights(system), system.sampler, recipe.sampler.fragment
+    images = recipe.sampler.fragment
+    yield from _encoding(system, recipe)
+    yield _generation("generate", "generate", system, system.sampler, recipe, images)
+    yield _decoding("decode", "decode", system, images)
+
+
+def _encoding(system: System, recipe: Recipe) -> Iterator[Program]:
+    weights, sampler = sampler_weights(system), system.sampler
     size, records = sampler.group.mesh.size, step_records(recipe)
+    if sampler.stored is not None:
+        count = block_size(sampler.policy.family, sampler.group)
+        what = f"{count} prompts, before the run samples"
+        yield Program("encode", "", size, 0, what, lambda: lower_block(system))
+        return
     what = f"the {len(records)} prompts of a step"
     yield Program("encode", "encode", size, 0, what, lambda: sampler.lower_encode(weights, records))
     if sampler.policy.reads_null:
@@ -92,8 +106,6 @@ def _sampling(system: System, recipe: Recipe) -> Iterator[Program]:
         yield Program(
             "encode null", "encode", size, 0, what, lambda: sampler.lower_encode_null(weights, records)
         )  # fmt: skip
-    yield _generation("generate", "generate", system, sampler, recipe, images)
-    yield _decoding("decode", "decode", system, images)
 
 
 def _training(system: System, recipe: Recipe) -> Iterator[Program]:

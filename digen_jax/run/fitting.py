@@ -85,6 +85,38 @@ def judged(recipe: Recipe, calibration: Calibration, where: Slice, own: list[Ass
         ruled_out.append(functools.partial(_no_smaller, proposal, held, where.memory))
 
 
+def compiled(
+    recipe: Recipe, where: Slice, write: Callable[[str], None]
+) -> tuple[Recipe, list[Assessed]]:
+    """The recipe, or the first smaller one of which the compiler takes all programs, and these.
+
+    Args:
+      recipe: with a local folder for its model.
+      where: the slice.
+      write: is told what does not fit, and what is tried instead.
+
+    Raises:
+      ConfigError: the compiler takes none, the recipe's meshes do not fit the slice, or the model's folder cannot be
+        used.
+    """
+    for changed in (recipe, *smaller(recipe, len(where.devices))):
+        if changes := changed_fields(recipe, changed):
+            write("tries " + ", ".join(f"config.{k}={v}" for k, v in changes.items()))
+        found = where.assess(changed)
+        refused = [one for one in found if not one.fits]
+        for one in refused:
+            write(
+                f"the config does not fit, because {one.program.name} needs {one.answer.peak / GB:.1f} GB of a device "
+                f"({where.how})"
+            )
+        if not refused:
+            return changed, found
+    raise ConfigError(
+        f"{where.name} is too small for this config, also with the least memory that was tried: take a slice of more "
+        "devices or larger ones"
+    )
+
+
 def proposed(
     recipe: Recipe,
     calibration: Calibration,
@@ -138,12 +170,16 @@ def refusals(
 ) -> Iterator[str]:
     """The splits whose compiled programs do not fit, and what takes the memory."""
     for proposal, held in refused:
-        meshes = {"trainer": held.trainer, "rollout": held.worker}
+        meshes = {
+            "a trainer device": held.trainer,
+            "a rollout device": held.worker,
+            "a device that encodes prompts ahead": held.ahead,
+        }
         name, parts = max(meshes.items(), key=lambda mesh: sum(mesh[1].values()))
         most = sorted(parts.items(), key=lambda part: -part[1])[:4]
         what = ", ".join(f"{what} {size / GB:.1f}" for what, size in most)
         yield (
-            f"{proposal.describe()} does not fit, because a {name} device needs {sum(parts.values()) / GB:.1f} GB of "
+            f"{proposal.describe()} does not fit, because {name} needs {sum(parts.values()) / GB:.1f} GB of "
             f"{memory / GB:.1f} ({how}): {what}"
         )
 
@@ -166,6 +202,8 @@ def _one_process(problem: Problem, proposal: Proposal, devices: Sequence[jax.Dev
 
 def _no_smaller(failed: Proposal, held: DeviceBytes, limit: float, other: Proposal) -> bool:
     """Whether another split's devices have at least the shares and the duties of the mesh that was too full."""
+    if _most_of_step(held) <= limit:  # the text encoders do not fit
+        return _sampled_apart(other) <= _sampled_apart(failed)
     if failed.asynchrony and not other.asynchrony:
         return False
     if sum(held.trainer.values()) <= limit:
@@ -173,6 +211,15 @@ def _no_smaller(failed: Proposal, held: DeviceBytes, limit: float, other: Propos
     if (_samples(failed) and not _samples(other)) or (failed.gap and not other.gap):
         return False
     return other.data <= failed.data and other.time <= failed.time
+
+
+def _most_of_step(held: DeviceBytes) -> float:
+    return max(sum(held.trainer.values()), sum(held.worker.values()))
+
+
+def _sampled_apart(proposal: Proposal) -> int:
+    """The parts into which the sampling mesh splits images."""
+    return proposal.worker_images or proposal.data * proposal.time
 
 
 def _samples(proposal: Proposal) -> bool:
@@ -185,7 +232,7 @@ def _with_programs(
 ) -> Problem:
     """The problem with the temporary memory of compiled programs, which holds for this split alone."""
     beyond = {one.program.name: one.answer.beyond for one in found}
-    parts = proposal.worker_images or proposal.data * proposal.time
+    parts = _sampled_apart(proposal)
     shape = problem.footprint.trajectory * -(-recipe.sampler.fragment // parts)
     encoding = max(beyond["encode"], beyond.get("encode null", 0))
     decoding = max(beyond["decode"], beyond.get("decode evaluated", 0))

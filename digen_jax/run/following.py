@@ -1,8 +1,9 @@
 """The other processes of a run: they execute the announcements of the first one, and keep no records."""
 
+import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -16,8 +17,10 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
+from digen_jax.run.ahead import Encoding, prepare
 from digen_jax.run.opening import place_here
 from digen_jax.run.positions import Position, Positions
+from digen_jax.run.reached import reached
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.orders import leave, orders
@@ -48,39 +51,57 @@ def _follow(
     kind, value = next(told)
     if kind == "end":
         return value
-    system = mistake = None
-    try:
-        recipe = place_here(recipe)
-    except ConfigError as error:
-        mistake = error
-    else:
-        if recipe.as_json() != json.loads(value):
-            raise ConfigError(
-                "this process got another config than the first one: start all processes with the same command"
-            )
-        try:
-            system = build(recipe, jax.devices())
-        except ConfigError as error:
-            mistake = error
+    prepared, mistake = _tried(lambda: _prepared(recipe, workdir, json.loads(value)))
     # Most mistakes occur in all processes: then the first one reports them.
     kind, value = next(told)
     if kind == "end":
         return value
     if mistake is not None:
         raise mistake
-    with closing(Follower(recipe, workdir, system)) as follower:
+    recipe, positions, encoding = prepared
+    if encoding is not None:
+        encoding.run()
+    system, mistake = _tried(lambda: build(recipe, jax.devices()))
+    kind, value = next(told)
+    if kind == "end":
+        return value
+    if mistake is not None:
+        raise mistake
+    with closing(Follower(recipe, workdir, system, positions)) as follower:
         for kind, value in told:
             if kind == "end":
                 return value
             follower.do(kind, value)
 
 
+def _tried(call: Callable[[], Any]) -> tuple[Any, ConfigError | None]:
+    """(the result of a call, the mistake that it found)."""
+    try:
+        return call(), None
+    except ConfigError as error:
+        return None, error
+
+
+def _prepared(
+    recipe: Recipe, workdir: pathlib.Path, first: dict[str, Any]
+) -> tuple[Recipe, Positions, Encoding | None]:
+    """(the recipe on these devices, the run's positions, the prompts to encode); `first` is the leader's config."""
+    recipe = place_here(recipe)
+    if recipe.as_json() != first:
+        raise ConfigError(
+            "this process got another config than the first one: start all processes with the same command"
+        )
+    positions = Positions(workdir, recipe)
+    drawn = functools.partial(reached, recipe, workdir / "prompts", positions.oldest() or 0)
+    return recipe, positions, prepare(recipe, jax.devices(), drawn)
+
+
 class Follower:
     """A process's part in a run: the parts of the first process without rewards, scheduler and records."""
 
-    def __init__(self, recipe: Recipe, workdir: pathlib.Path, system: System):
+    def __init__(self, recipe: Recipe, workdir: pathlib.Path, system: System, positions: Positions):
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
-        self._positions = Positions(workdir, recipe)
+        self._positions = positions
         prompts = prompt_batches(
             recipe.prompts.file,
             recipe.drawn_groups,

@@ -6,13 +6,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from digen_jax.assemble import make_policy, parameter_shapes, recipe_family
+from digen_jax.assemble import parameter_shapes, recipe_model
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import axis_sizes
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import in_dtype
 from digen_jax.models.family import Params, Size
+from digen_jax.policies import make_policy
 from digen_jax.scheduling.planner.problem import Footprint, OnDevice
 
 
@@ -24,8 +25,9 @@ def model_footprint(recipe: Recipe) -> Footprint:
     Raises:
       ConfigError: the model's folder cannot be used.
     """
-    family, algorithm = recipe_family(recipe), recipe.algorithm
-    policy, (tuned, base, frozen) = make_policy(recipe, family), parameter_shapes(recipe, family)
+    (_, family), algorithm = recipe_model(recipe), recipe.algorithm
+    policy, shapes = make_policy(recipe, family), parameter_shapes(recipe, family)
+    tuned, base, frozen, ahead = shapes
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
     if recipe.precision.published:
         sent = in_dtype(sent, recipe.precision.published)
@@ -46,9 +48,10 @@ def model_footprint(recipe: Recipe) -> Footprint:
         frozen=sizes(frozen),
         copies=(recipe.trainer.ema > 0) + (algorithm.slow_copy is not None),
         trajectory=stored_bytes(recipe, latent),
-        conditioning=_encoded(policy, recipe.drawn_groups, frozen),
+        conditioning=_encoded(policy, recipe.drawn_groups, frozen | ahead),
         trainer_fsdp=placement.trainer.fsdp,
         worker_fsdp=placement.rollout.fsdp,
+        ahead=sizes(ahead) if ahead else None,
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from digen_jax.assemble import outline
 from digen_jax.config.recipe import Recipe
+from digen_jax.engine.encoding import block_size
 from digen_jax.engine.packing import Experience, trained_part
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sampler import Sampler, Weights
@@ -104,8 +105,13 @@ class _Measured:
         return self._needed("an update", system.trainer.lower_update(system.start)) / tuned
 
     def encode(self, prompts: int, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of `prompts` on each device, the results included, which are those of all prompts of a step."""
+        """Of `prompts` on each device, the results included, which are those of all prompts of a step.
+
+        If prompts are encoded ahead, of a block of them.
+        """
         system, here = self.system(fsdp, tensor, sequence), prompts * fsdp
+        if system.sampler.stored is not None:
+            return self._needed("encoding a block of prompts", lower_block(system))
         lowered = system.sampler.lower_encode(sampler_weights(system), [{"prompt": ""}] * here)
         found = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(lowered.out_info))
         others = found / here * (self.recipe.drawn_groups - here)
@@ -201,6 +207,13 @@ def sampler_weights(system: System) -> Weights:
 def step_records(recipe: Recipe) -> list[Record]:
     """As many records as a step has prompts; of their texts no program depends."""
     return [{"prompt": ""}] * recipe.drawn_groups
+
+
+def lower_block(system: System) -> Lowered:
+    """The program that encodes a block of prompts before the run samples."""
+    sampler = system.sampler
+    count = block_size(sampler.policy.family, sampler.group)
+    return sampler.lower_encode(sampler_weights(system), [{"prompt": ""}] * count)
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

@@ -4,9 +4,9 @@ import pathlib
 import time
 from collections.abc import Callable
 
-from digen_jax.assemble import attention_kernels
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.system import System
+from digen_jax.policies import attention_kernels
 from digen_jax.process.launching import describe_cache
 from digen_jax.process.progress import Progress
 from digen_jax.prompts.notes import tell

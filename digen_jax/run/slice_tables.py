@@ -8,40 +8,36 @@ import jax
 
 from digen_jax.accelerators import costs
 from digen_jax.accelerators.chips import GB, Chip
-from digen_jax.assemble import recipe_family, trained_of
+from digen_jax.accelerators.layers import module_of
+from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
 from digen_jax.engine.placement import MeshSizes
+from digen_jax.policies import trained_of
 from digen_jax.run.assessment import Assessed
 from digen_jax.run.slices import RESERVE, Slice, calibrated, plain_shares
 from digen_jax.scheduling.planner.calibration import Calibration
 
 TERA = 1e12
-SLOWEST = 10
+SLOWEST, MODULES = 10, 20
 
 
 def report(
-    recipe: Recipe, where: Slice, write: Callable[[str], None]
-) -> tuple[list[Assessed], Calibration]:
-    """Compiles a recipe's programs, writes their tables, and returns them with the costs that follow.
-
-    Raises:
-      ConfigError: the recipe's meshes do not fit the slice, or the model's folder cannot be used.
-    """
-    write(heading(recipe, where) + "\n")
-    found = where.assess(recipe)
+    recipe: Recipe, found: list[Assessed], where: Slice, write: Callable[[str], None]
+) -> Calibration:
+    """Writes the tables of a recipe's programs, and returns the costs that follow."""
     write(f"\n{programs_table(found, where)}\n\n{streams_table(found)}\n")
     if where.answers:
         write(f"{spent_table(found)}\n\n{collectives_table(found)}\n")
         for one in found:
             if one.program.work:
-                write(f"{slowest_table(one)}\n")
+                write(f"{slowest_table(one)}\n\n{modules_table(one)}\n")
     if where.chip:
-        family = recipe_family(recipe)
+        _, family = recipe_model(recipe)
         width = width_of(trained_of(family, family.shapes()))
         write(f"{calibration_table(plain_shares(where, width), where)}\n")
     source = f"the programs of the config on {where.name} ({where.how})"
-    return found, calibrated(recipe, found, where.chip, source)
+    return calibrated(recipe, found, where.chip, source)
 
 
 def heading(recipe: Recipe, where: Slice) -> str:
@@ -57,7 +53,7 @@ def heading(recipe: Recipe, where: Slice) -> str:
     if where.answers:
         lines += [
             f"all numbers are estimated: compiled for {where.answers.target}, nothing has run",
-            f"kernels at {costs.KERNEL_SHARE:.0%} of the peak that their width permits, collectives over one link at "
+            f"kernels at the shares of the peak in docs/performance.md, collectives over one link at "
             f"{costs.LINK_SHARE:.0%} of {chip.link / GB:g} GB/s, transfers at {costs.MEMORY_SHARE:.0%} of "
             f"{chip.bandwidth / GB:g} GB/s; as if nothing ran at the same time",
         ]
@@ -180,6 +176,17 @@ def slowest_table(one: Assessed) -> str:
         share = f"{item.total / one.seconds:.1%}"
         rows.append([item.name, str(item.times), f"{item.total:.4g}", share, item.layer])
     return f"the slowest fusions of {one.program.name}\n{aligned(rows)}"
+
+
+def modules_table(one: Assessed) -> str:
+    """The seconds of a program by the module of a block that they come from, of all blocks and passes together."""
+    total: Counter[str] = Counter()
+    for item in one.estimate.items:
+        total[module_of(item.layer)] += item.total
+    rows = [["module", "s (estimated)", "share"]]
+    for module, seconds in total.most_common(MODULES):
+        rows.append([module, f"{seconds:.4g}", f"{seconds / one.seconds:.1%}"])
+    return f"where {one.program.name} spends its seconds\n{aligned(rows)}"
 
 
 def calibration_table(shares: dict[tuple[int, int, int], float], where: Slice) -> str:

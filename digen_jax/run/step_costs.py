@@ -14,6 +14,7 @@ from digen_jax.errors import ConfigError, user_input
 from digen_jax.inference.model import run_recipe
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.records.metrics import read_metrics
+from digen_jax.run.ahead import encode
 from digen_jax.run.measure import UNMEASURED, measure
 from digen_jax.scheduling.planner.calibration import Calibration, per_device
 from digen_jax.scheduling.planner.problem import Scaling
@@ -82,9 +83,10 @@ def measured_costs(
       ConfigError: the system cannot be built.
     """
     note(f"loading {recipe.model.folder}")
-    system = build(recipe, jax.devices())
     records = read_prompt_file(recipe.prompts.file)
     records = [records[i % len(records)] for i in range(recipe.batch.groups)]
+    encode(recipe, jax.devices(), [record["prompt"] for record in records])
+    system = build(recipe, jax.devices())
     measured = measure(system, recipe, records, rewards.resolve(recipe.reward.name), note)
     rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
     kind = jax.devices()[0].device_kind

@@ -1,6 +1,7 @@
 """A whole training run in a workdir: claim it, continue where it was left, train, show the results."""
 
 import contextlib
+import functools
 import json
 import pathlib
 from collections.abc import Iterator
@@ -23,9 +24,11 @@ from digen_jax.records.records import full_disk, where
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
+from digen_jax.run.ahead import prepare
 from digen_jax.run.following import follow_run
 from digen_jax.run.opening import place_run
 from digen_jax.run.positions import Position, Positions
+from digen_jax.run.reached import reached
 from digen_jax.run.report import Metrics, Reporter, diverged
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
 from digen_jax.runtime.driver import Driver
@@ -84,6 +87,10 @@ class Run:
         self.recipe, self.workdir, self.orders = recipe, workdir, orders
         self.positions = Positions(workdir, recipe)
         orders.announce("begin", json.dumps(recipe.as_json()))
+        drawn = functools.partial(
+            reached, recipe, workdir / "prompts", self.positions.oldest() or 0
+        )
+        encoding = prepare(recipe, jax.devices(), drawn)
         reward = recipe.reward
         deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(
@@ -97,6 +104,9 @@ class Run:
         files = read_prompt_file(recipe.prompts.file), held_out
         try:
             try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
+            with orders.together("encode"):
+                if encoding is not None:
+                    encoding.run()
             self.system = build(recipe, jax.devices())
         except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
             self.rewards.close()

@@ -9,10 +9,10 @@ pass that is only repeated to save memory (remat) is not needed.
 
 from collections import Counter
 
-from digen_jax.assemble import make_policy, trained_policy
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.policy import Policy
 from digen_jax.models.family import Family, Size
+from digen_jax.policies import make_policy, trained_policy
 
 ATTENTION = "attention"  # the stream whose products have no weights
 

@@ -247,6 +247,8 @@ class Driver:
                 late = self._watched(command, lambda *late: self._hangs(worker, *late))
                 with late as stopwatch:
                     self.executor.do(command)
+            except Stopped:  # no other device can do it either
+                raise
             # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
             except Exception as error:
                 return self._failed(worker, line, command, error)

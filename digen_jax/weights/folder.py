@@ -10,7 +10,7 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import huggingface_hub
@@ -36,7 +36,7 @@ STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 # from its pipeline's defaults. diffusers does not read it.
 SAMPLING = "sampling.json"
 # Hub repositories often also contain the pipeline as one file at the root, and half-precision copies.
-HUB_FILES = ["*.json", "*/*.txt", "*/*.model", "LICENSE*", "*/*.safetensors"]
+HUB_FILES = ["*.json", "*/*.txt", "*/*.model", "*/*.jinja", "LICENSE*", "*/*.safetensors"]
 HUB_FILES += [f"{stem}*.safetensors" for stem in STEMS.values()]
 HUB_FILES += ["*lora_weights.safetensors", "adapter_model.safetensors"]
 HUB_IGNORED = ["*.fp16.*", "*.fp16-*", "*.bf16.*", "*.non_ema.*", "*onnx*"]
@@ -111,8 +111,10 @@ def absent_components(folder: Folder) -> list[str]:
     return [name for name in entries if not pathlib.Path(folder, name).is_dir()]
 
 
-def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, str | None]]) -> None:
-    """Compares `model_index.json` with the (library, class) of each component; (None, None) is not compared.
+def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, ...]]) -> None:
+    """Compares `model_index.json` with the (library, class, ..) of each component; (None, None) is not compared.
+
+    Where several classes are given, each of them will do.
 
     Raises:
       ValueError: names the first component that is missing or has another class.
@@ -123,17 +125,38 @@ def check_classes(folder: Folder, components: Mapping[str, tuple[str | None, str
         found = index.get(part)
         # transformers also saves the class of a faster tokenizer, which reads the same files.
         same = isinstance(found, list) and [str(name).removesuffix("Fast") for name in found]
-        if expected[0] is not None and same != list(expected):
+        supported = [[expected[0], name] for name in expected[1:]]
+        if expected[0] is not None and same not in supported:
             raise ValueError(
-                f"{path} says that {part} is {json.dumps(found)}, but only {json.dumps(expected)} is supported: "
-                "choose another folder"
+                f"{path} says that {part} is {json.dumps(found)}, but only {' or '.join(map(json.dumps, supported))} "
+                "is supported: choose another folder"
             )
 
 
+def read_configs(
+    folder: Folder,
+    components: Mapping[str, tuple[str | None, ...]],
+    readers: Mapping[str, Callable[[dict[str, Any]], Any]],
+) -> dict[str, Any]:
+    """The results of `readers` for the JSON files of a pipeline's components, after `check_classes`.
+
+    Raises:
+      ValueError: names the file that is missing, has another class, or is refused by its reader.
+    """
+    check_classes(folder, components)
+    return {
+        part: read_component(folder, part, components[part][1:], read)
+        for part, read in readers.items()
+    }
+
+
 def read_component(
-    folder: Folder, part: str, kind: str | None, read: Callable[[dict[str, Any]], Any]
+    folder: Folder,
+    part: str,
+    kinds: Sequence[str | None],
+    read: Callable[[dict[str, Any]], Any],
 ) -> Any:
-    """The result of `read` for the JSON file of a pipeline's component, after a check of its class, `kind`.
+    """The result of `read` for the JSON file of a pipeline's component, after a check of its class: one of `kinds`.
 
     Raises:
       ValueError: names the file that is missing, has another class, or is refused by `read`.
@@ -141,9 +164,11 @@ def read_component(
     name = "scheduler_config.json" if part == "scheduler" else "config.json"
     path = pathlib.Path(folder) / part / name
     config = read_json(path)
-    said = config.get("_class_name") or (config.get("architectures") or [kind])[0]
-    if said != kind:
-        raise ValueError(f"{path} describes a {said}, not a {kind}: choose another folder")
+    said = config.get("_class_name") or (config.get("architectures") or kinds)[0]
+    if said not in kinds:
+        raise ValueError(
+            f"{path} describes a {said}, not a {' or '.join(map(str, kinds))}: choose another folder"
+        )
     try:
         return read(config)
     except ValueError as error:
@@ -160,6 +185,7 @@ def read_params(
     shardings: Any = None,
     dtype: DTypeLike | None = None,
     ignore: tuple[str, ...] = (),
+    rename: Callable[[str], str] | None = None,
 ) -> dict[str, Any]:
     """The parameters of a component folder; each device reads only its own shards.
 
@@ -167,9 +193,28 @@ def read_params(
     `shardings` is one Sharding, a tree of them or a prefix of such a tree; None puts everything on
     the first device. Floating leaves get `dtype`, or the template's. `ignore` are name patterns
     (`*.position_ids`) of tensors that the file may contain although the network has no such leaf.
-    Raises a ValueError that names a missing, surplus or misshapen tensor.
+    `rename` gives a tensor's name in the network where versions of transformers have saved different ones;
+    `ignore` is about the results. Raises a ValueError that names a missing, surplus or misshapen tensor.
     """
-    return read_tree(open_tensors(folder), template, lists, shardings, dtype, ignore)
+    tensors = open_tensors(folder)
+    if rename is not None:
+        tensors = _renamed(tensors, rename)
+    return read_tree(tensors, template, lists, shardings, dtype, ignore)
+
+
+def _renamed(
+    tensors: Mapping[str, StoredTensor], rename: Callable[[str], str]
+) -> dict[str, StoredTensor]:
+    """Raises ValueError if two tensors get the same name."""
+    stored: dict[str, str] = {}
+    for name in tensors:
+        first = stored.setdefault(rename(name), name)
+        if first != name:
+            raise ValueError(
+                f"{tensors[name].file} holds both {first} and {name}, which are the same parameter: "
+                "get a whole copy of the folder"
+            )
+    return {name: tensors[in_file] for name, in_file in stored.items()}
 
 
 def open_tensors(folder: Folder) -> dict[str, StoredTensor]:

@@ -6,11 +6,12 @@ gradient of W is ever computed. Networks need no code for it, but their scans mu
 `variable_axes={"params": 0, "lora": 0}`.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -28,6 +29,8 @@ from digen_jax.weights.tensors import Tree
 Init = Literal["kaiming", "gaussian"]
 # The logical axis between the two factors.
 RANK = "rank"
+
+_scale = contextvars.ContextVar("scale", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +173,8 @@ def check_rank(rank: int, factors: Tree) -> None:
         )
 
 
-def lora_layers(scale: float) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def lora_layers(scale: float) -> Iterator[None]:
     """A context in which `module.apply({"params": ..., "lora": ...}, ...)` adds the low-rank terms.
 
     It acts while the module is traced, so enter it inside the jitted function. `scale` is alpha / rank.
@@ -179,14 +183,29 @@ def lora_layers(scale: float) -> AbstractContextManager[None]:
     def intercept(call, args, kwargs, context):
         y = call(*args, **kwargs)
         dense = context.module
-        if not (isinstance(dense, nn.Dense) and dense.has_variable("lora", "a")):
+        if not is_adapted(dense):
             return y
         a, b = dense.get_variable("lora", "a"), dense.get_variable("lora", "b")
         x, a, b = promote_dtype(*args, a, b, dtype=dense.dtype)
         low = _product(dense, x, a) * scale
         return y + _product(dense, low, b).astype(y.dtype)
 
-    return nn.intercept_methods(intercept)
+    token = _scale.set(scale)
+    try:
+        with nn.intercept_methods(intercept):
+            yield
+    finally:
+        _scale.reset(token)
+
+
+def lora_scale() -> float | None:
+    """The scale of the innermost `lora_layers`; None outside of them."""
+    return _scale.get()
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that has factors."""
+    return isinstance(module, nn.Dense) and module.has_variable("lora", "a")
 
 
 def _product(dense: nn.Dense, x: Array, factor: Array) -> Array:

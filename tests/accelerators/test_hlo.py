@@ -8,7 +8,7 @@ import pytest
 
 from digen_jax.accelerators.counting import products
 from digen_jax.accelerators.hlo import Array, parse
-from digen_jax.accelerators.layers import layer_of
+from digen_jax.accelerators.layers import layer_of, module_of
 from digen_jax.accelerators.loops import Frame, trips
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
@@ -132,3 +132,17 @@ def test_products_without_loops_are_those_that_the_compiler_counts():
 )  # fmt: skip
 def test_layers(op_name, layer):
     assert layer_of(op_name) == layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "module"),
+    [
+        ("Net/transformer_blocks_0to12/attn/to_q/dot_general (backward)", "attn/to_q"),
+        ("transformer_blocks_23/ff/net_0/proj/dot_general", "ff/net_0"),
+        ("Net/transformer_blocks_0to12/reduce_sum (forward again)", "a block itself"),
+        ("Net/pos_embed/proj/dot_general", "outside of blocks"),
+        ("", "outside of blocks"),
+    ],
+)
+def test_modules(layer, module):
+    assert module_of(layer) == module

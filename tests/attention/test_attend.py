@@ -10,8 +10,8 @@ import pytest
 from digen_jax.attention import cudnn, key_weights
 from digen_jax.attention.attend import attend, attend_jointly
 from digen_jax.attention.partition import on_each_device
-from digen_jax.attention.surroundings import Surroundings, current, on_device, on_mesh
 from digen_jax.engine.axes import make_mesh
+from digen_jax.target import Target, current, on_device, on_mesh
 from tests.attention import oracle
 from tests.attention.cases import draw, error, gradients_of, weights
 
@@ -101,15 +101,15 @@ def test_cudnns_further_channels_weigh_keys(monkeypatch, width):
 def test_each_device_attends_for_its_rows_and_heads(rows, heads, axes):
     """Where an axis does not divide them, too."""
     mesh = make_mesh(jax.devices()[: np.prod(list(axes.values()))], **axes)
-    around = Surroundings(None, "auto", mesh, ("data", "fsdp"), "tensor", "sequence")
+    target = Target(None, "auto", mesh, ("data", "fsdp"), "tensor", "sequence")
     q, k, v, direction = draw(rows, 5, 7, heads, heads, 8)
     lengths = jnp.array([7, 3, 1, 5][:rows])
 
-    def whole(q, k, v, lengths):
+    def whole(q, k, v, lengths, norms):
         return (attend(q[0], k[0], v[0], lengths),)
 
     def split(q, k, v):
-        return on_each_device(around, whole, (q,), (k,), (v,), lengths)[0]
+        return on_each_device(target, whole, (q,), (k,), (v,), lengths)[0]
 
     found = jax.jit(gradients_of(split))(q, k, v, direction)
     expected = oracle.attention(q, k, v, lengths), *oracle.gradients(q, k, v, direction, lengths)
@@ -147,13 +147,13 @@ def test_tokens_that_are_split_attend_to_all_others(axes, groups):
         assert error(*pair) < EXACT
 
 
-def test_surroundings_end_with_their_context():
+def test_a_target_ends_with_their_context():
     mesh = make_mesh(jax.devices()[:2], data=2)
     with on_mesh(mesh, ("data",), "tensor", "sequence", "xla"):
         assert current().mesh is mesh and current().kernel == "xla"
         with on_device(jax.devices()[1]):
-            assert current() == Surroundings(jax.devices()[1], "auto")
+            assert current() == Target(jax.devices()[1], "auto")
         assert current().mesh is mesh
-    assert current() == Surroundings()
+    assert current() == Target()
     with on_mesh(make_mesh(jax.devices()[:1]), ("data",), "tensor", "sequence"):
         assert current().mesh is None

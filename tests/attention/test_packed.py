@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from digen_jax.attention import packed
+from digen_jax.attention.head_norms import HeadNorms, normed
 from tests.attention import oracle
 from tests.attention.cases import draw, error, gradients_of, weights
 
@@ -48,6 +49,45 @@ def test_the_kernel_and_its_gradients_are_attention_written_out(name, dtype):
     assert max(errors) < BOUND[dtype], errors
 
 
+# (queries, keys, heads, width)
+NORMED = {
+    "two heads in a tile": (100, 150, 4, 64),
+    "a head in a tile": (130, 128, 2, 128),
+    "several blocks of queries": (1100, 70, 2, 64),
+}
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("name", NORMED)
+def test_the_kernel_norms_the_heads_of_each_stream(name, dtype):
+    s, t, heads, width = NORMED[name]
+    q, k, v, direction = draw(2, s, t, heads, heads, width, dtype)
+    q, k = 3 * q, 0.5 * k
+    rng = np.random.default_rng(1)
+    scales = [jnp.asarray(1 + rng.normal(size=(2, width)), jnp.float32) for _ in range(2)]
+
+    def found(q, k, v, *scales):
+        streams = [(a[:, :60], a[:, 60:]) for a in (q, k, v)]
+        out = packed.attend(*streams, norms=HeadNorms(*map(list, scales)), interpret=True)
+        return jnp.concatenate(out, axis=1)
+
+    def norm(a, scales):
+        return jnp.concatenate([normed(a[:, :60], scales[0]), normed(a[:, 60:], scales[1])], axis=1)
+
+    with jax.default_matmul_precision("default"):  # the kernel's precision is its own
+        out, pullback = jax.vjp(jax.jit(found), q, k, v, *scales)
+        of_q, of_k, of_v, *of_scales = pullback(direction)
+    normed_q, back_q = jax.vjp(norm, q, scales[0])
+    normed_k, back_k = jax.vjp(norm, k, scales[1])
+    assert error(out, oracle.attention(normed_q, normed_k, v)) < BOUND[dtype]
+    expected_q, expected_k, expected_v = oracle.gradients(normed_q, normed_k, v, direction)
+    expected_q, of_scales_q = back_q(jnp.asarray(expected_q, dtype))
+    expected_k, of_scales_k = back_k(jnp.asarray(expected_k, dtype))
+    expected = (expected_q, expected_k, expected_v, of_scales_q, of_scales_k)
+    errors = [error(*pair) for pair in zip((of_q, of_k, of_v, *of_scales), expected, strict=True)]
+    assert max(errors) < BOUND[dtype], errors
+
+
 def test_a_heavy_key_counts_as_that_many_in_bfloat16():
     """256 equal keys, and one of weight 256, whose logarithm bfloat16 cannot hold."""
     q, k, v, _ = draw(1, 40, 300, 2, 2, 64, jnp.bfloat16)
@@ -59,11 +99,6 @@ def test_a_heavy_key_counts_as_that_many_in_bfloat16():
 
 def test_blocks_fit_fast_memory():
     """The compiler confirms it for the largest ones: test_tpu."""
-    assert [packed.block(s, s, 2) for s in (128, 1024, 1152, 1408, 4608)] == [
-        128,
-        512,
-        384,
-        128,
-        128,
-    ]
+    blocks = [packed.block(s, s, 2) for s in (128, 1024, 1152, 1408, 4608)]
+    assert blocks == [128, 512, 384, 128, 256]
     assert packed.fits(4608, 2) and not packed.fits(40_000, 2)

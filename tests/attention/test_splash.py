@@ -10,8 +10,8 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 from digen_jax.attention import splash
 from digen_jax.attention.partition import on_each_device
-from digen_jax.attention.surroundings import Surroundings
 from digen_jax.engine.axes import make_mesh
+from digen_jax.target import Target
 from tests.attention import oracle
 from tests.attention.cases import draw, error, gradients_of, weights
 
@@ -76,7 +76,7 @@ def test_several_blocks_of_keys_and_queries(monkeypatch):
 def test_inside_remat_scan_and_shard_map():
     """As in a network: blocks are scanned and recomputed, on a mesh that splits rows and heads."""
     mesh = make_mesh(jax.devices()[:4], data=2, tensor=2)
-    around = Surroundings(None, "auto", mesh, ("data", "fsdp"), "tensor", "sequence")
+    target = Target(None, "auto", mesh, ("data", "fsdp"), "tensor", "sequence")
     q, *_, direction = draw(2, 40, 40, 2, 2, 16)
 
     def by(attention):
@@ -86,10 +86,10 @@ def test_inside_remat_scan_and_shard_map():
         return lambda x: jax.lax.scan(jax.checkpoint(block), x, None, length=2)[0]
 
     def split(q, k, v):
-        def whole(q, k, v, lengths):
+        def whole(q, k, v, lengths, norms):
             return (splash.attend(q[0], k[0], v[0], lengths),)
 
-        return on_each_device(around, whole, (q,), (k,), (v,), None)[0]
+        return on_each_device(target, whole, (q,), (k,), (v,), None)[0]
 
     def gradient(attention):
         return jax.jit(jax.grad(lambda x: jnp.sum(by(attention)(x) * direction)))(q)

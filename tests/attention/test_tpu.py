@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from digen_jax import assemble
+from digen_jax import assemble, policies
 from digen_jax.accelerators.topology import slice_devices
 from digen_jax.attention import packed, splash
 from digen_jax.attention.attend import attend
-from digen_jax.attention.surroundings import on_device, on_mesh
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.engine.axes import make_mesh
 from digen_jax.run.programs import lower_generate, lower_gradient
+from digen_jax.target import on_device, on_mesh
 from tests.tiny_runs import tiny_config
 
 pytestmark = pytest.mark.tpu
@@ -31,7 +31,7 @@ def chips(topology):
 def compiled(topology, shape, dtype, lengths=False, log_weights=None, kernel="auto", **axes):
     """The gradient of attention over all tokens, for a mesh with these axes."""
     mesh = make_mesh(chips(topology)[: np.prod([*axes.values(), 1], dtype=int)], **axes)
-    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, "tensor"))
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "sequence", "tensor"))
     array = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     rows = jax.ShapeDtypeStruct(
         shape[:1], jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
@@ -110,6 +110,18 @@ def test_on_a_mesh_each_device_runs_the_kernel_on_its_rows_and_heads():
         assert re.search(rf"bf16\[{shape}\].* custom-call", text)
 
 
+@pytest.mark.parametrize("kernel", ["packed", "splash"])
+def test_devices_of_the_sequence_axis_exchange_tokens_for_heads(kernel):
+    """Of queries, keys and values, forward and backward; the kernel has all tokens of half of the heads."""
+    shape = (2, 512, 4, 64)
+    program = compiled("v5p:2x2x1", shape, jnp.bfloat16, kernel=kernel, data=2, sequence=2)
+    text = program.as_text()
+    assert "all-gather" not in text and not pairs(program, 512)
+    assert len(re.findall(r" all-to-all(?:-start)?\(", text)) >= 4
+    whole = {"packed": "1,512,128", "splash": "1,2,512,64"}[kernel]
+    assert re.search(rf"bf16\[{whole}\].* custom-call", text)
+
+
 @pytest.mark.parametrize("rules", ["replicate", "fsdp"])
 def test_a_runs_programs_have_the_kernel(base, rules):
     """Where each device sums its own gradients, and where XLA partitions the program."""
@@ -119,7 +131,7 @@ def test_a_runs_programs_have_the_kernel(base, rules):
     config.placement.trainer.update(data=2, fsdp=2)
     recipe = reopen_recipe(config)
     system = assemble.outline(recipe, chips("v5p:2x2x1")[:4])
-    kernels = assemble.attention_kernels(recipe, system.policy.family, system.placement)
+    kernels = policies.attention_kernels(recipe, system.policy.family, system.placement)
     assert kernels == {"sampling": "splash", "training": "splash"}
     samples = recipe.sampler.fragment
     sampling = lower_generate(system, system.sampler, recipe, samples).as_text()

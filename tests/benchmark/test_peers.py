@@ -10,8 +10,9 @@ import torch
 from digen_jax import assemble
 from digen_jax.benchmark.eager import EagerLoop
 from digen_jax.benchmark.load import Load
-from digen_jax.benchmark.peers import Comparison, Ours, Round, check, coefficients
+from digen_jax.benchmark.peers import Ours, check, coefficients
 from digen_jax.benchmark.processes import Seconds
+from digen_jax.benchmark.rounds import Comparison, Round
 from digen_jax.benchmark.wide import write_wide
 from digen_jax.config.door import open_recipe
 from digen_jax.engine.placement import ONE_DEVICE

@@ -1,4 +1,4 @@
-"""A tiny Stable Diffusion 3 on every mesh of eight virtual devices: the same images and gradients as on one."""
+"""Tiny models on every mesh of eight virtual devices: the same images and gradients as on one."""
 
 import functools
 import math
@@ -16,8 +16,10 @@ from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import quick, said
 from tests.engine import toy
+from tests.flux_folders import flux_folder
 from tests.pipelines import write_tiny_pipeline
 from tests.tiny_runs import TARGETS, once, prompt_file
+from tests.zimage_folders import zimage_folder
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 
@@ -40,16 +42,34 @@ CASES = [
     *(("full", mesh) for mesh in MESHES if mesh != "one device"),
     *(("lora", mesh) for mesh in ("data", "tensor", "data x fsdp x tensor", "sequence")),
 ]
+# Of FLUX fifteen tokens of image, which no axis divides.
+OTHER_FAMILIES = [
+    *(("flux", "full", mesh) for mesh in ("data x fsdp x tensor", "tensor x sequence", "sequence")),
+    *(("flux", "full", mesh) for mesh in ("half heads", "time x tensor", "fsdp x sequence")),
+    *(("flux", "lora", mesh) for mesh in ("tensor x sequence", "fsdp x tensor")),
+    *(("z-image", "full", mesh) for mesh in ("tensor x sequence", "fsdp x tensor", "sequence")),
+    ("z-image", "full", "half heads"),
+]
 ROWS = np.repeat(np.arange(2, dtype=np.int32), 4)
 ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
 
 
-def config(base, tuning, mesh, **fields):
+def model(base, family):
+    """The section of a model with four heads."""
+    if family == "flux":
+        folder = str(flux_folder(base, "dev"))
+        return dict(folder=folder, height=20, width=12, max_sequence_length=9)
+    if family == "z-image":
+        folder = str(zimage_folder(base))
+        return dict(folder=folder, height=12, width=20, max_sequence_length=61)
+    make = functools.partial(write_tiny_pipeline, heads=4)
+    return dict(folder=str(once(base / "four-heads", make)))
+
+
+def config(base, tuning, mesh, family="sd3", **fields):
     prompts = str(prompt_file(base))
     c = dict(
-        model=dict(
-            folder=str(once(base / "four-heads", functools.partial(write_tiny_pipeline, heads=4)))
-        ),
+        model=model(base, family),
         prompts=dict(file=prompts),
         batch=dict(groups=2, images=4),
         sampler=dict(steps=3, window=dict(first=0, length=2), guidance=2.0, fragment=8),
@@ -64,7 +84,9 @@ def config(base, tuning, mesh, **fields):
         evaluation=dict(prompts=prompts, batch=8),
     )
     if tuning == "lora":
-        c["lora"] = dict(rank=4, alpha=8.0, targets=TARGETS)
+        c["lora"] = dict(rank=4, alpha=8.0)
+        if family == "sd3":
+            c["lora"]["targets"] = TARGETS
     for name, value in fields.items():
         section, field = name.split("__")
         c[section][field] = value
@@ -80,9 +102,9 @@ def system_of(config):
 @pytest.fixture(scope="module")
 def result(base):
     @functools.cache
-    def of(tuning, mesh):
+    def of(tuning, mesh, family="sd3"):
         """(clips, gradient) of eight images with parameters at some distance from the start."""
-        system = system_of(config(base, tuning, mesh))
+        system = system_of(config(base, tuning, mesh, family))
         tuned = toy.moved(system.start, 0.01)
         sampler, weights = system.sampler, system.publish(tuned)
         prompts = sampler.encode(weights, said("a photo of a star", "two rings"))
@@ -90,7 +112,7 @@ def result(base):
         clips, trajectory = toy.draw_and_show(sampler, weights, prompts, ROWS, keys)
         # The same trajectories for every trainer, so that only the gradient is compared.
         if mesh != "one device":
-            _, _, prompts, trajectory = of(tuning, "one device")
+            _, _, prompts, trajectory = of(tuning, "one device", family)
         prompts, trajectory = jax.device_get((prompts, trajectory))
         images = Images(0, ROWS, trajectory.transitions, trajectory.sigmas)
         experience = receive(system, prompts, images, ADVANTAGES)
@@ -104,8 +126,19 @@ def result(base):
 
 @pytest.mark.parametrize(("tuning", "mesh"), quick(CASES, 6, 11, 15))
 def test_images_and_gradients_are_those_of_one_device(result, tuning, mesh):
-    clips, gradient, *_ = result(tuning, mesh)
-    expected_clips, expected, *_ = result(tuning, "one device")
+    check(result, tuning, mesh)
+
+
+@pytest.mark.parametrize(("family", "tuning", "mesh"), quick(OTHER_FAMILIES, 1))
+def test_images_and_gradients_of_other_families_are_those_of_one_device(
+    result, family, tuning, mesh
+):
+    check(result, tuning, mesh, family)
+
+
+def check(result, tuning, mesh, family="sd3"):
+    clips, gradient, *_ = result(tuning, mesh, family)
+    expected_clips, expected, *_ = result(tuning, "one device", family)
     np.testing.assert_allclose(clips, expected_clips, rtol=0, atol=2e-5)
     assert np.ptp(clips) > 0.1
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))

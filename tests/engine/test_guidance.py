@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax import assemble
+from digen_jax import policies
 from digen_jax.engine.placement import make_placement
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
@@ -147,9 +147,9 @@ def test_a_guidance_that_the_model_has_not_is_refused(kind, fields, field):
         recipe.placement.meshes, Layout(recipe.placement.rules), jax.devices()
     )
     if field is None:
-        return assemble.check_model(recipe, family, placement)
+        return policies.check_model(recipe, family, placement)
     with pytest.raises(ConfigError) as caught:
-        assemble.check_model(recipe, family, placement)
+        policies.check_model(recipe, family, placement)
     assert str(caught.value) == (
         f"config.{field}, but this model's guidance is {kind!r} and has no such number: set it to 1"
     )

@@ -81,6 +81,9 @@ class ToyFamily:
     heads: ClassVar = Heads(2, 8)
     trained: ClassVar = ("transformer",)
     unused: ClassVar = ()
+    optional: ClassVar = ()
+    encoders: ClassVar = {"text_encoder": "tokenizer"}
+    masked: ClassVar = {}
     lora_targets: ClassVar = "inside|outside"
     default_steps: ClassVar = 8
     default_guidance: ClassVar = 1.0
@@ -177,6 +180,8 @@ def config(**fields) -> ConfigDict:
         ),
         trainer=dict(micro_batch=4),
         evaluation=dict(batch=8),
+        # The family is not that of `model.folder`, which need not exist.
+        prompts=dict(encoding="each_step"),
     )
     for name, value in fields.items():
         group, _, field = name.partition("__")

@@ -33,7 +33,7 @@ def to_flax(state_dict: dict, template, lists: tuple[str, ...]):
             tensor = unused.pop(".".join((*done[:-1], LEAVES.get(done[-1], done[-1]))))
             array = tensor.detach().to(torch.float32).numpy()
             if done[-1] == "kernel":
-                array = array.T if array.ndim == 2 else array.transpose(2, 3, 1, 0)
+                array = array.transpose(*range(2, array.ndim), 1, 0)
             return array
         match = entry.fullmatch(rest[0])
         if match is None:

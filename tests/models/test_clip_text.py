@@ -9,8 +9,10 @@ from digen_jax.models.clip_text import (
     IGNORED,
     LISTS,
     CLIPTextConfig,
+    CLIPTextModel,
     CLIPTextModelWithProjection,
     pooling_positions,
+    stored_name,
 )
 from tests.models import parity
 
@@ -71,7 +73,7 @@ def pair(config: dict, dtype=jnp.float32):
     return module, model, parity.to_flax(module.state_dict(), shapes(model), LISTS)
 
 
-def shapes(model: CLIPTextModelWithProjection):
+def shapes(model: CLIPTextModel | CLIPTextModelWithProjection):
     ids = jnp.zeros((1, 2), jnp.int32)
     return jax.eval_shape(lambda key: model.init(key, ids), jax.random.key(0))["params"]
 
@@ -106,6 +108,21 @@ def test_equals_transformers_forward_and_in_all_gradients(config):
     assert parity.worst(list(actual), expected)[0] < 1e-4
     expected_grads = parity.to_flax(parity.gradients(module), params, LISTS)
     assert parity.worst(grads, expected_grads, whole=True)[0] < 1e-4
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+def test_without_the_projection_it_is_the_pooled_state(config):
+    kwargs = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+    module = transformers.CLIPTextModel(transformers.CLIPTextConfig(**kwargs))
+    parity.randomise(module)
+    model = CLIPTextModel(CLIPTextConfig.from_config(config))
+    tensors = {stored_name(name): tensor for name, tensor in module.state_dict().items()}
+    assert all(stored_name(name) == name for name in tensors)
+    params = parity.to_flax(tensors, shapes(model), LISTS)
+    expected = module(torch.tensor(prompts())).pooler_output.detach().numpy()
+    with jax.default_matmul_precision("highest"):
+        actual = model.apply({"params": params}, jnp.asarray(prompts()))
+    assert parity.worst([actual], [expected])[0] < 1e-5
 
 
 @pytest.mark.parametrize("hidden_state", [0, 2, -1])

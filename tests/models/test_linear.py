@@ -1,14 +1,19 @@
-"""Linear layers and patches as products, on a CPU and without surroundings, against float64 numpy and a convolution."""
+"""Linear layers and patches as products, on a CPU and without a target, against float64 numpy and a convolution."""
 
+import types
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.attention.surroundings import on_device
-from digen_jax.models.linear import Linear, dot_general, patch_product
+from digen_jax.models.linear import Linear, dot_general, of_one_input, patch_product
+from digen_jax.target import on_device
+from digen_jax.weights.lora import lora_layers
 
 FORM = (((2,), (0,)), ((), ()))
+TPU = types.SimpleNamespace(platform="tpu", device_kind="TPU v5")
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 4, 9), (3, 5, 9, 4), (2, 1, 6, 6)])
@@ -74,3 +79,52 @@ def test_patches_are_a_convolution(on_cpu):
     expected = all_of(jax.lax.conv_general_dilated)
     for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, atol=1e-5)
+
+
+class Three(nn.Module):
+    """Linear layers of one input."""
+
+    @nn.compact
+    def __call__(self, x):
+        return of_one_input([Linear(width, name=f"to_{width}") for width in (6, 4, 5)], x)
+
+
+@pytest.mark.parametrize("device", [None, TPU])
+@pytest.mark.parametrize("adapted", [(), (6, 5), (6, 4, 5)])
+def test_layers_of_one_input_are_those_layers_with_their_low_rank_terms(device, adapted):
+    """With factors of other ranks than their neighbours'; without them for some layers, or for all."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 3, 7))
+    params = {
+        f"to_{o}": {"kernel": rng.normal(size=(7, o)), "bias": rng.normal(size=o)}
+        for o in (6, 4, 5)
+    }
+    lora = {
+        f"to_{o}": {"a": rng.normal(size=(7, o // 2)), "b": rng.normal(size=(o // 2, o))}
+        for o in adapted
+    }
+    directions = [rng.normal(size=(2, 3, o)) for o in (6, 4, 5)]
+    single = jax.tree.map(jnp.float32, (params, lora, x, directions))
+
+    def found(params, lora, x, directions):
+        def out(lora, x):
+            return Three().apply({"params": params, "lora": lora}, x)
+
+        with jax.default_matmul_precision("highest"), on_device(device), lora_layers(0.5):
+            results, pullback = jax.vjp(out, lora, x)
+            return results, *pullback(directions)
+
+    results, of_lora, of_x = jax.jit(found)(*single)
+    expected_x = np.zeros_like(x)
+    for o, result, direction in zip((6, 4, 5), results, directions, strict=True):
+        kernel = params[f"to_{o}"]["kernel"]
+        if o in adapted:
+            a, b = lora[f"to_{o}"]["a"], lora[f"to_{o}"]["b"]
+            kernel = kernel + 0.5 * a @ b
+            of_a = 0.5 * np.einsum("bni,bno,ro->ir", x, direction, b)
+            of_b = 0.5 * np.einsum("bni,ir,bno->ro", x, a, direction)
+            np.testing.assert_allclose(of_lora[f"to_{o}"]["a"], of_a, atol=1e-4)
+            np.testing.assert_allclose(of_lora[f"to_{o}"]["b"], of_b, atol=1e-4)
+        np.testing.assert_allclose(result, x @ kernel + params[f"to_{o}"]["bias"], atol=1e-4)
+        expected_x += direction @ kernel.T
+    np.testing.assert_allclose(of_x, expected_x, atol=1e-4)

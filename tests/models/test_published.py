@@ -11,11 +11,18 @@ from digen_jax.weights.folder import resolve_folder
 
 # Parameters of the transformers without their position tables, as the repositories' safetensors files have them.
 TRANSFORMERS = {
+    "black-forest-labs/FLUX.1-dev": 11_901_408_320,
+    "black-forest-labs/FLUX.1-schnell": 11_891_178_560,
     "stabilityai/stable-diffusion-3-medium-diffusers": 2_028_328_000,
     "stabilityai/stable-diffusion-3.5-large": 8_056_627_520,
     "stabilityai/stable-diffusion-3.5-large-turbo": 8_056_627_520,
     "stabilityai/stable-diffusion-3.5-medium": 2_243_171_520,
 }
+T5 = 4_762_310_656
+
+
+# The same for Z-Image, which has no position table.
+Z_IMAGE = ("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo")
 
 
 def size(tree):
@@ -23,7 +30,7 @@ def size(tree):
 
 
 def test_all_are_known():
-    assert published_models() == list(TRANSFORMERS)
+    assert published_models() == [*Z_IMAGE, *TRANSFORMERS]
     assert published_folder("stabilityai/stable-diffusion-9") is None
 
 
@@ -32,11 +39,32 @@ def test_a_shipped_configuration_has_the_models_sizes(name):
     folder = published_folder(name)
     family = load_family(folder)
     shapes = family.shapes()
-    table = shapes["transformer"]["pos_embed"]["pos_embed"]
+    table = shapes["transformer"].get("pos_embed", {}).get("pos_embed", {})
     assert size(shapes["transformer"]) - size(table) == TRANSFORMERS[name]
-    encoders = size(shapes["text_encoder"]), size(shapes["text_encoder_2"])
-    assert encoders == (123_650_304, 694_659_840) and size(shapes["vae"]) == 83_819_683
-    assert family.tokenize([{"prompt": ""}]).first.shape == (1, 77)
+    assert size(shapes["vae"]) == 83_819_683
+    ids = family.tokenize([{"prompt": ""}])
+    if name.startswith("stabilityai"):
+        encoders, tokens = (123_650_304, 694_659_840, T5), (77, 77, 256)
+    else:
+        encoders, tokens = (123_060_480, T5), (77, 512)
+    parts = sorted(part for part in shapes if part.startswith("text_encoder"))
+    assert tuple(size(shapes[part]) for part in parts) == encoders
+    assert tuple(each.shape for each in ids) == tuple((1, length) for length in tokens)
+
+
+@pytest.mark.parametrize(("name", "shift"), zip(Z_IMAGE, (6, 3), strict=True))
+def test_a_shipped_z_image_has_the_models_sizes(name, shift):
+    family = load_family(published_folder(name))
+    shapes = family.shapes()
+    assert size(shapes["transformer"]) == 6_154_908_736
+    assert family.transformer.config.axes_lens[0] == 1536
+    # Qwen3-4B without its last layer and its last norm, which are not read.
+    layer = 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728) + 2 * 2560 + 2 * 128
+    assert size(shapes["text_encoder"]) == 4_022_468_096 - layer - 2560
+    assert size(shapes["vae"]) == 83_819_683
+    assert family.scheduler.shift == shift and family.heads.number == 30
+    assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 512)
+    assert family.latent_shape(family.default_size()) == (128, 128, 16)
 
 
 def test_there_are_no_weights_to_train():

@@ -1,8 +1,11 @@
+import jax
 import numpy as np
+import pytest
 from ml_collections import ConfigDict
 
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
+from digen_jax.run.compiled import programs
 from digen_jax.run.footprint import model_footprint
 from digen_jax.run.planning import make_problem, meshes
 from digen_jax.scheduling.planner.proposal import Proposal
@@ -39,6 +42,29 @@ def test_the_footprint_is_the_models(base):
     assert half == 2 * (2 * 2 * side * side * 4 + 4)
     # Of two prompts, and of the empty one for both: 12 tokens of width 32, and a pooled vector of width 16.
     assert found.conditioning == 3 * 4 * (12 * 32 + 16)
+
+
+def test_text_encoders_that_encode_ahead_are_not_in_a_step(base):
+    config = complete(tiny_config(base, "lora"))
+    config.placement.rules = ((".*", "replicate"),)
+    found = {}
+    for kind in ("each_step", "ahead"):
+        config.prompts.encoding = kind
+        found[kind] = model_footprint(reopen_recipe(config))
+    from safetensors.numpy import load_file
+
+    files = [next((pipeline(base) / f"text_encoder{n}").glob("*.safetensors")) for n in ("", "_2")]
+    encoders = sum(a.nbytes for file in files for a in load_file(file).values())
+    each, ahead = found["each_step"], found["ahead"]
+    assert each.ahead is None and ahead.ahead(1, 1) == pytest.approx(encoders, rel=0.01)
+    assert each.frozen(1, 1) - ahead.frozen(1, 1) == ahead.ahead(1, 1)
+    assert each.conditioning == ahead.conditioning
+    (encode,) = [
+        p for p in programs(reopen_recipe(config), jax.devices()[:2]) if "encode" in p.name
+    ]
+    assert (encode.command, encode.what) == ("", "64 prompts, before the run samples")
+    shapes = jax.tree.leaves(encode.lower().out_info)
+    assert {leaf.shape[0] for leaf in shapes} == {64}
 
 
 def forward(config, **fields):

@@ -1,18 +1,23 @@
 """Plans for slices: what fits, what is proposed where it does not, and the programs timed on this machine."""
 
 import dataclasses
+import functools
+import math
 
 import jax
 import pytest
 
-from digen_jax.accelerators.answers import Answers
+from digen_jax.accelerators.answers import Answer, Answers
 from digen_jax.accelerators.chips import Chip
 from digen_jax.config.door import open_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.errors import ConfigError
-from digen_jax.run.assessment import assess
-from digen_jax.run.fitting import proposed
+from digen_jax.run.assessment import Assessed, assess
+from digen_jax.run.compiled import Program
+from digen_jax.run.fitting import _no_smaller, compiled, proposed
 from digen_jax.run.slices import Slice, calibrated, configured
+from digen_jax.scheduling.planner.memory import DeviceBytes
+from digen_jax.scheduling.planner.proposal import Proposal
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, prompt_file, tiny_config
 
@@ -70,10 +75,36 @@ def test_what_does_not_fit_is_refused_with_a_reason_and_a_smaller_one_is_propose
     written, changed, sentence = plan(base, small_slice, 2e5)
     assert changed is None
     assert sentence.startswith(
-        "small is too small for this config, also with config.model.remat=keep_attention; "
+        "small is too small for this config, also with config.model.remat=keep_products; "
     )
     assert "config.trainer.micro_batch=2" in sentence
     assert sentence.endswith(": take a slice of more devices or larger ones")
+
+
+def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base):
+    """The compiler takes the training only with the most remat."""
+    recipe, written = tiny(base), []
+
+    def assessed(changed):
+        refused = changed.model.remat != "blocks"
+        answer = Answer("" if refused else "HloModule", 2 * 10**9, 2 * 10**9)
+        program = Program("train", "train", 1, 8, "", lambda: None)
+        return [Assessed(program, answer, math.nan, math.nan, math.nan, None)]
+
+    where = Slice("small", jax.devices()[:2], CHIP, None, assessed)
+    changed, found = compiled(recipe, where, written.append)
+    assert changed.model.remat == "blocks" and found[0].fits
+    assert written[0] == (
+        "the config does not fit, because train needs 2.0 GB of a device (measured)"
+    )
+    assert written[-1] == "tries config.model.remat=blocks"
+
+
+def test_text_encoders_that_do_not_fit_rule_out_the_splits_that_sample_on_as_few_devices():
+    held = DeviceBytes({"parameters": 5.0}, {}, 1, 1, {"text encoders": 11.0})
+    two, ruled_out = Proposal(0, 0, 2), functools.partial(_no_smaller, Proposal(0, 0, 2), held, 10)
+    assert ruled_out(two) and ruled_out(Proposal(1, 2, 6)) and ruled_out(Proposal(2, 1, 6))
+    assert not ruled_out(Proposal(0, 0, 4)) and not ruled_out(Proposal(1, 4, 2))
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ SMALL = {
     "text_encoder_2": dict(
         num_hidden_layers=2, num_attention_heads=2, hidden_size=32, projection_dim=32
     ),
+    "text_encoder_3": dict(d_model=256, d_kv=16, d_ff=32, num_layers=2, num_heads=2),
     "vae": dict(block_out_channels=[32, 32, 32, 32]),
 }
 

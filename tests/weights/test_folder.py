@@ -230,6 +230,7 @@ HUB = [
     "transformer/diffusion_pytorch_model.safetensors",
     "text_encoder/model.safetensors",
     "tokenizer/merges.txt",
+    "tokenizer/chat_template.jinja",
     "tokenizer_3/spiece.model",
     "text_encoder_3/model-00001-of-00002.safetensors",
     "adapter_config.json",  # a LoRA's, as PEFT saves it

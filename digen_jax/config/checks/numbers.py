@@ -23,6 +23,8 @@ RANGES = {
     "steps": (0, 10**9, "least"),
     "model.height": (0, 2**14, "least"),
     "model.width": (0, 2**14, "least"),
+    "model.max_sequence_length": (0, 2**12),
+    "prompts.store_limit": POSITIVE,
     "batch.groups": (0, 10**5, "least"),
     "batch.images": (-math.inf, 10**4),  # at least 2, see below
     "reward.processes": (0, 1000),

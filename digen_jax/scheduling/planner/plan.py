@@ -136,11 +136,15 @@ def longest_wait(problem: Problem, made: Prediction) -> str:
 def memory_table(plan: Plan) -> str:
     """The bytes by purpose on a device of each mesh of the choice, and whether temporary memory is included."""
     lines, memory = [], plan.choice.memory
-    meshes = {"trainer": memory.trainer, "rollout": memory.worker}
-    for name, held in meshes.items():
+    times = {
+        "a trainer device": memory.trainer,
+        "a rollout device": memory.worker,
+        "before that, a device that encodes prompts": memory.ahead,
+    }
+    for name, held in times.items():
         parts = ", ".join(f"{what} {size / 2**20:,.1f}" for what, size in held.items() if size)
         if held:
-            lines.append(f"a {name} device, MiB: {sum(held.values()) / 2**20:,.1f} = {parts}")
+            lines.append(f"{name}, MiB: {sum(held.values()) / 2**20:,.1f} = {parts}")
     if plan.problem.footprint.programs is None:
         lines.append(
             "without temporaries of programs: --memory=GIB compiles the programs and counts them"

@@ -53,7 +53,7 @@ class Programs:
         copies of parameters that fsdp splits are not counted.
       update: by the bytes of trained parameters on the device.
       sampling: of each program by name, by the parts into which a mesh splits images, and its axes fsdp,
-        tensor and sequence.
+        tensor and sequence. "encoding" is that of the text encoders, whenever they run.
     """
 
     gradient: Callable[[int, int], float]
@@ -71,6 +71,8 @@ class Footprint:
       published: the part of the tuned parameters that is sent to a sampler.
       sampler_base: other parameters of a sampler.
       frozen: text encoders and autoencoder, on the devices that generate images.
+      ahead: text encoders that are on the first of these devices before anything else is, and are not in `frozen`;
+        None: there are no such ones.
       copies: the number of further copies of the tuned parameters: an average, an algorithm's slow copy.
       trajectory: the stored data of one image until it is trained.
       conditioning: the encoded prompts of a step.
@@ -91,6 +93,7 @@ class Footprint:
     programs: Programs | None = None
     trainer_fsdp: int = 1
     worker_fsdp: int = 1
+    ahead: OnDevice | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -241,6 +241,28 @@ def test_parameters_are_split_only_as_far_as_the_memory_asks_for():
         assert sum(held.trainer.values()) <= limit
 
 
+def test_text_encoders_that_encode_ahead_are_alone_on_the_devices_that_sample():
+    def sampling(parts, fsdp, tensor, sequence):
+        return PROGRAMS.sampling(parts, fsdp, tensor, sequence) | {"encoding": 4000}
+
+    programs = dataclasses.replace(PROGRAMS, sampling=sampling)
+    resident = dataclasses.replace(FOOTPRINT, programs=programs)
+    foot = dataclasses.replace(resident, ahead=parameters(20_000, 100))
+    problem = Problem(8, STEP, FRICTION, footprint=foot)
+    for proposal in (Proposal(1, 4, 4), Proposal(0, 0, 8)):
+        held = device_bytes(problem, proposal)
+        assert held.ahead == {"text encoders": 20_100, "temporaries of encoding": 4000}
+        assert held.largest == 24_100
+        other = device_bytes(dataclasses.replace(problem, footprint=resident), proposal)
+        assert other.ahead == {} and other.largest < 24_100
+        assert "temporaries of encoding" in (other.worker or other.trainer)
+        assert "temporaries of encoding" not in held.worker | held.trainer
+        tight = device_bytes(dataclasses.replace(problem, device_memory=15_000), proposal)
+        axes = (tight.trainer_fsdp, tight.worker_fsdp)
+        assert axes == ((1, 2) if proposal.workers else (2, 1))
+        assert tight.largest <= 15_000 and tight.ahead["text encoders"] == 10_100
+
+
 def test_what_does_not_fit_is_no_candidate():
     problem = Problem(8, STEP, FRICTION, footprint=FOOTPRINT)
     # A trainer of one device needs 8,000 bytes for the gradient, and more than 12,000 in all.

@@ -1,0 +1,189 @@
+"""FLUX.1-dev with the published settings of Flow-GRPO and DanceGRPO, on GPUs of 80 GB.
+
+python launch/train.py --config configs/flux_dev.py:dance_ema,8 --workdir runs/flux \
+    --config.reward.name=my_rewards:hps \
+    --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
+
+The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16, for Flow-GRPO also 32 and 64.
+Reward and prompt files are yours: no preference model and no detector is shipped here. The hub repository is gated:
+accept its licence there and log in with `hf auth login`, or set model.folder to a copy.
+
+pickscore                    Flow-GRPO (arXiv 2505.05470): a LoRA of rank 64, five of six steps trained
+pickscore_fast,              Flow-GRPO-Fast: the first three of six steps noisy and trained, cps, clip range 1e-5;
+    geneval_fast             std of the group and of the step
+dance                        DanceGRPO (arXiv 2505.07818): all weights, HPS-v2.1, for 16 GPUs
+dance_ema                    the same for 8 GPUs, with a moving average and a hundredth of the gradient norm
+dance_lora                   the same for 8 GPUs, a LoRA of rank 128
+
+github.com/yifan123/flow_grpo:
+- config/grpo.py (31c71b9), `pickscore_flux`, `pickscore_flux_8gpu`, `pickscore_flux_fast`, `geneval_flux_fast`: 48
+  groups of 24 images in two updates, 3 images a GPU at once, 512 x 512, 6 steps, 28 in evaluation, guidance 3.5,
+  noise 0.9 (fast: cps 0.8), 99% of the steps, window of 3 within the first 3, clip range of the fast ones, no KL, std
+  of the step (pickscore_flux_fast: of the group), no shared start noise, bfloat16, evaluation and checkpoint every 30
+- config/base.py (54809b5): learning rate 3e-4, weight decay 1e-4, Adam's numbers, gradient norm 1, advantages clipped
+  to 5, clip range 1e-4
+- scripts/train_flux.py (74db691): LoRA of rank 64, alpha 128, Gaussian, on attention and the dual blocks' feed-forward;
+  average of 0.9 every 8 updates, 128 tokens of the T5. An average at a turn is mixed after each micro-batch, 6 on the
+  32 GPUs of `pickscore_flux`, as here; 24 on the 8 of `pickscore_flux_8gpu`
+- its warm-up: flow_grpo/ema.py (ac4c86e). The step of "flow" and of "cps":
+  flow_grpo/diffusers_patch/sd3_sde_with_logprob.py (54809b5)
+
+github.com/XueZeyue/DanceGRPO:
+- scripts/finetune/finetune_flux_grpo.sh (`dance`), _8gpus.sh (`dance_ema`), _8gpus_lora.sh (`dance_lora`), all at
+  15cc71d: 16 groups of 12 images, 720 x 720, 16 steps (LoRA: 12), noise 0.3, one start noise, 60% of all steps but the
+  last, clip range 1e-4, advantages clipped to 5, learning rate 1e-5 (LoRA: 3e-4), weight decay 1e-4, gradient norm 1
+  (dance_ema: 0.01), average of 0.995, rank 128 and alpha 256, 300 training steps (LoRA: 301), recomputed blocks
+- fastvideo/train_grpo_flux.py (15cc71d): guidance 3.5, std of a sample of the group, one image a GPU at once, the
+  average mixed once a training step, float32 weights with bfloat16 arithmetic
+- fastvideo/train_grpo_flux_lora.py (15cc71d): PEFT's default start, LoRA on the image's projections in attention
+- scripts/visualization/vis_flux.py (15cc71d): 50 steps with guidance 3.5, here in evaluation, and 512 tokens of the T5
+
+Ours: recomputed blocks in Flow-GRPO's recipes; the number of steps of Flow-GRPO, which runs until it is stopped;
+LoRA, average and tokens of the fast recipes as in train_flux.py, because their script was not found; evaluation every
+40 steps at 720 x 720 in DanceGRPO's recipes, and its batch; pictures, the number of checkpoints, and all placements.
+Frozen weights are bfloat16 in all recipes; in the sources this is so for the text encoders of Flow-GRPO.
+
+Differences to the sources:
+- DanceGRPO shifts the sigmas by 3. Here they are the pipeline's, whose shift at 720 x 720 is 2.22. A copy of the
+  model whose scheduler_config.json has `"use_dynamic_shifting": false` has DanceGRPO's: its `shift` is 3;
+- `dance` has four updates of four groups; the source has three, of four images of every group. The other two scripts
+  have two updates of whole groups, as here;
+- in DanceGRPO both prompts of a GPU share one start noise; here each group has its own. It adds 1e-8 to a std, and here
+  1e-4 is added;
+- only the trained steps of `pickscore` have noise, not the sixth; an update's groups are split by index, not shuffled.
+  DanceGRPO's last step has noise in the source, too, but what it decodes there is without, as here;
+- DanceGRPO rounds a sigma down to thousandths for the network, and FluxPipeline rounds it to bfloat16. Neither is done
+  here, and FLUX.1's positions are exact;
+- with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step.
+
+Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
+that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: pickscore 26.7, dance 28.2,
+dance_ema 33.7, dance_lora 25.4. The text encoders are there before, while they encode the prompts. So `dance` needs
+about 8 GPUs; a LoRA's recipe has the same on one GPU but for the trajectories, 8 times 0.35 or 0.25. Not measured: no
+recipe here was run on such a GPU. An encoded prompt takes 4.2 MB of disk, 512 x
+4096 bfloat16 numbers (prompts.store_limit).
+"""
+
+from ml_collections import ConfigDict
+
+from digen_jax.config.recipe import complete
+from digen_jax.errors import ConfigError
+
+# PEFT's to_q, to_k, to_v and to_out.0 are ends of names: the text's projections are not among them, and single blocks
+# have no to_out.0.
+OF_IMAGES = r"(single_)?transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0)"
+
+
+def flow_grpo(n: int) -> dict:
+    """Flow-GRPO on n GPUs, each with all parameters."""
+    return dict(
+        model=dict(height=512, width=512, max_sequence_length=128),
+        batch=dict(groups=48, images=24),
+        sampler=dict(kind="flow", noise_level=0.9, steps=6, window=dict(length=5), fragment=3 * n),
+        algorithm=dict(clip_range=1e-4),
+        advantages=dict(std="global"),
+        lora=dict(rank=64, alpha=128.0, init="gaussian"),
+        trainer=dict(
+            micro_batch=3 * n,
+            updates=2,
+            learning_rate=3e-4,
+            ema=0.9,
+            ema_warm_up=True,
+            ema_every=8,
+            # Micro-batches of an update on 32 GPUs: 1152 / (32 * 3) / 2.
+            ema_repeats=6,
+        ),
+        placement=dict(trainer=dict(data=n, fsdp=1)),
+        evaluation=dict(every=30, steps=28, batch=16 * n),
+        checkpoint=dict(every=30),
+    )
+
+
+def dance(n: int) -> dict:
+    """DanceGRPO on n GPUs, which share the parameters."""
+    return dict(
+        steps=300,
+        model=dict(height=720, width=720, max_sequence_length=512),
+        batch=dict(groups=16, images=12),
+        sampler=dict(
+            kind="dance",
+            noise_level=0.3,
+            steps=16,
+            window=dict(length=15, fraction=0.6),
+            shared_noise=True,
+            fragment=n,
+        ),
+        algorithm=dict(clip_range=1e-4),
+        advantages=dict(std="group", ddof=1),
+        trainer=dict(micro_batch=n, updates=2, learning_rate=1e-5),
+        placement=dict(trainer=dict(data=1, fsdp=n), rules=((".*", "fsdp"),)),
+        evaluation=dict(every=40, steps=50, batch=n),
+        checkpoint=dict(every=40),
+    )
+
+
+# Flow-GRPO-Fast: the published window moves within the first half of the steps, which is as long as the window.
+FAST = dict(
+    sampler=dict(kind="cps", noise_level=0.8, window=dict(length=3)),
+    algorithm=dict(clip_range=1e-5),
+)
+
+
+def dance_lora(n: int) -> dict:
+    """Differences of DanceGRPO's LoRA on n GPUs, each with all parameters."""
+    return dict(
+        steps=301,
+        sampler=dict(steps=12, window=dict(length=11)),
+        lora=dict(rank=128, alpha=256.0, targets=OF_IMAGES),
+        trainer=dict(learning_rate=3e-4),
+        placement=dict(trainer=dict(data=n, fsdp=1), rules=((".*", "replicate"),)),
+        checkpoint=dict(every=60),
+    )
+
+
+# From a number of GPUs to differences to `base`, the later ones to the earlier ones.
+RECIPES = {
+    "pickscore": lambda n: (flow_grpo(n),),
+    "pickscore_fast": lambda n: (flow_grpo(n), FAST, dict(advantages=dict(std="group"))),
+    "geneval_fast": lambda n: (flow_grpo(n), FAST, dict(evaluation=dict(batch=14 * n))),
+    "dance": lambda n: (dance(n), dict(trainer=dict(updates=4))),
+    # The average is mixed once a training step, after its two updates.
+    "dance_ema": lambda n: (
+        dance(n),
+        dict(trainer=dict(clip_norm=0.01, ema=0.995, ema_every=2)),
+    ),
+    "dance_lora": lambda n: (dance(n), dance_lora(n)),
+}
+
+
+def base() -> ConfigDict:
+    """The common settings of all recipes."""
+    c = ConfigDict()
+    c.seed = 0
+    c.steps = 3000  # the sources of Flow-GRPO run until they are stopped
+    c.model = ConfigDict(dict(folder="black-forest-labs/FLUX.1-dev", remat="blocks"))
+    c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
+    c.prompts = ConfigDict(dict(file="", store_limit=250.0))
+    c.reward = ConfigDict(dict(name=()))
+    c.sampler = ConfigDict(dict(guidance=3.5))
+    c.algorithm = ConfigDict(dict(adv_clip=5.0))
+    c.trainer = ConfigDict(dict(weight_decay=1e-4, clip_norm=1.0))
+    # Sampling and training take turns on the same devices, so no device waits for another.
+    c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
+    c.evaluation = ConfigDict(dict(prompts="", guidance=3.5))
+    c.pictures = ConfigDict(dict(every=20, images=12))
+    c.checkpoint = ConfigDict(dict(keep=2))
+    return c
+
+
+def get_config(argument: str = "pickscore,8") -> ConfigDict:
+    name, _, gpus = argument.partition(",")
+    if name not in RECIPES or not (gpus or "1").isdecimal() or int(gpus or 1) < 1:
+        raise ConfigError(
+            f"the config's argument {argument!r} must be a recipe and a number of GPUs, such as :pickscore,8; "
+            f"recipes are {', '.join(RECIPES)}"
+        )
+    c = base()
+    for changes in RECIPES[name](int(gpus or 1)):
+        c.update(changes)
+    return complete(c)  # so that every field can be given on the command line

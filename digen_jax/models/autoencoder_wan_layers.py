@@ -1,0 +1,292 @@
+"""The encoder and the decoder of Wan 2.1's autoencoder: causal convolutions over clips, channels last.
+
+A convolution of frames reads a frame and those before it, so that a clip can be processed in chunks, each with the
+last frames of the chunk before: see `Chunk`. Names follow diffusers' AutoencoderKLWan.
+"""
+
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from digen_jax.attention.attend import attend
+
+Clip = Float[Array, "b t h w c"]
+# That of torch's F.normalize, squared: norms below 1e-12 count as 1e-12.
+SMALLEST = 1e-24
+
+
+class Chunk:
+    """Frames of a clip that are processed together, with what its causal convolutions read of earlier frames.
+
+    diffusers' `feat_cache`. The convolutions take and keep frames in the order in which they run. It lives in one
+    trace.
+
+    Attributes:
+      begins: the clip begins with this chunk.
+      kept: for each causal convolution so far the last frames of its input, which the next chunk reads.
+    """
+
+    def __init__(self, past: Sequence[Array] | None = None):
+        """`past` is what the chunk before has kept; None: there is none."""
+        self.begins = past is None
+        self.kept: list[Array] = []
+        self._past = iter(past or ())
+
+    def behind_past(
+        self, x: Clip, frames: int, start: Float[Array, "b p h w c"] | None = None
+    ) -> Float[Array, "b q h w c"]:
+        """The convolution's input behind the `frames` frames before it.
+
+        Those are `start` where the clip begins, or zeros.
+        """
+        if not self.begins:
+            start = next(self._past)
+        elif start is None:
+            start = jnp.zeros((x.shape[0], frames, *x.shape[2:]), x.dtype)
+        x = jnp.concatenate([start, x], axis=1)
+        self.kept.append(x[:, x.shape[1] - frames :])
+        return x
+
+
+class CausalConv3d(nn.Module):
+    """A convolution whose window ends at the frame that it computes.
+
+    Attributes:
+      channels: of the result.
+      window: frames, height, width.
+      stride: between frames.
+    """
+
+    channels: int
+    window: tuple[int, int, int] = (3, 3, 3)
+    stride: int = 1
+
+    @nn.compact
+    def __call__(
+        self, x: Clip, chunk: Chunk, start: Float[Array, "b p h w c"] | None = None
+    ) -> Float[Array, "b t2 h w d"]:
+        """Height and width stay; before a clip's first frame are `start`, `window - stride` frames, or zeros."""
+        shape = (*self.window, x.shape[-1], self.channels)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        bias = self.param("bias", nn.initializers.zeros, (self.channels,))
+        alone = chunk.begins and start is None and x.shape[1] == 1
+        if self.window[0] > self.stride:
+            behind = chunk.behind_past(x, self.window[0] - self.stride, start)
+            # Zeros before a picture add nothing: a convolution of two dimensions has a third of the products.
+            x, kernel = (x, kernel[-1:]) if alone else (behind, kernel)
+        if x.shape[1] < kernel.shape[0]:
+            return jnp.zeros((x.shape[0], 0, *x.shape[2:4], self.channels), x.dtype)
+        sides = [(size // 2, size // 2) for size in self.window[1:]]
+        if kernel.shape[0] == 1:
+            y = _conv_of_frames(x, kernel[0], sides)
+        else:
+            y = jax.lax.conv_general_dilated(
+                x,
+                kernel,
+                (self.stride, 1, 1),
+                [(0, 0), *sides],
+                dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+            )
+        return y + bias
+
+
+def _conv_of_frames(
+    x: Clip, kernel: Float[Array, "p q c d"], padding: Sequence[tuple[int, int]]
+) -> Float[Array, "b t h w d"]:
+    frames = x.reshape(-1, *x.shape[2:])
+    y = jax.lax.conv_general_dilated(
+        frames, kernel, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+class RMSNorm(nn.Module):
+    """A pixel's channels divided by their root mean square (arXiv 1910.07467), then scaled.
+
+    Attributes:
+      dims: trailing dimensions of size 1 of the scale in the file.
+    """
+
+    dims: int = 3
+
+    @nn.compact
+    def __call__(self, x: Clip) -> Clip:
+        """Activations of mean square 1 in each pixel, times gamma; zeros stay zeros."""
+        channels = x.shape[-1]
+        gamma = self.param("gamma", nn.initializers.ones, (channels, *(1,) * self.dims))
+        squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+        return x * (jax.lax.rsqrt(jnp.maximum(squares, SMALLEST)) * channels**0.5) * gamma.ravel()
+
+
+class ResidualBlock(nn.Module):
+    """Two normed causal convolutions and a residual connection."""
+
+    channels: int
+
+    @nn.compact
+    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t h w d"]:
+        """Activations to activations of `channels` channels."""
+        y = nn.silu(RMSNorm(name="norm1")(x))
+        y = CausalConv3d(self.channels, name="conv1")(y, chunk)
+        y = nn.silu(RMSNorm(name="norm2")(y))
+        y = CausalConv3d(self.channels, name="conv2")(y, chunk)
+        if x.shape[-1] != self.channels:
+            x = CausalConv3d(self.channels, (1, 1, 1), name="conv_shortcut")(x, chunk)
+        return x + y
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention of a frame's pixels, one head, with a residual connection."""
+
+    @nn.compact
+    def __call__(self, x: Clip) -> Clip:
+        """Activations to activations of the same shape."""
+        b, t, h, w, c = x.shape
+        qkv = nn.Conv(3 * c, (1, 1), name="to_qkv")(RMSNorm(2, name="norm")(x))
+        y = attend(*jnp.split(qkv.reshape(b * t, h * w, 1, 3 * c), 3, axis=-1))
+        return x + nn.Conv(c, (1, 1), name="proj")(y.reshape(x.shape))
+
+
+def _after_first(x: Clip, chunk: Chunk, resample: Callable[[Array, Array | None], Array]) -> Array:
+    """`resample(frames, first)` of all frames but a clip's first, which stays as it is."""
+    if not chunk.begins:
+        return resample(x, None)
+    first = x[:, :1]
+    return jnp.concatenate([first, resample(x[:, 1:], first)], axis=1)
+
+
+class Downsample(nn.Module):
+    """Halves height and width, and with `frames` a clip of 1 + 2 n frames to 1 + n."""
+
+    frames: bool
+
+    @nn.compact
+    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t2 h2 w2 c"]:
+        """Pads by one at the right and bottom only; a later chunk has an even number of frames."""
+        c = x.shape[-1]
+        x = nn.Conv(c, (3, 3), 2, padding=((0, 1), (0, 1)), name="resample_1")(x)
+        if not self.frames:
+            return x
+        conv = CausalConv3d(c, (3, 1, 1), stride=2, name="time_conv")
+        return _after_first(x, chunk, lambda frames, first: conv(frames, chunk, first))
+
+
+class Upsample(nn.Module):
+    """Doubles height and width, halves the channels, and with `frames` makes 1 + 2 n frames of 1 + n."""
+
+    frames: bool
+
+    @nn.compact
+    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t2 2*h 2*w c2"]:
+        """Two frames from the channels of a convolution; then the nearest neighbour and a convolution."""
+        if self.frames:
+            conv = CausalConv3d(2 * x.shape[-1], (3, 1, 1), name="time_conv")
+            # Before the second frame this convolution reads zeros, not the first frame.
+            x = _after_first(x, chunk, lambda frames, _: _two_frames(conv(frames, chunk)))
+        b, t, h, w, c = x.shape
+        x = jnp.broadcast_to(x[:, :, :, None, :, None], (b, t, h, 2, w, 2, c))
+        return nn.Conv(c // 2, (3, 3), padding=1, name="resample_1")(
+            x.reshape(b, t, 2 * h, 2 * w, c)
+        )
+
+
+def _two_frames(x: Float[Array, "b t h w d"]) -> Float[Array, "b 2*t h w d//2"]:
+    """The first half of the channels is the earlier of two frames."""
+    b, t, h, w, d = x.shape
+    pairs = jnp.einsum("bthwsc->btshwc", x.reshape(b, t, h, w, 2, d // 2))
+    return pairs.reshape(b, 2 * t, h, w, d // 2)
+
+
+class MidBlock(nn.Module):
+    """Residual block, attention, residual block at the lowest resolution."""
+
+    @nn.compact
+    def __call__(self, x: Clip, chunk: Chunk) -> Clip:
+        """Activations to activations of the same shape."""
+        x = ResidualBlock(x.shape[-1], name="resnets_0")(x, chunk)
+        x = AttentionBlock(name="attentions_0")(x)
+        return ResidualBlock(x.shape[-1], name="resnets_1")(x, chunk)
+
+
+class UpBlock(nn.Module):
+    """The residual blocks of one level, then an upsampling except at the last level.
+
+    Attributes:
+      channels: of the blocks.
+      blocks: number of residual blocks.
+      frames: whether the upsampling is of frames, too; None: there is none.
+    """
+
+    channels: int
+    blocks: int
+    frames: bool | None
+
+    @nn.compact
+    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t2 h2 w2 d"]:
+        """Activations to activations, with half of `channels` channels behind an upsampling."""
+        for i in range(self.blocks):
+            x = ResidualBlock(self.channels, name=f"resnets_{i}")(x, chunk)
+        return x if self.frames is None else Upsample(self.frames, name="upsamplers_0")(x, chunk)
+
+
+class Encoder3d(nn.Module):
+    """Clips to the moments of their latents.
+
+    Attributes:
+      widths: channels of each level.
+      blocks: residual blocks of each level.
+      downsample: for all levels but the last, whether frames are halved behind it, too.
+      channels: of the result.
+    """
+
+    widths: tuple[int, ...]
+    blocks: int
+    downsample: tuple[bool, ...]
+    channels: int
+
+    @nn.compact
+    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t2 h2 w2 d"]:
+        """Frames in [-1, 1] to means and log variances side by side, before the convolution next to the latents."""
+        x = CausalConv3d(self.widths[0], name="conv_in")(x, chunk)
+        layers = 0
+        for level, width in enumerate(self.widths):
+            for _ in range(self.blocks):
+                x = ResidualBlock(width, name=f"down_blocks_{layers}")(x, chunk)
+                layers += 1
+            if level < len(self.downsample):
+                x = Downsample(self.downsample[level], name=f"down_blocks_{layers}")(x, chunk)
+                layers += 1
+        x = MidBlock(name="mid_block")(x, chunk)
+        x = nn.silu(RMSNorm(name="norm_out")(x))
+        return CausalConv3d(self.channels, name="conv_out")(x, chunk)
+
+
+class Decoder3d(nn.Module):
+    """Latents to clips.
+
+    Attributes:
+      widths: channels of each level, the lowest resolution first.
+      blocks: residual blocks of each level.
+      upsample: for all levels but the last, whether frames are doubled behind it, too.
+      channels: of the result.
+    """
+
+    widths: tuple[int, ...]
+    blocks: int
+    upsample: tuple[bool, ...]
+    channels: int
+
+    @nn.compact
+    def __call__(self, x: Clip, chunk: Chunk) -> Float[Array, "b t2 h2 w2 d"]:
+        """What the convolution next to the latents returns, to frames in [-1, 1], not clipped."""
+        x = CausalConv3d(self.widths[0], name="conv_in")(x, chunk)
+        x = MidBlock(name="mid_block")(x, chunk)
+        for level, (width, frames) in enumerate(
+            zip(self.widths, (*self.upsample, None), strict=True)
+        ):
+            x = UpBlock(width, self.blocks, frames, name=f"up_blocks_{level}")(x, chunk)
+        x = nn.silu(RMSNorm(name="norm_out")(x))
+        return CausalConv3d(self.channels, name="conv_out")(x, chunk)

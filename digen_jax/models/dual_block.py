@@ -1,0 +1,175 @@
+"""The dual block of MMDiT (Esser et al., arXiv 2403.03206).
+
+Image and text have weights of their own and are joined in attention.
+Names and shapes are those of diffusers' SD3 and FLUX, which HunyuanVideo shares. Attention knows no order of keys but
+what position embeddings say, so the image is always first, and text, which may end in padding, last.
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from digen_jax.attention.attend import attend_jointly
+from digen_jax.attention.head_norms import HeadNorms, normed
+from digen_jax.models import layers
+from digen_jax.models.linear import Linear, of_one_input
+from digen_jax.models.remat import product
+from digen_jax.models.rotary import Rotary, rotate_pairs
+
+LISTS = ("transformer_blocks", "to_out", "net")
+# The logical axes of kernels, see `logical_axes`.
+AXES = (
+    (r"attn2?/(to|add)_[qkv](_proj)?$", ("embed", "heads")),
+    (r"attn2?/norm_(added_)?[qk]$", ("head_dim",)),
+    (r"attn2?/(to_out_0|to_add_out)$", ("heads", "embed")),
+    (r"net_0/proj$", ("embed", "mlp")),
+    (r"net_2$", ("mlp", "embed")),
+    (r"norm(1|1_context|_out)?/linear$", ("embed", "modulation")),
+)
+
+
+class HeadScale(nn.Module):
+    """The scale of diffusers' RMS norm of heads, of which there is one for all heads."""
+
+    @nn.compact
+    def __call__(self, width: int) -> Float[Array, "d"]:
+        """For heads of `width` channels."""
+        return self.param("scale", nn.initializers.ones, (width,))
+
+
+class JointAttention(nn.Module):
+    """Attention over [x, context], each with its own projections (MMDiT), or over x alone.
+
+    With `context_pre_only` the context is attended to but not updated: its result is None. With `pre_only` the heads'
+    results are not projected.
+    """
+
+    heads: int
+    qk_norm: str | None
+    dtype: DTypeLike
+    context_pre_only: bool = False
+    pre_only: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "b n d"],
+        context: Float[Array, "b m d"] | None = None,
+        log_weights: Float[np.ndarray, "s"] | None = None,
+        rotary: Sequence[Rotary] | None = None,
+    ) -> tuple[Float[Array, "b n d"], Float[Array, "b m d"] | None]:
+        """Attended x and context.
+
+        `log_weights` are those of the n + m keys; `rotary` turns queries and keys, by a table for each stream.
+        """
+
+        def linear(name: str) -> nn.Dense:
+            return Linear(x.shape[-1], dtype=self.dtype, kernel_init=layers.linear_init, name=name)
+
+        def split(names: Sequence[str], tokens: Array) -> list[Array]:
+            heads = (*tokens.shape[:2], self.heads, -1)
+            projected = of_one_input([linear(name) for name in names], tokens)
+            return [product(y).reshape(heads) for y in projected]
+
+        def scales(names: Sequence[str]) -> list[Float[Array, "d"]]:
+            return [HeadScale(name=name)(x.shape[-1] // self.heads) for name in names]
+
+        def merged(out: Array) -> Array:
+            return out.reshape(*out.shape[:2], -1)
+
+        q, k, v = ([a] for a in split(("to_q", "to_k", "to_v"), x))
+        norms_q, norms_k = ["norm_q"], ["norm_k"]
+        if context is not None:
+            # queries are computed even if the context is not updated: the checkpoint has their parameters
+            of_context = split(("add_q_proj", "add_k_proj", "add_v_proj"), context)
+            for streams, stream in zip((q, k, v), of_context, strict=True):
+                streams.append(stream)
+            norms_q.append("norm_added_q")
+            norms_k.append("norm_added_k")
+        updated = 1 if self.context_pre_only else len(q)
+        q, norms = q[:updated], None
+        if self.qk_norm:
+            norms = HeadNorms(scales(norms_q)[:updated], scales(norms_k))
+        if rotary is not None:
+            q, k, norms = *_turned(q, k, norms, rotary), None
+        out, *context_out = attend_jointly(q, k, v, log_weights=log_weights, norms=norms)
+        x_out = merged(out)
+        if not self.pre_only:
+            x_out = product(linear("to_out_0")(x_out))
+        if not context_out:
+            return x_out, None
+        return x_out, product(linear("to_add_out")(merged(context_out[0])))
+
+
+def _turned(
+    q: Sequence[Array], k: Sequence[Array], norms: HeadNorms | None, rotary: Sequence[Rotary]
+) -> tuple[list[Array], list[Array]]:
+    """Queries and keys of each stream, normed and then turned."""
+    if norms is not None:
+        q, k = (list(map(normed, *each)) for each in ((q, norms.q), (k, norms.k)))
+    q, k = (
+        [rotate_pairs(a, table) for a, table in zip(each, rotary, strict=False)] for each in (q, k)
+    )
+    return q, k
+
+
+class DualBlock(nn.Module):
+    """Updates two streams, image and text, joined in attention.
+
+    `dual_attention` adds SD3.5's second attention over the image alone. With `context_pre_only` (the last block of
+    SD3) the text is attended to but not updated. Its last token counts as `last_counts` equal ones.
+    """
+
+    heads: int
+    qk_norm: str | None
+    dtype: DTypeLike
+    dual_attention: bool = False
+    context_pre_only: bool = False
+    last_counts: int = 1
+
+    @nn.compact
+    def __call__(
+        self,
+        streams: tuple[Float[Array, "b n d"], Float[Array, "b m d"]],
+        embedding: Float[Array, "b d"],
+        rotary: tuple[Rotary, Rotary] | None = None,
+    ) -> tuple[tuple[Float[Array, "b n d"], Float[Array, "b m d"]], None]:
+        """Updates (image, text); the second result is for `nn.scan`, which collects nothing."""
+        x, context = streams
+        chunks = 9 if self.dual_attention else 6
+        shift, scale, gate, *rest = layers.Modulation(chunks, name="norm1")(embedding)
+        normed = layers.layer_norm(x)
+        image = layers.modulate(normed, shift, scale, self.dtype)
+        if self.context_pre_only:
+            scale, shift = layers.Modulation(2, name="norm1_context")(embedding)
+        else:
+            shift, scale, *context_rest = layers.Modulation(6, name="norm1_context")(embedding)
+        text = layers.modulate(layers.layer_norm(context), shift, scale, self.dtype)
+
+        weights = None
+        if self.last_counts > 1:
+            weights = np.zeros(image.shape[1] + text.shape[1], np.float32)
+            weights[-1] = np.log(self.last_counts)
+        attention = self._attention("attn", self.context_pre_only)
+        image, text = attention(image, text, weights, rotary)
+        x = layers.residual(x, gate, image)
+        if self.dual_attention:
+            shift, scale, gate = rest[3:]
+            image = layers.modulate(normed, shift, scale, self.dtype)
+            image, _ = self._attention("attn2")(image)
+            x = layers.residual(x, gate, image)
+        x = self._feed_forward("ff", x, *rest[:3])
+        if not self.context_pre_only:
+            context = layers.residual(context, context_rest[0], text)
+            context = self._feed_forward("ff_context", context, *context_rest[1:])
+        return (x, context), None
+
+    def _attention(self, name: str, context_pre_only: bool = False) -> JointAttention:
+        return JointAttention(self.heads, self.qk_norm, self.dtype, context_pre_only, name=name)
+
+    def _feed_forward(self, name: str, x: Array, shift: Array, scale: Array, gate: Array) -> Array:
+        normed = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
+        return layers.residual(x, gate, layers.FeedForward(self.dtype, name=name)(normed))

@@ -1,0 +1,198 @@
+"""The FLUX.1 transformer (Black Forest Labs; github.com/black-forest-labs/flux, src/flux/model.py).
+
+Attribute names are those of diffusers' `FluxTransformer2DModel`, so that a parameter's path is its tensor's name; dual
+blocks are scanned as one run (`transformer_blocks_0to18`), and single blocks as another.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from digen_jax.json_fields import fields_of, number
+from digen_jax.models import dual_block, layers, packing
+from digen_jax.models.linear import Linear
+from digen_jax.models.remat import Remat, block_run, product
+from digen_jax.models.rotary import Rotary, image_positions, rotary_table
+
+LISTS = ("single_transformer_blocks", *dual_block.LISTS)
+# `target_modules` of yifan123/flow_grpo, scripts/train_flux.py (74db691). They are ends of names, so single blocks have
+# LoRA in their attention alone.
+LORA_TARGETS = (
+    r"(single_)?transformer_blocks\.\d+\."
+    r"(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff(_context)?\.net\.(0\.proj|2))"
+)
+# The logical axes of kernels, see `logical_axes`.
+AXES = (
+    *dual_block.AXES,
+    (r"proj_mlp$", ("embed", "mlp")),
+    # Its rows are those of the heads and of the hidden layer, one behind the other.
+    (r"^single.*/proj_out$", ("mlp", "embed")),
+    (r"(timestep|guidance)_embedder/linear_1$", (None, "mlp")),
+    (r"text_embedder/linear_1$", ("text", "mlp")),
+    (r"_embedder/linear_2$", ("mlp", "embed")),
+    (r"^context_embedder$", ("text", "embed")),
+    (r"^x_embedder$", ("channels", "embed")),
+    (r"^proj_out$", ("embed", "channels")),
+)
+QK_NORM = "rms_norm"
+THETA = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class FluxConfig:
+    """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
+
+    `in_channels` are those of a token, which has 2 x 2 latents.
+    """
+
+    patch_size: int = number(1, 1, 1)
+    in_channels: int = 64
+    out_channels: int = 64
+    num_layers: int = number(19, 1, 1000)
+    num_single_layers: int = number(38, 1, 1000)
+    attention_head_dim: int = 128
+    num_attention_heads: int = 24
+    joint_attention_dim: int = 4096
+    pooled_projection_dim: int = 768
+    guidance_embeds: bool = False
+    axes_dims_rope: tuple[int, ...] = (16, 56, 56)
+
+    def __post_init__(self):
+        for name in ("in_channels", "out_channels"):
+            if getattr(self, name) % packing.SIDE**2:
+                raise ValueError(
+                    f"{name} must be a multiple of 4, of the 2 x 2 latents of a token, not {getattr(self, name)}."
+                )
+        widths = self.axes_dims_rope
+        positive = all(width > 0 and width % 2 == 0 for width in widths)
+        if len(widths) != 3 or not positive or sum(widths) != self.attention_head_dim:
+            raise ValueError(
+                f"axes_dims_rope must be three even numbers whose sum is attention_head_dim = "
+                f"{self.attention_head_dim}, not {list(widths)}."
+            )
+
+    @property
+    def dim(self) -> int:
+        """Width of the transformer."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "FluxConfig":
+        """Reads diffusers' config.json, ignoring keys that start with an underscore.
+
+        Raises a ValueError that names a key that is unknown or whose value is not supported.
+        """
+        if config.get("out_channels") is None:
+            config = {**config, "out_channels": config.get("in_channels", cls.in_channels)}
+        return cls(**fields_of(cls, config, "a FLUX transformer"))
+
+
+class SingleBlock(nn.Module):
+    """Attention and a feed-forward network side by side (arXiv 2302.05442), over all tokens, with one projection."""
+
+    heads: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "b n d"], embedding: Float[Array, "b d"], rotary: Rotary
+    ) -> tuple[Float[Array, "b n d"], None]:
+        """Updates the tokens; the second result is for `nn.scan`, which collects nothing."""
+
+        def linear(features: int, name: str) -> nn.Dense:
+            init = layers.linear_init
+            return Linear(features, dtype=self.dtype, kernel_init=init, name=name)
+
+        dim = x.shape[-1]
+        shift, scale, gate = layers.Modulation(3, name="norm")(embedding)
+        normed = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
+        attention = dual_block.JointAttention(
+            self.heads, QK_NORM, self.dtype, pre_only=True, name="attn"
+        )
+        attended, _ = attention(normed, rotary=(rotary,))
+        hidden = nn.gelu(product(linear(4 * dim, "proj_mlp")(normed)), approximate=True)
+        update = linear(dim, "proj_out")(jnp.concatenate([attended, hidden], axis=-1))
+        return layers.residual(x, gate, product(update)), None
+
+
+class FluxTransformer(nn.Module):
+    """Velocity of a latent image under text conditioning.
+
+    Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax, modulation, and
+    the embedding of time, guidance and pooled text are always float32: diffusers rounds time and guidance to the
+    network's dtype before it multiplies them by 1000, so that in bfloat16 its time 990 becomes 988.
+    `remat` says what the backward pass recomputes.
+    """
+
+    config: FluxConfig
+    dtype: DTypeLike = jnp.float32
+    remat: Remat = "none"
+
+    @nn.compact
+    def __call__(
+        self,
+        latents: Float[Array, "b h w c"],
+        sigma: Float[Array, "b"],
+        context: Float[Array, "b m d"],
+        pooled: Float[Array, "b p"],
+        guidance: Float[Array, "b"] | None = None,
+    ) -> Float[Array, "b h w o"]:
+        """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
+
+        Raises:
+          ValueError: a side of the latents is odd, or `guidance` does not fit `config.guidance_embeds`.
+        """
+        config = self.config
+        if config.guidance_embeds != (guidance is not None):
+            need = "needs" if config.guidance_embeds else "takes no"
+            raise ValueError(
+                f"a transformer with guidance_embeds {config.guidance_embeds} {need} guidance"
+            )
+        height, width = latents.shape[1:3]
+        x = self._linear(config.dim, "x_embedder")(packing.pack(latents))
+        context = self._linear(config.dim, "context_embedder")(context)
+        embed = layers.TimeTextEmbed(config.dim, name="time_text_embed")
+        embedding = embed(sigma, pooled, guidance)
+
+        side = packing.SIDE
+        of_image = image_positions(height // side, width // side)
+        rotary = (self._rotary(of_image), self._rotary(np.zeros((context.shape[1], 3), int)))
+        (x, context), _ = self._dual_blocks()((x, context), embedding, rotary)
+        joined = Rotary(*(jnp.concatenate(tables) for tables in zip(*rotary, strict=True)))
+        tokens = jnp.concatenate([x, context], axis=1)
+        tokens, _ = self._single_blocks()(tokens, embedding, joined)
+        return self._velocity(tokens[:, : x.shape[1]], embedding, height, width)
+
+    def _linear(self, features: int, name: str) -> nn.Dense:
+        return Linear(features, dtype=self.dtype, kernel_init=layers.linear_init, name=name)
+
+    def _rotary(self, positions: np.ndarray) -> Rotary:
+        return rotary_table(positions, self.config.axes_dims_rope, THETA)
+
+    def _dual_blocks(self) -> nn.Module:
+        last = self.config.num_layers - 1
+        block = block_run(dual_block.DualBlock, "transformer_blocks", 0, last, self.remat)
+        return block(self.config.num_attention_heads, QK_NORM, self.dtype)
+
+    def _single_blocks(self) -> nn.Module:
+        last = self.config.num_single_layers - 1
+        block = block_run(SingleBlock, "single_transformer_blocks", 0, last, self.remat)
+        return block(self.config.num_attention_heads, self.dtype)
+
+    def _velocity(
+        self, x: Float[Array, "b n d"], embedding: Float[Array, "b d"], height: int, width: int
+    ) -> Float[Array, "b h w o"]:
+        """The image's tokens to latents of `height` x `width`."""
+        scale, shift = layers.Modulation(2, name="norm_out")(embedding)
+        x = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
+        zeros = nn.initializers.zeros
+        proj_out = Linear(
+            self.config.out_channels, dtype=self.dtype, kernel_init=zeros, name="proj_out"
+        )
+        return packing.unpack(proj_out(x).astype(jnp.float32), height, width)

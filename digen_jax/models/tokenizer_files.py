@@ -1,0 +1,72 @@
+"""Tokenizers of transformers: read from a pipeline folder, checked against their text encoders, and applied."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from digen_jax.weights.folder import read_json
+
+
+def open_tokenizer(
+    folder: pathlib.Path, kind: str, files: Sequence[tuple[str, ...]], vocab_size: int
+) -> Any:
+    """The tokenizer in a folder.
+
+    Args:
+      folder: with tokenizer_config.json and one of the sets of files.
+      kind: its class in transformers.
+      files: sets of files, each of which contains the vocabulary.
+      vocab_size: of the text encoder, which must know all tokens.
+
+    Raises:
+      ValueError: names the missing or broken file, or the number that does not fit.
+    """
+    # Imported here, as it takes a second, which would delay the error for a mistake in a command.
+    import transformers
+
+    _check_files(folder, files)
+    try:
+        tokenizer = getattr(transformers, kind).from_pretrained(folder)
+    # The library raises any error of its parsers, even a bare Exception.
+    except Exception as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but its text encoder {vocab_size}: "
+            "they do not belong together"
+        )
+    return tokenizer
+
+
+def padded(
+    tokenizer: Any, prompts: Sequence[str], length: int
+) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
+    """Ids of prompts that are padded or truncated to `length` tokens, and which of them are not padding."""
+    found = tokenizer(list(prompts), padding="max_length", truncation=True, max_length=length)
+    return np.asarray(found["input_ids"], np.int32), np.asarray(found["attention_mask"], bool)
+
+
+def longer(lengths: Sequence[tuple[Any, int]], prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
+    """Which prompts have more tokens than fit, for any of several (tokenizer, number of tokens)."""
+    found = [
+        [
+            len(ids) > limit
+            for ids in tokenizer(list(prompts), truncation=True, max_length=limit + 1).input_ids
+        ]
+        for tokenizer, limit in lengths
+    ]
+    return np.any(found, axis=0)
+
+
+def _check_files(folder: pathlib.Path, files: Sequence[tuple[str, ...]]) -> None:
+    read_json(folder / "tokenizer_config.json")
+    if not any(all((folder / name).is_file() for name in names) for names in files):
+        missing = " is missing, and so is ".join(" or ".join(names) for names in files)
+        end = " is missing" if len(files) == 1 else ""
+        raise ValueError(f"{folder} holds no vocabulary: {missing}{end}")
+    for name in {name for names in files for name in names if name.endswith(".json")}:
+        if (folder / name).is_file():
+            read_json(folder / name)

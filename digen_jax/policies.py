@@ -1,0 +1,121 @@
+"""What a recipe tunes of a model and how that is guided, and whether recipe, model and meshes fit together."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+
+from digen_jax.algorithms.algorithm import Algorithm
+from digen_jax.attention.kernels import choose
+from digen_jax.config.recipe import Recipe
+from digen_jax.engine.axes import SEQUENCE, TENSOR
+from digen_jax.engine.placement import Placement
+from digen_jax.engine.policy import Policy
+from digen_jax.errors import ConfigError, blame
+from digen_jax.flow.steps import make_step
+from digen_jax.models.family import Family, Params, Size
+from digen_jax.weights.lora import check_rank
+
+
+def make_policy(recipe: Recipe, family: Family) -> Policy:
+    """What is tuned, and the guidance it is sampled with."""
+    sampler = recipe.sampler
+    lora = recipe.lora.settings(family.lora_targets)
+    return Policy(family, sampler.guidance, lora, true_guidance=sampler.true_guidance)
+
+
+def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
+    """The policy as the trainer evaluates it: policy gradients at the sampler's guidance, others at their own."""
+    if algorithm.guidances is None:
+        return policy
+    guidance, reference = algorithm.guidances
+    return dataclasses.replace(policy, guidance=guidance, reference_guidance=reference)
+
+
+def trained_of(family: Family, components: Params) -> Params:
+    """Of all components those that may be tuned, in the family's order."""
+    return {part: components[part] for part in family.trained}
+
+
+def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
+    """Whether recipe and model fit, by shapes alone.
+
+    Raises:
+      ConfigError: an image size or a guidance that the model has not, a window with steps that cannot be trained,
+        an attention kernel that cannot compute it, heads that cannot be split, a LoRA without layers or of too large
+        a rank, or a parameter that no sharding rule matches.
+    """
+    sampler, shapes = recipe.sampler, family.shapes()
+    size = Size(recipe.model.height, recipe.model.width)
+    with blame("config.model.height and config.model.width: "):
+        family.latent_shape(size)
+    with blame("config.sampler.steps: "):
+        sigmas = family.sigmas(sampler.steps, size)
+    _check_guidance(recipe, family)
+    attention_kernels(recipe, family, placement)
+    check_heads(family, placement)
+    if recipe.noisy_steps:
+        with blame("config.sampler.window: "):
+            recipe.window.check_noise(make_step(sampler.kind, sampler.noise_level), sigmas)
+    with blame("config.lora.targets: "):
+        split = functools.partial(make_policy(recipe, family).split, reference=False)
+        tuned, _ = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
+    if recipe.lora.rank:
+        with blame("config.lora."):
+            check_rank(recipe.lora.rank, tuned)
+    for tree in (tuned, shapes):
+        placement.trainer.params(tree)
+
+
+def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> dict[str, str]:
+    """The kernel of the network's attention in "sampling" and in "training": see `attention.kernels`.
+
+    Raises:
+      ConfigError: the one that was asked for cannot compute it.
+    """
+    precision, heads = recipe.precision, family.heads
+    dtypes = {
+        "sampling": (placement.rollout, precision.published or precision.arithmetic),
+        "training": (placement.trainer, precision.arithmetic),
+    }
+    return {
+        work: choose(
+            group.attention,
+            group.mesh.devices.flat[0],
+            dtype,
+            heads.split(group.mesh.shape[TENSOR] * group.mesh.shape[SEQUENCE]),
+        )
+        for work, (group, dtype) in dtypes.items()
+    }
+
+
+def check_heads(family: Family, placement: Placement) -> None:
+    """Refuses a mesh that splits tokens, and with them heads, if it does not divide the model's heads.
+
+    Raises:
+      ConfigError: names the axes.
+    """
+    meshes = {"trainer": placement.trainer.mesh}
+    if not placement.colocated:
+        meshes["rollout"] = placement.rollout.mesh
+    heads = family.heads.number
+    for name, mesh in meshes.items():
+        sizes = {axis: mesh.shape[axis] for axis in (SEQUENCE, TENSOR)}
+        parts = math.prod(sizes.values())
+        if sizes[SEQUENCE] > 1 and heads % parts:
+            words = [f"config.placement.{name}.{axis}" for axis, size in sizes.items() if size > 1]
+            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ConfigError(
+                f"{' x '.join(words)} = {parts} does not divide the model's {heads} attention heads, for which tokens "
+                f"are exchanged where they are split: make it one of {fitting}"
+            )
+
+
+def _check_guidance(recipe: Recipe, family: Family) -> None:
+    """Whether the model has what the sampler, evaluation and training are guided by."""
+    for name, section in (("sampler", recipe.sampler), ("evaluation", recipe.evaluation)):
+        with blame(f"config.{name}."):
+            Policy(family, section.guidance, true_guidance=section.true_guidance)
+    with blame("config.algorithm."):
+        trained_policy(Policy(family), recipe.algorithm)

@@ -1,0 +1,121 @@
+"""Whether a recipe's prompts are encoded before it samples, and where what was encoded is kept."""
+
+import functools
+import pathlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from digen_jax.config.recipe import Recipe
+from digen_jax.engine.encoding import Rows, Stored
+from digen_jax.engine.system import in_dtype
+from digen_jax.errors import ConfigError, blame
+from digen_jax.models.family import Family, Params
+from digen_jax.process.ending import Stopped
+from digen_jax.process.launching import CACHE
+from digen_jax.prompts.encoded import PromptStore, models
+from digen_jax.weights.fingerprint import fingerprint
+from digen_jax.weights.folder import read_model_index
+
+AHEAD, EACH_STEP = "ahead", "each_step"
+# Bytes of text encoders that "auto" does not keep on the sampling meshes. The two CLIPs of Stable Diffusion 3 take
+# 3.3 GB in float32; a T5-XXL takes 9.5 GB in bfloat16, a language model of 4 billion parameters 8 GB.
+LARGE = 4 * 10**9
+
+
+def encoder_shapes(recipe: Recipe, family: Family) -> Params:
+    """The parameters of the text encoders as shapes, in the type that a run has them in."""
+    shapes = family.shapes()
+    parts = {part: shapes[part] for part in family.encoders}
+    return in_dtype(parts, jnp.dtype(recipe.precision.frozen))
+
+
+def is_ahead(recipe: Recipe, family: Family) -> bool:
+    """Whether the prompts are encoded before the run samples."""
+    if recipe.prompts.encoding != "auto":
+        return recipe.prompts.encoding == AHEAD
+    return encoder_bytes(recipe, family) > LARGE
+
+
+def encoder_bytes(recipe: Recipe, family: Family) -> int:
+    """Bytes of the text encoders' parameters."""
+    leaves = jax.tree.leaves(encoder_shapes(recipe, family))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def store_folder(recipe: Recipe) -> pathlib.Path:
+    """The folder of encoded prompts."""
+    given = recipe.prompts.store
+    return pathlib.Path(given).expanduser() if given else CACHE.with_name("prompts")
+
+
+def open_store(recipe: Recipe, folder: pathlib.Path, family: Family) -> PromptStore:
+    """The encoded prompts of a recipe's model, which lies in `folder`.
+
+    Raises:
+      ConfigError: the text encoders' weights are not in the folder, and several of the models whose prompts are stored
+        may be this one; or a part of the store is damaged.
+    """
+    with blame("config.prompts.store: "):
+        model = _description(recipe, folder, family)
+        limit = round(recipe.prompts.store_limit * 1e9)
+        return PromptStore(store_folder(recipe), model, limit)
+
+
+def stored(recipe: Recipe, folder: pathlib.Path | None, family: Family) -> Stored:
+    """Encoded prompts in the text encoders' place; the store is opened when the first ones are read.
+
+    `folder` is the model's, None: nothing will be read.
+    """
+    opened = functools.cache(lambda: open_store(recipe, folder, family))
+    lock = threading.Lock()  # the store is for one thread, and each sampling mesh has one
+
+    def read(texts: Sequence[str]) -> list[Rows]:
+        try:
+            with lock:
+                return opened().read(texts)
+        except ValueError as error:
+            raise Stopped(
+                f"{error}; the same command encodes what is missing and continues"
+            ) from error
+
+    return Stored(family, encoder_shapes(recipe, family), read)
+
+
+def missing_weights(folder: pathlib.Path, family: Family) -> list[str]:
+    """The text encoders whose weights are not in a pipeline's folder."""
+    return [part for part in family.encoders if not any((folder / part).glob("*.safetensors"))]
+
+
+def _description(recipe: Recipe, folder: pathlib.Path, family: Family) -> dict[str, Any]:
+    """What the rows of a text depend on.
+
+    Without the text encoders' weights it is that of the only stored model that agrees in everything else.
+    """
+    known = {
+        "pipeline": read_model_index(folder)["_class_name"],
+        "components": sorted(family.encoders),
+        "tokenizers": fingerprint(folder, sorted(set(family.encoders.values()))),
+        "max_sequence_length": recipe.model.max_sequence_length,
+        "arithmetic": recipe.precision.arithmetic,
+        "frozen": recipe.precision.frozen,
+    }
+    if not (absent := missing_weights(folder, family)):
+        return known | {"encoders": fingerprint(folder, sorted(family.encoders))}
+    store = store_folder(recipe)
+    found = [model for model in models(store) if known.items() <= model.items()]
+    if len(found) == 1:
+        return found[0]
+    raise ConfigError(
+        f"{folder / absent[0]} holds no weights, and {store} holds prompts that were encoded by "
+        f"{len(found)} models that agree with this one: "
+        + (
+            "bring the weights back, or keep one of these models in a folder of its own"
+            if found
+            else "bring the weights back, or encode the prompts where they are, by launch/encode_prompts.py with the "
+            "same config"
+        )
+    )

@@ -1,0 +1,293 @@
+"""Encodes the prompts that a run will draw before it samples: its text encoders are on the devices only while it does.
+
+They are encoded in blocks on the first sampling mesh, and stored as they come, so that an interrupted encoding
+continues where it stopped. With several processes all encode together, and each stores what its own folder lacks.
+"""
+
+import dataclasses
+import math
+import pathlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Shaped
+from tqdm import tqdm
+
+from digen_jax.assemble import open_parts, read_parts
+from digen_jax.config.recipe import Recipe
+from digen_jax.engine.encoding import (
+    NULL,
+    Rows,
+    block_size,
+    encoder,
+    null_tokens,
+    row_bytes,
+    rows_of,
+)
+from digen_jax.engine.hosts import fetch
+from digen_jax.engine.placement import DeviceGroup
+from digen_jax.engine.policy import Policy
+from digen_jax.errors import ConfigError, blame
+from digen_jax.models.family import Family, Tokens
+from digen_jax.process.progress import watched
+from digen_jax.prompt_store import (
+    EACH_STEP,
+    encoder_shapes,
+    is_ahead,
+    missing_weights,
+    open_store,
+    store_folder,
+)
+from digen_jax.prompts.encoded import OVERHEAD, PromptStore
+from digen_jax.run.compiled import on_devices
+from digen_jax.run.reached import reached
+from digen_jax.runtime.orders import is_first, several
+
+# What is stored together at most, and lost if the process is killed meanwhile.
+TOGETHER, TOGETHER_BYTES = 1024, 2**30
+TOKENIZED = 4096  # prompts tokenized at a time
+
+
+@dataclasses.dataclass
+class Encoding:
+    """Prompts that a run needs encoded.
+
+    Attributes:
+      recipe: of the run.
+      folder: of its model.
+      family: of its model.
+      group: the sampling mesh whose devices encode.
+      store: where they are kept.
+      texts: all of them, `NULL` first if the model has a pass without the prompt.
+      missing: those that are not stored yet.
+    """
+
+    recipe: Recipe
+    folder: pathlib.Path
+    family: Family
+    group: DeviceGroup
+    store: PromptStore
+    texts: list[str]
+    missing: list[str]
+
+    def check(self) -> None:
+        """Prints what will be encoded, and its size.
+
+        Raises:
+          ConfigError: the text encoders' weights, or the room for what they make, are missing.
+        """
+        if not self.missing:
+            _say(f"all {len(self.texts):,} prompts are encoded in {self._place}")
+            return
+        if absent := missing_weights(self.folder, self.family):
+            first = next((text for text in self.missing if text != NULL), "")
+            raise ConfigError(
+                f"{_prompts(self.missing)} not encoded in {self._place}, such as {first!r}, and "
+                f"{self.folder / absent[0]} holds no weights to encode them: bring the weights back, or encode these "
+                "prompts where they are, by launch/encode_prompts.py with the same config"
+            )
+        size = self._size()
+        self._check_room(size)
+        _say(
+            f"of {len(self.texts):,} prompts {len(self.missing):,} are to be encoded, "
+            f"{_shown(size)} in {self._place}"
+        )
+
+    @property
+    def _place(self) -> pathlib.Path:
+        return store_folder(self.recipe)
+
+    def _size(self) -> int:
+        """Bytes on disk of what is missing."""
+        shapes = encoder_shapes(self.recipe, self.family)
+        blocks = (_tokens(self.family, block) for block in _blocks(self.missing, TOKENIZED))
+        rows = sum(int(row_bytes(self.family, shapes, tokens).sum()) for tokens in blocks)
+        return rows + (2 + len(self.missing) // TOGETHER + rows // TOGETHER_BYTES) * OVERHEAD
+
+    def _check_room(self, size: int) -> None:
+        limit, what = self.recipe.prompts.store_limit, f"{_prompts(self.missing)} to be encoded"
+        if excess := self.store.excess(size):
+            raise ConfigError(
+                f"config.prompts.store_limit = {limit:g} GB is too small: {what}, "
+                f"{_shown(size)} in {self._place}: set it to {math.ceil(limit + excess / 1e9)} or more, delete what is "
+                f"not needed there, or set config.prompts.encoding to {EACH_STEP!r}"
+            )
+        place = self._place.absolute()
+        free = shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
+        if size > free:
+            raise ConfigError(
+                f"config.prompts.store = {str(place)!r} has room for {_shown(free)}, and {what}, "
+                f"{_shown(size)}: make room, or name a folder on another disk"
+            )
+
+    def run(self) -> None:
+        """Encodes what is missing; with several processes all call it, with the same texts.
+
+        Raises:
+          ConfigError: the weights cannot be read, or what was encoded cannot be stored.
+        """
+        texts = _missing_anywhere(self.texts, self.missing)
+        if not texts:
+            return
+        # Smaller ones if there are few texts; all have the same size, so that there is one program.
+        images = self.group.images
+        count = min(block_size(self.family, self.group), -(-len(texts) // images) * images)
+        blocks = _blocks(texts, count)
+        begin = last = time.monotonic()
+        size = 0
+        waiting: dict[str, Rows] = {}
+        for number, encoded in enumerate(self._encoded(blocks, count)):
+            waiting |= encoded
+            held = _bytes(waiting)
+            # The first block has compiled, and the second one says how long all take.
+            timed = number == 1 and len(blocks) > 2
+            if timed or len(waiting) >= TOGETHER or held >= TOGETHER_BYTES:
+                self._keep(waiting)
+                size, waiting = size + held, {}
+            seconds, last = time.monotonic() - last, time.monotonic()
+            if timed:
+                left = tqdm.format_interval(seconds * (len(blocks) - 2))
+                _say(f"{len(blocks) - 2:,} blocks of {count:,} prompts are left, about {left}")
+        size += _bytes(waiting)
+        if waiting:
+            self._keep(waiting)
+        seconds = tqdm.format_interval(time.monotonic() - begin)
+        _say(f"encoded {len(texts):,} prompts, {_shown(size)}, in {seconds}")
+
+    def _encoded(self, blocks: list[list[str]], count: int) -> Iterator[dict[str, Rows]]:
+        """The rows of each text, a block at a time; at its end the text encoders' memory is free."""
+        family, group = self.family, self.group
+        with blame("config.model.folder: "):
+            kept = self.recipe.precision.frozen
+            params = read_parts(family, self.folder, family.encoders, group, kept)
+        program, done = encoder(family, group), 0
+        shown = watched(blocks, "encoding prompts", "block", note=lambda: _shown(done))
+        for block in shown if is_first() else blocks:
+            tokens = jax.tree.map(lambda rows: _filled(rows, count), _tokens(family, block))
+            made = jax.tree.map(fetch, program(params, tokens))
+            rows = dict(zip(block, rows_of(family, made), strict=False))
+            done += _bytes(rows)
+            yield rows
+
+    def _keep(self, rows: dict[str, Rows]) -> None:
+        """Stores rows, unless another process has stored them in the same folder."""
+        with blame("config.prompts.store: "):
+            if is_first():
+                self.store.add(rows)
+            if not several():
+                return
+            multihost_utils.sync_global_devices("prompts are stored")
+            if own := self.store.missing(rows):
+                self.store.add({text: rows[text] for text in own})
+
+
+def prepare(
+    recipe: Recipe, devices: Sequence[jax.Device], texts: Callable[[], list[str]]
+) -> Encoding | None:
+    """What is to be encoded of some prompts, with a look at the store; None: the text encoders run in each step.
+
+    Nothing slow happens: no weights are read.
+
+    Raises:
+      ConfigError: the model, the devices or the store cannot be used, or see `Encoding.check`.
+    """
+    if recipe.prompts.encoding == EACH_STEP:
+        return None
+    folder, family, placement, _ = open_parts(recipe, devices)
+    if not is_ahead(recipe, family):
+        return None
+    wanted = texts()
+    if Policy(family).reads_null:
+        with blame("config.prompts.encoding = 'ahead': "):
+            null_tokens(family)
+        wanted = [NULL, *wanted]
+    store = open_store(recipe, folder, family)
+    with blame("config.prompts.store: "):
+        missing = store.missing(wanted)
+    found = Encoding(recipe, folder, family, placement.rollout, store, wanted, missing)
+    found.check()
+    return found
+
+
+def encode(recipe: Recipe, devices: Sequence[jax.Device], texts: Sequence[str]) -> None:
+    """Encodes prompts that are not stored yet, if the recipe's prompts are encoded ahead.
+
+    Raises:
+      ConfigError: as `prepare` and `Encoding.run`.
+    """
+    if found := prepare(recipe, devices, lambda: list(dict.fromkeys(texts))):
+        found.run()
+
+
+def encode_all(recipe: Recipe) -> None:
+    """Encodes the prompts of a recipe's whole run on the devices at hand.
+
+    Raises:
+      ConfigError: its prompts are not encoded ahead, or as `prepare` and `Encoding.run`.
+    """
+    devices = jax.devices()
+    recipe = on_devices(recipe, len(devices))
+    for name, file in (
+        ("prompts.file", recipe.prompts.file),
+        ("evaluation.prompts", recipe.evaluation.prompts),
+    ):
+        if not file:
+            raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
+    with tempfile.TemporaryDirectory() as cache:
+        found = prepare(recipe, devices, lambda: reached(recipe, pathlib.Path(cache)))
+    if found is None:
+        raise ConfigError(
+            f"config.prompts.encoding = {recipe.prompts.encoding!r} has this model's text encoders run in each step: "
+            "set it to 'ahead' here and in training"
+        )
+    found.run()
+
+
+def _missing_anywhere(texts: Sequence[str], missing: Sequence[str]) -> list[str]:
+    """Those of the texts that some process lacks, in the same order in all processes."""
+    lacking = set(missing)
+    mask = np.array([text in lacking for text in texts])
+    if several():
+        mask = multihost_utils.process_allgather(mask).any(0)
+    return [text for text, one in zip(texts, mask, strict=True) if one]
+
+
+def _blocks(texts: Sequence[str], count: int) -> list[list[str]]:
+    """Texts that are tokenized together, at most `count`; `NULL` is alone."""
+    others = [text for text in texts if text != NULL]
+    blocks = [others[i : i + count] for i in range(0, len(others), count)]
+    return [[NULL], *blocks] if len(others) < len(texts) else blocks
+
+
+def _tokens(family: Family, block: list[str]) -> Tokens:
+    if block == [NULL]:
+        return null_tokens(family)
+    return family.tokenize([{"prompt": text} for text in block])
+
+
+def _filled(rows: Shaped[np.ndarray, "b ..."], count: int) -> Shaped[np.ndarray, "n ..."]:
+    """Rows with repetitions of the last one behind them."""
+    free = [(0, 0)] * (rows.ndim - 1)
+    return np.pad(rows, [(0, count - len(rows)), *free], mode="edge")
+
+
+def _bytes(rows: Mapping[str, Rows]) -> int:
+    return sum(array.nbytes for own in rows.values() for array in own.values())
+
+
+def _prompts(texts: Sequence[str]) -> str:
+    return f"{len(texts):,} prompts are" if len(texts) > 1 else "1 prompt is"
+
+
+def _shown(size: int) -> str:
+    return tqdm.format_sizeof(size, "B")
+
+
+def _say(text: str) -> None:
+    if is_first():
+        print(text, flush=True)

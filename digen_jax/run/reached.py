@@ -1,0 +1,41 @@
+"""The prompts that a run will draw."""
+
+import itertools
+import pathlib
+
+from digen_jax.config.recipe import Recipe
+from digen_jax.errors import blame
+from digen_jax.prompts.dataset import prompt_batches
+from digen_jax.prompts.files import read_prompt_file
+
+
+def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[str]:
+    """The prompts of a run's evaluations and of its steps from `first` on, each once.
+
+    Args:
+      recipe: of the run.
+      cache: where the prompt file's data set is built, as in `prompt_batches`.
+      first: steps that are done.
+
+    Raises:
+      ConfigError: a prompt file cannot be used.
+    """
+    with blame("config.evaluation.prompts: "):
+        held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
+    with blame("config.prompts.file: "):
+        left = {record["prompt"] for record in read_prompt_file(recipe.prompts.file)}
+        steps = prompt_batches(
+            recipe.prompts.file,
+            recipe.drawn_groups,
+            recipe.seed,
+            cache,
+            set_steps=recipe.algorithm.set_steps,
+        )
+    texts = dict.fromkeys(record["prompt"] for record in held_out)
+    for records in itertools.islice(steps, first, recipe.steps):
+        drawn = [record["prompt"] for record in records]
+        texts |= dict.fromkeys(drawn)
+        left.difference_update(drawn)
+        if not left:
+            break
+    return list(texts)

@@ -1,0 +1,32 @@
+"""Encode the prompts of a config ahead of time, so that its run needs no text encoders.
+
+python launch/encode_prompts.py --config configs/sd35_medium.py:geneval,1 \
+    --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
+
+Interrupted, the same command continues. What is stored already is not encoded again.
+"""
+
+from absl import flags
+from ml_collections import config_flags
+
+from digen_jax.config.command_line import run_main
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
+flags.mark_flags_as_required(["config"])
+
+
+def main() -> None:
+    """Encode on the config's sampling mesh, or on all devices if the planner is to choose the meshes."""
+    from digen_jax.config.door import open_recipe
+    from digen_jax.process.launching import prepare
+
+    recipe = open_recipe(_CONFIG.value)
+    prepare(recipe.placement.cpu_devices)
+
+    from digen_jax.run.ahead import encode_all
+
+    encode_all(recipe)
+
+
+if __name__ == "__main__":
+    run_main(main)

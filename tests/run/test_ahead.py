@@ -1,0 +1,361 @@
+"""Runs whose prompts are encoded before they sample, on a tiny Stable Diffusion 3 with its T5."""
+
+import gc
+import json
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from digen_jax import prompt_store
+from digen_jax.assemble import build, load_family
+from digen_jax.config.door import open_recipe, place
+from digen_jax.engine.encoding import NULL
+from digen_jax.errors import ConfigError
+from digen_jax.models.stable_diffusion_3 import StableDiffusion3
+from digen_jax.process.ending import Stopped
+from digen_jax.prompts import encoded
+from digen_jax.records.metrics import read_metrics, without_timing
+from digen_jax.run import ahead
+from digen_jax.run import train as run
+from digen_jax.run.reached import reached
+from tests.cases import said
+from tests.flux_folders import flux_folder
+from tests.pipelines import ROOT, environment
+from tests.run.test_hosts import together
+from tests.scripts import run_script
+from tests.t5_folders import add_t5
+from tests.tiny_runs import PROMPTS, pipeline, tiny_config
+from tests.zimage_folders import zimage_folder
+
+TEXTS = [json.loads(line)["prompt"] for line in PROMPTS]
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+@pytest.fixture(scope="module")
+def folder(base, tmp_path_factory) -> pathlib.Path:
+    target = tmp_path_factory.mktemp("ahead") / "pipeline"
+    return add_t5(pipeline(base), target, TEXTS)
+
+
+@pytest.fixture(scope="module")
+def config(base, folder):
+    """A small run; "__" is the dot of a field's name."""
+
+    def make(**fields):
+        c = tiny_config(base, "lora")
+        c.model.update(folder=str(folder), max_sequence_length=9)
+        c.prompts.encoding = "ahead"
+        c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
+        c.reward.update(name=("tests.run.test_ahead:redness",), processes=0)
+        for name, value in fields.items():
+            group, _, field = name.partition("__")
+            if field:
+                c[group][field] = value
+            else:
+                c[group] = value
+        return c
+
+    return make
+
+
+LIVE = []  # shapes of all arrays while a reward is given
+
+
+def redness(images, prompts, metadata):
+    LIVE.append({array.shape for array in jax.live_arrays()})
+    return images[..., 0].mean((1, 2)) - images[..., 1:].mean((1, 2, 3))
+
+
+def trained(config, workdir: pathlib.Path) -> list[dict]:
+    """The metrics of a whole run."""
+    assert run.train(open_recipe(config), workdir) is None
+    return [without_timing(line) for line in read_metrics(workdir / "metrics.jsonl")]
+
+
+def assert_same(found: list[dict], expected: list[dict]) -> None:
+    for line, other in zip(found, expected, strict=True):
+        assert line == pytest.approx(other, rel=3e-5, abs=1e-7)
+
+
+@pytest.fixture(scope="module")
+def runs(config, tmp_path_factory):
+    """The same run with prompts encoded in each step, and ahead: workdir, metrics and what was live, by encoding."""
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    for kind in ("each_step", "ahead"):
+        gc.collect()
+        LIVE.clear()
+        c = config(prompts__encoding=kind, prompts__store=str(folder / "store"))
+        found[kind] = folder / kind, trained(c, folder / kind), list(LIVE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def store(runs) -> str:
+    """The prompts that the run encoded."""
+    return str(runs["ahead"][0].parent / "store")
+
+
+def test_a_run_that_encodes_ahead_is_the_same(runs):
+    (_, each, _), (_, before, _) = runs["each_step"], runs["ahead"]
+    assert len(each) == 3 and each[1]["gradient_norm"] > 0.001
+    assert_same(before, each)
+
+
+def test_text_encoders_leave_the_devices_before_it_samples(runs, folder):
+    (*_, each), (*_, before) = runs["each_step"], runs["ahead"]
+    shapes = load_family(folder).shapes()
+    of = {part: {leaf.shape for leaf in jax.tree.leaves(tree)} for part, tree in shapes.items()}
+    own = set.union(*(of[part] for part in ENCODERS)) - of["transformer"] - of["vae"]
+    own = {shape for shape in own if len(shape) == 2}
+    assert shapes["text_encoder_3"]["shared"]["embedding"].shape in own and len(own) > 5
+    # The reward is tried out before the model is read, and evaluates twice.
+    assert len(each) == len(before) > 6 and all(own <= live for live in each[-4:])
+    assert not any(own & live for live in before)
+
+
+def test_a_later_run_encodes_nothing_and_needs_no_weights(
+    runs, store, config, folder, tmp_path, capsys
+):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    for part in ENCODERS:
+        for file in (bare / part).glob("*.safetensors"):
+            file.unlink()
+    c = config(prompts__store=store, model__folder=str(bare))
+    assert_same(trained(c, tmp_path / "run"), runs["ahead"][1])
+    assert f"all 6 prompts are encoded in {store}\n" in capsys.readouterr().out
+
+    with pytest.raises(
+        ConfigError, match=r"bare/text_encoder holds no weights, and \S+ holds .* by 0 models"
+    ):
+        trained(config(prompts__store=str(tmp_path), model__folder=str(bare)), tmp_path / "none")
+    (tmp_path / "more.txt").write_text("a new prompt\n")
+    c.evaluation.prompts = str(tmp_path / "more.txt")
+    with pytest.raises(
+        ConfigError, match=r"1 prompt is not encoded in .* 'a new prompt', and .*no weights"
+    ):
+        trained(c, tmp_path / "more")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_begun_with_text_encoders_continues_without(runs, store, config, tmp_path):
+    shutil.copytree(runs["each_step"][0], tmp_path / "run")
+    assert len(trained(config(prompts__store=store, steps=3), tmp_path / "run")) == 4
+
+
+def test_a_limit_that_is_too_small_is_refused_before_anything_slow(config, tmp_path, monkeypatch):
+    LIVE.clear()
+    monkeypatch.setattr(run, "build", None)
+    c = config(prompts__store=str(tmp_path / "store"), prompts__store_limit=1e-4)
+    with pytest.raises(
+        ConfigError,
+        match=r"config.prompts.store_limit = 0.0001 GB is too small: 6 prompts are .* set it to 1 or more",
+    ):
+        trained(c, tmp_path / "run")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
+    c = config(prompts__store=str(tmp_path / "store"))
+    with pytest.raises(ConfigError, match=r"config.prompts.store = \S+ has room for 1.00kB, and 6"):
+        trained(c, tmp_path / "run")
+    assert not LIVE
+
+
+def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
+    config, store, tmp_path, monkeypatch
+):
+    """It is read on a rollout mesh's own thread."""
+    monkeypatch.setattr(run, "reached", lambda *given: TEXTS[:1])
+    with pytest.raises(
+        Stopped, match=r"does not hold '.*' encoded: encode it first; the same command encodes"
+    ):
+        trained(config(prompts__store=str(tmp_path / "store")), tmp_path / "run")
+
+
+@pytest.mark.parametrize("model", ["sd3", "flux", "zimage"])
+def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tmp_path, model):
+    """In a block of the same size; a pass without the prompt is alone in a step, and FLUX has none.
+
+    Z-Image does not attend to padding, of which nothing is stored.
+    """
+    systems, flux = [], model == "flux"
+    models = {"sd3": lambda: folder, "flux": lambda: flux_folder(base, "dev")}
+    models["zimage"] = lambda: zimage_folder(base)
+    for encoding_of in ("each_step", "ahead"):
+        c = config(
+            prompts__encoding=encoding_of,
+            prompts__store=str(tmp_path),
+            precision=ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16")),
+            model__folder=str(models[model]()),
+            lora__targets="",  # the family's own
+            model__max_sequence_length=64,
+        )
+        recipe = place(open_recipe(c), 2)
+        if encoding_of == "ahead":
+            ahead.encode(recipe, jax.devices()[:2], TEXTS)
+        systems.append(build(recipe, jax.devices()[:2]))
+    records = said(*TEXTS) if flux else said(*TEXTS, TEXTS[-1])
+    on_mesh, stored = (one.sampler.encode(one.publish(one.start), records) for one in systems)
+    assert (stored.null is None) == flux
+    if model == "zimage":
+        on_mesh, padded = (jax.tree.map(_without_padding, on_mesh, is_leaf=_is_masked), on_mesh)
+        assert np.any(padded.conditioning.context != on_mesh.conditioning.context)
+    assert jax.tree.structure(on_mesh) == jax.tree.structure(stored)
+    for mine, theirs in zip(jax.tree.leaves(stored), jax.tree.leaves(on_mesh), strict=True):
+        assert (mine.dtype, mine.sharding) == (theirs.dtype, theirs.sharding)
+        if len(theirs) == 1:
+            error = np.abs(np.float32(mine) - np.float32(theirs)).max()
+            assert error <= np.abs(np.float32(theirs)).max() * 0.02
+        else:
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_large_text_encoders_encode_ahead_by_default(config, folder, monkeypatch):
+    family, recipe = load_family(folder), open_recipe(config(prompts__encoding="auto"))
+    assert not prompt_store.is_ahead(recipe, family)
+    monkeypatch.setattr(prompt_store, "LARGE", prompt_store.encoder_bytes(recipe, family) - 1)
+    assert prompt_store.is_ahead(recipe, family)
+    half = open_recipe(
+        config(prompts__encoding="auto", precision=ConfigDict(dict(frozen="bfloat16")))
+    )
+    assert not prompt_store.is_ahead(half, family)
+
+
+def test_what_a_run_reaches(base, config, tmp_path):
+    """Two prompts a step in an order of its own, and the first prompts of evaluations."""
+    c = config(evaluation__images=1, steps=1)
+    (tmp_path / "held_out.txt").write_text("one\ntwo\n")
+    c.evaluation.prompts = str(tmp_path / "held_out.txt")
+    first = reached(open_recipe(c), tmp_path)
+    assert first[0] == "one" and len(first) == 3 and {*first[1:]} < {*TEXTS}
+    c.steps = 2
+    second = reached(open_recipe(c), tmp_path, first=1)
+    assert len(second) == 3 and not {*second[1:]} & {*first[1:]}
+    c.steps = 1000
+    assert {*reached(open_recipe(c), tmp_path)} == {"one", *TEXTS}
+
+
+def _is_masked(tree) -> bool:
+    return hasattr(tree, "mask")
+
+
+def _without_padding(found):
+    return found._replace(context=jnp.where(found.mask[..., None], found.context, 0))
+
+
+SCRIPT = """
+import atexit, sys
+from ml_collections import ConfigDict
+
+unwanted = ("torch", "tensorflow", "diffusers")
+atexit.register(lambda: print("imported:", [name for name in unwanted if name in sys.modules]))
+
+def get_config():
+    return ConfigDict({config})
+"""
+
+
+def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
+    base, config, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(StableDiffusion3, "encoded_prompts", 2)
+    monkeypatch.setattr(ahead, "TOGETHER", 2)
+    c = config(prompts__store=str(tmp_path / "store"))
+    ahead.encode(
+        place(open_recipe(config(prompts__store=str(tmp_path / "all"))), 1),
+        jax.devices()[:1],
+        TEXTS,
+    )
+    said = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"of 6 prompts 6 are to be encoded, 1.33MB in \S+all", said[0])
+    assert said[1] == "2 blocks of 2 prompts are left, about 00:00"
+    assert re.fullmatch(r"encoded 6 prompts, 16.5kB, in 00:\d\d", said[2])
+    added, add = [], encoded.PromptStore.add
+
+    def interrupted(store, rows):
+        if added:
+            raise KeyboardInterrupt
+        added.extend(rows)
+        add(store, rows)
+
+    monkeypatch.setattr(encoded.PromptStore, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ahead.encode(place(open_recipe(c), 1), jax.devices()[:1], TEXTS)
+    assert len(added) == 3 and added[0] == NULL  # it is a block of its own
+
+    (tmp_path / "config.py").write_text(SCRIPT.replace("{config}", repr(c.to_dict())))
+    done = run_script("encode_prompts.py", f"--config={tmp_path / 'config.py'}")
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"of 6 prompts 3 are to be encoded, \S+B in \S+store\n", done.stdout)
+    assert "encoded 3 prompts, " in done.stdout
+    assert done.stdout.endswith("imported: []\n")
+    with pytest.raises(ConfigError, match="set it to 'ahead' here and in training"):
+        ahead.encode_all(open_recipe(config(prompts__encoding="each_step")))
+
+
+KILLED = """
+import os, signal, sys
+from digen_jax.models.stable_diffusion_3 import StableDiffusion3
+from digen_jax.run import ahead
+from ml_collections import ConfigDict
+
+StableDiffusion3.encoded_prompts = ahead.TOGETHER = 1
+seen = []
+
+def watch(event, arguments):
+    if event == "os.rename" and "encoded_prompts" in str(arguments[1]) and os.environ.get("KILL"):
+        seen.append(arguments)
+        if len(seen) > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(watch)
+
+def get_config():
+    return ConfigDict({config})
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_encoding_continues_where_it_stopped(config, tmp_path):
+    c = config(prompts__store=str(tmp_path / "store"))
+    text = KILLED.replace("{config}", repr(c.to_dict()))
+    (tmp_path / "config.py").write_text(text)
+    script = [sys.executable, ROOT / "launch" / "encode_prompts.py"]
+    command = [*script, f"--config={tmp_path / 'config.py'}"]
+
+    def begin(**variables):
+        given = environment(1, **variables)
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=given)
+
+    killed = begin(KILL="1")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    whole = begin()
+    assert whole.returncode == 0, whole.stderr
+    left = int(re.match(r"of 6 prompts (\d) are to be encoded", whole.stdout)[1])
+    assert 0 < left < 6
+
+
+@pytest.mark.slow
+def test_two_processes_encode_together_and_train_as_one_does(config, tmp_path):
+    """With one folder, in which the first one stores."""
+    c = config(prompts__store=str(tmp_path / "store"), reward__name=("tests.tiny_runs:redness",))
+    c.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=4)))
+    text = f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({c.to_dict()!r})\n"
+    (tmp_path / "config.py").write_text(text)
+    script = [ROOT / "launch" / "train.py", "--config=config.py", "--workdir=two"]
+    first, second = together(tmp_path, script)
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "of 6 prompts 6 are to be encoded" in first[1] and second[1] == ""
+    assert [len(encoded._about(b)["texts"]) for b in encoded._blocks(tmp_path / "store")] == [6]
+    two = [without_timing(line) for line in read_metrics(tmp_path / "two" / "metrics.jsonl")]
+    c.prompts.encoding = "each_step"
+    assert run.train(place(open_recipe(c), 8), tmp_path / "one") is None
+    one = [without_timing(line) for line in read_metrics(tmp_path / "one" / "metrics.jsonl")]
+    assert_same(two, one)
