@@ -19,12 +19,14 @@ from digen_jax.engine.system import Rollout, System, in_dtype, lying, reshard
 from digen_jax.engine.trainer import Trainer, TrainState
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.flow.steps import Ode, make_step
-from digen_jax.models import flux_family, stable_diffusion_3, zimage_family
 from digen_jax.models.family import Family, Params, Size
-from digen_jax.models.flux_family import Flux
+from digen_jax.models.flux import family as flux_family
+from digen_jax.models.flux.family import Flux
 from digen_jax.models.remat import Remat
-from digen_jax.models.stable_diffusion_3 import StableDiffusion3
-from digen_jax.models.zimage_family import ZImage
+from digen_jax.models.sd3 import family as stable_diffusion_3
+from digen_jax.models.sd3.family import StableDiffusion3
+from digen_jax.models.zimage import family as zimage_family
+from digen_jax.models.zimage.family import ZImage
 from digen_jax.policies import check_heads, check_model, make_policy, trained_of, trained_policy
 from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
 from digen_jax.rewards.pool import RewardPool

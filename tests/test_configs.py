@@ -18,13 +18,13 @@ from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys
 from digen_jax.models.published import published_folder
-from digen_jax.models.stable_diffusion_3 import COMPONENTS, T5_COMPONENTS
+from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
 from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.run.footprint import model_footprint
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import quick, said
-from tests.t5_folders import vocabulary, write_tokenizer
+from tests.models.sd3.t5_folders import vocabulary, write_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"

@@ -29,7 +29,7 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.flow.steps import Ode, ReverseStep
-from digen_jax.models.stable_diffusion_3 import T5_TOKENS
+from digen_jax.models.sd3.family import T5_TOKENS
 from digen_jax.process.launching import prepare
 from digen_jax.runtime.steps import Images
 from digen_jax.weights.lora import adapted_layers

@@ -14,9 +14,9 @@ import numpy as np
 from digen_jax.assemble import open_pipeline
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError
-from digen_jax.models import sd3
 from digen_jax.models.layers import sincos_2d_table
-from digen_jax.models.stable_diffusion_3 import COMPONENTS, StableDiffusion3
+from digen_jax.models.sd3 import network as sd3
+from digen_jax.models.sd3.family import COMPONENTS, StableDiffusion3
 from digen_jax.weights.folder import write_params
 
 HEADS, CHANNELS = 24, 64

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from digen_jax.models import autoencoder_kl
+from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Params, Record
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.precision import exact_products

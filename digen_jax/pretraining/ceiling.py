@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from digen_jax.models.stable_diffusion_3 import StableDiffusion3
+from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.runtime.evaluation import Evaluation, score_table
 from digen_jax.shapes.captions import heldout_records
 from digen_jax.shapes.render import render_batch

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from digen_jax.models.stable_diffusion_3 import (
+from digen_jax.models.sd3.family import (
     COMPONENTS,
     PIPELINE_CLASS,
     StableDiffusion3,

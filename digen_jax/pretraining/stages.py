@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from digen_jax.models.autoencoder_kl import scale_latents
-from digen_jax.models.stable_diffusion_3 import StableDiffusion3, TokenIds
+from digen_jax.models.autoencoders.autoencoder_kl import scale_latents
+from digen_jax.models.sd3.family import StableDiffusion3, TokenIds
 from digen_jax.pretraining.fit import fit
 from digen_jax.pretraining.pool import Pool
 from digen_jax.pretraining.settings import PretrainSettings

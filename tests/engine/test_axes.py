@@ -16,10 +16,10 @@ from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import quick, said
 from tests.engine import toy
-from tests.flux_folders import flux_folder
+from tests.models.flux.folders import flux_folder
+from tests.models.zimage.folders import zimage_folder
 from tests.pipelines import write_tiny_pipeline
 from tests.tiny_runs import TARGETS, once, prompt_file
-from tests.zimage_folders import zimage_folder
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
 

@@ -13,7 +13,7 @@ from digen_jax import assemble
 from digen_jax.algorithms.ratios import guard_log_ratio
 from digen_jax.config.door import open_recipe, place
 from digen_jax.flow.sampling import TRANSITION, flatten, image_keys, replay
-from digen_jax.models.sd3 import FROZEN, SD3Config, SD3Transformer
+from digen_jax.models.sd3.network import FROZEN, SD3Config, SD3Transformer
 from digen_jax.runtime.steps import Images
 from tests.cases import quick, said
 from tests.engine import toy

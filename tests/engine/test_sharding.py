@@ -13,8 +13,8 @@ from digen_jax.engine import sharding
 from digen_jax.engine.axes import axis_sizes
 from digen_jax.engine.sharding import Layout
 from digen_jax.errors import ConfigError
-from digen_jax.models import sd3
 from digen_jax.models.logical_axes import NAMES, logical_axes
+from digen_jax.models.sd3 import network as sd3
 from tests.engine import toy
 from tests.pipelines import ROOT
 

@@ -23,9 +23,9 @@ from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import System
 from digen_jax.engine.trainer import TrainState
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
-from digen_jax.models import sd3
 from digen_jax.models.family import Heads, Size
 from digen_jax.models.logical_axes import logical_axes
+from digen_jax.models.sd3 import network as sd3
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import training
 from digen_jax.runtime.executors import Executors

@@ -17,7 +17,7 @@ from digen_jax.inference.model import open_model
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run.train import train
 from tests.cases import quick, said
-from tests.flux_folders import flux_folder, flux_pipeline, packed
+from tests.models.flux.folders import flux_folder, flux_pipeline, packed
 from tests.tiny_runs import once, tiny_config
 
 STEPS, TOKENS, SIDE = 3, 21, 16

@@ -14,7 +14,7 @@ from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import open_model
 from digen_jax.run.train import train
 from tests.cases import quick, said
-from tests.t5_folders import add_t5
+from tests.models.sd3.t5_folders import add_t5
 from tests.tiny_runs import PROMPTS, pipeline, tiny_config
 
 PART = "text_encoder_3"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from digen_jax.assemble import load_family
-from digen_jax.models.stable_diffusion_3 import TokenIds
+from digen_jax.models.sd3.family import TokenIds
 from tests.pipelines import ROOT
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from digen_jax.models.stable_diffusion_3 import StableDiffusion3
+from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.pretraining.ceiling import ceiling, round_trip
 from digen_jax.shapes.reward import shapes_geneval
 from tests.pipelines import ROOT

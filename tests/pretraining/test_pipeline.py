@@ -73,7 +73,7 @@ def oracle(trained) -> StableDiffusion3Pipeline:
 @functools.cache
 def ours(folder: pathlib.Path):
     """The family and all its parameters, read from the folder."""
-    from digen_jax.models.stable_diffusion_3 import StableDiffusion3
+    from digen_jax.models.sd3.family import StableDiffusion3
 
     family = StableDiffusion3.from_folder(folder)
     return family, {part: family.read(folder, part) for part in PARTS}

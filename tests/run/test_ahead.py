@@ -20,7 +20,7 @@ from digen_jax.assemble import build, load_family
 from digen_jax.config.door import open_recipe, place
 from digen_jax.engine.encoding import NULL
 from digen_jax.errors import ConfigError
-from digen_jax.models.stable_diffusion_3 import StableDiffusion3
+from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.process.ending import Stopped
 from digen_jax.prompts import encoded
 from digen_jax.records.metrics import read_metrics, without_timing
@@ -28,13 +28,13 @@ from digen_jax.run import ahead
 from digen_jax.run import train as run
 from digen_jax.run.reached import reached
 from tests.cases import said
-from tests.flux_folders import flux_folder
+from tests.models.flux.folders import flux_folder
+from tests.models.sd3.t5_folders import add_t5
+from tests.models.zimage.folders import zimage_folder
 from tests.pipelines import ROOT, environment
 from tests.run.test_hosts import together
 from tests.scripts import run_script
-from tests.t5_folders import add_t5
 from tests.tiny_runs import PROMPTS, pipeline, tiny_config
-from tests.zimage_folders import zimage_folder
 
 TEXTS = [json.loads(line)["prompt"] for line in PROMPTS]
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -302,7 +302,7 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
 
 KILLED = """
 import os, signal, sys
-from digen_jax.models.stable_diffusion_3 import StableDiffusion3
+from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.run import ahead
 from ml_collections import ConfigDict
 

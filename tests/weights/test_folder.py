@@ -12,7 +12,9 @@ import pytest
 import torch
 import transformers
 
-from digen_jax.models import autoencoder_kl, clip_text, sd3
+from digen_jax.models.autoencoders import autoencoder_kl
+from digen_jax.models.sd3 import network as sd3
+from digen_jax.models.text import clip_text
 from digen_jax.weights import folder, tensors
 from tests.weights import toy
 

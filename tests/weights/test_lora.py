@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from peft.utils import get_peft_model_state_dict
 
 from digen_jax.errors import ConfigError
-from digen_jax.models import sd3
+from digen_jax.models.sd3 import network as sd3
 from digen_jax.weights import folder, lora_files, lora_start, tensors
 from digen_jax.weights import lora as components
 from digen_jax.weights.lora import LoraConfig, lora_layers, merge

@@ -1,0 +1,165 @@
+"""AutoencoderKLFlux2, FLUX.2's autoencoder: AutoencoderKL with latents that are normed by fixed statistics.
+
+The diffusion model's latents are those of a patch side by side, each of these channels normed by the mean and the
+variance that a batch norm (arXiv 1502.03167) has recorded. Names follow diffusers' AutoencoderKLFlux2.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from digen_jax.json_fields import check_values, number
+from digen_jax.models.autoencoders.autoencoder_kl import (
+    AutoencoderKL,
+    AutoencoderKLConfig,
+    Decoder,
+    Encoder,
+)
+
+# LISTS is AutoencoderKL's; the statistics have no logical axes.
+AXES = ((r"^bn$", (None,)), (".*", ("conv_in", "conv_out")))
+# A counter of training steps in the files.
+IGNORED = ("bn.num_batches_tracked",)
+# Fields that only training and tiling read.
+BOOKKEEPING = ("batch_norm_momentum", "force_upcast", "sample_size")
+LEVELS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoencoderKLFlux2Config:
+    """The fields of diffusers' config.json, with its defaults."""
+
+    in_channels: int = 3
+    out_channels: int = 3
+    down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",) * LEVELS
+    up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",) * LEVELS
+    block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
+    decoder_block_out_channels: tuple[int, ...] | None = None  # None: block_out_channels
+    layers_per_block: int = number(2, 1, 100)
+    act_fn: str = "silu"
+    latent_channels: int = 32
+    norm_num_groups: int = 32
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    mid_block_add_attention: bool = True
+    batch_norm_eps: float = number(1e-4, 0, 1)
+    patch_size: tuple[int, ...] = (2, 2)
+
+    def __post_init__(self):
+        if self.patch_size != (2, 2):
+            raise ValueError(f"patch_size must be [2, 2] but is {list(self.patch_size)}")
+        own = self.decoder_block_out_channels
+        if own is not None and len(own) != len(self.block_out_channels):
+            raise ValueError(
+                f"decoder_block_out_channels must have {len(self.block_out_channels)} entries, as many as"
+                f" block_out_channels, but is {own}"
+            )
+        _ = self.encoder
+        try:
+            _ = self.decoder
+        except ValueError as error:
+            raise ValueError(f"decoder_block_out_channels: {error}") from error
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "AutoencoderKLFlux2Config":
+        """The configuration in a diffusers config.json.
+
+        Raises:
+          ValueError: a field is unknown or has a value that this network does not support.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {}
+        for name, value in config.items():
+            if name.startswith("_") or name in BOOKKEEPING:
+                continue
+            if name not in known:
+                raise ValueError(
+                    f"AutoencoderKLFlux2 has no field {name!r}: remove it from the config"
+                )
+            values[name] = tuple(value) if isinstance(value, list) else value
+        check_values(cls, values)
+        return cls(**values)
+
+    @property
+    def encoder(self) -> AutoencoderKLConfig:
+        """AutoencoderKL's configuration with the same encoder."""
+        shared = {field.name for field in dataclasses.fields(AutoencoderKLConfig)}
+        fields = {name: value for name, value in vars(self).items() if name in shared}
+        return AutoencoderKLConfig(**fields)
+
+    @property
+    def decoder(self) -> AutoencoderKLConfig:
+        """AutoencoderKL's configuration with the same decoder."""
+        channels = self.decoder_block_out_channels or self.block_out_channels
+        return dataclasses.replace(self.encoder, block_out_channels=channels)
+
+
+class LatentStatistics(nn.Module):
+    """Mean and variance of each channel of patched latents, as a batch norm has recorded them."""
+
+    channels: int
+    epsilon: float
+
+    def setup(self):
+        """The statistics, which nothing here updates."""
+        self.running_mean = self.param("running_mean", nn.initializers.zeros, (self.channels,))
+        self.running_var = self.param("running_var", nn.initializers.ones, (self.channels,))
+
+    def norm(self, latents: Float[Array, "*b c"]) -> Float[Array, "*b c"]:
+        """Latents with the recorded statistics to latents of mean 0 and variance 1."""
+        return (latents - self.running_mean) / jnp.sqrt(self.running_var + self.epsilon)
+
+    def undo(self, latents: Float[Array, "*b c"]) -> Float[Array, "*b c"]:
+        """The inverse of `norm`."""
+        return latents * jnp.sqrt(self.running_var + self.epsilon) + self.running_mean
+
+
+class AutoencoderKLFlux2(AutoencoderKL):
+    """Images to latents and back; computes in `dtype`, returns float32.
+
+    `encode` and `decode` are AutoencoderKL's, of raw latents.
+    """
+
+    config: AutoencoderKLFlux2Config
+
+    def setup(self):
+        """The two halves, the 1x1 convolutions next to the latents, and the latents' statistics."""
+        config = self.config
+        self.encoder = Encoder(config.encoder, self.dtype)
+        self.decoder = Decoder(config.decoder, self.dtype)
+        if config.use_quant_conv:
+            self.quant_conv = nn.Conv(2 * config.latent_channels, (1, 1), dtype=self.dtype)
+        if config.use_post_quant_conv:
+            self.post_quant_conv = nn.Conv(config.latent_channels, (1, 1), dtype=self.dtype)
+        channels = config.latent_channels * math.prod(config.patch_size)
+        self.bn = LatentStatistics(channels, config.batch_norm_eps)
+
+    def scale_latents(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b h//2 w//2 4*c"]:
+        """Raw latents, of even sides, to the diffusion model's latents, of about unit variance."""
+        return self.bn.norm(_patched(latents))
+
+    def unscale_latents(self, latents: Float[Array, "b h w d"]) -> Float[Array, "b 2*h 2*w d//4"]:
+        """The diffusion model's latents to raw latents; the inverse of `scale_latents`."""
+        return _unpatched(self.bn.undo(latents))
+
+    def reconstruct(self, images: Float[Array, "b H W rgb"]) -> Float[Array, "b H W rgb"]:
+        """Images in [-1, 1] to images, through the means of their latents; for `init`, as it runs all modules."""
+        mean, _ = self.encode(images)
+        return self.decode(self.unscale_latents(self.scale_latents(mean)))
+
+
+def _patched(latents: Float[Array, "b h w c"]) -> Float[Array, "b h//2 w//2 4*c"]:
+    """The four latents of a patch side by side, channel by channel."""
+    b, h, w, c = latents.shape
+    patches = latents.reshape(b, h // 2, 2, w // 2, 2, c)
+    return jnp.einsum("bhpwqc->bhwcpq", patches).reshape(b, h // 2, w // 2, 4 * c)
+
+
+def _unpatched(latents: Float[Array, "b h w d"]) -> Float[Array, "b 2*h 2*w d//4"]:
+    b, h, w, d = latents.shape
+    patches = latents.reshape(b, h, w, d // 4, 2, 2)
+    return jnp.einsum("bhwcpq->bhpwqc", patches).reshape(b, 2 * h, 2 * w, d // 4)

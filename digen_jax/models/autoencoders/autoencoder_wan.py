@@ -1,0 +1,229 @@
+"""The autoencoder of Wan 2.1 and of Qwen-Image: clips to latents and back, channels last.
+
+Wan (arXiv 2503.20314), Qwen-Image (arXiv 2508.02324), whose autoencoder is Wan's with another decoder's weights. A
+picture is a clip of one frame. diffusers' AutoencoderKLWan and AutoencoderKLQwenImage are the same network with the
+same tensor names. Wan 2.2's autoencoder is another one.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from digen_jax.json_fields import check_values, number
+from digen_jax.models.autoencoders.autoencoder_wan_layers import (
+    CausalConv3d,
+    Chunk,
+    Decoder3d,
+    Encoder3d,
+)
+
+LISTS: tuple[str, ...] = (
+    "down_blocks",
+    "up_blocks",
+    "resnets",
+    "attentions",
+    "upsamplers",
+    "resample",
+)
+
+# The logical axes of kernels, see `logical_axes`; scales of norms have none.
+AXES = ((r"norm", (None,)), (".*", ("conv_in", "conv_out")))
+
+# Those of Wan 2.1 and Qwen-Image.
+MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
+MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
+STD = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
+STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
+
+# Fields of diffusers' config.json with the one value that this network has, and why.
+FIXED = {
+    "is_residual": (False, "the autoencoder of Wan 2.2 is another network"),
+    "patch_size": (None, "the autoencoder of Wan 2.2 is another network"),
+    "attn_scales": ((), "attention is in the middle blocks only"),
+}
+# Dropout is for the training of the autoencoder.
+BOOKKEEPING = ("dropout",)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoencoderKLWanConfig:
+    """The fields of diffusers' config.json of both classes, with its defaults."""
+
+    base_dim: int = 96
+    decoder_base_dim: int | None = None  # None: base_dim
+    z_dim: int = 16
+    dim_mult: tuple[int, ...] = number((1, 2, 4, 4), 1, 1000)
+    num_res_blocks: int = number(2, 1, 100)
+    temperal_downsample: tuple[bool, ...] = (False, True, True)
+    in_channels: int = 3
+    out_channels: int = 3
+    latents_mean: tuple[float, ...] = number(MEAN, -1e6, 1e6)
+    latents_std: tuple[float, ...] = number(STD, 1e-6, 1e6)
+    # What diffusers' pipelines compute sizes with; None: they take it from the network.
+    scale_factor_temporal: int | None = None
+    scale_factor_spatial: int | None = None
+
+    def __post_init__(self):
+        if len(self.temperal_downsample) != len(self.dim_mult) - 1:
+            raise ValueError(
+                f"temperal_downsample must have {len(self.dim_mult) - 1} entries, one fewer than dim_mult, but is"
+                f" {self.temperal_downsample}"
+            )
+        for field in ("latents_mean", "latents_std"):
+            if len(getattr(self, field)) != self.z_dim:
+                raise ValueError(
+                    f"{field} must have {self.z_dim} numbers, as many as z_dim, but has"
+                    f" {len(getattr(self, field))}"
+                )
+        for field, factor in (
+            ("scale_factor_temporal", self.frames_factor),
+            ("scale_factor_spatial", self.side_factor),
+        ):
+            if getattr(self, field) not in (None, factor):
+                raise ValueError(
+                    f"{field} must be {factor}, as dim_mult and temperal_downsample have it, but is"
+                    f" {getattr(self, field)}"
+                )
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "AutoencoderKLWanConfig":
+        """The configuration in a diffusers config.json, of either class.
+
+        Raises:
+          ValueError: a field is unknown or has a value that this network does not support.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {}
+        for name, value in config.items():
+            value = tuple(value) if isinstance(value, list) else value
+            if name in FIXED:
+                only, reason = FIXED[name]
+                if value != only:
+                    shown = {False: "false", None: "null", (): "[]"}[only]
+                    raise ValueError(f"{name} must be {shown} but is {value!r}: {reason}")
+            elif name == "input_channels":  # AutoencoderKLQwenImage has one field for both
+                values |= {"in_channels": value, "out_channels": value}
+            elif name in known:
+                values[name] = value
+            elif not name.startswith("_") and name not in BOOKKEEPING:
+                raise ValueError(
+                    f"AutoencoderKLWan has no field {name!r}: remove it from the config"
+                )
+        check_values(cls, values)
+        return cls(**values)
+
+    @property
+    def side_factor(self) -> int:
+        """Pixels for each latent along height and width."""
+        return 2 ** len(self.temperal_downsample)
+
+    @property
+    def frames_factor(self) -> int:
+        """Frames for each frame of latents behind the first, which is one frame."""
+        return 2 ** sum(self.temperal_downsample)
+
+
+def scale_latents(
+    config: AutoencoderKLWanConfig, latents: Float[Array, "*b h w c"]
+) -> Float[Array, "*b h w c"]:
+    """Raw latents of the autoencoder to the diffusion model's latents, of about unit variance."""
+    return (latents - jnp.asarray(config.latents_mean)) / jnp.asarray(config.latents_std)
+
+
+def unscale_latents(
+    config: AutoencoderKLWanConfig, latents: Float[Array, "*b h w c"]
+) -> Float[Array, "*b h w c"]:
+    """The diffusion model's latents to raw latents of the autoencoder; the inverse of `scale_latents`."""
+    return latents * jnp.asarray(config.latents_std) + jnp.asarray(config.latents_mean)
+
+
+class AutoencoderKLWan(nn.Module):
+    """Clips to latents and back, in float32."""
+
+    config: AutoencoderKLWanConfig
+
+    def setup(self):
+        """The two halves, and the 1x1 convolutions next to the latents."""
+        config = self.config
+        channels = 2 * config.z_dim
+        widths = [config.base_dim * factor for factor in config.dim_mult]
+        self.encoder = Encoder3d(
+            tuple(widths), config.num_res_blocks, config.temperal_downsample, channels
+        )
+        base = config.decoder_base_dim or config.base_dim
+        self.decoder = Decoder3d(
+            tuple(base * factor for factor in config.dim_mult[::-1]),
+            config.num_res_blocks + 1,
+            config.temperal_downsample[::-1],
+            config.out_channels,
+        )
+        self.quant_conv = CausalConv3d(channels, (1, 1, 1))
+        self.post_quant_conv = CausalConv3d(config.z_dim, (1, 1, 1))
+
+    def encode(
+        self, clips: Float[Array, "b T H W rgb"], at_once: int = 1
+    ) -> tuple[Float[Array, "b t h w c"], Float[Array, "b t h w c"]]:
+        """Clips in [-1, 1] to mean and log variance (clipped to [-30, 20]) of raw latents.
+
+        Args:
+          clips: 1 + n * `frames_factor` frames; sides are multiples of `side_factor`.
+          at_once: frames of latents that are computed together. More take more memory; the result is the same.
+
+        Raises:
+          ValueError: a number of frames that has no latents.
+        """
+        factor = self.config.frames_factor
+        frames = clips.shape[1]
+        if frames % factor != 1 % factor:
+            raise ValueError(
+                f"a clip must have 1 frame more than a multiple of {factor}, not {frames}: leave out the last"
+                f" {(frames - 1) % factor}"
+            )
+        first = _first(1 + (frames - 1) // factor, at_once)
+        moments = _in_chunks(self.encoder, clips, 1 + (first - 1) * factor, at_once * factor)
+        mean, logvar = jnp.split(self.quant_conv(moments, Chunk()), 2, axis=-1)
+        return mean, jnp.clip(logvar, -30.0, 20.0)
+
+    def decode(
+        self, latents: Float[Array, "b t h w c"], at_once: int = 1
+    ) -> Float[Array, "b T H W rgb"]:
+        """Raw latents to clips of 1 + (t - 1) * `frames_factor` frames, clipped to [-1, 1] as in diffusers.
+
+        Args:
+          latents: of one frame for a picture.
+          at_once: frames of latents that are decoded together. More take more memory; the result is the same.
+        """
+        x = self.post_quant_conv(latents, Chunk())
+        clips = _in_chunks(self.decoder, x, _first(x.shape[1], at_once), at_once)
+        return jnp.clip(clips, -1.0, 1.0)
+
+    def reconstruct(self, clips: Float[Array, "b T H W rgb"]) -> Float[Array, "b T H W rgb"]:
+        """Clips in [-1, 1] to clips, through the means of their latents; for `init`, as it runs all modules."""
+        return self.decode(self.encode(clips)[0])
+
+
+def _first(frames: int, at_once: int) -> int:
+    """The frames of the first chunk, such that all later ones have `at_once` frames."""
+    return 1 + (frames - 1) % at_once
+
+
+def _in_chunks(network: nn.Module, x: Array, first: int, size: int) -> Float[Array, "b t h w c"]:
+    """The network's result for a clip, of which it sees the `first` frames and then `size` at a time."""
+    chunk = Chunk()
+    y = network(x[:, :first], chunk)
+    if x.shape[1] == first:
+        return y
+
+    def step(network: nn.Module, past: list[Array], frames: Array) -> tuple[list[Array], Array]:
+        chunk = Chunk(past)
+        y = network(frames, chunk)
+        return chunk.kept, y
+
+    later = x[:, first:].reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
+    scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False})
+    _, ys = scan(network, chunk.kept, later)
+    ys = ys.swapaxes(0, 1).reshape(y.shape[0], -1, *y.shape[2:])
+    return jnp.concatenate([y, ys], axis=1)

@@ -1,0 +1,220 @@
+"""A decoder-only language model as a text encoder: Qwen2.5-VL (its text path), Qwen2, Qwen3, Llama and Mistral.
+
+Its hidden states condition Qwen-Image, Z-Image, FLUX.2 klein and HunyuanVideo. Names follow transformers'
+Qwen3ForCausalLM; the head that predicts tokens is never read.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from digen_jax.attention.attend import attend
+from digen_jax.models.text import rope
+from digen_jax.models.text.language_model_config import LanguageModelConfig
+
+LISTS: tuple[str, ...] = ("layers",)
+
+# The logical axes of kernels, see `logical_axes`.
+AXES = (
+    (r"/embed_tokens$", ("vocab", "embed")),
+    (r"self_attn/[qkv]_proj$", ("embed", "heads")),
+    (r"self_attn/[qk]_norm$", ("head_dim",)),
+    (r"self_attn/o_proj$", ("heads", "embed")),
+    (r"mlp/(gate|up)_proj$", ("embed", "mlp")),
+    (r"mlp/down_proj$", ("mlp", "embed")),
+    (r"norm$", ("embed",)),
+)
+
+# What files hold beside the text path: the head, the vision tower, and a buffer of old versions of transformers.
+IGNORED: tuple[str, ...] = (
+    "lm_head.weight",
+    "visual.*",
+    "model.visual.*",
+    "model.*rotary_emb.inv_freq",
+)
+
+# Where models with and without a vision tower, and with and without a head, have what is `model.*` here.
+PREFIXES = ("model.language_model.", "language_model.", "model.", "")
+CHILDREN = ("embed_tokens.", "layers.", "norm.")
+
+
+def canonical_name(name: str) -> str:
+    """The name here of a tensor in a file: see `PREFIXES`."""
+    for prefix in PREFIXES:
+        if name.startswith(prefix) and name[len(prefix) :].startswith(CHILDREN):
+            return "model." + name[len(prefix) :]
+    return name
+
+
+def state_indices(config: LanguageModelConfig, states: tuple[int, ...]) -> tuple[int, ...]:
+    """The indices from 0 of hidden states, of which those below 0 count from the last.
+
+    Raises:
+      ValueError: there is no such state, or none is asked for.
+    """
+    count = config.num_hidden_layers + 1
+    if not states:
+        raise ValueError("states must name at least one hidden state")
+    for state in states:
+        if not -count <= state < count:
+            raise ValueError(f"hidden state {state} must lie in [{-count}, {count})")
+    return tuple(state % count for state in states)
+
+
+def unused(config: LanguageModelConfig, states: tuple[int, ...]) -> tuple[str, ...]:
+    """Patterns of the tensors, by their `canonical_name`, that a model with these states does not read."""
+    layers = config.num_hidden_layers
+    last = max(state_indices(config, states))
+    above = tuple(f"model.layers.{layer}.*" for layer in range(last, layers))
+    return IGNORED + above + ("model.norm.weight",) * (last < layers)
+
+
+def _norm(config: LanguageModelConfig, dtype: DTypeLike, name: str) -> nn.RMSNorm:
+    """RMS norm over the last axis (arXiv 1910.07467) with float32 statistics."""
+    return nn.RMSNorm(epsilon=config.rms_norm_eps, dtype=dtype, name=name)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped heads and rotary positions."""
+
+    config: LanguageModelConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n d"], lengths: Int[Array, "b"]) -> Float[Array, "b n d"]:
+        """Attends from each token, of the padding too, to the valid tokens up to its own place."""
+        config, dtype = self.config, self.dtype
+        biased = config.attention_bias and config.model_type in ("llama", "qwen3")
+        qkv_biased = biased or config.model_type.startswith("qwen2")
+
+        def heads(name: str, number: int) -> Float[Array, "b n h w"]:
+            width = number * config.head_width
+            y = nn.Dense(width, use_bias=qkv_biased, dtype=dtype, name=name)(x)
+            return y.reshape(*x.shape[:2], number, config.head_width)
+
+        q = heads("q_proj", config.num_attention_heads)
+        k, v = heads("k_proj", config.groups), heads("v_proj", config.groups)
+        if config.model_type == "qwen3":
+            q, k = _norm(config, dtype, "q_norm")(q), _norm(config, dtype, "k_norm")(k)
+        frequencies = rope.inverse_frequencies(config.head_width, config.rope_theta)
+        if config.scaling is not None:
+            frequencies = rope.llama3_scaled(frequencies, config.scaling)
+        turns = rope.cos_sin(np.arange(x.shape[1], dtype=np.float32), frequencies)
+        q, k = rope.rotate_halves(q, *turns), rope.rotate_halves(k, *turns)
+        y = attend(q, k, v, lengths, causal=True).reshape(*x.shape[:2], -1)
+        return nn.Dense(config.hidden_size, use_bias=biased, dtype=dtype, name="o_proj")(y)
+
+
+class MLP(nn.Module):
+    """A gated feed-forward layer, SwiGLU (arXiv 2002.05202)."""
+
+    config: LanguageModelConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Applies the layer to each token."""
+        biased = self.config.mlp_bias and self.config.model_type == "llama"
+
+        def linear(name: str, width: int) -> nn.Dense:
+            return nn.Dense(width, use_bias=biased, dtype=self.dtype, name=name)
+
+        width = self.config.intermediate_size
+        y = nn.silu(linear("gate_proj", width)(x)) * linear("up_proj", width)(x)
+        return linear("down_proj", self.config.hidden_size)(y)
+
+
+class DecoderLayer(nn.Module):
+    """A transformer block, normed before attention and before the MLP."""
+
+    config: LanguageModelConfig
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n d"], lengths: Int[Array, "b"]) -> Float[Array, "b n d"]:
+        """Tokens to tokens."""
+        config, dtype = self.config, self.dtype
+        y = _norm(config, dtype, "input_layernorm")(x)
+        x = x + Attention(config, dtype, name="self_attn")(y, lengths)
+        y = _norm(config, dtype, "post_attention_layernorm")(x)
+        return x + MLP(config, dtype, name="mlp")(y)
+
+
+class Decoder(nn.Module):
+    """Embeddings and the layers up to the last state that is asked for, scanned from each state to the next."""
+
+    config: LanguageModelConfig
+    states: tuple[int, ...]
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, ids: Int[Array, "b n"], lengths: Int[Array, "b"]
+    ) -> tuple[Float[Array, "b n d"], ...]:
+        """Token ids to the states."""
+        config, dtype = self.config, self.dtype
+        x = nn.Embed(config.vocab_size, config.hidden_size, dtype=dtype, name="embed_tokens")(ids)
+        found, done = {0: x}, 0
+        for state in sorted(set(self.states) - {0}):
+            x = found[state] = self._run(x, lengths, done, state)
+            done = state
+        if done == config.num_hidden_layers:
+            found[done] = _norm(config, dtype, "norm")(x)
+        return tuple(found[state] for state in self.states)
+
+    def _run(
+        self, x: Float[Array, "b n d"], lengths: Int[Array, "b"], first: int, end: int
+    ) -> Float[Array, "b n d"]:
+        """Layers `first` to `end` - 1."""
+        count = end - first
+        name = f"layers_{first}to{end - 1}" if count > 1 else f"layers_{first}"
+        layer = DecoderLayer(self.config, self.dtype, name=name)
+        if count == 1:
+            return layer(x, lengths)
+
+        def step(layer, x, _):
+            return layer(x, lengths), None
+
+        axes = {"params": 0, "lora": 0}
+        scan = nn.scan(step, variable_axes=axes, split_rngs={"params": True}, length=count)
+        return scan(layer, x, None)[0]
+
+
+class LanguageModel(nn.Module):
+    """Token ids to hidden states; computes in and returns `dtype`.
+
+    Attributes:
+      states: indices into transformers' `output_hidden_states`: 0 are the embeddings, i the output of layer i - 1, and
+        the last one is normed; below 0 they count from the last. Layers above the largest do not exist.
+    """
+
+    config: LanguageModelConfig
+    states: tuple[int, ...] = (-1,)
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"] | Int[Array, "b n"]
+    ) -> tuple[Float[Array, "b n d"], ...]:
+        """The hidden states of all tokens, of the padding too, in the order of `states`.
+
+        As in transformers, positions count all tokens from 0, and nothing attends to padding.
+
+        Args:
+          ids: token ids.
+          mask: nonzero for a prompt's tokens, of which each row has some, 0 for the padding behind them.
+
+        Raises:
+          ValueError: there are more tokens than a layer's sliding window, or no such state.
+        """
+        window, n = self.config.sliding_window, ids.shape[1]
+        if window is not None and n > window:
+            raise ValueError(
+                f"ids has {n} tokens a prompt but sliding_window is {window}, and windows are not supported: "
+                f"truncate the prompts to {window} tokens"
+            )
+        lengths = (mask != 0).sum(axis=1).astype(jnp.int32)
+        states = state_indices(self.config, self.states)
+        return Decoder(self.config, states, self.dtype, name="model")(ids, lengths)

@@ -1,0 +1,169 @@
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from diffusers import Flux2KleinPipeline
+
+from digen_jax.models.text import language_model_tokenizer
+from digen_jax.models.text.language_model import LISTS, LanguageModel
+from digen_jax.models.text.language_model_config import LanguageModelConfig
+from digen_jax.models.text.tokenizer_files import longer, padded
+from tests.models import parity, tiny_tokenizer
+from tests.models.text.test_language_model import QWEN3, read_by, shapes, torch_module
+from tests.pipelines import ROOT
+
+CONFIG = {**QWEN3, "vocab_size": 303}
+ENCODER = LanguageModelConfig.from_config(CONFIG)
+LENGTH = 48
+PROMPTS = [
+    "",
+    "a photo of a red circle",
+    "a red circle left of a blue square and " * 5 + "a star",
+    "Ein Grün, e\u0301té \u2028 圆形 🟥 {braces} <|im_end|> %s",
+    "  two   spaces\n\tand 12345",
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizers")
+    new = tiny_tokenizer.save(path / "new")
+    return {"tokenizer.json": new, "vocab.json": tiny_tokenizer.in_old_files(new, path / "old")}
+
+
+@pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json"])
+@pytest.mark.parametrize("thinking", [True, False])
+def test_tokens_are_those_of_transformers(folders, files, thinking):
+    ours = language_model_tokenizer.read(folders[files], ENCODER, chats=True)
+    expected = transformers.AutoTokenizer.from_pretrained(folders["tokenizer.json"])
+    texts = language_model_tokenizer.chat(ours, PROMPTS, thinking)
+    thought = "" if thinking else "<think>\n\n</think>\n\n"
+    by_hand = [
+        f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{thought}"
+        for prompt in PROMPTS
+    ]
+    assert texts == by_hand
+    ids, mask = padded(ours, texts, LENGTH)
+    options = dict(padding="max_length", truncation=True, max_length=LENGTH)
+    theirs = expected(by_hand, **options, return_tensors="np")
+    np.testing.assert_array_equal(ids, theirs["input_ids"])
+    np.testing.assert_array_equal(mask, theirs["attention_mask"])
+    assert len(set(mask.sum(axis=1).tolist())) >= 4 and mask.all(axis=1).any()
+    cut = longer([(ours, LENGTH)], texts)
+    whole = [len(row) > LENGTH for row in expected(by_hand)["input_ids"]]
+    assert cut.tolist() == whole and any(whole) and not all(whole)
+    again, _ = padded(ours, texts, LENGTH)
+    np.testing.assert_array_equal(again, ids)
+    # A prompt without its longer neighbour.
+    alone, _ = padded(ours, texts[:1], LENGTH)
+    np.testing.assert_array_equal(alone, ids[:1])
+
+
+def test_embeddings_of_prompts_equal_the_pipelines_padding_included(folders):
+    """FLUX.2 klein's function, which stacks three states of all tokens."""
+    module = parity.randomise(torch_module(CONFIG))
+    theirs = Flux2KleinPipeline._get_qwen3_prompt_embeds(
+        module,
+        transformers.AutoTokenizer.from_pretrained(folders["tokenizer.json"]),
+        PROMPTS,
+        max_sequence_length=LENGTH,
+        hidden_states_layers=(1, 3, 4),
+    )
+    tokenizer = language_model_tokenizer.read(folders["vocab.json"], ENCODER, chats=True)
+    texts = language_model_tokenizer.chat(tokenizer, PROMPTS, thinking=False)
+    tokens = padded(tokenizer, texts, LENGTH)
+    model = LanguageModel(ENCODER, (1, 3, 4))
+    params = parity.to_flax(read_by(module, model), shapes(model), LISTS)
+    with jax.default_matmul_precision("highest"):
+        states = jax.jit(model.apply)({"params": params}, *tokens)
+    actual = jnp.stack(states, axis=2).reshape(len(PROMPTS), LENGTH, -1)
+    assert parity.worst([actual], [theirs.detach().numpy()])[0] < 1e-5
+
+
+def test_no_torch_is_imported(folders):
+    code = (
+        "import pathlib, sys\n"
+        "from digen_jax.models.text import language_model_config, language_model_tokenizer as tokens\n"
+        "from digen_jax.models.text.tokenizer_files import padded\n"
+        f"config = language_model_config.LanguageModelConfig.from_config({CONFIG})\n"
+        f"tokenizer = tokens.read(pathlib.Path({str(folders['tokenizer.json'])!r}), config, True)\n"
+        "padded(tokenizer, tokens.chat(tokenizer, ['a'], True), 5)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert torch.__version__  # it is installed, so that it could be imported
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def changed(folder, path, name, **fields):
+    """A copy of a folder with other fields in a JSON file; None removes one."""
+    path.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((path / name).read_text()) | fields
+    config = {field: value for field, value in config.items() if value is not None}
+    (path / name).write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tokenizer_class": "GemmaTokenizer"}, "tokenizer_class must be one of .*GemmaTokenizer"),
+        ({"tokenizer_class": None}, "tokenizer_class must be one of .*None"),
+        ({"padding_side": "left"}, "padding_side must be 'right' and is 'left'"),
+        (
+            {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": None},
+            "pad_token is missing",
+        ),
+    ],
+    ids=str,
+)
+def test_a_field_that_does_not_fit_is_named(folders, tmp_path, fields, message):
+    folder = changed(folders["tokenizer.json"], tmp_path, "tokenizer_config.json", **fields)
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {message}"):
+        language_model_tokenizer.read(folder, ENCODER)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", None, r"tokenizer_config\.json is missing"),
+        ("tokenizer.json", None, r"no vocabulary: tokenizer\.json is missing, and so is vocab"),
+        ("tokenizer.json", "{", r"tokenizer\.json is not JSON"),
+        ("tokenizer.json", "{}", "cannot be read"),
+        ("chat_template.jinja", None, r"no chat template: chat_template\.jinja is missing"),
+        ("chat_template.jinja", "{{ messages", "chat template in .* cannot be used"),
+        (
+            "chat_template.jinja",
+            "{{ raise_exception('no') }}",
+            "chat template in .* cannot be used",
+        ),
+    ],
+    ids=str,
+)
+def test_a_missing_or_broken_file_is_named(folders, tmp_path, file, content, message):
+    folder = changed(folders["tokenizer.json"], tmp_path, "tokenizer_config.json")
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        language_model_tokenizer.read(folder, ENCODER, chats=True)
+
+
+def test_a_template_is_only_needed_for_chats(folders, tmp_path):
+    folder = changed(folders["tokenizer.json"], tmp_path, "tokenizer_config.json")
+    (folder / "chat_template.jinja").unlink()
+    assert len(language_model_tokenizer.read(folder, ENCODER)) == 303
+
+
+def test_more_tokens_than_the_encoder_has_are_refused(folders):
+    encoder = LanguageModelConfig.from_config({**CONFIG, "vocab_size": 302})
+    with pytest.raises(ValueError, match="has 303 tokens, but its text encoder 302"):
+        language_model_tokenizer.read(folders["tokenizer.json"], encoder)
