@@ -22,6 +22,8 @@ from digen_jax.flow.steps import Ode, make_step
 from digen_jax.models.family import Family, Params, Size
 from digen_jax.models.flux import family as flux_family
 from digen_jax.models.flux.family import Flux
+from digen_jax.models.qwen_image import family as qwen_image_family
+from digen_jax.models.qwen_image.family import QwenImage
 from digen_jax.models.remat import Remat
 from digen_jax.models.sd3 import family as stable_diffusion_3
 from digen_jax.models.sd3.family import StableDiffusion3
@@ -49,6 +51,7 @@ FAMILIES = {
     stable_diffusion_3.PIPELINE_CLASS: StableDiffusion3,
     flux_family.PIPELINE_CLASS: Flux,
     zimage_family.PIPELINE_CLASS: ZImage,
+    qwen_image_family.PIPELINE_CLASS: QwenImage,
 }
 
 
