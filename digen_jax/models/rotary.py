@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
+from numpy.typing import DTypeLike
 
 Table = Float32[Array, "*b n d"] | Float32[np.ndarray, "n d"]
 

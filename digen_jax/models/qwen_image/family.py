@@ -54,7 +54,7 @@ DROPPED = 34
 # The default of `max_sequence_length` in diffusers' pipeline, and the most that it allows.
 TEXT_TOKENS, MOST_TOKENS = 512, 1024
 # The prompt of the pass without one: QwenLM/Qwen-Image, README.md, and verl-project/verl-omni,
-# examples/flowgrpo_trainer/data_process/qwenimage_ocr.py (8b0f0f99).
+# examples/flowgrpo_trainer/data_process/qwenimage_ocr.py (340b365).
 NULL = " "
 # Latents along each side of the images of diffusers' pipeline by default.
 SAMPLE_SIZE = 128

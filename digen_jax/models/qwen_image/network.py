@@ -21,7 +21,8 @@ from digen_jax.models.remat import Remat, block_run
 from digen_jax.models.rotary import Rotary, image_positions, rotary_table
 
 LISTS = dual_block.QWEN_IMAGE_LISTS
-# `target_modules` of verl-project/verl-omni, examples/flowgrpo_trainer/qwen_image/run_qwen_image_ocr_lora.sh (8b0f0f99).
+# `target_modules` of verl-project/verl-omni, examples/flowgrpo_trainer/qwen_image/run_qwen_image_ocr_lora.sh (8b0f0f9),
+# which are ends of names.
 LORA_TARGETS = (
     r"transformer_blocks\.\d+\."
     r"(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|(img|txt)_mlp\.net\.(0\.proj|2))"
