@@ -30,6 +30,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
 SD35 = "sd35_medium"
 FLUX = "flux_dev"
+QWEN_IMAGE = "qwen_image"
 
 
 def recipes(name):
@@ -108,7 +109,7 @@ SCHEDULER = {
 def load(name, *argument):
     """What a config file gives, with the fields that only a user can fill in filled in."""
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
-    if name in (SD35, FLUX):
+    if name in (SD35, FLUX, QWEN_IMAGE):
         config.prompts.file = config.evaluation.prompts = str(GENEVAL)
         config.reward.name = ("shapes_geneval",)
     return config

@@ -23,7 +23,7 @@ from tests.cases import said
 from tests.models.qwen_image.folders import packed, qwen_image_folder, qwen_image_pipeline
 from tests.tiny_runs import once, tiny_config
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 STEPS, TOKENS, SIDE, GUIDANCE = 3, 21, 16, 3.0
 SAID = ["a photo of a red circle", "two green squares left of it"]
@@ -81,7 +81,6 @@ def test_ratios_are_one_at_the_weights_that_sampled(workdir):
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
 
 
-@pytest.mark.slow
 def test_an_exported_run_gives_its_images_in_diffusers(base, workdir, tmp_path):
     folder = qwen_image_folder(base)
     images, noise = by_ours(workdir)
@@ -95,7 +94,6 @@ def test_an_exported_run_gives_its_images_in_diffusers(base, workdir, tmp_path):
     assert (np.abs(found - before).max((1, 2, 3)) > 4 / 255).all()
 
 
-@pytest.mark.slow
 def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
     """On the layers of the published script, read from diffusers' file and merged; prompts have their 512 tokens."""
     folder = qwen_image_folder(base)
@@ -125,7 +123,6 @@ def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
     assert adapted_layers(trained, family.lora_targets, family.lists)["transformer"] == layers
 
 
-@pytest.mark.slow
 def test_prompts_are_drawn_into_a_folder(base, tmp_path):
     """As launch/sample.py does, with the family's own guidance and steps' number given."""
     model = open_model(str(qwen_image_folder(base)), jax.devices()[:1])

@@ -34,7 +34,7 @@ PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃ left of
 NEGATIVE = ["a circle left of it", "", "red"]
 LONG = "a red circle left of a blue square and " * 3 + "a green star"
 # Tokens of a prompt; odd, and fewer than LONG has.
-LENGTH = 45
+LENGTH = 41
 STEPS, SIZE, GUIDANCE = 4, Size(12, 20), 4.0
 
 
