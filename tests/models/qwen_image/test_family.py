@@ -215,7 +215,7 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(
             for a in (prompt, v, null + guidance * (prompt - null))
         ]
         np.testing.assert_allclose(lengths[1], lengths[0], rtol=1e-5)
-        assert np.abs(lengths[2] / lengths[0] - 1).max() > 0.05
+        assert np.abs(lengths[2] / lengths[0] - 1).max() > 0.005
         x = x + (after - sigma) * v
         close(packed(x), latents, 1e-4)
     images = np.asarray(decode(params, x))[:, 0]
@@ -226,10 +226,9 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(
 
 def test_guidance_of_a_velocity_of_zeros_is_a_number(ours):
     """Where diffusers divides 0 by 0: a network of which nothing is trained yet."""
-    guided, zeros = ours[0].guided, jnp.zeros((1, 2, 4, 3))
-    value, gradients = jax.value_and_grad(lambda n, p: guided(n, p, 3.0).sum(), (0, 1))(
-        zeros, zeros
-    )
+    zeros = jnp.zeros((1, 2, 4, 3))
+    guided = jax.jit(jax.value_and_grad(lambda n, p: ours[0].guided(n, p, 3.0).sum(), (0, 1)))
+    value, gradients = guided(zeros, zeros)
     assert value == 0 and np.isfinite(gradients).all()
 
 
