@@ -9,6 +9,7 @@ from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.errors import ConfigError
 from digen_jax.models.published import published_folder
 from digen_jax.planning.footprint import model_footprint
+from tests.cases import quick
 from tests.test_configs import QWEN_IMAGE, gigabytes, load, shapes_of_a_step, traced, unread
 
 __all__ = ["traced", "unread"]  # fixtures
@@ -49,7 +50,7 @@ def test_it_has_the_published_batch_window_and_objective():
     assert (algorithm.clip_range, found.lora.init) == (1e-5, "gaussian")
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"])
+@pytest.mark.parametrize("model", quick([("Qwen/Qwen-Image",), ("Qwen/Qwen-Image-2512",)], 0))
 def test_it_tunes_the_published_layers_and_shares_the_others(model):
     """Of what the docstring's memory is made."""
     sizes = model_footprint(open_recipe(here(model=model)))
