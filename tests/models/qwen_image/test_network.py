@@ -72,7 +72,8 @@ def inputs(name: str):
     latents = draw((rows, 2 * height, 2 * width, fields["in_channels"] // 4))
     context = draw((rows, max(lengths), fields["joint_attention_dim"]))
     mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
-    sigma = np.linspace(0.977, 0.3, rows)
+    # Numbers that bfloat16 holds, so that its error is not that of time, which diffusers rounds.
+    sigma = np.linspace(250, 76, rows) / 256
     arrays = (jnp.asarray(a, jnp.float32) for a in (latents, context, sigma))
     return *arrays, jnp.asarray(mask)
 
