@@ -78,13 +78,16 @@ class Modulation(nn.Module):
     """The linear layer of diffusers' adaptive layer norms, initialised to zero (adaLN-Zero of DiT)."""
 
     chunks: int
+    use_bias: bool = True
 
     @nn.compact
     def __call__(self, embedding: Float[Array, "b d"]) -> Sequence[Float[Array, "b 1 d"]]:
         """`chunks` float32 vectors from the conditioning, of shapes that broadcast over tokens."""
         features = self.chunks * embedding.shape[-1]
         zeros = nn.initializers.zeros
-        linear = Linear(features, dtype=jnp.float32, kernel_init=zeros, name="linear")
+        linear = Linear(
+            features, self.use_bias, dtype=jnp.float32, kernel_init=zeros, name="linear"
+        )
         return jnp.split(linear(nn.silu(embedding))[:, None], self.chunks, axis=-1)
 
 
@@ -92,13 +95,15 @@ class Mlp(nn.Module):
     """diffusers' TimestepEmbedding and PixArtAlphaTextProjection: linear, silu, linear; float32."""
 
     dim: int
+    use_bias: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "b i"]) -> Float[Array, "b d"]:
         """Embed each row of x in `dim` channels."""
 
         def linear(name: str) -> nn.Dense:
-            return Linear(self.dim, dtype=jnp.float32, kernel_init=embedder_init, name=name)
+            init = embedder_init
+            return Linear(self.dim, self.use_bias, dtype=jnp.float32, kernel_init=init, name=name)
 
         return linear("linear_2")(nn.silu(linear("linear_1")(x)))
 
