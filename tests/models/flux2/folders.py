@@ -72,7 +72,7 @@ def _write(folder: pathlib.Path) -> None:
         text_encoder=randomise(transformers.Qwen3ForCausalLM(encoder), seed=2),
         tokenizer=tokenizer,
         transformer=randomise(Flux2Transformer2DModel(**TRANSFORMER), seed=3),
-    ).save_pretrained(folder, max_shard_size="100KB")
+    ).save_pretrained(folder, max_shard_size="40KB")
 
 
 def _distilled(source: pathlib.Path, folder: pathlib.Path) -> None:

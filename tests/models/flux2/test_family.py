@@ -328,5 +328,7 @@ def test_what_it_cannot_do_without_is_refused(folder, tmp_path):
         open_pipeline(str(folder), ("text_encoder",))
     copy = shutil.copytree(folder, tmp_path / "pipeline")
     (copy / "tokenizer" / "chat_template.jinja").unlink()
-    with pytest.raises(ConfigError, match=r"tokenizer holds no chat template: chat_template\.jinja"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer holds no chat template: chat_template\.jinja"
+    ):
         load_family(copy)

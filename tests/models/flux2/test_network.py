@@ -139,9 +139,11 @@ def torch_velocity(model, name: str, latents, context) -> torch.Tensor:
 
 @functools.cache
 def expected(name: str):
-    """The same from diffusers."""
+    """The same from diffusers in float64, so that the errors are ours alone."""
     torch_model, config, _ = models(name)
-    arrays = [torch.tensor(np.asarray(a)).requires_grad_() for a in inputs(name)[0]]
+    torch_model = copy.deepcopy(torch_model).double()
+    torch_model.time_guidance_embed.time_proj.forward = parity.time_features
+    arrays = [torch.tensor(np.asarray(a, np.float64), requires_grad=True) for a in inputs(name)[0]]
     v = torch_velocity(torch_model, name, *arrays)
     torch_model.zero_grad()
     (v * torch.tensor(direction(v.shape))).sum().backward()
