@@ -30,6 +30,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
 SD35 = "sd35_medium"
 FLUX = "flux_dev"
+KLEIN = "flux2_klein"
 
 
 def recipes(name):
@@ -108,7 +109,7 @@ SCHEDULER = {
 def load(name, *argument):
     """What a config file gives, with the fields that only a user can fill in filled in."""
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
-    if name in (SD35, FLUX):
+    if name in (SD35, FLUX, KLEIN):
         config.prompts.file = config.evaluation.prompts = str(GENEVAL)
         config.reward.name = ("shapes_geneval",)
     return config
