@@ -100,9 +100,10 @@ def models(name: str):
     return torch_model, config, params
 
 
-def velocity(name: str, params, latents, context, **options) -> jax.Array:
+def velocity(name: str, params, latents, context, sigma=None, **options) -> jax.Array:
     network = flux2.Flux2Transformer(models(name)[1], **options)
-    return network.apply({"params": params}, latents, inputs(name)[1], context)
+    sigma = inputs(name)[1] if sigma is None else sigma
+    return network.apply({"params": params}, latents, sigma, context)
 
 
 @functools.cache
@@ -123,14 +124,14 @@ def direction(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
-def torch_velocity(model, name: str, latents, context) -> torch.Tensor:
+def torch_velocity(model, name: str, latents, context, sigma=None) -> torch.Tensor:
     """As diffusers' pipeline calls the network: packed latents, positions of tokens, time from 0 to 1."""
-    dtype = model.dtype
+    dtype, sigma = model.dtype, inputs(name)[1] if sigma is None else sigma
     raw = latents.permute(0, 3, 1, 2)
     v = model(
         hidden_states=Flux2KleinPipeline._pack_latents(raw).to(dtype),
         encoder_hidden_states=context.to(dtype),
-        timestep=torch.tensor(np.asarray(inputs(name)[1])).to(dtype),
+        timestep=torch.tensor(np.asarray(sigma)).to(dtype),
         img_ids=Flux2KleinPipeline._prepare_latent_ids(raw),
         txt_ids=Flux2KleinPipeline._prepare_text_ids(context),
     ).sample
@@ -183,16 +184,17 @@ def test_remat_gives_the_same_gradients(remat):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "deep"])
 def test_the_error_in_bfloat16_is_not_above_torchs(name):
-    """Of the same parameters, which bfloat16 holds exactly; time, norms and modulation are float32 here."""
+    """Of parameters and times that bfloat16 holds exactly; norms and modulation are float32 here."""
     torch_model, config, _ = models(name)
     half = copy.deepcopy(torch_model).bfloat16()
     exact = copy.deepcopy(half).float()
     params = parity.to_flax(exact.state_dict(), abstract(config), flux2.LISTS)
+    sigma = np.array([0.25, 0.5], np.float32)  # times of 250 and 500
     arrays = [torch.tensor(np.asarray(a)) for a in inputs(name)[0]]
     with torch.no_grad():
-        expected, torchs = (torch_velocity(m, name, *arrays).numpy() for m in (exact, half))
+        expected, torchs = (torch_velocity(m, name, *arrays, sigma).numpy() for m in (exact, half))
     forward = jax.jit(functools.partial(velocity, name, dtype=jnp.bfloat16))
-    actual = forward(params, *inputs(name)[0])
+    actual = forward(params, *inputs(name)[0], sigma)
     error, torchs_error = (np.sqrt(np.square(a - expected).mean()) for a in (actual, torchs))
     assert actual.dtype == jnp.float32
     assert 1e-4 * np.abs(expected).max() < error < 1.5 * torchs_error
