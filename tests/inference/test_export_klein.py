@@ -16,18 +16,18 @@ from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import open_model, sample_to_folder
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run.train import train
-from tests.cases import quick, said
+from tests.cases import said
 from tests.models.flux2.folders import klein_folder, klein_pipeline
 from tests.tiny_runs import once, tiny_config
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 STEPS, TOKENS, SIDE = 3, 21, 16
 SAID = ["a photo of a red circle", "two blue squares"]
 TARGETS = ["attn.to_q", "attn.add_k_proj", "attn.to_out.0", "ff.linear_in", "ff_context.linear_out"]
 TARGETS += ["attn.to_qkv_mlp_proj"]
 GUIDANCES = {"base": 3.5, "distilled": 1.0}
-KINDS = quick([("base",), ("distilled",)], 0)
+KINDS = ["base", "distilled"]
 
 
 def trained(base, kind):
@@ -88,7 +88,6 @@ def test_an_exported_run_gives_its_images_in_diffusers(base, tmp_path, kind):
     assert (np.abs(found - before).max((1, 2, 3)) > 4 / 255).all()
 
 
-@pytest.mark.slow
 def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
     """On layers of the published adapter, read from diffusers' file and merged; a prompt has its 512 tokens."""
     folder = klein_folder(base)
@@ -118,7 +117,6 @@ def test_ratios_are_one_at_the_weights_that_sampled(base, kind):
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
 
 
-@pytest.mark.slow
 def test_pictures_of_a_folder_are_drawn_as_its_pipeline_samples(base, tmp_path):
     """The size is the pipeline's 1024 x 1024 unless it is given."""
     model = open_model(str(klein_folder(base)), jax.devices()[:1])
