@@ -26,7 +26,7 @@ github.com/X-GenGroup/Flow-Factory:
 - src/flow_factory/models/flux/flux2_klein.py (3e615ee): layers with a LoRA, tokens of a prompt, the pipeline's sigmas
 - src/flow_factory/models/abc.py (2520efe): LoRA starts Gaussian; src/flow_factory/hparams/training_args.py (583008b):
   the average warms up
-- config/accelerate_configs/fsdp2.yaml (3e615ee): shared weights and recomputed blocks where all weights are tuned
+- config/accelerate_configs/fsdp2.yaml (d003d89): shared weights and recomputed blocks where all weights are tuned
 
 Ours: recomputed blocks under a LoRA; the number of steps, as the source runs until it is stopped; the batch of an
 evaluation, pictures, the number of checkpoints, and all placements. Its recipes for DiffusionNFT and AWM on the base
