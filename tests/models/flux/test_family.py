@@ -1,6 +1,7 @@
 """FLUX.1 as a family, against diffusers' own pipeline on folders of random weights."""
 
 import functools
+import inspect
 import json
 import shutil
 
@@ -24,7 +25,7 @@ from digen_jax.models.family import Size
 from digen_jax.models.flux.flops import forward_flops
 from digen_jax.models.published import published_folder
 from digen_jax.weights.folder import copy_pipeline, read_json, write_params
-from tests.cases import said
+from tests.cases import quick, said
 from tests.models.flux.folders import flux_folder, flux_pipeline, packed
 
 KINDS = ["dev", "schnell"]
@@ -61,7 +62,7 @@ def exact():
 # --------------------------------------------------------------------------------------- prompts
 
 
-@pytest.mark.parametrize("length", [0, TOKENS])
+@pytest.mark.parametrize("length", quick([(TOKENS,), (0,)], 0))
 def test_prompts_are_encoded_as_by_the_pipeline(folders, length):
     family, params, encode = ours(folders["dev"])
     pipe = flux_pipeline(folders["dev"])
@@ -237,6 +238,8 @@ def test_defaults_are_the_pipelines(folders):
     assert (dev.guidance, dev.default_guidance) == ("embedded", 3.5)
     assert (schnell.guidance, schnell.default_guidance) == ("none", 1.0)
     pipe = flux_pipeline(folders["dev"])
+    tokens = inspect.signature(FluxPipeline.__call__).parameters["max_sequence_length"].default
+    assert load_family(folders["dev"]).max_sequence_length == tokens == 512
     side = pipe.default_sample_size * pipe.vae_scale_factor
     assert dev.default_size() == Size(side, side)
     with pytest.raises(ValueError, match="this model's guidance is 'none'"):
