@@ -4,10 +4,10 @@ python launch/train.py --config configs/zimage_turbo.py:8 --workdir runs/zimage 
     --config.reward.name=my_rewards:pickscore \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
-The argument is the number of GPUs: one of 1, 2, 4, 8 and 16. Reward and prompt files are yours: the source has
-PickScore and its prompts, and no preference model is shipped here. The result to expect is the reward on your held-out
-prompts, before and after, on pictures and in metrics.jsonl; the source reports no number for this recipe, and none was
-measured here. The smallest slice that the recipe was written for is one GPU of 80 GB, with `:1`.
+The argument is the number of GPUs: 1, 2, 4, 8 or 16. Reward and prompt files are yours: the source has PickScore and
+1,000 of its prompts, and no preference model is shipped here. The result to expect is a LoRA in `runs/zimage`, and the
+reward on held-out prompts before and after it, which should rise. By how much is not known: the source gives no number
+for this recipe, and none was measured here. The smallest slice is one GPU of 80 GB, with `:1`.
 
 github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/default.yaml:
 - 8 GPUs; Tongyi-MAI/Z-Image-Turbo; LoRA of rank 64, alpha 128, float32, on its default layers
@@ -36,15 +36,13 @@ Differences to the source:
 - n of the average's schedule counts training steps there, and updates here;
 - an update's groups are split by index, not shuffled as images; a std has 1e-4 added here, and is at least 1e-6 there;
 - latents are rounded to float16 between steps there, and are float32 here;
-- with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step;
-- Turbo was distilled to 8 steps without guidance; 6 steps are the source's choice.
+- with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step.
 
 Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
-that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: 15.3, of which 11.5
-are the frozen transformer. The text encoder is
-there before, while it encodes the prompts. One GPU has the same but for the trajectories, which are 8 times as many.
-Not measured: the recipe was not run on such a GPU. An encoded prompt takes 2.6 MB of disk, 512 x 2560 bfloat16 numbers
-(prompts.store_limit).
+that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: 15.3, of which 11.5 are the
+frozen transformer. The text encoder, 7.3, is there before, while it encodes the prompts. One GPU has the same, and 0.3
+more trajectories. Not measured: the recipe was not run on such a GPU. An encoded prompt takes up to 2.6 MB of disk, 512
+x 2560 bfloat16 numbers (prompts.store_limit).
 """
 
 from ml_collections import ConfigDict
