@@ -22,6 +22,10 @@ from digen_jax.flow.steps import Ode, make_step
 from digen_jax.models.family import Family, Params, Size
 from digen_jax.models.flux import family as flux_family
 from digen_jax.models.flux.family import Flux
+from digen_jax.models.flux2 import family as flux2_family
+from digen_jax.models.flux2.family import Flux2Klein
+from digen_jax.models.qwen_image import family as qwen_image_family
+from digen_jax.models.qwen_image.family import QwenImage
 from digen_jax.models.remat import Remat
 from digen_jax.models.sd3 import family as stable_diffusion_3
 from digen_jax.models.sd3.family import StableDiffusion3
@@ -48,7 +52,9 @@ from digen_jax.weights.lora_start import read_start
 FAMILIES = {
     stable_diffusion_3.PIPELINE_CLASS: StableDiffusion3,
     flux_family.PIPELINE_CLASS: Flux,
+    flux2_family.PIPELINE_CLASS: Flux2Klein,
     zimage_family.PIPELINE_CLASS: ZImage,
+    qwen_image_family.PIPELINE_CLASS: QwenImage,
 }
 
 

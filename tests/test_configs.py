@@ -32,6 +32,8 @@ GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
 SD35 = "sd35_medium"
 FLUX = "flux_dev"
 Z_IMAGE = "zimage_turbo"
+QWEN_IMAGE = "qwen_image"
+KLEIN = "flux2_klein"
 
 
 def recipes(name):
@@ -110,7 +112,7 @@ SCHEDULER = {
 def load(name, *argument):
     """What a config file gives, with the fields that only a user can fill in filled in."""
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
-    if name in (SD35, FLUX, Z_IMAGE):
+    if name in (SD35, FLUX, KLEIN, QWEN_IMAGE, Z_IMAGE):
         config.prompts.file = config.evaluation.prompts = str(GENEVAL)
         config.reward.name = ("shapes_geneval",)
     return config

@@ -57,8 +57,8 @@ MUTATIONS = (
     ),
     (
         "modulation order of two streams", f"{MODELS}/dual_block.py",
-        'shift, scale, gate, *rest = layers.Modulation(chunks, name="norm1")(embedding)',
-        'scale, shift, gate, *rest = layers.Modulation(chunks, name="norm1")(embedding)',
+        'shift, scale, gate, *rest = self._modulation(0, chunks, embedding)',
+        'scale, shift, gate, *rest = self._modulation(0, chunks, embedding)',
         VELOCITY,
     ),
     (

@@ -46,8 +46,8 @@ MUTATIONS = (
     ),
     (
         "modulation order", f"{MODELS}/dual_block.py",
-        'scale, shift = layers.Modulation(2, name="norm1_context")(embedding)',
-        'shift, scale = layers.Modulation(2, name="norm1_context")(embedding)',
+        'scale, shift = self._modulation(1, 2, embedding)',
+        'shift, scale = self._modulation(1, 2, embedding)',
         VELOCITY,
     ),
     (
