@@ -66,9 +66,9 @@ def open_pipeline(name: str, without: tuple[str, ...] = ()) -> pathlib.Path:
     """
     family = family_of(resolve_folder(name, index_only=True))
     if needed := [part for part in without if part not in family.optional]:
+        few = f"only {' and '.join(family.optional)}" if family.optional else "nothing"
         raise ConfigError(
-            f"its {needed[0]}, which config.model.without names, is needed: name only "
-            f"{' and '.join(family.optional) or 'nothing'} there"
+            f"its {needed[0]}, which config.model.without names, is needed: name {few} there"
         )
     return resolve_folder(name, without=family.unused + without)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 # Random keys are made of 32 bits: the other bits of a larger seed would silently be dropped.
 LARGEST_SEED = 2**32 - 1
+# Pixels along a side of an image: more is a typing error, and nothing has the memory for it.
+LARGEST_SIDE = 2**14
 
 
 class ConfigError(ValueError):

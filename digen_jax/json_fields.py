@@ -56,7 +56,7 @@ def fields_of(kind: type, config: Mapping[str, Any], what: str) -> dict[str, Any
     fields = {key: value for key, value in config.items() if not key.startswith("_")}
     unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
     if unknown:
-        raise ValueError(f"{unknown[0]} is not a field of {what}'s config.")
+        raise ValueError(f"{unknown[0]} is not a field of {what}'s config: remove it")
     check_values(kind, fields)
     return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 

@@ -15,6 +15,7 @@ from absl import flags
 from digen_jax.config.command_line import run_main
 from digen_jax.errors import (
     LARGEST_SEED,
+    LARGEST_SIDE,
     ConfigError,
     check_output,
     check_positive,
@@ -39,8 +40,12 @@ _GUIDANCE = flags.DEFINE_list(
     "guidance", [], "A number, or several with commas; default: the run's or the model's."
 )
 _STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; default: as for guidance.", 1, 1000)
-_HEIGHT = flags.DEFINE_integer("height", None, "Height in pixels; default: as for guidance.")
-_WIDTH = flags.DEFINE_integer("width", None, "Width in pixels; default: as for guidance.")
+_HEIGHT = flags.DEFINE_integer(
+    "height", None, "Height in pixels; default: as for guidance.", 1, LARGEST_SIDE
+)
+_WIDTH = flags.DEFINE_integer(
+    "width", None, "Width in pixels; default: as for guidance.", 1, LARGEST_SIDE
+)
 _IMAGES = flags.DEFINE_integer(
     "images", None, "Number of prompts, from the first of the file; default: all."
 )
@@ -69,13 +74,14 @@ def main() -> None:
     import jax
 
     from digen_jax import rewards
-    from digen_jax.inference.model import evaluation_to_folder, open_model
+    from digen_jax.inference.model import Asked, evaluation_to_folder, open_model
     from digen_jax.prompts.files import read_prompt_file
     from digen_jax.prompts.notes import tell
     from digen_jax.rewards.trial import try_out
     from digen_jax.runtime.evaluation import evaluate, score_table
 
     guidances = _guidances()
+    check_positive("--batch", _BATCH.value)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
     if _PICTURES.value is not None:
@@ -85,11 +91,10 @@ def main() -> None:
     with user_input():
         records = read_prompt_file(prompts)[:images]
         score = rewards.resolve(names)
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
+    asked = [Asked(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances]
+    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, asked)
     tell(prompts, model.family.cut)
-    samplers = [
-        model.sampler(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances
-    ]
+    samplers = [model.sampler(*one) for one in asked]
     size = samplers[0].settings.size
     try_out(functools.partial(rewards.call, score, names), [records], size.height, size.width)
     batch = model.batch(_BATCH.value, len(records))

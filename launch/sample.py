@@ -11,6 +11,7 @@ from absl import flags
 from digen_jax.config.command_line import run_main
 from digen_jax.errors import (
     LARGEST_SEED,
+    LARGEST_SIDE,
     ConfigError,
     check_output,
     check_positive,
@@ -33,8 +34,12 @@ _STEPS = flags.DEFINE_integer(
 _GUIDANCE = flags.DEFINE_float(
     "guidance", None, "Guidance scale, 1 for none; default: as for steps."
 )
-_HEIGHT = flags.DEFINE_integer("height", None, "Height in pixels; default: as for steps.")
-_WIDTH = flags.DEFINE_integer("width", None, "Width in pixels; default: as for steps.")
+_HEIGHT = flags.DEFINE_integer(
+    "height", None, "Height in pixels; default: as for steps.", 1, LARGEST_SIDE
+)
+_WIDTH = flags.DEFINE_integer(
+    "width", None, "Width in pixels; default: as for steps.", 1, LARGEST_SIDE
+)
 _BATCH = flags.DEFINE_integer("batch", 8, "Images in one call.")
 _DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16"], "Type of the network's arithmetic."
@@ -51,15 +56,17 @@ def main() -> None:
     check_output("--output", _OUTPUT.value, folder=True)
     prompts = _read_prompts()
     check_positive("--images", _IMAGES.value)
+    check_positive("--batch", _BATCH.value)
     prepare()
 
     import jax
 
-    from digen_jax.inference.model import open_model, sample_to_folder
+    from digen_jax.inference.model import Asked, open_model, sample_to_folder
     from digen_jax.prompts.notes import tell
 
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
-    sampler = model.sampler(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value)
+    asked = Asked(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value)
+    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, [asked])
+    sampler = model.sampler(*asked)
     output = pathlib.Path(_OUTPUT.value)
     if _PROMPTS.value:
         tell(_PROMPTS.value, model.family.cut)

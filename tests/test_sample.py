@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from PIL import Image
 
 from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export
-from digen_jax.inference.model import is_run, open_model, run_recipe, sample_to_folder, slug
+from digen_jax.inference.model import Asked, is_run, open_model, run_recipe, sample_to_folder, slug
 from tests.pipelines import ROOT
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, trained
@@ -126,6 +127,21 @@ def test_what_does_not_fit_the_model_is_refused(base):
         model.sampler(None, None, 30, None)
     with pytest.raises(ConfigError, match="number of steps must be above 0, not 0"):
         model.sampler(None, 0, None, None)
+
+
+def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
+    folder = shutil.copytree(pipeline(base), tmp_path / "pipeline")
+    shutil.copytree(trained(base, "lora"), tmp_path / "run")
+    for file in folder.glob("*/*.safetensors"):
+        file.unlink()
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["model"]["folder"] = str(folder)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    for name in ("pipeline", "run"):
+        with pytest.raises(ConfigError, match="30x32 does not fit"):
+            open_model(str(tmp_path / name), jax.devices()[:1], asked=[Asked(height=30, width=32)])
+        with pytest.raises(ConfigError, match="holds no weights"):
+            open_model(str(tmp_path / name), jax.devices()[:1], asked=[Asked(height=32, width=32)])
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ),
         ((*SAMPLE, "--output="), "--output is empty: give the name of a folder"),
         ((*SAMPLE, "--output=x", "--guidance=nan"), "--guidance must be 0 or more, not nan"),
+        ((*SAMPLE, "--output=x", "--batch=0"), "--batch must be above 0, not 0"),
+        ((*EVALUATE, "--batch=-1"), "--batch must be above 0, not -1"),
         ((*SAMPLE, "--output=x", "--guidance=-2"), "--guidance must be 0 or more, not -2.0"),
         (
             (*EVALUATE, "--output=FOLDER"),
@@ -83,6 +85,8 @@ def test_a_wrong_flag_is_one_line(tmp_path, command, sentence):
         ((*SAMPLE, "--output=x", "--seed=-1"), "[0, 4294967295]"),
         ((*SAMPLE, "--output=x", "--seed=99999999999999999999"), "[0, 4294967295]"),
         ((*SAMPLE, "--output=x", "--steps=1000000000"), "[1, 1000]"),
+        ((*SAMPLE, "--output=x", "--height=100000"), "[1, 16384]"),
+        ((*EVALUATE, "--width=0"), "[1, 16384]"),
         ((*EVALUATE, "--seed=4294967296"), "[0, 4294967295]"),
         ((*EVALUATE, "--steps=0"), "[1, 1000]"),
         ((*PLAN, "--devices=100000"), "[1, 1024]"),

@@ -89,7 +89,9 @@ def make_sigmas(
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; a schedule needs at least 1 step")
     if num_steps == 1 and config.shift_terminal:
-        raise ValueError("num_steps is 1; a scheduler with shift_terminal needs at least 2 steps")
+        raise ValueError(
+            "one step is too few for a scheduler with shift_terminal: set 2 steps or more"
+        )
     if spacing == "uniform":
         sigmas = np.linspace(1.0, 1.0 / num_steps, num_steps).astype(np.float32)
     elif spacing == "uniform float32":

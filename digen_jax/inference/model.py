@@ -2,7 +2,7 @@
 
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,15 @@ class Defaults(NamedTuple):
     true_guidance: float = 1.0  # see `Policy`
 
 
+class Asked(NamedTuple):
+    """What is asked of a sampler; None takes the model's default."""
+
+    guidance: float | None = None
+    steps: int | None = None
+    height: int | None = None
+    width: int | None = None
+
+
 class TunedRun(NamedTuple):
     """A training run at its newest checkpoint."""
 
@@ -76,13 +85,8 @@ class Model(NamedTuple):
         Raises:
           ConfigError: no step, or a size that does not fit the model.
         """
-        given = dict(height=height, width=width, steps=steps, guidance=guidance)
-        chosen = self.defaults._replace(**{k: v for k, v in given.items() if v is not None})
-        check_positive("the number of steps", chosen.steps)
-        settings = SamplerSettings(Size(chosen.height, chosen.width), chosen.steps, Ode())
-        with user_input():
-            policy = Policy(self.family, chosen.guidance, true_guidance=chosen.true_guidance)
-            return Sampler(policy, self.group, settings)
+        asked = Asked(guidance, steps, height, width)
+        return _sampler(self.family, self.group, self.defaults, asked)
 
     def batch(self, wanted: int, images: int) -> int:
         """The batch size: `wanted`, at most the number of images, rounded up to a multiple of the devices."""
@@ -96,6 +100,7 @@ def open_model(
     devices: Sequence[jax.Device],
     lora: str | None = None,
     dtype: str | None = None,
+    asked: Sequence[Asked] = (),
 ) -> Model:
     """Reads a model onto the devices.
 
@@ -104,21 +109,28 @@ def open_model(
       devices: images are split over all of them.
       lora: a folder with a LoRA in diffusers' or PEFT's format, which is merged into what it adapts.
       dtype: of the network's arithmetic; None takes the run's, or float32.
+      asked: of the samplers that will be made; what does not fit is refused before weights are read.
 
     Raises:
-      ConfigError: one sentence on what cannot be read.
+      ConfigError: one sentence on what cannot be read, or does not fit the model.
     """
     group = all_devices(devices)
+
+    def check(family: Family, defaults: Defaults) -> None:
+        for one in asked:
+            _sampler(family, group, defaults, one)
+
     with user_input():
         if is_run(name):
-            run = read_run(name, group, dtype)
+            run = read_run(name, group, dtype, check)
             recipe, folder, family = run.recipe, run.folder, run.policy.family
             trained, defaults = run.whole(), defaults_of_run(recipe)
         else:
             recipe, folder = None, open_pipeline(name)
             family = load_family(folder, dtype or "float32")
-            trained = read_parts(family, folder, family.trained, group)
             defaults = _defaults_of_folder(folder, family)
+            check(family, defaults)
+            trained = read_parts(family, folder, family.trained, group)
         if lora is not None:
             trained = _with_lora(family, trained, lora, group)
         frozen = read_frozen(family, folder, group)
@@ -129,6 +141,17 @@ def open_model(
 def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
     """One mesh of all the devices: images are split over them, parameters are whole on each."""
     return DeviceGroup(make_mesh(devices, data=len(devices)))
+
+
+def _sampler(family: Family, group: DeviceGroup, defaults: Defaults, asked: Asked) -> Sampler:
+    """The sampler without noise between the steps; ConfigError where what is asked does not fit the family."""
+    given = {name: value for name, value in asked._asdict().items() if value is not None}
+    chosen = defaults._replace(**given)
+    check_positive("the number of steps", chosen.steps)
+    settings = SamplerSettings(Size(chosen.height, chosen.width), chosen.steps, Ode())
+    with user_input():
+        policy = Policy(family, chosen.guidance, true_guidance=chosen.true_guidance)
+        return Sampler(policy, group, settings)
 
 
 def is_run(name: str | pathlib.Path) -> bool:
@@ -144,8 +167,19 @@ def is_run(name: str | pathlib.Path) -> bool:
     return True
 
 
-def read_run(workdir: str | pathlib.Path, group: DeviceGroup, dtype: str | None = None) -> TunedRun:
+def read_run(
+    workdir: str | pathlib.Path,
+    group: DeviceGroup,
+    dtype: str | None = None,
+    check: Callable[[Family, Defaults], None] | None = None,
+) -> TunedRun:
     """The newest checkpoint of a training run, which may be in progress; its average where it keeps one.
+
+    Args:
+      workdir: of the run.
+      group: the devices that the parameters are read onto.
+      dtype: of the network's arithmetic; None takes the run's.
+      check: called before weights are read.
 
     Raises:
       ConfigError: there is no run or no checkpoint, or its base model is gone.
@@ -161,6 +195,8 @@ def read_run(workdir: str | pathlib.Path, group: DeviceGroup, dtype: str | None 
             without=given.without,
             max_sequence_length=given.max_sequence_length,
         )
+        if check is not None:
+            check(family, defaults_of_run(recipe))
         policy = make_policy(recipe, family)
         tree = "ema" if recipe.trainer.ema else "tuned"
         found = _read_tree(workdir, tree, policy, group)

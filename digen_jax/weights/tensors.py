@@ -51,7 +51,9 @@ def open_file(file: pathlib.Path) -> dict[str, StoredTensor]:
     except FileNotFoundError as error:
         raise ValueError(f"{file} is missing") from error
     except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+        raise ValueError(
+            f"{file} is not a whole safetensors file, so copy or download it again: {error}"
+        ) from error
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     return {name: StoredTensor(file, handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118

@@ -8,7 +8,14 @@ import math
 from ml_collections import ConfigDict
 
 from digen_jax.config.fields import flat
-from digen_jax.errors import LARGEST_SEED, ConfigError, check_finite, check_range, together
+from digen_jax.errors import (
+    LARGEST_SEED,
+    LARGEST_SIDE,
+    ConfigError,
+    check_finite,
+    check_range,
+    together,
+)
 from digen_jax.process.launching import MOST_CPU_DEVICES
 
 MAY_BE_INFINITE = (
@@ -21,8 +28,8 @@ SHARE = (0, 1, "most")
 RANGES = {
     "seed": (0, LARGEST_SEED),
     "steps": (0, 10**9, "least"),
-    "model.height": (0, 2**14, "least"),
-    "model.width": (0, 2**14, "least"),
+    "model.height": (0, LARGEST_SIDE, "least"),
+    "model.width": (0, LARGEST_SIDE, "least"),
     "model.max_sequence_length": (0, 2**12),
     "prompts.store_limit": POSITIVE,
     "batch.groups": (0, 10**5, "least"),

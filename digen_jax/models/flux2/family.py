@@ -131,8 +131,8 @@ class Flux2Klein(ImageFamily):
         check_widths(
             folder,
             (
-                ("text_encoder", "3 hidden_size", len(STATES) * encoder.hidden_size, "joint_attention_dim", text),
-                ("vae", "4 latent_channels", PATCH**2 * vae.latent_channels, "in_channels", channels),
+                ("text_encoder", "hidden_size times 3", len(STATES) * encoder.hidden_size, "joint_attention_dim", text),
+                ("vae", "latent_channels times 4", PATCH**2 * vae.latent_channels, "in_channels", channels),
                 ("transformer", "out_channels", network.out_channels, "in_channels", channels),
             ),
         )  # fmt: skip

@@ -271,7 +271,7 @@ def test_lora_targets_are_the_published_ones():
         ({"axes_dims_rope": (0, 6, 6)}, "axes_dims_rope must be three even numbers"),
         ({"axes_dims_rope": (6, 6)}, "axes_dims_rope must be three even numbers"),
         ({"axes_dims_rope": None}, "axes_dims_rope"),
-        ({"qk_norm": "rms_norm"}, "qk_norm is not a field"),
+        ({"qk_norm": "rms_norm"}, "qk_norm is not a field.*: remove it"),
     ],
 )
 def test_unsupported_fields_are_named(change, message):

@@ -302,10 +302,10 @@ def edit(path, **values):
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("text_encoder/config.json", {"hidden_size": 10}, "3 hidden_size must be 24, the transf"),
+        ("text_encoder/config.json", {"hidden_size": 10}, "hidden_size times 3 must be 24, the"),
         ("text_encoder/config.json", {"num_hidden_layers": 26}, "num_hidden_layers must be 27 or"),
         ("text_encoder/config.json", {"architectures": ["LlamaModel"]}, "not a Qwen3ForCausalLM"),
-        ("vae/config.json", {"latent_channels": 8}, "4 latent_channels must be 12, the transfor"),
+        ("vae/config.json", {"latent_channels": 8}, "latent_channels times 4 must be 12"),
         ("vae/config.json", {"_class_name": "AutoencoderKL"}, "not a AutoencoderKLFlux2"),
         ("transformer/config.json", {"out_channels": 4}, "out_channels must be 12, the transfo"),
         ("transformer/config.json", {"guidance_embeds": True}, "guidance_embeds must be False"),
