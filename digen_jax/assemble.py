@@ -68,7 +68,7 @@ def open_pipeline(name: str, without: tuple[str, ...] = ()) -> pathlib.Path:
     if needed := [part for part in without if part not in family.optional]:
         few = f"only {' and '.join(family.optional)}" if family.optional else "nothing"
         raise ConfigError(
-            f"its {needed[0]}, which config.model.without names, is needed: name {few} there"
+            f"its {needed[0]!r}, which config.model.without names, cannot be left out: name {few} there"
         )
     return resolve_folder(name, without=family.unused + without)
 

@@ -94,6 +94,8 @@ def _words(hint: Any, within: Within | None = None) -> str:
     words = names.get(hint, "null")
     if within is None or hint not in (int, float):
         return words
+    if within.least == within.most:
+        return f"{within.least:g}"
     return f"{words} from {within.least:g} to {within.most:g}"
 
 

@@ -54,6 +54,8 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
         family.latent_shape(size)
     with blame("config.sampler.steps: "):
         sigmas = family.sigmas(sampler.steps, size)
+    with blame("config.evaluation.steps: "):
+        family.sigmas(recipe.evaluation_steps, size)
     _check_guidance(recipe, family)
     attention_kernels(recipe, family, placement)
     check_heads(family, placement)

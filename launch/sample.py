@@ -5,6 +5,7 @@ python launch/sample.py --model assets/shapes-sd3 --prompt "a red circle above a
 
 import pathlib
 import sys
+import textwrap
 
 from absl import flags
 
@@ -72,7 +73,11 @@ def main() -> None:
         tell(_PROMPTS.value, model.family.cut)
     for prompt, cut in zip(_PROMPT.value, model.family.cut(_PROMPT.value or [""]), strict=False):
         if cut:
-            print(f"--prompt={prompt!r} is longer than the text encoders read", file=sys.stderr)
+            shown = textwrap.shorten(prompt, 80, placeholder=" ...")
+            print(
+                f"--prompt={shown!r} is longer than the text encoders read, so that its end is cut off",
+                file=sys.stderr,
+            )
 
     sample_to_folder(model, sampler, prompts, output, _BATCH.value, _SEED.value, _IMAGES.value)
     count = len(prompts) * _IMAGES.value
@@ -84,6 +89,13 @@ def _read_prompts() -> list[str]:
 
     if bool(_PROMPT.value) == bool(_PROMPTS.value):
         raise ConfigError("there must be either --prompt (several times if need be) or --prompts")
+    for prompt in _PROMPT.value:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"--prompt={prompt!r} is not UTF-8 at character {error.start + 1}: write the prompt in that encoding"
+            ) from error
     if _PROMPT.value:
         return _PROMPT.value
     with user_input():

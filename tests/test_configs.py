@@ -456,7 +456,7 @@ def test_the_t5_of_sd35_is_downloaded_unless_it_is_left_out(monkeypatch, tmp_pat
     assert asked == [["model_index.json"], needed]
     with pytest.raises(
         ConfigError,
-        match=r"^its vae, which config.model.without names, is needed: name only text_enc",
+        match=r"^its 'vae', which config.model.without names, cannot be left out: name only text_enc",
     ):
         assemble.open_pipeline(load(SD35).model.folder, ("text_encoder_3", "vae"))
     assert asked[2:] == [["model_index.json"]]

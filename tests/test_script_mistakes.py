@@ -30,6 +30,10 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ((*SAMPLE, "--output="), "--output is empty: give the name of a folder"),
         ((*SAMPLE, "--output=x", "--guidance=nan"), "--guidance must be 0 or more, not nan"),
         ((*SAMPLE, "--output=x", "--batch=0"), "--batch must be above 0, not 0"),
+        (
+            (*SAMPLE, "--output=x", "--prompt=gr\udcfcn"),
+            "--prompt='gr\\udcfcn' is not UTF-8 at character 3: write the prompt in that",
+        ),
         ((*EVALUATE, "--batch=-1"), "--batch must be above 0, not -1"),
         ((*SAMPLE, "--output=x", "--guidance=-2"), "--guidance must be 0 or more, not -2.0"),
         (

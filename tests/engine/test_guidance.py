@@ -155,6 +155,24 @@ def test_a_guidance_that_the_model_has_not_is_refused(kind, fields, field):
     )
 
 
+class NoSingleStep(toy.ToyFamily):
+    """A family whose schedule has two steps or more, as one with a terminal shift."""
+
+    def sigmas(self, steps, size):
+        if steps == 1:
+            raise ValueError("one step is too few")
+        return super().sigmas(steps, size)
+
+
+def test_steps_of_an_evaluation_that_the_schedule_has_not_are_refused():
+    recipe = toy.opened(toy.config(evaluation__steps=1))
+    placement = make_placement(
+        recipe.placement.meshes, Layout(recipe.placement.rules), jax.devices()
+    )
+    with pytest.raises(ConfigError, match=r"^config.evaluation.steps: one step is too few$"):
+        policies.check_model(recipe, NoSingleStep(), placement)
+
+
 def test_an_opened_model_is_sampled_at_both_of_its_runs_guidances():
     recipe = toy.opened(toy.config(evaluation__guidance=4.0, evaluation__true_guidance=2.0))
     group, defaults = all_devices(jax.devices()[:1]), defaults_of_run(recipe)

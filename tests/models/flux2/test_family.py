@@ -322,7 +322,7 @@ def test_what_does_not_fit_is_refused_by_its_file(folder, tmp_path, file, change
 
 
 def test_what_it_cannot_do_without_is_refused(folder, tmp_path):
-    with pytest.raises(ConfigError, match="its text_encoder, which config"):
+    with pytest.raises(ConfigError, match="its 'text_encoder', which config"):
         open_pipeline(str(folder), ("text_encoder",))
     copy = shutil.copytree(folder, tmp_path / "pipeline")
     (copy / "tokenizer" / "chat_template.jinja").unlink()

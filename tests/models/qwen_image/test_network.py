@@ -264,7 +264,7 @@ def test_lora_targets_are_the_published_ones():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"patch_size": 1}, "patch_size must be a whole number from 2 to 2"),
+        ({"patch_size": 1}, "patch_size must be 2, not 1"),
         ({"in_channels": 6}, "in_channels must be a multiple of 4"),
         ({"num_layers": 0}, "num_layers"),
         ({"guidance_embeds": True}, "guidance_embeds must be False, not True"),
