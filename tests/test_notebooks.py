@@ -113,7 +113,7 @@ def test_quickstart_warns_of_nothing(quickstart):
 def test_every_family_is_sampled_tuned_and_exported(tmp_path, tmp_path_factory, kind):
     model = TINY[kind](tmp_path_factory.getbasetemp().parent)
     chosen = f"""
-model, size, steps, arithmetic = {str(model)!r}, 16, 4, "float32"
+model, size, steps, guidance, arithmetic = {str(model)!r}, 16, 4, 2.0, "float32"
 prompts = ["a red circle", "two blue stars in the rain"]
 """
     folder = cell("folder").replace("runs/your_model", str(tmp_path / "work"))

@@ -45,6 +45,7 @@ def read_run_costs(
         )
     rollout, trainer = mesh_sizes(recipe.placement.meshes, 10**9)
     images = recipe.batch.groups * recipe.batch.images
+    count = len(timed) - WARM
 
     def median(phase: str) -> float:
         return statistics.median(line[f"seconds/{phase}"] for line in timed[WARM:])
@@ -59,7 +60,7 @@ def read_run_costs(
     return on_one_device(
         measured,
         (rollout or trainer, trainer),
-        f"the metrics of {len(timed) - WARM} steps of the run in {workdir}",
+        f"the metrics of {count} step{'s' * (count > 1)} of the run in {workdir}",
         ("encode", "score_latency", "switch"),
         (trainer_serial, worker_serial),
     )
