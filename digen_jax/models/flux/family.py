@@ -219,7 +219,10 @@ class Flux(ImageFamily):
         """The transformer's velocity; `variables["transformer"]` are its linen collections."""
         if guidance is not None:
             guidance = jnp.full(x.shape[0], guidance, jnp.float32)
-        return self.transformer.apply(variables["transformer"], x, sigma, *conditioning, guidance)
+        context, pooled, *source = conditioning
+        return self.transformer.apply(
+            variables["transformer"], x, sigma, context, pooled, guidance, *source
+        )
 
     def guided(
         self,
