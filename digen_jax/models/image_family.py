@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class ImageFamily:
     # Four images of 1024 x 1024.
     decoded_pixels: ClassVar[int] = 2**22
 
-    def in_dtype(self, dtype: Any) -> Self:
+    def in_dtype(self, dtype: Any) -> "ImageFamily":
         """The same family, whose transformer computes in this dtype."""
         return dataclasses.replace(self, transformer=self.transformer.clone(dtype=jnp.dtype(dtype)))
 

@@ -14,7 +14,8 @@ from digen_jax.models.text import language_model_tokenizer
 from digen_jax.models.text.language_model import LISTS, LanguageModel
 from digen_jax.models.text.language_model_config import LanguageModelConfig
 from digen_jax.models.text.tokenizer_files import longer, padded
-from tests.models import parity, tiny_tokenizer
+from tests.models import parity
+from tests.models.text import tiny_tokenizer
 from tests.models.text.test_language_model import QWEN3, read_by, shapes, torch_module
 from tests.pipelines import ROOT
 
