@@ -45,9 +45,8 @@ def read_picture(picture: Picture) -> Image.Image:
       ValueError: names the file, which is missing or no whole picture.
     """
     try:
-        if not isinstance(picture, Image.Image):
-            picture = Image.open(picture)
-        return ImageOps.exif_transpose(picture).convert("RGB")
+        opened = picture if isinstance(picture, Image.Image) else Image.open(picture)
+        return ImageOps.exif_transpose(opened).convert("RGB")
     except FileNotFoundError as error:
         raise ValueError(f"there is no picture at {picture}") from error
     # Pillow raises SyntaxError for a broken PNG.

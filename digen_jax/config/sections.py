@@ -37,8 +37,8 @@ class ModelSection:
     # tokens of a prompt that a T5 or a language model reads, or empty tokens in a T5's place, as in the call of
     # diffusers' pipeline; 0: the pipeline's default
     max_sequence_length: int = 0
-    # height that the pictures of prompts ("image" in their file) are resized to before a model edits them, in pixels; 0:
-    # prompts have no pictures
+    # height that the pictures of prompts ("image" in their file) are resized to before a model edits them, in pixels;
+    # 0: prompts have no pictures
     source_height: int = 0
     source_width: int = 0  # their width
     # what the backward pass recomputes, for less memory and more time: "none"; "blocks": all but the inputs of the

@@ -17,11 +17,14 @@ from digen_jax.images import read_picture, resized
 from digen_jax.models.autoencoders.autoencoder_kl import encode_images
 from digen_jax.models.family import Params, Record, Size, check_image
 from digen_jax.models.flux import flops as flux_flops
+from digen_jax.models.flux import network as flux
 from digen_jax.models.flux.family import Conditioning, Flux, TokenIds
 from digen_jax.models.packing import SIDE
 from digen_jax.models.precision import exact_products
 
 PIPELINE_CLASS = "FluxKontextPipeline"
+# `target_modules` of yifan123/flow_grpo, scripts/train_flux_kontext.py (74db691).
+LORA_TARGETS = rf"{flux.LORA_TARGETS}|single_transformer_blocks\.\d+\.proj_mlp"
 # (height, width) of the pictures that the model was trained on, as in diffusers' pipeline.
 PREFERRED = tuple(
     Size(height, width)
@@ -64,6 +67,7 @@ class FluxKontext(Flux):
     source: Size | None = None
 
     edits: ClassVar[bool] = True
+    lora_targets: ClassVar[str] = LORA_TARGETS
 
     def __post_init__(self):
         if self.source is not None:

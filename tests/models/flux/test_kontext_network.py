@@ -12,7 +12,7 @@ from diffusers import FluxKontextPipeline, FluxTransformer2DModel
 from digen_jax.models.flux import network as flux
 from digen_jax.models.flux.flops import forward_flops
 from tests.models import parity
-from tests.models.flux.test_network import DEV, abstract, direction
+from tests.models.flux.test_network import DEV, abstract, direction, time_features
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -24,7 +24,9 @@ IMAGE, PICTURE, TEXT = (3, 5), (4, 2), 5
 def inputs() -> tuple[np.ndarray, ...]:
     """Two unlike examples: latents, context, pooled, source; sigma, guidance."""
     draw = np.random.default_rng(0).standard_normal
-    latents, source = (draw((2, 2 * h, 2 * w, DEV["in_channels"] // 4)) for h, w in (IMAGE, PICTURE))
+    latents, source = (
+        draw((2, 2 * h, 2 * w, DEV["in_channels"] // 4)) for h, w in (IMAGE, PICTURE)
+    )
     context = draw((2, TEXT, DEV["joint_attention_dim"]))
     pooled = draw((2, DEV["pooled_projection_dim"]))
     numbers = np.array([0.3, 0.977]), np.array([2.5, 1.25])
@@ -32,7 +34,7 @@ def inputs() -> tuple[np.ndarray, ...]:
 
 
 def by_diffusers(model, latents, context, pooled, source, sigma, guidance) -> torch.Tensor:
-    """As the pipeline calls the network, and unpacks what is of the image."""
+    """As the pipeline calls the network, and unpacks what is of the image; in float64."""
     tokens, ids = [], []
     for index, given in enumerate((latents, source)):
         batch, height, width, channels = given.shape
@@ -40,7 +42,7 @@ def by_diffusers(model, latents, context, pooled, source, sigma, guidance) -> to
         tokens.append(FluxKontextPipeline._pack_latents(raw, batch, channels, height, width))
         ids.append(
             FluxKontextPipeline._prepare_latent_image_ids(
-                batch, height // 2, width // 2, "cpu", torch.float32
+                batch, height // 2, width // 2, "cpu", torch.float64
             )
         )
         ids[-1][..., 0] = index
@@ -51,7 +53,7 @@ def by_diffusers(model, latents, context, pooled, source, sigma, guidance) -> to
         timestep=sigma,
         guidance=guidance,
         img_ids=torch.cat(ids),
-        txt_ids=torch.zeros(context.shape[1], 3),
+        txt_ids=torch.zeros(context.shape[1], 3).double(),
     ).sample[:, : tokens[0].shape[1]]
     _, height, width, _ = latents.shape
     v = FluxKontextPipeline._unpack_latents(v, height, width, vae_scale_factor=1)
@@ -76,7 +78,8 @@ def test_velocity_and_gradients_equal_diffusers():
         gradient = jax.value_and_grad(objective, argnums=tuple(range(5)), has_aux=True)
         (_, actual), gradients = jax.jit(gradient)(params, *map(jnp.asarray, arrays))
 
-    given = [torch.tensor(array).requires_grad_() for array in arrays]
+    model.double().time_text_embed.time_proj.forward = time_features
+    given = [torch.tensor(np.float64(array), requires_grad=True) for array in arrays]
     expected = by_diffusers(model, *given, torch.tensor(sigma), torch.tensor(guidance))
     assert expected.shape == (2, 2 * IMAGE[0], 2 * IMAGE[1], DEV["in_channels"] // 4)
     (expected * torch.tensor(direction(tuple(expected.shape)))).sum().backward()
@@ -107,4 +110,6 @@ def test_the_compiler_counts_as_many_operations(h, w):
     params = jax.eval_shape(network.init, jax.random.key(0), *arrays)
     apply = jax.jit(lambda *given: network.apply(*given[:-1], source=given[-1]))
     counted = apply.lower(params, *arrays, source).compile().cost_analysis()["flops"]
-    assert sum(forward_flops(config, (h, w, 16), 40, 45).values()) == pytest.approx(counted, rel=0.02)
+    assert sum(forward_flops(config, (h, w, 16), 40, 45).values()) == pytest.approx(
+        counted, rel=0.02
+    )
