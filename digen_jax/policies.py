@@ -8,9 +8,11 @@ import jax
 
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.attention.kernels import choose
+from digen_jax.config.checks import check_devices
 from digen_jax.config.recipe import Recipe
+from digen_jax.config.sections import AUTO
 from digen_jax.engine.axes import SEQUENCE, TENSOR
-from digen_jax.engine.placement import Placement
+from digen_jax.engine.placement import MeshSizes, Placement, RolloutAxes, TrainerAxes
 from digen_jax.engine.policy import Policy
 from digen_jax.errors import ConfigError, blame
 from digen_jax.flow.steps import make_step
@@ -135,3 +137,18 @@ def _check_guidance(recipe: Recipe, family: Family) -> None:
             Policy(family, section.guidance, true_guidance=section.true_guidance)
     with blame("config.algorithm."):
         trained_policy(Policy(family), recipe.algorithm)
+
+
+def on_devices(recipe: Recipe, devices: int) -> Recipe:
+    """The recipe with meshes for so many devices: its own, fitted ones, or one mesh of all if the planner chooses.
+
+    Raises:
+      ConfigError: its meshes need more devices, or do not divide its batches.
+    """
+    recipe = recipe.fitted(devices)
+    if recipe.placement.sizes == AUTO:
+        batch = recipe.trainer.micro_batch
+        most = max(n for n in range(1, devices + 1) if batch % n == 0)
+        recipe = recipe.with_meshes(MeshSizes(RolloutAxes(data=0), TrainerAxes(data=most)))
+    check_devices(recipe, devices)
+    return recipe

@@ -23,7 +23,7 @@ def main() -> None:
     recipe = open_recipe(_CONFIG.value)
     prepare(recipe.placement.cpu_devices)
 
-    from digen_jax.run.ahead import encode_all
+    from digen_jax.encoding.ahead import encode_all
 
     encode_all(recipe)
 

@@ -91,9 +91,9 @@ def _plan(recipe: Any) -> None:
 
     import jax
 
-    from digen_jax.run.footprint import model_footprint
-    from digen_jax.run.planning import can_run, make_problem
-    from digen_jax.run.programs import measured_programs
+    from digen_jax.planning.footprint import model_footprint
+    from digen_jax.planning.plan import can_run, make_problem
+    from digen_jax.planning.programs import measured_programs
     from digen_jax.scheduling.planner.plan import make_plan
 
     calibration, footprint = _calibration(recipe), model_footprint(recipe)
@@ -114,9 +114,9 @@ def _plan(recipe: Any) -> None:
 
 def _plan_slice(recipe: Any) -> None:
     """For a TPU slice that need not be at hand, or for this machine with its programs timed."""
-    from digen_jax.run.fitting import compiled, proposed
-    from digen_jax.run.slice_tables import heading, report
-    from digen_jax.run.slices import configured, open_slice
+    from digen_jax.planning.fitting import compiled, proposed
+    from digen_jax.planning.slices import configured, open_slice
+    from digen_jax.planning.tables import heading, report
 
     where = open_slice(_TOPOLOGY.value, recipe.placement.cpu_devices, _note)
     opened = configured(recipe)
@@ -136,7 +136,7 @@ def _note(text: str) -> None:
 
 def _propose(recipe: Any, problem: Any, plan: Any, changed: Any = None) -> None:
     """Prints what to set for the choice, and writes --output; `changed` is the recipe that was planned."""
-    from digen_jax.run.planning import meshes, overrides
+    from digen_jax.planning.plan import meshes, overrides
 
     choice = plan.choice.proposal
     if _OUTPUT.value:
@@ -182,8 +182,8 @@ def _show(problem: Any, plan: Any, calibration: Any) -> None:
 def _calibration(recipe: Any) -> Any:
     """The costs; the flags' scaling replaces that of the source."""
     from digen_jax.config.sections import AUTO
+    from digen_jax.planning.step_costs import measured_costs, read_run_costs
     from digen_jax.run.opening import place_alone, place_here
-    from digen_jax.run.step_costs import measured_costs, read_run_costs
     from digen_jax.scheduling.planner.calibration import read_calibration
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}

@@ -19,8 +19,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys
 from digen_jax.models.published import published_folder
 from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
+from digen_jax.planning.footprint import model_footprint
 from digen_jax.pretraining.tokenizer import build_tokenizer
-from digen_jax.run.footprint import model_footprint
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import quick, said

@@ -7,19 +7,35 @@ import nbclient
 import nbformat
 import pytest
 
+from tests.models.flux.folders import flux_folder
+from tests.models.zimage.folders import zimage_folder
+
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-@pytest.fixture(scope="module")
-def quickstart():
-    """The cells' outputs as {cell id: [output]} after a run in the notebook's own folder."""
-    path = NOTEBOOKS[0].with_name("quickstart.ipynb")
+# By pipeline class: a tiny folder, made under a path.
+TINY = {
+    "FluxPipeline": lambda base: flux_folder(base, "dev"),
+    "ZImagePipeline": zimage_folder,
+}
+
+
+def executed(name, **replaced):
+    """The cells' outputs as {cell id: [output]} after a run in its own folder; some cells have other code."""
+    path = ROOT / "notebooks" / name
     notebook = nbformat.read(path, nbformat.NO_CONVERT)
+    for cell in notebook.cells:
+        cell.source = replaced.get(cell.id, cell.source)
     resources = {"metadata": {"path": str(path.parent)}}
     client = nbclient.NotebookClient(notebook, timeout=600, resources=resources)
     client.execute(env={**os.environ, "XLA_FLAGS": ""})  # one device
     return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+
+@pytest.fixture(scope="module")
+def quickstart():
+    return executed("quickstart.ipynb")
 
 
 def printed(outputs, stream="stdout"):
@@ -86,3 +102,29 @@ def test_quickstart_warns_of_nothing(quickstart):
     alarms = [text for outputs in quickstart.values() for text in printed(outputs, "stderr")]
     # Without ipywidgets, tqdm warns that its bars will be plain.
     assert [alarm for alarm in alarms if "ipywidgets" not in alarm] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TINY)
+def test_every_family_is_sampled_tuned_and_exported(tmp_path, tmp_path_factory, kind):
+    model = TINY[kind](tmp_path_factory.getbasetemp().parent)
+    chosen = f"""
+model, size, steps, arithmetic = {str(model)!r}, 16, 4, "float32"
+prompts = ["a red circle", "two blue stars in the rain"]
+"""
+    folder = cell("folder").replace("runs/your_model", str(tmp_path / "work"))
+    recipe = cell("recipe").replace("steps=20", "steps=2")
+    outputs = executed("your_model.ipynb", choose=chosen, folder=folder, recipe=recipe)
+    pictures = [
+        ["image/png" in output.data for output in outputs[name][-1:]]
+        for name in ("before", "after")
+    ]
+    assert pictures == [[True], [True]]
+    assert "step 2 of 2" in "".join(printed(outputs["tune"]))
+    assert (tmp_path / "work" / "lora" / "pytorch_lora_weights.safetensors").exists()
+
+
+def cell(name):
+    """The code of a cell of your_model.ipynb."""
+    notebook = nbformat.read(ROOT / "notebooks" / "your_model.ipynb", nbformat.NO_CONVERT)
+    return next(cell.source for cell in notebook.cells if cell.id == name)

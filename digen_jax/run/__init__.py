@@ -1,1 +1,1 @@
-"""A run in its workdir: planning, start or continuation, processes that follow, evaluation, checkpoints."""
+"""A run in its workdir: start or continuation, processes that follow, evaluation, checkpoints."""

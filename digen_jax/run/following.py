@@ -12,15 +12,15 @@ import numpy as np
 
 from digen_jax.assemble import build, duties, scheduled
 from digen_jax.config.recipe import Recipe
+from digen_jax.encoding.ahead import Encoding, prepare
+from digen_jax.encoding.reached import reached
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.run.ahead import Encoding, prepare
 from digen_jax.run.opening import place_here
 from digen_jax.run.positions import Position, Positions
-from digen_jax.run.reached import reached
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.orders import leave, orders

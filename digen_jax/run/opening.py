@@ -12,10 +12,10 @@ from digen_jax.config.sections import AUTO
 from digen_jax.engine.placement import ONE_DEVICE, MeshSizes
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import run_recipe
-from digen_jax.run.footprint import model_footprint
-from digen_jax.run.planning import auto_placement
-from digen_jax.run.programs import measured_programs
-from digen_jax.run.step_costs import measured_costs
+from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.plan import auto_placement
+from digen_jax.planning.programs import measured_programs
+from digen_jax.planning.step_costs import measured_costs
 from digen_jax.runtime.orders import several
 
 

@@ -13,6 +13,8 @@ import jax
 from digen_jax import rewards
 from digen_jax.assemble import build, make_driver, scheduled
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
+from digen_jax.encoding.ahead import prepare
+from digen_jax.encoding.reached import reached
 from digen_jax.engine.divergence import DivergedError, check_metrics
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
@@ -24,11 +26,9 @@ from digen_jax.records.records import full_disk, where
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
-from digen_jax.run.ahead import prepare
 from digen_jax.run.following import follow_run
 from digen_jax.run.opening import place_run
 from digen_jax.run.positions import Position, Positions
-from digen_jax.run.reached import reached
 from digen_jax.run.report import Metrics, Reporter, diverged
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
 from digen_jax.runtime.driver import Driver

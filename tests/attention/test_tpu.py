@@ -16,7 +16,7 @@ from digen_jax.attention.attend import attend
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.engine.axes import make_mesh
-from digen_jax.run.programs import lower_generate, lower_gradient
+from digen_jax.planning.programs import lower_generate, lower_gradient
 from digen_jax.target import on_device, on_mesh
 from tests.tiny_runs import tiny_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax import assemble
 from digen_jax.config.door import open_recipe, place
-from digen_jax.run.programs import lower_generate, lower_gradient, trained_samples
+from digen_jax.planning.programs import lower_generate, lower_gradient, trained_samples
 from tests.cases import quick
 from tests.compiling import users_options
 from tests.engine.test_axes import MESHES

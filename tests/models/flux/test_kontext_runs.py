@@ -18,6 +18,8 @@ from ml_collections import ConfigDict
 
 from digen_jax.assemble import build
 from digen_jax.config.door import open_recipe, place
+from digen_jax.encoding import ahead
+from digen_jax.encoding.reached import reached
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.images import read_picture
@@ -27,8 +29,6 @@ from digen_jax.models.family import Size
 from digen_jax.prompts.encoded import _about, _blocks
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.records.metrics import read_metrics, without_timing
-from digen_jax.run import ahead
-from digen_jax.run.reached import reached
 from digen_jax.run.train import train
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive

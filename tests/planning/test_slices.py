@@ -12,10 +12,10 @@ from digen_jax.accelerators.chips import Chip
 from digen_jax.config.door import open_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.errors import ConfigError
-from digen_jax.run.assessment import Assessed, assess
-from digen_jax.run.compiled import Program
-from digen_jax.run.fitting import _no_smaller, compiled, proposed
-from digen_jax.run.slices import Slice, calibrated, configured
+from digen_jax.planning.assessment import Assessed, assess
+from digen_jax.planning.compiled import Program
+from digen_jax.planning.fitting import _no_smaller, compiled, proposed
+from digen_jax.planning.slices import Slice, calibrated, configured
 from digen_jax.scheduling.planner.memory import DeviceBytes
 from digen_jax.scheduling.planner.proposal import Proposal
 from tests.scripts import run_forked, run_script

@@ -11,7 +11,7 @@ from digen_jax.accelerators.hlo import parse
 from digen_jax.config.door import open_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.models.published import published_folder
-from digen_jax.run.compiled import programs
+from digen_jax.planning.compiled import programs
 from tests.tiny_runs import once, tiny_config
 
 # Wide enough that what is not counted, elementwise operations aside, is small: the ends of the network.

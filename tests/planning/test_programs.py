@@ -10,9 +10,9 @@ import pytest
 from digen_jax.assemble import build, outline
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
-from digen_jax.run.footprint import model_footprint
-from digen_jax.run.planning import make_problem
-from digen_jax.run.programs import (
+from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.plan import make_problem
+from digen_jax.planning.programs import (
     beyond_arguments,
     lower_generate,
     lower_gradient,
@@ -24,7 +24,7 @@ from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import on_trainer, receive
 from digen_jax.scheduling.planner.memory import device_bytes
 from digen_jax.scheduling.planner.proposal import Proposal
-from tests.run.test_planning import calibration, shapes
+from tests.planning.test_plan import calibration, shapes
 from tests.tiny_runs import tiny_config
 
 

@@ -12,12 +12,12 @@ from digen_jax.accelerators.chips import GB
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import check_processes
 from digen_jax.errors import ConfigError
-from digen_jax.run.alternatives import smaller
-from digen_jax.run.assessment import Assessed
-from digen_jax.run.compiled import on_devices
-from digen_jax.run.footprint import model_footprint
-from digen_jax.run.planning import can_run, make_problem, meshes, suited
-from digen_jax.run.slices import Slice
+from digen_jax.planning.alternatives import smaller
+from digen_jax.planning.assessment import Assessed
+from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.plan import can_run, make_problem, meshes, suited
+from digen_jax.planning.slices import Slice
+from digen_jax.policies import on_devices
 from digen_jax.scheduling.planner.calibration import Calibration
 from digen_jax.scheduling.planner.memory import DeviceBytes, device_bytes
 from digen_jax.scheduling.planner.plan import Plan, make_plan

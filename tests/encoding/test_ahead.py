@@ -18,15 +18,15 @@ from ml_collections import ConfigDict
 from digen_jax import prompt_store
 from digen_jax.assemble import build, load_family
 from digen_jax.config.door import open_recipe, place
+from digen_jax.encoding import ahead
+from digen_jax.encoding.reached import reached
 from digen_jax.engine.encoding import NULL
 from digen_jax.errors import ConfigError
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.process.ending import Stopped
 from digen_jax.prompts import encoded
 from digen_jax.records.metrics import read_metrics, without_timing
-from digen_jax.run import ahead
 from digen_jax.run import train as run
-from digen_jax.run.reached import reached
 from tests.cases import said
 from tests.models.flux.folders import flux_folder
 from tests.models.sd3.t5_folders import add_t5
@@ -55,7 +55,7 @@ def config(base, folder):
         c.model.update(folder=str(folder), max_sequence_length=9)
         c.prompts.encoding = "ahead"
         c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
-        c.reward.update(name=("tests.run.test_ahead:redness",), processes=0)
+        c.reward.update(name=("tests.encoding.test_ahead:redness",), processes=0)
         for name, value in fields.items():
             group, _, field = name.partition("__")
             if field:
@@ -307,7 +307,7 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
 KILLED = """
 import os, signal, sys
 from digen_jax.models.sd3.family import StableDiffusion3
-from digen_jax.run import ahead
+from digen_jax.encoding import ahead
 from ml_collections import ConfigDict
 
 StableDiffusion3.encoded_prompts = ahead.TOGETHER = 1

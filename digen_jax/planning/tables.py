@@ -13,9 +13,9 @@ from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
 from digen_jax.engine.placement import MeshSizes
+from digen_jax.planning.assessment import Assessed
+from digen_jax.planning.slices import RESERVE, Slice, calibrated, plain_shares
 from digen_jax.policies import trained_of
-from digen_jax.run.assessment import Assessed
-from digen_jax.run.slices import RESERVE, Slice, calibrated, plain_shares
 from digen_jax.scheduling.planner.calibration import Calibration
 
 TERA = 1e12

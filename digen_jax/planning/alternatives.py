@@ -8,8 +8,8 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import FSDP
 from digen_jax.errors import ConfigError
 from digen_jax.models.remat import Remat
-from digen_jax.run.compiled import on_devices
-from digen_jax.run.planning import step_settings
+from digen_jax.planning.plan import step_settings
+from digen_jax.policies import on_devices
 from digen_jax.scheduling.planner.problem import divisors
 
 SPLIT = ((".*", FSDP),)

@@ -11,7 +11,7 @@ from digen_jax.assemble import outline
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.engine.system import rounded
-from digen_jax.run.programs import lower_generate, lower_gradient, trained_samples
+from digen_jax.planning.programs import lower_generate, lower_gradient, trained_samples
 from tests.tiny_runs import pipeline, tiny_config
 
 

@@ -16,10 +16,10 @@ from digen_jax.accelerators.topology import compiler_version, slice_devices
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError
 from digen_jax.models.published import published_folder, published_models
+from digen_jax.planning.assessment import Assessed, assess, assess_here, timed
+from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.step_costs import on_one_device
 from digen_jax.process.launching import CACHE, prepare
-from digen_jax.run.assessment import Assessed, assess, assess_here, timed
-from digen_jax.run.footprint import model_footprint
-from digen_jax.run.step_costs import on_one_device
 from digen_jax.scheduling.planner.calibration import Calibration
 from digen_jax.scheduling.settings import Costs
 

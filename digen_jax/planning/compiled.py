@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from digen_jax.assemble import outline
-from digen_jax.config.checks import check_devices
 from digen_jax.config.recipe import Recipe
-from digen_jax.config.sections import AUTO
 from digen_jax.engine.encoding import block_size
-from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sampler import Sampler
 from digen_jax.engine.system import System, lower_reshard
-from digen_jax.run.programs import (
+from digen_jax.planning.programs import (
     lower_block,
     lower_generate,
     lower_gradient,
@@ -21,7 +18,7 @@ from digen_jax.run.programs import (
     step_records,
     trained_samples,
 )
-from digen_jax.run.work import Work, sampling_work, training_work
+from digen_jax.planning.work import Work, sampling_work, training_work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,21 +42,6 @@ class Program:
     what: str
     lower: Callable[[], jax.stages.Lowered]
     work: Work | None = None
-
-
-def on_devices(recipe: Recipe, devices: int) -> Recipe:
-    """The recipe with meshes for so many devices: its own, fitted ones, or one mesh of all if the planner chooses.
-
-    Raises:
-      ConfigError: its meshes need more devices, or do not divide its batches.
-    """
-    recipe = recipe.fitted(devices)
-    if recipe.placement.sizes == AUTO:
-        batch = recipe.trainer.micro_batch
-        most = max(n for n in range(1, devices + 1) if batch % n == 0)
-        recipe = recipe.with_meshes(MeshSizes(RolloutAxes(data=0), TrainerAxes(data=most)))
-    check_devices(recipe, devices)
-    return recipe
 
 
 def programs(recipe: Recipe, devices: Sequence[jax.Device]) -> Iterator[Program]:

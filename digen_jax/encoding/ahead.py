@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from digen_jax.assemble import open_parts, read_parts
 from digen_jax.config.recipe import Recipe
+from digen_jax.encoding.reached import reached
 from digen_jax.engine.encoding import (
     NULL,
     Rows,
@@ -36,6 +37,7 @@ from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.errors import ConfigError, blame
 from digen_jax.models.family import Family, Record, Tokens
+from digen_jax.policies import on_devices
 from digen_jax.process.progress import watched
 from digen_jax.prompt_store import (
     EACH_STEP,
@@ -46,8 +48,6 @@ from digen_jax.prompt_store import (
     store_folder,
 )
 from digen_jax.prompts.encoded import OVERHEAD, PromptStore
-from digen_jax.run.compiled import on_devices
-from digen_jax.run.reached import reached
 from digen_jax.runtime.orders import is_first, several
 
 # What is stored together at most, and lost if the process is killed meanwhile.

@@ -11,9 +11,9 @@ from digen_jax.config.checks import check_devices
 from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.config.recipe import complete, with_placement
 from digen_jax.errors import ConfigError
-from digen_jax.run import step_costs
+from digen_jax.planning import step_costs
+from digen_jax.planning.plan import auto_placement, make_problem, meshes
 from digen_jax.run import train as run
-from digen_jax.run.planning import auto_placement, make_problem, meshes
 from digen_jax.scheduling.planner import proposal as of
 from digen_jax.scheduling.planner.calibration import Calibration, read_calibration
 from digen_jax.scheduling.planner.plan import make_plan, table, why

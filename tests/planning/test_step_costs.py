@@ -4,7 +4,7 @@ import pytest
 
 from digen_jax.config.recipe import complete
 from digen_jax.errors import ConfigError
-from digen_jax.run.step_costs import read_run_costs
+from digen_jax.planning.step_costs import read_run_costs
 from digen_jax.scheduling.settings import Costs
 from tests.tiny_runs import tiny_config
 

@@ -16,7 +16,7 @@ from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.engine.system import System
 from digen_jax.models.family import Family, Record
-from digen_jax.run.footprint import stored_bytes
+from digen_jax.planning.footprint import stored_bytes
 from digen_jax.runtime.training import shardings
 from digen_jax.scheduling.planner.problem import Programs
 

@@ -5,11 +5,11 @@ from ml_collections import ConfigDict
 
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import complete
-from digen_jax.run.compiled import programs
-from digen_jax.run.footprint import model_footprint
-from digen_jax.run.planning import make_problem, meshes
+from digen_jax.planning.compiled import programs
+from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.plan import make_problem, meshes
 from digen_jax.scheduling.planner.proposal import Proposal
-from tests.run.test_planning import calibration, shapes
+from tests.planning.test_plan import calibration, shapes
 from tests.tiny_runs import pipeline, tiny_config
 
 

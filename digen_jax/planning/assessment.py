@@ -15,7 +15,8 @@ from digen_jax.accelerators.answers import Answer, Answers, answer_of
 from digen_jax.accelerators.chips import Chip
 from digen_jax.accelerators.costs import Estimate, estimate_answer, flops_of
 from digen_jax.config.recipe import Recipe
-from digen_jax.run.compiled import Program, on_devices, programs
+from digen_jax.planning.compiled import Program, programs
+from digen_jax.policies import on_devices
 
 REPEATS = 3  # timed calls after one that is not; their median counts
 
