@@ -186,7 +186,10 @@ def published():
 
 def test_pictures_get_the_size_that_the_pipeline_chooses(asked):
     family, rng = published(), np.random.default_rng(0)
-    sizes = np.exp(rng.uniform(np.log(16), np.log(4000), (100, 2))).astype(int).tolist()
+    # Of all shapes between the narrowest and the widest that there are, and beyond.
+    shapes = np.exp(rng.uniform(-1.1, 1.1, 100))
+    heights = rng.uniform(60, 3000, 100)
+    sizes = np.stack([heights, heights * shapes], axis=1).astype(int).tolist()
     sizes += [
         [1024, 1024],
         [16, 4000],

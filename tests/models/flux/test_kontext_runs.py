@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import torch
 from diffusers import FluxKontextPipeline
 from ml_collections import ConfigDict
 
-from digen_jax.assemble import build
+from digen_jax.assemble import read_parts
 from digen_jax.config.door import open_recipe, place
 from digen_jax.encoding import ahead
 from digen_jax.encoding.reached import reached
@@ -26,6 +25,7 @@ from digen_jax.images import read_picture
 from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import open_model
 from digen_jax.models.family import Size
+from digen_jax.prompt_store import stored
 from digen_jax.prompts.encoded import _about, _blocks
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.records.metrics import read_metrics, without_timing
@@ -36,7 +36,6 @@ from tests.engine import toy
 from tests.engine.test_axes import ADVANTAGES, ROWS, check, config, system_of
 from tests.models.flux.folders import flux_folder, packed
 from tests.models.flux.kontext_folders import (
-    EDITS,
     SOURCE,
     TOKENS,
     edit_config,
@@ -64,40 +63,48 @@ def metrics(workdir):
     return [without_timing(line) for line in read_metrics(workdir / "metrics.jsonl")]
 
 
-def test_a_run_edits_with_ratio_one_and_keeps_equal_texts_apart(base):
-    workdir = trained(base)
-    lines = metrics(workdir)
-    first = next(line for line in lines if "ratio" in line)
-    assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
-    blocks = _blocks(pathlib.Path(store(base)))
-    assert sum(len(_about(block)["texts"]) for block in blocks) == len(EDITS)
-    assert _about(blocks[0])["model"]["source"] == [*SOURCE, 1]
-    records = read_prompt_file(edit_prompts(base))
-    assert {**records[0], "image": ""} == {**records[1], "image": ""}
-    recipe = place(open_recipe(edit_config(base, encoding="ahead", store=store(base))), 1)
-    system = build(recipe, jax.devices()[:1])
-    stored = system.sampler.encode(system.publish(system.start), records).conditioning
-    assert np.array_equal(stored.context[0], stored.context[1])
-    assert np.abs(stored.source[0] - stored.source[1]).max() > 0.1
-    assert np.array_equal(stored.source[1], stored.source[2])
-
-
-def test_a_changed_picture_is_encoded_again(base, tmp_path, capsys):
-    trained(base)
+def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
+    """What is stored is what the model encodes; a changed picture is encoded again, a moved one is not."""
     folder = shutil.copytree(edit_prompts(base).parent, tmp_path / "edits")
-    c = edit_config(base, encoding="ahead", store=store(base))
+    c = edit_config(base, encoding="ahead", store=str(tmp_path / "store"))
     c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
-    capsys.readouterr()
+    recipe = place(open_recipe(c), 1)
 
     def prepared():
-        recipe = place(open_recipe(c), 1)
         drawn = functools.partial(reached, recipe, tmp_path / "cache")
-        return ahead.prepare(recipe, jax.devices()[:1], drawn).missing
+        return ahead.prepare(recipe, jax.devices()[:1], drawn)
 
-    assert prepared() == []  # the same bytes in another folder
+    found = prepared()
+    found.run()
+    assert "of 4 prompts 4 are to be encoded" in capsys.readouterr().out
+    (block,) = _blocks(tmp_path / "store")
+    assert _about(block)["model"]["source"] == [*SOURCE, 1]
+    records = read_prompt_file(folder / "prompts.jsonl")
+    assert {**records[0], "image": ""} == {**records[1], "image": ""}
+    made = stored(recipe, found.folder, found.family).conditioning(records)
+    assert np.array_equal(made.context[0], made.context[1])
+    assert np.abs(made.source[0] - made.source[1]).max() > 0.1
+    assert np.array_equal(made.source[1], made.source[2])
+    family, group = found.family, found.group
+    params = read_parts(family, found.folder, family.encoders, group)
+    expected = jax.jit(family.encode)(params, family.tokenize(records))
+    for one, other in zip(made, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+
+    folder = folder.rename(tmp_path / "moved")
+    c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
+    recipe = place(open_recipe(c), 1)
+    assert prepared().missing == []
     (folder / "c.jpg").write_bytes((folder / "photos" / "a.png").read_bytes())
-    (missing,) = prepared()
+    (missing,) = prepared().missing
     assert missing.startswith("two green squares")
+
+
+@pytest.mark.slow
+def test_a_run_edits_with_ratio_one(base):
+    """Its reward reads the pictures by the paths in the metadata."""
+    first = next(line for line in metrics(trained(base)) if "ratio" in line)
+    assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
 
 
 @pytest.mark.parametrize("kind", ["missing", "broken", "none", "size", "half", "plain"])
