@@ -85,7 +85,8 @@ class PrecisionSection:
 class PromptsSection:
     """The prompts to train on, and when the text encoders read them."""
 
-    # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata
+    # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata; an "image" is
+    # the path of a picture to edit, relative to the file
     file: str = "assets/prompts/shapes_train.jsonl"
     # "each_step": the text encoders stay on the sampling meshes; "ahead": before it samples, a run encodes all prompts
     # that it will draw, and then has no text encoders; "auto": ahead if their parameters take more than 4 GB

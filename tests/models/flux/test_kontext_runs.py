@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -14,8 +15,9 @@ import pytest
 import torch
 from diffusers import FluxKontextPipeline
 from ml_collections import ConfigDict
+from PIL import Image
 
-from digen_jax.assemble import read_parts
+from digen_jax.assemble import editing, load_family, read_parts
 from digen_jax.config.door import open_recipe, place
 from digen_jax.encoding import ahead
 from digen_jax.encoding.reached import reached
@@ -23,7 +25,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.images import read_picture
 from digen_jax.inference.export import export, how_to_load
-from digen_jax.inference.model import open_model
+from digen_jax.inference.model import Model, open_model, sample_to_folder
 from digen_jax.models.family import Size
 from digen_jax.prompt_store import stored
 from digen_jax.prompts.encoded import _about, _blocks
@@ -42,8 +44,10 @@ from tests.models.flux.kontext_folders import (
     edit_prompts,
     kontext_folder,
     kontext_pipeline,
+    picture,
 )
 from tests.pipelines import ROOT, environment
+from tests.scripts import run_forked, run_script
 from tests.tiny_runs import once
 
 STEPS, SIZE = 3, Size(16, 12)
@@ -300,3 +304,74 @@ def _result(base, tuning, mesh, family="sd3"):
     totals = system.trainer.accumulate(system.trainer.init(tuned), system.base, experience, None)
     gradient = jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient)
     return (*jax.device_get((clips, gradient)), encoded, trajectory)
+
+
+# ------------------------------------------------------------------------------------ the scripts
+
+
+def test_a_model_is_opened_for_the_pictures_of_its_prompts(base, tmp_path):
+    """Without loading weights: what `launch/sample.py` asks of a model."""
+    family = load_family(kontext_folder(base))
+    model = Model(family, None, None, None, None)
+    wide, high = (tmp_path / f"{name}.png" for name in ("wide", "high"))
+    picture(0, 32, 64).save(wide)
+    picture(1, 64, 32).save(high)
+    edit = {"prompt": "x", "image": str(wide)}
+    other = {"prompt": "y", "image": str(high)}
+
+    assert model.editing([{"prompt": "x"}]) is model
+    assert model.editing([edit]).family.source == Size(720, 1456)
+    assert model.editing([edit, other], Size(12, 16)).family.source == Size(12, 16)
+    of_run = model._replace(family=editing(family, Size(16, 16)))
+    assert of_run.editing([edit, other]).family.source == Size(16, 16)
+    plain = model._replace(family=load_family(flux_folder(base, "dev")))
+    assert plain.editing([edit]) is plain  # the picture may be for a reward
+    for one, records, source, words in (
+        (model, [edit, other], None, "images of 'x' and 'y' to 720x1456 and 1456x720: sample them"),
+        (model, [edit, {"prompt": "z"}], None, "the prompt 'z' has no image to edit: give each"),
+        (of_run, [{"prompt": "z"}], None, "give each prompt one, as in the model's run"),
+        (model, [edit], Size(18, 16), "an image of 18x16 does not fit this model"),
+        (model, [edit | {"image": "gone.png"}], None, r"there is no picture at gone\.png"),
+        (plain, [edit], Size(12, 16), "a size of pictures is given, but there is none to edit"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            one.editing(records, source)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prompts=p.jsonl", "--image=a.png"], "--image is for --prompt; in a file of prompts"),
+        (["--prompt=x", "--source_height=8"], "--source_height and --source_width are one size"),
+    ],
+)
+def test_the_script_says_what_does_not_go_together(tmp_path, arguments, sentence):
+    done = run_forked("sample.py", "--model=x", f"--output={tmp_path}", *arguments)
+    assert done.returncode == 2
+    assert re.fullmatch(f"sample.py: {sentence}.*\n", done.stderr)
+
+
+@pytest.mark.slow
+def test_the_script_edits_a_picture(base, tmp_path):
+    """The same pixels as from Python, and a refusal by a model that edits none."""
+    path = edit_prompts(base).parent / "c.jpg"
+    arguments = ["--prompt=two green squares", f"--image={path}", "--source_height=12", "--seed=7"]
+    arguments += ["--source_width=16", "--height=16", "--width=12", f"--steps={STEPS}"]
+    arguments += [f"--output={tmp_path / 'script'}"]
+    done = run_script("sample.py", f"--model={kontext_folder(base)}", *arguments)
+    assert done.returncode == 0, done.stderr
+    found = np.asarray(Image.open(tmp_path / "script" / "00000_two-green-squares.png"), int)
+    records = [{"prompt": "two green squares", "image": str(path)}]
+    model = open_model(str(kontext_folder(base)), jax.devices()[:1])
+    for edited in (records, [records[0] | {"image": str(path.parent / "photos" / "a.png")}]):
+        own = model.editing(edited, Size(*SOURCE))
+        sampler = own.sampler(None, STEPS, SIZE.height, SIZE.width)
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        sample_to_folder(own, sampler, edited, folder, 1, 7)
+        drawn = np.asarray(Image.open(folder / "00000_two-green-squares.png"), int)
+        assert (abs(found - drawn).max() <= 1) == (edited is records)
+    done = run_script(
+        "sample.py", f"--model={flux_folder(base, 'dev')}", *arguments[:2], arguments[-1]
+    )
+    assert done.returncode == 2
+    assert "--image is given, but" in done.stderr and "alone: leave it out" in done.stderr
