@@ -87,7 +87,7 @@ def main() -> None:
     print(f"{count} image{'s' * (count > 1)} and grid.png lie in {output}")
 
 
-def _source():
+def _source() -> Any:
     """The size that pictures are resized to, if one is given."""
     from digen_jax.models.family import Size
 
@@ -100,12 +100,16 @@ def _source():
 
 
 def _read_records() -> list[dict[str, Any]]:
+    from digen_jax.images import check_picture
     from digen_jax.prompts.files import read_prompt_file
 
     if bool(_PROMPT.value) == bool(_PROMPTS.value):
         raise ConfigError("there must be either --prompt (several times if need be) or --prompts")
     image = {"image": _IMAGE.value} if _IMAGE.value else {}
     if _PROMPT.value:
+        if image:
+            with user_input():
+                check_picture(_IMAGE.value)
         return [{"prompt": prompt, **image} for prompt in _PROMPT.value]
     if image:
         raise ConfigError(

@@ -97,18 +97,19 @@ class Model(NamedTuple):
         family = self.family
         with user_input():
             given = [record["image"] for record in records if "image" in record and family.edits]
-            pictures = [read_picture(image) for image in given]
-        if not pictures and family.source is None:
+            # As (width, height), because all of the pictures together may be large.
+            shapes = [read_picture(image).size for image in given]
+        if not shapes and family.source is None:
             if source is not None:
                 raise ConfigError("a size of pictures is given, but there is none to edit")
             return self
-        if len(pictures) < len(records):
+        if len(shapes) < len(records):
             which = next(record["prompt"] for record in records if "image" not in record)
             raise ConfigError(
                 f"the prompt {which!r} has no image to edit: give each prompt one"
                 + (", as in the model's run" if family.source else " or none")
             )
-        source = source or family.source or _common_size(family, records, pictures)
+        source = source or family.source or _common_size(family, records, shapes)
         return self._replace(family=editing(family, source))
 
     def batch(self, wanted: int, images: int) -> int:
@@ -249,9 +250,11 @@ def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
     _grid(stills(found.clips[shown]), prompts, found.scores[shown]).save(output / "grid.png")
 
 
-def _common_size(family: Family, records: Sequence[Record], pictures: Sequence[Any]) -> Size:
-    """The size that the pipeline chooses for all of the pictures."""
-    sizes = [family.source_size(picture.height, picture.width) for picture in pictures]
+def _common_size(
+    family: Family, records: Sequence[Record], shapes: Sequence[tuple[int, int]]
+) -> Size:
+    """The size that the pipeline chooses for all of the records' pictures, of (width, height)."""
+    sizes = [family.source_size(height, width) for width, height in shapes]
     for record, size in zip(records, sizes, strict=True):
         if size != sizes[0]:
             raise ConfigError(

@@ -25,7 +25,8 @@ from digen_jax.models.precision import exact_products
 PIPELINE_CLASS = "FluxKontextPipeline"
 # `target_modules` of yifan123/flow_grpo, scripts/train_flux_kontext.py (74db691).
 LORA_TARGETS = rf"{flux.LORA_TARGETS}|single_transformer_blocks\.\d+\.proj_mlp"
-# (height, width) of the pictures that the model was trained on, as in diffusers' pipeline.
+# (height, width) of the pictures that the model was trained on, as in diffusers' pipeline. Of two that are as close to
+# a picture's shape the pipeline takes the narrower one, which is first here.
 PREFERRED = tuple(
     Size(height, width)
     for height, width in (
@@ -106,7 +107,7 @@ class FluxKontext(Flux):
         """The tokens of the empty prompt, with each record's picture if there are pictures."""
         if self.source is None:
             return super().tokenize_null(records)
-        return self.tokenize([{"prompt": "", "image": record["image"]} for record in records])
+        return self.tokenize([{**record, "prompt": ""} for record in records])
 
     @exact_products
     def encode(self, params: Params, ids: TokenIds | EditTokens) -> Conditioning | EditConditioning:

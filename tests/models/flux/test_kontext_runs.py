@@ -148,15 +148,19 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
 
 @pytest.mark.slow
 def test_encoding_in_each_step_gives_the_same_run(base, tmp_path):
-    assert train(open_recipe(edit_config(base, encoding="each_step")), tmp_path / "run") is None
-    for line, other in zip(metrics(tmp_path / "run"), metrics(trained(base)), strict=True):
+    for encoding in ("each_step", "ahead"):
+        c = edit_config(base, encoding=encoding, store=store(base))
+        c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
+        assert train(open_recipe(c), tmp_path / encoding) is None
+    each, before = (metrics(tmp_path / encoding) for encoding in ("each_step", "ahead"))
+    for line, other in zip(each, before, strict=True):
         assert line == pytest.approx(other, rel=3e-5, abs=1e-7)
 
 
 @pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_end(base, tmp_path):
     c = edit_config(base, encoding="ahead", store=store(base))
-    c.steps = 4
+    c.steps, c.trainer.eps = 4, 1.0
     c.checkpoint = ConfigDict(dict(every=1))
     c.reward.name = ("tests.models.flux.kontext_folders:deadly",)
     text = f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({c.to_dict()!r})\n"
@@ -177,7 +181,7 @@ def test_a_killed_run_continues_to_the_same_end(base, tmp_path):
     resumed = begin("broken", tmp_path / "killed")
     assert resumed.returncode == 0, resumed.stderr
     expected = metrics(tmp_path / "unbroken")
-    assert [line["step"] for line in expected if "ratio" in line] == [0, 1, 2, 3]
+    assert [line["step"] for line in expected if "ratio" in line] == [1, 2, 3, 4]
     for line, other in zip(metrics(tmp_path / "broken"), expected, strict=True):
         assert line == pytest.approx(other, rel=3e-5, abs=1e-7)
 
@@ -229,7 +233,7 @@ def test_an_exported_run_gives_its_images_in_diffusers(base, tmp_path, lora):
     found = by_diffusers(pipe, noise, records, TOKENS)
     np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
     before = by_diffusers(kontext_pipeline(kontext_folder(base)), noise, records, TOKENS)
-    assert np.abs(found - before).max() > 1e-2
+    assert (np.abs(found - before).max((1, 2, 3)) > 4 / 255).all()
 
 
 @pytest.mark.slow
@@ -343,6 +347,7 @@ def test_a_model_is_opened_for_the_pictures_of_its_prompts(base, tmp_path):
     [
         (["--prompts=p.jsonl", "--image=a.png"], "--image is for --prompt; in a file of prompts"),
         (["--prompt=x", "--source_height=8"], "--source_height and --source_width are one size"),
+        (["--prompt=x", "--image=gone.png"], "there is no picture at gone.png"),
     ],
 )
 def test_the_script_says_what_does_not_go_together(tmp_path, arguments, sentence):
