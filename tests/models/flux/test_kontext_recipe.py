@@ -41,19 +41,24 @@ def test_it_wants_a_number_of_gpus(argument):
         load(argument)
 
 
-def test_it_tunes_the_published_layers_and_keeps_what_decodes():
-    """PEFT's `target_modules`: as of FLUX.1-dev, and each single block's layer of 3072 to 12288."""
+@pytest.fixture(scope="module")
+def opened():
+    """(the recipe, its family)"""
     recipe = open_recipe(load())
-    _, family = assemble.recipe_model(recipe)
+    return recipe, assemble.recipe_model(recipe)[1]
+
+
+def test_it_tunes_the_published_layers_and_keeps_what_decodes(opened):
+    """PEFT's `target_modules`: as of FLUX.1-dev, and each single block's layer of 3072 to 12288."""
+    recipe, family = opened
     tuned, _, frozen, ahead = assemble.parameter_shapes(recipe, family)
     count = 64 * (19 * (8 * 6144 + 4 * 15360) + 38 * (3 * 6144 + 15360))
     assert sum(leaf.size for leaf in jax.tree.leaves(tuned)) == count
     assert {*frozen} == {"vae"} and {*ahead} == {"text_encoder", "text_encoder_2", "vae"}
 
 
-def test_a_prompt_has_as_many_bytes_as_its_arrays():
-    recipe = open_recipe(load())
-    _, family = assemble.recipe_model(recipe)
+def test_a_prompt_has_as_many_bytes_as_its_arrays(opened):
+    recipe, family = opened
     tokens = family.tokenize(step_records(recipe, family)[:2])
     shapes = jax.eval_shape(family.encode, family.shapes(), tokens)
     assert [leaf.shape for leaf in shapes] == [(2, 128, 4096), (2, 768), (2, 64, 64, 16)]
