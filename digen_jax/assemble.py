@@ -24,6 +24,8 @@ from digen_jax.models.flux import family as flux_family
 from digen_jax.models.flux import kontext
 from digen_jax.models.flux.family import Flux
 from digen_jax.models.flux.kontext import FluxKontext
+from digen_jax.models.qwen_image import family as qwen_image_family
+from digen_jax.models.qwen_image.family import QwenImage
 from digen_jax.models.remat import Remat
 from digen_jax.models.sd3 import family as stable_diffusion_3
 from digen_jax.models.sd3.family import StableDiffusion3
@@ -52,6 +54,7 @@ FAMILIES = {
     flux_family.PIPELINE_CLASS: Flux,
     kontext.PIPELINE_CLASS: FluxKontext,
     zimage_family.PIPELINE_CLASS: ZImage,
+    qwen_image_family.PIPELINE_CLASS: QwenImage,
 }
 
 

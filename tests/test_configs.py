@@ -32,6 +32,7 @@ SD35 = "sd35_medium"
 FLUX = "flux_dev"
 KONTEXT = "flux_kontext"
 EDITS = GENEVAL.with_name("edits.jsonl")
+QWEN_IMAGE = "qwen_image"
 
 
 def recipes(name):
@@ -110,7 +111,7 @@ SCHEDULER = {
 def load(name, *argument):
     """What a config file gives, with the fields that only a user can fill in filled in."""
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
-    if name in (SD35, FLUX, KONTEXT):
+    if name in (SD35, FLUX, KONTEXT, QWEN_IMAGE):
         config.prompts.file = config.evaluation.prompts = str(EDITS if name == KONTEXT else GENEVAL)
         config.reward.name = ("shapes_geneval",)
     return config

@@ -8,6 +8,7 @@ import nbformat
 import pytest
 
 from tests.models.flux.folders import flux_folder
+from tests.models.qwen_image.folders import qwen_image_folder
 from tests.models.zimage.folders import zimage_folder
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -18,6 +19,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TINY = {
     "FluxPipeline": lambda base: flux_folder(base, "dev"),
     "ZImagePipeline": zimage_folder,
+    "QwenImagePipeline": qwen_image_folder,
 }
 
 

@@ -30,8 +30,9 @@ class Window:
     a generator that is seeded once a process (flow_grpo/diffusers_patch/
     sd3_pipeline_with_logprob_fast.py, 3d02fd9); for Qwen-Image and BAGEL it seeds with the process's
     number before each draw, so that a device keeps its place (qwenimage_pipeline_with_logprob.py,
-    4b13ec7). MixGRPO's draws once a training step and process, without a seed; verl-omni once a
-    training step, by a seed, as here.
+    4b13ec7). MixGRPO's draws once a training step and process, without a seed. verl-omni's Flow-GRPO has a
+    draw an image (verl_omni/pipelines/request_batch.py, a1139ba), its MixGRPO one a training step, by a
+    seed, as here.
 
     "progressive": from `first`, `stride` steps towards the data every `interval` training steps
     (MixGRPO, arXiv 2507.21802: `group_size` is `length`, `iters_per_group` is `interval`). With a

@@ -1,16 +1,18 @@
 """The dual block of MMDiT (Esser et al., arXiv 2403.03206).
 
 Image and text have weights of their own and are joined in attention.
-Names and shapes are those of diffusers' SD3 and FLUX, which HunyuanVideo shares. Attention knows no order of keys but
-what position embeddings say, so the image is always first, and text, which may end in padding, last.
+Names and shapes are those of diffusers' SD3 and FLUX, which HunyuanVideo shares; `QWEN_IMAGE` are other names.
+Attention knows no order of keys but what position embeddings say, so the image is always first, and text, which may
+end in padding, last.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import flax.linen as nn
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from digen_jax.attention.attend import attend_jointly
 from digen_jax.attention.head_norms import HeadNorms, normed
@@ -19,7 +21,24 @@ from digen_jax.models.linear import Linear, of_one_input
 from digen_jax.models.remat import product
 from digen_jax.models.rotary import Rotary, rotate_pairs
 
+
+class Names(NamedTuple):
+    """The names of what each stream has outside attention, of the image and of the text.
+
+    Attributes:
+      modulation: of the vectors of the norms.
+      feed_forward: of the feed-forward networks.
+      nested: whether the modulation's linear layer is a child of it, or the modulation itself.
+    """
+
+    modulation: tuple[str, str] = ("norm1", "norm1_context")
+    feed_forward: tuple[str, str] = ("ff", "ff_context")
+    nested: bool = True
+
+
+QWEN_IMAGE = Names(("img_mod_1", "txt_mod_1"), ("img_mlp", "txt_mlp"), nested=False)
 LISTS = ("transformer_blocks", "to_out", "net")
+QWEN_IMAGE_LISTS = (*LISTS, "img_mod", "txt_mod")
 # The logical axes of kernels, see `logical_axes`.
 AXES = (
     (r"attn2?/(to|add)_[qkv](_proj)?$", ("embed", "heads")),
@@ -27,7 +46,7 @@ AXES = (
     (r"attn2?/(to_out_0|to_add_out)$", ("heads", "embed")),
     (r"net_0/proj$", ("embed", "mlp")),
     (r"net_2$", ("mlp", "embed")),
-    (r"norm(1|1_context|_out)?/linear$", ("embed", "modulation")),
+    (r"norm(1|1_context|_out)?/linear$|(img|txt)_mod_1$", ("embed", "modulation")),
 )
 
 
@@ -60,10 +79,12 @@ class JointAttention(nn.Module):
         context: Float[Array, "b m d"] | None = None,
         log_weights: Float[np.ndarray, "s"] | None = None,
         rotary: Sequence[Rotary] | None = None,
+        lengths: Int[Array, "b"] | None = None,
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b m d"] | None]:
         """Attended x and context.
 
         `log_weights` are those of the n + m keys; `rotary` turns queries and keys, by a table for each stream.
+        `lengths` are each row's keys that count, padding being behind these; None: all count.
         """
 
         def linear(name: str) -> nn.Dense:
@@ -95,7 +116,7 @@ class JointAttention(nn.Module):
             norms = HeadNorms(scales(norms_q)[:updated], scales(norms_k))
         if rotary is not None:
             q, k, norms = *_turned(q, k, norms, rotary), None
-        out, *context_out = attend_jointly(q, k, v, log_weights=log_weights, norms=norms)
+        out, *context_out = attend_jointly(q, k, v, lengths, log_weights, norms=norms)
         x_out = merged(out)
         if not self.pre_only:
             x_out = product(linear("to_out_0")(x_out))
@@ -120,7 +141,8 @@ class DualBlock(nn.Module):
     """Updates two streams, image and text, joined in attention.
 
     `dual_attention` adds SD3.5's second attention over the image alone. With `context_pre_only` (the last block of
-    SD3) the text is attended to but not updated. Its last token counts as `last_counts` equal ones.
+    SD3) the text is attended to but not updated. Its last token counts as `last_counts` equal ones. `names` are those
+    of the parameters.
     """
 
     heads: int
@@ -129,6 +151,7 @@ class DualBlock(nn.Module):
     dual_attention: bool = False
     context_pre_only: bool = False
     last_counts: int = 1
+    names: Names = Names()
 
     @nn.compact
     def __call__(
@@ -136,17 +159,21 @@ class DualBlock(nn.Module):
         streams: tuple[Float[Array, "b n d"], Float[Array, "b m d"]],
         embedding: Float[Array, "b d"],
         rotary: tuple[Rotary, Rotary] | None = None,
+        lengths: Int[Array, "b"] | None = None,
     ) -> tuple[tuple[Float[Array, "b n d"], Float[Array, "b m d"]], None]:
-        """Updates (image, text); the second result is for `nn.scan`, which collects nothing."""
+        """Updates (image, text); the second result is for `nn.scan`, which collects nothing.
+
+        `lengths` are the tokens that each row attends to: those of its image, and of its text without padding.
+        """
         x, context = streams
         chunks = 9 if self.dual_attention else 6
-        shift, scale, gate, *rest = layers.Modulation(chunks, name="norm1")(embedding)
+        shift, scale, gate, *rest = self._modulation(0, chunks, embedding)
         normed = layers.layer_norm(x)
         image = layers.modulate(normed, shift, scale, self.dtype)
         if self.context_pre_only:
-            scale, shift = layers.Modulation(2, name="norm1_context")(embedding)
+            scale, shift = self._modulation(1, 2, embedding)
         else:
-            shift, scale, *context_rest = layers.Modulation(6, name="norm1_context")(embedding)
+            shift, scale, *context_rest = self._modulation(1, 6, embedding)
         text = layers.modulate(layers.layer_norm(context), shift, scale, self.dtype)
 
         weights = None
@@ -154,22 +181,31 @@ class DualBlock(nn.Module):
             weights = np.zeros(image.shape[1] + text.shape[1], np.float32)
             weights[-1] = np.log(self.last_counts)
         attention = self._attention("attn", self.context_pre_only)
-        image, text = attention(image, text, weights, rotary)
+        image, text = attention(image, text, weights, rotary, lengths)
         x = layers.residual(x, gate, image)
         if self.dual_attention:
             shift, scale, gate = rest[3:]
             image = layers.modulate(normed, shift, scale, self.dtype)
             image, _ = self._attention("attn2")(image)
             x = layers.residual(x, gate, image)
-        x = self._feed_forward("ff", x, *rest[:3])
+        x = self._feed_forward(0, x, *rest[:3])
         if not self.context_pre_only:
             context = layers.residual(context, context_rest[0], text)
-            context = self._feed_forward("ff_context", context, *context_rest[1:])
+            context = self._feed_forward(1, context, *context_rest[1:])
         return (x, context), None
 
     def _attention(self, name: str, context_pre_only: bool = False) -> JointAttention:
         return JointAttention(self.heads, self.qk_norm, self.dtype, context_pre_only, name=name)
 
-    def _feed_forward(self, name: str, x: Array, shift: Array, scale: Array, gate: Array) -> Array:
+    def _modulation(self, stream: int, chunks: int, embedding: Array) -> Sequence[Array]:
+        name = self.names.modulation[stream]
+        if self.names.nested:
+            return layers.Modulation(chunks, name=name)(embedding)
+        return layers.modulation(embedding, chunks, name)
+
+    def _feed_forward(
+        self, stream: int, x: Array, shift: Array, scale: Array, gate: Array
+    ) -> Array:
+        name = self.names.feed_forward[stream]
         normed = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
         return layers.residual(x, gate, layers.FeedForward(self.dtype, name=name)(normed))

@@ -1,4 +1,7 @@
-"""What families of images have in common that decode with an AutoencoderKL: a part of the protocol `Family`."""
+"""What families of images have in common: a part of the protocol `Family`.
+
+The autoencoder is an AutoencoderKL unless `factor` and `decode` are another's.
+"""
 
 import dataclasses
 import functools
@@ -30,7 +33,7 @@ class ImageFamily:
     """
 
     transformer: Any
-    vae: autoencoder_kl.AutoencoderKL
+    vae: Any
 
     lists: ClassVar[Mapping[str, Any]]
     tables: ClassVar[Mapping[str, Any]]

@@ -40,13 +40,15 @@ def sincos_2d_table(size: int, base_size: int, dim: int) -> Float[Array, "1 n di
     return jnp.concatenate([column, row], axis=-1).reshape(1, size * size, dim)
 
 
-def timestep_features(timestep: Float[Array, "b"], dim: int) -> Float[Array, "b dim"]:
-    """[cos, sin] features of a timestep in [0, 1000], float32 as in diffusers' `Timesteps`."""
+def timestep_features(
+    timestep: Float[Array, "b"], dim: int, scale: int = 1
+) -> Float[Array, "b dim"]:
+    """[cos, sin] features of `scale` * timestep in [0, 1000], float32 as in diffusers' `Timesteps`."""
     half = dim // 2
     exponent = np.arange(half, dtype=np.float32) * np.float32(-np.log(10000.0))
     # exp in float64: float32 results differ by library, and a timestep of 1000 multiplies the error
     frequencies = np.exp((exponent / np.float32(half)).astype(np.float64)).astype(np.float32)
-    angles = timestep.astype(jnp.float32)[:, None] * frequencies
+    angles = scale * (timestep.astype(jnp.float32)[:, None] * frequencies)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
@@ -74,18 +76,28 @@ def residual(
     return (x + gate * update).astype(x.dtype)
 
 
+def modulation(
+    embedding: Float[Array, "b d"], chunks: int, name: str
+) -> Sequence[Float[Array, "b 1 d"]]:
+    """`chunks` float32 vectors from the conditioning, of shapes that broadcast over tokens.
+
+    They are of a linear layer `name` of the module that calls this, initialised to zero (adaLN-Zero of DiT).
+    """
+    features = chunks * embedding.shape[-1]
+    zeros = nn.initializers.zeros
+    linear = Linear(features, dtype=jnp.float32, kernel_init=zeros, name=name)
+    return jnp.split(linear(nn.silu(embedding))[:, None], chunks, axis=-1)
+
+
 class Modulation(nn.Module):
-    """The linear layer of diffusers' adaptive layer norms, initialised to zero (adaLN-Zero of DiT)."""
+    """The linear layer of diffusers' adaptive layer norms."""
 
     chunks: int
 
     @nn.compact
     def __call__(self, embedding: Float[Array, "b d"]) -> Sequence[Float[Array, "b 1 d"]]:
-        """`chunks` float32 vectors from the conditioning, of shapes that broadcast over tokens."""
-        features = self.chunks * embedding.shape[-1]
-        zeros = nn.initializers.zeros
-        linear = Linear(features, dtype=jnp.float32, kernel_init=zeros, name="linear")
-        return jnp.split(linear(nn.silu(embedding))[:, None], self.chunks, axis=-1)
+        """See `modulation`."""
+        return modulation(embedding, self.chunks, "linear")
 
 
 class Mlp(nn.Module):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
+from numpy.typing import DTypeLike
 
 Table = Float32[Array, "*b n d"] | Float32[np.ndarray, "n d"]
 
@@ -36,17 +37,26 @@ def image_positions(height: int, width: int, index: int = 0) -> Int[np.ndarray, 
 
 
 def rotary_table(
-    positions: Int[np.ndarray, "n axes"], widths: Sequence[int], theta: float
+    positions: Int[np.ndarray, "n axes"],
+    widths: Sequence[int],
+    theta: float,
+    dtype: DTypeLike = np.float64,
 ) -> Rotary:
-    """The table of some tokens; angles are float64, as in diffusers' `FluxPosEmbed`.
+    """The table of some tokens.
 
     Args:
       positions: of each token along each axis.
       widths: channels of a head that turn with each axis, all even.
       theta: pair i of an axis of d channels turns by theta^(-2i/d) radians a position.
+      dtype: of the angles: float64 in diffusers' `FluxPosEmbed`, float32 in its `QwenEmbedRope`.
     """
-    pairs = [theta ** (-np.arange(0, width, 2, dtype=np.float64) / width) for width in widths]
-    turns = [np.outer(axis, pair) for axis, pair in zip(positions.T, pairs, strict=True)]
+    exponents = [
+        np.arange(0, width, 2).astype(dtype) / np.asarray(width, dtype) for width in widths
+    ]
+    # A power in float64, since those in float32 differ by library.
+    pairs = [1 / (theta ** each.astype(np.float64)).astype(dtype) for each in exponents]
+    axes = positions.T.astype(dtype)
+    turns = [np.outer(axis, pair) for axis, pair in zip(axes, pairs, strict=True)]
     return turned_by(np.concatenate(turns, axis=1))
 
 

@@ -27,8 +27,9 @@ from digen_jax.process.ending import Stopped
 from digen_jax.prompts import encoded
 from digen_jax.records.metrics import read_metrics, without_timing
 from digen_jax.run import train as run
-from tests.cases import said
+from tests.cases import quick, said
 from tests.models.flux.folders import flux_folder
+from tests.models.qwen_image.folders import qwen_image_folder
 from tests.models.sd3.t5_folders import add_t5
 from tests.models.zimage.folders import zimage_folder
 from tests.pipelines import ROOT, environment
@@ -179,15 +180,18 @@ def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
         trained(config(prompts__store=str(tmp_path / "store")), tmp_path / "run")
 
 
-@pytest.mark.parametrize("model", ["sd3", "flux", "zimage"])
+@pytest.mark.parametrize(
+    "model", quick([("sd3",), ("flux",), ("zimage",), ("qwen_image",)], 0, 1, 2)
+)
 def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tmp_path, model):
     """In a block of the same size; a pass without the prompt is alone in a step, and FLUX has none.
 
-    Z-Image does not attend to padding, of which nothing is stored.
+    Z-Image and Qwen-Image do not attend to padding, of which nothing is stored.
     """
     systems, flux = [], model == "flux"
     models = {"sd3": lambda: folder, "flux": lambda: flux_folder(base, "dev")}
     models["zimage"] = lambda: zimage_folder(base)
+    models["qwen_image"] = lambda: qwen_image_folder(base)
     for encoding_of in ("each_step", "ahead"):
         c = config(
             prompts__encoding=encoding_of,
@@ -204,7 +208,7 @@ def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tm
     records = said(*TEXTS) if flux else said(*TEXTS, TEXTS[-1])
     on_mesh, stored = (one.sampler.encode(one.publish(one.start), records) for one in systems)
     assert (stored.null is None) == flux
-    if model == "zimage":
+    if model in ("zimage", "qwen_image"):
         on_mesh, padded = (jax.tree.map(_without_padding, on_mesh, is_leaf=_is_masked), on_mesh)
         assert np.any(padded.conditioning.context != on_mesh.conditioning.context)
     assert jax.tree.structure(on_mesh) == jax.tree.structure(stored)

@@ -17,6 +17,7 @@ from digen_jax.runtime.training import receive
 from tests.cases import quick, said
 from tests.engine import toy
 from tests.models.flux.folders import flux_folder
+from tests.models.qwen_image.folders import qwen_image_folder
 from tests.models.zimage.folders import zimage_folder
 from tests.pipelines import write_tiny_pipeline
 from tests.tiny_runs import TARGETS, once, prompt_file
@@ -49,6 +50,8 @@ OTHER_FAMILIES = [
     *(("flux", "lora", mesh) for mesh in ("tensor x sequence", "fsdp x tensor")),
     *(("z-image", "full", mesh) for mesh in ("tensor x sequence", "fsdp x tensor", "sequence")),
     ("z-image", "full", "half heads"),
+    *(("qwen-image", "full", m) for m in ("tensor x sequence", "fsdp x tensor", "fsdp x sequence")),
+    ("qwen-image", "lora", "data x fsdp x tensor"),
 ]
 ROWS = np.repeat(np.arange(2, dtype=np.int32), 4)
 ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
@@ -62,6 +65,9 @@ def model(base, family):
     if family == "z-image":
         folder = str(zimage_folder(base))
         return dict(folder=folder, height=12, width=20, max_sequence_length=61)
+    if family == "qwen-image":
+        folder = str(qwen_image_folder(base))
+        return dict(folder=folder, height=20, width=12, max_sequence_length=9)
     make = functools.partial(write_tiny_pipeline, heads=4)
     return dict(folder=str(once(base / "four-heads", make)))
 

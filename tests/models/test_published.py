@@ -24,6 +24,7 @@ T5 = 4_762_310_656
 
 # The same for Z-Image, which has no position table.
 Z_IMAGE = ("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo")
+QWEN_IMAGE = ("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512")
 
 
 def size(tree):
@@ -31,7 +32,7 @@ def size(tree):
 
 
 def test_all_are_known():
-    assert published_models() == [*Z_IMAGE, *TRANSFORMERS]
+    assert published_models() == sorted([*QWEN_IMAGE, *Z_IMAGE, *TRANSFORMERS])
     assert published_folder("stabilityai/stable-diffusion-9") is None
 
 
@@ -65,6 +66,19 @@ def test_a_shipped_z_image_has_the_models_sizes(name, shift):
     assert size(shapes["vae"]) == 83_819_683
     assert family.scheduler.shift == shift and family.heads.number == 30
     assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 512)
+    assert family.latent_shape(family.default_size()) == (128, 128, 16)
+
+
+@pytest.mark.parametrize("name", QWEN_IMAGE)
+def test_a_shipped_qwen_image_has_the_models_sizes(name):
+    family = load_family(published_folder(name))
+    shapes = family.shapes()
+    assert size(shapes["transformer"]) == 20_430_401_088
+    # Qwen2.5-7B, without its head.
+    assert size(shapes["text_encoder"]) == 7_615_616_512 - 152_064 * 3584
+    assert size(shapes["vae"]) == 126_892_531
+    assert (family.scheduler.max_shift, family.scheduler.shift_terminal) == (0.9, 0.02)
+    assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 34 + 512)
     assert family.latent_shape(family.default_size()) == (128, 128, 16)
 
 

@@ -140,6 +140,15 @@ def unscale_latents(
     return latents * jnp.asarray(config.latents_std) + jnp.asarray(config.latents_mean)
 
 
+def decode_images(
+    vae: "AutoencoderKLWan", params: Any, latents: Float[Array, "b h w c"]
+) -> Float[Array, "b 1 H W 3"]:
+    """Clips of one frame in [0, 1] from the latents that a transformer is trained on."""
+    raw = unscale_latents(vae.config, latents)[:, None]
+    clips = vae.apply({"params": params}, raw, method="decode")
+    return clips / 2 + 0.5
+
+
 class AutoencoderKLWan(nn.Module):
     """Clips to latents and back, in float32."""
 

@@ -70,7 +70,8 @@ class CausalConv3d(nn.Module):
     ) -> Float[Array, "b t2 h w d"]:
         """Height and width stay; before a clip's first frame are `start`, `window - stride` frames, or zeros."""
         shape = (*self.window, x.shape[-1], self.channels)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        # Frozen parameters may be kept in bfloat16.
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape).astype(x.dtype)
         bias = self.param("bias", nn.initializers.zeros, (self.channels,))
         alone = chunk.begins and start is None and x.shape[1] == 1
         if self.window[0] > self.stride:

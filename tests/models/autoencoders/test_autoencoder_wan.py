@@ -289,3 +289,14 @@ def test_a_clip_without_latents_is_refused():
 def test_an_unsupported_field_is_named(field, value):
     with pytest.raises(ValueError, match=field):
         AutoencoderKLWanConfig.from_config({**TINY, field: value})
+
+
+def test_parameters_that_are_kept_in_bfloat16_decode_in_float32():
+    _, model, params = pair("AutoencoderKLQwenImage")
+    half = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), params)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half)
+    decode = jax.jit(lambda params, x: model.apply({"params": params}, x, method="decode"))
+    latents = inputs(model, 1)[1]
+    found = decode(half, latents)
+    assert found.dtype == jnp.float32
+    assert parity.worst(found, np.asarray(decode(rounded, latents)))[0] < 1e-5

@@ -20,7 +20,7 @@ TEMPLATE = (
 )
 
 
-def backend(size: int = 300) -> Tokenizer:
+def backend(size: int = 300, texts: tuple[str, ...] = ()) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated")
@@ -31,16 +31,24 @@ def backend(size: int = 300) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=sorted(alphabet), show_progress=False
     )
-    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.train_from_iterator([*TEXTS, *texts], trainer)
     # Behind the others, as Qwen's.
     tokenizer.add_special_tokens(SPECIAL)
     return tokenizer
 
 
-def save(folder: pathlib.Path, template: str | None = TEMPLATE, size: int = 300) -> pathlib.Path:
-    """A folder with tokenizer.json, as transformers 5 writes it, of `size` tokens and 3 special ones."""
+def save(
+    folder: pathlib.Path,
+    template: str | None = TEMPLATE,
+    size: int = 300,
+    texts: tuple[str, ...] = (),
+) -> pathlib.Path:
+    """A folder with tokenizer.json, as transformers 5 writes it, of `size` tokens and 3 special ones.
+
+    The tokens are those that shorten TEXTS and `texts` most.
+    """
     tokenizer = Qwen2Tokenizer(
-        tokenizer_object=backend(size), eos_token=SPECIAL[2], pad_token=SPECIAL[0]
+        tokenizer_object=backend(size, texts), eos_token=SPECIAL[2], pad_token=SPECIAL[0]
     )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)

@@ -1,0 +1,113 @@
+"""Qwen-Image with verl-omni's published settings of Flow-GRPO for rendered text, on GPUs of 80 GB.
+
+python launch/train.py --config configs/qwen_image.py:ocr,4 --workdir runs/qwen-image \
+    --config.reward.name=my_rewards:ocr \
+    --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
+
+The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16; it was published for 4. Reward and
+prompt files are yours: no reward that reads text is shipped here, and the source's prompts are in dataset/ocr of
+github.com/yifan123/flow_grpo. Qwen-Image-2512 has the same settings: --config.model.folder=Qwen/Qwen-Image-2512.
+
+ocr  Flow-GRPO (arXiv 2505.05470): a LoRA of rank 64, two of ten steps trained, in a window at a random place
+
+github.com/verl-project/verl-omni:
+- examples/flowgrpo_trainer/qwen_image/run_qwen_image_ocr_lora.sh (8b0f0f9): 32 groups of 16 images in two updates
+  (train_batch_size, rollout.n, ppo_mini_batch_size), 16 images a GPU at once in training; guidance 4 (true_cfg_scale),
+  256 tokens of a prompt, noise 1.2 of kind "sde", here "flow", a window of 2 steps within the first 5; LoRA of rank 64,
+  alpha 128, on attention and feed-forward of both streams; learning rate 3e-4, weight decay 1e-4, clip range 1e-5;
+  evaluation in 50 steps without noise; bfloat16 weights; 4 GPUs; evaluation and checkpoint every 30 steps, 300 steps
+- verl_omni/trainer/config/diffusion/rollout/diffusion_rollout.yaml (786dd36): 512 x 512, 10 steps; in evaluation one
+  image of a prompt, with the guidance of training
+- verl_omni/trainer/config/diffusion/model/diffusion_model.yaml (786dd36): Gaussian start, recomputed blocks
+- verl_omni/trainer/config/diffusion/actor/diffusion_actor.yaml (0a4a399): advantages clipped to 5, no KL;
+  dp_diffusion_actor.yaml beside it (173611f): gradient norm 1
+- verl_omni/trainer/config/optim/fsdp.yaml (411d1d6): AdamW's numbers, a constant learning rate
+- verl_omni/trainer/config/diffusion_trainer.yaml (6f8f830): std of the step, old log-probabilities recomputed;
+  verl_omni/trainer/diffusion/diffusion_algos.py (0a4a399): of a sample, and 1e-4 is added to it
+- examples/flowgrpo_trainer/data_process/qwenimage_ocr.py (340b365): the negative prompt " ", which the family has
+- verl_omni/pipelines/qwen_image_flow_grpo/common.py (bd34708): the guided velocity of a token is as long as that with
+  the prompt, as in diffusers' pipeline
+
+Ours: 16 images a GPU at once in sampling and in evaluation, pictures, the number of checkpoints, and the placement:
+GPUs share all parameters.
+
+Differences to the source:
+- each image has a window of its own there (verl_omni/pipelines/request_batch.py); here all images of a step share one;
+- the source's reward asks Qwen3-VL-8B what it reads in a picture (verl_omni/utils/reward_score/genrm_ocr.py, 57a9441);
+- diffusers rounds a sigma to bfloat16 before it multiplies it by 1000, so that 0.99 becomes 988. It is exact here;
+- the source's weights wait in the memory of the host between their uses; here they stay on the GPUs.
+
+Memory of each of 4 GPUs by the accounting of launch/plan.py, without the programs' temporary memory: 11.7 GiB. The text
+encoder is there before, while it encodes the prompts. Not measured: the recipe was not run on such a GPU. An encoded
+prompt takes at most 1.8 MB of disk, 256 x 3584 bfloat16 numbers (prompts.store_limit).
+"""
+
+from ml_collections import ConfigDict
+
+from digen_jax.config.recipe import complete
+from digen_jax.errors import ConfigError
+
+
+def ocr(n: int) -> dict:
+    """Flow-GRPO on n GPUs, which share the parameters."""
+    return dict(
+        batch=dict(groups=32, images=16),
+        sampler=dict(
+            kind="flow",
+            noise_level=1.2,
+            steps=10,
+            window=dict(mode="random", length=2, end=5),
+            fragment=16 * n,
+        ),
+        algorithm=dict(clip_range=1e-5),
+        advantages=dict(std="global", ddof=1),
+        lora=dict(rank=64, alpha=128.0, init="gaussian"),
+        trainer=dict(micro_batch=16 * n, updates=2, learning_rate=3e-4),
+        placement=dict(trainer=dict(data=1, fsdp=n), rules=((".*", "fsdp"),)),
+        evaluation=dict(every=30, steps=50, batch=16 * n),
+        checkpoint=dict(every=30),
+    )
+
+
+# From a number of GPUs to differences to `base`.
+RECIPES = {"ocr": ocr}
+
+
+def base() -> ConfigDict:
+    """The common settings of all recipes."""
+    c = ConfigDict()
+    c.seed = 0
+    c.steps = 300
+    c.model = ConfigDict(
+        dict(
+            folder="Qwen/Qwen-Image",
+            height=512,
+            width=512,
+            max_sequence_length=256,
+            remat="blocks",
+        )
+    )
+    c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
+    c.prompts = ConfigDict(dict(file=""))
+    c.reward = ConfigDict(dict(name=()))
+    c.sampler = ConfigDict(dict(guidance=4.0))
+    c.algorithm = ConfigDict(dict(adv_clip=5.0))
+    c.trainer = ConfigDict(dict(weight_decay=1e-4, clip_norm=1.0))
+    # Sampling and training take turns on the same devices, so no device waits for another.
+    c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
+    c.evaluation = ConfigDict(dict(prompts="", guidance=4.0))
+    c.pictures = ConfigDict(dict(every=30, images=12))
+    c.checkpoint = ConfigDict(dict(keep=2))
+    return c
+
+
+def get_config(argument: str = "ocr,4") -> ConfigDict:
+    name, _, gpus = argument.partition(",")
+    if name not in RECIPES or not (gpus or "1").isdecimal() or int(gpus or 1) < 1:
+        raise ConfigError(
+            f"the config's argument {argument!r} must be a recipe and a number of GPUs, such as :ocr,4; "
+            f"recipes are {', '.join(RECIPES)}"
+        )
+    c = base()
+    c.update(RECIPES[name](int(gpus or 1)))
+    return complete(c)  # so that every field can be given on the command line

@@ -1,0 +1,182 @@
+"""The Qwen-Image transformer (Qwen team, arXiv 2508.02324): dual blocks of image and text, joined in attention.
+
+Attribute names are those of diffusers' `QwenImageTransformer2DModel`, so that a parameter's path is its tensor's name;
+the blocks are scanned as one run (`transformer_blocks_0to59`).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from digen_jax.json_fields import fields_of, number
+from digen_jax.models import dual_block, layers, packing
+from digen_jax.models.linear import Linear
+from digen_jax.models.remat import Remat, block_run
+from digen_jax.models.rotary import Rotary, image_positions, rotary_table
+
+LISTS = dual_block.QWEN_IMAGE_LISTS
+# `target_modules` of verl-project/verl-omni, examples/flowgrpo_trainer/qwen_image/run_qwen_image_ocr_lora.sh (8b0f0f9),
+# which are ends of names.
+LORA_TARGETS = (
+    r"transformer_blocks\.\d+\."
+    r"(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|(img|txt)_mlp\.net\.(0\.proj|2))"
+)
+# The logical axes of kernels, see `logical_axes`.
+AXES = (
+    *dual_block.AXES,
+    (r"timestep_embedder/linear_1$", (None, "mlp")),
+    (r"timestep_embedder/linear_2$", ("mlp", "embed")),
+    (r"^img_in$", ("channels", "embed")),
+    (r"^txt_norm$", ("text",)),
+    (r"^txt_in$", ("text", "embed")),
+    (r"^proj_out$", ("embed", "channels")),
+)
+QK_NORM = "rms_norm"
+THETA = 10_000.0
+# A field of the published config.json that diffusers' network does not have, and ignores.
+BOOKKEEPING = ("pooled_projection_dim",)
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenImageConfig:
+    """The fields of diffusers' config.json, with its defaults; raises ValueError if they conflict.
+
+    `in_channels` are those of a token, which has 2 x 2 latents; `out_channels` are those of a latent. The last three
+    fields are about models that edit images or draw layers.
+    """
+
+    patch_size: int = number(packing.SIDE, packing.SIDE, packing.SIDE)
+    in_channels: int = 64
+    out_channels: int = 16
+    num_layers: int = number(60, 1, 1000)
+    attention_head_dim: int = 128
+    num_attention_heads: int = 24
+    joint_attention_dim: int = 3584
+    guidance_embeds: Literal[False] = False
+    axes_dims_rope: tuple[int, ...] = (16, 56, 56)
+    zero_cond_t: Literal[False] = False
+    use_additional_t_cond: Literal[False] = False
+    use_layer3d_rope: Literal[False] = False
+
+    def __post_init__(self):
+        if self.in_channels % packing.SIDE**2:
+            raise ValueError(
+                f"in_channels must be a multiple of 4, of the 2 x 2 latents of a token, not {self.in_channels}."
+            )
+        widths = self.axes_dims_rope
+        positive = all(width > 0 and width % 2 == 0 for width in widths)
+        if len(widths) != 3 or not positive or sum(widths) != self.attention_head_dim:
+            raise ValueError(
+                f"axes_dims_rope must be three even numbers whose sum is attention_head_dim = "
+                f"{self.attention_head_dim}, not {list(widths)}."
+            )
+
+    @property
+    def dim(self) -> int:
+        """Width of the transformer."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "QwenImageConfig":
+        """Reads diffusers' config.json, ignoring keys that start with an underscore.
+
+        Raises a ValueError that names a key that is unknown or whose value is not supported.
+        """
+        config = {key: value for key, value in config.items() if key not in BOOKKEEPING}
+        if config.get("out_channels", 0) is None:
+            config["out_channels"] = config.get("in_channels", cls.in_channels)
+        return cls(**fields_of(cls, config, "a Qwen-Image transformer"))
+
+
+def rotary_tables(
+    widths: tuple[int, ...], height: int, width: int, text: int
+) -> tuple[Rotary, Rotary]:
+    """The tables of an image of height x width tokens, and of `text` tokens of text.
+
+    Rows and columns are counted from the middle of the image. A token of text has the same position on all axes,
+    counted from behind the longer side's last one.
+    """
+    of_image = image_positions(height, width) - [0, height - height // 2, width - width // 2]
+    first = max(height // 2, width // 2)
+    of_text = np.repeat(np.arange(first, first + text)[:, None], 3, axis=1)
+    image, words = (rotary_table(p, widths, THETA, np.float32) for p in (of_image, of_text))
+    return image, words
+
+
+class TimeEmbed(nn.Module):
+    """diffusers' `QwenTimestepProjEmbeddings`: embedding of the noise level for the modulation, in float32."""
+
+    dim: int
+
+    @nn.compact
+    def __call__(self, sigma: Float[Array, "b"]) -> Float[Array, "b d"]:
+        """Of noise levels in [0, 1]."""
+        features = layers.timestep_features(sigma, layers.TIME_FEATURES, layers.NUM_TRAIN_TIMESTEPS)
+        return layers.Mlp(self.dim, name="timestep_embedder")(features)
+
+
+class QwenImageTransformer(nn.Module):
+    """Velocity of a latent image under text conditioning.
+
+    Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax, modulation,
+    rotary positions and the embedding of time are always float32: diffusers rounds time to the network's dtype before
+    it multiplies it by 1000, so that in bfloat16 its time 990 becomes 988.
+    `remat` says what the backward pass recomputes.
+    """
+
+    config: QwenImageConfig
+    dtype: DTypeLike = jnp.float32
+    remat: Remat = "none"
+
+    @nn.compact
+    def __call__(
+        self,
+        latents: Float[Array, "b h w c"],
+        sigma: Float[Array, "b"],
+        context: Float[Array, "b n d"],
+        mask: Bool[Array, "b n"],
+    ) -> Float[Array, "b h w o"]:
+        """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
+
+        Args:
+          latents: with even sides.
+          sigma: noise levels.
+          context: a prompt's states.
+          mask: True for a prompt's tokens, False for the padding behind them.
+
+        Raises:
+          ValueError: a side of the latents is odd.
+        """
+        config = self.config
+        height, width = latents.shape[1:3]
+        x = self._linear(config.dim, "img_in")(packing.pack(latents))
+        norm = nn.RMSNorm(epsilon=layers.EPSILON, dtype=jnp.float32, name="txt_norm")
+        context = self._linear(config.dim, "txt_in")(norm(context).astype(self.dtype))
+        embedding = TimeEmbed(config.dim, name="time_text_embed")(sigma)
+
+        grid = height // packing.SIDE, width // packing.SIDE
+        rotary = rotary_tables(config.axes_dims_rope, *grid, context.shape[1])
+        lengths = x.shape[1] + mask.sum(axis=1).astype(jnp.int32)
+        (x, _), _ = self._blocks()((x, context), embedding, rotary, lengths)
+
+        scale, shift = layers.Modulation(2, name="norm_out")(embedding)
+        x = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
+        zeros = nn.initializers.zeros
+        features = config.out_channels * packing.SIDE**2
+        proj_out = Linear(features, dtype=self.dtype, kernel_init=zeros, name="proj_out")
+        return packing.unpack(proj_out(x).astype(jnp.float32), height, width)
+
+    def _linear(self, features: int, name: str) -> nn.Dense:
+        return Linear(features, dtype=self.dtype, kernel_init=layers.linear_init, name=name)
+
+    def _blocks(self) -> nn.Module:
+        last = self.config.num_layers - 1
+        block = block_run(dual_block.DualBlock, "transformer_blocks", 0, last, self.remat)
+        heads = self.config.num_attention_heads
+        return block(heads, QK_NORM, self.dtype, names=dual_block.QWEN_IMAGE)

@@ -1,0 +1,132 @@
+"""A run that tunes Qwen-Image with guidance: its LoRA in diffusers' own pipeline, and what its steps report."""
+
+import functools
+
+import jax
+import numpy as np
+import peft
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from ml_collections import ConfigDict
+from peft.utils import get_peft_model_state_dict
+
+from digen_jax.config.door import open_recipe
+from digen_jax.flow.sampling import image_keys, start_noise
+from digen_jax.inference.export import export, how_to_load
+from digen_jax.inference.model import open_model, sample_to_folder
+from digen_jax.models.qwen_image.family import NULL
+from digen_jax.records.metrics import read_metrics
+from digen_jax.run.train import train
+from digen_jax.weights.lora import adapted_layers
+from tests.cases import said
+from tests.models.qwen_image.folders import packed, qwen_image_folder, qwen_image_pipeline
+from tests.tiny_runs import once, tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+
+STEPS, TOKENS, SIDE, GUIDANCE = 3, 21, 16, 3.0
+SAID = ["a photo of a red circle", "two green squares left of it"]
+# What verl-project/verl-omni's run_qwen_image_ocr_lora.sh gives to PEFT.
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"]
+TARGETS += ["to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2"]
+TARGETS += ["txt_mlp.net.0.proj", "txt_mlp.net.2"]
+
+
+@pytest.fixture(scope="module")
+def workdir(base):
+    """Of two steps with a LoRA on the family's own layers."""
+    config = tiny_config(base, "lora")
+    config.model.update(
+        folder=str(qwen_image_folder(base)), height=SIDE, width=SIDE, max_sequence_length=TOKENS
+    )
+    config.sampler.guidance = config.evaluation.guidance = GUIDANCE
+    config.lora = ConfigDict(dict(rank=4, alpha=8.0))
+    run = functools.partial(train, open_recipe(config))
+    return once(base / "tiny-qwen-image-run", run)
+
+
+def by_ours(name, lora=None):
+    """Images of SAID by a run's newest weights, or a folder's, and their start noise."""
+    model = open_model(str(name), jax.devices()[:1], lora)
+    sampler = model.sampler(GUIDANCE, STEPS, SIDE, SIDE)
+    rows = np.arange(len(SAID), dtype=np.int32)
+    keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
+    with jax.default_matmul_precision("highest"):
+        prompts = sampler.encode(model.weights, said(*SAID))
+        trajectory = sampler.generate(model.weights, prompts, rows, keys)
+        images = np.asarray(sampler.decode(model.weights, trajectory))[:, 0]
+    return images, np.asarray(start_noise(keys, sampler.shape))
+
+
+def by_diffusers(pipe, noise, tokens=TOKENS):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(
+        SAID,
+        negative_prompt=[NULL] * len(SAID),
+        true_cfg_scale=GUIDANCE,
+        height=SIDE,
+        width=SIDE,
+        num_inference_steps=STEPS,
+        max_sequence_length=tokens,
+        latents=packed(noise),
+        output_type="np",
+    ).images
+
+
+def test_ratios_are_one_at_the_weights_that_sampled(workdir):
+    """With guidance, which sampling and training compute in two passes."""
+    lines = read_metrics(workdir / "metrics.jsonl")
+    first = next(line for line in lines if "ratio" in line)
+    assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
+
+
+def test_an_exported_run_gives_its_images_in_diffusers(base, workdir, tmp_path):
+    folder = qwen_image_folder(base)
+    images, noise = by_ours(workdir)
+    run = export(workdir, tmp_path / "tuned")
+    assert "QwenImagePipeline.from_pretrained" in how_to_load(run, tmp_path / "tuned")
+    before = by_diffusers(qwen_image_pipeline(folder), noise)
+    pipe = QwenImagePipeline.from_pretrained(folder)
+    pipe.load_lora_weights(tmp_path / "tuned")
+    found = by_diffusers(pipe, noise)
+    np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
+    assert (np.abs(found - before).max((1, 2, 3)) > 4 / 255).all()
+
+
+def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
+    """On the layers of the published script, read from diffusers' file and merged; prompts have their 512 tokens."""
+    folder = qwen_image_folder(base)
+    pipe = QwenImagePipeline.from_pretrained(folder)
+    pipe.transformer.add_adapter(peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS))
+    factors = {n: p for n, p in pipe.transformer.named_parameters() if ".lora_" in n}
+    generator = torch.Generator().manual_seed(0)
+    for factor in factors.values():
+        factor.data = 0.2 * torch.randn(factor.shape, generator=generator)
+    QwenImagePipeline.save_lora_weights(
+        tmp_path,
+        get_peft_model_state_dict(pipe.transformer),
+        transformer_lora_adapter_metadata=pipe.transformer.peft_config["default"].to_dict(),
+    )
+    images, noise = by_ours(folder, str(tmp_path))
+    found = by_diffusers(pipe, noise, 512)
+    np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
+    without = by_diffusers(qwen_image_pipeline(folder), noise, 512)
+    assert (np.abs(found - without).max((1, 2, 3)) > 4 / 255).all()
+    family = open_model(str(folder), jax.devices()[:1]).family
+    layers = {
+        name
+        for name, module in pipe.transformer.named_modules()
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    }
+    trained = {"transformer": family.shapes()["transformer"]}
+    assert adapted_layers(trained, family.lora_targets, family.lists)["transformer"] == layers
+
+
+def test_prompts_are_drawn_into_a_folder(base, tmp_path):
+    """As launch/sample.py does, with the family's own guidance and steps' number given."""
+    model = open_model(str(qwen_image_folder(base)), jax.devices()[:1])
+    sampler = model.sampler(None, STEPS, SIDE, SIDE)
+    assert sampler.policy.guidance == 4.0
+    sample_to_folder(model, sampler, SAID, tmp_path, 2, 0, 1)
+    assert len(list(tmp_path.glob("0*.png"))) == 2
