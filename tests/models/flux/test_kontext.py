@@ -35,7 +35,8 @@ SIZE, SOURCE = Size(20, 12), Size(*SOURCE)
 
 @pytest.fixture(scope="module")
 def folder(base):
-    return kontext_folder(base)
+    yield kontext_folder(base)
+    ours.cache_clear()  # other tests look at all arrays that are left
 
 
 @functools.cache

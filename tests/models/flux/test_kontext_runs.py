@@ -278,6 +278,13 @@ def test_images_and_gradients_are_those_of_one_device(base, tuning, mesh):
     check(functools.partial(_result, base), tuning, mesh)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def freed():
+    """Other tests look at all arrays that are left."""
+    yield
+    _result.cache_clear()
+
+
 @functools.cache
 def _result(base, tuning, mesh, family="sd3"):
     """As the fixture `result` of tests/engine/test_axes.py; the family is always this one."""
