@@ -24,6 +24,8 @@ from digen_jax.models.flux import family as flux_family
 from digen_jax.models.flux import kontext
 from digen_jax.models.flux.family import Flux
 from digen_jax.models.flux.kontext import FluxKontext
+from digen_jax.models.flux2 import family as flux2_family
+from digen_jax.models.flux2.family import Flux2Klein
 from digen_jax.models.qwen_image import family as qwen_image_family
 from digen_jax.models.qwen_image.family import QwenImage
 from digen_jax.models.remat import Remat
@@ -53,6 +55,7 @@ FAMILIES = {
     stable_diffusion_3.PIPELINE_CLASS: StableDiffusion3,
     flux_family.PIPELINE_CLASS: Flux,
     kontext.PIPELINE_CLASS: FluxKontext,
+    flux2_family.PIPELINE_CLASS: Flux2Klein,
     zimage_family.PIPELINE_CLASS: ZImage,
     qwen_image_family.PIPELINE_CLASS: QwenImage,
 }

@@ -33,6 +33,7 @@ FLUX = "flux_dev"
 KONTEXT = "flux_kontext"
 EDITS = GENEVAL.with_name("edits.jsonl")
 QWEN_IMAGE = "qwen_image"
+KLEIN = "flux2_klein"
 
 
 def recipes(name):
@@ -111,7 +112,7 @@ SCHEDULER = {
 def load(name, *argument):
     """What a config file gives, with the fields that only a user can fill in filled in."""
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
-    if name in (SD35, FLUX, KONTEXT, QWEN_IMAGE):
+    if name in (SD35, FLUX, KONTEXT, KLEIN, QWEN_IMAGE):
         config.prompts.file = config.evaluation.prompts = str(EDITS if name == KONTEXT else GENEVAL)
         config.reward.name = ("shapes_geneval",)
     return config

@@ -8,6 +8,7 @@ import nbformat
 import pytest
 
 from tests.models.flux.folders import flux_folder
+from tests.models.flux2.folders import klein_folder
 from tests.models.qwen_image.folders import qwen_image_folder
 from tests.models.zimage.folders import zimage_folder
 
@@ -18,6 +19,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # By pipeline class: a tiny folder, made under a path.
 TINY = {
     "FluxPipeline": lambda base: flux_folder(base, "dev"),
+    "Flux2KleinPipeline": klein_folder,
     "ZImagePipeline": zimage_folder,
     "QwenImagePipeline": qwen_image_folder,
 }

@@ -66,6 +66,7 @@ def make_sigmas(
     num_steps: int,
     image_seq_len: int | None = None,
     spacing: Literal["timesteps", "uniform", "uniform float32"] = "timesteps",
+    mu: float | None = None,
 ) -> Float32[np.ndarray, "sigmas"]:
     """The sigmas of a sampling run of `num_steps` steps, from 1 down to 0.
 
@@ -80,6 +81,7 @@ def make_sigmas(
         evenly from the scheduler's first to its last training timestep (pipelines that pass
         `num_inference_steps`: SD3, Wan). "uniform": from 1 to 1/n (pipelines that pass `sigmas`:
         FLUX, Qwen-Image, HunyuanVideo). "uniform float32": the same from `torch.linspace` (Z-Image).
+      mu: the dynamic shift of a pipeline with a rule of its own; None: by `image_seq_len` and the config.
 
     Raises:
       ValueError: too few steps, or `image_seq_len` missing where the shift is dynamic.
@@ -95,7 +97,7 @@ def make_sigmas(
     else:
         sigmas = _spaced_by_timesteps(config, num_steps)
     if config.use_dynamic_shifting:
-        sigmas = _dynamic_shift(config, sigmas, image_seq_len)
+        sigmas = _dynamic_shift(config, sigmas, _mu(config, image_seq_len) if mu is None else mu)
     else:
         sigmas = _static_shift(sigmas, config.shift)
     if config.shift_terminal:
@@ -130,16 +132,18 @@ def _spaced_by_timesteps(config: SchedulerConfig, num_steps: int) -> np.ndarray:
     return np.linspace(first, last, num_steps) / steps
 
 
-def _dynamic_shift(
-    config: SchedulerConfig, sigmas: np.ndarray, image_seq_len: int | None
-) -> np.ndarray:
-    """FLUX's shift: mu is linear in the number of image tokens."""
+def _dynamic_shift(config: SchedulerConfig, sigmas: np.ndarray, mu: float) -> np.ndarray:
+    """FLUX's shift."""
+    scale = math.exp(mu) if config.time_shift_type == "exponential" else mu
+    return scale / (scale + (1 / sigmas - 1))
+
+
+def _mu(config: SchedulerConfig, image_seq_len: int | None) -> float:
+    """FLUX.1's, which is linear in the number of image tokens."""
     if image_seq_len is None:
         raise ValueError(
             "image_seq_len is missing; with use_dynamic_shifting, pass the number of image tokens"
         )
     tokens = config.max_image_seq_len - config.base_image_seq_len
     slope = (config.max_shift - config.base_shift) / tokens
-    mu = image_seq_len * slope + (config.base_shift - slope * config.base_image_seq_len)
-    scale = math.exp(mu) if config.time_shift_type == "exponential" else mu
-    return scale / (scale + (1 / sigmas - 1))
+    return image_seq_len * slope + (config.base_shift - slope * config.base_image_seq_len)

@@ -63,7 +63,7 @@ class JointAttention(nn.Module):
     """Attention over [x, context], each with its own projections (MMDiT), or over x alone.
 
     With `context_pre_only` the context is attended to but not updated: its result is None. With `pre_only` the heads'
-    results are not projected.
+    results are not projected. `use_bias` is that of all projections.
     """
 
     heads: int
@@ -71,6 +71,7 @@ class JointAttention(nn.Module):
     dtype: DTypeLike
     context_pre_only: bool = False
     pre_only: bool = False
+    use_bias: bool = True
 
     @nn.compact
     def __call__(
@@ -88,7 +89,8 @@ class JointAttention(nn.Module):
         """
 
         def linear(name: str) -> nn.Dense:
-            return Linear(x.shape[-1], dtype=self.dtype, kernel_init=layers.linear_init, name=name)
+            init = layers.linear_init
+            return Linear(x.shape[-1], self.use_bias, dtype=self.dtype, kernel_init=init, name=name)
 
         def split(names: Sequence[str], tokens: Array) -> list[Array]:
             heads = (*tokens.shape[:2], self.heads, -1)

@@ -77,7 +77,7 @@ def residual(
 
 
 def modulation(
-    embedding: Float[Array, "b d"], chunks: int, name: str
+    embedding: Float[Array, "b d"], chunks: int, name: str, use_bias: bool = True
 ) -> Sequence[Float[Array, "b 1 d"]]:
     """`chunks` float32 vectors from the conditioning, of shapes that broadcast over tokens.
 
@@ -85,7 +85,7 @@ def modulation(
     """
     features = chunks * embedding.shape[-1]
     zeros = nn.initializers.zeros
-    linear = Linear(features, dtype=jnp.float32, kernel_init=zeros, name=name)
+    linear = Linear(features, use_bias, dtype=jnp.float32, kernel_init=zeros, name=name)
     return jnp.split(linear(nn.silu(embedding))[:, None], chunks, axis=-1)
 
 
@@ -93,24 +93,27 @@ class Modulation(nn.Module):
     """The linear layer of diffusers' adaptive layer norms."""
 
     chunks: int
+    use_bias: bool = True
 
     @nn.compact
     def __call__(self, embedding: Float[Array, "b d"]) -> Sequence[Float[Array, "b 1 d"]]:
         """See `modulation`."""
-        return modulation(embedding, self.chunks, "linear")
+        return modulation(embedding, self.chunks, "linear", self.use_bias)
 
 
 class Mlp(nn.Module):
     """diffusers' TimestepEmbedding and PixArtAlphaTextProjection: linear, silu, linear; float32."""
 
     dim: int
+    use_bias: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "b i"]) -> Float[Array, "b d"]:
         """Embed each row of x in `dim` channels."""
 
         def linear(name: str) -> nn.Dense:
-            return Linear(self.dim, dtype=jnp.float32, kernel_init=embedder_init, name=name)
+            init = embedder_init
+            return Linear(self.dim, self.use_bias, dtype=jnp.float32, kernel_init=init, name=name)
 
         return linear("linear_2")(nn.silu(linear("linear_1")(x)))
 

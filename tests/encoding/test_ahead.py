@@ -29,6 +29,7 @@ from digen_jax.records.metrics import read_metrics, without_timing
 from digen_jax.run import train as run
 from tests.cases import quick, said
 from tests.models.flux.folders import flux_folder
+from tests.models.flux2.folders import klein_folder
 from tests.models.qwen_image.folders import qwen_image_folder
 from tests.models.sd3.t5_folders import add_t5
 from tests.models.zimage.folders import zimage_folder
@@ -181,17 +182,18 @@ def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "model", quick([("sd3",), ("flux",), ("zimage",), ("qwen_image",)], 0, 1, 2)
+    "model", quick([("sd3",), ("flux",), ("zimage",), ("qwen_image",), ("klein",)], 0, 1, 2)
 )
 def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tmp_path, model):
     """In a block of the same size; a pass without the prompt is alone in a step, and FLUX has none.
 
-    Z-Image and Qwen-Image do not attend to padding, of which nothing is stored.
+    Z-Image and Qwen-Image do not attend to padding, of which nothing is stored; klein does.
     """
     systems, flux = [], model == "flux"
     models = {"sd3": lambda: folder, "flux": lambda: flux_folder(base, "dev")}
     models["zimage"] = lambda: zimage_folder(base)
     models["qwen_image"] = lambda: qwen_image_folder(base)
+    models["klein"] = lambda: klein_folder(base)
     for encoding_of in ("each_step", "ahead"):
         c = config(
             prompts__encoding=encoding_of,

@@ -17,6 +17,7 @@ from digen_jax.runtime.training import receive
 from tests.cases import quick, said
 from tests.engine import toy
 from tests.models.flux.folders import flux_folder
+from tests.models.flux2.folders import klein_folder
 from tests.models.qwen_image.folders import qwen_image_folder
 from tests.models.zimage.folders import zimage_folder
 from tests.pipelines import write_tiny_pipeline
@@ -43,7 +44,7 @@ CASES = [
     *(("full", mesh) for mesh in MESHES if mesh != "one device"),
     *(("lora", mesh) for mesh in ("data", "tensor", "data x fsdp x tensor", "sequence")),
 ]
-# Of FLUX fifteen tokens of image, which no axis divides.
+# Of FLUX and klein fifteen tokens of image, which no axis divides.
 OTHER_FAMILIES = [
     *(("flux", "full", mesh) for mesh in ("data x fsdp x tensor", "tensor x sequence", "sequence")),
     *(("flux", "full", mesh) for mesh in ("half heads", "time x tensor", "fsdp x sequence")),
@@ -52,6 +53,9 @@ OTHER_FAMILIES = [
     ("z-image", "full", "half heads"),
     *(("qwen-image", "full", m) for m in ("tensor x sequence", "fsdp x tensor", "fsdp x sequence")),
     ("qwen-image", "lora", "data x fsdp x tensor"),
+    *(("klein", "full", mesh) for mesh in ("tensor x sequence", "fsdp x tensor", "sequence")),
+    *(("klein", tuning, "data x fsdp x tensor") for tuning in ("full", "lora")),
+    ("klein", "full", "half heads"),
 ]
 ROWS = np.repeat(np.arange(2, dtype=np.int32), 4)
 ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
@@ -61,6 +65,9 @@ def model(base, family):
     """The section of a model with four heads."""
     if family == "flux":
         folder = str(flux_folder(base, "dev"))
+        return dict(folder=folder, height=20, width=12, max_sequence_length=9)
+    if family == "klein":
+        folder = str(klein_folder(base))
         return dict(folder=folder, height=20, width=12, max_sequence_length=9)
     if family == "z-image":
         folder = str(zimage_folder(base))

@@ -59,6 +59,14 @@ def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return grads
 
 
+def time_features(time: torch.Tensor) -> torch.Tensor:
+    """diffusers' `Timesteps`, whose float32 exp differs by processor: a guidance of 3500 multiplies its error."""
+    exponents = np.arange(128, dtype=np.float32) * np.float32(-np.log(10000.0)) / np.float32(128)
+    frequencies = torch.tensor(np.exp(exponents.astype(np.float64)).astype(np.float32))
+    angles = (time[:, None].float() * frequencies).double()
+    return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
+
+
 def worst(actual, expected, whole: bool = False) -> tuple[float, str]:
     """Largest |difference| over a tensor's (or the whole tree's) largest element, and its path."""
     actual = jax.tree_util.tree_flatten_with_path(actual)[0]

@@ -25,6 +25,12 @@ T5 = 4_762_310_656
 # The same for Z-Image, which has no position table.
 Z_IMAGE = ("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo")
 QWEN_IMAGE = ("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512")
+# Of klein's sizes: the transformer, the whole Qwen3, and its width, hidden width, and whether its head is its own.
+SIZES = {
+    "4B": (3_875_544_576, 4_022_468_096, 2560, 9728, False),
+    "9B": (9_078_581_248, 8_190_735_360, 4096, 12288, True),
+}
+KLEIN = [f"black-forest-labs/FLUX.2-klein-{kind}{size}" for kind in ("", "base-") for size in SIZES]
 
 
 def size(tree):
@@ -32,7 +38,7 @@ def size(tree):
 
 
 def test_all_are_known():
-    assert published_models() == sorted([*QWEN_IMAGE, *Z_IMAGE, *TRANSFORMERS])
+    assert published_models() == sorted([*QWEN_IMAGE, *Z_IMAGE, *KLEIN, *TRANSFORMERS])
     assert published_folder("stabilityai/stable-diffusion-9") is None
 
 
@@ -80,6 +86,28 @@ def test_a_shipped_qwen_image_has_the_models_sizes(name):
     assert (family.scheduler.max_shift, family.scheduler.shift_terminal) == (0.9, 0.02)
     assert family.tokenize([{"prompt": ""}]).ids.shape == (1, 34 + 512)
     assert family.latent_shape(family.default_size()) == (128, 128, 16)
+
+
+@pytest.mark.parametrize("name", KLEIN)
+def test_a_shipped_klein_has_the_models_sizes(name):
+    transformer, encoder, width, hidden, head = SIZES[name[-2:]]
+    family = load_family(published_folder(name))
+    shapes = family.shapes()
+    assert size(shapes["transformer"]) == transformer
+    # Qwen3 without its last nine layers, its last norm, and its head, which are not read.
+    layer = width * (2 * 4096 + 2 * 1024 + 3 * hidden) + 2 * width + 2 * 128
+    assert size(shapes["text_encoder"]) == encoder - 9 * layer - width - head * 151936 * width
+    # With the two statistics of 128 channels.
+    assert size(shapes["vae"]) == 84_046_115 + 2 * 128
+    assert family.distilled == ("base" not in name) == (family.guidance == "none")
+    assert family.heads.number == width_of(family) // 128
+    tokens = family.tokenize([{"prompt": ""}])
+    assert tokens.ids.shape == (1, 512)
+    assert family.latent_shape(family.default_size()) == (64, 64, 128)
+
+
+def width_of(family) -> int:
+    return family.shapes()["transformer"]["x_embedder"]["kernel"].shape[1]
 
 
 def test_there_are_no_weights_to_train():

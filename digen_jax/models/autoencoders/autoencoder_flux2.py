@@ -152,6 +152,15 @@ class AutoencoderKLFlux2(AutoencoderKL):
         return self.decode(self.unscale_latents(self.scale_latents(mean)))
 
 
+def decode_images(
+    vae: AutoencoderKLFlux2, params: Any, latents: Float[Array, "b h w d"]
+) -> Float[Array, "b H W 3"]:
+    """Images in [0, 1] from the latents that a transformer is trained on."""
+    raw = vae.apply({"params": params}, latents, method="unscale_latents")
+    images = vae.apply({"params": params}, raw, method="decode")
+    return jnp.clip(images / 2 + 0.5, 0, 1)
+
+
 def _patched(latents: Float[Array, "b h w c"]) -> Float[Array, "b h//2 w//2 4*c"]:
     """The four latents of a patch side by side, channel by channel."""
     b, h, w, c = latents.shape

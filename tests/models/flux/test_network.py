@@ -146,20 +146,12 @@ def torch_velocity(model, name: str, latents, context, pooled) -> torch.Tensor:
     return v.permute(0, 2, 3, 1).float()
 
 
-def time_features(time: torch.Tensor) -> torch.Tensor:
-    """diffusers' `Timesteps`, whose float32 exp differs by processor: a guidance of 3500 multiplies its error."""
-    exponents = np.arange(128, dtype=np.float32) * np.float32(-np.log(10000.0)) / np.float32(128)
-    frequencies = torch.tensor(np.exp(exponents.astype(np.float64)).astype(np.float32))
-    angles = (time[:, None].float() * frequencies).double()
-    return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
-
-
 @functools.cache
 def expected(name: str):
     """The same from diffusers in float64, so that the errors are ours alone."""
     torch_model, config, _ = models(name)
     torch_model = copy.deepcopy(torch_model).double()
-    torch_model.time_text_embed.time_proj.forward = time_features
+    torch_model.time_text_embed.time_proj.forward = parity.time_features
     arrays = [torch.tensor(np.asarray(a, np.float64), requires_grad=True) for a in inputs(name)[0]]
     v = torch_velocity(torch_model, name, *arrays)
     torch_model.zero_grad()

@@ -1,0 +1,145 @@
+"""FLUX.2 klein with the published settings of Flow-Factory, on GPUs of 80 GB.
+
+python launch/train.py --config configs/flux2_klein.py:base_lora,8 --workdir runs/klein \
+    --config.reward.name=my_rewards:pickscore \
+    --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
+
+The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16. Reward and prompt files are yours:
+no preference model is shipped here. The hub repositories of the 9B models are gated: accept the licence there and log
+in with `hf auth login`, or set model.folder to a copy, or to another size of the same kind.
+
+base_lora        FLUX.2-klein-base-9B, a LoRA of rank 64, with guidance
+base_full        FLUX.2-klein-base-4B, all weights, with guidance
+distilled_lora   FLUX.2-klein-9B, a LoRA of rank 64, in 4 steps without guidance
+distilled_full   FLUX.2-klein-4B, all weights, in 4 steps without guidance
+
+github.com/X-GenGroup/Flow-Factory:
+- examples/grpo/lora/flux2_klein_base/default.yaml, grpo/full/flux2_klein_base/default.yaml,
+  grpo/lora/flux2_klein/default.yaml and grpo/full/flux2_klein/default.yaml, all at 3e615ee, in the order above: 48
+  groups of 16 images in two updates, one image a GPU at once, 384 x 384; base: 8 steps, guidance 4, noise 0.7 of
+  Flow-GRPO's kind in one of the steps 1, 2 and 3, 28 steps in evaluation; distilled: 4 steps, noise 0.5 in step 1 or
+  2, 10 steps in evaluation; clip range 1e-4, advantages clipped to 5, std of the group, no KL, learning rate 3e-4 (all
+  weights: 1e-5), weight decay 1e-4, Adam's numbers, gradient norm 1, average of 0.9 every 4 training steps, rank 64 and
+  alpha 128, bfloat16, evaluation and checkpoint every 20, 8 GPUs
+- src/flow_factory/scheduler/flow_match_euler_discrete.py (351f744): the one step with noise is drawn anew in each
+  training step; that of the step with noise is Flow-GRPO's
+- src/flow_factory/models/flux/flux2_klein.py (3e615ee): layers with a LoRA, tokens of a prompt, the pipeline's sigmas
+- src/flow_factory/models/abc.py (2520efe): LoRA starts Gaussian; src/flow_factory/hparams/training_args.py (583008b):
+  the average warms up
+- config/accelerate_configs/fsdp2.yaml (d003d89): shared weights and recomputed blocks where all weights are tuned
+
+Ours: recomputed blocks under a LoRA; the number of steps, as the source runs until it is stopped; the batch of an
+evaluation, pictures, the number of checkpoints, and all placements. Its recipes for DiffusionNFT and AWM on the base
+models are not here.
+
+Differences to the source:
+- it evaluates at 1024 x 1024; here an evaluation has the size of training;
+- its advantages are "gdpo", which for one reward divides them by their std over the step once more; set
+  advantages.combine to "gdpo" for several rewards. distilled_full is published with a rank among a group's images as
+  its reward;
+- trained weights are bfloat16 there, and trajectories float16; here both are float32, and so is the log-probability;
+- its average's warm-up counts training steps, ours updates; an update's groups are split by index, not shuffled;
+- with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step;
+- diffusers' pipeline rounds a sigma to bfloat16 for the network. That is not done here.
+
+No recipe here was run on such GPUs. An encoded prompt takes 7.9 MB of disk for a 4B model and 12.6 MB for a 9B one,
+512 x 7680 or 512 x 12288 bfloat16 numbers (prompts.store_limit).
+"""
+
+from ml_collections import ConfigDict
+
+from digen_jax.config.recipe import complete
+from digen_jax.errors import ConfigError
+
+
+def lora(n: int) -> dict:
+    """A LoRA on n GPUs, each with all parameters."""
+    return dict(
+        lora=dict(rank=64, alpha=128.0, init="gaussian"),
+        trainer=dict(learning_rate=3e-4),
+        placement=dict(trainer=dict(data=n, fsdp=1)),
+    )
+
+
+def full(n: int) -> dict:
+    """All weights on n GPUs, which share them."""
+    return dict(
+        trainer=dict(learning_rate=1e-5),
+        placement=dict(trainer=dict(data=1, fsdp=n), rules=((".*", "fsdp"),)),
+    )
+
+
+# The source counts steps from 0: one of [1, 2, 3], or of [1, 2], has noise and is trained.
+OF_BASE = dict(
+    sampler=dict(
+        steps=8,
+        guidance=4.0,
+        noise_level=0.7,
+        window=dict(mode="random", first=1, end=4, length=1),
+    ),
+    evaluation=dict(steps=28, guidance=4.0),
+)
+OF_DISTILLED = dict(
+    sampler=dict(
+        steps=4,
+        guidance=1.0,
+        noise_level=0.5,
+        window=dict(mode="random", first=1, end=3, length=1),
+    ),
+    evaluation=dict(steps=10, guidance=1.0),
+)
+# The model, and differences to `base`, the later ones to the earlier ones.
+RECIPES = {
+    "base_lora": ("FLUX.2-klein-base-9B", OF_BASE, lora),
+    "base_full": ("FLUX.2-klein-base-4B", OF_BASE, full),
+    "distilled_lora": ("FLUX.2-klein-9B", OF_DISTILLED, lora),
+    "distilled_full": ("FLUX.2-klein-4B", OF_DISTILLED, full),
+}
+
+
+def base(n: int) -> ConfigDict:
+    """The common settings of all recipes on n GPUs."""
+    c = ConfigDict()
+    c.seed = 42
+    c.steps = 3000  # the source runs until it is stopped
+    c.model = ConfigDict(dict(height=384, width=384, remat="blocks"))
+    c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
+    c.prompts = ConfigDict(dict(file="", store_limit=250.0))
+    c.reward = ConfigDict(dict(name=()))
+    c.batch = ConfigDict(dict(groups=48, images=16))
+    c.sampler = ConfigDict(dict(kind="flow", fragment=n))
+    c.algorithm = ConfigDict(dict(clip_range=1e-4, adv_clip=5.0))
+    c.advantages = ConfigDict(dict(std="group"))
+    c.trainer = ConfigDict(
+        dict(
+            micro_batch=n,
+            updates=2,
+            weight_decay=1e-4,
+            clip_norm=1.0,
+            ema=0.9,
+            ema_warm_up=True,
+            ema_every=8,  # updates of four training steps
+        )
+    )
+    # Sampling and training take turns on the same devices, so no device waits for another.
+    c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
+    c.evaluation = ConfigDict(dict(prompts="", every=20, batch=4 * n))
+    c.pictures = ConfigDict(dict(every=20, images=12))
+    c.checkpoint = ConfigDict(dict(every=20, keep=2))
+    return c
+
+
+def get_config(argument: str = "base_lora,8") -> ConfigDict:
+    name, _, gpus = argument.partition(",")
+    if name not in RECIPES or not (gpus or "1").isdecimal() or int(gpus or 1) < 1:
+        raise ConfigError(
+            f"the config's argument {argument!r} must be a recipe and a number of GPUs, such as :base_lora,8; "
+            f"recipes are {', '.join(RECIPES)}"
+        )
+    n = int(gpus or 1)
+    model, of_kind, tuning = RECIPES[name]
+    c = base(n)
+    c.model.folder = f"black-forest-labs/{model}"
+    c.update(of_kind)
+    c.update(tuning(n))
+    return complete(c)  # so that every field can be given on the command line

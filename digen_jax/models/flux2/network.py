@@ -1,0 +1,234 @@
+"""The FLUX.2 transformer (Black Forest Labs; github.com/black-forest-labs/flux2, src/flux2/model.py), for klein.
+
+It differs from FLUX.1's in that modulation is the same in all blocks of a kind, feed-forward networks are gated, a
+single block has one matrix for all that it reads and one for what it writes, the text has positions, and no layer has
+a bias. Attribute names are those of diffusers' `Flux2Transformer2DModel`, so that a parameter's path is its tensor's
+name; dual blocks are scanned as one run (`transformer_blocks_0to4`), and single blocks as another.
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from digen_jax.attention.attend import attend
+from digen_jax.attention.head_norms import normed
+from digen_jax.models import dual_block, layers
+from digen_jax.models.flux2.config import Flux2Config
+from digen_jax.models.linear import Linear
+from digen_jax.models.remat import Remat, block_run, product
+from digen_jax.models.rotary import Rotary, image_positions, rotary_table, rotate_pairs
+
+LISTS = ("single_transformer_blocks", *dual_block.LISTS)
+# `default_target_modules` of X-GenGroup/Flow-Factory, src/flow_factory/models/flux/flux2_klein.py (3e615ee). They are
+# ends of names: its `attn.to_out.0` of single blocks is not there, as diffusers names that layer `attn.to_out`.
+LORA_TARGETS = (
+    r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff(_context)?\.linear_(in|out))"
+    r"|single_transformer_blocks\.\d+\.attn\.to_qkv_mlp_proj"
+)
+# The logical axes of kernels, see `logical_axes`.
+AXES = (
+    *dual_block.AXES,
+    (r"ff(_context)?/linear_in$", ("embed", "mlp")),
+    (r"ff(_context)?/linear_out$", ("mlp", "embed")),
+    # Columns of heads and of the hidden layer, side by side, and rows.
+    (r"^single.*/attn/to_qkv_mlp_proj$", ("embed", "mlp")),
+    (r"^single.*/attn/to_out$", ("mlp", "embed")),
+    (r"_modulation(_img|_txt)?/linear$", ("embed", "modulation")),
+    (r"timestep_embedder/linear_1$", (None, "mlp")),
+    (r"timestep_embedder/linear_2$", ("mlp", "embed")),
+    (r"^context_embedder$", ("text", "embed")),
+    (r"^x_embedder$", ("channels", "embed")),
+    (r"^proj_out$", ("embed", "channels")),
+)
+QK_NORM = "rms_norm"
+
+# Shifts, scales and gates of a stream, each [b 1 d] in float32.
+Vectors = Sequence[Float[Array, "b 1 d"]]
+
+
+def _linear(features: int, dtype: DTypeLike, name: str) -> nn.Dense:
+    return Linear(features, False, dtype=dtype, kernel_init=layers.linear_init, name=name)
+
+
+def gated(x: Float[Array, "b n _"]) -> Float[Array, "b n m"]:
+    """SwiGLU (arXiv 2002.05202) of a projection whose first half is the gate."""
+    gate, value = jnp.split(x, 2, axis=-1)
+    return nn.silu(gate) * value
+
+
+class FeedForward(nn.Module):
+    """A gated feed-forward network with one matrix for the gate and what it multiplies."""
+
+    hidden: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Apply to each token."""
+        y = gated(product(_linear(2 * self.hidden, self.dtype, "linear_in")(x)))
+        return product(_linear(x.shape[-1], self.dtype, "linear_out")(y))
+
+
+class DualBlock(nn.Module):
+    """Updates two streams, image and text, with weights of their own, joined in attention."""
+
+    heads: int
+    hidden: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self,
+        streams: tuple[Float[Array, "b n d"], Float[Array, "b m d"]],
+        modulations: tuple[Vectors, Vectors],
+        rotary: tuple[Rotary, Rotary],
+    ) -> tuple[tuple[Float[Array, "b n d"], Float[Array, "b m d"]], None]:
+        """Updates (image, text) by their six vectors each; the second result is for `nn.scan`."""
+
+        def modulated(x: Array, shift: Array, scale: Array) -> Array:
+            return layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
+
+        before = [modulated(x, *v[:2]) for x, v in zip(streams, modulations, strict=True)]
+        attention = dual_block.JointAttention(
+            self.heads, QK_NORM, self.dtype, use_bias=False, name="attn"
+        )
+        updates = attention(*before, rotary=rotary)
+        results = []
+        for name, x, update, vectors in zip(
+            ("ff", "ff_context"), streams, updates, modulations, strict=True
+        ):
+            x = layers.residual(x, vectors[2], update)
+            update = FeedForward(self.hidden, self.dtype, name=name)(modulated(x, *vectors[3:5]))
+            results.append(layers.residual(x, vectors[5], update))
+        return tuple(results), None
+
+
+class ParallelAttention(nn.Module):
+    """Attention and a gated feed-forward network side by side (arXiv 2302.05442), with a matrix in front and behind."""
+
+    heads: int
+    hidden: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b n d"], rotary: Rotary) -> Float[Array, "b n d"]:
+        """The update of each token."""
+        dim = x.shape[-1]
+        width = 3 * dim + 2 * self.hidden
+        projected = product(_linear(width, self.dtype, "to_qkv_mlp_proj")(x))
+        q, k, v, hidden = jnp.split(projected, [dim, 2 * dim, 3 * dim], axis=-1)
+        q, k, v = (a.reshape(*a.shape[:2], self.heads, -1) for a in (q, k, v))
+        q, k = (
+            rotate_pairs(normed(a, dual_block.HeadScale(name=name)(a.shape[-1])), rotary)
+            for a, name in ((q, "norm_q"), (k, "norm_k"))
+        )
+        attended = attend(q, k, v).reshape(x.shape)
+        together = jnp.concatenate([attended, gated(hidden)], axis=-1)
+        return product(_linear(dim, self.dtype, "to_out")(together))
+
+
+class SingleBlock(nn.Module):
+    """Updates all tokens by `ParallelAttention`."""
+
+    heads: int
+    hidden: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "b n d"], modulation: Vectors, rotary: Rotary
+    ) -> tuple[Float[Array, "b n d"], None]:
+        """Updates the tokens by three vectors; the second result is for `nn.scan`, which collects nothing."""
+        shift, scale, gate = modulation
+        modulated = layers.modulate(layers.layer_norm(x), shift, scale, self.dtype)
+        attention = ParallelAttention(self.heads, self.hidden, self.dtype, name="attn")
+        return layers.residual(x, gate, attention(modulated, rotary)), None
+
+
+class TimeEmbed(nn.Module):
+    """Embedding of the noise level, in float32."""
+
+    dim: int
+
+    @nn.compact
+    def __call__(self, sigma: Float[Array, "b"]) -> Float[Array, "b d"]:
+        """For noise levels in [0, 1]."""
+        features = layers.timestep_features(
+            sigma * layers.NUM_TRAIN_TIMESTEPS, layers.TIME_FEATURES
+        )
+        return layers.Mlp(self.dim, use_bias=False, name="timestep_embedder")(features)
+
+
+def text_positions(tokens: int) -> Int[np.ndarray, "n 4"]:
+    """(image, row, column, place) of a text's tokens, which differ in their place alone."""
+    return np.pad(np.arange(tokens)[:, None], ((0, 0), (3, 0)))
+
+
+class Flux2Transformer(nn.Module):
+    """Velocity of a latent image under text conditioning.
+
+    Parameters are float32; `dtype` is that of the blocks' matrix products and streams. Norms, softmax, modulation, and
+    the embedding of time are always float32: diffusers rounds time to the network's dtype before it multiplies it by
+    1000, so that in bfloat16 its time 990 becomes 988. `remat` says what the backward pass recomputes.
+    """
+
+    config: Flux2Config
+    dtype: DTypeLike = jnp.float32
+    remat: Remat = "none"
+
+    @nn.compact
+    def __call__(
+        self,
+        latents: Float[Array, "b h w c"],
+        sigma: Float[Array, "b"],
+        context: Float[Array, "b m d"],
+    ) -> Float[Array, "b h w o"]:
+        """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
+
+        Every token is attended to, so that padding of the context counts as text.
+        """
+        config, (batch, height, width, _) = self.config, latents.shape
+        embedding = TimeEmbed(config.dim, name="time_guidance_embed")(sigma)
+
+        def vectors(chunks: int, name: str) -> Vectors:
+            return layers.Modulation(chunks, use_bias=False, name=name)(embedding)
+
+        streams = (
+            vectors(6, "double_stream_modulation_img"),
+            vectors(6, "double_stream_modulation_txt"),
+        )
+        x = latents.reshape(batch, height * width, -1)
+        x = _linear(config.dim, self.dtype, "x_embedder")(x)
+        context = _linear(config.dim, self.dtype, "context_embedder")(context)
+
+        of_image = np.pad(image_positions(height, width), ((0, 0), (0, 1)))
+        rotary = tuple(
+            rotary_table(positions, config.axes_dims_rope, float(config.rope_theta))
+            for positions in (of_image, text_positions(context.shape[1]))
+        )
+        (x, context), _ = self._run(DualBlock, "transformer_blocks", config.num_layers)(
+            (x, context), streams, rotary
+        )
+        joined = Rotary(*(jnp.concatenate(tables) for tables in zip(*rotary, strict=True)))
+        tokens = jnp.concatenate([x, context], axis=1)
+        singles = self._run(SingleBlock, "single_transformer_blocks", config.num_single_layers)
+        tokens, _ = singles(tokens, vectors(3, "single_stream_modulation"), joined)
+
+        scale, shift = vectors(2, "norm_out")
+        x = layers.layer_norm(tokens[:, : height * width])
+        x = layers.modulate(x, shift, scale, self.dtype)
+        zeros = nn.initializers.zeros
+        proj_out = Linear(
+            config.out_channels, False, dtype=self.dtype, kernel_init=zeros, name="proj_out"
+        )
+        return proj_out(x).astype(jnp.float32).reshape(batch, height, width, -1)
+
+    def _run(self, block: type[nn.Module], name: str, count: int) -> nn.Module:
+        """`count` equal blocks of a torch list."""
+        config = self.config
+        run = block_run(block, name, 0, count - 1, self.remat)
+        return run(config.num_attention_heads, config.hidden, self.dtype)

@@ -1,0 +1,125 @@
+"""Runs that tune FLUX.2 klein: their files in diffusers' own pipeline, and what their steps report."""
+
+import functools
+
+import jax
+import numpy as np
+import peft
+import pytest
+import torch
+from diffusers import Flux2KleinPipeline
+from ml_collections import ConfigDict
+
+from digen_jax.config.door import open_recipe
+from digen_jax.flow.sampling import image_keys, start_noise
+from digen_jax.inference.export import export, how_to_load
+from digen_jax.inference.model import open_model, sample_to_folder
+from digen_jax.records.metrics import read_metrics
+from digen_jax.run.train import train
+from tests.cases import said
+from tests.models.flux2.folders import klein_folder, klein_pipeline
+from tests.tiny_runs import once, tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+
+STEPS, TOKENS, SIDE = 3, 21, 16
+SAID = ["a photo of a red circle", "two blue squares"]
+TARGETS = ["attn.to_q", "attn.add_k_proj", "attn.to_out.0", "ff.linear_in", "ff_context.linear_out"]
+TARGETS += ["attn.to_qkv_mlp_proj"]
+GUIDANCES = {"base": 3.5, "distilled": 1.0}
+KINDS = ["base", "distilled"]
+
+
+def trained(base, kind):
+    """The workdir of two steps: base has a LoRA on the family's own layers, all of distilled is tuned."""
+    config = tiny_config(base, "lora" if kind == "base" else "full")
+    config.model.update(
+        folder=str(klein_folder(base, kind)), height=SIDE, width=SIDE, max_sequence_length=TOKENS
+    )
+    config.sampler.guidance = config.evaluation.guidance = GUIDANCES[kind]
+    if kind == "base":
+        config.lora = ConfigDict(dict(rank=4, alpha=8.0))
+    return once(base / f"tiny-klein-run-{kind}", functools.partial(train, open_recipe(config)))
+
+
+def by_ours(name, lora=None):
+    """Images of SAID by a run's newest weights, or a folder's, and their start noise."""
+    model = open_model(str(name), jax.devices()[:1], lora)
+    sampler = model.sampler(None, STEPS, SIDE, SIDE)
+    rows = np.arange(len(SAID), dtype=np.int32)
+    keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
+    with jax.default_matmul_precision("highest"):
+        prompts = sampler.encode(model.weights, said(*SAID))
+        trajectory = sampler.generate(model.weights, prompts, rows, keys)
+        images = np.asarray(sampler.decode(model.weights, trajectory))[:, 0]
+    return images, np.asarray(start_noise(keys, sampler.shape))
+
+
+def by_diffusers(pipe, noise, guidance, tokens=TOKENS):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(
+        prompt=SAID,
+        height=SIDE,
+        width=SIDE,
+        num_inference_steps=STEPS,
+        guidance_scale=guidance,
+        max_sequence_length=tokens,
+        latents=torch.tensor(noise.transpose(0, 3, 1, 2)),
+        output_type="np",
+    ).images
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exported_run_gives_its_images_in_diffusers(base, tmp_path, kind):
+    """The base model's LoRA by `load_lora_weights`, the distilled pipeline whole."""
+    folder, workdir = klein_folder(base, kind), trained(base, kind)
+    images, noise = by_ours(workdir)
+    run = export(workdir, tmp_path / "tuned")
+    assert "Flux2KleinPipeline.from_pretrained" in how_to_load(run, tmp_path / "tuned")
+    before = by_diffusers(klein_pipeline(folder), noise, GUIDANCES[kind])
+    if kind == "base":
+        pipe = Flux2KleinPipeline.from_pretrained(folder)
+        pipe.load_lora_weights(tmp_path / "tuned")
+    else:
+        pipe = Flux2KleinPipeline.from_pretrained(tmp_path / "tuned")
+        assert pipe.config.is_distilled
+    found = by_diffusers(pipe, noise, GUIDANCES[kind])
+    np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
+    assert (np.abs(found - before).max((1, 2, 3)) > 4 / 255).all()
+
+
+def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
+    """On layers of the published adapter, read from diffusers' file and merged; a prompt has its 512 tokens."""
+    folder = klein_folder(base)
+    pipe = Flux2KleinPipeline.from_pretrained(folder)
+    pipe.transformer.add_adapter(peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS))
+    factors = {n: p for n, p in pipe.transformer.named_parameters() if ".lora_" in n}
+    generator = torch.Generator().manual_seed(0)
+    for factor in factors.values():
+        factor.data = 0.2 * torch.randn(factor.shape, generator=generator)
+    layers = peft.get_peft_model_state_dict(pipe.transformer)
+    metadata = {"r": 3, "lora_alpha": 6, "target_modules": TARGETS}
+    Flux2KleinPipeline.save_lora_weights(
+        tmp_path, layers, transformer_lora_adapter_metadata=metadata
+    )
+    images, noise = by_ours(folder, str(tmp_path))
+    found = by_diffusers(pipe, noise, 4.0, 512)
+    np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
+    without = by_diffusers(klein_pipeline(folder), noise, 4.0, 512)
+    assert (np.abs(found - without).max((1, 2, 3)) > 4 / 255).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ratios_are_one_at_the_weights_that_sampled(base, kind):
+    """With the base model's guidance, which sampling and training mix of two passes."""
+    lines = read_metrics(trained(base, kind) / "metrics.jsonl")
+    first = next(line for line in lines if "ratio" in line)
+    assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
+
+
+def test_pictures_of_a_folder_are_drawn_as_its_pipeline_samples(base, tmp_path):
+    """The size is the pipeline's 1024 x 1024 unless it is given."""
+    model = open_model(str(klein_folder(base)), jax.devices()[:1])
+    assert model.defaults == (1024, 1024, 50, 4.0, 1.0)
+    sample_to_folder(model, model.sampler(None, 2, SIDE, SIDE), SAID, tmp_path, 2, 7, 1)
+    assert len(list(tmp_path.glob("0*.png"))) == len(SAID)
