@@ -12,7 +12,7 @@ from diffusers import FluxKontextPipeline, FluxTransformer2DModel
 from digen_jax.models.flux import network as flux
 from digen_jax.models.flux.flops import forward_flops
 from tests.models import parity
-from tests.models.flux.test_network import DEV, abstract, direction, time_features
+from tests.models.flux.test_network import DEV, abstract, direction
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -78,7 +78,7 @@ def test_velocity_and_gradients_equal_diffusers():
         gradient = jax.value_and_grad(objective, argnums=tuple(range(5)), has_aux=True)
         (_, actual), gradients = jax.jit(gradient)(params, *map(jnp.asarray, arrays))
 
-    model.double().time_text_embed.time_proj.forward = time_features
+    model.double().time_text_embed.time_proj.forward = parity.time_features
     given = [torch.tensor(np.float64(array), requires_grad=True) for array in arrays]
     expected = by_diffusers(model, *given, torch.tensor(sigma), torch.tensor(guidance))
     assert expected.shape == (2, 2 * IMAGE[0], 2 * IMAGE[1], DEV["in_channels"] // 4)
