@@ -95,7 +95,7 @@ def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> d
 
 
 def check_heads(family: Family, placement: Placement) -> None:
-    """Refuses a mesh that splits tokens, and with them heads, if it does not divide the model's heads.
+    """Refuses a mesh whose axes `tensor` and `sequence`, which split the model's heads, do not divide them.
 
     Raises:
       ConfigError: names the axes.
@@ -107,12 +107,12 @@ def check_heads(family: Family, placement: Placement) -> None:
     for name, mesh in meshes.items():
         sizes = {axis: mesh.shape[axis] for axis in (SEQUENCE, TENSOR)}
         parts = math.prod(sizes.values())
-        if sizes[SEQUENCE] > 1 and heads % parts:
+        if heads % parts:
             words = [f"config.placement.{name}.{axis}" for axis, size in sizes.items() if size > 1]
             fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ConfigError(
-                f"{' x '.join(words)} = {parts} does not divide the model's {heads} attention heads, for which tokens "
-                f"are exchanged where they are split: make it one of {fitting}"
+                f"{' x '.join(words)} = {parts} does not divide the model's {heads} attention heads, which are split "
+                f"over these devices: make it one of {fitting}"
             )
 
 

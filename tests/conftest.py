@@ -17,6 +17,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags(devic
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tiny networks gain nothing by torch's threads, and on busy cores these wait for one another for seconds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from jaxtyping import install_import_hook  # noqa: E402
 
@@ -65,17 +67,6 @@ def optimised():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", jit)
         yield
-
-
-@pytest.fixture(scope="module")
-def one_torch_thread():
-    """Tiny networks gain nothing by torch's threads, and on busy cores these wait for one another for seconds."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pytest_collection_finish():

@@ -133,7 +133,15 @@ def refused(config, devices=8):
         (
             dict(placement__trainer=dict(data=1, tensor=2, sequence=2)),
             "config.placement.trainer.sequence x config.placement.trainer.tensor = 4 does not divide the model's "
-            "2 attention heads, for which tokens are exchanged where they are split: make it one of 1, 2",
+            "2 attention heads, which are split over these devices: make it one of 1, 2",
+        ),
+        (
+            dict(placement__trainer=dict(data=1, tensor=4)),
+            "config.placement.trainer.tensor = 4 does not divide the model's 2 attention heads",
+        ),
+        (
+            dict(placement__rollout=dict(data=1, tensor=3)),
+            "config.placement.rollout.tensor = 3 does not divide the model's 2 attention heads",
         ),
         (
             dict(placement__rollout=dict(data=1, sequence=4)),

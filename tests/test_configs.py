@@ -20,6 +20,7 @@ from digen_jax.flow.sampling import image_keys
 from digen_jax.models.published import published_folder
 from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
 from digen_jax.planning.footprint import model_footprint
+from digen_jax.policies import check_heads
 from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
@@ -32,6 +33,7 @@ SD35 = "sd35_medium"
 FLUX = "flux_dev"
 KONTEXT = "flux_kontext"
 EDITS = GENEVAL.with_name("edits.jsonl")
+Z_IMAGE = "zimage_turbo"
 QWEN_IMAGE = "qwen_image"
 KLEIN = "flux2_klein"
 
@@ -112,7 +114,7 @@ SCHEDULER = {
 def load(name, *argument):
     """What a config file gives, with the fields that only a user can fill in filled in."""
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
-    if name in (SD35, FLUX, KONTEXT, KLEIN, QWEN_IMAGE):
+    if name in (SD35, FLUX, KONTEXT, KLEIN, QWEN_IMAGE, Z_IMAGE):
         config.prompts.file = config.evaluation.prompts = str(EDITS if name == KONTEXT else GENEVAL)
         config.reward.name = ("shapes_geneval",)
     return config
@@ -308,6 +310,91 @@ def test_flux_shares_all_weights_among_eight_gpus():
     # T5 and CLIP, which are there before the run samples.
     ahead = 2 * (4_762_310_656 + 123_060_480)
     assert ahead / 8 <= sizes.ahead(8, 1) < ahead / 8 * 1.01
+
+
+@pytest.mark.parametrize("argument", ["0", "-1", "two", "grpo,8", ""])
+def test_z_image_wants_a_number_of_gpus(argument):
+    with pytest.raises(ConfigError, match="must be a number of GPUs, such as :8"):
+        load(Z_IMAGE, argument)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
+def test_z_image_divides_among_the_gpus(gpus):
+    config = load(Z_IMAGE, str(gpus))
+    place(open_recipe(config), gpus)
+    assert config.sampler.fragment == config.trainer.micro_batch == gpus
+
+
+def test_z_image_has_the_published_settings():
+    """48 groups of 16 in two updates; one noisy step, the second, third or fourth; an average every 4 steps."""
+    found = reopen_recipe(load(Z_IMAGE, "8"))
+    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 16, 2)
+    assert (found.sampler.steps, found.window.places, found.trained_steps) == (6, (1, 2, 3), 1)
+    assert (found.sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (1, 1, 10)
+    trainer, algorithm = found.trainer, found.algorithm
+    assert (trainer.ema, trainer.ema_warm_up, trainer.ema_every) == (0.9, True, 4 * 2)
+    assert (trainer.learning_rate, trainer.weight_decay, trainer.clip_norm) == (3e-4, 1e-4, 1)
+    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
+    assert algorithm.old_log_probs == "recomputed"
+
+
+def z_image(gpus=1, rank=64, **trainer):
+    """The recipe with the configuration of the published model, and other sizes of the trainer's mesh."""
+    config = load(Z_IMAGE, str(gpus))
+    config.model.folder = str(published_folder(config.model.folder))
+    config.lora.rank = rank
+    config.placement.trainer.update(trainer)
+    return open_recipe(config)
+
+
+def test_z_image_holds_what_its_docstring_says():
+    """Each of 8 GPUs has the LoRA in six copies, and the transformer, autoencoder and prompts in bfloat16."""
+    sizes = model_footprint(z_image(8))
+    # PEFT's `target_modules`, counted by hand: q, k, v and out of width 3840, and three layers to 10240 or back.
+    factors = 4 * 64 * 34 * (4 * 2 * 3840 + 3 * (3840 + 10240))
+    assert (sizes.copies, sizes.tuned(1, 1)) == (1, factors)
+    assert sizes.base(1, 1) == 2 * 6_154_908_736
+    assert sizes.frozen(1, 1) == 2 * 83_819_683
+    assert sizes.trajectory == 2 * 4 * 64 * 64 * 16 + 4
+    assert sizes.conditioning == 49 * 512 * (2 * 2560 + 1)  # and the empty prompt
+    held = 6 * factors + sizes.base(1, 1) + sizes.frozen(1, 1) + sizes.conditioning
+    held += 768 * sizes.trajectory / 8
+    assert round(held / 2**30, 1) == 15.3 and ": 15.3, of which 11.5" in docstring(Z_IMAGE)
+
+
+def docstring(name):
+    return runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["__doc__"]
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_z_images_thirty_heads_are_split_by_what_divides_them(tensor):
+    recipe_ = z_image(tensor=tensor)
+    _, family = assemble.recipe_model(recipe_)
+    placement = assemble.placed(place(recipe_, tensor), family, jax.devices()[:tensor])
+    if 30 % tensor == 0:
+        return check_heads(family, placement)
+    sentence = (
+        rf"trainer.tensor = {tensor} does not divide the model's 30 attention heads, .* 2, 3, 5, 6"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        check_heads(family, placement)
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_whole_step_of_z_image_has_the_right_shapes(unread):
+    """Its LoRA is drawn, which is most of the time, so it has a rank of 1."""
+    system = assemble.build(place(z_image(rank=1), 1), jax.devices()[:1])
+    prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(
+        load(Z_IMAGE, "1"), system
+    )
+    assert prompts.conditioning.context.shape == (48, 512, 2560)
+    assert prompts.conditioning.mask.shape == (48, 512)
+    assert (images.shape, images.dtype) == ((1, 1, 512, 512, 3), np.float32)
+    assert trajectory.transitions.x.shape == (1, 1, 64, 64, 16)
+    assert trajectory.sigmas.shape == (7,)
+    assert "kl" not in metrics
+    for tree in (totals.gradient, after.tuned, after.ema):
+        assert jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, system.start)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -100,7 +100,8 @@ class RolloutAxes:
     data: int  # devices that share images; 0: sample on the trainer's devices, in turn with it
     fsdp: int = 1  # devices that share images and parameters
     workers: int = 1  # rollout meshes of this size
-    tensor: int = 1  # devices that share parameters and the work on each image
+    # devices that share parameters and the work on each image; they divide the heads
+    tensor: int = 1
     sequence: int = (
         1  # devices that share the tokens of each image; with tensor they divide the heads
     )
@@ -123,7 +124,8 @@ class TrainerAxes:
     data: int  # devices that share images
     fsdp: int = 1  # devices that share images and parameters
     time: int = 1  # devices that share the denoising steps of a pass
-    tensor: int = 1  # devices that share parameters and the work on each image
+    # devices that share parameters and the work on each image; they divide the heads
+    tensor: int = 1
     sequence: int = (
         1  # devices that share the tokens of each image; with tensor they divide the heads
     )

@@ -74,11 +74,15 @@ def test_the_kernel_norms_the_heads_of_each_stream(name, dtype):
     def norm(a, scales):
         return jnp.concatenate([normed(a[:, :60], scales[0]), normed(a[:, 60:], scales[1])], axis=1)
 
+    def with_gradients(direction, *arguments):
+        out, pullback = jax.vjp(found, *arguments)
+        return out, *pullback(direction)
+
     with jax.default_matmul_precision("default"):  # the kernel's precision is its own
-        out, pullback = jax.vjp(jax.jit(found), q, k, v, *scales)
-        of_q, of_k, of_v, *of_scales = pullback(direction)
-    normed_q, back_q = jax.vjp(norm, q, scales[0])
-    normed_k, back_k = jax.vjp(norm, k, scales[1])
+        out, of_q, of_k, of_v, *of_scales = jax.jit(with_gradients)(direction, q, k, v, *scales)
+    (normed_q, back_q), (normed_k, back_k) = (
+        jax.vjp(jax.jit(norm), a, scale) for a, scale in zip((q, k), scales, strict=True)
+    )
     assert error(out, oracle.attention(normed_q, normed_k, v)) < BOUND[dtype]
     expected_q, expected_k, expected_v = oracle.gradients(normed_q, normed_k, v, direction)
     expected_q, of_scales_q = back_q(jnp.asarray(expected_q, dtype))

@@ -33,6 +33,7 @@ def trained(base, kind):
     config.model.update(
         folder=str(flux_folder(base, kind)), height=SIDE, width=SIDE, max_sequence_length=TOKENS
     )
+    config.evaluation.batch = len(SAID)  # the same program decodes the images of `by_ours`
     config.sampler.guidance = config.evaluation.guidance = GUIDANCES[kind]
     if kind == "dev":
         config.lora = ConfigDict(dict(rank=4, alpha=8.0))

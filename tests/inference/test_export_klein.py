@@ -20,7 +20,7 @@ from tests.cases import said
 from tests.models.flux2.folders import klein_folder, klein_pipeline
 from tests.tiny_runs import once, tiny_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+pytestmark = pytest.mark.slow
 
 STEPS, TOKENS, SIDE = 3, 21, 16
 SAID = ["a photo of a red circle", "two blue squares"]

@@ -23,7 +23,7 @@ from tests.cases import said
 from tests.models.qwen_image.folders import packed, qwen_image_folder, qwen_image_pipeline
 from tests.tiny_runs import once, tiny_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+pytestmark = pytest.mark.slow
 
 STEPS, TOKENS, SIDE, GUIDANCE = 3, 21, 16, 3.0
 SAID = ["a photo of a red circle", "two green squares left of it"]

@@ -32,6 +32,7 @@ def trained(base, folder, workdir, without):
     config = tiny_config(base, "lora")
     config.model.update(folder=str(folder), without=without, max_sequence_length=TOKENS)
     config.steps = config.evaluation.every = config.pictures.every = 1
+    config.evaluation.batch = len(SAID)  # the same programs encode and decode as below
     train(open_recipe(config), workdir)
     return workdir
 

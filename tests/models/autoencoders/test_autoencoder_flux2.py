@@ -119,7 +119,8 @@ def test_unscaling_undoes_scaling():
     def there_and_back(model, latents):
         return model.unscale_latents(model.scale_latents(latents))
 
-    again = model.apply({"params": params}, jnp.asarray(latents), method=there_and_back)
+    run = jax.jit(lambda latents: model.apply({"params": params}, latents, method=there_and_back))
+    again = run(latents)
     np.testing.assert_allclose(again, latents, rtol=1e-4, atol=1e-5)
 
 

@@ -1,6 +1,7 @@
 """FLUX.1 as a family, against diffusers' own pipeline on folders of random weights."""
 
 import functools
+import inspect
 import json
 import shutil
 
@@ -24,12 +25,13 @@ from digen_jax.models.family import Size
 from digen_jax.models.flux.flops import forward_flops
 from digen_jax.models.published import published_folder
 from digen_jax.weights.folder import copy_pipeline, read_json, write_params
-from tests.cases import said
+from tests.cases import quick, said
 from tests.models.flux.folders import flux_folder, flux_pipeline, packed
 
 KINDS = ["dev", "schnell"]
 PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃", ""]
 LONG = "a green star above a yellow triangle and " * 4 + "a red circle"
+ALL = [*PROMPTS, LONG, "Ein ROTER Kreis,  schräg ☃\n日本"]
 STEPS, GUIDANCE, SIZE, TOKENS = 4, 4.5, Size(20, 12), 21  # 5 x 3 tokens of the image
 
 
@@ -61,7 +63,7 @@ def exact():
 # --------------------------------------------------------------------------------------- prompts
 
 
-@pytest.mark.parametrize("length", [0, TOKENS])
+@pytest.mark.parametrize("length", quick([(TOKENS,), (0,)], 0))
 def test_prompts_are_encoded_as_by_the_pipeline(folders, length):
     family, params, encode = ours(folders["dev"])
     pipe = flux_pipeline(folders["dev"])
@@ -69,7 +71,7 @@ def test_prompts_are_encoded_as_by_the_pipeline(folders, length):
         family = load_family(folders["dev"])
         encode = jax.jit(family.encode)
     given = {"max_sequence_length": length} if length else {}
-    prompts = [*PROMPTS, LONG, "Ein ROTER Kreis,  schräg ☃\n日本"]
+    prompts = list(ALL)
     context, pooled, _ = pipe.encode_prompt(prompts, prompts, **given)
     found = encode(params, family.tokenize(said(*prompts)))
     assert found.context.shape[1] == (length or 512)
@@ -81,12 +83,12 @@ def test_prompts_are_encoded_as_by_the_pipeline(folders, length):
 
 def test_a_prompt_is_encoded_alone_as_beside_a_longer_one_and_twice(folders):
     family, params, encode = ours(folders["dev"])
-    records = said(*PROMPTS, LONG)
+    records = said(*ALL)
     whole = encode(params, family.tokenize(records))
     again = encode(params, family.tokenize(records))
-    assert records == said(*PROMPTS, LONG)
+    assert records == said(*ALL)
     jax.tree.map(np.testing.assert_array_equal, whole, again)
-    alone = encode(params, family.tokenize(records[:1]))
+    alone = encode(params, family.tokenize(records[:1] * len(records)))  # in the same program
     for one, all_ in zip(alone, whole, strict=True):
         np.testing.assert_allclose(one[0], all_[0], rtol=0, atol=1e-5 * np.abs(all_).max())
 
@@ -237,6 +239,8 @@ def test_defaults_are_the_pipelines(folders):
     assert (dev.guidance, dev.default_guidance) == ("embedded", 3.5)
     assert (schnell.guidance, schnell.default_guidance) == ("none", 1.0)
     pipe = flux_pipeline(folders["dev"])
+    tokens = inspect.signature(FluxPipeline.__call__).parameters["max_sequence_length"].default
+    assert load_family(folders["dev"]).max_sequence_length == tokens == 512
     side = pipe.default_sample_size * pipe.vae_scale_factor
     assert dev.default_size() == Size(side, side)
     with pytest.raises(ValueError, match="this model's guidance is 'none'"):

@@ -30,8 +30,6 @@ from digen_jax.weights.names import tensor_names
 from tests.cases import quick, said
 from tests.models.flux2.folders import klein_folder, klein_pipeline
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃ left of a photo", ""]
 LONG = "a red circle left of a blue square and " * 3 + "a green star"
 STEPS, GUIDANCE, SIZE, LENGTH = 4, 3.5, Size(20, 12), 61  # 5 x 3 tokens of the image

@@ -19,8 +19,6 @@ from digen_jax.weights.names import file_shape, tensor_names
 from tests.cases import quick
 from tests.models import parity
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 TINY = {
     "in_channels": 6,
     "out_channels": None,

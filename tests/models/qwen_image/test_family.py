@@ -28,8 +28,6 @@ from digen_jax.weights.folder import copy_pipeline, open_tensors, read_json, wri
 from tests.cases import quick, said
 from tests.models.qwen_image.folders import packed, qwen_image_folder, qwen_image_pipeline
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃ left of a photo", ""]
 NEGATIVE = ["a circle left of it", "", "red"]
 LONG = "a red circle left of a blue square and " * 3 + "a green star"

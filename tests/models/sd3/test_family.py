@@ -1,5 +1,6 @@
 """The family against diffusers' own pipeline, on a folder of random weights and on the embedded model."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from diffusers.configuration_utils import FrozenDict
 
 from digen_jax.assemble import load_family, read_parts
 from digen_jax.engine.placement import DeviceGroup
@@ -97,6 +99,23 @@ def test_prompts_are_encoded_as_by_the_pipeline(folder):
     np.testing.assert_allclose(pooled, expected_pooled.numpy(), rtol=0, atol=1e-4 * largest[1])
     assert not expected[:, tokens:].any() and expected.shape[1] - tokens == 256
     assert np.abs(expected[0].numpy() - expected[1].numpy()).max() > 1e-2
+
+
+def test_a_context_narrower_than_the_network_reads_is_padded_as_by_the_pipeline(base, monkeypatch):
+    """As in the published models, whose CLIPs together are narrower than the T5."""
+    (family, params), pipe = ours(pipeline(base)), oracle(pipeline(base))
+    config = family.transformer.config
+    wide = {"joint_attention_dim": config.joint_attention_dim + 8}
+    transformer = family.transformer.clone(config=dataclasses.replace(config, **wide))
+    family = dataclasses.replace(family, transformer=transformer)
+    config = FrozenDict({**pipe.transformer.config, **wide})
+    monkeypatch.setattr(pipe.transformer, "_internal_dict", config)
+    with jax.default_matmul_precision("highest"), torch.no_grad():
+        context, _ = jax.jit(family.encode)(params, family.tokenize(said(*PROMPTS)))
+        expected = pipe.encode_prompt(PROMPTS, PROMPTS, PROMPTS, do_classifier_free_guidance=False)
+    expected = expected[0][:, : context.shape[1]].numpy()
+    np.testing.assert_allclose(context, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    assert not expected[..., -8:].any() and expected[..., :8].any()
 
 
 def test_ids_are_padded_and_cut_to_the_tokenizers_length(folder):

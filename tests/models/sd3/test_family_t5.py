@@ -1,6 +1,7 @@
 """Stable Diffusion 3 with its T5 against diffusers' own pipeline, on a folder of random weights."""
 
 import functools
+import inspect
 import json
 import shutil
 
@@ -23,15 +24,16 @@ from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.sd3.flops import forward_flops
-from tests.cases import said
+from tests.cases import quick, said
 from tests.models.sd3.t5_folders import add_t5
 from tests.tiny_runs import oracle, pipeline
 
 PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃", ""]
 NEGATIVE = ["a green star", "", "four shapes"]
 LONG = "a red circle left of a blue square and " * 4 + "a green star"
+ALL = [*PROMPTS, LONG, "Ein ROTER Kreis,  schräg ☃\n日本"]
 PART = "text_encoder_3"
-STEPS, GUIDANCE, SIZE = 4, 3.5, Size(32, 48)
+STEPS, GUIDANCE, SIZE, TOKENS = 4, 3.5, Size(32, 48), 21
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +52,8 @@ def pipe(folder):
 
 @pytest.fixture(scope="module")
 def ours(folder):
-    """The family with all its parameters, and its jitted `encode`."""
-    family, group = load_family(folder), all_devices(jax.devices()[:1])
+    """The family with all its parameters, and its jitted `encode`; fewer tokens than by default save time."""
+    family, group = shorter(folder, TOKENS), all_devices(jax.devices()[:1])
     return family, read_parts(family, folder, family.shapes(), group), jax.jit(family.encode)
 
 
@@ -71,14 +73,14 @@ def exact():
         yield
 
 
-@pytest.mark.parametrize("length", [0, 9])
+@pytest.mark.parametrize("length", quick([(TOKENS,), (0,), (9,)], 0))
 def test_prompts_are_encoded_as_by_the_pipeline(ours, pipe, folder, length):
     family, params, encode = ours
-    if length:
+    if length != TOKENS:
         family = shorter(folder, length)
         encode = jax.jit(family.encode)
     given = {"max_sequence_length": length} if length else {}
-    prompts = [*PROMPTS, LONG, "Ein ROTER Kreis,  schräg ☃\n日本"]
+    prompts = list(ALL)
     expected = pipe.encode_prompt(prompts, prompts, prompts, **given)
     context, null, pooled, null_pooled = expected
     found, empty = (
@@ -86,7 +88,7 @@ def test_prompts_are_encoded_as_by_the_pipeline(ours, pipe, folder, length):
         for tokens in (family.tokenize(said(*prompts)), family.tokenize_null(said(*prompts)))
     )
     tokens = family.max_sequence_length
-    assert tokens == (length or 256) and len(pipe.tokenizer_3(LONG).input_ids) > 9
+    assert tokens == (length or 256) and len(pipe.tokenizer_3(LONG).input_ids) > TOKENS
     close(found.context, context)
     close(found.pooled, pooled)
     close(empty.context, null[:1])
@@ -98,12 +100,12 @@ def test_prompts_are_encoded_as_by_the_pipeline(ours, pipe, folder, length):
 
 def test_a_prompt_is_encoded_alone_as_beside_a_longer_one_and_twice(ours):
     family, params, encode = ours
-    records = said(*PROMPTS, LONG)
+    records = said(*ALL)
     whole = encode(params, family.tokenize(records))
     again = encode(params, family.tokenize(records))
-    assert records == said(*PROMPTS, LONG)
+    assert records == said(*ALL)
     jax.tree.map(np.testing.assert_array_equal, whole, again)
-    alone = encode(params, family.tokenize(records[:1]))
+    alone = encode(params, family.tokenize(records[:1] * len(records)))  # in the same program
     for one, all_ in zip(alone, whole, strict=True):
         np.testing.assert_allclose(one[0], all_[0], rtol=0, atol=1e-5 * np.abs(all_).max())
 
@@ -130,6 +132,7 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(ours, pipe)
         width=SIZE.width,
         num_inference_steps=STEPS,
         guidance_scale=GUIDANCE,
+        max_sequence_length=TOKENS,
         latents=torch.tensor(x.transpose(0, 3, 1, 2)),
         callback_on_step_end=keep,
         output_type="np",
@@ -164,7 +167,7 @@ def images_of(family, params, guidance, group):
 @pytest.mark.parametrize("left_out", [False, True])
 def test_the_samplers_images_are_the_pipelines(base, folder, pipe, left_out):
     """With the T5, and with zero tokens in its place."""
-    family = shorter(folder, 21, without=(PART,) * left_out)
+    family = shorter(folder, TOKENS, without=(PART,) * left_out)
     group = all_devices(jax.devices()[:1])
     params = read_parts(family, folder, family.shapes(), group)
     assert (PART in params) != left_out and family.heads.weighted == left_out
@@ -177,7 +180,7 @@ def test_the_samplers_images_are_the_pipelines(base, folder, pipe, left_out):
         width=SIZE.width,
         num_inference_steps=STEPS,
         guidance_scale=GUIDANCE,
-        max_sequence_length=21,
+        max_sequence_length=TOKENS,
         latents=noise,
         output_type="np",
     )
@@ -208,6 +211,8 @@ def test_a_split_t5_encodes_as_a_whole_one(ours, folder):
 
 
 def test_flops_and_cut_prompts_count_the_t5s_tokens(folder):
+    call = inspect.signature(StableDiffusion3Pipeline.__call__).parameters
+    assert load_family(folder).max_sequence_length == call["max_sequence_length"].default
     family = shorter(folder, 9)
     config = family.transformer.config
     clip = family.tokenizers[0].model_max_length

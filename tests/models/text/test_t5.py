@@ -168,8 +168,9 @@ def test_bfloat16_errs_less_than_torch(config):
 
     theirs = error(states(module.to(torch.bfloat16), ids, mask))
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    run = jax.jit(model.apply)
     for given in (params, rounded):
-        actual = model.apply({"params": given}, jnp.asarray(ids), jnp.asarray(mask))
+        actual = run({"params": given}, ids, mask)
         assert actual.dtype == jnp.bfloat16
         assert 1e-3 * np.abs(exact).max() < error(actual) < 1.5 * theirs
 

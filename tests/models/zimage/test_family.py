@@ -30,8 +30,6 @@ from digen_jax.weights.lora_files import read_lora, write_lora
 from tests.cases import quick, said
 from tests.models.zimage.folders import TRANSFORMER, zimage_folder, zimage_pipeline
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃ left of a photo", ""]
 NEGATIVE = ["a circle left of it", "", "red"]
 LONG = "a red circle left of a blue square and " * 3 + "a green star"
@@ -318,9 +316,11 @@ def test_what_does_not_fit_is_refused_by_its_file(copy):
         "max_sequence_length must be at most 544"
     )
     edit(copy / "transformer" / "config.json", cap_feat_dim=7)
-    assert refused(copy).startswith("text_encoder/config.json: hidden_size must be 7, as the")
+    assert refused(copy).startswith(
+        "text_encoder/config.json: hidden_size must be 7, the transformer's"
+    )
     edit(copy / "transformer" / "config.json", **TRANSFORMER | {"in_channels": 5})
-    assert refused(copy).startswith("vae/config.json: latent_channels must be 5, as the")
+    assert refused(copy).startswith("vae/config.json: latent_channels must be 5, the transformer's")
     edit(copy / "text_encoder" / "config.json", architectures=["LlamaForCausalLM"])
     assert refused(copy).startswith(
         "text_encoder/config.json describes a LlamaForCausalLM, not a Qwen3Model or Qwen3ForCausalLM"

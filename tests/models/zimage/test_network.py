@@ -17,8 +17,6 @@ from digen_jax.weights import names
 from tests.cases import quick
 from tests.models import parity
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 TINY = {
     "in_channels": 3,
     "dim": 32,

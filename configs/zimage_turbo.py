@@ -1,0 +1,106 @@
+"""Z-Image-Turbo with the published settings of Flow-Factory's GRPO, on GPUs of 80 GB.
+
+python launch/train.py --config configs/zimage_turbo.py:8 --workdir runs/zimage \
+    --config.reward.name=my_rewards:pickscore \
+    --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
+
+The argument is the number of GPUs: 1, 2, 4, 8 or 16. Reward and prompt files are yours: the source has PickScore and
+1,000 of its prompts, and no preference model is shipped here. The result to expect is a LoRA in `runs/zimage`, and the
+reward on held-out prompts before and after it, which should rise. By how much is not known: the source gives no number
+for this recipe, and none was measured here. The smallest slice is one GPU of 80 GB, with `:1`.
+
+github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/default.yaml:
+- 8 GPUs; Tongyi-MAI/Z-Image-Turbo; LoRA of rank 64, alpha 128, float32, on its default layers
+- 48 groups of 16 images in two updates, one image a GPU at once, 512 x 512, 6 steps, guidance 0, which is 1 in our
+  numbers (`digen_jax/models/zimage/family.py`): no second pass
+- the SDE of Flow-GRPO with noise 0.7 in one step, drawn anew each training step from the second, third and fourth
+- clip range 1e-4, advantages clipped to 5, std of the group, no KL
+- learning rate 3e-4, weight decay 1e-4, Adam's numbers, gradient norm 1
+- average of 0.9 every 4 training steps, so every 8 updates
+- bfloat16 arithmetic; evaluation in 10 steps without guidance, and a checkpoint, every 40 training steps
+The rest of that repository, at a0b2bc5:
+- src/flow_factory/models/abc.py: LoRA with a Gaussian start
+- src/flow_factory/models/z_image/z_image.py: 512 tokens, and the default layers, which are the family's
+- src/flow_factory/hparams/training_args.py: the average's schedule, "power"; no limit to the number of training steps
+- src/flow_factory/ema/ema_utils.py: that schedule, (1 + n) / (10 + n) at first
+- src/flow_factory/scheduler/flow_match_euler_discrete.py: the step, its sigmas from 1 to 1/steps, steps counted from 0
+
+Ours: recomputed blocks, the number of training steps, the batch of an evaluation, pictures, the number of checkpoints,
+the seed, and all placements: each GPU has all parameters.
+
+Differences to the source:
+- its transformer's frozen weights are float32, and autocast rounds them for each matrix product; here they are
+  bfloat16. `--config.precision.frozen=float32` is as in the source, with twice the memory for them;
+- `gdpo` there (src/flow_factory/advantage/advantage_processor.py), with its one reward, also divides the advantages by
+  their std over the step, which is 1 but for groups of equal rewards; here nothing follows the std of the group;
+- n of the average's schedule counts training steps there, and updates here;
+- an update's groups are split by index, not shuffled as images; a std has 1e-4 added here, and is at least 1e-6 there;
+- latents are rounded to float16 between steps there, and are float32 here;
+- with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step.
+
+Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
+that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: 15.3, of which 11.5 are the
+frozen transformer. The text encoder, 7.3, is there before, while it encodes the prompts. One GPU has the same, and 0.3
+more trajectories. Not measured: the recipe was not run on such a GPU. An encoded prompt takes up to 2.6 MB of disk, 512
+x 2560 bfloat16 numbers (prompts.store_limit).
+"""
+
+from ml_collections import ConfigDict
+
+from digen_jax.config.recipe import complete
+from digen_jax.errors import ConfigError
+
+
+def recipe(n: int) -> dict:
+    """On n GPUs, each with all parameters."""
+    return dict(
+        seed=0,
+        steps=3000,  # the source runs until it is stopped
+        model=dict(
+            folder="Tongyi-MAI/Z-Image-Turbo",
+            height=512,
+            width=512,
+            max_sequence_length=512,
+            remat="blocks",
+        ),
+        precision=dict(arithmetic="bfloat16", frozen="bfloat16"),
+        prompts=dict(file=""),
+        reward=dict(name=()),
+        batch=dict(groups=48, images=16),
+        sampler=dict(
+            kind="flow",
+            noise_level=0.7,
+            steps=6,
+            window=dict(mode="random", first=1, length=1, end=4),
+            guidance=1.0,
+            fragment=n,
+        ),
+        algorithm=dict(clip_range=1e-4, adv_clip=5.0, kl_coefficient=0.0),
+        advantages=dict(std="group"),
+        lora=dict(rank=64, alpha=128.0, init="gaussian"),
+        trainer=dict(
+            micro_batch=n,
+            updates=2,
+            learning_rate=3e-4,
+            weight_decay=1e-4,
+            clip_norm=1.0,
+            ema=0.9,
+            ema_warm_up=True,
+            ema_every=8,
+        ),
+        # Sampling and training take turns on the same devices, so no device waits for another.
+        placement=dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)),
+        evaluation=dict(prompts="", every=40, steps=10, guidance=1.0, batch=4 * n),
+        pictures=dict(every=20, images=12),
+        checkpoint=dict(every=40, keep=2),
+    )
+
+
+def get_config(argument: str = "8") -> ConfigDict:
+    if not argument.isdecimal() or int(argument) < 1:
+        raise ConfigError(
+            f"the config's argument {argument!r} must be a number of GPUs, such as :8"
+        )
+    return complete(
+        ConfigDict(recipe(int(argument)))
+    )  # every field can be given on the command line

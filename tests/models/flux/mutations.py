@@ -1,0 +1,82 @@
+"""Mistakes in FLUX.1 that its tests catch: see tests/mutations.py."""
+
+MODELS = "digen_jax/models"
+FAMILY = "tests/models/flux/test_family.py::"
+VELOCITY = ("tests/models/flux/test_network.py::test_velocity_and_gradients_equal_diffusers",)
+PROMPTS = (f"{FAMILY}test_prompts_are_encoded_as_by_the_pipeline",)
+
+# (name, file, old text, new text, tests of which one must fail)
+MUTATIONS = (
+    (
+        "rope offset", f"{MODELS}/flux/network.py",
+        "self._rotary(np.zeros((context.shape[1], 3), int))",
+        "self._rotary(np.ones((context.shape[1], 3), int))",
+        VELOCITY,
+    ),
+    (
+        "rope axes", f"{MODELS}/rotary.py",
+        "np.stack([np.full_like(rows, index), rows, columns], axis=-1)",
+        "np.stack([np.full_like(rows, index), columns, rows], axis=-1)",
+        VELOCITY,
+    ),
+    (
+        "rope direction", f"{MODELS}/rotary.py",
+        "np.where(np.arange(angles.shape[1]) % 2, 1, -1)",
+        "np.where(np.arange(angles.shape[1]) % 2, -1, 1)",
+        VELOCITY,
+    ),
+    (
+        "token read", f"{MODELS}/text/clip_text.py",
+        "return jnp.argmax(ids == eos_token_id, axis=-1)",
+        "return jnp.argmax(ids == eos_token_id, axis=-1) - 1",
+        PROMPTS,
+    ),
+    (
+        "layer read", f"{MODELS}/text/clip_text.py",
+        "transformer(ids, self.config.num_hidden_layers)[1]",
+        "transformer(ids, self.config.num_hidden_layers)[0][:, 0]",
+        PROMPTS,
+    ),
+    (
+        "pad token", f"{MODELS}/text/tokenizer_files.py",
+        'np.asarray(found["input_ids"], np.int32)',
+        'np.where(found["attention_mask"], found["input_ids"], 1).astype(np.int32)',
+        PROMPTS,
+    ),
+    (
+        "norm axis", f"{MODELS}/layers.py",
+        "x = x - x.mean(-1, keepdims=True)",
+        "x = x - x.mean((-2, -1), keepdims=True)",
+        VELOCITY,
+    ),
+    (
+        "modulation order", f"{MODELS}/flux/network.py",
+        'shift, scale, gate = layers.Modulation(3, name="norm")(embedding)',
+        'scale, shift, gate = layers.Modulation(3, name="norm")(embedding)',
+        VELOCITY,
+    ),
+    (
+        "modulation order of two streams", f"{MODELS}/dual_block.py",
+        'shift, scale, gate, *rest = self._modulation(0, chunks, embedding)',
+        'scale, shift, gate, *rest = self._modulation(0, chunks, embedding)',
+        VELOCITY,
+    ),
+    (
+        "modulation order at the end", f"{MODELS}/flux/network.py",
+        'scale, shift = layers.Modulation(2, name="norm_out")(embedding)',
+        'shift, scale = layers.Modulation(2, name="norm_out")(embedding)',
+        VELOCITY,
+    ),
+    (
+        "scale of guidance", f"{MODELS}/layers.py",
+        'embedding = embedding + embed(guidance, "guidance_embedder")',
+        'embedding = embedding + embed(guidance / NUM_TRAIN_TIMESTEPS, "guidance_embedder")',
+        VELOCITY,
+    ),
+    (
+        "shift", f"{MODELS}/flux/family.py",
+        "tokens = h * w // SIDE**2",
+        "tokens = h * w",
+        (f"{FAMILY}test_sigmas_and_timesteps_are_the_pipelines",),
+    ),
+)  # fmt: skip
