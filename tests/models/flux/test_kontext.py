@@ -26,8 +26,6 @@ from tests.cases import said
 from tests.models.flux.folders import flux_folder, packed
 from tests.models.flux.kontext_folders import SOURCE, kontext_folder, kontext_pipeline, picture
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃"]
 STEPS, GUIDANCE, TOKENS = 3, 2.5, 21
 SIZE, SOURCE = Size(20, 12), Size(*SOURCE)

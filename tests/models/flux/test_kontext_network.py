@@ -14,8 +14,6 @@ from digen_jax.models.flux.flops import forward_flops
 from tests.models import parity
 from tests.models.flux.test_network import DEV, abstract, direction
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 # Tokens of the image, of the picture, of the text.
 IMAGE, PICTURE, TEXT = (3, 5), (4, 2), 5
 
