@@ -41,9 +41,9 @@ def numbered_records(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, 
 
 
 def located(path: str | os.PathLike[str], record: dict[str, Any]) -> dict[str, Any]:
-    """A record of the prompt file at `path`, whose `image` is a path as seen from the working folder."""
+    """A record of the prompt file at `path`, whose `image` is a path as seen from the working folder, or a URL."""
     image = record.get("image")
-    if not isinstance(image, str) or not image.strip():
+    if not isinstance(image, str) or not image.strip() or "://" in image:
         return record
     return record | {"image": str(pathlib.Path(path).parent / image)}
 
