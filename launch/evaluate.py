@@ -85,7 +85,7 @@ def main() -> None:
     with user_input():
         records = read_prompt_file(prompts)[:images]
         score = rewards.resolve(names)
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value)
+    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value).editing(records)
     tell(prompts, model.family.cut)
     samplers = [
         model.sampler(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances
