@@ -60,8 +60,8 @@ Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, g
 that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: pickscore 26.7, dance 28.2,
 dance_ema 33.7, dance_lora 25.4. The text encoders are there before, while they encode the prompts. So `dance` needs
 about 8 GPUs; a LoRA's recipe has the same on one GPU but for the trajectories, 8 times 0.35 or 0.25. Not measured: no
-recipe here was run on such a GPU. An encoded prompt takes 4.2 MB of disk, 512 x
-4096 bfloat16 numbers (prompts.store_limit).
+recipe here was run on such a GPU. An encoded prompt takes 4.2 MB of disk, 512 x 4096 bfloat16 numbers
+(prompts.store_limit).
 """
 
 from ml_collections import ConfigDict
