@@ -48,8 +48,8 @@ No recipe here was run on such GPUs. An encoded prompt takes 7.9 MB of disk for 
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.arguments import recipe_and_gpus
 from digen_jax.config.recipe import complete
-from digen_jax.errors import ConfigError
 
 
 def lora(n: int) -> dict:
@@ -130,13 +130,7 @@ def base(n: int) -> ConfigDict:
 
 
 def get_config(argument: str = "base_lora,8") -> ConfigDict:
-    name, _, gpus = argument.partition(",")
-    if name not in RECIPES or not (gpus or "1").isdecimal() or int(gpus or 1) < 1:
-        raise ConfigError(
-            f"the config's argument {argument!r} must be a recipe and a number of GPUs, such as :base_lora,8; "
-            f"recipes are {', '.join(RECIPES)}"
-        )
-    n = int(gpus or 1)
+    name, n = recipe_and_gpus(argument, RECIPES, "base_lora,8")
     model, of_kind, tuning = RECIPES[name]
     c = base(n)
     c.model.folder = f"black-forest-labs/{model}"

@@ -60,14 +60,14 @@ Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, g
 that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: pickscore 26.7, dance 28.2,
 dance_ema 33.7, dance_lora 25.4. The text encoders are there before, while they encode the prompts. So `dance` needs
 about 8 GPUs; a LoRA's recipe has the same on one GPU but for the trajectories, 8 times 0.35 or 0.25. Not measured: no
-recipe here was run on such a GPU. An encoded prompt takes 4.2 MB of disk, 512 x
-4096 bfloat16 numbers (prompts.store_limit).
+recipe here was run on such a GPU. An encoded prompt takes 4.2 MB of disk, 512 x 4096 bfloat16 numbers
+(prompts.store_limit).
 """
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.arguments import recipe_and_gpus
 from digen_jax.config.recipe import complete
-from digen_jax.errors import ConfigError
 
 # PEFT's to_q, to_k, to_v and to_out.0 are ends of names: the text's projections are not among them, and single blocks
 # have no to_out.0.
@@ -177,13 +177,8 @@ def base() -> ConfigDict:
 
 
 def get_config(argument: str = "pickscore,8") -> ConfigDict:
-    name, _, gpus = argument.partition(",")
-    if name not in RECIPES or not (gpus or "1").isdecimal() or int(gpus or 1) < 1:
-        raise ConfigError(
-            f"the config's argument {argument!r} must be a recipe and a number of GPUs, such as :pickscore,8; "
-            f"recipes are {', '.join(RECIPES)}"
-        )
+    name, n = recipe_and_gpus(argument, RECIPES, "pickscore,8")
     c = base()
-    for changes in RECIPES[name](int(gpus or 1)):
+    for changes in RECIPES[name](n):
         c.update(changes)
     return complete(c)  # so that every field can be given on the command line

@@ -44,8 +44,8 @@ prompt takes at most 1.8 MB of disk, 256 x 3584 bfloat16 numbers (prompts.store_
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.arguments import recipe_and_gpus
 from digen_jax.config.recipe import complete
-from digen_jax.errors import ConfigError
 
 
 def ocr(n: int) -> dict:
@@ -102,12 +102,7 @@ def base() -> ConfigDict:
 
 
 def get_config(argument: str = "ocr,4") -> ConfigDict:
-    name, _, gpus = argument.partition(",")
-    if name not in RECIPES or not (gpus or "1").isdecimal() or int(gpus or 1) < 1:
-        raise ConfigError(
-            f"the config's argument {argument!r} must be a recipe and a number of GPUs, such as :ocr,4; "
-            f"recipes are {', '.join(RECIPES)}"
-        )
+    name, n = recipe_and_gpus(argument, RECIPES, "ocr,4")
     c = base()
-    c.update(RECIPES[name](int(gpus or 1)))
+    c.update(RECIPES[name](n))
     return complete(c)  # so that every field can be given on the command line

@@ -50,8 +50,8 @@ Expected result: not measured here, because there was no such GPU. Published for
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.arguments import recipe_and_gpus
 from digen_jax.config.recipe import complete
-from digen_jax.errors import ConfigError
 
 # The linear layers of the joint attention, without the second attention, which is over the image alone.
 ATTENTION = r"transformer_blocks\.\d+\.attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
@@ -175,13 +175,7 @@ def base(n: int) -> ConfigDict:
 
 
 def get_config(argument: str = "geneval,1") -> ConfigDict:
-    name, _, gpus = argument.partition(",")
-    if name not in RECIPES or not (gpus or "1").isdecimal() or int(gpus or 1) < 1:
-        raise ConfigError(
-            f"the config's argument {argument!r} must be a recipe and a number of GPUs, such as :geneval,8; "
-            f"recipes are {', '.join(RECIPES)}"
-        )
-    n = int(gpus or 1)
+    name, n = recipe_and_gpus(argument, RECIPES, "geneval,8")
     c = base(n)
     c.update(RECIPES[name])
     if n == 1:

@@ -21,7 +21,9 @@ from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.flow.steps import Ode, make_step
 from digen_jax.models.family import Family, Params, Size
 from digen_jax.models.flux import family as flux_family
+from digen_jax.models.flux import kontext
 from digen_jax.models.flux.family import Flux
+from digen_jax.models.flux.kontext import FluxKontext
 from digen_jax.models.flux2 import family as flux2_family
 from digen_jax.models.flux2.family import Flux2Klein
 from digen_jax.models.qwen_image import family as qwen_image_family
@@ -52,6 +54,7 @@ from digen_jax.weights.lora_start import read_start
 FAMILIES = {
     stable_diffusion_3.PIPELINE_CLASS: StableDiffusion3,
     flux_family.PIPELINE_CLASS: Flux,
+    kontext.PIPELINE_CLASS: FluxKontext,
     flux2_family.PIPELINE_CLASS: Flux2Klein,
     zimage_family.PIPELINE_CLASS: ZImage,
     qwen_image_family.PIPELINE_CLASS: QwenImage,
@@ -90,15 +93,33 @@ def load_family(
     remat: Remat = "none",
     without: tuple[str, ...] = (),
     max_sequence_length: int = 0,
+    source: Size | None = None,
 ) -> Family:
-    """The family of a pipeline folder; the last two arguments are those of the config's section `model`.
+    """The family of a pipeline folder; the last three arguments are those of the config's section `model`.
 
     Raises:
-      ConfigError: there is no family for its class, or the folder cannot be used.
+      ConfigError: there is no family for its class, the folder cannot be used, or it cannot edit pictures of
+        the size `source`.
     """
     kind = family_of(folder)
     with user_input():
-        return kind.from_folder(folder, jnp.dtype(dtype), remat, without, max_sequence_length)
+        family = kind.from_folder(folder, jnp.dtype(dtype), remat, without, max_sequence_length)
+    return family if source is None else editing(family, source)
+
+
+def editing(family: Family, source: Size) -> Family:
+    """The same family, of which every prompt has a picture to edit, resized to `source`.
+
+    Raises:
+      ConfigError: it edits none, or none of this size.
+    """
+    if not family.edits:
+        raise ConfigError(
+            "this model makes pictures of prompts alone and edits none: set config.model.source_height and "
+            "config.model.source_width to 0, or choose a model that edits"
+        )
+    with blame("config.model.source_height and config.model.source_width: "):
+        return dataclasses.replace(family, source=source)
 
 
 def recipe_model(recipe: Recipe) -> tuple[pathlib.Path, Family]:
@@ -113,7 +134,7 @@ def recipe_model(recipe: Recipe) -> tuple[pathlib.Path, Family]:
         family = load_family(
             folder, arithmetic, model.remat, model.without, model.max_sequence_length
         )
-    return folder, family
+    return folder, family if model.source is None else editing(family, model.source)
 
 
 def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
@@ -229,7 +250,7 @@ def parameter_shapes(recipe: Recipe, family: Family) -> ParameterShapes:
     split = functools.partial(policy.split, reference=recipe.algorithm.reads_reference)
     tuned, base = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
     ahead = encoder_shapes(recipe, family) if is_ahead(recipe, family) else {}
-    others = {*shapes} - {*family.trained, *ahead}
+    others = {*shapes} - {*family.trained, *ahead} | {*family.decoders}
     frozen = {part: tree for part, tree in shapes.items() if part in others}
     return ParameterShapes(tuned, *in_dtype((base, frozen), recipe.precision.frozen), ahead)
 

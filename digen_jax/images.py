@@ -1,7 +1,18 @@
-"""Images as arrays: conversion to bytes, and the form in which rewards get them."""
+"""Images as arrays: conversion to bytes, the form in which rewards get them, and pictures that models edit."""
+
+import functools
+import hashlib
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Num, UInt8
+from PIL import Image, ImageOps
+
+# A picture's file, or the picture itself.
+Picture = str | os.PathLike[str] | Image.Image
 
 
 def stills(clips: Num[np.ndarray, "*b t h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
@@ -25,3 +36,72 @@ def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3
     if np.isnan(images).any():
         raise ValueError("an image holds NaN: the sampler or the decoder has gone wrong")
     return np.round(np.clip(images, 0, 1) * 255).astype(np.uint8)
+
+
+def read_picture(picture: Picture) -> Image.Image:
+    """A picture in RGB, upright, as diffusers' `load_image` reads it.
+
+    Raises:
+      ValueError: names the file, which is missing or no whole picture.
+    """
+    try:
+        opened = picture if isinstance(picture, Image.Image) else Image.open(picture)
+        return ImageOps.exif_transpose(opened).convert("RGB")
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no picture at {picture}") from error
+    # Pillow raises SyntaxError for a broken PNG.
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{picture} cannot be read as a picture: {error}") from error
+
+
+def resized(picture: Image.Image, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    """A picture stretched to a size, by the filter of diffusers' `VaeImageProcessor`."""
+    return np.asarray(picture.resize((width, height), Image.Resampling.LANCZOS))
+
+
+def blank(height: int, width: int) -> Image.Image:
+    """A black picture."""
+    return Image.new("RGB", (width, height))
+
+
+def picture_hash(picture: Picture) -> str:
+    """A hash of a picture's file, byte by byte.
+
+    Raises:
+      ValueError: there is no such file.
+    """
+    if isinstance(picture, Image.Image):
+        return _hash(repr((picture.mode, picture.size)).encode() + picture.tobytes())
+    return _of_file(_hash_file, picture)
+
+
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """Reads a picture's file whole, once while it does not change.
+
+    Raises:
+      ValueError: as `read_picture`.
+    """
+    _of_file(_read_file, path)
+
+
+def _of_file(function: Callable[..., Any], path: str | os.PathLike[str]) -> Any:
+    """A result that is kept while the file has its date and its size."""
+    try:
+        stat = pathlib.Path(path).stat()
+    except OSError as error:
+        raise ValueError(f"there is no picture at {path}") from error
+    return function(os.fspath(path), stat.st_mtime_ns, stat.st_size)
+
+
+@functools.cache
+def _hash_file(path: str, *state: int) -> str:
+    return _hash(pathlib.Path(path).read_bytes())
+
+
+@functools.cache
+def _read_file(path: str, *state: int) -> None:
+    read_picture(path)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

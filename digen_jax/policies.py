@@ -17,6 +17,7 @@ from digen_jax.engine.policy import Policy
 from digen_jax.errors import ConfigError, blame
 from digen_jax.flow.steps import make_step
 from digen_jax.models.family import Family, Params, Size
+from digen_jax.prompts.files import numbered_records
 from digen_jax.weights.lora import check_rank
 
 
@@ -48,6 +49,7 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
         an attention kernel that cannot compute it, heads that cannot be split, a LoRA without layers or of too large
         a rank, or a parameter that no sharding rule matches.
     """
+    _check_pictures(recipe, family)
     sampler, shapes = recipe.sampler, family.shapes()
     size = Size(recipe.model.height, recipe.model.width)
     with blame("config.model.height and config.model.width: "):
@@ -114,6 +116,20 @@ def check_heads(family: Family, placement: Placement) -> None:
                 f"{' x '.join(words)} = {parts} does not divide the model's {heads} attention heads, which are split "
                 f"over these devices: make it one of {fitting}"
             )
+
+
+def _check_pictures(recipe: Recipe, family: Family) -> None:
+    """Refuses pictures that would not be edited, although the model could."""
+    if not family.edits or family.source is not None:
+        return
+    for file in (recipe.prompts.file, recipe.evaluation.prompts):
+        for number, record in numbered_records(file) if file else ():
+            if "image" in record:
+                raise ConfigError(
+                    f"config.model.source_height and config.model.source_width are 0, but {file}, line {number}, has "
+                    "an image to edit: set them to the size that pictures are resized to, such as 1024, or remove "
+                    "the images"
+                )
 
 
 def _check_guidance(recipe: Recipe, family: Family) -> None:

@@ -98,11 +98,13 @@ def _description(recipe: Recipe, folder: pathlib.Path, family: Family) -> dict[s
     known = {
         "pipeline": read_model_index(folder)["_class_name"],
         "components": sorted(family.encoders),
-        "tokenizers": fingerprint(folder, sorted(set(family.encoders.values()))),
+        "tokenizers": fingerprint(folder, sorted(set(family.encoders.values()) - {""})),
         "max_sequence_length": recipe.model.max_sequence_length,
         "arithmetic": recipe.precision.arithmetic,
         "frozen": recipe.precision.frozen,
     }
+    if family.source is not None:
+        known["source"] = list(family.source)
     if not (absent := missing_weights(folder, family)):
         return known | {"encoders": fingerprint(folder, sorted(family.encoders))}
     store = store_folder(recipe)

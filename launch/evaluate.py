@@ -93,6 +93,7 @@ def main() -> None:
         score = rewards.resolve(names)
     asked = [Asked(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances]
     model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, asked)
+    model = model.editing(records)
     tell(prompts, model.family.cut)
     samplers = [model.sampler(*one) for one in asked]
     size = samplers[0].settings.size

@@ -6,6 +6,7 @@ python launch/sample.py --model assets/shapes-sd3 --prompt "a red circle above a
 import pathlib
 import sys
 import textwrap
+from typing import Any
 
 from absl import flags
 
@@ -24,6 +25,13 @@ _MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a r
 _LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be given several times.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A .jsonl or .txt file of prompts instead.")
+_IMAGE = flags.DEFINE_string(
+    "image", None, "The picture that the prompts edit; a file of prompts names its own."
+)
+_SOURCE_HEIGHT = flags.DEFINE_integer(
+    "source_height", None, "Height that pictures to edit are resized to; default: as in diffusers."
+)
+_SOURCE_WIDTH = flags.DEFINE_integer("source_width", None, "Their width.")
 _IMAGES = flags.DEFINE_integer("images", 1, "Number of images of each prompt.")
 _OUTPUT = flags.DEFINE_string("output", None, "The folder for the images.")
 _SEED = flags.DEFINE_integer(
@@ -55,7 +63,8 @@ def main() -> None:
     if _GUIDANCE.value is not None:
         check_range("--guidance", _GUIDANCE.value, 0, 1000)
     check_output("--output", _OUTPUT.value, folder=True)
-    prompts = _read_prompts()
+    source = _source()
+    records = _read_records()
     check_positive("--images", _IMAGES.value)
     check_positive("--batch", _BATCH.value)
     prepare()
@@ -67,6 +76,12 @@ def main() -> None:
 
     asked = Asked(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value)
     model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, [asked])
+    if _IMAGE.value and not model.family.edits:
+        raise ConfigError(
+            f"--image is given, but {_MODEL.value} makes pictures of prompts alone: leave it out, or choose a model "
+            "that edits"
+        )
+    model = model.editing(records, source)
     sampler = model.sampler(*asked)
     output = pathlib.Path(_OUTPUT.value)
     if _PROMPTS.value:
@@ -79,12 +94,25 @@ def main() -> None:
                 file=sys.stderr,
             )
 
-    sample_to_folder(model, sampler, prompts, output, _BATCH.value, _SEED.value, _IMAGES.value)
-    count = len(prompts) * _IMAGES.value
+    sample_to_folder(model, sampler, records, output, _BATCH.value, _SEED.value, _IMAGES.value)
+    count = len(records) * _IMAGES.value
     print(f"{count} image{'s' * (count > 1)} and grid.png lie in {output}")
 
 
-def _read_prompts() -> list[str]:
+def _source() -> Any:
+    """The size that pictures are resized to, if one is given."""
+    from digen_jax.models.family import Size
+
+    sides = _SOURCE_HEIGHT.value, _SOURCE_WIDTH.value
+    if sides == (None, None):
+        return None
+    if None in sides:
+        raise ConfigError("--source_height and --source_width are one size: give both or neither")
+    return Size(*sides)
+
+
+def _read_records() -> list[dict[str, Any]]:
+    from digen_jax.images import check_picture
     from digen_jax.prompts.files import read_prompt_file
 
     if bool(_PROMPT.value) == bool(_PROMPTS.value):
@@ -96,10 +124,18 @@ def _read_prompts() -> list[str]:
             raise ConfigError(
                 f"--prompt={prompt!r} is not UTF-8 at character {error.start + 1}: write the prompt in that encoding"
             ) from error
+    image = {"image": _IMAGE.value} if _IMAGE.value else {}
     if _PROMPT.value:
-        return _PROMPT.value
+        if image:
+            with user_input():
+                check_picture(_IMAGE.value)
+        return [{"prompt": prompt, **image} for prompt in _PROMPT.value]
+    if image:
+        raise ConfigError(
+            '--image is for --prompt; in a file of prompts each line names its own as "image"'
+        )
     with user_input():
-        return [record["prompt"] for record in read_prompt_file(_PROMPTS.value)]
+        return read_prompt_file(_PROMPTS.value)
 
 
 if __name__ == "__main__":

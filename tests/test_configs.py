@@ -31,6 +31,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
 SD35 = "sd35_medium"
 FLUX = "flux_dev"
+KONTEXT = "flux_kontext"
+EDITS = GENEVAL.with_name("edits.jsonl")
 Z_IMAGE = "zimage_turbo"
 QWEN_IMAGE = "qwen_image"
 KLEIN = "flux2_klein"
@@ -112,8 +114,8 @@ SCHEDULER = {
 def load(name, *argument):
     """What a config file gives, with the fields that only a user can fill in filled in."""
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
-    if name in (SD35, FLUX, KLEIN, QWEN_IMAGE, Z_IMAGE):
-        config.prompts.file = config.evaluation.prompts = str(GENEVAL)
+    if name in (SD35, FLUX, KONTEXT, KLEIN, QWEN_IMAGE, Z_IMAGE):
+        config.prompts.file = config.evaluation.prompts = str(EDITS if name == KONTEXT else GENEVAL)
         config.reward.name = ("shapes_geneval",)
     return config
 

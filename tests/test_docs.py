@@ -36,11 +36,14 @@ def stand_ins(tmp_path, monkeypatch):
     files = {name: tmp_path / name for name in ("my_prompts.txt", "train.txt", "test.txt")}
     for file in files.values():
         file.write_text("a photo of a red star\n")
+    edits = {
+        name: str(ROOT / "tests" / "data" / "edits.jsonl") for name in ("train.jsonl", "test.jsonl")
+    }
     blocks = [text for found in PAGES.values() for _, text in found.fences]
     blocks = [text for text in blocks if text.startswith(f"# {MODULE}.py\n")]
     (tmp_path / f"{MODULE}.py").write_text("\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)
-    yield {name: str(file) for name, file in files.items()} | {"N": "2", "I": "0"}
+    yield {name: str(file) for name, file in files.items()} | edits | {"N": "2", "I": "0"}
     sys.modules.pop(MODULE, None)
     importlib.invalidate_caches()
 

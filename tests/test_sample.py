@@ -12,6 +12,7 @@ from PIL import Image
 from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export
 from digen_jax.inference.model import Asked, is_run, open_model, run_recipe, sample_to_folder, slug
+from tests.cases import said
 from tests.pipelines import ROOT
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, trained
@@ -23,7 +24,8 @@ NAMES = [*(f"0000{number}_{name}.png" for number, name in enumerate(SLUGS)), "gr
 
 def draw(model, folder, batch=2, prompts=PROMPTS, seed=7, images=1, **sampling):
     sampling = dict(guidance=None, steps=None, height=None, width=None) | sampling
-    sample_to_folder(model, model.sampler(**sampling), prompts, folder, batch, seed, images)
+    sampler = model.sampler(**sampling)
+    sample_to_folder(model, sampler, said(*prompts), folder, batch, seed, images)
     return pictures(folder)
 
 

@@ -15,6 +15,7 @@ from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sharding import REPLICATED
 from digen_jax.flow.windows import Mode
+from digen_jax.models.family import Size
 from digen_jax.models.remat import Remat
 from digen_jax.weights.lora import Init, LoraConfig
 
@@ -36,12 +37,21 @@ class ModelSection:
     # tokens of a prompt that a T5 or a language model reads, or empty tokens in a T5's place, as in the call of
     # diffusers' pipeline; 0: the pipeline's default
     max_sequence_length: int = 0
+    # height that the pictures of prompts ("image" in their file) are resized to before a model edits them, in pixels;
+    # 0: prompts have no pictures
+    source_height: int = 0
+    source_width: int = 0  # their width
     # what the backward pass recomputes, for less memory and more time: "none"; "blocks": all but the inputs of the
     # transformer's blocks; "keep_attention": not attention; "keep_products": not linear layers either
     remat: Remat = "none"
     # what computes attention: "packed" or "splash" on TPUs, "cudnn" on NVIDIA's GPUs in bfloat16, "xla" anywhere,
     # with more memory; "auto": the kernel for the devices, or XLA where none can compute the model's
     attention: Kernel = "auto"
+
+    @property
+    def source(self) -> Size | None:
+        """The size of pictures to edit, None: there are none."""
+        return Size(self.source_height, self.source_width) if self.source_height else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +85,8 @@ class PrecisionSection:
 class PromptsSection:
     """The prompts to train on, and when the text encoders read them."""
 
-    # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata
+    # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata; an "image" is
+    # the path of a picture to edit, relative to the file
     file: str = "assets/prompts/shapes_train.jsonl"
     # "each_step": the text encoders stay on the sampling meshes; "ahead": before it samples, a run encodes all prompts
     # that it will draw, and then has no text encoders; "auto": ahead if their parameters take more than 4 GB

@@ -26,6 +26,8 @@ from digen_jax.engine.encoding import (
     Rows,
     block_size,
     encoder,
+    example,
+    key_of,
     null_tokens,
     row_bytes,
     rows_of,
@@ -34,7 +36,7 @@ from digen_jax.engine.hosts import fetch
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.errors import ConfigError, blame
-from digen_jax.models.family import Family, Tokens
+from digen_jax.models.family import Family, Record, Tokens
 from digen_jax.policies import on_devices
 from digen_jax.process.progress import watched
 from digen_jax.prompt_store import (
@@ -63,8 +65,8 @@ class Encoding:
       family: of its model.
       group: the sampling mesh whose devices encode.
       store: where they are kept.
-      texts: all of them, `NULL` first if the model has a pass without the prompt.
-      missing: those that are not stored yet.
+      records: all of them by their keys (`key_of`), `NULL` first if the model has a pass without the prompt.
+      missing: the keys of those that are not stored yet.
     """
 
     recipe: Recipe
@@ -72,7 +74,7 @@ class Encoding:
     family: Family
     group: DeviceGroup
     store: PromptStore
-    texts: list[str]
+    records: Mapping[str, Record]
     missing: list[str]
 
     def check(self) -> None:
@@ -82,10 +84,10 @@ class Encoding:
           ConfigError: the text encoders' weights, or the room for what they make, are missing.
         """
         if not self.missing:
-            _say(f"all {len(self.texts):,} prompts are encoded in {self._place}")
+            _say(f"all {len(self.records):,} prompts are encoded in {self._place}")
             return
         if absent := missing_weights(self.folder, self.family):
-            first = next((text for text in self.missing if text != NULL), "")
+            first = next((self.records[key]["prompt"] for key in self.missing if key != NULL), "")
             raise ConfigError(
                 f"{_prompts(self.missing)} not encoded in {self._place}, such as {first!r}, and "
                 f"{self.folder / absent[0]} holds no weights to encode them: bring the weights back, or encode these "
@@ -94,7 +96,7 @@ class Encoding:
         size = self._size()
         self._check_room(size)
         _say(
-            f"of {len(self.texts):,} prompts {len(self.missing):,} are to be encoded, "
+            f"of {len(self.records):,} prompts {len(self.missing):,} are to be encoded, "
             f"{_shown(size)} in {self._place}"
         )
 
@@ -104,9 +106,13 @@ class Encoding:
 
     def _size(self) -> int:
         """Bytes on disk of what is missing."""
-        shapes = encoder_shapes(self.recipe, self.family)
-        blocks = (_tokens(self.family, block) for block in _blocks(self.missing, TOKENIZED))
-        rows = sum(int(row_bytes(self.family, shapes, tokens).sum()) for tokens in blocks)
+        family, shapes = self.family, encoder_shapes(self.recipe, self.family)
+        if family.masked:
+            blocks = (self._tokens(block) for block in _blocks(self.missing, TOKENIZED))
+            rows = sum(int(row_bytes(family, shapes, tokens).sum()) for tokens in blocks)
+        else:  # all have as many
+            one = row_bytes(family, shapes, family.tokenize([example(family)]))
+            rows = int(one.sum()) * len(self.missing)
         return rows + (2 + len(self.missing) // TOGETHER + rows // TOGETHER_BYTES) * OVERHEAD
 
     def _check_room(self, size: int) -> None:
@@ -131,7 +137,7 @@ class Encoding:
         Raises:
           ConfigError: the weights cannot be read, or what was encoded cannot be stored.
         """
-        texts = _missing_anywhere(self.texts, self.missing)
+        texts = _missing_anywhere([*self.records], self.missing)
         if not texts:
             return
         # Smaller ones if there are few texts; all have the same size, so that there is one program.
@@ -168,11 +174,16 @@ class Encoding:
         program, done = encoder(family, group), 0
         shown = watched(blocks, "encoding prompts", "block", note=lambda: _shown(done))
         for block in shown if is_first() else blocks:
-            tokens = jax.tree.map(lambda rows: _filled(rows, count), _tokens(family, block))
+            tokens = jax.tree.map(lambda rows: _filled(rows, count), self._tokens(block))
             made = jax.tree.map(fetch, program(params, tokens))
             rows = dict(zip(block, rows_of(family, made), strict=False))
             done += _bytes(rows)
             yield rows
+
+    def _tokens(self, block: list[str]) -> Tokens:
+        if block == [NULL]:
+            return null_tokens(self.family)
+        return self.family.tokenize([self.records[key] for key in block])
 
     def _keep(self, rows: dict[str, Rows]) -> None:
         """Stores rows, unless another process has stored them in the same folder."""
@@ -187,7 +198,7 @@ class Encoding:
 
 
 def prepare(
-    recipe: Recipe, devices: Sequence[jax.Device], texts: Callable[[], list[str]]
+    recipe: Recipe, devices: Sequence[jax.Device], records: Callable[[], Sequence[Record]]
 ) -> Encoding | None:
     """What is to be encoded of some prompts, with a look at the store; None: the text encoders run in each step.
 
@@ -201,11 +212,11 @@ def prepare(
     folder, family, placement, _ = open_parts(recipe, devices)
     if not is_ahead(recipe, family):
         return None
-    wanted = texts()
+    wanted = {key_of(family, record): record for record in records()}
     if Policy(family).reads_null:
         with blame("config.prompts.encoding = 'ahead': "):
             null_tokens(family)
-        wanted = [NULL, *wanted]
+        wanted = {NULL: {"prompt": ""}} | wanted
     store = open_store(recipe, folder, family)
     with blame("config.prompts.store: "):
         missing = store.missing(wanted)
@@ -214,13 +225,13 @@ def prepare(
     return found
 
 
-def encode(recipe: Recipe, devices: Sequence[jax.Device], texts: Sequence[str]) -> None:
+def encode(recipe: Recipe, devices: Sequence[jax.Device], records: Sequence[Record]) -> None:
     """Encodes prompts that are not stored yet, if the recipe's prompts are encoded ahead.
 
     Raises:
       ConfigError: as `prepare` and `Encoding.run`.
     """
-    if found := prepare(recipe, devices, lambda: list(dict.fromkeys(texts))):
+    if found := prepare(recipe, devices, lambda: records):
         found.run()
 
 
@@ -262,12 +273,6 @@ def _blocks(texts: Sequence[str], count: int) -> list[list[str]]:
     others = [text for text in texts if text != NULL]
     blocks = [others[i : i + count] for i in range(0, len(others), count)]
     return [[NULL], *blocks] if len(others) < len(texts) else blocks
-
-
-def _tokens(family: Family, block: list[str]) -> Tokens:
-    if block == [NULL]:
-        return null_tokens(family)
-    return family.tokenize([{"prompt": text} for text in block])
 
 
 def _filled(rows: Shaped[np.ndarray, "b ..."], count: int) -> Shaped[np.ndarray, "n ..."]:

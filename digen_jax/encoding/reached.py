@@ -2,6 +2,7 @@
 
 import itertools
 import pathlib
+from typing import Any
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import blame
@@ -9,8 +10,8 @@ from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
 
 
-def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[str]:
-    """The prompts of a run's evaluations and of its steps from `first` on, each once.
+def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[dict[str, Any]]:
+    """The records of a run's evaluations and of its steps from `first` on, one of each prompt and picture.
 
     Args:
       recipe: of the run.
@@ -23,7 +24,7 @@ def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[str]:
     with blame("config.evaluation.prompts: "):
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
     with blame("config.prompts.file: "):
-        left = {record["prompt"] for record in read_prompt_file(recipe.prompts.file)}
+        left = {_content(record) for record in read_prompt_file(recipe.prompts.file)}
         steps = prompt_batches(
             recipe.prompts.file,
             recipe.drawn_groups,
@@ -31,11 +32,15 @@ def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[str]:
             cache,
             set_steps=recipe.algorithm.set_steps,
         )
-    texts = dict.fromkeys(record["prompt"] for record in held_out)
+    found = {_content(record): record for record in held_out}
     for records in itertools.islice(steps, first, recipe.steps):
-        drawn = [record["prompt"] for record in records]
-        texts |= dict.fromkeys(drawn)
+        drawn = {_content(record): record for record in records}
+        found |= {content: drawn[content] for content in drawn if content not in found}
         left.difference_update(drawn)
         if not left:
             break
-    return list(texts)
+    return list(found.values())
+
+
+def _content(record: dict[str, Any]) -> tuple[str, str]:
+    return record["prompt"], str(record.get("image", ""))

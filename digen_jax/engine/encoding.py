@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from digen_jax.engine.chunks import in_chunks
 from digen_jax.engine.placement import DeviceGroup
+from digen_jax.errors import user_input
+from digen_jax.images import blank, picture_hash
 from digen_jax.models.family import Conditioning, Family, Params, Record, Tokens
 
 # A prompt's arrays by the field of the conditioning, without tokens that the network does not attend to.
@@ -26,7 +28,7 @@ class Stored:
     Attributes:
       family: whose encoders made them.
       encoders: the parameters with which they were encoded, as shapes.
-      read: gives the rows of texts, `NULL` among them.
+      read: gives the rows of keys (`key_of`), `NULL` among them.
     """
 
     family: Family
@@ -35,7 +37,7 @@ class Stored:
 
     def conditioning(self, records: Sequence[Record]) -> Conditioning:
         """Of each record, on the host."""
-        rows = self.read([record["prompt"] for record in records])
+        rows = self.read([key_of(self.family, record) for record in records])
         return joined(self.family, self._shapes, rows)
 
     def null(self) -> Conditioning:
@@ -57,13 +59,31 @@ def block_size(family: Family, group: DeviceGroup) -> int:
     return family.encoded_prompts * group.images
 
 
+def example(family: Family) -> Record:
+    """A record with all that the family reads, for programs and shapes, which do not depend on the content."""
+    picture = {} if family.source is None else {"image": blank(*family.source[:2])}
+    return {"prompt": "", **picture}
+
+
+def key_of(family: Family, record: Record) -> str:
+    """What the conditioning of a record depends on: its prompt, and the bytes of the picture that is edited.
+
+    Raises:
+      ConfigError: the picture is gone.
+    """
+    if family.source is None:
+        return record["prompt"]
+    with user_input():
+        return f"{record['prompt']}\0{picture_hash(record['image'])}"
+
+
 def null_tokens(family: Family) -> Tokens:
     """The tokens of the pass without the prompt.
 
     Raises:
       ValueError: each prompt has its own.
     """
-    tokens = family.tokenize_null([{"prompt": ""}, {"prompt": ""}])
+    tokens = family.tokenize_null([example(family)] * 2)
     if len(jax.tree.leaves(tokens)[0]) != 1:
         raise ValueError("this model has a pass without the prompt that differs from text to text")
     return tokens
@@ -71,7 +91,7 @@ def null_tokens(family: Family) -> Tokens:
 
 def encoded_shapes(family: Family, encoders: Params) -> Conditioning:
     """The conditioning of one prompt as shapes."""
-    return jax.eval_shape(family.encode, encoders, family.tokenize([{"prompt": ""}]))
+    return jax.eval_shape(family.encode, encoders, family.tokenize([example(family)]))
 
 
 def row_bytes(family: Family, encoders: Params, tokens: Tokens) -> Int[np.ndarray, "b"]:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from digen_jax.assemble import load_family, open_pipeline, read_frozen, read_parts
+from digen_jax.assemble import editing, load_family, open_pipeline, read_frozen, read_parts
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import make_mesh
@@ -19,8 +19,8 @@ from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError, check_positive, user_input
 from digen_jax.flow.steps import Ode
-from digen_jax.images import stills, to_uint8
-from digen_jax.models.family import Family, Params, Size
+from digen_jax.images import read_picture, stills, to_uint8
+from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.policies import make_policy, trained_of
 from digen_jax.process.progress import watched
 from digen_jax.records.checkpoint_folder import read_checkpoint
@@ -87,6 +87,34 @@ class Model(NamedTuple):
         """
         asked = Asked(guidance, steps, height, width)
         return _sampler(self.family, self.group, self.defaults, asked)
+
+    def editing(self, records: Sequence[Record], source: Size | None = None) -> "Model":
+        """The model for the pictures of some records, which it edits if it can.
+
+        Args:
+          records: of prompts, each with an `image` or none with one.
+          source: the size that pictures are resized to; None: the run's, or as diffusers' pipeline chooses.
+
+        Raises:
+          ConfigError: pictures that are missing, cannot be read, or need different sizes; or a size without them.
+        """
+        family = self.family
+        with user_input():
+            given = [record["image"] for record in records if "image" in record and family.edits]
+            # As (width, height), because all of the pictures together may be large.
+            shapes = [read_picture(image).size for image in given]
+        if not shapes and family.source is None:
+            if source is not None:
+                raise ConfigError("a size of pictures is given, but there is none to edit")
+            return self
+        if len(shapes) < len(records):
+            which = next(record["prompt"] for record in records if "image" not in record)
+            raise ConfigError(
+                f"the prompt {which!r} has no image to edit: give each prompt one"
+                + (", as in the model's run" if family.source else " or none")
+            )
+        source = source or family.source or _common_size(family, records, shapes)
+        return self._replace(family=editing(family, source))
 
     def batch(self, wanted: int, images: int) -> int:
         """The batch size: `wanted`, at most the number of images, rounded up to a multiple of the devices."""
@@ -194,6 +222,7 @@ def read_run(
             dtype or recipe.precision.arithmetic,
             without=given.without,
             max_sequence_length=given.max_sequence_length,
+            source=given.source,
         )
         if check is not None:
             check(family, defaults_of_run(recipe))
@@ -217,20 +246,20 @@ def run_recipe(workdir: pathlib.Path) -> Recipe:
 def sample_to_folder(
     model: Model,
     sampler: Sampler,
-    prompts: Sequence[str],
+    records: Sequence[Record],
     output: pathlib.Path,
     batch: int,
     seed: int,
     images: int = 1,
 ) -> None:
-    """Writes the PNGs of each prompt, numbered and named by it, and `grid.png` with the first of them.
+    """Writes the PNGs of each record's prompt, numbered and named by it, and `grid.png` with the first of them.
 
     Clips get animations as well.
 
-    Image j of prompt i depends on the seed, i, j and the prompt, not on the batch.
+    Image j of record i depends on the seed, i, j and the record, not on the batch.
     """
     output.mkdir(parents=True, exist_ok=True)
-    every = [{"prompt": prompt} for prompt in prompts for _ in range(images)]
+    every = [record for record in records for _ in range(images)]
     batch = model.batch(batch, len(every))
     shown = []
     for first in watched(range(0, len(every), batch), "sampling", "batch"):
@@ -255,6 +284,21 @@ def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
         _save_clip(output / name, clip)
     shown = slice(LARGEST_GRID)
     _grid(stills(found.clips[shown]), prompts, found.scores[shown]).save(output / "grid.png")
+
+
+def _common_size(
+    family: Family, records: Sequence[Record], shapes: Sequence[tuple[int, int]]
+) -> Size:
+    """The size that the pipeline chooses for all of the records' pictures, of (width, height)."""
+    sizes = [family.source_size(height, width) for width, height in shapes]
+    for record, size in zip(records, sizes, strict=True):
+        if size != sizes[0]:
+            raise ConfigError(
+                f"the pipeline resizes the images of {records[0]['prompt']!r} and {record['prompt']!r} to "
+                f"{sizes[0].height}x{sizes[0].width} and {size.height}x{size.width}: sample them in two calls, or give "
+                "one size for all, --source_height and --source_width"
+            )
+    return sizes[0]
 
 
 def slug(prompt: str) -> str:

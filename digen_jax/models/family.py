@@ -19,7 +19,7 @@ from digen_jax.attention.kernels import Heads
 Params = dict[str, Any]  # one tree for each component
 Record = Mapping[
     str, Any
-]  # a line of a prompt file: "prompt", and other fields for a family or a reward
+]  # a line of a prompt file: "prompt", "image" (the picture to edit), and other fields for a family or a reward
 Tokens = Any  # arrays with one row for each record
 Conditioning = Any  # arrays with one row for each record, masks included if text lengths differ
 
@@ -68,7 +68,10 @@ class Family(Protocol):
       trained: the components that may be tuned.
       unused: folders of a repository that need not be downloaded.
       optional: components that the class's `from_folder` can leave out.
-      encoders: the components that `encode` reads, each with the folder of its tokenizer.
+      encoders: the components that `encode` reads, each with the folder of its tokenizer, "" if it has none.
+      decoders: the components that `decode` reads.
+      edits: whether the records of prompts may have a picture to edit, their "image".
+      source: the size that these pictures are resized to; None: records have none.
       masked: fields of the conditioning that have tokens which the network does not attend to, always the last ones,
         each with the field of booleans that says so, False for these; fields of which every token is attended to,
         padding included, are not among them.
@@ -87,6 +90,9 @@ class Family(Protocol):
     unused: tuple[str, ...]
     optional: tuple[str, ...]
     encoders: Mapping[str, str]
+    decoders: tuple[str, ...]
+    edits: bool
+    source: Size | None
     masked: Mapping[str, str]
     lists: Mapping[str, Any]
     frozen: Mapping[str, Sequence[str]]
@@ -116,7 +122,7 @@ class Family(Protocol):
         """Which prompts are longer than a text encoder's input, so that `tokenize` truncates them."""
 
     def encode(self, params: Params, tokens: Tokens) -> Conditioning:
-        """The conditioning of the network for each record, which depends on its prompt alone.
+        """The conditioning of the network for each record, which depends on its prompt and its picture alone.
 
         The fields that `masked` names as masks depend on the tokens alone.
         """
@@ -148,6 +154,12 @@ class Family(Protocol):
 
     def default_size(self) -> Size:
         """The size of the clips that the network was made for, as in diffusers' pipeline."""
+
+    def source_size(self, height: int, width: int) -> Size:
+        """The size that diffusers' pipeline gives to a picture of height x width before it is edited.
+
+        Called if the family `edits`.
+        """
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         """The shape of one clip's latents; raises ValueError if the size does not fit the networks."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from digen_jax.models.autoencoders import autoencoder_kl
-from digen_jax.models.family import Params, Record
+from digen_jax.models.family import Params, Record, Size
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.precision import exact_products
 from digen_jax.weights import folder as weights
@@ -45,8 +45,11 @@ class ImageFamily:
     optional: ClassVar[tuple[str, ...]] = ()
     frozen: ClassVar[Mapping[str, Sequence[str]]] = {}
     masked: ClassVar[Mapping[str, str]] = {}
-    # Four images of 1024 x 1024.
-    decoded_pixels: ClassVar[int] = 2**22
+    decoders: ClassVar[tuple[str, ...]] = ("vae",)
+    edits: ClassVar[bool] = False
+    source: Size | None = None
+    # An image of 1024 x 1024, which takes an AutoencoderKL about 4 GB of a TPU.
+    decoded_pixels: ClassVar[int] = 2**20
 
     def in_dtype(self, dtype: Any) -> "ImageFamily":
         """The same family, whose transformer computes in this dtype."""
@@ -55,6 +58,10 @@ class ImageFamily:
     def tokenize_null(self, records: Sequence[Record]) -> Any:
         """The tokens of the empty prompt, one row for all."""
         return self.tokenize([{"prompt": ""}])
+
+    def source_size(self, height: int, width: int) -> Size:
+        """That of the picture: a family that edits says what its pipeline does."""
+        return Size(height, width)
 
     @property
     def factor(self) -> int:

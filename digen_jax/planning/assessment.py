@@ -58,18 +58,23 @@ def assess(
 ) -> list[Assessed]:
     """The estimates of a recipe's programs, compiled for a slice.
 
+    The gradient, which needs the most memory, is compiled first. The first program that does not fit is the last one,
+    because a large model's programs take minutes.
+
     Raises:
       ConfigError: the recipe's meshes do not fit the slice, or the model's folder cannot be used.
     """
-    found = []
-    for program in programs(on_devices(recipe, len(devices)), devices):
+    order = list(programs(on_devices(recipe, len(devices)), devices))
+    found: dict[str, Assessed] = {}
+    for program in sorted(order, key=lambda program: program.name != "train"):
         answer = answers(program.name, program.lower())
         if not answer.text:
-            found.append(Assessed(program, answer, math.nan, math.nan, math.nan, None))
-            continue
+            found[program.name] = Assessed(program, answer, math.nan, math.nan, math.nan, None)
+            break
         guess = estimate_answer(answer, chip)
-        found.append(Assessed(program, answer, guess.seconds, guess.flops, guess.repeated, guess))
-    return found
+        known = guess.seconds, guess.flops, guess.repeated, guess
+        found[program.name] = Assessed(program, answer, *known)
+    return [found[program.name] for program in order if program.name in found]
 
 
 def assess_here(

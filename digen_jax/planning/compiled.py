@@ -75,7 +75,7 @@ def _sampling(system: System, recipe: Recipe) -> Iterator[Program]:
 
 def _encoding(system: System, recipe: Recipe) -> Iterator[Program]:
     weights, sampler = sampler_weights(system), system.sampler
-    size, records = sampler.group.mesh.size, step_records(recipe)
+    size, records = sampler.group.mesh.size, step_records(recipe, sampler.policy.family)
     if sampler.stored is not None:
         count = block_size(sampler.policy.family, sampler.group)
         what = f"{count} prompts, before the run samples"

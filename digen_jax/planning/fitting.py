@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -231,11 +232,12 @@ def _with_programs(
     problem: Problem, recipe: Recipe, proposal: Proposal, found: list[Assessed]
 ) -> Problem:
     """The problem with the temporary memory of compiled programs, which holds for this split alone."""
-    beyond = {one.program.name: one.answer.beyond for one in found}
+    # A program that was not compiled, because another does not fit, counts as nothing.
+    beyond = Counter({one.program.name: one.answer.beyond for one in found})
     parts = _sampled_apart(proposal)
     shape = problem.footprint.trajectory * -(-recipe.sampler.fragment // parts)
-    encoding = max(beyond["encode"], beyond.get("encode null", 0))
-    decoding = max(beyond["decode"], beyond.get("decode evaluated", 0))
+    encoding = max(beyond["encode"], beyond["encode null"])
+    decoding = max(beyond["decode"], beyond["decode evaluated"])
     sampling = {
         "encoding": encoding,
         # Without the trajectories, which are counted apart.

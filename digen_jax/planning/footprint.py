@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from digen_jax.assemble import parameter_shapes, recipe_model
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import axis_sizes
+from digen_jax.engine.encoding import example
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import in_dtype
@@ -67,7 +68,7 @@ def stored_bytes(recipe: Recipe, latent: tuple[int, ...]) -> int:
 
 def _encoded(policy: Policy, groups: int, frozen: Params) -> int:
     """Bytes of the conditioning of a step's prompts, which every device has whole."""
-    family, records = policy.family, [{"prompt": ""}] * groups
+    family, records = policy.family, [example(policy.family)] * groups
     tokens = [family.tokenize(records)]
     if policy.reads_null:
         tokens.append(family.tokenize_null(records))

@@ -10,12 +10,12 @@ import numpy as np
 
 from digen_jax.assemble import outline
 from digen_jax.config.recipe import Recipe
-from digen_jax.engine.encoding import block_size
+from digen_jax.engine.encoding import block_size, example
 from digen_jax.engine.packing import Experience, trained_part
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.engine.system import System
-from digen_jax.models.family import Record
+from digen_jax.models.family import Family, Record
 from digen_jax.planning.footprint import stored_bytes
 from digen_jax.runtime.training import shardings
 from digen_jax.scheduling.planner.problem import Programs
@@ -112,7 +112,9 @@ class _Measured:
         system, here = self.system(fsdp, tensor, sequence), prompts * fsdp
         if system.sampler.stored is not None:
             return self._needed("encoding a block of prompts", lower_block(system))
-        lowered = system.sampler.lower_encode(sampler_weights(system), [{"prompt": ""}] * here)
+        lowered = system.sampler.lower_encode(
+            sampler_weights(system), [example(system.policy.family)] * here
+        )
         found = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(lowered.out_info))
         others = found / here * (self.recipe.drawn_groups - here)
         return self._needed(f"encoding {prompts} prompts", lowered) + others
@@ -184,7 +186,8 @@ def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:
     trained, sigmas = _placed(
         (trained, trajectory.sigmas), shardings((trained, trajectory.sigmas), group)
     )
-    prompts = system.sampler.encoded(sampler_weights(system), step_records(recipe))
+    records = step_records(recipe, system.policy.family)
+    prompts = system.sampler.encoded(sampler_weights(system), records)
     conditioning, null = _placed(tuple(prompts), group.replicated)
     row = jax.ShapeDtypeStruct((samples,), np.int32, sharding=group.batch)
     number = row.update(dtype=np.float32)
@@ -196,7 +199,8 @@ def lower_gradient(system: System, recipe: Recipe, samples: int) -> Lowered:
 def lower_generate(system: System, sampler: Sampler, recipe: Recipe, images: int) -> Lowered:
     """The program for so many images of one of the system's samplers, that of training or that of evaluation."""
     own = recipe.trained_steps if sampler is system.sampler and recipe.draws.fraction < 1 else 0
-    return sampler.lower_generate(sampler_weights(system), step_records(recipe), images, own)
+    records = step_records(recipe, system.policy.family)
+    return sampler.lower_generate(sampler_weights(system), records, images, own)
 
 
 def sampler_weights(system: System) -> Weights:
@@ -204,16 +208,17 @@ def sampler_weights(system: System) -> Weights:
     return system.rollouts[0].weights(system.start)
 
 
-def step_records(recipe: Recipe) -> list[Record]:
-    """As many records as a step has prompts; of their texts no program depends."""
-    return [{"prompt": ""}] * recipe.drawn_groups
+def step_records(recipe: Recipe, family: Family) -> list[Record]:
+    """As many records as a step has prompts; of their content no program depends."""
+    return [example(family)] * recipe.drawn_groups
 
 
 def lower_block(system: System) -> Lowered:
     """The program that encodes a block of prompts before the run samples."""
     sampler = system.sampler
-    count = block_size(sampler.policy.family, sampler.group)
-    return sampler.lower_encode(sampler_weights(system), [{"prompt": ""}] * count)
+    family = sampler.policy.family
+    records = [example(family)] * block_size(family, sampler.group)
+    return sampler.lower_encode(sampler_weights(system), records)
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

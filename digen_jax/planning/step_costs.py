@@ -86,7 +86,7 @@ def measured_costs(
     note(f"loading {recipe.model.folder}")
     records = read_prompt_file(recipe.prompts.file)
     records = [records[i % len(records)] for i in range(recipe.batch.groups)]
-    encode(recipe, jax.devices(), [record["prompt"] for record in records])
+    encode(recipe, jax.devices(), records)
     system = build(recipe, jax.devices())
     measured = measure(system, recipe, records, rewards.resolve(recipe.reward.name), note)
     rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size

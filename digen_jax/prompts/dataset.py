@@ -1,6 +1,7 @@
 """Prompt files as TFDS datasets (array_record, no TensorFlow), streamed through grain."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -130,7 +131,7 @@ def prompt_batches(
     prompts = grain.MapDataset.source(source).seed(seed)
     if shuffle:
         prompts = prompts.shuffle()
-    groups = prompts.repeat().map_with_index(_record)
+    groups = prompts.repeat().map_with_index(functools.partial(_record, path))
     if set_steps:
         # Not a repeated slice, which would continue in the stream.
         fixed = grain.MapDataset.range(set_steps * groups_per_step).repeat()
@@ -164,6 +165,8 @@ def cached_source(
     return PromptFile(data_dir=cache_dir, config=config).as_data_source(split="train")
 
 
-def _record(serial: int, example: dict[str, Any]) -> dict[str, Any]:
+def _record(path: str | os.PathLike[str], serial: int, example: dict[str, Any]) -> dict[str, Any]:
     metadata = json.loads(example["metadata"])
-    return {"prompt": example["prompt"].decode(), **metadata, "serial": serial}
+    record = {"prompt": example["prompt"].decode(), **metadata, "serial": serial}
+    # Not when the dataset is built, because a file with the same content may lie in another folder.
+    return files.located(path, record)

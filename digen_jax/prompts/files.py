@@ -1,11 +1,14 @@
 """Prompt files to records: GenEval metadata (.jsonl) or one prompt a line (.txt)."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
+
+from digen_jax.images import check_picture
 
 # Of a line in bytes: a text encoder reads some hundred letters, and metadata is not much longer.
 LONGEST_LINE = 1_000_000
@@ -20,20 +23,60 @@ def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     skipped. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv 2310.11513) are checked
     where they are present: `tag`, a string; `include` and `exclude`, lists of objects with
     `class`, `count` and optionally `color` and `position` = [relation, index of an earlier
-    `include`]. All other fields are kept as they are.
+    `include`]. `image` is the path of a picture to edit, relative to the file's folder: see
+    `located`. All other fields are kept as they are.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is neither .jsonl nor .txt, has no prompt, or has a line that cannot
             be used; the message gives its number and what to change.
     """
-    return parse_prompts(path, read_bytes(path))
+    return [record for _, record in numbered_records(path)]
 
 
-def numbered_prompts(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """The prompts of a file with the numbers of their lines, from 1; raises as `read_prompt_file`."""
+def numbered_records(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, Any]]]:
+    """The records of a file with the numbers of their lines, from 1; raises as `read_prompt_file`."""
     numbered = _numbered_records(path, read_bytes(path))
-    return [(number, record["prompt"]) for number, record in numbered]
+    return [(number, located(path, record)) for number, record in numbered]
+
+
+def located(path: str | os.PathLike[str], record: dict[str, Any]) -> dict[str, Any]:
+    """A record of the prompt file at `path`, whose `image` is a path as seen from the working folder, or a URL."""
+    image = record.get("image")
+    if not isinstance(image, str) or not image.strip() or "://" in image:
+        return record
+    return record | {"image": str(pathlib.Path(path).parent / image)}
+
+
+def check_pictures(path: str | os.PathLike[str]) -> None:
+    """Reads the pictures to edit of a prompt file, of which each record must have one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: as `read_prompt_file`; or names the line of the first record whose picture is
+            missing or broken.
+    """
+    numbered = numbered_records(path)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        # Pillow decodes without Python's lock.
+        mistakes = pool.map(_picture_mistake, [record for _, record in numbered])
+        for (number, _), mistake in zip(numbered, mistakes, strict=True):
+            if mistake:
+                pool.shutdown(cancel_futures=True)
+                raise ValueError(f"{path}, line {number}: {mistake}")
+
+
+def _picture_mistake(record: dict[str, Any]) -> str | None:
+    image = record.get("image")
+    if not isinstance(image, str) or not image.strip():
+        return (
+            '"image" is missing; give the path of the picture to edit, relative to the prompt file'
+        )
+    try:
+        check_picture(image)
+    except ValueError as error:
+        return f"{error}; give the path of a whole picture, relative to the prompt file"
+    return None
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
@@ -47,7 +90,10 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_prompts(path: str | os.PathLike[str], content: bytes) -> list[dict[str, Any]]:
-    """`read_prompt_file` for the file's content; `path` gives the format and is named in errors."""
+    """The records of a prompt file's content; `path` gives the format and is named in errors.
+
+    As in `read_prompt_file`, but a picture's path is as the file has it.
+    """
     return [record for _, record in _numbered_records(path, content)]
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 
-from digen_jax.prompts.files import CONTROL, numbered_prompts
+from digen_jax.prompts.files import CONTROL, numbered_records
 
 SHOWN = 5  # lines that are named
 CHUNK = 10_000  # prompts tokenized at a time
@@ -27,12 +27,15 @@ def notes(path: str | os.PathLike[str], cut: Callable[[list[str]], Iterable[bool
     Raises:
       ValueError or FileNotFoundError: as `files.read_prompt_file`.
     """
-    numbered = numbered_prompts(path)
+    numbered = numbered_records(path)
     lines: dict[str, list[int]] = {}
-    for number, prompt in numbered:
+    same: dict[tuple[str, str], list[int]] = {}
+    for number, record in numbered:
+        prompt = record["prompt"]
         lines.setdefault(prompt, []).append(number)
+        same.setdefault((prompt, str(record.get("image"))), []).append(number)
     odd = sorted(number for prompt in lines if CONTROL.search(prompt) for number in lines[prompt])
-    again = sorted(number for places in lines.values() for number in places[1:])
+    again = sorted(number for places in same.values() for number in places[1:])
     total = len(numbered)
     found = {
         "are longer than the text encoders read, so that their ends are cut off": _long(lines, cut),

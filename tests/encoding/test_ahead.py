@@ -174,7 +174,7 @@ def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
     config, store, tmp_path, monkeypatch
 ):
     """It is read on a rollout mesh's own thread."""
-    monkeypatch.setattr(run, "reached", lambda *given: TEXTS[:1])
+    monkeypatch.setattr(run, "reached", lambda *given: said(*TEXTS[:1]))
     with pytest.raises(
         Stopped, match=r"does not hold '.*' encoded: encode it first; the same command encodes"
     ):
@@ -205,7 +205,7 @@ def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tm
         )
         recipe = place(open_recipe(c), 2)
         if encoding_of == "ahead":
-            ahead.encode(recipe, jax.devices()[:2], TEXTS)
+            ahead.encode(recipe, jax.devices()[:2], said(*TEXTS))
         systems.append(build(recipe, jax.devices()[:2]))
     records = said(*TEXTS) if flux else said(*TEXTS, TEXTS[-1])
     on_mesh, stored = (one.sampler.encode(one.publish(one.start), records) for one in systems)
@@ -239,13 +239,17 @@ def test_what_a_run_reaches(base, config, tmp_path):
     c = config(evaluation__images=1, steps=1)
     (tmp_path / "held_out.txt").write_text("one\ntwo\n")
     c.evaluation.prompts = str(tmp_path / "held_out.txt")
-    first = reached(open_recipe(c), tmp_path)
+
+    def texts(first=0):
+        return [record["prompt"] for record in reached(open_recipe(c), tmp_path, first)]
+
+    first = texts()
     assert first[0] == "one" and len(first) == 3 and {*first[1:]} < {*TEXTS}
     c.steps = 2
-    second = reached(open_recipe(c), tmp_path, first=1)
+    second = texts(first=1)
     assert len(second) == 3 and not {*second[1:]} & {*first[1:]}
     c.steps = 1000
-    assert {*reached(open_recipe(c), tmp_path)} == {"one", *TEXTS}
+    assert {*texts()} == {"one", *TEXTS}
 
 
 def _is_masked(tree) -> bool:
@@ -277,12 +281,12 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
     ahead.encode(
         place(open_recipe(config(prompts__store=str(tmp_path / "all"))), 1),
         jax.devices()[:1],
-        TEXTS,
+        said(*TEXTS),
     )
-    said = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"of 6 prompts 6 are to be encoded, 1.33MB in \S+all", said[0])
-    assert said[1] == "2 blocks of 2 prompts are left, about 00:00"
-    assert re.fullmatch(r"encoded 6 prompts, 16.5kB, in 00:\d\d", said[2])
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"of 6 prompts 6 are to be encoded, 1.33MB in \S+all", lines[0])
+    assert lines[1] == "2 blocks of 2 prompts are left, about 00:00"
+    assert re.fullmatch(r"encoded 6 prompts, 16.5kB, in 00:\d\d", lines[2])
     added, add = [], encoded.PromptStore.add
 
     def interrupted(store, rows):
@@ -293,7 +297,7 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
 
     monkeypatch.setattr(encoded.PromptStore, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        ahead.encode(place(open_recipe(c), 1), jax.devices()[:1], TEXTS)
+        ahead.encode(place(open_recipe(c), 1), jax.devices()[:1], said(*TEXTS))
     assert len(added) == 3 and added[0] == NULL  # it is a block of its own
 
     (tmp_path / "config.py").write_text(SCRIPT.replace("{config}", repr(c.to_dict())))

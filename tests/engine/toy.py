@@ -84,6 +84,9 @@ class ToyFamily:
     optional: ClassVar = ()
     encoders: ClassVar = {"text_encoder": "tokenizer"}
     masked: ClassVar = {}
+    decoders: ClassVar = ("vae",)
+    edits: ClassVar = False
+    source: ClassVar = None
     lora_targets: ClassVar = "inside|outside"
     default_steps: ClassVar = 8
     default_guidance: ClassVar = 1.0
@@ -117,6 +120,9 @@ class ToyFamily:
 
     def default_size(self):
         return Size(32, 32)
+
+    def source_size(self, height, width):
+        return Size(height, width)
 
     def latent_shape(self, size):
         return self.size

@@ -121,5 +121,5 @@ def test_pictures_of_a_folder_are_drawn_as_its_pipeline_samples(base, tmp_path):
     """The size is the pipeline's 1024 x 1024 unless it is given."""
     model = open_model(str(klein_folder(base)), jax.devices()[:1])
     assert model.defaults == (1024, 1024, 50, 4.0, 1.0)
-    sample_to_folder(model, model.sampler(None, 2, SIDE, SIDE), SAID, tmp_path, 2, 7, 1)
+    sample_to_folder(model, model.sampler(None, 2, SIDE, SIDE), said(*SAID), tmp_path, 2, 7, 1)
     assert len(list(tmp_path.glob("0*.png"))) == len(SAID)

@@ -128,5 +128,5 @@ def test_prompts_are_drawn_into_a_folder(base, tmp_path):
     model = open_model(str(qwen_image_folder(base)), jax.devices()[:1])
     sampler = model.sampler(None, STEPS, SIDE, SIDE)
     assert sampler.policy.guidance == 4.0
-    sample_to_folder(model, sampler, SAID, tmp_path, 2, 0, 1)
+    sample_to_folder(model, sampler, said(*SAID), tmp_path, 2, 0, 1)
     assert len(list(tmp_path.glob("0*.png"))) == 2

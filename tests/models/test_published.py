@@ -11,6 +11,7 @@ from digen_jax.weights.folder import resolve_folder
 
 # Parameters of the transformers without their position tables, as the repositories' safetensors files have them.
 TRANSFORMERS = {
+    "black-forest-labs/FLUX.1-Kontext-dev": 11_901_408_320,
     "black-forest-labs/FLUX.1-dev": 11_901_408_320,
     "black-forest-labs/FLUX.1-schnell": 11_891_178_560,
     "stabilityai/stable-diffusion-3-medium-diffusers": 2_028_328_000,

@@ -62,6 +62,17 @@ def test_metadata_survives_the_cache(tmp_path, cache):
     assert take(prompt_batches(path, 1, 0, cache), 1) == [[record | {"serial": 0}]]
 
 
+def test_pictures_lie_beside_the_file_that_is_read_not_the_one_that_was_built(tmp_path, cache):
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "p.jsonl"
+        path.write_text('{"prompt": "a", "image": "pictures/a.png"}\n')
+        ((record,),) = take(prompt_batches(path, 1, 0, cache), 1)
+        assert record["image"] == str(tmp_path / folder / "pictures" / "a.png")
+        assert [record] == [r | {"serial": 0} for r in read_prompt_file(path)]
+    assert len(built(cache)) == 1
+
+
 def test_every_epoch_holds_each_prompt_once_in_an_order_of_its_own(seven, cache):
     steps = take(prompt_batches(seven, 2, 3, cache), 70)
     stream = [record["prompt"] for step in steps for record in step]

@@ -3,8 +3,9 @@ import json
 import pathlib
 
 import pytest
+from PIL import Image
 
-from digen_jax.prompts.files import read_prompt_file
+from digen_jax.prompts.files import check_pictures, read_prompt_file
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
@@ -126,3 +127,61 @@ def test_names_a_missing_file_and_a_folder(tmp_path):
     for path in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(FileNotFoundError, match=f"no prompt file at {path}: give the path"):
             read_prompt_file(path)
+
+
+# --------------------------------------------------------------------------------------- pictures
+
+
+def edits(folder, *images):
+    """A prompt file with these values of "image"; None: there is none."""
+    lines = [{"prompt": "x"} | ({} if i is None else {"image": i}) for i in images]
+    return write(folder, "edits.jsonl", "\n".join(map(json.dumps, lines)))
+
+
+def test_a_picture_lies_relative_to_its_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    path = edits(pathlib.Path("own"), "a.png", "../b.png", "/c.png", "s://h/d.png", None, 3, " ")
+    found = [record.get("image") for record in read_prompt_file(path)]
+    assert found == ["own/a.png", "own/../b.png", "/c.png", "s://h/d.png", None, 3, " "]
+
+
+def test_all_pictures_of_a_file_are_read(tmp_path):
+    for name in ("a.png", "b.jpg", "c.webp"):
+        Image.new("RGB", (30, 20), "red").save(tmp_path / name)
+    check_pictures(edits(tmp_path, "a.png", "b.jpg", "c.webp", "a.png"))
+
+
+@pytest.mark.parametrize(
+    ("images", "sentence"),
+    [
+        (["a.png", None], r'edits.jsonl, line 2: "image" is missing; give the path of the picture'),
+        (["a.png", 3], r'edits.jsonl, line 2: "image" is missing'),
+        (
+            ["b.png", "a.png"],
+            r"edits.jsonl, line 1: there is no picture at \S+b.png; give the path",
+        ),
+        (["a.png", "a.png", "half.png", "b.png"], r"line 3: \S+half.png cannot be read as a pict"),
+        (
+            ["a.png", "text.png"],
+            r"line 2: \S+text.png cannot be read as a picture: cannot identify",
+        ),
+        ([""], r'line 1: "image" is missing'),
+        (["."], r"line 1: \S+ cannot be read as a picture: .*directory"),
+    ],
+)
+def test_the_first_line_without_a_whole_picture_is_named(tmp_path, images, sentence):
+    Image.effect_noise((30, 20), 90).save(tmp_path / "a.png")
+    (tmp_path / "half.png").write_bytes((tmp_path / "a.png").read_bytes()[:300])
+    (tmp_path / "text.png").write_text("no picture")
+    with pytest.raises(ValueError, match=sentence):
+        check_pictures(edits(tmp_path, *images))
+
+
+def test_a_picture_that_has_changed_is_read_again(tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    path = edits(tmp_path, "a.png")
+    check_pictures(path)
+    (tmp_path / "a.png").write_text("broken")
+    with pytest.raises(ValueError, match="cannot be read"):
+        check_pictures(path)

@@ -82,3 +82,11 @@ def test_lines_that_cannot_be_prompts_are_refused_by_number(tmp_path, name):
     file.write_text(f"{line('a')}\n{line('x' + chr(7))}\n{line(chr(7) + chr(0))}\n")
     with pytest.raises(ValueError, match=r"line 3: .*nothing but control characters; write a text"):
         files.read_prompt_file(file)
+
+
+def test_the_same_text_with_another_picture_is_no_repetition(tmp_path):
+    file = tmp_path / "p.jsonl"
+    lines = [{"prompt": "a", "image": image} for image in ("x.png", "y.png", "x.png")]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    (found,) = notes.notes(file, lambda prompts: [False] * len(prompts))
+    assert found == f"{file}: 1 of 3 prompts repeat an earlier one: line 3"

@@ -36,7 +36,7 @@ from digen_jax.config.checks.sampler import check_pack, check_sampler
 from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.errors import ConfigError, blame, check_divides, together
 from digen_jax.flow.steps import make_step
-from digen_jax.prompts.files import read_prompt_file
+from digen_jax.prompts.files import check_pictures, read_prompt_file
 
 
 def check_each(config: ConfigDict) -> None:
@@ -108,7 +108,8 @@ def check_given(recipe: Recipe) -> None:
                         rewards.resolve(recipe.reward.name)
                 elif name != "model.folder":
                     with blame(f"config.{name}: "):
-                        read_prompt_file(_value(recipe, name))
+                        read = check_pictures if recipe.model.source else read_prompt_file
+                        read(_value(recipe, name))
 
 
 def _check_decay(recipe: Recipe) -> None:
@@ -127,6 +128,16 @@ def _check_average(recipe: Recipe) -> None:
         raise ConfigError(
             "config.trainer.ema = 0 keeps no average that ema_warm_up, ema_every or ema_repeats could be "
             "about: give it a decay such as 0.9, or leave these at False, 1 and 1"
+        )
+
+
+def _check_source(recipe: Recipe) -> None:
+    """Refuses half of a size of the pictures to edit."""
+    model = recipe.model
+    if (model.source_height > 0) != (model.source_width > 0):
+        raise ConfigError(
+            f"config.model.source_height = {model.source_height} and config.model.source_width = {model.source_width} "
+            "are no size: set both, or both to 0 where prompts have no pictures"
         )
 
 
@@ -212,7 +223,15 @@ EACH = (
 )
 STAGES = (
     # Groups, and what is sampled for an image.
-    (_check_decay, _check_average, _check_start, check_advantages, check_sampler, check_early),
+    (
+        _check_decay,
+        _check_average,
+        _check_source,
+        _check_start,
+        check_advantages,
+        check_sampler,
+        check_early,
+    ),
     # How a step is divided, and what the algorithm requires of that.
     (_check_batches, check_candidates, check_early_fragments, check_algorithm),
     # A step as a whole.

@@ -31,6 +31,8 @@ RANGES = {
     "model.height": (0, LARGEST_SIDE, "least"),
     "model.width": (0, LARGEST_SIDE, "least"),
     "model.max_sequence_length": (0, 2**12),
+    "model.source_height": (0, 2**14),
+    "model.source_width": (0, 2**14),
     "prompts.store_limit": POSITIVE,
     "batch.groups": (0, 10**5, "least"),
     "batch.images": (-math.inf, 10**4),  # at least 2, see below

@@ -335,3 +335,11 @@ def decode_images(
     raw = unscale_latents(vae.config, latents)
     images = vae.apply({"params": params}, raw, method="decode")
     return jnp.clip(images / 2 + 0.5, 0, 1)
+
+
+def encode_images(
+    vae: AutoencoderKL, params: Any, images: Float[Array, "b H W 3"]
+) -> Float[Array, "b h w c"]:
+    """The latents that a transformer is trained on, from images in [0, 1]: the means, without noise."""
+    mean, _ = vae.apply({"params": params}, images * 2 - 1, method="encode")
+    return scale_latents(vae.config, mean)

@@ -213,13 +213,19 @@ class Flux(ImageFamily):
         variables: Params,
         x: Float[Array, "b h w c"],
         sigma: Float[Array, "b"],
-        conditioning: Conditioning,
+        conditioning: tuple[Float[Array, "b ..."], ...],
         guidance: float | None = None,
     ) -> Float32[Array, "b h w c"]:
-        """The transformer's velocity; `variables["transformer"]` are its linen collections."""
+        """The transformer's velocity; `variables["transformer"]` are its linen collections.
+
+        `conditioning` is that of `encode`: context, pooled, and of FLUX.1 Kontext the latents of a picture.
+        """
         if guidance is not None:
             guidance = jnp.full(x.shape[0], guidance, jnp.float32)
-        return self.transformer.apply(variables["transformer"], x, sigma, *conditioning, guidance)
+        context, pooled, *source = conditioning
+        return self.transformer.apply(
+            variables["transformer"], x, sigma, context, pooled, guidance, *source
+        )
 
     def guided(
         self,

@@ -5,7 +5,9 @@ from digen_jax.models.layers import TIME_FEATURES
 from digen_jax.models.packing import SIDE
 
 
-def forward_flops(config: FluxConfig, latent: tuple[int, int, int], text: int) -> dict[str, float]:
+def forward_flops(
+    config: FluxConfig, latent: tuple[int, int, int], text: int, source: int = 0
+) -> dict[str, float]:
     """FLOPs of one sequence by stream: matrix products and attention, a multiply-add counts as two.
 
     "image" and "text" are the operations on each token alone, "attention" the products of queries, keys and values,
@@ -16,10 +18,12 @@ def forward_flops(config: FluxConfig, latent: tuple[int, int, int], text: int) -
       config: the transformer's.
       latent: (h, w, c) of the latents.
       text: tokens of the context.
+      source: tokens of a picture that is edited, which belong to the stream "image".
     """
     d, blocks, singles = config.dim, config.num_layers, config.num_single_layers
     h, w, _ = latent
-    image = (h // SIDE) * (w // SIDE)
+    own = (h // SIDE) * (w // SIDE)
+    image = own + source
     # Of a dual block, for each stream: four linear layers of the attention, two of a feed-forward network four times
     # as wide. A single block has the same for all tokens.
     wide = (blocks + singles) * (4 * d * d + 8 * d * d)
@@ -27,7 +31,7 @@ def forward_flops(config: FluxConfig, latent: tuple[int, int, int], text: int) -
     numbers = 2 if config.guidance_embeds else 1  # time, guidance
     embedders = (numbers * (TIME_FEATURES + d) + config.pooled_projection_dim + d) * d
     products = {
-        "image": image * (wide + (config.in_channels + config.out_channels) * d),
+        "image": image * (wide + config.in_channels * d) + own * config.out_channels * d,
         "text": text * (wide + config.joint_attention_dim * d),
         "attention": 2 * d * (blocks + singles) * (image + text) ** 2,
         "modulation": modulations * d * d + embedders,

@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from digen_jax.json_fields import fields_of, number
 from digen_jax.models import dual_block, layers, packing
@@ -93,6 +93,21 @@ class FluxConfig:
         return cls(**fields_of(cls, config, "a FLUX transformer"))
 
 
+def _image_tokens(
+    latents: Float[Array, "b h w c"], source: Float[Array, "b h2 w2 c"] | None
+) -> tuple[Float[Array, "b n t"], Int[np.ndarray, "n 3"]]:
+    """The tokens of an image, those of the picture that is edited behind them, and their positions."""
+    pictures = [latents] if source is None else [latents, source]
+    positions = [
+        image_positions(*(side // packing.SIDE for side in picture.shape[1:3]), index)
+        for index, picture in enumerate(pictures)
+    ]
+    tokens = [packing.pack(picture) for picture in pictures]
+    if source is None:
+        return tokens[0], positions[0]
+    return jnp.concatenate(tokens, axis=1), np.concatenate(positions)
+
+
 class SingleBlock(nn.Module):
     """Attention and a feed-forward network side by side (arXiv 2302.05442), over all tokens, with one projection."""
 
@@ -142,8 +157,12 @@ class FluxTransformer(nn.Module):
         context: Float[Array, "b m d"],
         pooled: Float[Array, "b p"],
         guidance: Float[Array, "b"] | None = None,
+        source: Float[Array, "b h2 w2 c"] | None = None,
     ) -> Float[Array, "b h w o"]:
         """Predicts the velocity eps - x0, in float32, of latents at noise level sigma in [0, 1].
+
+        `source` are the latents of a picture that is edited (FLUX.1 Kontext, arXiv 2506.15742): tokens that are
+        attended to like those of the image, with an index of their own among the positions.
 
         Raises:
           ValueError: a side of the latents is odd, or `guidance` does not fit `config.guidance_embeds`.
@@ -155,19 +174,19 @@ class FluxTransformer(nn.Module):
                 f"a transformer with guidance_embeds {config.guidance_embeds} {need} guidance"
             )
         height, width = latents.shape[1:3]
-        x = self._linear(config.dim, "x_embedder")(packing.pack(latents))
+        tokens, of_image = _image_tokens(latents, source)
+        x = self._linear(config.dim, "x_embedder")(tokens)
         context = self._linear(config.dim, "context_embedder")(context)
         embed = layers.TimeTextEmbed(config.dim, name="time_text_embed")
         embedding = embed(sigma, pooled, guidance)
 
-        side = packing.SIDE
-        of_image = image_positions(height // side, width // side)
         rotary = (self._rotary(of_image), self._rotary(np.zeros((context.shape[1], 3), int)))
         (x, context), _ = self._dual_blocks()((x, context), embedding, rotary)
         joined = Rotary(*(jnp.concatenate(tables) for tables in zip(*rotary, strict=True)))
         tokens = jnp.concatenate([x, context], axis=1)
         tokens, _ = self._single_blocks()(tokens, embedding, joined)
-        return self._velocity(tokens[:, : x.shape[1]], embedding, height, width)
+        own = height * width // packing.SIDE**2  # none of the source's
+        return self._velocity(tokens[:, :own], embedding, height, width)
 
     def _linear(self, features: int, name: str) -> nn.Dense:
         return Linear(features, dtype=self.dtype, kernel_init=layers.linear_init, name=name)

@@ -1,9 +1,15 @@
-"""Mistakes in FLUX.1 that its tests catch: see tests/mutations.py."""
+"""Mistakes in FLUX.1 and FLUX.1 Kontext that their tests catch: see tests/mutations.py."""
 
 MODELS = "digen_jax/models"
 FAMILY = "tests/models/flux/test_family.py::"
 VELOCITY = ("tests/models/flux/test_network.py::test_velocity_and_gradients_equal_diffusers",)
 PROMPTS = (f"{FAMILY}test_prompts_are_encoded_as_by_the_pipeline",)
+EDITED_VELOCITY = (
+    "tests/models/flux/test_kontext_network.py::test_velocity_and_gradients_equal_diffusers",
+)
+KONTEXT = "tests/models/flux/test_kontext.py::"
+PICTURES = (f"{KONTEXT}test_pictures_are_encoded_as_by_the_pipeline",)
+PICTURE_SIZES = (f"{KONTEXT}test_pictures_get_the_size_that_the_pipeline_chooses",)
 
 # (name, file, old text, new text, tests of which one must fail)
 MUTATIONS = (
@@ -78,5 +84,66 @@ MUTATIONS = (
         "tokens = h * w // SIDE**2",
         "tokens = h * w",
         (f"{FAMILY}test_sigmas_and_timesteps_are_the_pipelines",),
+    ),
+    (
+        "Kontext: rope index of the picture", f"{MODELS}/flux/network.py",
+        "picture.shape[1:3]), index)",
+        "picture.shape[1:3]), 0)",
+        EDITED_VELOCITY,
+    ),
+    (
+        "Kontext: tokens that are the image", f"{MODELS}/flux/network.py",
+        "self._velocity(tokens[:, :own], embedding, height, width)",
+        "self._velocity(tokens[:, x.shape[1] - own : x.shape[1]], embedding, height, width)",
+        EDITED_VELOCITY,
+    ),
+    (
+        "Kontext: mode of the posterior", f"{MODELS}/autoencoders/autoencoder_kl.py",
+        'mean, _ = vae.apply({"params": params}, images * 2 - 1, method="encode")',
+        'mean, logvar = vae.apply({"params": params}, images * 2 - 1, method="encode")\n'
+        "    mean = mean + jnp.exp(logvar / 2)",
+        PICTURES,
+    ),
+    (
+        "Kontext: range of pictures", f"{MODELS}/autoencoders/autoencoder_kl.py",
+        "images * 2 - 1",
+        "images",
+        PICTURES,
+    ),
+    (
+        "Kontext: scale of the picture's latents", f"{MODELS}/autoencoders/autoencoder_kl.py",
+        "return scale_latents(vae.config, mean)",
+        "return mean",
+        PICTURES,
+    ),
+    (
+        "Kontext: filter", "digen_jax/images.py",
+        "Image.Resampling.LANCZOS",
+        "Image.Resampling.BICUBIC",
+        PICTURES,
+    ),
+    (
+        "Kontext: preferred sizes", f"{MODELS}/flux/kontext.py",
+        "(1456, 720), (1392, 752)",
+        "(1456, 736), (1392, 752)",
+        PICTURE_SIZES,
+    ),
+    (
+        "Kontext: preferred size of a shape", f"{MODELS}/flux/kontext.py",
+        "ratio = width // multiple / max(1, height // multiple)",
+        "ratio = width / height",
+        PICTURE_SIZES,
+    ),
+    (
+        "Kontext: preferred size by the logarithm", f"{MODELS}/flux/kontext.py",
+        "abs(ratio - size.width / size.height)",
+        "abs(np.log(max(ratio, 1e-9) * size.height / size.width))",
+        PICTURE_SIZES,
+    ),
+    (
+        "Kontext: picture of the null prompt", f"{MODELS}/flux/kontext.py",
+        '{**record, "prompt": ""} for record in records',
+        '{**records[0], "prompt": ""} for _ in records',
+        (f"{KONTEXT}test_the_null_conditioning_keeps_the_picture",),
     ),
 )  # fmt: skip

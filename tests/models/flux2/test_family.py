@@ -128,7 +128,10 @@ def test_prompts_are_encoded_as_by_the_pipeline(ours, pipe, folder, length):
 
 @pytest.mark.parametrize(
     ("height", "width"),
-    [(1024, 1024), (1088, 1024), (512, 512), (720, 1280), (384, 384), (16, 16), (2048, 1024)],
+    [
+        *((1024, 1024), (1088, 1024), (512, 512), (720, 1280), (384, 384), (16, 16), (2048, 1024)),
+        *((688, 1600), (2992, 368)),  # of 4300 and 4301 tokens
+    ],
 )
 def test_sigmas_and_timesteps_are_the_pipelines(height, width):
     """Of the published models, bit by bit; above 4300 tokens the steps do not matter."""

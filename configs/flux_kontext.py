@@ -1,0 +1,101 @@
+"""FLUX.1 Kontext [dev] edits pictures, with the published settings of Flow-GRPO, on GPUs of 80 GB.
+
+python launch/train.py --config configs/flux_kontext.py:8 --workdir runs/kontext \
+    --config.reward.name=my_rewards:likeness \
+    --config.prompts.file=train.jsonl --config.evaluation.prompts=test.jsonl
+
+The argument is the number of GPUs, a divisor of 168. Each line of a prompt file names a picture, "image", relative to
+the file: docs/flux.md has an example. Reward, prompts and pictures are yours: neither a similarity of images nor a
+detector is shipped here. The hub repository is gated: accept its licence there and log in with `hf auth login`, or set
+model.folder to a copy.
+
+github.com/yifan123/flow_grpo (arXiv 2505.05470), `counting_flux_kontext`, which was made for 28 GPUs:
+- config/grpo.py (31c71b9): 48 groups of 21 images in two updates, 3 images a GPU at once, 512 x 512, 6 steps, 28 in
+  evaluation, guidance 2.5 in both, noise 0.9, 99% of the steps, no KL, std of the step, no shared start noise,
+  bfloat16, evaluation and checkpoint every 30, 2 images a GPU at once in evaluation. Its rewards are a similarity to
+  the picture and GenEval's score, half each; its pictures are not in the repository
+- config/base.py (54809b5): learning rate 3e-4, weight decay 1e-4, Adam's numbers, gradient norm 1, advantages clipped
+  to 5, clip range 1e-4
+- scripts/train_flux_kontext.py (74db691): LoRA of rank 64, alpha 128, Gaussian, on attention, the dual blocks'
+  feed-forward and the single blocks' `proj_mlp`; average of 0.9 every 8 updates, 128 tokens of the T5; pictures resized
+  to 512 x 512. An average at a turn is mixed after each micro-batch, 6 on 28 GPUs, as here. A group is of one prompt
+  with one picture
+- its warm-up: flow_grpo/ema.py (ac4c86e). The step of "flow": flow_grpo/diffusers_patch/sd3_sde_with_logprob.py
+  (54809b5)
+
+Ours: recomputed blocks, the number of steps, pictures of a run, the number of checkpoints, and all placements. The
+source's own copy of the pipeline was not found; in that of github.com/Jayce-Ping/Flow_GRPO,
+flow_grpo/diffusers_patch/flux_kontext_pipeline_with_logprob.py (9043160), pictures have the images' size, as here.
+
+Differences to the source: it resizes pictures by Pillow's default filter before, here the pipeline's alone does it;
+those of configs/flux_dev.py's Flow-GRPO recipes (groups split by index, the sixth step without noise, sigmas that are
+not rounded, old log-probabilities that the trainer recomputes).
+
+Not measured: the recipe was not run on such a GPU. 1024 tokens of the picture are attended to beside 1024 of the image
+and 128 of the text, so a pass has 2.0 times the operations of FLUX.1-dev at this size.
+"""
+
+from ml_collections import ConfigDict
+
+from digen_jax.config.recipe import complete
+from digen_jax.errors import ConfigError
+
+
+def get_config(argument: str = "8") -> ConfigDict:
+    if not argument.isdecimal() or int(argument) < 1 or 168 % int(argument):
+        raise ConfigError(
+            f"the config's argument {argument!r} must be a number of GPUs among which the 168 passes of an update can "
+            "be divided, such as :8, :7 or :28"
+        )
+    n = int(argument)
+    c = ConfigDict()
+    c.seed = 0
+    c.steps = 3000  # the source runs until it is stopped
+    c.model = ConfigDict(
+        dict(
+            folder="black-forest-labs/FLUX.1-Kontext-dev",
+            height=512,
+            width=512,
+            source_height=512,
+            source_width=512,
+            max_sequence_length=128,
+            remat="blocks",
+        )
+    )
+    c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
+    c.prompts = ConfigDict(dict(file="", store_limit=250.0))
+    c.reward = ConfigDict(dict(name=()))
+    c.batch = ConfigDict(dict(groups=48, images=21))
+    c.sampler = ConfigDict(
+        dict(
+            kind="flow",
+            noise_level=0.9,
+            steps=6,
+            guidance=2.5,
+            window=dict(length=5),
+            fragment=3 * n,
+        )
+    )
+    c.algorithm = ConfigDict(dict(clip_range=1e-4, adv_clip=5.0))
+    c.advantages = ConfigDict(dict(std="global"))
+    c.lora = ConfigDict(dict(rank=64, alpha=128.0, init="gaussian"))
+    c.trainer = ConfigDict(
+        dict(
+            micro_batch=3 * n,
+            updates=2,
+            learning_rate=3e-4,
+            weight_decay=1e-4,
+            clip_norm=1.0,
+            ema=0.9,
+            ema_warm_up=True,
+            ema_every=8,
+            # Micro-batches of an update on 28 GPUs: 1008 / (28 * 3) / 2.
+            ema_repeats=6,
+        )
+    )
+    # Sampling and training take turns on the same devices, so no device waits for another.
+    c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)))
+    c.evaluation = ConfigDict(dict(prompts="", every=30, steps=28, guidance=2.5, batch=2 * n))
+    c.pictures = ConfigDict(dict(every=20, images=12))
+    c.checkpoint = ConfigDict(dict(every=30, keep=2))
+    return complete(c)  # so that every field can be given on the command line

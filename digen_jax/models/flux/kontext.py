@@ -1,0 +1,148 @@
+"""FLUX.1 Kontext as a family (arXiv 2506.15742): FLUX.1-dev that edits a picture by a prompt.
+
+The picture is encoded by the autoencoder, and its latents are tokens that the transformer attends to beside those of
+the image. As in diffusers' `FluxKontextPipeline`, a prompt without a picture is drawn as by FLUX.1-dev.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt8
+
+from digen_jax.errors import user_input
+from digen_jax.images import read_picture, resized
+from digen_jax.models.autoencoders.autoencoder_kl import encode_images
+from digen_jax.models.family import Params, Record, Size, check_image
+from digen_jax.models.flux import flops as flux_flops
+from digen_jax.models.flux import network as flux
+from digen_jax.models.flux.family import Conditioning, Flux, TokenIds
+from digen_jax.models.packing import SIDE
+from digen_jax.models.precision import exact_products
+
+PIPELINE_CLASS = "FluxKontextPipeline"
+# `target_modules` of yifan123/flow_grpo, scripts/train_flux_kontext.py (74db691).
+LORA_TARGETS = rf"{flux.LORA_TARGETS}|single_transformer_blocks\.\d+\.proj_mlp"
+# (height, width) of the pictures that the model was trained on, as in diffusers' pipeline. Of two that are as close to
+# a picture's shape the pipeline takes the narrower one, which is first here.
+PREFERRED = tuple(
+    Size(height, width)
+    for height, width in (
+        (1568, 672), (1504, 688), (1456, 720), (1392, 752), (1328, 800), (1248, 832), (1184, 880), (1104, 944),
+        (1024, 1024),
+        (944, 1104), (880, 1184), (832, 1248), (800, 1328), (752, 1392), (720, 1456), (688, 1504), (672, 1568),
+    )
+)  # fmt: skip
+
+
+class EditConditioning(NamedTuple):
+    """The transformer's inputs from a prompt and the picture that is edited."""
+
+    context: Float[Array, "b n d"]
+    pooled: Float[Array, "b p"]
+    source: Float[Array, "b h w c"]  # latents
+
+
+class EditTokens(NamedTuple):
+    """The ids of each prompt from both tokenizers, and its picture."""
+
+    first: Int[Array, "b n"] | Int[np.ndarray, "b n"]
+    second: Int[Array, "b m"] | Int[np.ndarray, "b m"]
+    picture: UInt8[Array, "b h w 3"] | UInt8[np.ndarray, "b h w 3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FluxKontext(Flux):
+    """The networks and tokenizers of one pipeline folder, for prompts that have a picture or for such without one.
+
+    The pictures of all prompts are stretched to the size `source`, by the filter of diffusers' pipeline, because a
+    program is for one shape. The pipeline chooses one of `PREFERRED` for every picture: `source_size`. Images have the
+    size that is asked for, which is what the pipeline makes of it if its `max_area` is that size's area.
+
+    Raises:
+      ValueError: `source` does not fit the networks.
+    """
+
+    source: Size | None = None
+
+    edits: ClassVar[bool] = True
+    lora_targets: ClassVar[str] = LORA_TARGETS
+
+    def __post_init__(self):
+        if self.source is not None:
+            check_image(self.source, self.factor * SIDE)
+
+    @property
+    def encoders(self) -> Mapping[str, str]:
+        """The text encoders, and for pictures the autoencoder."""
+        return Flux.encoders if self.source is None else {**Flux.encoders, "vae": ""}
+
+    @property
+    def encoded_prompts(self) -> int:
+        """As many pictures as are decoded together, if prompts have pictures."""
+        if self.source is None:
+            return Flux.encoded_prompts
+        pictures = self.decoded_pixels // (self.source.height * self.source.width)
+        return max(1, min(Flux.encoded_prompts, pictures))
+
+    def tokenize(self, records: Sequence[Record]) -> TokenIds | EditTokens:
+        """Ids, padded or truncated to each text encoder's length, and the records' pictures.
+
+        Raises:
+          ValueError: a picture that is missing or cannot be read, or one where there is to be none.
+        """
+        ids = super().tokenize(records)
+        for record in records:
+            _check_has_picture(record, self.source)
+        if self.source is None:
+            return ids
+        height, width, _ = self.source
+        with user_input():
+            pictures = [resized(read_picture(r["image"]), height, width) for r in records]
+        return EditTokens(*ids, np.stack(pictures))
+
+    def tokenize_null(self, records: Sequence[Record]) -> TokenIds | EditTokens:
+        """The tokens of the empty prompt, with each record's picture if there are pictures."""
+        if self.source is None:
+            return super().tokenize_null(records)
+        return self.tokenize([{**record, "prompt": ""} for record in records])
+
+    @exact_products
+    def encode(self, params: Params, ids: TokenIds | EditTokens) -> Conditioning | EditConditioning:
+        """The conditioning of FLUX.1, and the mean of the latents of each picture."""
+        text = super().encode(params, TokenIds(ids.first, ids.second))
+        if self.source is None:
+            return text
+        images = ids.picture.astype(jnp.float32) / 255
+        return EditConditioning(*text, encode_images(self.vae, params["vae"], images))
+
+    def source_size(self, height: int, width: int) -> Size:
+        """The one of `PREFERRED` whose shape is closest to that of a picture of height x width."""
+        multiple = self.factor * SIDE
+        ratio = width // multiple / max(1, height // multiple)
+        nearest = min(PREFERRED, key=lambda size: abs(ratio - size.width / size.height))
+        return Size(nearest.height // multiple * multiple, nearest.width // multiple * multiple)
+
+    def flops(self, size: Size) -> dict[str, dict[str, float]]:
+        """FLOPs of the transformer by stream, with the tokens of the picture: see `flux_flops`."""
+        tokens = 0
+        if self.source is not None:
+            tokens = self.source.height * self.source.width // (self.factor * SIDE) ** 2
+        config, latent = self.transformer.config, self.latent_shape(size)
+        found = flux_flops.forward_flops(config, latent, self.max_sequence_length, tokens)
+        return {"transformer": found}
+
+
+def _check_has_picture(record: Record, source: Size | None) -> None:
+    if ("image" in record) == (source is not None):
+        return
+    if source is None:
+        raise ValueError(
+            f"the prompt {record['prompt']!r} has an image, but the model was opened for prompts without: give the "
+            "size of the pictures, or remove the field"
+        )
+    raise ValueError(
+        f"the prompt {record['prompt']!r} has no image, which is to be edited: give the path of a picture"
+    )

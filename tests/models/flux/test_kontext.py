@@ -1,0 +1,362 @@
+"""FLUX.1 Kontext as a family, against diffusers' own pipeline on a folder of random weights."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxKontextPipeline
+from diffusers.pipelines.flux import pipeline_flux_kontext
+from diffusers.utils import load_image
+from PIL import Image
+
+from digen_jax.assemble import editing, load_family, read_parts
+from digen_jax.engine.encoding import example, key_of
+from digen_jax.engine.policy import Policy
+from digen_jax.errors import ConfigError
+from digen_jax.inference.model import all_devices
+from digen_jax.models.family import Size
+from digen_jax.models.flux.flops import forward_flops
+from digen_jax.models.flux.kontext import FluxKontext
+from digen_jax.models.published import published_folder
+from tests.cases import said
+from tests.models.flux.folders import flux_folder, packed
+from tests.models.flux.kontext_folders import SOURCE, kontext_folder, kontext_pipeline, picture
+
+PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃"]
+STEPS, GUIDANCE, TOKENS = 3, 2.5, 21
+SIZE, SOURCE = Size(20, 12), Size(*SOURCE)
+
+
+@pytest.fixture(scope="module")
+def folder(base):
+    yield kontext_folder(base)
+    ours.cache_clear()  # other tests look at all arrays that are left
+
+
+@functools.cache
+def ours(folder):
+    """The family that edits, with all its parameters, and its jitted `encode`."""
+    family = load_family(folder, max_sequence_length=TOKENS, source=SOURCE)
+    group = all_devices(jax.devices()[:1])
+    return family, read_parts(family, folder, family.shapes(), group), jax.jit(family.encode)
+
+
+def records(*sizes):
+    """The prompts with pictures of some sizes, random ones."""
+    return [
+        {"prompt": prompt, "image": picture(seed, *size)}
+        for seed, (prompt, size) in enumerate(zip(PROMPTS, sizes, strict=True))
+    ]
+
+
+def close(actual, expected: torch.Tensor, tolerance: float = 1e-5) -> float:
+    expected = expected.numpy()
+    assert actual.shape == expected.shape
+    error = np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max()
+    assert error < tolerance
+    return error
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    with jax.default_matmul_precision("highest"), torch.no_grad():
+        yield
+
+
+# --------------------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
+def test_pictures_are_encoded_as_by_the_pipeline(folder, tmp_path, mode):
+    """From a file, of another size and of any kind, as diffusers' `load_image` reads it."""
+    family, params, encode = ours(folder)
+    pipe = kontext_pipeline(folder)
+    paths = []
+    for seed in (0, 1):
+        made = picture(seed, 33, 21)
+        if mode == "RGBA":
+            made.putalpha(100 + seed)
+        paths.append(tmp_path / f"{seed}.png")
+        made.convert(mode).save(paths[-1])
+    given = [{"prompt": p, "image": str(path)} for p, path in zip(PROMPTS, paths, strict=True)]
+    found = encode(params, family.tokenize(given))
+    images = [load_image(str(path)) for path in paths]
+    height, width, _ = SOURCE
+    resized = pipe.image_processor.resize(images[0], height, width), images[1]
+    prepared = pipe.image_processor.preprocess(list(resized), height, width)
+    close(found.source, pipe._encode_vae_image(prepared, None).permute(0, 2, 3, 1))
+    context, pooled, _ = pipe.encode_prompt(PROMPTS, PROMPTS, max_sequence_length=TOKENS)
+    close(found.context, context)
+    close(found.pooled, pooled)
+    assert np.abs(np.diff(found.source, axis=0)).max() > 0.1
+
+
+def test_a_photograph_is_turned_as_its_camera_says(folder, tmp_path):
+    family, _, _ = ours(folder)
+    upright = picture(0, *SOURCE[:2])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown turned by 90 degrees
+    upright.rotate(90, expand=True).save(tmp_path / "turned.png", exif=exif)
+    found, expected = (
+        family.tokenize([{"prompt": "", "image": image}]).picture
+        for image in (tmp_path / "turned.png", upright)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_null_conditioning_keeps_the_picture(folder):
+    family, params, encode = ours(folder)
+    given = records((12, 16), (30, 40))
+    null, whole = (encode(params, f(given)) for f in (family.tokenize_null, family.tokenize))
+    np.testing.assert_array_equal(null.source, whole.source)
+    empty = encode(params, family.tokenize([r | {"prompt": ""} for r in given]))
+    np.testing.assert_array_equal(null.context, empty.context)
+    assert np.abs(null.context - whole.context).max() > 1e-2
+
+
+@pytest.mark.parametrize("side", ["missing", "broken", "text", "folder"])
+def test_a_picture_that_cannot_be_read_is_named(folder, tmp_path, side):
+    path = tmp_path / f"{side}.png"
+    if side == "broken":
+        picture(0, 64, 64).save(path)
+        path.write_bytes(path.read_bytes()[:-200])
+    elif side == "text":
+        path.write_text("no picture")
+    elif side == "folder":
+        path.mkdir()
+    words = "there is no picture at" if side == "missing" else "cannot be read as a picture"
+    with pytest.raises(ConfigError, match=words) as caught:
+        ours(folder)[0].tokenize([{"prompt": "x", "image": str(path)}])
+    assert str(path) in str(caught.value)
+
+
+def test_prompts_have_pictures_exactly_where_the_model_edits(folder):
+    family = ours(folder)[0]
+    with pytest.raises(ValueError, match="the prompt 'x' has no image, which is to be edited"):
+        family.tokenize(said("x"))
+    with pytest.raises(ValueError, match="the prompt 'x' has an image, but the model was opened"):
+        load_family(folder).tokenize([{"prompt": "x", "image": picture(0, 8, 8)}])
+
+
+# ------------------------------------------------------------------------------------------ sizes
+
+
+@pytest.fixture(scope="module")
+def asked(folder):
+    """What the pipeline with the published autoencoder's factor makes of sizes: of the image, of the picture."""
+
+    class Found(Exception):
+        pass
+
+    pipe = FluxKontextPipeline.from_pretrained(folder)
+    pipe.vae_scale_factor = 8
+    pipe.image_processor = pipeline_flux_kontext.VaeImageProcessor(vae_scale_factor=16)
+    seen = {}
+
+    def prepared(image, *given):
+        seen["source"] = Size(*image.shape[2:]) if image is not None else None
+        seen["size"] = Size(*given[2:4])
+        raise Found
+
+    pipe.prepare_latents = prepared
+    # Only the shape is looked at.
+    pipe.image_processor.resize = lambda image, height, width: torch.zeros(1, 3, height, width)
+    pipe.image_processor.preprocess = lambda image, height, width: image
+    embeds = torch.zeros(1, 2, 16), torch.zeros(1, 12)
+
+    def ask(size=None, picture_size=None, **given):
+        given |= dict(height=size.height, width=size.width) if size else {}
+        if picture_size:
+            given["image"] = torch.zeros(1, 3, 1, 1).expand(1, 3, *picture_size)
+        with pytest.raises(Found):
+            pipe(prompt_embeds=embeds[0], pooled_prompt_embeds=embeds[1], **given)
+        return seen["size"], seen["source"]
+
+    return ask
+
+
+def published():
+    return load_family(published_folder("black-forest-labs/FLUX.1-Kontext-dev"))
+
+
+def test_pictures_get_the_size_that_the_pipeline_chooses(asked):
+    family, rng = published(), np.random.default_rng(0)
+    # Of all shapes between the narrowest and the widest that there are, and beyond.
+    shapes = np.exp(rng.uniform(-1.1, 1.1, 100))
+    heights = rng.uniform(60, 3000, 100)
+    sizes = np.stack([heights, heights * shapes], axis=1).astype(int).tolist()
+    sizes += [
+        [1024, 1024],
+        [16, 4000],
+        [4000, 16],
+        [880, 1184],
+        [887, 1200],
+        [512, 768],
+        [720, 1280],
+        [432, 976],  # between the means, arithmetic and geometric, of the two widest shapes
+    ]
+    chosen = {tuple(size): family.source_size(*size) for size in sizes}
+    assert chosen == {tuple(size): asked(picture_size=size)[1] for size in sizes}
+    assert len(set(chosen.values())) == 17
+
+
+def test_images_have_the_size_that_the_pipeline_makes_of_it(asked):
+    """Where its `max_area` is that size's area; by default it is that of the default size."""
+    family, rng = published(), np.random.default_rng(0)
+    assert asked()[0] == family.default_size() == Size(1024, 1024)
+    for _ in range(100):
+        size = Size(*(16 * rng.integers(1, 130, 2)).tolist())
+        assert asked(size, max_area=size.height * size.width)[0] == size
+        h, w, c = family.latent_shape(size)
+        assert (8 * h, 8 * w, c) == (size.height, size.width, 16)
+
+
+# ------------------------------------------------------------------------------ the whole pipeline
+
+
+def call(pipe, latents, images, **given):
+    """(the packed latents after each step, pixels) of the pipeline from some start latents."""
+    steps = []
+
+    def keep(pipe, step, timestep, given):
+        steps.append(given["latents"])
+        return {}
+
+    pixels = pipe(
+        image=images,
+        prompt=PROMPTS,
+        height=SIZE.height,
+        width=SIZE.width,
+        max_area=SIZE.height * SIZE.width,
+        _auto_resize=False,
+        num_inference_steps=STEPS,
+        guidance_scale=GUIDANCE,
+        max_sequence_length=TOKENS,
+        latents=packed(latents),
+        callback_on_step_end=keep,
+        output_type="np",
+        **given,
+    ).images
+    return steps, pixels
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, edited):
+    """With pictures, of another shape than the image, and without."""
+    family, params, encode = ours(folder)
+    images, given = None, said(*PROMPTS)
+    if edited:
+        given = records(SOURCE[:2], (30, 50))
+        images = [record["image"] for record in given]
+        # The pipeline gives all of them the first one's size.
+        images[1] = images[1].resize((SOURCE.width, SOURCE.height), Image.Resampling.LANCZOS)
+    else:
+        family = load_family(folder, max_sequence_length=TOKENS)
+        encode = jax.jit(family.encode)
+    policy = Policy(family, GUIDANCE)
+    trained = {"transformer": params["transformer"]}
+    tuned, base = policy.split(jax.random.key(0), trained, reference=False)
+    prompts = encode(params, family.tokenize(given))
+    rng = np.random.default_rng(0)
+    x = start = rng.normal(size=(2, *family.latent_shape(SIZE))).astype(np.float32)
+    expected, pixels = call(kontext_pipeline(folder), start, images)
+    sigmas = family.sigmas(STEPS, SIZE)
+    velocity = jax.jit(lambda x, sigma: policy.velocity(tuned, base, prompts, None)(x, sigma))
+    errors = []
+    for sigma, after, latents in zip(sigmas[:-1], sigmas[1:], expected, strict=True):
+        x = x + (after - sigma) * velocity(x, jnp.full(2, sigma))
+        errors.append(close(packed(x), latents, 1e-4))
+    decoded = np.asarray(jax.jit(family.decode)(params, x))[:, 0]
+    assert decoded.shape == (2, SIZE.height, SIZE.width, 3)
+    print(f"latents {max(errors):.1e}, pixels {np.abs(decoded - pixels).max():.1e}")
+    np.testing.assert_allclose(decoded, pixels, rtol=0, atol=1e-3)
+    assert ((pixels > 0.02) & (pixels < 0.98)).mean() > 0.3
+    if edited:
+        _, others = call(kontext_pipeline(folder), start, images[::-1])
+        assert np.abs(others - pixels).max() > 4 / 255
+
+
+def test_without_a_picture_it_is_flux(base, folder):
+    """Bit by bit, with the shapes and the programs of FLUX.1-dev."""
+    ids = load_family(folder, max_sequence_length=TOKENS).tokenize(said(*PROMPTS))
+    texts = []
+    for one in (folder, flux_folder(base, "dev")):
+        family = load_family(one, max_sequence_length=TOKENS)
+        assert family.encoders.keys() == {"text_encoder", "text_encoder_2"}
+        shapes = family.shapes()
+        made = jax.eval_shape(family.encode, shapes, ids)
+        variables = {"transformer": {"params": shapes["transformer"]}}
+        x = jax.ShapeDtypeStruct((2, *family.latent_shape(SIZE)), np.float32)
+        sigma = jax.ShapeDtypeStruct((2,), np.float32)
+        lowered = jax.jit(lambda *a, f=family: f.velocity(*a, 3.5)).lower(variables, x, sigma, made)
+        texts.append(lowered.as_text())
+    assert texts[0] == texts[1]
+
+
+# ---------------------------------------------------------------------------- what it says of itself
+
+
+def test_defaults_are_the_pipelines(folder):
+    family = ours(folder)[0]
+    call = inspect.signature(FluxKontextPipeline.__call__).parameters
+    assert family.guidance == "embedded"
+    assert family.default_guidance == call["guidance_scale"].default
+    assert family.default_steps == call["num_inference_steps"].default == 28
+    side = kontext_pipeline(folder).default_sample_size * kontext_pipeline(folder).vae_scale_factor
+    assert family.default_size() == Size(side, side)
+    assert call["max_area"].default == 1024**2
+
+
+def test_what_reads_a_picture_is_an_encoder_and_still_decodes(folder):
+    family = ours(folder)[0]
+    assert isinstance(family, FluxKontext) and family.source == SOURCE
+    assert {*family.encoders} == {"text_encoder", "text_encoder_2", "vae"}
+    assert family.decoders == ("vae",)
+    assert family.in_dtype("bfloat16").source == SOURCE
+
+
+def test_few_pictures_of_a_megapixel_are_encoded_together():
+    family = published()
+    assert family.encoded_prompts == 32
+    assert editing(family, Size(1024, 1024)).encoded_prompts == 4
+    assert editing(family, Size(4096, 4096)).encoded_prompts == 1
+    assert editing(family, Size(16, 16)).encoded_prompts == 32
+
+
+def test_flops_count_the_pictures_tokens(folder):
+    family = ours(folder)[0]
+    config, latent = family.transformer.config, family.latent_shape(SIZE)
+    assert family.flops(SIZE) == {"transformer": forward_flops(config, latent, TOKENS, 3 * 4)}
+    plain = load_family(folder, max_sequence_length=TOKENS)
+    assert plain.flops(SIZE) == {"transformer": forward_flops(config, latent, TOKENS)}
+    # The schedule is that of the image alone.
+    np.testing.assert_array_equal(family.sigmas(4, SIZE), plain.sigmas(4, SIZE))
+
+
+def test_a_size_of_pictures_must_fit(base, folder):
+    with pytest.raises(
+        ConfigError, match=r"source_height and config.model.source_width: an image of 18x12 does"
+    ):
+        load_family(folder, source=Size(18, 12))
+    with pytest.raises(ConfigError, match="makes pictures of prompts alone and edits none: set"):
+        load_family(flux_folder(base, "dev"), source=SOURCE)
+
+
+def test_the_key_of_a_record_has_the_pictures_bytes(folder, tmp_path):
+    family, (one, other) = ours(folder)[0], (tmp_path / "one.png", tmp_path / "other.png")
+    for seed, path in enumerate((one, other)):
+        picture(seed, 8, 8).save(path)
+    keys = [key_of(family, {"prompt": "x", "image": str(path)}) for path in (one, other)]
+    assert keys[0] != keys[1]
+    other.write_bytes(one.read_bytes())
+    assert key_of(family, {"prompt": "x", "image": str(other)}) == keys[0]
+    assert key_of(family, {"prompt": "y", "image": str(other)}) != keys[0]
+    assert key_of(load_family(folder), {"prompt": "x"}) == "x"
+    other.unlink()
+    with pytest.raises(ConfigError, match=r"there is no picture at .*other.png"):
+        key_of(family, {"prompt": "x", "image": str(other)})
+    assert family.tokenize([example(family)]).picture.shape == (1, *SOURCE[:2], 3)

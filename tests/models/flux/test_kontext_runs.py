@@ -1,0 +1,389 @@
+"""Runs that tune FLUX.1 Kontext to edit pictures: what they store, report, export, and continue from."""
+
+import functools
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import peft
+import pytest
+import torch
+from diffusers import FluxKontextPipeline
+from ml_collections import ConfigDict
+from PIL import Image
+
+from digen_jax.assemble import editing, load_family, read_parts
+from digen_jax.config.door import open_recipe, place
+from digen_jax.encoding import ahead
+from digen_jax.encoding.reached import reached
+from digen_jax.engine.encoding import encoder
+from digen_jax.errors import ConfigError
+from digen_jax.flow.sampling import image_keys, start_noise
+from digen_jax.images import read_picture
+from digen_jax.inference.export import export, how_to_load
+from digen_jax.inference.model import Model, open_model, sample_to_folder
+from digen_jax.models.family import Size
+from digen_jax.prompt_store import stored
+from digen_jax.prompts.encoded import _about, _blocks
+from digen_jax.prompts.files import read_prompt_file
+from digen_jax.records.metrics import read_metrics, without_timing
+from digen_jax.run.train import train
+from digen_jax.runtime.steps import Images
+from digen_jax.runtime.training import receive
+from tests.engine import toy
+from tests.engine.test_axes import ADVANTAGES, ROWS, check, config, system_of
+from tests.models.flux.folders import flux_folder, packed
+from tests.models.flux.kontext_folders import (
+    SOURCE,
+    TOKENS,
+    edit_config,
+    edit_prompts,
+    kontext_folder,
+    kontext_pipeline,
+    picture,
+)
+from tests.pipelines import ROOT, environment
+from tests.scripts import run_forked, run_script
+from tests.tiny_runs import once
+
+STEPS, SIZE = 3, Size(16, 12)
+
+
+def store(base):
+    return str(base / "tiny-edits-store")
+
+
+def trained(base):
+    """The workdir of two steps with prompts that were encoded before."""
+    recipe = open_recipe(edit_config(base, encoding="ahead", store=store(base)))
+    return once(base / "tiny-kontext-run", functools.partial(train, recipe))
+
+
+def metrics(workdir):
+    return [without_timing(line) for line in read_metrics(workdir / "metrics.jsonl")]
+
+
+def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
+    """What is stored is what the model encodes; a changed picture is encoded again, a moved one is not."""
+    folder = shutil.copytree(edit_prompts(base).parent, tmp_path / "edits")
+    c = edit_config(base, encoding="ahead", store=str(tmp_path / "store"))
+    c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
+    recipe = place(open_recipe(c), 1)
+
+    def prepared():
+        drawn = functools.partial(reached, recipe, tmp_path / "cache")
+        return ahead.prepare(recipe, jax.devices()[:1], drawn)
+
+    found = prepared()
+    found.run()
+    assert "of 4 prompts 4 are to be encoded" in capsys.readouterr().out
+    (block,) = _blocks(tmp_path / "store")
+    assert _about(block)["model"]["source"] == [*SOURCE, 1]
+    records = read_prompt_file(folder / "prompts.jsonl")
+    assert {**records[0], "image": ""} == {**records[1], "image": ""}
+    made = stored(recipe, found.folder, found.family).conditioning(records)
+    assert np.array_equal(made.context[0], made.context[1])
+    assert np.abs(made.source[0] - made.source[1]).max() > 0.1
+    assert np.array_equal(made.source[1], made.source[2])
+    family, group = found.family, found.group
+    params = read_parts(family, found.folder, family.encoders, group)
+    expected = encoder(family, group)(params, family.tokenize(records))
+    jax.tree.map(np.testing.assert_array_equal, made, expected)
+
+    folder = folder.rename(tmp_path / "moved")
+    c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
+    recipe = place(open_recipe(c), 1)
+    assert prepared().missing == []
+    (folder / "c.jpg").write_bytes((folder / "photos" / "a.png").read_bytes())
+    (missing,) = prepared().missing
+    assert missing.startswith("two green squares")
+
+
+@pytest.mark.slow
+def test_a_run_edits_with_ratio_one(base):
+    """Its reward reads the pictures by the paths in the metadata."""
+    first = next(line for line in metrics(trained(base)) if "ratio" in line)
+    assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
+
+
+@pytest.mark.parametrize("kind", ["missing", "broken", "none", "size", "half", "plain"])
+def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
+    c = edit_config(base)
+    lines = edit_prompts(base).read_text().splitlines()
+    folder = edit_prompts(base).parent
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        record["image"] = str(folder / record["image"])
+    if kind == "missing":
+        records[2]["image"] = "gone.png"
+        words = r"prompts.jsonl, line 3: there is no picture at \S+gone.png; give the path"
+    elif kind == "broken":
+        broken = (folder / "c.jpg").read_bytes()[:-300]
+        (tmp_path / "broken.jpg").write_bytes(broken)
+        records[1]["image"] = "broken.jpg"
+        words = r"line 2: \S+broken.jpg cannot be read as a picture: image file is truncated"
+    elif kind == "none":
+        del records[3]["image"]
+        words = 'line 4: "image" is missing; give the path of the picture to edit'
+    elif kind == "size":
+        c.model.source_height = c.model.source_width = 0
+        words = r"source_width are 0, but \S+prompts.jsonl, line 1, has an image to edit: set them"
+    elif kind == "half":
+        c.model.source_width = 0
+        words = "source_height = 12 and config.model.source_width = 0 are no size: set both"
+    else:
+        c.model.folder = str(flux_folder(base, "dev"))
+        words = "this model makes pictures of prompts alone and edits none: set config.model.source"
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    c.prompts.file = c.evaluation.prompts = str(tmp_path / "prompts.jsonl")
+    with pytest.raises(ConfigError, match=words):
+        train(place(open_recipe(c), 1), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_encoding_in_each_step_gives_the_same_run(base, tmp_path):
+    for encoding in ("each_step", "ahead"):
+        c = edit_config(base, encoding=encoding, store=store(base))
+        c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
+        assert train(open_recipe(c), tmp_path / encoding) is None
+    each, before = (metrics(tmp_path / encoding) for encoding in ("each_step", "ahead"))
+    for line, other in zip(each, before, strict=True):
+        assert line == pytest.approx(other, rel=3e-5, abs=1e-7)
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_to_the_same_end(base, tmp_path):
+    c = edit_config(base, encoding="ahead", store=store(base))
+    c.steps, c.trainer.eps = 4, 1.0
+    c.checkpoint = ConfigDict(dict(every=1))
+    c.reward.name = ("tests.models.flux.kontext_folders:deadly",)
+    text = f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({c.to_dict()!r})\n"
+    (tmp_path / "config.py").write_text(text)
+    script = [sys.executable, ROOT / "launch" / "train.py", f"--config={tmp_path / 'config.py'}"]
+
+    def begin(workdir, killed):
+        variables = {"KILLED": str(killed), "PYTHONPATH": str(ROOT)}
+        given = environment(1, **variables)
+        command = [*script, f"--workdir={tmp_path / workdir}"]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=given)
+
+    (tmp_path / "never").touch()
+    unbroken = begin("unbroken", tmp_path / "never")
+    assert unbroken.returncode == 0, unbroken.stderr
+    killed = begin("broken", tmp_path / "killed")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = begin("broken", tmp_path / "killed")
+    assert resumed.returncode == 0, resumed.stderr
+    expected = metrics(tmp_path / "unbroken")
+    assert [line["step"] for line in expected if "ratio" in line] == [1, 2, 3, 4]
+    for line, other in zip(metrics(tmp_path / "broken"), expected, strict=True):
+        assert line == pytest.approx(other, rel=3e-5, abs=1e-7)
+
+
+# ------------------------------------------------------------------------------------ in diffusers
+
+
+def by_ours(name, records, lora=None):
+    """Images of some records by a run's newest weights, or a folder's, and their start noise."""
+    model = open_model(str(name), jax.devices()[:1], lora).editing(records, Size(*SOURCE))
+    sampler = model.sampler(2.5, STEPS, SIZE.height, SIZE.width)
+    rows = np.arange(len(records), dtype=np.int32)
+    keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
+    with jax.default_matmul_precision("highest"):
+        prompts = sampler.encode(model.weights, records)
+        trajectory = sampler.generate(model.weights, prompts, rows, keys)
+        images = np.asarray(sampler.decode(model.weights, trajectory))[:, 0]
+    return images, np.asarray(start_noise(keys, sampler.shape))
+
+
+def by_diffusers(pipe, noise, records, tokens):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(
+        [read_picture(record["image"]).resize(SOURCE[::-1], 1) for record in records],
+        [record["prompt"] for record in records],
+        height=SIZE.height,
+        width=SIZE.width,
+        max_area=SIZE.height * SIZE.width,
+        _auto_resize=False,
+        num_inference_steps=STEPS,
+        guidance_scale=2.5,
+        max_sequence_length=tokens,
+        latents=packed(noise),
+        output_type="np",
+    ).images
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, False])
+def test_an_exported_run_gives_its_images_in_diffusers(base, tmp_path, lora):
+    """The LoRA by `load_lora_weights`, and merged into a whole pipeline."""
+    workdir, records = trained(base), read_prompt_file(edit_prompts(base))
+    images, noise = by_ours(workdir, records)
+    run = export(workdir, tmp_path / "tuned", lora)
+    assert "FluxKontextPipeline.from_pretrained" in how_to_load(run, tmp_path / "tuned")
+    pipe = FluxKontextPipeline.from_pretrained(kontext_folder(base) if lora else tmp_path / "tuned")
+    if lora:
+        pipe.load_lora_weights(tmp_path / "tuned")
+    found = by_diffusers(pipe, noise, records, TOKENS)
+    np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
+    before = by_diffusers(kontext_pipeline(kontext_folder(base)), noise, records, TOKENS)
+    assert (np.abs(found - before).max((1, 2, 3)) > 4 / 255).all()
+
+
+@pytest.mark.slow
+def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
+    folder, records = kontext_folder(base), read_prompt_file(edit_prompts(base))
+    pipe = FluxKontextPipeline.from_pretrained(folder)
+    targets = ["attn.to_q", "attn.add_k_proj", "attn.to_out.0", "ff.net.0.proj", "proj_mlp"]
+    pipe.transformer.add_adapter(peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets))
+    generator = torch.Generator().manual_seed(0)
+    for name, factor in pipe.transformer.named_parameters():
+        if ".lora_" in name:
+            factor.data = 0.2 * torch.randn(factor.shape, generator=generator)
+    layers = peft.get_peft_model_state_dict(pipe.transformer)
+    metadata = {"r": 3, "lora_alpha": 6, "target_modules": targets}
+    FluxKontextPipeline.save_lora_weights(
+        tmp_path, layers, transformer_lora_adapter_metadata=metadata
+    )
+    images, noise = by_ours(folder, records, str(tmp_path))
+    found = by_diffusers(pipe, noise, records, 512)
+    np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
+    without = by_diffusers(kontext_pipeline(folder), noise, records, 512)
+    assert np.abs(found - without).max() > 4 / 255
+
+
+# --------------------------------------------------------------------------------------- on meshes
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact_and_split")
+@pytest.mark.parametrize(
+    ("tuning", "mesh"),
+    [
+        ("full", "fsdp"),
+        ("full", "tensor"),
+        ("full", "sequence"),
+        ("full", "data x fsdp x tensor"),
+        ("lora", "tensor x sequence"),
+    ],
+)
+def test_images_and_gradients_are_those_of_one_device(base, tuning, mesh):
+    """Fifteen tokens of the image and twelve of the picture, together 27, which no axis divides."""
+    check(functools.partial(_result, base), tuning, mesh)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed():
+    """Other tests look at all arrays that are left."""
+    yield
+    _result.cache_clear()
+
+
+@functools.cache
+def _result(base, tuning, mesh, family="sd3"):
+    """As the fixture `result` of tests/engine/test_axes.py; the family is always this one."""
+    prompts = str(edit_prompts(base))
+    system = system_of(
+        config(
+            base,
+            tuning,
+            mesh,
+            "flux",
+            model__folder=str(kontext_folder(base)),
+            model__source_height=SOURCE[0],
+            model__source_width=SOURCE[1],
+            prompts__file=prompts,
+            evaluation__prompts=prompts,
+        )
+    )
+    tuned = toy.moved(system.start, 0.01)
+    sampler, weights = system.sampler, system.publish(tuned)
+    encoded = sampler.encode(weights, read_prompt_file(prompts)[:2])
+    keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
+    clips, trajectory = toy.draw_and_show(sampler, weights, encoded, ROWS, keys)
+    if mesh != "one device":
+        _, _, encoded, trajectory = _result(base, tuning, "one device", family)
+    encoded, trajectory = jax.device_get((encoded, trajectory))
+    images = Images(0, ROWS, trajectory.transitions, trajectory.sigmas)
+    experience = receive(system, encoded, images, ADVANTAGES)
+    totals = system.trainer.accumulate(system.trainer.init(tuned), system.base, experience, None)
+    gradient = jax.tree.map(lambda g: g / totals.sums["weight"], totals.gradient)
+    return (*jax.device_get((clips, gradient)), encoded, trajectory)
+
+
+# ------------------------------------------------------------------------------------ the scripts
+
+
+def test_a_model_is_opened_for_the_pictures_of_its_prompts(base, tmp_path):
+    """Without loading weights: what `launch/sample.py` asks of a model."""
+    family = load_family(kontext_folder(base))
+    model = Model(family, None, None, None, None)
+    wide, high = (tmp_path / f"{name}.png" for name in ("wide", "high"))
+    picture(0, 32, 64).save(wide)
+    picture(1, 64, 32).save(high)
+    edit = {"prompt": "x", "image": str(wide)}
+    other = {"prompt": "y", "image": str(high)}
+
+    assert model.editing([{"prompt": "x"}]) is model
+    assert model.editing([edit]).family.source == Size(720, 1456)
+    assert model.editing([edit, other], Size(12, 16)).family.source == Size(12, 16)
+    of_run = model._replace(family=editing(family, Size(16, 16)))
+    assert of_run.editing([edit, other]).family.source == Size(16, 16)
+    plain = model._replace(family=load_family(flux_folder(base, "dev")))
+    assert plain.editing([edit]) is plain  # the picture may be for a reward
+    for one, records, source, words in (
+        (model, [edit, other], None, "images of 'x' and 'y' to 720x1456 and 1456x720: sample them"),
+        (model, [edit, {"prompt": "z"}], None, "the prompt 'z' has no image to edit: give each"),
+        (of_run, [{"prompt": "z"}], None, "give each prompt one, as in the model's run"),
+        (model, [edit], Size(18, 16), "an image of 18x16 does not fit this model"),
+        (model, [edit | {"image": "gone.png"}], None, r"there is no picture at gone\.png"),
+        (plain, [edit], Size(12, 16), "a size of pictures is given, but there is none to edit"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            one.editing(records, source)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prompts=p.jsonl", "--image=a.png"], "--image is for --prompt; in a file of prompts"),
+        (["--prompt=x", "--source_height=8"], "--source_height and --source_width are one size"),
+        (["--prompt=x", "--image=gone.png"], "there is no picture at gone.png"),
+    ],
+)
+def test_the_script_says_what_does_not_go_together(tmp_path, arguments, sentence):
+    done = run_forked("sample.py", "--model=x", f"--output={tmp_path}", *arguments)
+    assert done.returncode == 2
+    assert re.fullmatch(f"sample.py: {sentence}.*\n", done.stderr)
+
+
+@pytest.mark.slow
+def test_the_script_edits_a_picture(base, tmp_path):
+    """The same pixels as from Python, and a refusal by a model that edits none."""
+    path = edit_prompts(base).parent / "c.jpg"
+    arguments = ["--prompt=two green squares", f"--image={path}", "--source_height=12", "--seed=7"]
+    arguments += ["--source_width=16", "--height=16", "--width=12", f"--steps={STEPS}"]
+    arguments += [f"--output={tmp_path / 'script'}"]
+    done = run_script("sample.py", f"--model={kontext_folder(base)}", *arguments)
+    assert done.returncode == 0, done.stderr
+    found = np.asarray(Image.open(tmp_path / "script" / "00000_two-green-squares.png"), int)
+    records = [{"prompt": "two green squares", "image": str(path)}]
+    model = open_model(str(kontext_folder(base)), jax.devices()[:1])
+    for edited in (records, [records[0] | {"image": str(path.parent / "photos" / "a.png")}]):
+        own = model.editing(edited, Size(*SOURCE))
+        sampler = own.sampler(None, STEPS, SIZE.height, SIZE.width)
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        sample_to_folder(own, sampler, edited, folder, 1, 7)
+        drawn = np.asarray(Image.open(folder / "00000_two-green-squares.png"), int)
+        assert (abs(found - drawn).max() <= 1) == (edited is records)
+    done = run_script(
+        "sample.py", f"--model={flux_folder(base, 'dev')}", *arguments[:2], arguments[-1]
+    )
+    assert done.returncode == 2
+    assert "--image is given, but" in done.stderr and "alone: leave it out" in done.stderr
