@@ -93,7 +93,7 @@ def test_single_step():
         ({"time_shift_type": "cubic"}, (4,), "time_shift_type"),
         ({"_class_name": "UniPCMultistepScheduler"}, (4,), "UniPCMultistepScheduler"),
         ({}, (0,), "num_steps"),
-        ({"shift_terminal": 0.02}, (1,), "num_steps"),
+        ({"shift_terminal": 0.02}, (1,), "one step is too few"),
         ({"use_dynamic_shifting": True}, (4,), "image_seq_len"),
     ],
 )

@@ -260,7 +260,7 @@ def test_lora_targets_are_the_published_ones():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"patch_size": 2}, "patch_size must be a whole number from 1 to 1"),
+        ({"patch_size": 2}, "patch_size must be 1"),
         ({"in_channels": 6}, "in_channels must be a multiple of 4"),
         ({"out_channels": 6}, "out_channels must be a multiple of 4"),
         ({"num_layers": 0}, "num_layers"),
