@@ -142,7 +142,7 @@ def test_images_and_gradients_are_those_of_one_device(result, tuning, mesh):
     check(result, tuning, mesh)
 
 
-@pytest.mark.parametrize(("family", "tuning", "mesh"), quick(OTHER_FAMILIES, 1))
+@pytest.mark.parametrize(("family", "tuning", "mesh"), quick(OTHER_FAMILIES))
 def test_images_and_gradients_of_other_families_are_those_of_one_device(
     result, family, tuning, mesh
 ):

@@ -111,6 +111,7 @@ def test_sampler_and_trainer_round_where_the_model_does():
     assert mean < 1e-6 and over == 0
 
 
+@pytest.mark.slow
 def test_the_second_updates_gradient_is_that_of_the_network_in_float32_but_for_rounding():
     """By plain differentiation of PPO's clipped ratio in float32 and, for the ratios, float64."""
     system, state, experience = tiny(

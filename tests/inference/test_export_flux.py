@@ -24,7 +24,7 @@ STEPS, TOKENS, SIDE = 3, 21, 16
 SAID = ["a photo of a red circle", "two green squares"]
 TARGETS = ["attn.to_q", "attn.add_k_proj", "attn.to_out.0", "ff.net.0.proj", "ff_context.net.2"]
 GUIDANCES = {"dev": 3.5, "schnell": 1.0}
-KINDS = quick([("dev",), ("schnell",)], 0)
+KINDS = quick([("dev",), ("schnell",)])
 
 
 def trained(base, kind):

@@ -37,7 +37,7 @@ def trained(base, folder, workdir, without):
     return workdir
 
 
-@pytest.mark.parametrize("without", quick([((),), ((PART,),)], 0))
+@pytest.mark.parametrize("without", quick([((),), ((PART,),)]))
 def test_an_exported_run_gives_its_images_in_diffusers(base, folder, tmp_path, without):
     workdir, output = trained(base, folder, tmp_path / "run", without), tmp_path / "tuned"
     run = export(workdir, output, lora=False)

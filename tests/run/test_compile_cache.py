@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.pipelines import environment
 from tests.tiny_runs import pipeline, prompt_file
 
@@ -43,6 +45,7 @@ def started(base, cache, *runs):
     return line, ast.literal_eval(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(base, tmp_path):
     """Neither a new run of the same config nor the continuation of the first one."""
     pipeline(base), prompt_file(base)

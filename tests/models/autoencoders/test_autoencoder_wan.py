@@ -168,7 +168,8 @@ def test_equals_diffusers_in_all_gradients(name, frames):
 
 
 # Of four frames of latents the first chunk gets two, or all.
-@pytest.mark.parametrize("at_once", [2, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [2, 9])
 def test_the_size_of_chunks_never_changes_a_clip(at_once):
     module, model, params = pair("AutoencoderKLQwenImage")
     clips, latents = inputs(model, 4)
@@ -180,6 +181,7 @@ def test_the_size_of_chunks_never_changes_a_clip(at_once):
     assert parity.worst(actual, expected)[0] < 1e-5
 
 
+@pytest.mark.slow
 def test_a_longer_clip_takes_memory_only_for_its_frames():
     levels = {"dim_mult": [1, 2], "temperal_downsample": [True]}
     model = AutoencoderKLWan(AutoencoderKLWanConfig.from_config(TINY | levels))

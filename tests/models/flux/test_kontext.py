@@ -322,7 +322,7 @@ def test_what_reads_a_picture_is_an_encoder_and_still_decodes(folder):
 def test_few_pictures_of_a_megapixel_are_encoded_together():
     family = published()
     assert family.encoded_prompts == 32
-    assert editing(family, Size(1024, 1024)).encoded_prompts == 4
+    assert editing(family, Size(1024, 1024)).encoded_prompts == 2
     assert editing(family, Size(4096, 4096)).encoded_prompts == 1
     assert editing(family, Size(16, 16)).encoded_prompts == 32
 
