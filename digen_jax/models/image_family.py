@@ -48,8 +48,8 @@ class ImageFamily:
     decoders: ClassVar[tuple[str, ...]] = ("vae",)
     edits: ClassVar[bool] = False
     source: Size | None = None
-    # Eight images of 512 x 512, which take an AutoencoderKL 6.5 GB of a TPU; four would take as much, since the compiler
-    # fills them up to eight.
+    # Eight images of 512 x 512, which take an AutoencoderKL 6.5 GB of a TPU by its compiler. Four would take as much,
+    # since it fills them up to eight.
     decoded_pixels: ClassVar[int] = 2**21
 
     def in_dtype(self, dtype: Any) -> "ImageFamily":
