@@ -26,12 +26,17 @@ def main() -> None:
 
     prepare()
 
-    from digen_jax.inference.export import export, how_to_load
+    from digen_jax.inference.export import export, first_average, how_to_load
 
     workdir, output = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
     run = export(workdir, output, _LORA.value)
     print(f"{workdir} after step {run.step} lies in {output}; to load it:")
     print(how_to_load(run, output))
+    if first := first_average(run):
+        print(
+            f"These are the weights that the run began with: config.trainer.ema_every has its average mixed for the "
+            f"first time in step {first}."
+        )
 
 
 if __name__ == "__main__":

@@ -179,6 +179,11 @@ def test_a_lora_that_is_none_is_refused(base, tmp_path):
     )
     with pytest.raises(ConfigError, match=sentence):
         open_model(str(pipeline(base)), jax.devices()[:1], lora=str(tmp_path))
+    without_weights = shutil.copytree(
+        pipeline(base), tmp_path / "pipeline", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        open_model(str(without_weights), jax.devices()[:1], lora=str(tmp_path))
 
 
 def test_a_run_is_known_by_its_config(base):

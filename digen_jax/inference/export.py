@@ -68,6 +68,16 @@ def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
     return "\n".join(lines + ([] if whole else [f"pipe.load_lora_weights({str(output)!r})"]))
 
 
+def first_average(run: TunedRun) -> int | None:
+    """The step that mixes weights into the run's average for the first time, if it is still to come.
+
+    Until then the average, and with it the export, is what the run began with.
+    """
+    trainer = run.recipe.trainer
+    first = -(-trainer.ema_every // trainer.updates)
+    return first if trainer.ema and run.step < first else None
+
+
 def _write(run: TunedRun, part: str, tree: Any, folder: pathlib.Path) -> None:
     config = read_json(run.folder / part / "config.json")
     write_params(folder, tree, run.policy.family.lists[part], config)

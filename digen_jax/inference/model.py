@@ -28,7 +28,7 @@ from digen_jax.records.pictures import image_grid, save_frames
 from digen_jax.runtime.evaluation import Evaluation, sample_clips
 from digen_jax.weights.folder import SAMPLING, read_json
 from digen_jax.weights.lora import merge
-from digen_jax.weights.lora_files import read_lora
+from digen_jax.weights.lora_files import open_lora, read_lora
 
 # A grid of more images would be too large to look at.
 LARGEST_GRID = 64
@@ -145,6 +145,8 @@ def open_model(
     group = all_devices(devices)
 
     def check(family: Family, defaults: Defaults) -> None:
+        if lora is not None:
+            open_lora(lora, family.trained)
         for one in asked:
             _sampler(family, group, defaults, one)
 

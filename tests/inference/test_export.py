@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
-from digen_jax.inference.export import export
+from digen_jax.inference.export import export, first_average
 from digen_jax.models.family import Size
 from digen_jax.records.checkpoint import Checkpointer, template_of
 from digen_jax.records.metrics import read_metrics
@@ -131,3 +132,21 @@ def test_the_lines_that_the_script_prints_load_what_it_wrote(base, tmp_path, kin
     exec("\n".join(code), scope)
     scope["pipe"].set_progress_bar_config(disable=True)
     check_same_but_not_the_base(by_diffusers(scope["pipe"]), base, kind)
+
+
+@pytest.mark.parametrize(
+    ("step", "ema", "every", "updates", "first"),
+    [
+        (3, 0.9, 8, 2, 4),
+        (4, 0.9, 8, 2, None),
+        (2, 0.9, 5, 2, 3),
+        (1, 0.0, 8, 2, None),
+        (1, 0.9, 1, 1, None),
+    ],
+)
+def test_a_run_whose_average_is_still_the_start_says_when_it_will_not_be(
+    step, ema, every, updates, first
+):
+    trainer = types.SimpleNamespace(ema=ema, ema_every=every, updates=updates)
+    run = types.SimpleNamespace(step=step, recipe=types.SimpleNamespace(trainer=trainer))
+    assert first_average(run) == first
