@@ -25,9 +25,16 @@ from digen_jax.weights.torch_file import as_stored, open_arrays
 HEADS = 16  # of both towers of open_clip's ViT-H-14
 
 
+# Curled quotes, which open_clip makes straight (ftfy's `uncurl_quotes`).
+STRAIGHT = str.maketrans(
+    dict.fromkeys("\u02bc\u2018\u2019\u201a\u201b", "'")
+    | dict.fromkeys("\u201c\u201d\u201e\u201f", '"')
+)
+
+
 def clean(prompt: str) -> str:
-    """open_clip's cleaning of a prompt, without its repair of wrongly decoded texts (`ftfy`)."""
-    return html.unescape(html.unescape(prompt)).strip()
+    """open_clip's cleaning of a prompt, of whose repairs by `ftfy` only that of quotes."""
+    return html.unescape(html.unescape(prompt.translate(STRAIGHT))).strip()
 
 
 def load(

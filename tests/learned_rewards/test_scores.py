@@ -117,6 +117,7 @@ def test_the_reward_on_the_host_equals_its_source(name, files):
     np.testing.assert_allclose(reward(images, PROMPTS, [{}] * 3), scores, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_scores_are_the_same_on_a_mesh_with_images_on_all_devices(files):
     scorer, params = pickscore.load(files.clip)
     images, ids = pictures(count=8), scorer.tokenize([*PROMPTS, "a star", *PROMPTS, "a ring"])
@@ -130,6 +131,7 @@ def test_scores_are_the_same_on_a_mesh_with_images_on_all_devices(files):
     assert np.abs(np.asarray(found) - np.asarray(one)).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_close_and_keeps_the_logits_scale(files):
     images = pictures()
     for name in ("pickscore", "aesthetic"):
@@ -162,6 +164,7 @@ def test_batches_of_any_number_are_cut_and_padded(files):
 
 
 def test_hpsv2_cleans_prompts_as_open_clip():
+    assert hpsv2.clean("a \u201ccat\u201d\u2019s") == 'a "cat"\'s'
     assert hpsv2.clean("  a cat &amp;amp; a dog &lt;3 ") == "a cat & a dog <3"
 
 

@@ -33,8 +33,9 @@ def pillows(images: np.ndarray, height: int, width: int, method: Image.Resamplin
     return [image.resize((width, height), method) for image in wide]
 
 
-@pytest.mark.parametrize("kind", ["bicubic", "bilinear"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "kind"), [*((size, "bicubic") for size in SIZES), ((37, 61), "bilinear")]
+)
 def test_bytes_equal_pillows(size, kind):
     images = pictures(*size)
     actual = resize_bytes(jnp.asarray(images), 24, 33, kind)
@@ -59,7 +60,7 @@ def test_a_reduction_that_would_not_be_exact_is_refused():
         )
 
 
-@pytest.mark.parametrize("size", [size for size in SIZES if size != (90, 40)])
+@pytest.mark.parametrize("size", [(37, 61), (17, 13), (25, 31)])
 def test_the_processors_pictures_equal_transformers(size):
     fields = {"resample": 2, "rescale_factor": 1 / 256, "image_mean": [0.1, 0.2, 0.3]}
     fields["image_std"] = [0.5, 0.6, 0.7]
