@@ -1,6 +1,8 @@
 """Each learned reward against its source's formula in torch, from the files to the score."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +145,19 @@ def test_bfloat16_stays_close_and_keeps_the_logits_scale(files):
         assert scores.dtype == jnp.float32
         assert 1e-5 < np.abs(scores - expected).max() < 0.05
     assert pickscore.load(files.clip, dtype=jnp.bfloat16)[1]["logit_scale"].dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_no_torch_is_imported(files):
+    calls = "".join(
+        f"{name}.make(**{settings(files, name)!r})(images, ['a red star'], [{{}}])\n"
+        for name in REWARDS
+    )
+    code = (
+        f"import sys, numpy as np\nfrom digen_jax.learned_rewards import {', '.join(REWARDS)}\n"
+        f"images = np.zeros((1, 24, 30, 3), np.uint8)\n{calls}sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_batches_of_any_number_are_cut_and_padded(files):
