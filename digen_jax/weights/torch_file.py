@@ -1,19 +1,17 @@
 """Tensors in PyTorch's `.pt` and `.pth` files, read as numbers: no code of the file runs, and torch is not needed.
 
 Such a file (torch.save since 1.6, torch/serialization.py) is a zip archive: `data.pkl` describes nested dicts and
-lists whose tensors refer to the members `data/KEY`, which hold plain numbers. A pickle can call any function that its
-reader finds by name. Here a name is found only if it is one of those below, which stand for functions of ours that make
-descriptions; operations and sizes are checked before anything is read.
+lists whose tensors refer to the members `data/KEY`, which hold plain numbers. A pickle is a program, and Python's
+unpickler calls any function that it names. Here its operations are carried out one by one instead, and only those that
+tensors, dicts, lists and plain values need: there is no operation that calls or imports something.
 """
 
-import io
 import math
 import pathlib
-import pickle
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -38,16 +36,12 @@ STORAGES: dict[str, tuple[Any, str]] = {
 }
 KINDS = {np.dtype(dtype): kind for dtype, kind in STORAGES.values()}
 
-# What a pickle of tensors consists of; one of a model with a million tensors would be smaller.
+# What a pickle may have; one of a model with ten thousand tensors has less.
 LARGEST_PICKLE = 2**26
-MOST_OPERATIONS = 10**7
-OPERATIONS = {
-    *("PROTO", "FRAME", "STOP", "MARK", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "BINPERSID"),
-    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "EMPTY_DICT", "SETITEM", "SETITEMS"),
-    *("EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-    *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
-}
+MOST_OPERATIONS = 2 * 10**6
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE")
+TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 MOST_DIMENSIONS = 32  # of an array in numpy before its second version
 
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number, pickled, as in torch/serialization.py
@@ -88,7 +82,7 @@ def open_arrays(file: str | pathlib.Path) -> dict[str, np.ndarray]:
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, np.ndarray):
             raise ValueError(f"{file}: {name!r} is a {type(value).__name__}, not a tensor")
-    return {name: value.view(np.ndarray) for name, value in found.items()}
+    return dict(found)
 
 
 def as_stored(
@@ -121,10 +115,9 @@ def load(file: str | pathlib.Path) -> Any:
         raise ValueError(f"{file} is not whole or cannot be read: {error}") from error
     except _Refused as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    # The unpickler raises these for operations that do not fit together.
+    # Operations that do not fit together, and numbers that are too large.
     except (
-        pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError,
-        OverflowError, MemoryError, RecursionError, NotImplementedError, struct.error,
+        ValueError, TypeError, LookupError, OverflowError, MemoryError, RecursionError, struct.error
     ) as error:  # fmt: skip
         raise ValueError(f"{file} cannot be read, its contents are broken: {error}") from error
 
@@ -159,8 +152,7 @@ class _Archive:
         if order in self._archive.namelist() and self._content("byteorder") != b"little":
             raise _Refused("its numbers are big-endian: torch.save it again on another machine")
         content = self._content("data.pkl")
-        _check_operations(content)
-        return _Unpickler(io.BytesIO(content), self).load()
+        return _Machine(self).run(content)
 
     def storage(self, kind: str, key: str, count: int) -> _Storage:
         """The `count` numbers of a member."""
@@ -203,84 +195,141 @@ class _Archive:
         return content if name.startswith("data/") else content.tobytes()
 
 
-def _check_operations(content: bytes) -> None:
-    """Refuses a pickle with operations other than those of tensors, too many, or with huge places in its memo."""
-    number = -1
-    for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-        if operation.name not in OPERATIONS:
-            raise _Refused(f"its data.pkl has the operation {operation.name}, which tensors do not")
-        if operation.name == "LONG_BINPUT" and argument > number:
-            raise _Refused("its data.pkl has more memory than operations")
-        if number > MOST_OPERATIONS:
-            raise _Refused(f"its data.pkl has more than {MOST_OPERATIONS} operations")
+class _Name(NamedTuple):
+    """A name that a pickle may refer to: it stands for what follows from it here."""
+
+    module: str
+    name: str
 
 
-class _Unpickler(pickle.Unpickler):
-    """Finds the names of tensors, dicts and storages, and no other."""
+ORDERED = _Name("collections", "OrderedDict")
+TENSOR = _Name("torch._utils", "_rebuild_tensor_v2")
+NAMES = {ORDERED, TENSOR, *(_Name("torch", name) for name in STORAGES)}
 
-    def __init__(self, content: io.BytesIO, archive: _Archive):
-        super().__init__(content)
+
+class _Machine:
+    """Carries out the operations of a pickle (Python's pickletools describes them) that tensors need."""
+
+    def __init__(self, archive: _Archive):
         self._archive = archive
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return _Function(_ordered)
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _Function(_tensor)
-        if module == "torch" and name in STORAGES:
-            return name
-        raise _Refused(
-            f"it names {module}.{name}, and only tensors and plain values are read: load it where torch is, with "
-            "weights_only=True, and torch.save its state_dict"
-        )
+    def run(self, content: bytes) -> Any:
+        """The value that the pickle describes."""
+        for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
+            if number > MOST_OPERATIONS:
+                raise _Refused(f"its data.pkl has more than {MOST_OPERATIONS} operations")
+            self._do(operation.name, argument)
+        return self._stack.pop()
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def _do(self, operation: str, argument: Any) -> None:
+        stack, memo = self._stack, self._memo
+        match operation:
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case "MARK":
+                self._marks.append(len(stack))
+            case _ if operation in CONSTANTS:
+                stack.append(CONSTANTS[operation])
+            case _ if operation in VALUES:
+                stack.append(argument)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_LIST":
+                stack.append([])
+            case _ if operation in TUPLES:
+                stack.append(tuple(self._last(TUPLES[operation])))
+            case "TUPLE":
+                stack.append(tuple(self._marked()))
+            case "SETITEM" | "SETITEMS":
+                items = self._last(2) if operation == "SETITEM" else self._marked()
+                _fill(stack[-1], items)
+            case "APPEND" | "APPENDS":
+                items = self._last(1) if operation == "APPEND" else self._marked()
+                _extend(stack[-1], items)
+            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                memo[len(memo) if argument is None else argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "GLOBAL":
+                stack.append(_named(*argument.split(" ")))
+            case "STACK_GLOBAL":
+                stack.append(_named(*self._last(2)))
+            case "REDUCE":
+                stack.append(_made(*self._last(2)))
+            case "BUILD":
+                # Attributes, which of a state_dict are the versions of modules, are dropped.
+                target, _ = self._last(2)
+                if type(target) is not dict:
+                    raise _Refused("it sets attributes of something that is no dict")
+                stack.append(target)
+            case "BINPERSID":
+                stack.append(self._storage(stack.pop()))
+            case _:
+                raise _Refused(f"its data.pkl has the operation {operation}, which tensors do not")
+
+    def _last(self, count: int) -> list[Any]:
+        """Takes some values from the stack."""
+        if count > len(self._stack):
+            raise _Refused("its data.pkl takes more values than it has")
+        begin = len(self._stack) - count
+        taken = self._stack[begin:]
+        del self._stack[begin:]
+        return taken
+
+    def _marked(self) -> list[Any]:
+        """Takes the values behind the last mark from the stack."""
+        return self._last(len(self._stack) - self._marks.pop())
+
+    def _storage(self, pid: Any) -> _Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
             raise _Refused("it refers to something that is no storage")
         _, kind, key, _, count = pid
-        if kind not in STORAGES or not isinstance(key, str) or not _counts((count,)):
+        if not isinstance(kind, _Name) or kind.name not in STORAGES:
             raise _Refused(f"it has a storage of kind {kind!r}, which is not supported")
-        return self._archive.storage(kind, key, count)
+        if not isinstance(key, str) or not _counts((count,)):
+            raise _Refused("it has a storage without a key and a number of elements")
+        return self._archive.storage(kind.name, key, count)
 
 
-class _Function:
-    """A function whose attributes a pickle cannot set."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[..., Any]):
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._call(*arguments)
-
-    def __setstate__(self, state: Any) -> None:
-        raise _Refused("it sets attributes of a function")
+def _named(*words: Any) -> _Name:
+    # Texts first: the hash of tuples within tuples has no limit of depth.
+    if not all(isinstance(word, str) for word in words) or words not in NAMES:
+        raise _Refused(
+            f"it names {'.'.join(map(str, words))}, and only tensors and plain values are read: load it where torch "
+            "is, with weights_only=True, and torch.save its state_dict"
+        )
+    return _Name(*words)
 
 
-class _Array(np.ndarray):
-    """An array that a pickle cannot change."""
-
-    def __setstate__(self, state: Any) -> None:
-        raise _Refused("it sets attributes of a tensor")
-
-
-class _Ordered(dict):
-    """An OrderedDict that a pickle can fill."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        """The attributes, which of a state_dict are versions of modules, are dropped."""
+def _made(name: Any, arguments: Any) -> Any:
+    """What torch.save has pickled as a call: an empty dict, or a tensor."""
+    if name == ORDERED and arguments == ():
+        return {}
+    if name == TENSOR and isinstance(arguments, tuple):
+        return _tensor(*arguments)
+    raise _Refused("it calls something that is neither a tensor nor an empty OrderedDict")
 
 
-def _ordered(*arguments: Any) -> _Ordered:
-    if arguments:
-        raise _Refused("it has an OrderedDict that torch.save does not write")
-    return _Ordered()
+def _fill(target: Any, items: list[Any]) -> None:
+    """Puts keys and values, in turn, into a dict."""
+    if type(target) is not dict or len(items) % 2:
+        raise _Refused("it puts items into something that is no dict")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if type(key) not in (str, int):
+            raise _Refused(f"it has a dict with a {type(key).__name__} as key")
+        target[key] = value
 
 
-def _tensor(*arguments: Any) -> _Array:
+def _extend(target: Any, items: list[Any]) -> None:
+    if type(target) is not list:
+        raise _Refused("it appends to something that is no list")
+    target.extend(items)
+
+
+def _tensor(*arguments: Any) -> np.ndarray:
     """A view of a storage's numbers; raises _Refused if it leaves them, or has a number twice."""
     if len(arguments) not in (6, 7) or not isinstance(arguments[0], _Storage):
         raise _Refused("it has a tensor without a storage")
@@ -301,14 +350,13 @@ def _tensor(*arguments: Any) -> _Array:
             )
         last += stride * (size - 1)
     if math.prod(shape) == 0:
-        return np.zeros(shape, numbers.dtype).view(_Array)
+        return np.zeros(shape, numbers.dtype)
     if offset + last >= len(numbers):
         raise _Refused(
             f"it has a tensor of shape {list(shape)} that leaves its storage of {len(numbers)} numbers"
         )
     steps = [stride * numbers.itemsize for stride in strides]
-    as_strided = np.lib.stride_tricks.as_strided
-    return as_strided(numbers[offset:], shape, steps, writeable=False).view(_Array)
+    return np.lib.stride_tricks.as_strided(numbers[offset:], shape, steps, writeable=False)
 
 
 def _counts(values: tuple[Any, ...]) -> bool:

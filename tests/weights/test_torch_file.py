@@ -143,6 +143,11 @@ def crafted(tmp_path, operations: bytes, members=(("data/0", FOUR),)):
     return archive(tmp_path / "crafted.pt", b"\x80\x02" + operations + b".", members)
 
 
+def test_places_far_behind_in_the_memo_take_no_memory(tmp_path):
+    file = crafted(tmp_path, b"}r\xff\xff\xff\x7f0"[:-1] + b"j\xff\xff\xff\x7f")
+    assert load(file) == {}
+
+
 def test_a_crafted_tensor_is_read(tmp_path):
     np.testing.assert_array_equal(load(crafted(tmp_path, tensor((2, 2), (1, 2)))), [[0, 2], [1, 3]])
 
@@ -169,20 +174,30 @@ def test_a_crafted_tensor_is_read(tmp_path):
         (tensor(first=storage(key="../data.pkl")), "not by a number"),
         (tensor(first=storage("UntypedStorage")), "names torch.UntypedStorage"),
         (b"(" + _text("module") + b"tQ", "no storage"),
-        (tensor() + b"}b", "sets attributes of a tensor"),
-        (b"ctorch._utils\n_rebuild_tensor_v2\n}b", "sets attributes of a function"),
-        (b"ccollections\nOrderedDict\n(" + _number(1) + b"tR", "OrderedDict"),
+        (tensor() + b"}b", "sets attributes of something that is no dict"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n}b", "sets attributes of something that is no dict"),
+        (
+            b"ccollections\nOrderedDict\n(" + _number(1) + b"tR",
+            "neither a tensor nor an empty OrderedDict",
+        ),
         (b"ctorch._utils\n_rebuild_parameter\n", "names torch._utils._rebuild_parameter"),
         (b"ctorch\nload\n", "names torch.load"),
         (b"}2", "operation DUP"),
-        (b"cbuiltins\nobject\n)\x81", "operation NEWOBJ"),
-        (b"}r\xff\xff\xff\x7f", "more memory than operations"),
+        (b"cbuiltins\nobject\n)\x81", "names builtins.object"),
+        (b"})\x85\x85N" + b"s", "a tuple as key"),
+        (b"]" + _text("a") + b"Ns", "no dict"),
+        (b"}Na", "no list"),
+        (_text("FloatStorage") + b")R", "neither a tensor"),
+        (b"h\x05", "contents are broken"),
+        (b"ccollections\nOrderedDict\n)\x81", "operation NEWOBJ"),
+        (b")" + b"\x85" * 10**5 + b"\x8c\x01a\x93", "recursion|it names"),
+        (b"})" + b"\x85" * 10**5 + b"Ns", "a tuple as key"),
         (b"}q", "contents are broken"),
-        (b"R", "contents are broken"),
-        (tensor() + _number(0) + _number(9) + b"s", "contents are broken"),
-        (tensor(first=storage()[:-1] + b"b"), "broken|without"),
+        (b"R", "takes more values than it has"),
+        (tensor() + _number(0) + _number(9) + b"s", "no dict"),
+        (tensor(first=storage()[:-1] + b"b"), "no dict"),
     ],
-    ids=range(31),
+    ids=range(38),
 )
 def test_a_crafted_pickle_is_refused(tmp_path, operations, words):
     refused(crafted(tmp_path, operations), words)
