@@ -39,6 +39,11 @@ _WEIGHTS = flags.DEFINE_list(
 _GUIDANCE = flags.DEFINE_list(
     "guidance", [], "A number, or several with commas; default: the run's or the model's."
 )
+_TRUE_GUIDANCE = flags.DEFINE_float(
+    "true_guidance",
+    None,
+    "Scale of a second pass of models that are given --guidance as a number; default: as for guidance.",
+)
 _STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; default: as for guidance.", 1, 1000)
 _HEIGHT = flags.DEFINE_integer(
     "height", None, "Height in pixels; default: as for guidance.", 1, LARGEST_SIDE
@@ -75,12 +80,14 @@ def main() -> None:
 
     from digen_jax import rewards
     from digen_jax.inference.model import Asked, evaluation_to_folder, open_model
-    from digen_jax.prompts.files import read_prompt_file
+    from digen_jax.prompts.files import first_negative, read_prompt_file
     from digen_jax.prompts.notes import tell
     from digen_jax.rewards.trial import try_out
     from digen_jax.runtime.evaluation import evaluate, score_table
 
     guidances = _guidances()
+    if _TRUE_GUIDANCE.value is not None:
+        check_range("--true_guidance", _TRUE_GUIDANCE.value, 0, 1000)
     check_positive("--batch", _BATCH.value)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
@@ -90,9 +97,12 @@ def main() -> None:
     reward = rewards.label(names)
     with user_input():
         records = read_prompt_file(prompts)[:images]
+        place = first_negative(prompts)
         score = rewards.resolve(names)
-    asked = [Asked(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances]
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, asked)
+    rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
+    asked = [Asked(guidance, *rest) for guidance in guidances]
+    negative = f"{place}, has a negative prompt" if place else None
+    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, asked, negative)
     model = model.editing(records)
     tell(prompts, model.family.cut)
     samplers = [model.sampler(*one) for one in asked]
