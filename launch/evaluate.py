@@ -122,7 +122,7 @@ def main() -> None:
     print(f"{reward}, mean and standard error, {samplers[0].settings.steps} steps")
     print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
     if _OUTPUT.value:
-        _write(found, prompts, (reward, weights), samplers[0].settings)
+        _write(found, prompts, (reward, weights), samplers[0])
 
 
 def _task() -> tuple[str, int | None, tuple[str, ...], tuple[float, ...]]:
@@ -177,8 +177,9 @@ def _guidances() -> list[float | None]:
 
 
 def _write(
-    found: dict[str, Any], prompts: str, reward: tuple[str, tuple[float, ...]], settings: Any
+    found: dict[str, Any], prompts: str, reward: tuple[str, tuple[float, ...]], sampler: Any
 ) -> None:
+    settings = sampler.settings
     result = {
         "model": _MODEL.value,
         "lora": _LORA.value,
@@ -189,6 +190,7 @@ def _write(
         "steps": settings.steps,
         "height": settings.size.height,
         "width": settings.size.width,
+        "true_guidance": sampler.policy.true_guidance,
         "guidance": {
             guidance: {task: score._asdict() for task, score in scores.items()}
             for guidance, scores in found.items()

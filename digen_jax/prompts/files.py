@@ -61,6 +61,13 @@ def first_negative(path: str | os.PathLike[str]) -> str | None:
     return None if number is None else f"{path}, line {number}"
 
 
+def negatives_differ(path: str | os.PathLike[str]) -> bool:
+    """Whether the prompts of a file have different negative ones; a file that does not exist has none."""
+    if not pathlib.Path(path).is_file() or first_negative(path) is None:
+        return False
+    return len({record.get("negative_prompt") for record in read_prompt_file(path)}) > 1
+
+
 def check_pictures(path: str | os.PathLike[str]) -> None:
     """Reads the pictures to edit of a prompt file, of which each record must have one.
 
