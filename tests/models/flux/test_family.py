@@ -49,10 +49,12 @@ def ours(folder):
     return family, read_parts(family, folder, family.shapes(), group), jax.jit(family.encode)
 
 
-def close(actual, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+def close(actual, expected: torch.Tensor, tolerance: float = 1e-5) -> float:
     expected = expected.numpy()
     assert actual.shape == expected.shape
-    assert np.abs(np.asarray(actual) - expected).max() < tolerance * np.abs(expected).max()
+    error = np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max()
+    assert error < tolerance
+    return error
 
 
 @pytest.fixture(autouse=True)
@@ -187,11 +189,13 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folders, ki
     start, (expected, pixels) = x, call(flux_pipeline(folders[kind]), x, **given)
     sigmas = family.sigmas(STEPS, SIZE)
     velocity = jax.jit(lambda x, sigma: policy.velocity(tuned, base, prompts, null)(x, sigma))
+    errors = []
     for sigma, after, latents in zip(sigmas[:-1], sigmas[1:], expected, strict=True):
         x = x + (after - sigma) * velocity(x, jnp.full(3, sigma))
-        close(packed(x), latents, 1e-4)
+        errors.append(close(packed(x), latents, 1e-4))
     images = np.asarray(jax.jit(family.decode)(params, x))[:, 0]
     assert images.shape == (3, SIZE.height, SIZE.width, 3)
+    print(f"latents {max(errors):.1e}, pixels {np.abs(images - pixels).max():.1e}")
     np.testing.assert_allclose(images, pixels, rtol=0, atol=1e-3)
     assert ((pixels > 0.02) & (pixels < 0.98)).mean() > 0.3
     if given:
