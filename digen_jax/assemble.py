@@ -33,7 +33,14 @@ from digen_jax.models.sd3 import family as stable_diffusion_3
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.models.zimage import family as zimage_family
 from digen_jax.models.zimage.family import ZImage
-from digen_jax.policies import check_heads, check_model, make_policy, trained_of, trained_policy
+from digen_jax.policies import (
+    check_heads,
+    check_model,
+    evaluation_policy,
+    make_policy,
+    trained_of,
+    trained_policy,
+)
 from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
@@ -397,7 +404,6 @@ def evaluation_sampler(
     encoded: Stored | None = None,
 ) -> Sampler:
     """As the recipe's sampler, but without noise, and with steps and guidance of its own."""
-    model, own = recipe.model, recipe.evaluation
+    model = recipe.model
     settings = SamplerSettings(Size(model.height, model.width), recipe.evaluation_steps, Ode())
-    policy = Policy(family, own.guidance, lora, true_guidance=own.true_guidance)
-    return Sampler(policy, group, settings, encoded)
+    return Sampler(evaluation_policy(recipe, family, lora), group, settings, encoded)

@@ -39,6 +39,11 @@ _WEIGHTS = flags.DEFINE_list(
 _GUIDANCE = flags.DEFINE_list(
     "guidance", [], "A number, or several with commas; default: the run's or the model's."
 )
+_TRUE_GUIDANCE = flags.DEFINE_float(
+    "true_guidance",
+    None,
+    "Scale of a second pass of models that are given --guidance as a number; default: as for guidance.",
+)
 _STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; default: as for guidance.", 1, 1000)
 _HEIGHT = flags.DEFINE_integer(
     "height", None, "Height in pixels; default: as for guidance.", 1, LARGEST_SIDE
@@ -75,12 +80,14 @@ def main() -> None:
 
     from digen_jax import rewards
     from digen_jax.inference.model import Asked, evaluation_to_folder, open_model
-    from digen_jax.prompts.files import read_prompt_file
+    from digen_jax.prompts.files import first_negative, read_prompt_file
     from digen_jax.prompts.notes import tell
     from digen_jax.rewards.trial import try_out
     from digen_jax.runtime.evaluation import evaluate, score_table
 
     guidances = _guidances()
+    if _TRUE_GUIDANCE.value is not None:
+        check_range("--true_guidance", _TRUE_GUIDANCE.value, 0, 1000)
     check_positive("--batch", _BATCH.value)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
@@ -90,9 +97,12 @@ def main() -> None:
     reward = rewards.label(names)
     with user_input():
         records = read_prompt_file(prompts)[:images]
+        place = first_negative(prompts)
         score = rewards.resolve(names)
-    asked = [Asked(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances]
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, asked)
+    rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
+    asked = [Asked(guidance, *rest) for guidance in guidances]
+    negative = f"{place}, has a negative prompt" if place else None
+    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, asked, negative)
     model = model.editing(records)
     tell(prompts, model.family.cut)
     samplers = [model.sampler(*one) for one in asked]
@@ -112,7 +122,7 @@ def main() -> None:
     print(f"{reward}, mean and standard error, {samplers[0].settings.steps} steps")
     print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
     if _OUTPUT.value:
-        _write(found, prompts, (reward, weights), samplers[0].settings)
+        _write(found, prompts, (reward, weights), samplers[0])
 
 
 def _task() -> tuple[str, int | None, tuple[str, ...], tuple[float, ...]]:
@@ -167,8 +177,9 @@ def _guidances() -> list[float | None]:
 
 
 def _write(
-    found: dict[str, Any], prompts: str, reward: tuple[str, tuple[float, ...]], settings: Any
+    found: dict[str, Any], prompts: str, reward: tuple[str, tuple[float, ...]], sampler: Any
 ) -> None:
+    settings = sampler.settings
     result = {
         "model": _MODEL.value,
         "lora": _LORA.value,
@@ -179,6 +190,7 @@ def _write(
         "steps": settings.steps,
         "height": settings.size.height,
         "width": settings.size.width,
+        "true_guidance": sampler.policy.true_guidance,
         "guidance": {
             guidance: {task: score._asdict() for task, score in scores.items()}
             for guidance, scores in found.items()

@@ -21,7 +21,7 @@ from digen_jax.errors import ConfigError, check_positive, user_input
 from digen_jax.flow.steps import Ode
 from digen_jax.images import read_picture, stills, to_uint8
 from digen_jax.models.family import Family, Params, Record, Size
-from digen_jax.policies import make_policy, trained_of
+from digen_jax.policies import check_negative, make_policy, trained_of
 from digen_jax.process.progress import watched
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.pictures import image_grid, save_frames
@@ -51,6 +51,7 @@ class Asked(NamedTuple):
     steps: int | None = None
     height: int | None = None
     width: int | None = None
+    true_guidance: float | None = None
 
 
 class TunedRun(NamedTuple):
@@ -78,14 +79,19 @@ class Model(NamedTuple):
     run: Recipe | None  # of the training run that made it
 
     def sampler(
-        self, guidance: float | None, steps: int | None, height: int | None, width: int | None
+        self,
+        guidance: float | None,
+        steps: int | None,
+        height: int | None,
+        width: int | None,
+        true_guidance: float | None = None,
     ) -> Sampler:
         """The sampler without noise between the steps; None takes the model's default.
 
         Raises:
           ConfigError: no step, or a size that does not fit the model.
         """
-        asked = Asked(guidance, steps, height, width)
+        asked = Asked(guidance, steps, height, width, true_guidance)
         return _sampler(self.family, self.group, self.defaults, asked)
 
     def editing(self, records: Sequence[Record], source: Size | None = None) -> "Model":
@@ -129,6 +135,7 @@ def open_model(
     lora: str | None = None,
     dtype: str | None = None,
     asked: Sequence[Asked] = (),
+    negative: str | None = None,
 ) -> Model:
     """Reads a model onto the devices.
 
@@ -138,6 +145,7 @@ def open_model(
       lora: a folder with a LoRA in diffusers' or PEFT's format, which is merged into what it adapts.
       dtype: of the network's arithmetic; None takes the run's, or float32.
       asked: of the samplers that will be made; what does not fit is refused before weights are read.
+      negative: what gives prompts a negative one, as the beginning of a sentence; refused if no sampler reads it.
 
     Raises:
       ConfigError: one sentence on what cannot be read, or does not fit the model.
@@ -147,8 +155,9 @@ def open_model(
     def check(family: Family, defaults: Defaults) -> None:
         if lora is not None:
             open_lora(lora, family.trained)
-        for one in asked:
-            _sampler(family, group, defaults, one)
+        policies = [_sampler(family, group, defaults, one).policy for one in asked]
+        if negative is not None:
+            check_negative(negative, policies, "--")
 
     with user_input():
         if is_run(name):

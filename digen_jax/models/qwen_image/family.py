@@ -114,6 +114,7 @@ class QwenImage(ImageFamily):
     # Defaults of diffusers' pipeline, whose name for the guidance is true_cfg_scale.
     default_steps: ClassVar[int] = 50
     default_guidance: ClassVar[float] = 4.0
+    negative_prompt: ClassVar[str] = NULL
     encoded_prompts: ClassVar[int] = 16
     lora_targets: ClassVar[str] = qwen_image.LORA_TARGETS
     ignored: ClassVar = {"text_encoder": language_model.IGNORED}
@@ -177,10 +178,6 @@ class QwenImage(ImageFamily):
         """Ids of each prompt's chat, padded or truncated."""
         chats = [TEMPLATE.format(record["prompt"]) for record in records]
         return Tokens(*padded(self.tokenizer, chats, self._chat_tokens))
-
-    def tokenize_null(self, records: Sequence[Record]) -> Tokens:
-        """The tokens of `NULL`, one row for all."""
-        return self.tokenize([{"prompt": NULL}])
 
     def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
         """Whose chats have more tokens than the text encoder's input, so that `tokenize` truncates them."""
