@@ -10,7 +10,14 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from digen_jax.assemble import editing, load_family, open_pipeline, read_frozen, read_parts
+from digen_jax.assemble import (
+    check_parts,
+    editing,
+    load_family,
+    open_pipeline,
+    read_frozen,
+    read_parts,
+)
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import make_mesh
@@ -144,7 +151,8 @@ def open_model(
     """
     group = all_devices(devices)
 
-    def check(family: Family, defaults: Defaults) -> None:
+    def check(family: Family, folder: pathlib.Path, defaults: Defaults) -> None:
+        check_parts(family, folder, family.shapes())
         if lora is not None:
             open_lora(lora, family.trained)
         for one in asked:
@@ -159,7 +167,7 @@ def open_model(
             recipe, folder = None, open_pipeline(name)
             family = load_family(folder, dtype or "float32")
             defaults = _defaults_of_folder(folder, family)
-            check(family, defaults)
+            check(family, folder, defaults)
             trained = read_parts(family, folder, family.trained, group)
         if lora is not None:
             trained = _with_lora(family, trained, lora, group)
@@ -201,7 +209,7 @@ def read_run(
     workdir: str | pathlib.Path,
     group: DeviceGroup,
     dtype: str | None = None,
-    check: Callable[[Family, Defaults], None] | None = None,
+    check: Callable[[Family, pathlib.Path, Defaults], None] | None = None,
 ) -> TunedRun:
     """The newest checkpoint of a training run, which may be in progress; its average where it keeps one.
 
@@ -227,7 +235,7 @@ def read_run(
             source=given.source,
         )
         if check is not None:
-            check(family, defaults_of_run(recipe))
+            check(family, folder, defaults_of_run(recipe))
         policy = make_policy(recipe, family)
         tree = "ema" if recipe.trainer.ema else "tuned"
         found = _read_tree(workdir, tree, policy, group)

@@ -191,3 +191,6 @@ class Family(Protocol):
         self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = np.float32
     ) -> Params:
         """Reads one component's parameters from the pipeline folder directly onto the devices of `shardings`."""
+
+    def check(self, folder: pathlib.Path, part: str) -> None:
+        """Raises ValueError where one component's weights are incomplete or do not fit; only headers are read."""
