@@ -34,6 +34,7 @@ from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.models.zimage import family as zimage_family
 from digen_jax.models.zimage.family import ZImage
 from digen_jax.policies import check_heads, check_model, make_policy, trained_of, trained_policy
+from digen_jax.process.exhausted import during
 from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
@@ -387,7 +388,10 @@ def read_parts(
 ) -> Params:
     """The parameters of some components, read straight onto a mesh as its rules say, in a type."""
     shardings = group.params(family.shapes())
-    return {part: family.read(folder, part, shardings[part], jnp.dtype(dtype)) for part in parts}
+    with during("the reading of the model's weights"):
+        return {
+            part: family.read(folder, part, shardings[part], jnp.dtype(dtype)) for part in parts
+        }
 
 
 def read_frozen(

@@ -96,7 +96,6 @@ class ImageFamily:
             rename=self.renamed.get(part),
         )
 
-
     def check(self, folder: pathlib.Path, part: str) -> None:
         """Raises ValueError where one component's weights are incomplete or do not fit; only headers are read."""
         weights.check_params(

@@ -182,7 +182,9 @@ def test_files_that_are_empty_or_folders_are_named(folder):
 
 def test_an_encoder_with_fewer_tokens_than_its_tokenizer_is_refused(folder):
     edit(folder, "text_encoder/config.json", vocab_size=7)
-    assert ", but vocab_size of its text encoder is 7: they do not belong together" in refused(folder)
+    assert ", but vocab_size of its text encoder is 7: they do not belong together" in refused(
+        folder
+    )
 
 
 def test_an_end_token_that_the_encoder_does_not_look_for_is_refused(folder):
@@ -193,7 +195,9 @@ def test_an_end_token_that_the_encoder_does_not_look_for_is_refused(folder):
 
 def test_too_many_tokens_are_the_fields_mistake_and_not_the_folders(folder):
     """Also where the folder is blamed for the rest."""
-    sentence = "config.model.max_sequence_length must be at most 512, the most that Stable Diffusion"
+    sentence = (
+        "config.model.max_sequence_length must be at most 512, the most that Stable Diffusion"
+    )
     with pytest.raises(ConfigError, match=f"^{sentence}"), blame("config.model.folder: "):
         load_family(folder, max_sequence_length=513)
 

@@ -141,7 +141,9 @@ class ZImage(ImageFamily):
         )  # fmt: skip
         tokens = max_sequence_length or TEXT_TOKENS
         check_tokens(
-            tokens, network.longest_caption, "for which the transformer has positions (its axes_lens)"
+            tokens,
+            network.longest_caption,
+            "for which the transformer has positions (its axes_lens)",
         )
         return cls(
             transformer=zimage.ZImageTransformer(network, dtype=dtype, remat=remat),

@@ -292,5 +292,7 @@ def test_components_that_do_not_fit_are_refused_by_their_file(
 def test_what_it_cannot_do_without_is_refused(folders):
     with pytest.raises(ConfigError, match="its 'text_encoder_2', which config"):
         open_pipeline(str(folders["dev"]), ("text_encoder_2",))
-    with pytest.raises(ConfigError, match="^config.model.max_sequence_length must be at most 512, the"):
+    with pytest.raises(
+        ConfigError, match=r"^config.model.max_sequence_length must be at most 512, the"
+    ):
         load_family(folders["dev"], max_sequence_length=513)

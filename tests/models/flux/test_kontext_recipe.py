@@ -37,7 +37,7 @@ def test_it_has_the_published_batch_and_steps(gpus):
 
 @pytest.mark.parametrize("argument", ["0", "x", "", "-1"])
 def test_it_wants_a_number_of_gpus(argument):
-    with pytest.raises(ConfigError, match="must be a number of GPUs, such as :8$"):
+    with pytest.raises(ConfigError, match=r"must be a number of GPUs, such as :8$"):
         load(argument)
 
 

@@ -168,7 +168,9 @@ def test_a_template_is_only_needed_for_chats(folders, tmp_path):
 
 def test_more_tokens_than_the_encoder_has_are_refused(folders):
     encoder = LanguageModelConfig.from_config({**CONFIG, "vocab_size": 302})
-    with pytest.raises(ValueError, match="ids up to 302, but vocab_size of its text encoder is 302"):
+    with pytest.raises(
+        ValueError, match="ids up to 302, but vocab_size of its text encoder is 302"
+    ):
         language_model_tokenizer.read(folders["tokenizer.json"], encoder)
 
 
@@ -188,5 +190,5 @@ def test_another_models_tokenizer_is_refused(folders, tmp_path):
     with pytest.raises(ValueError, match="makes 3 tokens of the beginning of the model's template"):
         language_model_tokenizer.read(whole, ENCODER, head=(head, 4))
     large = dataclasses.replace(ENCODER, vocab_size=607)
-    with pytest.raises(ValueError, match="has 303 tokens, but vocab_size .* is 607: they do not"):
+    with pytest.raises(ValueError, match=r"has 303 tokens, but vocab_size .* is 607: they do not"):
         language_model_tokenizer.read(whole, large)

@@ -64,9 +64,13 @@ def test_tokens_that_a_text_names_are_transformers(folder):
 
 
 def test_a_tokenizer_that_does_not_fit_or_is_broken_is_named(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"has ids up to \d+, but vocab_size of its text encoder is 9: they"):
+    with pytest.raises(
+        ValueError, match=r"has ids up to \d+, but vocab_size of its text encoder is 9: they"
+    ):
         t5_tokenizer.read(folder, encoder(9))
-    with pytest.raises(ValueError, match=r"has \d+ tokens, but vocab_size of its text encoder is 100:"):
+    with pytest.raises(
+        ValueError, match=r"has \d+ tokens, but vocab_size of its text encoder is 100:"
+    ):
         t5_tokenizer.read(folder, encoder(100))
     with pytest.raises(ValueError, match=r"tokenizer_config.json is missing"):
         t5_tokenizer.read(tmp_path, encoder())
@@ -86,12 +90,12 @@ def test_another_models_tokenizer_is_refused(folder, tmp_path):
     """A CLIP's: under its own name, and under that of a T5."""
     build_tokenizer(TEXTS, 12).save_pretrained(tmp_path)
     config = tmp_path / "tokenizer_config.json"
-    with pytest.raises(ValueError, match="tokenizer_class must be one of T5Tokenizer, .*'CLIPTok"):
+    with pytest.raises(ValueError, match=r"tokenizer_class must be one of T5Tokenizer, .*'CLIPTok"):
         t5_tokenizer.read(tmp_path, encoder(900))
     config.write_text(config.read_text().replace("CLIPTokenizer", "T5Tokenizer"))
     with pytest.raises(ValueError, match=f"the tokenizer in {tmp_path} cannot be read"):
         t5_tokenizer.read(tmp_path, encoder(900))
     config.write_text(config.read_text().replace("T5Tokenizer", "GemmaTokenizer"))
     clip = CLIPTextConfig(vocab_size=900)
-    with pytest.raises(ValueError, match="tokenizer_class must be one of CLIPTokenizer, .*'Gemma"):
+    with pytest.raises(ValueError, match=r"tokenizer_class must be one of CLIPTokenizer, .*'Gemma"):
         clip_tokenizer.read(tmp_path, clip)
