@@ -17,6 +17,7 @@ from digen_jax.errors import (
     LARGEST_SEED,
     LARGEST_SIDE,
     ConfigError,
+    blame,
     check_output,
     check_positive,
     check_range,
@@ -74,7 +75,7 @@ def main() -> None:
     import jax
 
     from digen_jax import rewards
-    from digen_jax.inference.model import Asked, evaluation_to_folder, open_model
+    from digen_jax.inference.model import Asked, edited, evaluation_to_folder, open_model
     from digen_jax.prompts.files import read_prompt_file
     from digen_jax.prompts.notes import tell
     from digen_jax.rewards.trial import try_out
@@ -92,7 +93,14 @@ def main() -> None:
         records = read_prompt_file(prompts)[:images]
         score = rewards.resolve(names)
     asked = [Asked(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances]
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, asked)
+    model = open_model(
+        _MODEL.value,
+        jax.devices(),
+        _LORA.value,
+        _DTYPE.value,
+        asked,
+        lambda family: edited(family, records),
+    )
     model = model.editing(records)
     tell(prompts, model.family.cut)
     samplers = [model.sampler(*one) for one in asked]
@@ -108,7 +116,9 @@ def main() -> None:
         )
         found[guidance] = evaluation.by_task()
         if _PICTURES.value:
-            evaluation_to_folder(evaluation, pathlib.Path(_PICTURES.value, head.replace(" ", "_")))
+            folder = pathlib.Path(_PICTURES.value, head.replace(" ", "_"))
+            with blame("--pictures: ", (OSError,)):
+                evaluation_to_folder(evaluation, folder)
     print(f"{reward}, mean and standard error, {samplers[0].settings.steps} steps")
     print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
     if _OUTPUT.value:

@@ -35,7 +35,7 @@ from digen_jax.engine.encoding import (
 from digen_jax.engine.hosts import fetch
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
-from digen_jax.errors import ConfigError, blame
+from digen_jax.errors import ConfigError, blame, check_output
 from digen_jax.models.family import Family, Record, Tokens
 from digen_jax.policies import on_devices
 from digen_jax.process.exhausted import during
@@ -118,6 +118,7 @@ class Encoding:
         return rows + (2 + len(self.missing) // TOGETHER + rows // TOGETHER_BYTES) * OVERHEAD
 
     def _check_room(self, size: int) -> None:
+        check_output("config.prompts.store", self._place, folder=True)
         limit, what = self.recipe.prompts.store_limit, f"{_prompts(self.missing)} to be encoded"
         if excess := self.store.excess(size):
             raise ConfigError(

@@ -105,23 +105,8 @@ class Model(NamedTuple):
         Raises:
           ConfigError: pictures that are missing, cannot be read, or need different sizes; or a size without them.
         """
-        family = self.family
-        with user_input():
-            given = [record["image"] for record in records if "image" in record and family.edits]
-            # As (width, height), because all of the pictures together may be large.
-            shapes = [read_picture(image).size for image in given]
-        if not shapes and family.source is None:
-            if source is not None:
-                raise ConfigError("a size of pictures is given, but there is none to edit")
-            return self
-        if len(shapes) < len(records):
-            which = next(record["prompt"] for record in records if "image" not in record)
-            raise ConfigError(
-                f"the prompt {which!r} has no image to edit: give each prompt one"
-                + (", as in the model's run" if family.source else " or none")
-            )
-        source = source or family.source or _common_size(family, records, shapes)
-        return self._replace(family=editing(family, source))
+        family = edited(self.family, records, source)
+        return self if family is self.family else self._replace(family=family)
 
     def batch(self, wanted: int, images: int) -> int:
         """The batch size: `wanted`, at most the number of images, rounded up to a multiple of the devices."""
@@ -136,6 +121,7 @@ def open_model(
     lora: str | None = None,
     dtype: str | None = None,
     asked: Sequence[Asked] = (),
+    fits: Callable[[Family], None] = lambda family: None,
 ) -> Model:
     """Reads a model onto the devices.
 
@@ -145,6 +131,7 @@ def open_model(
       lora: a folder with a LoRA in diffusers' or PEFT's format, which is merged into what it adapts.
       dtype: of the network's arithmetic; None takes the run's, or float32.
       asked: of the samplers that will be made; what does not fit is refused before weights are read.
+      fits: a check of the caller's own at that time; raises ConfigError.
 
     Raises:
       ConfigError: one sentence on what cannot be read, or does not fit the model.
@@ -152,6 +139,7 @@ def open_model(
     group = all_devices(devices)
 
     def check(family: Family, folder: pathlib.Path, defaults: Defaults) -> None:
+        fits(family)
         check_parts(family, folder, family.shapes())
         if lora is not None:
             open_lora(lora, family.trained)
@@ -174,6 +162,26 @@ def open_model(
         frozen = read_frozen(family, folder, group)
     tuned, base = Policy(family).split(jax.random.key(0), trained, reference=False)
     return Model(family, group, Weights(tuned, base, frozen), defaults, recipe)
+
+
+def edited(family: Family, records: Sequence[Record], source: Size | None = None) -> Family:
+    """The family for the pictures of some records; arguments and errors as in `Model.editing`."""
+    with user_input():
+        given = [record["image"] for record in records if "image" in record and family.edits]
+        # As (width, height), because all of the pictures together may be large.
+        shapes = [read_picture(image).size for image in given]
+    if not shapes and family.source is None:
+        if source is not None:
+            raise ConfigError("a size of pictures is given, but there is none to edit")
+        return family
+    if len(shapes) < len(records):
+        which = next(record["prompt"] for record in records if "image" not in record)
+        raise ConfigError(
+            f"the prompt {which!r} has no image to edit: give each prompt one"
+            + (", as in the model's run" if family.source else " or none")
+        )
+    source = source or family.source or _common_size(family, records, shapes)
+    return editing(family, source)
 
 
 def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
@@ -245,8 +253,17 @@ def read_run(
 
 def run_recipe(workdir: pathlib.Path) -> Recipe:
     """The recipe of the run in a workdir; fields that were introduced later have their defaults."""
+    if not (workdir / "config.json").exists():
+        raise ConfigError(
+            f"{workdir} is no training run's workdir, as it has no config.json: give the --workdir of launch/train.py"
+        )
     with user_input():
         given = read_json(workdir / "config.json")
+    if {"_class_name", "architectures"} & given.keys():
+        raise ConfigError(
+            f"{workdir} is one component of a pipeline: give the folder above it, which has a model_index.json, or a "
+            "training run's workdir"
+        )
     try:
         return reopen_recipe(given)
     except ConfigError as error:

@@ -263,7 +263,9 @@ def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
         if (folder / f"{stem}.safetensors").exists():
             return open_file(folder / f"{stem}.safetensors")
     expected = " or ".join(f"{stem}.safetensors[.index.json]" for stem in STEMS.values())
-    raise ValueError(f"{folder} holds no weights: expected {expected}")
+    others = sorted({*folder.glob("*.safetensors"), *folder.glob("*.bin")})
+    found = f", not {others[0].name}" if others else ""
+    raise ValueError(f"{folder} holds no weights: expected {expected}{found}")
 
 
 # -------------------------------------------------------------------------------------- writing

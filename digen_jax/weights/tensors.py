@@ -204,7 +204,15 @@ def file_tensors(
 def write_file(
     file: pathlib.Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, str] = {}
 ) -> None:
-    """Writes one safetensors file with the metadata that torch's readers require; it appears whole."""
+    """Writes one safetensors file with the metadata that torch's readers require; it appears whole.
+
+    Raises:
+      OSError: names the file; no part of it remains.
+    """
     partial = file.with_name(f".{file.name}.partial")
-    save_file(tensors, partial, metadata={"format": "pt", **metadata})
-    os.replace(partial, file)
+    try:
+        save_file(tensors, partial, metadata={"format": "pt", **metadata})
+        os.replace(partial, file)
+    except (SafetensorError, OSError) as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{file} cannot be written: {error}") from error

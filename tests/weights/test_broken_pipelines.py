@@ -11,8 +11,10 @@ from safetensors.numpy import load_file, save_file
 from digen_jax.assemble import load_family, open_parts, open_pipeline
 from digen_jax.config.door import open_recipe, place
 from digen_jax.errors import ConfigError, blame
-from digen_jax.inference.model import open_model
+from digen_jax.inference.model import edited, open_model, run_recipe
+from digen_jax.models.family import Size
 from digen_jax.weights import folder as weights
+from digen_jax.weights.tensors import write_file
 from tests.tiny_runs import pipeline, tiny_config
 
 INDEX = "transformer/diffusion_pytorch_model.safetensors.index.json"
@@ -298,3 +300,34 @@ def test_weights_that_do_not_fit_are_found_before_any_is_read(base, folder, monk
         open_parts(recipe, jax.devices()[:1])
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         open_model(str(folder), jax.devices()[:1])
+
+
+def test_what_is_asked_is_compared_with_the_model_before_its_weights_are_read(folder, monkeypatch):
+    def fits(family):
+        edited(family, [{"prompt": "x"}], Size(16, 16))
+
+    monkeypatch.setattr(weights, "open_tensors", None)
+    with pytest.raises(ConfigError, match="a size of pictures is given, but there is none to edit"):
+        open_model(str(folder), jax.devices()[:1], fits=fits)
+
+
+def test_a_component_or_a_pipeline_in_a_runs_place_is_told_apart(folder):
+    with pytest.raises(ConfigError, match="transformer is one component of a pipeline: give the"):
+        open_model(str(folder / "transformer"), jax.devices()[:1])
+    with pytest.raises(
+        ConfigError, match=r"is no training run's workdir, as it has no config.json"
+    ):
+        run_recipe(folder)
+
+
+def test_weights_of_another_kind_are_named(folder):
+    (file,) = (folder / "vae").glob("*.safetensors")
+    file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    assert reading(folder, "vae").endswith(", not diffusion_pytorch_model.fp16.safetensors")
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
+    """safetensors raises its own for a full disk, as for a folder that is not there."""
+    file = tmp_path / "none" / "model.safetensors"
+    with pytest.raises(OSError, match=f"{file} cannot be written: "):
+        write_file(file, {"a": np.ones(3, np.float32)})
