@@ -17,6 +17,7 @@ from digen_jax.errors import (
     LARGEST_SEED,
     LARGEST_SIDE,
     ConfigError,
+    blame,
     check_output,
     check_positive,
     check_range,
@@ -79,7 +80,7 @@ def main() -> None:
     import jax
 
     from digen_jax import rewards
-    from digen_jax.inference.model import Asked, evaluation_to_folder, open_model
+    from digen_jax.inference.model import Asked, edited, evaluation_to_folder, open_model
     from digen_jax.prompts.files import first_negative, read_prompt_file
     from digen_jax.prompts.notes import tell
     from digen_jax.rewards.trial import try_out
@@ -101,8 +102,15 @@ def main() -> None:
         score = rewards.resolve(names)
     rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
     asked = [Asked(guidance, *rest) for guidance in guidances]
-    negative = f"{place}, has a negative prompt" if place else None
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, asked, negative)
+    model = open_model(
+        _MODEL.value,
+        jax.devices(),
+        _LORA.value,
+        _DTYPE.value,
+        asked,
+        negative=f"{place}, has a negative prompt" if place else None,
+        fits=lambda family: edited(family, records),
+    )
     model = model.editing(records)
     tell(prompts, model.family.cut)
     samplers = [model.sampler(*one) for one in asked]
@@ -118,7 +126,9 @@ def main() -> None:
         )
         found[guidance] = evaluation.by_task()
         if _PICTURES.value:
-            evaluation_to_folder(evaluation, pathlib.Path(_PICTURES.value, head.replace(" ", "_")))
+            folder = pathlib.Path(_PICTURES.value, head.replace(" ", "_"))
+            with blame("--pictures: ", (OSError,)):
+                evaluation_to_folder(evaluation, folder)
     print(f"{reward}, mean and standard error, {samplers[0].settings.steps} steps")
     print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
     if _OUTPUT.value:

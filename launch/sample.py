@@ -15,6 +15,7 @@ from digen_jax.errors import (
     LARGEST_SEED,
     LARGEST_SIDE,
     ConfigError,
+    blame,
     check_output,
     check_positive,
     check_range,
@@ -82,16 +83,22 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.inference.model import Asked, open_model, sample_to_folder
+    from digen_jax.inference.model import Asked, edited, open_model, sample_to_folder
     from digen_jax.prompts.notes import tell
 
     asked = Asked(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value)
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, [asked], _negative())
-    if _IMAGE.value and not model.family.edits:
-        raise ConfigError(
-            f"--image is given, but {_MODEL.value} makes pictures of prompts alone: leave it out, or choose a model "
-            "that edits"
-        )
+
+    def fits(family: Any) -> None:
+        if _IMAGE.value and not family.edits:
+            raise ConfigError(
+                f"--image is given, but {_MODEL.value} makes pictures of prompts alone: leave it out, or choose a "
+                "model that edits"
+            )
+        edited(family, records, source)
+
+    model = open_model(
+        _MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, [asked], _negative(), fits
+    )
     model = model.editing(records, source)
     sampler = model.sampler(*asked)
     output = pathlib.Path(_OUTPUT.value)
@@ -107,7 +114,8 @@ def main() -> None:
                 file=sys.stderr,
             )
 
-    sample_to_folder(model, sampler, records, output, _BATCH.value, _SEED.value, _IMAGES.value)
+    with blame("--output: ", (OSError,)):
+        sample_to_folder(model, sampler, records, output, _BATCH.value, _SEED.value, _IMAGES.value)
     count = len(records) * _IMAGES.value
     print(f"{count} image{'s' * (count > 1)} and grid.png lie in {output}")
 

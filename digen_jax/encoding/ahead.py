@@ -33,9 +33,10 @@ from digen_jax.engine.encoding import (
 )
 from digen_jax.engine.hosts import fetch
 from digen_jax.engine.placement import DeviceGroup
-from digen_jax.errors import ConfigError, blame
+from digen_jax.errors import ConfigError, blame, check_output
 from digen_jax.models.family import Family, Record, Tokens
 from digen_jax.policies import on_devices, reads_null
+from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
 from digen_jax.prompt_store import (
     EACH_STEP,
@@ -46,7 +47,8 @@ from digen_jax.prompt_store import (
     store_folder,
 )
 from digen_jax.prompts.encoded import OVERHEAD, PromptStore
-from digen_jax.runtime.orders import is_first, several
+from digen_jax.runtime.orders import is_first, meet, several
+from digen_jax.scheduling.deadlines import Deadline
 
 # What is stored together at most, and lost if the process is killed meanwhile.
 TOGETHER, TOGETHER_BYTES = 1024, 2**30
@@ -118,6 +120,7 @@ class Encoding:
         return rows + (2 + len(self.missing) // TOGETHER + rows // TOGETHER_BYTES) * OVERHEAD
 
     def _check_room(self, size: int) -> None:
+        check_output("config.prompts.store", self._place, folder=True)
         limit, what = self.recipe.prompts.store_limit, f"{_prompts(self.missing)} to be encoded"
         if excess := self.store.excess(size):
             raise ConfigError(
@@ -177,7 +180,8 @@ class Encoding:
         shown = watched(blocks, "encoding prompts", "block", note=lambda: _shown(done))
         for block in shown if is_first() else blocks:
             tokens = jax.tree.map(lambda rows: _filled(rows, count), self._tokens(block))
-            made = jax.tree.map(fetch, program(params, tokens))
+            with during("the encoding of prompts"):
+                made = jax.tree.map(fetch, program(params, tokens))
             rows = dict(zip(block, rows_of(family, made), strict=False))
             done += _bytes(rows)
             yield rows
@@ -195,7 +199,7 @@ class Encoding:
                 self.store.add(rows)
             if not several():
                 return
-            multihost_utils.sync_global_devices("prompts are stored")
+            meet("storing prompts", Deadline(self.recipe.runtime.deadline).seconds())
             if own := self.store.missing(rows):
                 self.store.add({text: rows[text] for text in own})
 

@@ -195,6 +195,9 @@ class Family(Protocol):
     ) -> Params:
         """Reads one component's parameters from the pipeline folder directly onto the devices of `shardings`."""
 
+    def check(self, folder: pathlib.Path, part: str) -> None:
+        """Raises ValueError where one component's weights are incomplete or do not fit; only headers are read."""
+
 
 def negative_of(family: Family, record: Record) -> str:
     """The prompt of a record's pass without its prompt: its own "negative_prompt", or the family's."""

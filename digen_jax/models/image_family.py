@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from digen_jax.errors import FieldError
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Params, Record, Size, negative_of
 from digen_jax.models.logical_axes import logical_axes
@@ -98,6 +99,16 @@ class ImageFamily:
             rename=self.renamed.get(part),
         )
 
+    def check(self, folder: pathlib.Path, part: str) -> None:
+        """Raises ValueError where one component's weights are incomplete or do not fit; only headers are read."""
+        weights.check_params(
+            folder / part,
+            self.shapes()[part],
+            self.lists[part],
+            ignore=self.ignored.get(part, ()),
+            rename=self.renamed.get(part),
+        )
+
 
 def check_widths(folder: pathlib.Path, widths: Iterable[tuple[str, str, int, str, int]]) -> None:
     """Refuses components that do not fit the transformer.
@@ -115,6 +126,18 @@ def check_widths(folder: pathlib.Path, widths: Iterable[tuple[str, str, int, str
                 f"{folder / part / 'config.json'}: {name} must be {expected}, the transformer's {of_transformer}, "
                 f"and is {found}"
             )
+
+
+def check_tokens(asked: int, most: int, why: str) -> None:
+    """Refuses a `max_sequence_length` above `most`; `why` ends the sentence "... must be at most ...,".
+
+    Raises:
+      FieldError: names the field of the config, as the folder is not to blame.
+    """
+    if asked > most:
+        raise FieldError(
+            f"config.model.max_sequence_length must be at most {most}, {why}, not {asked}"
+        )
 
 
 @functools.cache

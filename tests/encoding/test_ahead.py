@@ -170,6 +170,16 @@ def test_a_limit_that_is_too_small_is_refused_before_anything_slow(config, tmp_p
     assert not LIVE
 
 
+def test_a_store_that_is_a_file_is_refused_before_anything_slow(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead, "read_parts", None)
+    (tmp_path / "file").write_text("")
+    c = config(prompts__store=str(tmp_path / "file"))
+    with pytest.raises(
+        ConfigError, match=r"config.prompts.store = '.*file' is a file already: give"
+    ):
+        trained(c, tmp_path / "run")
+
+
 def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
     config, store, tmp_path, monkeypatch
 ):

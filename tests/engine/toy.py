@@ -154,6 +154,9 @@ class ToyFamily:
     def read(self, folder, part, shardings=None, dtype=np.float32):
         return self.params()[part]
 
+    def check(self, folder, part):
+        pass
+
     def params(self) -> dict[str, Any]:
         """Numpy arrays of which no number is 0 or 1."""
         x, vector = jnp.zeros((1, *self.size)), jnp.zeros((1, TEXT))

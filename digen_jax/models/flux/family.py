@@ -20,7 +20,7 @@ from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
 from digen_jax.models.flux import flops as flux_flops
 from digen_jax.models.flux import network as flux
-from digen_jax.models.image_family import ImageFamily, check_widths, shapes_of
+from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of
 from digen_jax.models.packing import SIDE
 from digen_jax.models.precision import exact_products
 from digen_jax.models.remat import Remat
@@ -127,10 +127,7 @@ class Flux(ImageFamily):
           ValueError: names the file that is missing, broken, has another class, or does not fit the others, or a
             `max_sequence_length` that diffusers' pipeline refuses.
         """
-        if max_sequence_length > T5_TOKENS:
-            raise ValueError(
-                f"max_sequence_length is {max_sequence_length}, but FLUX.1 reads at most {T5_TOKENS} tokens"
-            )
+        check_tokens(max_sequence_length, T5_TOKENS, "the most that FLUX.1 reads of a prompt")
         configs = weights.read_configs(folder, COMPONENTS, READERS)
         network, vae = configs["transformer"], configs["vae"]
         clip, long = configs["text_encoder"], configs["text_encoder_2"]

@@ -18,7 +18,7 @@ from digen_jax.attention.kernels import Heads
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_wan
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
-from digen_jax.models.image_family import ImageFamily, check_widths, shapes_of
+from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of
 from digen_jax.models.packing import SIDE, pack, unpack
 from digen_jax.models.precision import exact_products
 from digen_jax.models.qwen_image import flops as qwen_image_flops
@@ -142,10 +142,7 @@ class QwenImage(ImageFamily):
           ValueError: names the file that is missing, broken, has another class, or does not fit the others, or a
             `max_sequence_length` that diffusers' pipeline refuses.
         """
-        if max_sequence_length > MOST_TOKENS:
-            raise ValueError(
-                f"max_sequence_length is {max_sequence_length}, but Qwen-Image reads at most {MOST_TOKENS} tokens"
-            )
+        check_tokens(max_sequence_length, MOST_TOKENS, "the most that Qwen-Image reads of a prompt")
         configs = weights.read_configs(folder, COMPONENTS, READERS)
         network, encoder, vae = (configs[part] for part in ("transformer", "text_encoder", "vae"))
         channels, width = network.in_channels // SIDE**2, network.joint_attention_dim
@@ -161,7 +158,9 @@ class QwenImage(ImageFamily):
             transformer=qwen_image.QwenImageTransformer(network, dtype=dtype, remat=remat),
             vae=autoencoder_wan.AutoencoderKLWan(vae),
             text_encoder=language_model.LanguageModel(encoder, dtype=dtype),
-            tokenizer=language_model_tokenizer.read(folder / "tokenizer", encoder),
+            tokenizer=language_model_tokenizer.read(
+                folder / "tokenizer", encoder, head=(TEMPLATE.partition("{}")[0], DROPPED)
+            ),
             scheduler=configs["scheduler"],
             max_sequence_length=max_sequence_length or TEXT_TOKENS,
         )

@@ -35,9 +35,9 @@ def test_it_has_the_published_batch_and_steps(gpus):
     assert (found.algorithm.old_log_probs, found.algorithm.kl_coefficient) == ("recomputed", 0)
 
 
-@pytest.mark.parametrize("argument", ["0", "x", "", "16", "-1"])
+@pytest.mark.parametrize("argument", ["0", "x", "", "-1"])
 def test_it_wants_a_number_of_gpus(argument):
-    with pytest.raises(ConfigError, match="must be a number of GPUs among which the 168 passes"):
+    with pytest.raises(ConfigError, match=r"must be a number of GPUs, such as :8$"):
         load(argument)
 
 
