@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from digen_jax.weights import torch_file
+from digen_jax.weights import torch_file, torch_pickle
 from digen_jax.weights.torch_file import as_stored, load, open_arrays
 
 DTYPES = [
@@ -204,7 +204,7 @@ def test_a_crafted_pickle_is_refused(tmp_path, operations, words):
 
 
 def test_limits_on_pickles(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_file, "MOST_OPERATIONS", 50)
+    monkeypatch.setattr(torch_pickle, "MOST_OPERATIONS", 50)
     refused(crafted(tmp_path, b"}0" * 3), "operation POP")
     refused(crafted(tmp_path, b"}" * 60), "more than 50 operations")
     monkeypatch.setattr(torch_file, "LARGEST_PICKLE", 20)
