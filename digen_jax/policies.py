@@ -122,7 +122,7 @@ def _check_pictures(recipe: Recipe, family: Family) -> None:
     """Refuses pictures that would not be edited, although the model could."""
     if not family.edits or family.source is not None:
         return
-    for file in (recipe.prompts.file, recipe.evaluation.prompts):
+    for file in (*recipe.prompts.paths, recipe.evaluation.prompts):
         for number, record in numbered_records(file) if file else ():
             if "image" in record:
                 raise ConfigError(
