@@ -164,7 +164,7 @@ def _check_pictures(recipe: Recipe, family: Family) -> None:
     """Refuses pictures that would not be edited, although the model could."""
     if not family.edits or family.source is not None:
         return
-    for file in (recipe.prompts.file, recipe.evaluation.prompts):
+    for file in (*recipe.prompts.paths, recipe.evaluation.prompts):
         for number, record in numbered_records(file) if file else ():
             if "image" in record:
                 raise ConfigError(
@@ -188,12 +188,14 @@ def _check_negatives(recipe: Recipe, family: Family) -> None:
     sampled = make_policy(recipe, family)
     trained = trained_policy(sampled, recipe.algorithm)
     policies = sampled, trained, evaluation_policy(recipe, family)
-    for name, section, file in (
-        ("prompts.file", "sampler", recipe.prompts.file),
-        ("evaluation.prompts", "evaluation", recipe.evaluation.prompts),
+    held_out = [recipe.evaluation.prompts] if recipe.evaluation.prompts else []
+    files = "prompts.files" if recipe.prompts.files else "prompts.file"
+    for name, section, paths in (
+        (files, "sampler", recipe.prompts.paths),
+        ("evaluation.prompts", "evaluation", held_out),
     ):
         with blame(f"config.{name}: "):
-            if place := first_negative(file) if file else None:
+            if place := next(filter(None, map(first_negative, paths)), None):
                 check_negative(f"{place}, has a negative prompt", policies, f"config.{section}.")
 
 

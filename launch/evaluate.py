@@ -112,7 +112,7 @@ def main() -> None:
         fits=lambda family: edited(family, records),
     )
     model = model.editing(records)
-    tell(prompts, model.family.cut)
+    tell([prompts], model.family.cut)
     samplers = [model.sampler(*one) for one in asked]
     size = samplers[0].settings.size
     try_out(functools.partial(rewards.call, score, names), [records], size.height, size.width)

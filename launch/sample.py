@@ -103,7 +103,7 @@ def main() -> None:
     sampler = model.sampler(*asked)
     output = pathlib.Path(_OUTPUT.value)
     if _PROMPTS.value:
-        tell(_PROMPTS.value, model.family.cut)
+        tell([_PROMPTS.value], model.family.cut)
     texts = _texts()
     cuts = model.family.cut([text for _, text in texts] or [""])
     for (name, text), cut in zip(texts, cuts, strict=False):

@@ -89,12 +89,23 @@ class PromptsSection:
     # "negative_prompt" is for the pass without the prompt, an "image" is the path of a picture to edit, relative to the
     # file
     file: str = "assets/prompts/shapes_train.jsonl"
+    # several such files in place of `file`; on the command line one option for each. A step's groups are drawn from all
+    # of them, and the metadata that rewards get has "prompt_file", the file of a prompt
+    files: tuple[str, ...] = ()
+    weights: tuple[
+        float, ...
+    ] = ()  # the share of each of `files` in a step's groups, in any unit; empty: all the same
     # "each_step": the text encoders stay on the sampling meshes; "ahead": before it samples, a run encodes all prompts
     # that it will draw, and then has no text encoders; "auto": ahead if their parameters take more than 4 GB
     encoding: Encoding = "auto"
     # folder of prompts that were encoded ahead, which runs share; "": digen_jax/prompts in the user's cache folder
     store: str = ""
     store_limit: float = 100.0  # GB that this folder may take
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The prompt files to train on; none where none is given."""
+        return self.files or ((self.file,) if self.file else ())
 
 
 @dataclasses.dataclass(frozen=True)

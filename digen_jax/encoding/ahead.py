@@ -251,11 +251,11 @@ def encode_all(recipe: Recipe) -> None:
     """
     devices = jax.devices()
     recipe = on_devices(recipe, len(devices))
-    for name, file in (
-        ("prompts.file", recipe.prompts.file),
+    for name, given in (
+        ("prompts.file", recipe.prompts.paths),
         ("evaluation.prompts", recipe.evaluation.prompts),
     ):
-        if not file:
+        if not given:
             raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
     with tempfile.TemporaryDirectory() as cache:
         found = prepare(recipe, devices, lambda: reached(recipe, pathlib.Path(cache)))

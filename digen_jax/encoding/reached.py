@@ -7,7 +7,7 @@ from typing import Any
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import blame
 from digen_jax.prompts.dataset import prompt_batches
-from digen_jax.prompts.files import read_prompt_file
+from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 
 
 def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[dict[str, Any]]:
@@ -24,13 +24,14 @@ def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[dict[st
     with blame("config.evaluation.prompts: "):
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
     with blame("config.prompts.file: "):
-        left = {_content(record) for record in read_prompt_file(recipe.prompts.file)}
+        left = set(map(_content, itertools.chain(*read_prompt_files(recipe.prompts.paths))))
         steps = prompt_batches(
-            recipe.prompts.file,
+            recipe.prompts.paths,
             recipe.drawn_groups,
             recipe.seed,
             cache,
             set_steps=recipe.algorithm.set_steps,
+            weights=recipe.prompts.weights,
         )
     found = {_content(record): record for record in held_out}
     for records in itertools.islice(steps, first, recipe.steps):

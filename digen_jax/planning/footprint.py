@@ -71,7 +71,7 @@ def stored_bytes(recipe: Recipe, latent: tuple[int, ...]) -> int:
 def step_records(recipe: Recipe, family: Family) -> list[Record]:
     """As many records as a step has prompts; programs depend on their number, and on whether negative ones differ."""
     records = [example(family)] * recipe.drawn_groups
-    if not negatives_differ(recipe.prompts.file):
+    if not negatives_differ(recipe.prompts.paths):
         return records
     return [{**record, "negative_prompt": str(i)} for i, record in enumerate(records)]
 

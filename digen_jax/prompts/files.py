@@ -1,18 +1,23 @@
-"""Prompt files to records: GenEval metadata (.jsonl) or one prompt a line (.txt)."""
+"""Prompt files to records: GenEval metadata (.jsonl), one prompt a line (.txt), or a data set of the hub."""
 
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from digen_jax.images import check_picture
+from digen_jax.prompts import hub
 
 # Of a line in bytes: a text encoder reads some hundred letters, and metadata is not much longer.
 LONGEST_LINE = 1_000_000
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+# Fields that records get.
+SERIAL, PROMPT_FILE = "serial", "prompt_file"
+RESERVED = {SERIAL: "the number of the group", PROMPT_FILE: "the file of the prompt"}
 
 
 def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -25,7 +30,8 @@ def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     where they are present: `tag`, a string; `include` and `exclude`, lists of objects with
     `class`, `count` and optionally `color` and `position` = [relation, index of an earlier
     `include`]. `image` is the path of a picture to edit, relative to the file's folder: see
-    `located`. All other fields are kept as they are.
+    `located`. All other fields are kept as they are. `path` may also name a data set of the hub,
+    whose rows count as lines: see `hub.Place`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -33,6 +39,17 @@ def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             be used; the message gives its number and what to change.
     """
     return [record for _, record in numbered_records(path)]
+
+
+def read_prompt_files(paths: Sequence[str | os.PathLike[str]]) -> list[list[dict[str, Any]]]:
+    """The records of each file, as `marked`. Raises as `read_prompt_file`."""
+    several = len(paths) > 1
+    return [[marked(path, record, several) for record in read_prompt_file(path)] for path in paths]
+
+
+def marked(path: str | os.PathLike[str], record: dict[str, Any], several: bool) -> dict[str, Any]:
+    """A record that says which file it is from, if there are `several`."""
+    return record | ({PROMPT_FILE: str(path)} if several else {})
 
 
 def numbered_records(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, Any]]]:
@@ -44,7 +61,7 @@ def numbered_records(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, 
 def located(path: str | os.PathLike[str], record: dict[str, Any]) -> dict[str, Any]:
     """A record of the prompt file at `path`, whose `image` is a path as seen from the working folder, or a URL."""
     image = record.get("image")
-    if not isinstance(image, str) or not image.strip() or "://" in image:
+    if not isinstance(image, str) or not image.strip() or "://" in image or hub.is_hub(path):
         return record
     return record | {"image": str(pathlib.Path(path).parent / image)}
 
@@ -61,11 +78,13 @@ def first_negative(path: str | os.PathLike[str]) -> str | None:
     return None if number is None else f"{path}, line {number}"
 
 
-def negatives_differ(path: str | os.PathLike[str]) -> bool:
-    """Whether the prompts of a file have different negative ones; a file that does not exist has none."""
-    if not pathlib.Path(path).is_file() or first_negative(path) is None:
+def negatives_differ(paths: Sequence[str | os.PathLike[str]]) -> bool:
+    """Whether prompts of files have different negative ones; a file that does not exist has none."""
+    here = [path for path in paths if hub.is_hub(path) or pathlib.Path(path).is_file()]
+    if all(first_negative(path) is None for path in here):
         return False
-    return len({record.get("negative_prompt") for record in read_prompt_file(path)}) > 1
+    records = itertools.chain.from_iterable(map(read_prompt_file, here))
+    return len({record.get("negative_prompt") for record in records}) > 1
 
 
 def check_pictures(path: str | os.PathLike[str]) -> None:
@@ -100,11 +119,17 @@ def _picture_mistake(record: dict[str, Any]) -> str | None:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The content of the prompt file at `path`; FileNotFoundError says what to do."""
+    """The content of the prompt file at `path`; FileNotFoundError says what to do.
+
+    A data set of the hub is read as the lines of a .jsonl file; ValueError says why it cannot be.
+    """
+    if hub.is_hub(path):
+        return hub.read_rows(str(path))
     path = pathlib.Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"There is no prompt file at {path}: give the path of a .jsonl or .txt file."
+            f"There is no prompt file at {path}: give the path of a .jsonl or .txt file, or hf:owner/name for a "
+            "data set of the hub."
         )
     return path.read_bytes()
 
@@ -121,7 +146,7 @@ def _numbered_records(
     path: str | os.PathLike[str], content: bytes
 ) -> list[tuple[int, dict[str, Any]]]:
     parsers = {".jsonl": _parse_json, ".txt": _parse_text}
-    suffix = pathlib.Path(path).suffix
+    suffix = suffix_of(path)
     if suffix not in parsers:
         raise ValueError(
             f"{path} ends in {suffix!r}: a prompt file is .jsonl (one JSON object a line) or .txt "
@@ -138,6 +163,11 @@ def _numbered_records(
     if not records:
         raise ValueError(f"{path} holds no prompt: write at least one line.")
     return records
+
+
+def suffix_of(path: str | os.PathLike[str]) -> str:
+    """What says the format of a prompt file."""
+    return ".jsonl" if hub.is_hub(path) else pathlib.Path(path).suffix
 
 
 def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, str]]:
@@ -202,8 +232,9 @@ def _check_record(record: dict[str, Any]) -> None:
             raise ValueError(
                 f'"{name}" holds half of a surrogate pair; write the character itself.'
             )
-    if "serial" in record:
-        raise ValueError('"serial" will hold the number of the group; rename this field.')
+    for field, content in RESERVED.items():
+        if field in record:
+            raise ValueError(f'"{field}" will hold {content}; rename this field.')
     if not isinstance(record.get("tag", ""), str):
         raise ValueError(f'"tag" must be a text, not {record["tag"]!r}.')
     included = _objects(record, "include")

@@ -267,6 +267,12 @@ def test_what_a_run_reaches(base, config, tmp_path):
     assert len(second) == 3 and not {*second[1:]} & {*first[1:]}
     c.steps = 1000
     assert {*texts()} == {"one", *TEXTS}
+    (tmp_path / "more.txt").write_text("three\nfour\n")
+    c.prompts.files = (c.prompts.file, str(tmp_path / "more.txt"))
+    assert {*texts()} == {"one", "three", "four", *TEXTS}
+    c.prompts.weights, c.steps = (1.0, 1000.0), 2
+    assert {*texts(first=1)} <= {"one", "three", "four"}
+    c.prompts.files, c.prompts.weights, c.steps = (), (), 1000
     lines = [{"prompt": "one"} | n for n in ({}, {"negative_prompt": ""}, {"negative_prompt": "b"})]
     c.evaluation.update(prompts=str(tmp_path / "held_out.jsonl"), images=0)
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, lines)))

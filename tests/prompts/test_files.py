@@ -94,6 +94,7 @@ CAT = {"class": "cat", "count": 1}
         ({"negative_prompt": ["a"]}, r'"negative_prompt" is \["a"\]; write a text'),
         ({"negative_prompt": "\ud83d"}, '"negative_prompt" holds half of a surrogate pair'),
         ({"serial": 3}, '"serial" will hold the number of the group; rename'),
+        ({"prompt_file": "a"}, '"prompt_file" will hold the file of the prompt; rename'),
         ({"tag": 3}, '"tag" must be a text, not 3'),
         ({"include": CAT}, '"include" must be a list of objects'),
         ({"include": ["cat"]}, r'include\[0\] must be an object with "class" and "count"'),
