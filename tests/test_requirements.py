@@ -13,8 +13,11 @@ def requirements(name: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and line[0] not in "#-"]
 
 
-def test_what_training_needs_has_a_lower_and_an_upper_bound():
-    for requirement in requirements("requirements.txt"):
+NEEDED = requirements("requirements.txt") + requirements("requirements-reward.txt")
+
+
+def test_what_training_and_rewards_need_has_a_lower_and_an_upper_bound():
+    for requirement in NEEDED:
         kinds = {bound.operator for bound in requirement.specifier}
         assert kinds == {">=", "<"}, requirement
 
@@ -41,6 +44,6 @@ def test_each_package_has_one_version_within_its_bounds(python):
             (version,) = pinned.specifier
             assert version.operator == "==" and pinned.name not in exact
             exact[pinned.name] = version.version
-    for wanted in requirements("requirements.txt") + requirements("requirements-dev.txt"):
+    for wanted in NEEDED + requirements("requirements-dev.txt"):
         name = wanted.name.lower().replace("_", "-")
         assert wanted.specifier.contains(exact[name]), wanted
