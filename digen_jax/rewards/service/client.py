@@ -31,9 +31,9 @@ QUIET = 5.0  # seconds between two printed lines on a server
 AGAIN = (408, 425, 429)  # statuses after which a request is repeated, beside 5xx
 ANSWER = 2**16, 64  # bytes of an answer at most: and for each score
 
-# It warns of every retry, in words that are no help; `RemoteReward` prints its own.
-logging.getLogger("stamina").addHandler(logging.NullHandler())
-logging.getLogger("stamina").propagate = False
+# They have a line for every retry and every request; `RemoteReward` prints its own.
+for name, level in (("stamina", logging.ERROR), ("httpx", logging.WARNING)):
+    logging.getLogger(name).setLevel(level)
 
 
 class Exchange(NamedTuple):
