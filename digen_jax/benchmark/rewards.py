@@ -136,7 +136,7 @@ class Comparison:
                 f"overhead of servers: {self.overhead:.3f} ms an image",
                 f"faults: {made}; one server was killed and started again",
                 f"{self.faults.images} images got exactly one score each, their own, in "
-                f"{self.faults.attempts} attempts; servers scored {self.faults.scorings} images",
+                f"{self.faults.attempts} attempts; servers scored {self.faults.scorings}",
             ]
         )
 
@@ -209,10 +209,10 @@ def run_remote(load: Load, folder: pathlib.Path, faults: Faults | None) -> Speed
             server.close()
     made = sum((proxy.made for proxy in proxies), Counter())
     made.pop("none", None)
-    scored = [line for file in folder.iterdir() for line in file.read_text().split()]
-    numbers = {int(line) for line in scored if int(line) >= 0}
-    if len(numbers) < load.total:
-        raise RuntimeError(f"{load.total - len(numbers)} images were scored by no server")
+    lines = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
+    scored = [line for line in lines if line != "-1"]
+    if len(set(scored)) != load.total:
+        raise RuntimeError(f"the servers scored {len(set(scored))} of {load.total} images")
     return dataclasses.replace(
         speed, attempts=len(exchanges), failures=dict(made), scorings=len(scored)
     )
