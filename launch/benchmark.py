@@ -72,7 +72,7 @@ _SERVERS = flags.DEFINE_integer("servers", 3, "Reward servers, each with a proce
 _REQUESTS = flags.DEFINE_integer("requests", 20, "Requests of each client.")
 _IMAGES = flags.DEFINE_integer("images", 4, "Images of a request.")
 _SIDE = flags.DEFINE_integer("side", 64, "Height and width of an image.")
-_REWARD = flags.DEFINE_float("reward", 0.001, "Seconds of the reward for an image.")
+_REWARD_SECONDS = flags.DEFINE_float("reward_seconds", 0.001, "Seconds of the reward for an image.")
 
 
 def runtime() -> None:
@@ -199,7 +199,7 @@ def rewards() -> None:
         requests=_REQUESTS.value,
         images=_IMAGES.value,
         side=_SIDE.value,
-        seconds=_REWARD.value,
+        seconds=_REWARD_SECONDS.value,
         seed=_SEED.value,
     )
     print(

@@ -10,11 +10,12 @@ import os
 from absl import flags
 
 from digen_jax.config.command_line import run_main
-from digen_jax.errors import check_range, user_input
+from digen_jax.errors import ConfigError, check_range, user_input
 from digen_jax.rewards.service import installed
 from digen_jax.rewards.service.limits import Limits
 
 TOKEN = "DIGEN_REWARD_TOKEN"
+SIDE = 64  # of the pictures that the reward is tried on
 
 _REWARD = flags.DEFINE_list("reward", None, "A reward or module:function, or several with commas.")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0: all.")
@@ -43,26 +44,32 @@ def main() -> None:
         import python_multipart  # noqa: F401
 
         from digen_jax.rewards.service.server import Service
-        from digen_jax.rewards.service.serving import grey, listen, serve, trial, warn
+        from digen_jax.rewards.service.serving import listen, serve, warn
 
     from digen_jax import rewards
     from digen_jax.rewards.pool import RewardPool
-    from digen_jax.rewards.trial import KINDS
+    from digen_jax.rewards.trial import try_out
 
-    asked = grey()
+    records = [{"prompt": "a photo of a cat"}]
     if _PROMPTS.value is not None:
         from digen_jax.prompts.files import read_prompt_file
 
         with user_input():
-            asked = trial(read_prompt_file(_PROMPTS.value)[:KINDS])
+            records = read_prompt_file(_PROMPTS.value)
     names, token = tuple(_REWARD.value), os.environ.get(TOKEN) or None
     with user_input():
         reward = rewards.resolve(names)
     place = listen(_HOST.value, _PORT.value)
     warn(_HOST.value, token)
     pool = RewardPool(reward, names, _PROCESSES.value, limit=lambda expected: limits.score)
+    service = Service(pool, names, _PROCESSES.value, limits, token)
     try:
-        serve(Service(pool, names, _PROCESSES.value, limits, token), place, asked, _PATIENCE.value)
+        serve(service, place, lambda: try_out(pool.score, [records], SIDE, SIDE), _PATIENCE.value)
+    except ConfigError as error:
+        if _PROMPTS.value is None:
+            hint = "if it needs a prompt file's fields, give one by --prompts"
+            raise type(error)(f"{error}\n  {hint}") from error
+        raise
     finally:
         pool.close()
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from digen_jax import rewards
+from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.process import Gone, Late
@@ -32,7 +33,7 @@ class Pool(Protocol):
 
 
 class Failed(Refused):
-    """A call of the reward that failed: 500, or 504 if it took too long."""
+    """A call of the reward that failed: 500; 504 if it took too long; 422 if the reward refuses the request."""
 
 
 class Scorer:
@@ -75,6 +76,8 @@ class Scorer:
 
     def _failed(self, error: BaseException) -> Failed:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, ConfigError) and not isinstance(error, RewardMistake):
+            return Failed(422, reason(error))  # the request lacks what the reward needs
         label = rewards.label(self.names)
         self.failures += 1
         late = isinstance(error, Late | Stopped | TimeoutError)
@@ -100,7 +103,8 @@ def by_name(found: Any, names: tuple[str, ...], count: int) -> dict[str, Float32
     """A pool's result as a column for each name.
 
     Args:
-      found: has `scores`, or is them: by name, or an array [b], or [b, k] for k names.
+      found: has `scores`, or is them: by name, an array [b], or [b, k] for k names, or `columns` [b, k] and others
+        `shown` by name.
       names: of an array's columns.
       count: of the images.
 
@@ -108,10 +112,12 @@ def by_name(found: Any, names: tuple[str, ...], count: int) -> dict[str, Float32
       RewardMistake: there is not one finite number an image and name.
     """
     scores = getattr(found, "scores", found)
+    shown = getattr(scores, "shown", {})
+    scores = getattr(scores, "columns", scores)
     if not isinstance(scores, Mapping):
         columns = np.asarray(scores).reshape(count, -1).T
         scores = dict(zip(names, columns, strict=True))
-    scores = {str(name): np.asarray(column, np.float32) for name, column in scores.items()}
+    scores = {name: np.asarray(column, np.float32) for name, column in {**scores, **shown}.items()}
     for name, column in scores.items():
         if column.shape != (count,) or not np.isfinite(column).all():
             raise RewardMistake(

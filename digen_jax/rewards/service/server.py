@@ -25,7 +25,7 @@ from digen_jax.rewards.service.batching import Batcher
 from digen_jax.rewards.service.limits import Limits, Refused
 from digen_jax.rewards.service.multipart import check_type
 from digen_jax.rewards.service.scoring import Pool, Scorer
-from digen_jax.rewards.service.wire import Asked, decode_request, encode_answer
+from digen_jax.rewards.service.wire import decode_request, encode_answer
 
 DECODERS = 4  # requests whose pictures are decoded at the same time
 DRAINED = (
@@ -57,7 +57,7 @@ class Service:
         self.answers = Answers(self.limits.remembered, self.limits.answers)
         self.decoders = ThreadPoolExecutor(DECODERS, "decode")
         self.held = 0  # bytes of requests
-        self.tried = False  # the trial has passed
+        self.tried = False  # the trial has passed; requests are refused before
         self.stopping = False
         self.asked = self.repeated = 0  # requests that got scores
 
@@ -115,15 +115,6 @@ class Service:
     def rewards(self) -> dict[str, Any]:
         """What `GET /rewards` answers."""
         return {"version": VERSION, "rewards": list(self.names), "limits": self.limits.told()}
-
-    async def try_out(self, asked: Asked) -> None:
-        """Scores a request of the server's own; requests are accepted after it has passed.
-
-        Raises:
-          Failed: it has not.
-        """
-        await self.scorer(asked.images, asked.prompts, asked.metadata)
-        self.tried = True
 
 
 class Room:

@@ -2,23 +2,21 @@
 
 import asyncio
 import contextlib
-import functools
 import ipaddress
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.rewards.service.limits import Refused
 from digen_jax.rewards.service.server import Service, make_app
-from digen_jax.rewards.service.wire import Asked
 
 HEADERS = 10.0  # seconds in which the head of a request must come
 IDLE = 75  # seconds that an open connection without a request is kept
@@ -112,23 +110,19 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def trial(records: Sequence[dict[str, Any]], side: int = 64) -> Asked:
-    """Grey pictures with these records, as a request."""
-    grey = np.full((len(records), side, side, 3), 128, np.uint8)
-    return Asked(None, [record["prompt"] for record in records], list(records), grey, b"")
-
-
-def serve(service: Service, place: socket.socket, asked: Asked, patience: float) -> None:
+def serve(
+    service: Service, place: socket.socket, trial: Callable[[], Any], patience: float
+) -> None:
     """Serves until a signal comes, then finishes what was accepted.
 
     Args:
       service: what is served.
       place: see `listen`.
-      asked: is scored first; requests are refused until then.
+      trial: of the reward, in a thread; requests are refused until it returns.
       patience: seconds to finish, after which the rest is dropped.
 
     Raises:
-      ConfigError: the reward fails on `asked`.
+      Exception: what the trial raises.
     """
     config = uvicorn.Config(
         make_app(service),
@@ -142,35 +136,45 @@ def serve(service: Service, place: socket.socket, asked: Asked, patience: float)
         timeout_keep_alive=IDLE,
         timeout_graceful_shutdown=max(1, round(patience)),
     )
-    server = Server(config, service)
-    failed = asyncio.run(_serve(server, service, place, asked))
-    if failed is not None:
-        raise ConfigError(
-            f"{failed}: it was tried on grey pictures; if it needs fields of a prompt file, give one by --prompts"
-        )
+    asyncio.run(_serve(Server(config, service), service, place, trial))
 
 
 async def _serve(
-    server: Server, service: Service, place: socket.socket, asked: Asked
-) -> Refused | None:
-    async def begin() -> Refused | None:
-        try:
-            await service.try_out(asked)
-        except Refused as error:
-            stopped, server.should_exit = server.should_exit, True
-            return None if stopped else error
+    server: Server, service: Service, place: socket.socket, trial: Callable[[], Any]
+) -> None:
+    tried = asyncio.wrap_future(_in_thread(trial))
+
+    def begin(_: asyncio.Future) -> None:
+        if tried.cancelled() or tried.exception() is not None:
+            server.should_exit = True
+            return
+        service.tried = True
         host, port = place.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        label = rewards.label(service.names)
-        print(f"reward {label!r} is served at http://{host}:{port}", flush=True)
-        return None
+        print(
+            f"reward {rewards.label(service.names)!r} is served at http://{host}:{port}", flush=True
+        )
 
-    begun = asyncio.ensure_future(begin())
+    tried.add_done_callback(begin)
     await server.serve(sockets=[place])
-    if not begun.done():  # stopped in the trial
-        begun.cancel()
-        return None
-    return begun.result()
+    if tried.done() and not service.stopping:
+        tried.result()
+
+
+def _in_thread(work: Callable[[], Any]) -> Future:
+    """The result of a call in a thread that this process does not wait for at its end."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            found = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(found)
+
+    threading.Thread(target=run, name="trial", daemon=True).start()
+    return future
 
 
 def warn(host: str, token: str | None) -> None:
@@ -181,6 +185,3 @@ def warn(host: str, token: str | None) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-grey = functools.partial(trial, [{"prompt": "a photo of a cat"}])

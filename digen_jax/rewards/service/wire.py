@@ -25,6 +25,8 @@ HEADER = 4096  # bytes of a safetensors header, at most
 ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # Fields of prompt files that are paths: they stay where the files are.
 PATHS = ("image",)
+# The field that says which rewards of a run score a prompt: the run has chosen when it asks.
+CHOICE = "rewards"
 SHOWN = 300  # characters of a server's sentence
 
 
@@ -146,6 +148,8 @@ def decode_text(
             raise Refused(
                 422, f"the metadata's field {name!r} is a path of the sender: leave it out"
             )
+    for record in metadata:
+        record.pop(CHOICE, None)
     return id, prompts, metadata
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from digen_jax.rewards.service.limits import Limits
 from digen_jax.rewards.service.server import Service, make_app
-from digen_jax.rewards.service.serving import grey
 from digen_jax.rewards.service.wire import encode_request
 
 NAMES = ("mean",)
@@ -102,7 +101,6 @@ __all__ = [
     "NAMES",
     "Held",
     "Pool",
-    "grey",
     "means",
     "pictures",
     "post",

@@ -1,11 +1,13 @@
 import asyncio
 import io
+import types
 
 import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
+from digen_jax.errors import ConfigError
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.process import Gone, Late
 from digen_jax.rewards.service import scoring
@@ -17,7 +19,6 @@ from digen_jax.rewards.service.wire import decode_answer, encode_request
 from tests.rewards.service.helpers import (
     Held,
     Pool,
-    grey,
     means,
     pictures,
     post,
@@ -71,7 +72,7 @@ def test_health_and_rewards():
         assert (await client.get("/health")).status_code == 503
         refused = await post(client)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        await service.try_out(grey())
+        service.tried = True
         healthy = await client.get("/health")
         assert healthy.status_code == 200 and healthy.json()["ok"] is True
         told = (await client.get("/rewards")).json()
@@ -114,6 +115,7 @@ def test_a_score_that_is_not_finite_is_an_error():
         (Gone("died in its process (SIGKILL)"), 500, "reward 'mean' died in its process"),
         (RewardMistake("reward 'x' returned None\n  /root/x.py, line 3"), 500, "'x' returned None"),
         (OSError(2, "none", "/root/x"), 500, "[Errno 2] none: (a path)"),
+        (ConfigError("the record has no `include`"), 422, "the record has no `include`"),
     ],
 )
 def test_failures_have_a_status_and_a_short_reason(error, status, what):
@@ -128,6 +130,7 @@ def test_failures_have_a_status_and_a_short_reason(error, status, what):
         response = await post(client)
         assert response.status_code == status
         assert what in sentence(response) and "root" not in sentence(response)
+        assert service.scorer.failures == (status != 422)
 
     run(test, Failing())
 
@@ -439,6 +442,8 @@ def test_scores_by_name():
     found = by_name(two, ("a", "b"), 2)
     np.testing.assert_array_equal([found["a"], found["b"]], two.T)
     np.testing.assert_array_equal(by_name(two[0], ("a",), 2)["a"], two[0])
+    both = by_name(types.SimpleNamespace(columns=two, shown={"c": two[0]}), ("a", "b"), 2)
+    assert list(both) == ["a", "b", "c"] and both["b"].tolist() == [2, 4]
     assert list(by_name({"x": [1, 2]}, ("a",), 2)) == ["x"]
     for wrong in ({"x": [1]}, {"x": [[1], [2]]}, {"x": [1, np.inf]}):
         with pytest.raises(RewardMistake, match="reward 'x' has not one finite score"):

@@ -38,6 +38,9 @@ def mean(images, prompts, metadata):
         images = images / 255
     return images.reshape(len(images), -1).mean(1)
 
+def never_ready(images, prompts, metadata):
+    time.sleep(600)
+
 def needs_tag(images, prompts, metadata):
     return [len(record["tag"]) for record in metadata]
 """
@@ -57,9 +60,12 @@ class Served:
             text=True,
         )
         self.folder = folder
+
+    def wait(self):
         self.line = self.process.stdout.readline().strip()
         self.url = self.line.rpartition(" ")[2]
         self.port = int(self.url.rpartition(":")[2] or 0) if self.url else 0
+        return self
 
     def end(self, number=signal.SIGTERM):
         self.process.send_signal(number)
@@ -110,7 +116,7 @@ def serve(folder):
 
     def start(*arguments, **environment):
         begun.append(Served(folder, f"--reward={NAME}", *arguments, **environment))
-        return begun[-1]
+        return begun[-1].wait()
 
     yield start
     for one in begun:
@@ -239,6 +245,19 @@ def test_sigterm_finishes_what_was_accepted(serve):
 
 
 @pytest.mark.slow
+def test_a_server_in_its_trial_refuses_and_can_be_stopped(folder):
+    with listen("127.0.0.1", 0) as place:
+        port = place.getsockname()[1]
+    server = Served(folder, "--reward=served_rewards:never_ready", f"--port={port}")
+    reward = RemoteReward([f"http://127.0.0.1:{port}"], [NAME], deadline=10.0, retries=1000)
+    with pytest.raises(Stopped, match="answered 503: the server has not tried its reward yet"):
+        reward(pictures(1), ["a"], [{}])
+    assert httpx.get(f"http://127.0.0.1:{port}/health").json()["tried"] is False
+    begin = time.monotonic()
+    assert server.end() == 0 and time.monotonic() - begin < 5
+
+
+@pytest.mark.slow
 def test_sigterm_does_not_wait_for_ever(serve):
     server = serve("--port=0", "--patience=1")
     kind, body = encode_request(pictures(1), ["hang"], [{}])
@@ -289,12 +308,14 @@ def test_a_port_in_use_and_a_wrong_reward_are_one_sentence(serve, folder):
     assert len(second.said.splitlines()) == 1
     wrong = Served(folder, "--reward=served_rewards:needs_tag", "--port=0")
     assert wrong.process.wait(60) == 2
-    sentence = wrong.said.splitlines()[-1]
-    assert "raised KeyError: 'tag'" in sentence and "give one by --prompts" in sentence
+    assert "raised KeyError: 'tag'" in wrong.said and "give one by --prompts" in wrong.said
     assert "Traceback" not in wrong.said
     (folder / "tags.jsonl").write_text('{"prompt": "a", "tag": "x"}\n')
+    # the trial takes a record of each kind
     right = Served(folder, "--reward=served_rewards:needs_tag", "--port=0", "--prompts=tags.jsonl")
-    assert right.line.startswith("reward 'served_rewards:needs_tag' is served at http://127.0.0.1:")
+    assert right.wait().line.startswith(
+        "reward 'served_rewards:needs_tag' is served at http://127.0.0.1:"
+    )
     assert right.end(signal.SIGINT) == 0
 
 

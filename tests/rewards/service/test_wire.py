@@ -93,6 +93,12 @@ def test_a_path_in_the_metadata_is_not_sent():
     assert asked.metadata == [{"prompt": "a cat", "n": 1}]
 
 
+def test_the_choice_of_rewards_is_the_runs():
+    record = {"prompt": "a cat", "rewards": ["mine"]}
+    asked = decode_request(*encode_request(pictures(1), ["a cat"], [record]), LIMITS)
+    assert asked.metadata == [{"prompt": "a cat"}]
+
+
 def test_the_same_content_has_the_same_digest():
     def digest(images, prompt):
         return decode_request(*encode_request(images, [prompt], [{}]), LIMITS).digest
