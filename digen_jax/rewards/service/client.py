@@ -70,7 +70,7 @@ class RemoteReward:
       token: that the servers ask for.
       limit: seconds of one attempt.
       deadline: seconds of all attempts of a request.
-      retries: attempts after the first.
+      retries: attempts after the first; also how often in a row every server may fail, whoever asks.
       connections: at the same time, to all servers together.
       alone: seconds that a server is left alone after its first failure and at most.
       waits: the first and the longest pause between two attempts, in seconds.
@@ -209,6 +209,9 @@ class RemoteReward:
         """Whether stamina repeats a request: True with its back-off, else after a number of seconds."""
         left = until - time.monotonic()
         if not isinstance(error, Passing) or left <= 0:
+            return False
+        # Where no server works, a single request at a time is tried: it counts for all threads.
+        if self._servers.all_failed(self._retries + 1):
             return False
         # A pause that a server asks for holds in `Servers` for all requests.
         return True if left > self._waits[1] else random.uniform(0, left)

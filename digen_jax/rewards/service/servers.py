@@ -43,6 +43,10 @@ class Servers:
     def __iter__(self):
         return iter(self._servers)
 
+    def all_failed(self, times: int) -> bool:
+        """Whether every server has failed so often in a row, whoever asked."""
+        return all(one.failures >= times for one in self._servers)
+
     def take(self, until: float) -> Server | None:
         """The server to ask now; waits while all are left alone, None if that lasts `until` a time.
 

@@ -232,6 +232,26 @@ def test_threads_share_servers_and_each_gets_its_own_scores():
     assert all(server.outstanding == 0 for server in reward._servers)
 
 
+def test_threads_stop_together_where_no_server_works():
+    answering = Answering([AGAIN["no connection"]] * 1000)
+    reward = remote(answering, retries=3, alone=(0.05, 0.1), deadline=60.0)
+    stopped = []
+
+    def work():
+        with pytest.raises(Stopped, match=f"{A} cannot be reached"):
+            score(reward)
+        stopped.append(time.monotonic() - begin)
+
+    begin = time.monotonic()
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # after 0.05 + 0.1 + 0.1 s a fourth failure is one too many for all that then ask
+    assert len(stopped) == 8 and min(stopped) < 1.5 and max(stopped) < 4
+
+
 class Clock:
     now = 0.0
 
