@@ -17,6 +17,7 @@ from digen_jax.errors import (
     LARGEST_SEED,
     LARGEST_SIDE,
     ConfigError,
+    blame,
     check_output,
     check_positive,
     check_range,
@@ -38,6 +39,11 @@ _WEIGHTS = flags.DEFINE_list(
 )
 _GUIDANCE = flags.DEFINE_list(
     "guidance", [], "A number, or several with commas; default: the run's or the model's."
+)
+_TRUE_GUIDANCE = flags.DEFINE_float(
+    "true_guidance",
+    None,
+    "Scale of a second pass of models that are given --guidance as a number; default: as for guidance.",
 )
 _STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; default: as for guidance.", 1, 1000)
 _HEIGHT = flags.DEFINE_integer(
@@ -74,13 +80,15 @@ def main() -> None:
     import jax
 
     from digen_jax import rewards
-    from digen_jax.inference.model import Asked, evaluation_to_folder, open_model
-    from digen_jax.prompts.files import read_prompt_file
+    from digen_jax.inference.model import Asked, edited, evaluation_to_folder, open_model
+    from digen_jax.prompts.files import first_negative, read_prompt_file
     from digen_jax.prompts.notes import tell
     from digen_jax.rewards.trial import try_out
     from digen_jax.runtime.evaluation import evaluate, score_table
 
     guidances = _guidances()
+    if _TRUE_GUIDANCE.value is not None:
+        check_range("--true_guidance", _TRUE_GUIDANCE.value, 0, 1000)
     check_positive("--batch", _BATCH.value)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
@@ -90,9 +98,19 @@ def main() -> None:
     reward = rewards.label(names)
     with user_input():
         records = read_prompt_file(prompts)[:images]
+        place = first_negative(prompts)
         score = rewards.resolve(names)
-    asked = [Asked(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances]
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, asked)
+    rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
+    asked = [Asked(guidance, *rest) for guidance in guidances]
+    model = open_model(
+        _MODEL.value,
+        jax.devices(),
+        _LORA.value,
+        _DTYPE.value,
+        asked,
+        negative=f"{place}, has a negative prompt" if place else None,
+        fits=lambda family: edited(family, records),
+    )
     model = model.editing(records)
     tell(prompts, model.family.cut)
     samplers = [model.sampler(*one) for one in asked]
@@ -108,11 +126,13 @@ def main() -> None:
         )
         found[guidance] = evaluation.by_task()
         if _PICTURES.value:
-            evaluation_to_folder(evaluation, pathlib.Path(_PICTURES.value, head.replace(" ", "_")))
+            folder = pathlib.Path(_PICTURES.value, head.replace(" ", "_"))
+            with blame("--pictures: ", (OSError,)):
+                evaluation_to_folder(evaluation, folder)
     print(f"{reward}, mean and standard error, {samplers[0].settings.steps} steps")
     print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
     if _OUTPUT.value:
-        _write(found, prompts, (reward, weights), samplers[0].settings)
+        _write(found, prompts, (reward, weights), samplers[0])
 
 
 def _task() -> tuple[str, int | None, tuple[str, ...], tuple[float, ...]]:
@@ -167,8 +187,9 @@ def _guidances() -> list[float | None]:
 
 
 def _write(
-    found: dict[str, Any], prompts: str, reward: tuple[str, tuple[float, ...]], settings: Any
+    found: dict[str, Any], prompts: str, reward: tuple[str, tuple[float, ...]], sampler: Any
 ) -> None:
+    settings = sampler.settings
     result = {
         "model": _MODEL.value,
         "lora": _LORA.value,
@@ -179,6 +200,7 @@ def _write(
         "steps": settings.steps,
         "height": settings.size.height,
         "width": settings.size.width,
+        "true_guidance": sampler.policy.true_guidance,
         "guidance": {
             guidance: {task: score._asdict() for task, score in scores.items()}
             for guidance, scores in found.items()

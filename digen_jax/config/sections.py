@@ -85,8 +85,9 @@ class PrecisionSection:
 class PromptsSection:
     """The prompts to train on, and when the text encoders read them."""
 
-    # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata; an "image" is
-    # the path of a picture to edit, relative to the file
+    # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata; a
+    # "negative_prompt" is for the pass without the prompt, an "image" is the path of a picture to edit, relative to the
+    # file
     file: str = "assets/prompts/shapes_train.jsonl"
     # "each_step": the text encoders stay on the sampling meshes; "ahead": before it samples, a run encodes all prompts
     # that it will draw, and then has no text encoders; "auto": ahead if their parameters take more than 4 GB
@@ -155,7 +156,8 @@ class SamplerSection:
     shared_noise: bool = False
     # guidance scale, 1: none; policy gradients train at it too, other algorithms at algorithm.guidance
     guidance: float = 1.0
-    # scale of a second pass without the prompt, for models that are given `guidance` as a number; in training too
+    # scale of a second pass without the prompt, 1: none, for models that are given `guidance` as a number (FLUX.1-dev,
+    # Kontext; diffusers' true_cfg_scale); all algorithms train at it too
     true_guidance: float = 1.0
     fragment: int = 144  # images that one call generates: the unit passed from rollout to trainer
 

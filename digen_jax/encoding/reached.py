@@ -11,7 +11,7 @@ from digen_jax.prompts.files import read_prompt_file
 
 
 def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[dict[str, Any]]:
-    """The records of a run's evaluations and of its steps from `first` on, one of each prompt and picture.
+    """The records of a run's evaluations and of its steps from `first` on, one of each prompt, negative and picture.
 
     Args:
       recipe: of the run.
@@ -42,5 +42,5 @@ def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[dict[st
     return list(found.values())
 
 
-def _content(record: dict[str, Any]) -> tuple[str, str]:
-    return record["prompt"], str(record.get("image", ""))
+def _content(record: dict[str, Any]) -> tuple[str, str | None, str]:
+    return record["prompt"], record.get("negative_prompt"), str(record.get("image", ""))

@@ -20,7 +20,8 @@ def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     A .txt file holds one prompt a line; its records are `{"prompt": line}`, without the white
     space around it. A .jsonl file holds one object a line with a string `prompt`; blank lines are
-    skipped. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv 2310.11513) are checked
+    skipped. `negative_prompt`, a string that may be empty, is read by a model's pass without the
+    prompt. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv 2310.11513) are checked
     where they are present: `tag`, a string; `include` and `exclude`, lists of objects with
     `class`, `count` and optionally `color` and `position` = [relation, index of an earlier
     `include`]. `image` is the path of a picture to edit, relative to the file's folder: see
@@ -46,6 +47,25 @@ def located(path: str | os.PathLike[str], record: dict[str, Any]) -> dict[str, A
     if not isinstance(image, str) or not image.strip() or "://" in image:
         return record
     return record | {"image": str(pathlib.Path(path).parent / image)}
+
+
+def first_negative(path: str | os.PathLike[str]) -> str | None:
+    """The place of a prompt file's first negative prompt, "FILE, line N"; None: there is none.
+
+    Raises as `read_prompt_file` if there is one.
+    """
+    if b"negative_prompt" not in read_bytes(path):
+        return None
+    numbers = (number for number, record in numbered_records(path) if "negative_prompt" in record)
+    number = next(numbers, None)
+    return None if number is None else f"{path}, line {number}"
+
+
+def negatives_differ(path: str | os.PathLike[str]) -> bool:
+    """Whether the prompts of a file have different negative ones; a file that does not exist has none."""
+    if not pathlib.Path(path).is_file() or first_negative(path) is None:
+        return False
+    return len({record.get("negative_prompt") for record in read_prompt_file(path)}) > 1
 
 
 def check_pictures(path: str | os.PathLike[str]) -> None:
@@ -174,8 +194,14 @@ def _check_record(record: dict[str, Any]) -> None:
         raise ValueError(f'"prompt" is {json.dumps(prompt)}; write a text that is not blank.')
     if not CONTROL.sub("", prompt).strip():
         raise ValueError('"prompt" holds nothing but control characters; write a text.')
-    if re.search("[\ud800-\udfff]", prompt):
-        raise ValueError('"prompt" holds half of a surrogate pair; write the character itself.')
+    negative = record.get("negative_prompt", "")
+    if not isinstance(negative, str):
+        raise ValueError(f'"negative_prompt" is {json.dumps(negative)}; write a text, or "".')
+    for name, text in (("prompt", prompt), ("negative_prompt", negative)):
+        if re.search("[\ud800-\udfff]", text):
+            raise ValueError(
+                f'"{name}" holds half of a surrogate pair; write the character itself.'
+            )
     if "serial" in record:
         raise ValueError('"serial" will hold the number of the group; rename this field.')
     if not isinstance(record.get("tag", ""), str):

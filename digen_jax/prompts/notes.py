@@ -29,12 +29,14 @@ def notes(path: str | os.PathLike[str], cut: Callable[[list[str]], Iterable[bool
     """
     numbered = numbered_records(path)
     lines: dict[str, list[int]] = {}
-    same: dict[tuple[str, str], list[int]] = {}
+    same: dict[tuple[str, str, str], list[int]] = {}
     for number, record in numbered:
         prompt = record["prompt"]
-        lines.setdefault(prompt, []).append(number)
-        same.setdefault((prompt, str(record.get("image"))), []).append(number)
-    odd = sorted(number for prompt in lines if CONTROL.search(prompt) for number in lines[prompt])
+        negative = record.get("negative_prompt")
+        for text in {prompt, prompt if negative is None else negative}:
+            lines.setdefault(text, []).append(number)
+        same.setdefault((prompt, str(negative), str(record.get("image"))), []).append(number)
+    odd = sorted({number for text in lines if CONTROL.search(text) for number in lines[text]})
     again = sorted(number for places in same.values() for number in places[1:])
     total = len(numbered)
     found = {
@@ -53,7 +55,7 @@ def _long(lines: dict[str, list[int]], cut: Callable[[list[str]], Iterable[bool]
             print(f"tokenized {first:,} of {len(prompts):,} prompts", file=sys.stderr, flush=True)
         for prompt, is_cut in zip(part, cut(part), strict=True):
             found += lines[prompt] if is_cut else ()
-    return sorted(found)
+    return sorted(set(found))
 
 
 def _count(at: list[int], total: int) -> str:

@@ -26,6 +26,18 @@ def test_what_is_odd_is_counted_and_named_by_its_lines(tmp_path):
     ]
 
 
+def test_a_negative_prompt_is_read_too_and_makes_another_prompt(tmp_path):
+    file = tmp_path / "p.jsonl"
+    negatives = [None, "c", "c", "a b c d", "x\ty", "a b", "a b"]
+    given = ({} if one is None else {"negative_prompt": one} for one in negatives)
+    file.write_text("\n".join(json.dumps({"prompt": "a b"} | more) for more in given))
+    assert notes.notes(file, long) == [
+        f"{file}: 1 of 7 prompts are longer than the text encoders read, so that their ends are cut off: line 4",
+        f"{file}: 2 of 7 prompts repeat an earlier one: lines 3, 7",
+        f"{file}: 1 of 7 prompts hold control characters: line 5",
+    ]
+
+
 def test_of_a_good_file_nothing_is_said(tmp_path, capsys):
     (tmp_path / "p.txt").write_text("a b\nc d\n")
     notes.tell(tmp_path / "p.txt", long)
