@@ -1,7 +1,7 @@
 """Z-Image-Turbo with the published settings of Flow-Factory's GRPO, on GPUs of 80 GB.
 
 python launch/train.py --config configs/zimage_turbo.py:8 --workdir runs/zimage \
-    --config.reward.name=my_rewards:pickscore \
+    --config.rewards=my_rewards:pickscore \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the number of GPUs: 1, 2, 4, 8 or 16. Reward and prompt files are yours: the source has PickScore and
@@ -65,7 +65,7 @@ def recipe(n: int) -> dict:
         ),
         precision=dict(arithmetic="bfloat16", frozen="bfloat16"),
         prompts=dict(file=""),
-        reward=dict(name=()),
+        rewards=(),
         batch=dict(groups=48, images=16),
         sampler=dict(
             kind="flow",

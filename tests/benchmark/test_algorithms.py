@@ -46,8 +46,8 @@ def toy_config(base, surrogate):
         prompts__file=str(prompt_file(base)),
         evaluation__prompts=str(prompt_file(base)),
         evaluation__every=2,
-        reward__name=f"{brightness.__module__}:brightness",
-        reward__processes=0,
+        rewards=f"{brightness.__module__}:brightness",
+        reward_pool__processes=0,
         algorithm__surrogate=surrogate,
         algorithm__negative_weight=0.25,  # of topr, which near a ratio of 1 is otherwise the same
         trainer__learning_rate=0.1,
