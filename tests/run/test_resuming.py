@@ -255,7 +255,7 @@ def test_garbage_in_a_workdir_is_one_sentence(tmp_path, train, file, content, se
     c = config(tmp_path)
     workdir = tmp_path / "run"
     workdir.mkdir()
-    (workdir / "config.json").write_text(json.dumps(c.to_dict()))
+    (workdir / "config.json").write_text(c.to_json())
     (workdir / "metrics.jsonl").write_text('{"step": 0, "seconds/clock": 0}\n')
     (workdir / file).unlink(missing_ok=True)
     if content is not None:
