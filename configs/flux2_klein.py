@@ -1,7 +1,7 @@
 """FLUX.2 klein with the published settings of Flow-Factory, on GPUs of 80 GB.
 
 python launch/train.py --config configs/flux2_klein.py:base_lora,8 --workdir runs/klein \
-    --config.reward.name=my_rewards:pickscore \
+    --config.rewards=my_rewards:pickscore \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128,
@@ -108,7 +108,7 @@ def base(n: int) -> ConfigDict:
     c.model = ConfigDict(dict(height=384, width=384, remat="blocks"))
     c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
     c.prompts = ConfigDict(dict(file="", store_limit=250.0))
-    c.reward = ConfigDict(dict(name=()))
+    c.rewards = ()
     c.batch = ConfigDict(dict(groups=48, images=16))
     c.sampler = ConfigDict(dict(kind="flow", fragment=n))
     c.algorithm = ConfigDict(dict(clip_range=1e-4, adv_clip=5.0))

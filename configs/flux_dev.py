@@ -1,7 +1,7 @@
 """FLUX.1-dev with the published settings of Flow-GRPO and DanceGRPO, on GPUs of 80 GB.
 
 python launch/train.py --config configs/flux_dev.py:dance_ema,8 --workdir runs/flux \
-    --config.reward.name=my_rewards:hps \
+    --config.rewards=my_rewards:hps \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the recipe's name, a comma, and the number of GPUs, among which the passes of an update are divided:
@@ -168,7 +168,7 @@ def base() -> ConfigDict:
     c.model = ConfigDict(dict(folder="black-forest-labs/FLUX.1-dev", remat="blocks"))
     c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
     c.prompts = ConfigDict(dict(file="", store_limit=250.0))
-    c.reward = ConfigDict(dict(name=()))
+    c.rewards = ()
     c.sampler = ConfigDict(dict(guidance=3.5))
     c.algorithm = ConfigDict(dict(adv_clip=5.0))
     c.trainer = ConfigDict(dict(weight_decay=1e-4, clip_norm=1.0))

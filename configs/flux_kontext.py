@@ -1,7 +1,7 @@
 """FLUX.1 Kontext [dev] edits pictures, with the published settings of Flow-GRPO, on GPUs of 80 GB.
 
 python launch/train.py --config configs/flux_kontext.py:8 --workdir runs/kontext \
-    --config.reward.name=my_rewards:likeness \
+    --config.rewards=my_rewards:likeness \
     --config.prompts.file=train.jsonl --config.evaluation.prompts=test.jsonl
 
 The argument is the number of GPUs: 1, 2, 3, 4, 6, 7, 8, 12, 14, 21, 24, 28, 42, 56, 84 or 168. Each line of a prompt
@@ -62,7 +62,7 @@ def get_config(argument: str = "8") -> ConfigDict:
     )
     c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
     c.prompts = ConfigDict(dict(file="", store_limit=250.0))
-    c.reward = ConfigDict(dict(name=()))
+    c.rewards = ()
     c.batch = ConfigDict(dict(groups=48, images=21))
     c.sampler = ConfigDict(
         dict(

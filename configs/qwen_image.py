@@ -1,7 +1,7 @@
 """Qwen-Image with verl-omni's published settings of Flow-GRPO for rendered text, on GPUs of 80 GB.
 
 python launch/train.py --config configs/qwen_image.py:ocr,4 --workdir runs/qwen-image \
-    --config.reward.name=my_rewards:ocr \
+    --config.rewards=my_rewards:ocr \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16; it was published for 4. Reward and
@@ -91,7 +91,7 @@ def base() -> ConfigDict:
     )
     c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))
     c.prompts = ConfigDict(dict(file=""))
-    c.reward = ConfigDict(dict(name=()))
+    c.rewards = ()
     c.sampler = ConfigDict(dict(guidance=4.0))
     c.algorithm = ConfigDict(dict(adv_clip=5.0))
     c.trainer = ConfigDict(dict(weight_decay=1e-4, clip_norm=1.0))

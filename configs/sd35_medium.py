@@ -1,7 +1,7 @@
 """Stable Diffusion 3.5 Medium with the published settings of several methods, on one or more GPUs of 80 GB.
 
 python launch/train.py --config configs/sd35_medium.py:geneval,8 --workdir runs/sd35 \
-    --config.reward.name=my_rewards:geneval \
+    --config.rewards=my_rewards:geneval \
     --config.prompts.file=train_metadata.jsonl --config.evaluation.prompts=test_metadata.jsonl
 
 The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8, 16, 32 or 64, for nft_geneval and
@@ -140,7 +140,7 @@ def base(n: int) -> ConfigDict:
     )
     c.precision = ConfigDict(dict(arithmetic="float32"))
     c.prompts = ConfigDict(dict(file="", store_limit=200.0))
-    c.reward = ConfigDict(dict(name=()))
+    c.rewards = ()
     c.batch = ConfigDict(dict(groups=48, images=24))
     c.sampler = ConfigDict(dict(steps=10, fragment=n * each))
     c.algorithm = ConfigDict()

@@ -123,7 +123,8 @@ def base() -> ConfigDict:
     c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
     c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
     # Sampling and scoring take turns anyway, so a reward process would only cost its start.
-    c.reward = ConfigDict(dict(name=("shapes_geneval",), processes=0))
+    c.rewards = ("shapes_geneval",)
+    c.reward_pool = ConfigDict(dict(processes=0))
     c.batch = ConfigDict(dict(groups=12, images=12))
     c.sampler = ConfigDict(dict(steps=8, window=dict(first=0, length=3), guidance=1.0, fragment=72))
     # With one update a step all ratios would be 1 and half of these algorithms the same.

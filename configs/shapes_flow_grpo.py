@@ -26,7 +26,7 @@ def get_config(length: str = "short") -> ConfigDict:
     c.steps = steps
     c.model = ConfigDict(dict(folder="assets/shapes-sd3", height=32, width=32))
     c.prompts = ConfigDict(dict(file="assets/prompts/shapes_train.jsonl"))
-    c.reward = ConfigDict(dict(name=("shapes_geneval",)))
+    c.rewards = ("shapes_geneval",)
     c.batch = ConfigDict(dict(groups=12, images=12))
     c.sampler = ConfigDict(
         dict(

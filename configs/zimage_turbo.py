@@ -1,7 +1,7 @@
 """Z-Image-Turbo with the published settings of Flow-Factory's GRPO, on GPUs of 80 GB.
 
 python launch/train.py --config configs/zimage_turbo.py:8 --workdir runs/zimage \
-    --config.reward.name=my_rewards:pickscore \
+    --config.rewards=my_rewards:pickscore \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the number of GPUs: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192 or 384. Reward and prompt
@@ -69,7 +69,7 @@ def recipe(n: int) -> dict:
         ),
         precision=dict(arithmetic="bfloat16", frozen="bfloat16"),
         prompts=dict(file=""),
-        reward=dict(name=()),
+        rewards=(),
         batch=dict(groups=48, images=16),
         sampler=dict(
             kind="flow",

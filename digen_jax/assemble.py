@@ -358,7 +358,8 @@ def make_driver(
 
 def duties(recipe: Recipe, held_out: Sequence[dict[str, Any]] = ()) -> Duties:
     """What the executors are told beside the scheduler's settings."""
-    return Duties(recipe.reward.name, held_out, recipe.runtime.tag_weights)
+    names = tuple(name for one in recipe.rewards for name in one.entries.values())
+    return Duties(names, held_out, recipe.runtime.tag_weights)
 
 
 def scheduled(recipe: Recipe, held_out: Sequence[dict[str, Any]]) -> Settings:

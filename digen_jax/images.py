@@ -1,4 +1,4 @@
-"""Images as arrays: conversion to bytes, the form in which rewards get them, and pictures that models edit."""
+"""Images as arrays: the rule that makes bytes of them, for files and rewards, and pictures that models edit."""
 
 import functools
 import hashlib
@@ -20,8 +20,8 @@ def stills(clips: Num[np.ndarray, "*b t h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
     return clips[..., clips.shape[-4] // 2, :, :, :]
 
 
-def as_judged(clips: Num[np.ndarray, "b t h w 3"]) -> np.ndarray:
-    """The reward's input: pictures [b h w 3] where clips have one frame, else the clips."""
+def as_judged(clips: UInt8[np.ndarray, "b t h w 3"]) -> UInt8[np.ndarray, "b ..."]:
+    """The rewards' input: pictures [b h w 3] where clips have one frame, else the clips."""
     return clips[:, 0] if clips.shape[1] == 1 else clips
 
 
@@ -36,6 +36,11 @@ def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3
     if np.isnan(images).any():
         raise ValueError("an image holds NaN: the sampler or the decoder has gone wrong")
     return np.round(np.clip(images, 0, 1) * 255).astype(np.uint8)
+
+
+def bytes_or_nan(images: Num[np.ndarray, "*b h w 3"]) -> Num[np.ndarray, "*b h w 3"]:
+    """Images as bytes; with a NaN, of which bytes have none, as they are."""
+    return images if np.isnan(images.sum()) else to_uint8(images)
 
 
 def read_picture(picture: Picture) -> Image.Image:

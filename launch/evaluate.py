@@ -5,7 +5,7 @@ python launch/evaluate.py --model assets/shapes-sd3 --prompts assets/prompts/sha
 python launch/evaluate.py --model runs/shapes
 """
 
-import functools
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -23,6 +23,7 @@ from digen_jax.errors import (
     check_range,
     user_input,
 )
+from digen_jax.rewards.settings import RewardSettings
 
 _MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
 _LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
@@ -79,10 +80,12 @@ def main() -> None:
 
     import jax
 
-    from digen_jax import rewards
+    from digen_jax.config.checks.rewards import check_named
     from digen_jax.inference.model import Asked, edited, evaluation_to_folder, open_model
     from digen_jax.prompts.files import first_negative, read_prompt_file
     from digen_jax.prompts.notes import tell
+    from digen_jax.rewards.built_in import resolve
+    from digen_jax.rewards.canary import check_canaries
     from digen_jax.rewards.trial import try_out
     from digen_jax.runtime.evaluation import evaluate, score_table
 
@@ -94,12 +97,12 @@ def main() -> None:
         check_output("--output", _OUTPUT.value)
     if _PICTURES.value is not None:
         check_output("--pictures", _PICTURES.value, folder=True)
-    prompts, images, names, weights = _task()
-    reward = rewards.label(names)
+    prompts, images, asked_for = _task()
     with user_input():
         records = read_prompt_file(prompts)[:images]
         place = first_negative(prompts)
-        score = rewards.resolve(names)
+        check_named(prompts, asked_for, training=False)
+    rewards = resolve(asked_for)
     rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
     asked = [Asked(guidance, *rest) for guidance in guidances]
     model = open_model(
@@ -115,62 +118,59 @@ def main() -> None:
     tell([prompts], model.family.cut)
     samplers = [model.sampler(*one) for one in asked]
     size = samplers[0].settings.size
-    try_out(functools.partial(rewards.call, score, names), [records], size.height, size.width)
+    check_canaries(rewards, rewards.score)
+    try_out(rewards.score, [records], size.height, size.width)
     batch = model.batch(_BATCH.value, len(records))
     found = {}
     for sampler in samplers:
         guidance = f"{sampler.policy.guidance:g}"
         head = f"guidance {guidance}"
-        evaluation = evaluate(
-            sampler, model.weights, records, score, names, batch, _SEED.value, weights, head
-        )
+        evaluation = evaluate(sampler, model.weights, records, rewards, batch, _SEED.value, head)
         found[guidance] = evaluation.by_task()
         if _PICTURES.value:
             folder = pathlib.Path(_PICTURES.value, head.replace(" ", "_"))
             with blame("--pictures: ", (OSError,)):
                 evaluation_to_folder(evaluation, folder)
-    print(f"{reward}, mean and standard error, {samplers[0].settings.steps} steps")
+    label = ", ".join(rewards.names)
+    print(f"{label}, mean and standard error, {samplers[0].settings.steps} steps")
     print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
     if _OUTPUT.value:
-        _write(found, prompts, (reward, weights), samplers[0])
+        _write(found, prompts, (label, rewards.weights), samplers[0])
 
 
-def _task() -> tuple[str, int | None, tuple[str, ...], tuple[float, ...]]:
-    """(prompt file, number of prompts, rewards, weights): as given, by default the run's own."""
+def _task() -> tuple[str, int | None, tuple[RewardSettings, ...]]:
+    """(prompt file, number of prompts, rewards): as given, by default the run's own."""
     from digen_jax.inference.model import is_run, run_recipe
 
     prompts, images = _PROMPTS.value, _IMAGES.value
-    names = tuple(_REWARD.value)
+    rewards = tuple(map(RewardSettings, _REWARD.value))
     if images is not None:
         check_positive("--images", images)
     if is_run(_MODEL.value):
         run = run_recipe(pathlib.Path(_MODEL.value))
         if prompts is None:
             images = images or run.evaluation.images or None
-        own = None if names else run.reward.weight_of_each
-        names = names or run.reward.name
-        return prompts or run.evaluation.prompts, images, names, _weights(names, own)
-    if not (prompts and names):
+        return prompts or run.evaluation.prompts, images, _weighed(rewards or run.rewards)
+    if not (prompts and rewards):
         raise ConfigError("a pipeline has no task of its own: give --prompts and --reward")
-    return prompts, images, names, _weights(names)
+    return prompts, images, _weighed(rewards)
 
 
-def _weights(names: tuple[str, ...], own: tuple[float, ...] | None = None) -> tuple[float, ...]:
-    """The numbers of --reward_weights, one for each reward; by default `own`, or 1."""
-    from digen_jax.rewards import label
-
-    count, given = len(names), ",".join(_WEIGHTS.value)
-    if not given:
-        return own or (1.0,) * count
+def _weighed(rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
+    """The rewards with the numbers of --reward_weights, where these are given."""
+    if not _WEIGHTS.value:
+        return rewards
     try:
         weights = tuple(map(float, _WEIGHTS.value))
     except ValueError:
         weights = ()
-    if len(weights) != count:
+    if len(weights) != len(rewards):
         raise ConfigError(
-            f"--reward_weights={given} must be {count} numbers, one for each reward of {label(names)!r}"
+            f"--reward_weights={','.join(_WEIGHTS.value)} must be {len(rewards)} numbers, one for each reward of "
+            f"{', '.join(one.name for one in rewards)!r}"
         )
-    return weights
+    pairs = zip(rewards, weights, strict=True)
+    return tuple(dataclasses.replace(one, weight=weight) for one, weight in pairs)
 
 
 def _guidances() -> list[float | None]:

@@ -117,7 +117,7 @@ def load(name, *argument):
     config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*argument)
     if name in (SD35, FLUX, KONTEXT, KLEIN, QWEN_IMAGE, Z_IMAGE):
         config.prompts.file = config.evaluation.prompts = str(EDITS if name == KONTEXT else GENEVAL)
-        config.reward.name = ("shapes_geneval",)
+        config.rewards = recipe.reference().rewards
     return config
 
 
@@ -201,11 +201,12 @@ def test_the_demo_fits_itself_to_the_devices_there_are(devices):
     assert rollout + trainer == {1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6, 7: 6, 8: 8, 16: 8}[devices]
 
 
-@pytest.mark.parametrize("name", ["reward.name", "prompts.file", "evaluation.prompts"])
+@pytest.mark.parametrize("name", ["rewards", "prompts.file", "evaluation.prompts"])
 def test_what_sd35_leaves_to_the_user_must_be_given(name):
     config = recipe.complete(load(SD35))
-    group, field = name.split(".")
-    config[group][field] = type(config[group][field])()
+    *groups, field = name.split(".")
+    holder = config[groups[0]] if groups else config
+    holder[field] = type(holder[field])()
     with pytest.raises(ConfigError, match=f"config.{name} is not given: add --config.{name}="):
         place(open_recipe(config), 1)
 

@@ -124,7 +124,7 @@ TRAIN = "python launch/train.py --config configs/shapes_demo.py --workdir x"
             "did you mean config.trainer",
         ),
         (f"```\n{TRAIN} --config.trainer.learning_rate=-1\n```", "must be above 0, not -1.0"),
-        (f"```\n{TRAIN} --config.reward.name=my_rewards:none\n```", "has no function 'none'"),
+        (f"```\n{TRAIN} --config.rewards=my_rewards:none\n```", "has no function 'none'"),
         (
             "Try `--config.sampler.fragment=7` alone.",
             "config.sampler.fragment = 7 must divide",

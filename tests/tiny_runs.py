@@ -23,12 +23,12 @@ TARGETS = r"transformer_blocks\..*\.attn\.(to_[qkv]|to_out\.0)"
 
 def redness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.ndarray:
     """A reward that differs from image to image."""
-    return images[..., 0].mean((1, 2)) - images[..., 1:].mean((1, 2, 3))
+    return (images[..., 0].mean((1, 2)) - images[..., 1:].mean((1, 2, 3))) / 255
 
 
 def darkness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.ndarray:
     """Another one."""
-    return 1 - images.mean((1, 2, 3))
+    return 1 - images.mean((1, 2, 3)) / 255
 
 
 def once(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> pathlib.Path:
@@ -65,7 +65,7 @@ def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
     c.steps = 2
     c.model = ConfigDict(dict(folder=str(pipeline(base)), height=32, width=32))
     c.prompts = ConfigDict(dict(file=prompts))
-    c.reward = ConfigDict(dict(name=("tests.tiny_runs:redness",)))
+    c.rewards = ("tests.tiny_runs:redness",)
     c.batch = ConfigDict(dict(groups=2, images=4))
     c.sampler = ConfigDict(dict(steps=4, window=dict(first=0, length=2), fragment=8))
     c.algorithm = ConfigDict(dict(clip_range=0.2))
@@ -76,8 +76,7 @@ def tiny_config(base: pathlib.Path, kind: str) -> ConfigDict:
     c.pictures = ConfigDict(dict(every=2, images=2))
     if kind == "full":
         c.trainer.ema = 0.5
-        c.reward.name += ("tests.tiny_runs:darkness",)
-        c.reward.weights = (1.0, 0.25)
+        c.rewards += (dict(name="tests.tiny_runs:darkness", weight=0.25),)
     else:
         c.lora = ConfigDict(dict(rank=4, alpha=8.0, targets=TARGETS))
         c.trainer.learning_rate = 0.2

@@ -45,11 +45,23 @@ class AdvantageSettings:
 
     - "rewards": the reward is their weighted sum, as in Flow-GRPO's code.
     - "advantages": the weighted sum of each reward's own advantages, as in MixGRPO's code
-      ("advantage_aggr"), GenRL's (`weight_advantages`) and DanceGRPO's for HunyuanVideo, although that
-      clips each reward's advantages before it weights them.
+      ("advantage_aggr") and GenRL's (`weight_advantages`). `reward_clips` bounds the size of each reward's
+      advantages before they are weighted, as in DanceGRPO's code for HunyuanVideo.
     - "gdpo": the same with each reward standardised in its group, then divided by the std of the
       result over the whole step (GDPO, arXiv 2601.05242). The mean of this batch normalisation
       is 0, as every group's is, and is not subtracted.
+
+    A reward may apply to some prompts only. Its scores of a group are then all there or all missing (NaN), and
+    every image has at least one. With A_i the rewards that apply to image i, and w_j their weights:
+
+    - "rewards": image i's reward is the sum of w_j r_ij over j in A_i. Baseline and std are those of these sums:
+      the global std is over all images of the step.
+    - "advantages": reward j's own advantages are defined on the images that it applies to, and its global std
+      is over these. Image i's advantage is the sum of w_j times its clipped advantage of j over j in A_i.
+    - "gdpo": the same sum without clipping; the std over the step is over all images.
+
+    So a group has no share in the statistics of a reward that does not apply to it. With "advantages" a group of one
+    reward weighs as much as a group of another one whatever their scales, with "rewards" scales matter.
     """
 
     baseline: Baseline = "group_mean"
@@ -59,6 +71,8 @@ class AdvantageSettings:
     combine: Combine = "rewards"
     best_and_worst: int = 0  # only this many best and worst images of each group train; 0: all
     drop_zero_std: bool = False  # groups of equal rewards do not train, not even for a KL
+    # Bounds of each reward's own advantages, 0: none; empty: all are 0.
+    reward_clips: tuple[float, ...] = ()
 
     @property
     def needs(self) -> Literal["group", "step"]:
@@ -89,6 +103,11 @@ class AdvantageSettings:
             raise ValueError(
                 f"combine is {self.combine!r}, but reward_weights has a single weight; set combine to "
                 "'rewards', or give each of several rewards a weight"
+            )
+        if any(self.reward_clips) and self.combine != "advantages":
+            raise ValueError(
+                f"combine is {self.combine!r}, which bounds no reward's own advantages, but a reward has a clip of "
+                f"{max(self.reward_clips):g}; set that to 0, or combine to 'advantages'"
             )
         if self.combine == "gdpo" and (self.std, self.baseline) != ("group", "group_mean"):
             raise ValueError(
@@ -131,13 +150,15 @@ def advantages(
 
     Args:
       settings: checked.
-      rewards: one number an image, or k of them if there are k reward_weights.
+      rewards: one number an image, or k of them if there are k reward_weights; NaN where a reward does not apply
+        to the image's group.
       group_ids: each image's group, in [0, num_groups).
       num_groups: groups in the batch.
 
     Raises:
-      ValueError: a reward is not finite, the numbers of rewards and weights differ, a group id is out of
-        range, or an image is alone in its group and the baseline is "leave_one_out".
+      ValueError: a reward is infinite, or missing for an image but not for its whole group, or an image has
+        none; the numbers of rewards and weights differ, a group id is out of range, or an image is alone in its
+        group and the baseline is "leave_one_out".
     """
     rewards = _columns(settings, rewards, group_ids, num_groups)
     found = _combined(settings, rewards, group_ids, num_groups)
@@ -164,7 +185,7 @@ def trained_images(
     rewards = _columns(settings, rewards, group_ids, num_groups)
     scores = taught = ranking(settings, rewards, group_ids, num_groups)
     if settings.combine != "rewards":
-        taught = rewards[:, np.asarray(settings.reward_weights) != 0]
+        taught = _zero_where_missing(rewards[:, np.asarray(settings.reward_weights) != 0])
     trained = np.ones(len(rewards), bool)
     if settings.drop_zero_std:
         trained &= ~zero_std_groups(taught, group_ids, num_groups)[group_ids]
@@ -187,7 +208,8 @@ def ranking(
       ValueError: as for `advantages`.
     """
     rewards = _columns(settings, rewards, group_ids, num_groups)
-    if settings.combine == "rewards" or settings.std == "none":
+    plain = settings.std == "none" and not any(settings.reward_clips)
+    if settings.combine == "rewards" or plain:
         return _weighted_sum(settings, rewards)  # in which no difference is lost to rounding
     # With advantages, rounding errors would order images whose rewards cancel.
     combined = _combined(settings, rewards, group_ids, num_groups)
@@ -201,12 +223,12 @@ def zero_std_groups(
 ) -> Bool[np.ndarray, "groups"]:
     """Groups whose rewards are all equal, which give no signal; an absent group is not one.
 
-    With several rewards, each must be equal for all images of the group.
+    With several rewards, each that applies must be equal for all images of the group.
 
     Raises:
-      ValueError: a reward is not finite, or a group id is out of range.
+      ValueError: a reward is not finite where it applies, or a group id is out of range.
     """
-    rewards = _checked(rewards, group_ids, num_groups)
+    rewards = _zero_where_missing(_checked(rewards, group_ids, num_groups))
     highest = np.full((num_groups, *rewards.shape[1:]), -np.inf)
     np.maximum.at(highest, group_ids, rewards)
     equal = highest == _group_lowest(rewards, group_ids, num_groups)
@@ -229,7 +251,11 @@ def _columns(
 
 def _weighted_sum(settings: AdvantageSettings, columns: np.ndarray) -> np.ndarray:
     # no matrix product: it may sum the rows of equal images in different orders
-    return (columns * np.asarray(settings.reward_weights)).sum(axis=1)
+    return _zero_where_missing(columns * np.asarray(settings.reward_weights)).sum(axis=1)
+
+
+def _zero_where_missing(columns: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(columns), 0.0, columns)
 
 
 def _combined(
@@ -239,8 +265,12 @@ def _combined(
     how = settings.baseline, settings.std, settings.ddof
     if settings.combine == "rewards":
         return _standardised(_weighted_sum(settings, columns), group_ids, num_groups, *how)
-    each = [_standardised(column, group_ids, num_groups, *how) for column in columns.T]
-    return _weighted_sum(settings, np.stack(each, axis=1))
+    each = np.full(columns.shape, np.nan)
+    for number, clip in enumerate(settings.reward_clips or (0.0,) * columns.shape[1]):
+        there = ~np.isnan(columns[:, number])
+        own = _standardised(columns[there, number], group_ids[there], num_groups, *how)
+        each[there, number] = np.clip(own, -clip, clip) if clip else own
+    return _weighted_sum(settings, each)
 
 
 def _standardised(
@@ -271,6 +301,9 @@ def _standardised(
 
 
 def _global_std(values: np.ndarray, ddof: DDof) -> float:
+    """0 for a reward that applies to no image."""
+    if not len(values):
+        return 0.0
     return float(values.std(ddof=min(ddof, len(values) - 1)))
 
 
@@ -282,15 +315,25 @@ def _group_lowest(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -
 
 def _checked(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.ndarray:
     """The rewards in float64, after a check of rewards and ids."""
-    broken = np.argwhere(~np.isfinite(rewards))
-    if broken.size:
-        image, *column = broken[0]
-        which, value = f"reward {column[0]}" if column else "the reward", rewards[tuple(broken[0])]
-        raise ValueError(f"{which} of image {image} is {value}; it must be finite")
     outside = np.flatnonzero((group_ids < 0) | (group_ids >= num_groups))
     if outside.size:
         raise ValueError(
             f"image {outside[0]} has group id {group_ids[outside[0]]}; "
             f"ids must lie in [0, {num_groups})"
         )
+    broken = np.argwhere(~np.isfinite(rewards) & ~_left_out(rewards, group_ids, num_groups))
+    if broken.size:
+        image, *column = broken[0]
+        which, value = f"reward {column[0]}" if column else "the reward", rewards[tuple(broken[0])]
+        raise ValueError(f"{which} of image {image} is {value}; it must be finite")
     return rewards.astype(np.float64)
+
+
+def _left_out(rewards: np.ndarray, group_ids: np.ndarray, num_groups: int) -> np.ndarray:
+    """Which scores are missing because their reward does not apply to the group; each image has another one."""
+    missing = np.isnan(rewards)
+    if rewards.ndim == 1 or not missing.any():
+        return np.zeros(rewards.shape, bool)
+    known = np.zeros((num_groups, rewards.shape[1]), bool)
+    np.logical_or.at(known, group_ids, ~missing)
+    return missing & ~known[group_ids] & ~missing.all(axis=1, keepdims=True)

@@ -13,6 +13,7 @@ from statistics import fmean
 from digen_jax.benchmark.variants import VARIANTS, Variant, Work, best_split
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
 from digen_jax.errors import ConfigError, check_positive
+from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver
 from digen_jax.scheduling.commands import Decode, Fragment, Generate, Train
@@ -119,7 +120,7 @@ def driving(problem: Problem, proposal: Proposal, run: TimedRun) -> Iterator[Dri
     waits = run.waits(of.costs(problem, proposal), settings)
     executors = WaitingExecutors(waits, of.layout(problem, proposal))
     with (
-        closing(RewardPool(score, ("waits",), 0)) as rewards,
+        closing(RewardPool(alone("waits", score), 0)) as rewards,
         closing(Driver(executors, Scheduler(settings, GUESSED), rewards)) as driver,
     ):
         yield driver

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
+from digen_jax.rewards import Scores
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -95,11 +96,11 @@ class WaitingExecutors:
         """The arguments of `score`."""
         images = self._waits.images
         seconds = self._waits.seconds(command)
-        return np.zeros((images, 1, 1, 3)), [""] * images, [{"seconds": seconds}] * images
+        return np.zeros((images, 1, 1, 3), np.uint8), [""] * images, [{"seconds": seconds}] * images
 
-    def scored(self, command: Score, scores: Float[np.ndarray, "b"]) -> Float[np.ndarray, "b"]:
+    def scored(self, command: Score, scores: Scores) -> Float[np.ndarray, "b"]:
         """The scores, unchanged: only the scheduler reads them."""
-        return scores
+        return scores.columns[:, 0]
 
     def end_step(self) -> dict[str, float]:
         """No metrics besides those that the driver measures."""
@@ -116,7 +117,7 @@ class WaitingExecutors:
 
 
 def score(
-    images: Float[np.ndarray, "b h w 3"], prompts: Sequence[str], metadata: Sequence[dict]
+    images: UInt8[np.ndarray, "b h w 3"], prompts: Sequence[str], metadata: Sequence[dict]
 ) -> Float[np.ndarray, "b"]:
     """A reward that takes the seconds that its metadata states."""
     time.sleep(metadata[0]["seconds"])

@@ -16,7 +16,7 @@ from digen_jax.errors import ConfigError, check_choice
 from digen_jax.process.ending import STOPPED, Stopped, without_the_hung
 from digen_jax.process.exhausted import out_of_memory
 
-OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+)+)(?:=|$)")
+OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
 # Groups of fields that may be given as one word, and the field that this word sets.
 IN_A_WORD = {"config.placement": "config.placement.sizes"}
 
@@ -134,9 +134,25 @@ def check_overrides(argv: Sequence[str]) -> None:
     if read is None:
         raise ConfigError(f"{file} has no get_config(): write a function of that name into it")
     fields = flat(read(*path.split(":", 1)[1:]))
-    for override in filter(None, map(OVERRIDE.match, argv)):
+    overrides = [found for found in map(OVERRIDE.match, argv) if found]
+    for override in overrides:
         check_known(override[1], fields)
         _check_group(override[1], override.string[override.end() :], fields)
+    _check_rewards(overrides)
+
+
+def _check_rewards(overrides: Sequence[re.Match[str]]) -> None:
+    """Refuses a list of rewards in one option and fields of its sections in another, and sections without a list."""
+    given = {name[1]: name.string[name.end() :] for name in overrides}
+    if "config.rewards" not in given:
+        return
+    parts = [name for name in given if name.startswith("config.rewards[")]
+    if parts or given["config.rewards"].startswith("{"):
+        what = f"replaces the list that --{parts[0]} is about" if parts else "must be a list"
+        raise ConfigError(
+            f"--config.rewards={given['config.rewards']} {what}: give the whole list in one option, such as "
+            "--config.rewards=\"({'name': 'shapes_geneval', 'weight': 0.5}, 'my_rewards:redness')\""
+        )
 
 
 def _config_path(argv: Sequence[str]) -> str | None:

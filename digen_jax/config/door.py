@@ -28,7 +28,7 @@ def open_recipe(config: ConfigDict | Mapping[str, Any]) -> Recipe:
 def place(recipe: Recipe, devices: int) -> Recipe:
     """The recipe on so many devices of this machine, to which "fitted" meshes are fitted; the last checks.
 
-    Reads the prompt files and imports the reward. Nothing slow happens, and no model is opened.
+    Reads the prompt files and imports the rewards. Nothing slow happens, and no model is opened.
 
     Raises:
       ConfigError: one sentence for each mistake that can be found at once.

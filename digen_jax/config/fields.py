@@ -8,7 +8,14 @@ from ml_collections import ConfigDict
 from digen_jax.errors import ConfigError
 
 # Fields of older configs, and where they have moved.
-MOVED = {"config.algorithm.advantage_std": "config.advantages.std"}
+MOVED = {
+    "config.algorithm.advantage_std": "config.advantages.std",
+    "config.reward": "config.rewards, a list with a section or a name for each reward, and config.reward_pool",
+    "config.reward.name": "config.rewards, of which the command line has one option for each reward,",
+    "config.reward.weights": "config.rewards[0].weight, of the first reward,",
+    "config.reward.processes": "config.reward_pool.processes",
+    "config.reward.retries": "config.reward_pool.retries",
+}
 KINDS = {
     bool: ("True or False", (bool,)),
     int: ("a whole number", (int,)),
@@ -20,17 +27,26 @@ KINDS = {
 
 
 def flat(config: ConfigDict, path: str = "config") -> dict[str, Any]:
-    """Every dotted name of a config with its value, groups of fields included."""
+    """Every dotted name of a config with its value, groups of fields included.
+
+    The sections of a list have its name with their number, such as config.rewards[0].
+    """
     fields = {}
     for name, value in config.items():
-        fields[f"{path}.{name}"] = value
-        if isinstance(value, ConfigDict):
-            fields |= flat(value, f"{path}.{name}")
+        listed = value if isinstance(value, tuple | list) else ()
+        groups = {f"{path}.{name}[{i}]": one for i, one in enumerate(listed)}
+        for place, one in {f"{path}.{name}": value, **groups}.items():
+            if isinstance(one, ConfigDict):
+                fields |= {place: one} | flat(one, place)
+            elif place not in groups:
+                fields[place] = one
     return fields
 
 
 def check_known(name: str, fields: dict[str, Any]) -> None:
     """Refuses a dotted name and names its first part that is no field; `fields` are the known ones, from `flat`."""
+    if name in MOVED:
+        raise ConfigError(f"{name} is not a field; it is {MOVED[name]} now")
     parts = name.split(".")
     for end in range(2, len(parts) + 1):
         parent, field = ".".join(parts[: end - 1]), ".".join(parts[:end])
@@ -45,13 +61,19 @@ def _nearest(name: str, fields: dict[str, Any]) -> str:
     if name in MOVED:
         return f"it is {MOVED[name]} now"
     parent, field = name.rsplit(".", 1)
+    whole = name.partition("[")[0]
+    if isinstance(fields.get(whole), tuple | list) and name.endswith("]"):
+        return (
+            f"the config file has {len(fields[whole])} of {whole}: change what is there, or give the whole list, by "
+            f"one --{whole}=NAME for each or as --{whole}=\"({{'name': NAME, 'weight': 0.5}}, ...)\""
+        )
     everywhere = {known.rsplit(".", 1)[1]: known for known in fields}
     siblings = {last: f"{parent}.{last}" for last in everywhere if f"{parent}.{last}" in fields}
     for known, cutoff in ((siblings, 0.6), (everywhere, 0.8)):
         if close := difflib.get_close_matches(field, known, n=1, cutoff=cutoff):
             return f"did you mean {known[close[0]]}?"
     if not siblings:
-        return f"{parent} is empty: set its fields in the config file"
+        return f"{parent} is empty: set its fields in the config file, or all as --{parent}=\"{{'{field}': ...}}\""
     return f"the fields of {parent} are {', '.join(sorted(siblings))}"
 
 
@@ -84,6 +106,9 @@ def check_types(config: ConfigDict, reference: ConfigDict, path: str = "config")
             if not isinstance(given, ConfigDict):
                 raise ConfigError(f"{path}.{name} must be a group of fields, not {given!r}")
             check_types(given, value, f"{path}.{name}")
+        elif name == "rewards":
+            for number, (one, other) in enumerate(zip(given, value, strict=True)):
+                check_types(one, other, f"{path}.{name}[{number}]")
         elif kind in KINDS and not (value is None and given is None):
             words, accepted = KINDS[kind]
             if not isinstance(given, accepted) or (isinstance(given, bool) and kind is not bool):

@@ -6,7 +6,7 @@ work. The door does all of this once.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.algorithms.algorithm import Algorithm
 from digen_jax.algorithms.subsets import share_of_timesteps
-from digen_jax.config import algorithm_section
+from digen_jax.config import algorithm_section, reward_sections
 from digen_jax.config.fields import check_fields, check_types
 from digen_jax.config.sections import (
     FITTED,
@@ -29,7 +29,7 @@ from digen_jax.config.sections import (
     PlacementSection,
     PrecisionSection,
     PromptsSection,
-    RewardSection,
+    RewardPoolSection,
     RuntimeSection,
     SamplerSection,
     TrainerSection,
@@ -39,6 +39,7 @@ from digen_jax.engine.draws import Draws
 from digen_jax.engine.placement import MeshSizes, fitted
 from digen_jax.errors import ConfigError
 from digen_jax.flow.windows import Window
+from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.settings import Settings
 
 # Where a step's work is done and how it is divided: the result is the same up to rounding.
@@ -65,8 +66,8 @@ MAY_CHANGE = (
     "prompts.encoding",
     "prompts.store",
     "prompts.store_limit",
-    "reward.processes",
-    "reward.retries",
+    "reward_pool",
+    "rewards[i].limit",
     "runtime.deadline",
     "steps",
     "wandb",
@@ -95,7 +96,8 @@ class Recipe:
     model: ModelSection = dataclasses.field(default=ModelSection())
     precision: PrecisionSection = dataclasses.field(default=PrecisionSection())
     prompts: PromptsSection = dataclasses.field(default=PromptsSection())
-    reward: RewardSection = dataclasses.field(default=RewardSection())
+    rewards: tuple[RewardSettings, ...] = (RewardSettings(),)
+    reward_pool: RewardPoolSection = dataclasses.field(default=RewardPoolSection())
     batch: BatchSection = dataclasses.field(default=BatchSection())
     sampler: SamplerSection = dataclasses.field(default=SamplerSection())
     algorithm: Algorithm
@@ -156,7 +158,7 @@ class Recipe:
             tag_fragments=runtime.tag_fragments,
             max_candidates=runtime.max_candidates,
             redundant_groups=runtime.redundant_groups,
-            score_retries=self.reward.retries,
+            score_retries=self.reward_pool.retries,
         )
 
     @property
@@ -202,11 +204,17 @@ class Recipe:
         return dataclasses.replace(self, placement=placement)
 
 
-def reference(algorithm: str = "policy_gradient") -> ConfigDict:
-    """Every field with its default; the section `algorithm` has the fields of the given algorithm."""
+def reference(
+    algorithm: str = "policy_gradient", rewards: Sequence[ConfigDict | None] = (None,)
+) -> ConfigDict:
+    """Every field with its default; the section `algorithm` has the fields of the given algorithm.
+
+    The list `rewards` has a section for each of the given ones, whose own names in it are fields, too.
+    """
     own = {
         "algorithm": algorithm_section.section(algorithm),
         "advantages": _plain(AdvantagesSection()),
+        "rewards": tuple(map(reward_sections.default, rewards)),
     }
     return ConfigDict({name: _plain(section) for name, section in _defaults().items()} | own)
 
@@ -214,6 +222,7 @@ def reference(algorithm: str = "policy_gradient") -> ConfigDict:
 def typed(config: ConfigDict) -> Recipe:
     """The recipe of a complete config whose single fields are valid: see `checks.check_each`."""
     sections = {name: _section(default, config[name]) for name, default in _defaults().items()}
+    sections["rewards"] = tuple(map(reward_sections.typed, config.rewards))
     asked = config.algorithm.to_dict()
     algorithm = algorithm_section.settled(
         asked,
@@ -222,7 +231,7 @@ def typed(config: ConfigDict) -> Recipe:
         sections["runtime"].staleness > 0,
         sections["trainer"].updates,
     )
-    advantages = _section(AdvantagesSection(), config.advantages).settings(sections["reward"])
+    advantages = _section(AdvantagesSection(), config.advantages).settings(sections["rewards"])
     return Recipe(**sections, algorithm=algorithm, advantages=advantages, asked=asked)
 
 
@@ -246,6 +255,8 @@ def _fixed(value: Any) -> Any:
 
 
 def _plain(section: Any) -> Any:
+    if isinstance(section, tuple):
+        return tuple(map(_plain, section))
     return dataclasses.asdict(section) if dataclasses.is_dataclass(section) else section
 
 
@@ -257,8 +268,11 @@ def complete(config: ConfigDict) -> ConfigDict:
         default's.
     """
     if isinstance(config.get("placement"), str):
-        config = with_placement(config, ConfigDict(dict(sizes=config.placement)))
-    defaults = reference(algorithm_section.chosen(config))
+        config = replaced(config, placement=ConfigDict(dict(sizes=config.placement)))
+    if "rewards" in config:
+        config = replaced(config, rewards=reward_sections.sections(config.rewards))
+    asked = config.get("rewards", (None,))
+    defaults = reference(algorithm_section.chosen(config), asked)
     algorithm_section.check_own(config)
     full = _filled(config, defaults)
     _check_window_is_a_section(full)
@@ -267,10 +281,11 @@ def complete(config: ConfigDict) -> ConfigDict:
     return full
 
 
-def with_placement(config: ConfigDict, placement: ConfigDict | str) -> ConfigDict:
-    """A config with another placement: a section, or one word for its `sizes`."""
-    changed = ConfigDict({k: v for k, v in config.items() if k != "placement"})
-    changed.placement = placement
+def replaced(config: ConfigDict, **sections: Any) -> ConfigDict:
+    """A config with other sections, which may have another type."""
+    changed = ConfigDict({k: v for k, v in config.items() if k not in sections})
+    for name, section in sections.items():
+        changed[name] = section
     return changed
 
 
@@ -282,6 +297,8 @@ def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:
             inner = defaults.get(name)
             if isinstance(value, ConfigDict) and isinstance(inner, ConfigDict) and len(inner):
                 value = _filled(value, inner)
+            elif name == "rewards":
+                value = tuple(map(_filled, value, inner))
             elif type(inner) is float and type(value) is int:
                 value = float(value)
             elif type(inner) is tuple and type(value) is str:

@@ -25,6 +25,7 @@ from digen_jax.config.recipe import MAY_CHANGE, Recipe, reference
 from digen_jax.config.sections import AdvantagesSection
 from digen_jax.errors import ConfigError
 from digen_jax.flow.steps import KINDS
+from digen_jax.rewards.settings import RewardSettings
 
 HEAD = """# Configuration
 
@@ -77,6 +78,8 @@ def document() -> str:
         section = AdvantagesSection() if field.name == "advantages" else field.default
         if field.name == "algorithm":
             parts += [_algorithms()]
+        elif field.name == "rewards":
+            parts += [_part("## rewards", RewardSettings.__doc__, described("rewards"))]
         elif dataclasses.is_dataclass(section):
             parts += [_part(f"## {field.name}", type(section).__doc__, described(field.name))]
         elif section is not dataclasses.MISSING:
@@ -92,6 +95,12 @@ def described(section: str, algorithm: str = "policy_gradient") -> list[Field]:
     Raises:
       ConfigError: a field without a comment.
     """
+    if section == "rewards":
+        told, allowed = comments(RewardSettings), _allowed(algorithm)
+        return [
+            Field(f"rewards[i].{name}", value, told[name], allowed.get(f"rewards[i].{name}", ""))
+            for name, value in vars(RewardSettings()).items()
+        ]
     holder = {"algorithm": CLASSES[algorithm], "advantages": AdvantagesSection}.get(section)
     if holder is not None:
         return list(_fields(holder, section, algorithm))
@@ -142,7 +151,10 @@ def _allowed(algorithm: str) -> Mapping[str, str]:
     """The allowed values of each field that has a choice or a range of its own."""
     words = choices(CLASSES[algorithm]) | {"sampler.kind": tuple(KINDS)}
     defaults = flat(reference(algorithm))
-    found = {name: _range(defaults[f"config.{name}"], *limits) for name, limits in RANGES.items()}
+    found = {
+        name: _range(defaults[f"config.{name}".replace("[i]", "[0]")], *limits)
+        for name, limits in RANGES.items()
+    }
     return found | {
         name: ", ".join(f"`{_literal(word)}`" for word in allowed)
         for name, allowed in words.items()

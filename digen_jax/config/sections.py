@@ -4,6 +4,7 @@ A field's comment is its text in docs/configuration.md. For the section `algorit
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from digen_jax.engine.sharding import REPLICATED
 from digen_jax.flow.windows import Mode
 from digen_jax.models.family import Size
 from digen_jax.models.remat import Remat
+from digen_jax.rewards.settings import RewardSettings
 from digen_jax.weights.lora import Init, LoraConfig
 
 DType = Literal["float32", "bfloat16"]
@@ -109,22 +111,14 @@ class PromptsSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardSection:
-    """The reward that scores the images."""
+class RewardPoolSection:
+    """Where the rewards score, beside generation."""
 
-    # built-in rewards or module:function; on the command line one option for each name
-    name: tuple[str, ...] = ("shapes_geneval",)
-    weights: tuple[float, ...] = ()  # one weight for each reward; empty: all weights are 1
-    # processes that score beside generation; 0: a thread of the run's own process, which cannot be
-    # killed: where the reward hangs in it (`runtime.deadline`), the run saves and stops
+    # processes that score, each a batch with all rewards; 0: a thread of the run's own process, which cannot be
+    # killed: where a reward hangs in it (`runtime.deadline`), the run saves and stops
     processes: int = 1
     # how often a reward that raises, dies or hangs is asked again; then the run saves and stops
     retries: int = 2
-
-    @property
-    def weight_of_each(self) -> tuple[float, ...]:
-        """One weight for each reward."""
-        return tuple(map(float, self.weights)) or (1.0,) * len(self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,9 +183,13 @@ class AdvantagesSection:
     # leave groups of equal rewards out of the loss, the KL and the means
     drop_zero_std: bool = False
 
-    def settings(self, reward: RewardSection) -> AdvantageSettings:
-        """The settings for the rewards of a section `reward`."""
-        return AdvantageSettings(**vars(self), reward_weights=reward.weight_of_each)
+    def settings(self, rewards: Sequence[RewardSettings]) -> AdvantageSettings:
+        """The settings for a config's rewards."""
+        weights = tuple(weight for one in rewards for weight in one.weights)
+        clips = tuple(clip for one in rewards for clip in one.clips)
+        return AdvantageSettings(
+            **vars(self), reward_weights=weights, reward_clips=clips if any(clips) else ()
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import trained_part
 from digen_jax.engine.system import System
-from digen_jax.images import as_judged
+from digen_jax.images import as_judged, to_uint8
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import on_trainer, receive, selected
 from digen_jax.scheduling.settings import Costs
@@ -27,7 +27,7 @@ def measure(
     system: System,
     recipe: Recipe,
     records: list[dict],
-    reward: rewards.Reward,
+    asked: rewards.Rewards,
     note: Callable[[str], None],
 ) -> Costs:
     """Measures seconds of commands on the system's own meshes.
@@ -36,7 +36,7 @@ def measure(
       system: built from the recipe; its trainer's state is consumed.
       recipe: defines the step and the fragment.
       records: the prompts of a step, one a group.
-      reward: scores the images.
+      asked: score the images.
       note: called for each part, before its compilation and with its seconds.
     """
 
@@ -57,13 +57,9 @@ def measure(
         "generate", lambda: system.sampler.generate(weights, prompts, rows, *drawn)
     )
     decoded, decode = timed_part("decode", lambda: system.sampler.decode(weights, made))
-    pictures, shown = as_judged(np.asarray(decoded)), [records[row] for row in rows]
-    _, score = timed_part(
-        "score",
-        lambda: rewards.call(
-            reward, recipe.reward.name, pictures, [record["prompt"] for record in shown], shown
-        ),
-    )
+    pictures, shown = as_judged(to_uint8(np.asarray(decoded))), [records[row] for row in rows]
+    prompts_of = [record["prompt"] for record in shown]
+    _, score = timed_part("score", lambda: asked.score(pictures, prompts_of, shown).columns)
     samples = trained_part(made, put(drawn.keys, system.sampler.group.batch))
     images = Images(0, rows, samples, made.sigmas)
     advantages = np.linspace(-1, 1, size, dtype=np.float32)

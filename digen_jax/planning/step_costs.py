@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import jax
 
-from digen_jax import rewards
 from digen_jax.assemble import build
 from digen_jax.config.recipe import Recipe
 from digen_jax.encoding.ahead import encode
@@ -17,6 +16,7 @@ from digen_jax.inference.model import run_recipe
 from digen_jax.planning.measure import UNMEASURED, measure
 from digen_jax.prompts.files import read_prompt_files
 from digen_jax.records.metrics import read_metrics
+from digen_jax.rewards.built_in import resolve
 from digen_jax.scheduling.planner.calibration import Calibration, per_device
 from digen_jax.scheduling.planner.problem import Scaling
 from digen_jax.scheduling.settings import Costs
@@ -89,7 +89,7 @@ def measured_costs(
     records = [records[i % len(records)] for i in range(recipe.batch.groups)]
     encode(recipe, jax.devices(), records)
     system = build(recipe, jax.devices())
-    measured = measure(system, recipe, records, rewards.resolve(recipe.reward.name), note)
+    measured = measure(system, recipe, records, resolve(recipe.rewards), note)
     rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
     kind = jax.devices()[0].device_kind
     source = f"a fragment timed on devices of the kind {kind}, {rollout} for rollout and {trainer} for training"

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from digen_jax.images import to_uint8
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.runtime.evaluation import Evaluation, score_table
 from digen_jax.shapes.captions import heldout_records
@@ -51,9 +52,9 @@ def ceiling(
 
 
 def _scored(records: list[dict], images: Float[np.ndarray, "n h w 3"]) -> Evaluation:
-    scores = shapes_geneval(images, [record["prompt"] for record in records], records)
-    clips = np.round(images[:, None] * 255).astype(np.uint8)
-    return Evaluation(records, clips, scores)
+    shown = to_uint8(images)
+    scores = shapes_geneval(shown, [record["prompt"] for record in records], records)
+    return Evaluation(records, shown[:, None], scores)
 
 
 def main(folder: pathlib.Path) -> None:

@@ -1,160 +1,140 @@
-"""Rewards: functions from images, prompts and metadata to one score an image.
+"""Rewards: functions from images, prompts and metadata to scores.
 
-A reward is `f(images [b, h, w, 3] in [0, 1], prompts, metadata) -> scores [b]`, numpy on the host.
-Several rewards are one function with a column of scores for each, [b, k]; their weighted sum (`total`) is the
-single number of an image. Rewards are named by a tuple of names.
+A reward is `f(images uint8 [b, h, w, 3], prompts, metadata) -> scores [b]`, or `{name: scores [b]}`, numpy on the
+host; clips are `[b, t, h, w, 3]`. `images.to_uint8` has the one rule that makes bytes of a model's pictures.
+
+The rewards of a run score the same images, one after the other. Each has a column of scores, or several if it returns
+several that are trained; the weighted sum of an image's columns (`total`) is its single number. A record's field
+"rewards" names those that apply to its prompt; the others have no score there, and their columns hold NaN.
 """
 
 import dataclasses
-import importlib
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int, UInt8
 
-from digen_jax.errors import ConfigError
-from digen_jax.rewards.mistakes import RewardMistake, blamed, check_callable
+from digen_jax.rewards.calling import Answer, Reward, called
+from digen_jax.rewards.settings import RewardSettings
 
-Reward = Callable[..., np.ndarray]
+Batch = tuple[UInt8[np.ndarray, "_ ..."], list[str], list[dict[str, Any]]]
 
-BUILT_IN = {"shapes_geneval": "digen_jax.shapes.reward:shapes_geneval"}
+
+class Scores(NamedTuple):
+    """What all rewards say of a batch."""
+
+    columns: Float32[
+        np.ndarray, "b k"
+    ]  # the scores that have a weight; NaN: its reward does not apply
+    # Scores that rewards return beside these, by "reward/score"; NaN likewise.
+    shown: Mapping[str, Float32[np.ndarray, "b"]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Several:
-    """Rewards that score the same images, one after the other."""
+class NamedReward:
+    """A reward that can be called, and how a run asks for it."""
 
-    rewards: tuple[Reward, ...]
-    names: tuple[str, ...]
+    settings: RewardSettings
+    function: Reward
 
-    def __call__(
-        self, images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
-    ) -> Float32[np.ndarray, "b k"]:
-        """A column for each reward; an error names the reward that it is about."""
-        pairs = zip(self.rewards, self.names, strict=True)
-        columns = [call(reward, (name,), images, prompts, metadata) for reward, name in pairs]
-        return np.stack(columns, axis=1)
+    def applying(self, metadata: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "n"]:
+        """The places of the records to which it applies."""
+        name = self.settings.name
+        return np.flatnonzero([name in record.get("rewards", (name,)) for record in metadata])
 
-
-def label(names: tuple[str, ...]) -> str:
-    """The name of rewards in errors."""
-    return ", ".join(names)
+    def answer(self, batch: Batch) -> Answer:
+        """Its checked scores of images to which it applies; raises as `calling.called`."""
+        return called(self.function, self.settings, *batch)
 
 
-def resolve(names: tuple[str, ...]) -> Reward:
-    """The reward of a name, built-in or the user's own as "module:function"; for several names `Several`.
+@dataclasses.dataclass(frozen=True)
+class Rewards:
+    """The rewards of a run."""
 
-    The user's module is searched in the current directory first, then on Python's path.
+    members: tuple[NamedReward, ...]
 
-    Raises:
-      ConfigError: there is no such reward, module or function, it cannot be imported or called, or a reward is
-        named twice.
-    """
-    twice = [one for one in names if names.count(one) > 1]
-    if twice:
-        raise ConfigError(
-            f"reward {twice[0]!r} is named twice: name it once, with the sum of weights"
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each column of scores."""
+        return tuple(name for one in self.members for name in one.settings.entries.values())
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each column."""
+        return tuple(weight for one in self.members for weight in one.settings.weights)
+
+    @property
+    def label(self) -> str:
+        """The names of all rewards, in errors."""
+        return ", ".join(one.settings.name for one in self.members)
+
+    def parts(self, metadata: Sequence[Mapping[str, Any]]) -> list[tuple[int, np.ndarray]]:
+        """(the number of a reward, the places of the records to which it applies) of those that are asked."""
+        found = [(number, one.applying(metadata)) for number, one in enumerate(self.members)]
+        return [(number, places) for number, places in found if len(places)]
+
+    def merged(
+        self, count: int, answers: Sequence[tuple[int, Int[np.ndarray, "_"], Answer]]
+    ) -> Scores:
+        """The scores of `count` images: (the number of a reward, the places of the images, its answer) of each."""
+        columns = np.full((count, len(self.names)), np.nan, np.float32)
+        starts = np.cumsum([0, *(len(one.settings.entries) for one in self.members)])
+        shown: dict[str, np.ndarray] = {}
+        for number, places, answer in answers:
+            columns[places, starts[number] : starts[number + 1]] = answer.columns
+            for name, scores in answer.shown.items():
+                shown[name] = np.full(count, np.nan, np.float32)
+                shown[name][places] = scores
+        return Scores(columns, shown)
+
+    def score(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Scores:
+        """The scores of a batch, asked in this thread; raises as `calling.called`."""
+        batch = images, prompts, metadata
+        parts = self.parts(metadata)
+        return self.merged(
+            len(images),
+            [(i, places, self.members[i].answer(cut(batch, places))) for i, places in parts],
         )
-    if len(names) > 1:
-        return Several(tuple(map(_resolve, names)), names)
-    return _resolve(names[0])
 
 
-def total(
-    scores: Float[np.ndarray, "b"] | Float[np.ndarray, "b k"], weights: Sequence[float]
-) -> Float32[np.ndarray, "b"]:
-    """The weighted sum of each image's scores: the number that is shown and compared."""
-    columns = scores.reshape(len(scores), len(weights)).astype(np.float64)
+def alone(name: str, function: Reward) -> Rewards:
+    """A function as the only reward of a run, such as one that a notebook defines."""
+    return Rewards((NamedReward(RewardSettings(name), function),))
+
+
+def cut(batch: Batch, places: Int[np.ndarray, "n"]) -> Batch:
+    """The images of a batch at some places, which ascend; all of them are not copied."""
+    images, prompts, metadata = batch
+    if len(places) == len(images):
+        return batch
+    return images[places], [prompts[i] for i in places], [metadata[i] for i in places]
+
+
+def total(columns: Float[np.ndarray, "b k"], weights: Sequence[float]) -> Float32[np.ndarray, "b"]:
+    """The weighted sum of each image's scores that are there: the number that is shown and compared."""
+    weighed = columns.astype(np.float64) * np.asarray(weights)
     # no matrix product: it may add up the rows of equal images in different orders
-    return (columns * np.asarray(weights)).sum(axis=1).astype(np.float32)
+    return np.where(np.isnan(weighed), 0.0, weighed).sum(axis=1).astype(np.float32)
 
 
-def each(
-    names: tuple[str, ...], scores: Float[np.ndarray, "b"] | Float[np.ndarray, "b k"]
-) -> dict[str, Float[np.ndarray, "b"]]:
-    """The scores of several rewards by their names; empty for a single reward, whose score is the total."""
-    return dict(zip(names, scores.T, strict=True)) if len(names) > 1 else {}
+def each(names: tuple[str, ...], scores: Scores) -> dict[str, Float32[np.ndarray, "b"]]:
+    """All scores by their names, NaN where there is none; without that of a single reward, which is the total."""
+    columns = dict(zip(names, scores.columns.T, strict=True)) if len(names) > 1 else {}
+    return columns | dict(scores.shown)
 
 
-def _resolve(name: str) -> Reward:
-    module_name, colon, function = BUILT_IN.get(name, name).partition(":")
-    if not (module_name and colon and function):
-        raise ConfigError(
-            f"unknown reward {name!r}: use one of {', '.join(BUILT_IN)}, or module:function for "
-            "your own"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    module = _import(module_name, name)
-    if not hasattr(module, function):
-        raise ConfigError(f"reward {name!r}: module {module_name} has no function {function!r}")
-    reward = getattr(module, function)
-    check_callable(reward, name)
-    return reward
+def there(scores: Float[np.ndarray, "b"]) -> Float[np.ndarray, "n"]:
+    """The scores of the images to which their reward applies."""
+    return scores[~np.isnan(scores)]
 
 
-def call(
-    reward: Reward,
-    names: tuple[str, ...],
-    images: Float[np.ndarray, "b h w 3"],
-    prompts: list[str],
-    metadata: list[dict],
-) -> Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]:
-    """The reward's scores as checked float32 numbers, [b], or [b, k] for k rewards; errors say the names.
+def joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of several batches, one after the other."""
+    columns = np.concatenate([part.columns for part in parts])
+    names = dict.fromkeys(name for part in parts for name in part.shown)
 
-    Raises:
-      RewardFailed: the reward raises an exception.
-      RewardMistake: its scores are not one finite number an image and reward.
-    """
-    name, count = label(names), len(names)
-    with blamed(name, "raised"):
-        returned = reward(images, prompts, metadata)
-    scores = _as_array(returned, name)
-    shape = (len(images),) if count == 1 else (len(images), count)
-    if scores.shape != shape:
-        numbers = "one number" if count == 1 else f"{count} numbers"
-        raise RewardMistake(
-            f"reward {name!r} returned shape {scores.shape} for {len(images)} images: return {numbers} "
-            f"an image, shape {shape}"
-        )
-    if scores.dtype.kind not in "biuf":
-        raise RewardMistake(f"reward {name!r} returned {scores.dtype} values: return numbers")
-    with np.errstate(
-        over="ignore"
-    ):  # numbers too large for float32 become infinite and are refused
-        scores = scores.astype(np.float32)
-    if not np.isfinite(scores).all():
-        where = tuple(np.argwhere(~np.isfinite(scores))[0])
-        worst = int(where[0])
-        raise RewardMistake(
-            f"reward {name!r} returned {scores[where]} for image {worst} ({prompts[worst]!r}): "
-            "return finite numbers"
-        )
-    return scores
+    def of(part: Scores, name: str) -> np.ndarray:
+        return part.shown.get(name, np.full(len(part.columns), np.nan, np.float32))
 
-
-def _as_array(scores: object, name: str) -> np.ndarray:
-    if scores is None:
-        raise RewardMistake(f"reward {name!r} returned None: return one number an image")
-    try:
-        return np.asarray(scores)
-    except ValueError as error:  # lists of different lengths
-        raise RewardMistake(
-            f"reward {name!r} returned what is no array ({error}): return one number an image"
-        ) from error
-
-
-def _import(module_name: str, name: str) -> object:
-    """The module; a ConfigError says that it is missing, or where in the user's own code it fails."""
-    with blamed(name, "cannot be imported:"):
-        try:
-            return importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise
-            raise ConfigError(
-                f"reward {name!r}: there is no module {module_name!r} in {os.getcwd()} or among the "
-                "installed packages"
-            ) from error
+    return Scores(columns, {n: np.concatenate([of(part, n) for part in parts]) for n in names})

@@ -3,10 +3,11 @@
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
@@ -65,8 +66,8 @@ def own_lines(error: BaseException) -> list[str]:
     ]
 
 
-def check_callable(reward: object, name: str) -> None:
-    """Refuses a reward that cannot be called with images, prompts and metadata.
+def check_callable(reward: object, name: str, settings: Mapping[str, Any]) -> None:
+    """Refuses a reward that cannot be called with images, prompts, metadata and its settings as keywords.
 
     Raises:
       ConfigError: it is a class, is not callable, or takes other arguments.
@@ -82,7 +83,7 @@ def check_callable(reward: object, name: str) -> None:
     except (TypeError, ValueError):  # of some that are written in C it is not known
         return
     try:
-        signature.bind(*ARGUMENTS)
+        signature.bind(*ARGUMENTS, **settings)
     except TypeError as error:
         raise ConfigError(
             f"reward {name!r} takes {signature}: it must take ({', '.join(ARGUMENTS)})"

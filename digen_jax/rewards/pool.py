@@ -1,4 +1,4 @@
-"""Scoring beside generation: the reward in processes of its own, or in a thread of this one."""
+"""Scoring beside generation: the rewards in processes of their own, or in a thread of this one."""
 
 import math
 import pickle
@@ -7,15 +7,15 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import UInt8
 
 from digen_jax import rewards
 from digen_jax.process.ending import Stopped, hangs
 from digen_jax.rewards.mistakes import RewardFailed
-from digen_jax.rewards.process import Gone, RewardProcess, Scored, timed
+from digen_jax.rewards.process import Gone, Limit, RewardProcess
 
 
 def for_ever(expected: float | None) -> float:
@@ -23,36 +23,38 @@ def for_ever(expected: float | None) -> float:
     return math.inf
 
 
+class Scored(NamedTuple):
+    """A batch's scores, and the seconds that its rewards took for them."""
+
+    scores: rewards.Scores
+    seconds: float
+
+
 class Thread:
-    """Scores in a thread of this process. A reward that hangs in it cannot be killed.
+    """Scores in a thread of this process. A reward that hangs in it cannot be killed."""
 
-    Args:
-      reward, names: see `RewardPool`.
-    """
-
-    def __init__(self, reward: rewards.Reward, names: tuple[str, ...]):
-        self._reward, self._names = reward, names
+    def __init__(self, found: rewards.Rewards):
+        self._rewards = found
         self._asked: queue.SimpleQueue = queue.SimpleQueue()
         self._hangs = False
         threading.Thread(target=self._work, name="reward", daemon=True).start()
 
-    def score(self, batch: tuple[Any, ...], limit: float = math.inf) -> Scored:
-        """Scores a batch; raises Stopped where it takes longer than the limit, and in every call after that."""
-        future = Future()
+    def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
+        """As `RewardProcess.ask`; raises Stopped where it takes longer than the limit, and in every call after that."""
+        future, asked = Future(), self._rewards.members[number]
         if not self._hangs:
-            self._asked.put((future, batch))
+            self._asked.put((future, asked, batch))
         try:
-            return future.result(0 if self._hangs else min(limit, threading.TIMEOUT_MAX))
+            return future.result(0 if self._hangs else min(limit.seconds, threading.TIMEOUT_MAX))
         except TimeoutError:
             if future.done() and not self._hangs:
                 raise  # the reward's own
         self._hangs = True
         hangs("reward")
-        name = rewards.label(self._names)
         raise Stopped(
-            f"reward {name!r} took more than {limit:g} seconds in a thread of this process, where it cannot "
-            "be killed and asked again: fix it, set config.reward.processes to 1 or more, or raise "
-            "config.runtime.deadline, and the same command continues"
+            f"reward {asked.settings.name!r} took more than {limit.seconds:g} seconds in a thread of this process, "
+            "where it cannot be killed and asked again: fix it, set config.reward_pool.processes to 1 or more, or "
+            f"raise {limit.field}, and the same command continues"
         )
 
     def close(self) -> None:
@@ -61,9 +63,9 @@ class Thread:
 
     def _work(self) -> None:
         while (asked := self._asked.get()) is not None:
-            future, batch = asked
+            future, reward, batch = asked
             try:
-                future.set_result(timed(self._reward, self._names, batch))
+                future.set_result(reward.answer(batch))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -71,40 +73,42 @@ class Thread:
 class RewardPool:
     """Scores batches of images, several at a time, without blocking the caller.
 
+    The rewards score a batch one after the other.
+
     Args:
-      reward: the function; several rewards (`rewards.Several`) score a batch one after the other.
-      names: the reward's names in errors.
-      processes: how many score at the same time; 0: a thread in this process. A function that no other
-        process can import, such as one from a notebook's cell, gets a thread, too, and a line says so.
-      retries: how often `score` asks again where the reward fails.
-      limit: from the expected seconds of a batch, None if unknown, to the seconds that it may take. A
-        process that takes longer is killed and replaced.
+      found: the rewards.
+      processes: how many batches are scored at the same time; 0: a thread in this process. A function that no
+        other process can import, such as one from a notebook's cell, gets a thread, too, and a line says so.
+      retries: how often `score` asks again where a reward fails.
+      limit: from the expected seconds of a batch, None if unknown, to the seconds that a reward may take which has
+        no limit of its own. A process that takes longer is killed and replaced.
     """
 
     def __init__(
         self,
-        reward: rewards.Reward,
-        names: tuple[str, ...],
+        found: rewards.Rewards,
         processes: int,
         retries: int = 0,
         limit: Callable[[float | None], float] = for_ever,
     ):
-        self.reward, self.name = reward, rewards.label(names)
+        self.rewards = found
         self._retries, self._limit = retries, limit
-        payload = _sendable(reward) if processes else None
+        payload = _sendable(found) if processes else None
         if processes and payload is None:
             print(
-                f"reward {self.name!r} is in no file that another process could import: it scores in a thread",
+                f"reward {found.label!r} is in no file that another process could import: it scores in a thread",
                 file=sys.stderr,
             )
+        names = tuple(one.settings.name for one in found.members)
         self._scorers: list[RewardProcess | Thread] = (
-            [Thread(reward, names)]
+            [Thread(found)]
             if payload is None
             else [RewardProcess(payload, names) for _ in range(processes)]
         )
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._closed = False
-        self._images, self._seconds = 0, 0.0  # that were scored
+        # Of each reward: the images that it has scored, and its seconds.
+        self._images, self._seconds = [0] * len(names), [0.0] * len(names)
         self._keepers = [
             threading.Thread(target=self._keep, args=(scorer,), name="rewards", daemon=True)
             for scorer in self._scorers
@@ -113,11 +117,11 @@ class RewardPool:
             keeper.start()
 
     def submit(
-        self, images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
+        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
     ) -> Future:
-        """A future `Scored`; the reward is asked once.
+        """A future `Scored`; the rewards that apply to the prompts are asked once.
 
-        The future raises what `rewards.call` raises; Gone, if its process died or was killed at its
+        The future raises what `calling.called` raises; Gone, if a reward's process died or was killed at its
         limit; Stopped, if a thread hangs.
         """
         future = Future()
@@ -127,9 +131,9 @@ class RewardPool:
         return future
 
     def score(
-        self, images: Float[np.ndarray, "b h w 3"], prompts: list[str], metadata: list[dict]
-    ) -> Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]:
-        """Waits for the scores; asks again where the reward fails.
+        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
+    ) -> rewards.Scores:
+        """Waits for the scores; asks again where a reward fails.
 
         Raises:
           Exception: see `final`.
@@ -147,8 +151,7 @@ class RewardPool:
 
     def tell(self, error: BaseException) -> None:
         """Prints that the reward has failed and is asked again."""
-        what = f"reward {self.name!r} {error}" if isinstance(error, Gone) else error
-        print(f"{what}\n  it is asked again", file=sys.stderr, flush=True)
+        print(f"{error}\n  it is asked again", file=sys.stderr, flush=True)
 
     def final(self, error: BaseException) -> BaseException:
         """The error to raise after the reward has failed on the same pictures in every attempt.
@@ -160,8 +163,7 @@ class RewardPool:
         if not isinstance(error, Gone):
             return RewardFailed(f"{error}\n  it has failed {often} on the same pictures")
         return Stopped(
-            f"reward {self.name!r} {error}, having failed {often} on the same pictures: {error.advice}; "
-            "the same command continues"
+            f"{error}, having failed {often} on the same pictures: {error.advice}; the same command continues"
         )
 
     def close(self) -> None:
@@ -183,15 +185,32 @@ class RewardPool:
             if self._closed or not future.set_running_or_notify_cancel():
                 future.cancel()
                 continue
-            expected = self._seconds / self._images * len(batch[0]) if self._images else None
             try:
-                found = scorer.score(batch, self._limit(expected))
+                found = self._scored(scorer, batch)
             except BaseException as error:
                 future.set_exception(CancelledError() if self._closed else error)
             else:
-                self._images += len(batch[0])
-                self._seconds += found.seconds
                 future.set_result(found)
+
+    def _scored(self, scorer: RewardProcess | Thread, batch: rewards.Batch) -> Scored:
+        """Asks the rewards that apply to a batch, one after the other."""
+        answers, spent = [], 0.0
+        for number, places in self.rewards.parts(batch[2]):
+            limit = self._limit_of(number, len(places))
+            answer = scorer.ask(number, rewards.cut(batch, places), limit)
+            answers.append((number, places, answer))
+            self._images[number] += len(places)
+            self._seconds[number] += answer.seconds
+            spent += answer.seconds
+        return Scored(self.rewards.merged(len(batch[0]), answers), spent)
+
+    def _limit_of(self, number: int, images: int) -> Limit:
+        """The time that a reward may take for so many images."""
+        own = self.rewards.members[number].settings.limit
+        if own:
+            return Limit(own, f"config.rewards[{number}].limit")
+        known = self._images[number]
+        return Limit(self._limit(self._seconds[number] / known * images if known else None))
 
 
 def may_pass(error: BaseException) -> bool:
@@ -199,12 +218,12 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, RewardFailed | Gone)
 
 
-def _sendable(reward: rewards.Reward) -> bytes | None:
-    """The reward pickled for another process; None if it cannot be."""
-    single = reward.rewards if isinstance(reward, rewards.Several) else (reward,)
-    if any(getattr(one, "__module__", "__main__") == "__main__" for one in single):
+def _sendable(found: rewards.Rewards) -> bytes | None:
+    """The rewards pickled for another process; None if they cannot be."""
+    functions = [getattr(one.function, "func", one.function) for one in found.members]
+    if any(getattr(one, "__module__", "__main__") == "__main__" for one in functions):
         return None
     try:
-        return pickle.dumps(reward)
+        return pickle.dumps(found)
     except (pickle.PicklingError, AttributeError, TypeError):
         return None

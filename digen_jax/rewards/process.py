@@ -1,5 +1,7 @@
 """A process that scores: how it is started, asked and killed, and what it does.
 
+It holds all rewards of a run and is asked one at a time, so that each has its own time limit.
+
 It is a process group of its own, so that everything the reward starts is killed with it. It ends with the
 process that asks. It imports JAX only if the user's reward does, and then without an accelerator.
 """
@@ -16,12 +18,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from typing import Any, NamedTuple
-
-import numpy as np
-from jaxtyping import Float32
 
 from digen_jax import rewards
 from digen_jax.process.ending import at_leaving
@@ -33,62 +31,70 @@ START = (
 )
 
 
-class Scored(NamedTuple):
-    """A batch's scores, and the seconds that the reward took for them."""
+class Limit(NamedTuple):
+    """The time that a reward may take, and the field of the config that sets it."""
 
-    scores: Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.call`
-    seconds: float
+    seconds: float = math.inf
+    field: str = "config.runtime.deadline"
 
 
 class Gone(RuntimeError):
-    """A process died while it scored, or took too long and was killed; the text ends the sentence "reward x ..."."""
+    """A process died while it scored, or took too long and was killed; `advice` says what to do."""
 
-    advice = "set config.reward.processes = 0 to see what it says"
+    def __init__(
+        self, text: str, advice: str = "set config.reward_pool.processes = 0 to see what it says"
+    ):
+        super().__init__(text)
+        self.advice = advice
 
 
 class Late(Gone):
     """It took too long."""
-
-    advice = "fix it, or raise config.runtime.deadline"
 
 
 class RewardProcess:
     """A process that scores and is started again after it has died. For one thread; `close` is for any.
 
     Args:
-      payload: the reward, pickled.
-      names: the reward's names in errors.
+      payload: `rewards.Rewards`, pickled.
+      names: the name of each reward in errors.
     """
 
     def __init__(self, payload: bytes, names: tuple[str, ...]):
-        self._told = payload, names
+        self._told, self._names = (payload, names), names
         self._lock = threading.Lock()
         self._closed = False
         self._start()
 
-    def score(self, batch: tuple[Any, ...], limit: float = math.inf) -> Scored:
-        """Scores a batch (images, prompts, metadata) within a number of seconds.
+    def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
+        """What one of the rewards says of images to which it applies.
 
         Raises:
           Gone: the process died, or was killed at the limit (Late).
-          ConfigError: see `rewards.call`.
+          ConfigError: see `calling.called`.
         """
         if self._link.closed or self._process.poll() is not None:
             self._start()
         late = threading.Event()
-        timer = threading.Timer(limit, self._kill, [late])
+        timer = threading.Timer(limit.seconds, self._kill, [late])
         timer.daemon = True
-        if limit < math.inf:
+        if limit.seconds < math.inf:
             timer.start()
         try:
-            self._link.send(batch)
+            self._link.send((number, batch))
             found = self._link.recv()
         except (EOFError, OSError):
             self._kill()
             self._link.close()
+            reward = f"reward {self._names[number]!r}"
             if late.is_set():
-                raise Late(f"took more than {limit:g} seconds and was killed") from None
-            raise Gone(f"died in its process ({self._end()}), for want of memory perhaps") from None
+                raise Late(
+                    f"{reward} took more than {limit.seconds:g} seconds and was killed",
+                    f"fix it, or raise {limit.field}",
+                ) from None
+            raise Gone(
+                f"{reward} died in its process ({self._end()}), for want of memory perhaps"
+            ) from None
         finally:
             timer.cancel()
         if isinstance(found, BaseException):
@@ -108,7 +114,7 @@ class RewardProcess:
         here, there = socket.socketpair()
         with self._lock, here, there:
             if self._closed:
-                raise Gone("was closed")
+                raise Gone("the process of a reward was closed")
             path = json.dumps([str(folder) for folder in sys.path])
             command = [sys.executable, "-c", START, path, str(there.fileno())]
             self._process = subprocess.Popen(
@@ -164,16 +170,16 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_listen, args=(link, told), daemon=True).start()
     payload, names = told.get()
     try:
-        with blamed(rewards.label(names), "cannot be imported in its process:"):
-            reward, failed = pickle.loads(payload), None
+        with blamed(", ".join(names), "cannot be imported in its process:"):
+            found, failed = pickle.loads(payload), None
     except BaseException as error:
-        reward, failed = None, error
+        found, failed = None, error
     while True:
-        batch = told.get()
+        number, batch = told.get()
         try:
             if failed is not None:
                 raise failed
-            answer: Any = timed(reward, names, batch)
+            answer: Any = found.members[number].answer(batch)
         except BaseException as error:
             answer = _sendable(error)
         link.send(answer)
@@ -185,13 +191,6 @@ def _listen(link: multiprocessing.connection.Connection, told: queue.SimpleQueue
         while True:
             told.put(link.recv())
     os.killpg(0, signal.SIGKILL)
-
-
-def timed(reward: rewards.Reward, names: tuple[str, ...], batch: tuple[Any, ...]) -> Scored:
-    """A batch's scores, and the seconds that they took."""
-    begin = time.perf_counter()
-    scores = rewards.call(reward, names, *batch)
-    return Scored(scores, time.perf_counter() - begin)
 
 
 def _sendable(error: BaseException) -> BaseException:

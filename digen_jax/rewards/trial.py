@@ -1,11 +1,13 @@
-"""Tries a reward before anything slow starts: on grey pictures, with real prompts and metadata."""
+"""Tries a reward before anything slow starts: on made-up pictures, with real prompts and metadata."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 
 from digen_jax.errors import ConfigError
+from digen_jax.rewards.bytes_watch import Watched
 
 KINDS = 8  # of records, at most
 
@@ -13,9 +15,10 @@ KINDS = 8  # of records, at most
 def try_out(
     score: Callable[..., Any], files: Iterable[Sequence[dict[str, Any]]], height: int, width: int
 ) -> None:
-    """Scores a grey picture for the first record of each kind in every prompt file.
+    """Scores a made-up picture for the first record of each kind in every prompt file.
 
-    Records are of one kind where they have the same task and the same fields.
+    Records are of one kind where they have the same task, the same rewards and the same fields. The pictures notice
+    a reward that reads them as something else than bytes: see `bytes_watch`.
 
     Args:
       score: as `RewardPool.score`.
@@ -28,22 +31,31 @@ def try_out(
     """
     for records in files:
         chosen = _kinds(records)
-        grey = np.full((len(chosen), height, width, 3), 0.5, np.float32)
+        made_up = np.stack([picture(height, width)] * len(chosen)).view(Watched)
         prompts = [record["prompt"] for record in chosen]
         try:
-            score(grey, prompts, chosen)
+            score(made_up, prompts, chosen)
         except ConfigError as error:
             what = (
-                "it was tried on grey pictures of the first prompts, before anything was computed"
+                "it was tried on made-up pictures (uint8, from 0 to 255) of the first prompts, before anything was "
+                "computed"
             )
             raise type(error)(f"{error}\n  {what}") from error
+
+
+def picture(height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    """Ramps of colours: red rises from left to right, green from top to bottom, and blue falls in both directions."""
+    red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    ramps = np.stack([red, green, 255 - (red + green) / 2], axis=-1)
+    return ramps.round().astype(np.uint8)
 
 
 def _kinds(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first record of each kind, in the file's order."""
     found: dict[tuple, dict[str, Any]] = {}
     for record in records:
-        found.setdefault((record.get("tag"), *sorted(record)), record)
+        kind = (record.get("tag"), str(record.get("rewards")), *sorted(record))
+        found.setdefault(kind, record)
         if len(found) == KINDS:
             break
     return list(found.values())

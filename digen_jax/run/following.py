@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import Any
 
 import jax
-import numpy as np
 
 from digen_jax.assemble import build, duties, scheduled
 from digen_jax.config.recipe import Recipe
@@ -24,6 +23,7 @@ from digen_jax.run.positions import Position, Positions
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.orders import leave, orders
+from digen_jax.runtime.scores import received
 from digen_jax.scheduling.commands import Publication
 
 
@@ -131,8 +131,8 @@ class Follower:
             case "do":
                 follow(self._executors, value)
             case "scored":
-                command, scores = value
-                self._executors.scored(command, np.asarray(scores, np.float32))
+                command, columns = value
+                self._executors.scored(command, received(columns))
             case "save":
                 self._save(*value)
             case _:

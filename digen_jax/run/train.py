@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from digen_jax import rewards
 from digen_jax.assemble import build, make_driver, scheduled
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.encoding.ahead import prepare
@@ -23,6 +22,8 @@ from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.records import full_disk, where
+from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
@@ -91,18 +92,13 @@ class Run:
             reached, recipe, workdir / "prompts", self.positions.oldest() or 0
         )
         encoding = prepare(recipe, jax.devices(), drawn)
-        reward = recipe.reward
+        found, pool = resolve(recipe.rewards), recipe.reward_pool
         deadline = Deadline(recipe.runtime.deadline)
-        self.rewards = RewardPool(
-            rewards.resolve(reward.name),
-            reward.name,
-            reward.processes,
-            reward.retries,
-            deadline.seconds,
-        )
+        self.rewards = RewardPool(found, pool.processes, pool.retries, deadline.seconds)
         held_out = read_prompt_file(recipe.evaluation.prompts)
         files = *read_prompt_files(recipe.prompts.paths), held_out
         try:
+            check_canaries(found, self.rewards.score)
             try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
             if encoding is not None:
                 tell_prompts(recipe, encoding.family)

@@ -3,11 +3,13 @@
 import fcntl
 import json
 import os
+import re
 import socket
 from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
+from digen_jax.config.fields import MOVED
 from digen_jax.errors import ConfigError
 from digen_jax.files import replace
 from digen_jax.weights.folder import read_json
@@ -75,21 +77,24 @@ def _lock(workdir: Path) -> IO[str]:
 def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
     """Differences to the config of the run in a workdir: by field, "before -> now".
 
-    They are compared as JSON: a tuple and a list are the same, and so are a text, as runs once stored a single
-    reward's name, and a list of it alone. A run that has computed nothing has no differences.
+    They are compared as JSON: a tuple and a list are the same. A run that has computed nothing has no differences.
 
     Raises:
-      ConfigError: the run's config cannot be read.
+      ConfigError: the run's config cannot be read, or is of an older version with other fields.
     """
     path, metrics = Path(workdir, "config.json"), Path(workdir, "metrics.jsonl")
     if not (metrics.exists() and metrics.stat().st_size):
         return {}
     found = _read_object(path, "bring it back, or choose another workdir")
     old, new = _leaves(found), _leaves(json.loads(json.dumps(config)))
+    if moved := next((name for name in old if name in MOVED and name not in new), None):
+        raise ConfigError(
+            f"the run in {workdir} is of an older version: {moved} is {MOVED[moved]} now; choose another workdir"
+        )
     return {
         name: f"{_shown(old, name)} -> {_shown(new, name)}"
         for name in sorted(old.keys() | new.keys())
-        if new.get(name, ...) not in (old.get(name, ...), [old.get(name, ...)])
+        if new.get(name, ...) != old.get(name, ...)
     }
 
 
@@ -97,7 +102,7 @@ def _check_same_config(workdir: Path, config: dict[str, Any], may_change: Collec
     wrong = [
         f"{name}: {change}"
         for name, change in changes(workdir, config).items()
-        if not any(f"{name}.".startswith(f"config.{free}.") for free in may_change)
+        if not any(f"{_of_any(name)}.".startswith(f"config.{free}.") for free in may_change)
     ]
     if wrong:
         more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
@@ -111,12 +116,20 @@ def _shown(leaves: dict[str, Any], name: str) -> str:
     return json.dumps(leaves[name]) if name in leaves else "not there"
 
 
+def _of_any(name: str) -> str:
+    """A field's name with "[i]" for the number of its section in a list."""
+    return re.sub(r"\[\d+\]", "[i]", name)
+
+
 def _leaves(config: dict[str, Any], path: str = "config") -> dict[str, Any]:
-    """Dotted names and values of a nested dict; an empty group is a value."""
+    """Dotted names and values of a nested dict; an empty group is a value, and so is a list without groups."""
     leaves = {}
     for name, value in config.items():
-        inner = isinstance(value, dict) and value
-        leaves |= _leaves(value, f"{path}.{name}") if inner else {f"{path}.{name}": value}
+        groups = {f"{path}.{name}": value}
+        if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+            groups = {f"{path}.{name}[{number}]": one for number, one in enumerate(value)}
+        for place, one in groups.items():
+            leaves |= _leaves(one, place) if isinstance(one, dict) and one else {place: one}
     return leaves
 
 

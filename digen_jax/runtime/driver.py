@@ -17,6 +17,7 @@ from digen_jax.runtime.clock import Stopwatch
 from digen_jax.runtime.executors import Executor
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
+from digen_jax.runtime.scores import sent
 from digen_jax.runtime.summary import Summary
 from digen_jax.runtime.watch import Watch, end_process
 from digen_jax.runtime.worker import Line, WorkerThreads
@@ -303,7 +304,7 @@ class Driver:
             scores, seconds = done.result()
             values = tuple(map(float, self.executor.scored(command, scores)))
             now = self.now()
-            self._orders.announce("scored", (command, scores.tolist()))
+            self._orders.announce("scored", (command, sent(scores.columns)))
             self._completed(command, max(asked, now - seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)

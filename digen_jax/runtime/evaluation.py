@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Num, UInt8
 
 from digen_jax import rewards
 from digen_jax.engine.hosts import fetch
@@ -37,14 +37,22 @@ class Evaluation(NamedTuple):
     records: list[dict[str, Any]]
     clips: UInt8[np.ndarray, "n t h w 3"]
     scores: Float[np.ndarray, "n"]
-    each: Mapping[str, Float[np.ndarray, "n"]] = MappingProxyType({})  # see `rewards.each`
+    # By name, NaN where the reward does not apply: see `rewards.each`.
+    each: Mapping[str, Float[np.ndarray, "n"]] = MappingProxyType({})
+
+    @property
+    def known(self) -> dict[str, Float[np.ndarray, "_"]]:
+        """Each reward's scores of the images to which it applies; without rewards that apply to none."""
+        found = {name: rewards.there(own) for name, own in self.each.items()}
+        return {name: own for name, own in found.items() if len(own)}
 
     def metrics(self) -> dict[str, float]:
         """Mean reward over all prompts and for each task of the prompt file; if there are several, of each reward."""
         return {
             "evaluation/reward": float(self.scores.mean()),
             **{
-                f"evaluation/reward_of/{name}": float(own.mean()) for name, own in self.each.items()
+                f"evaluation/reward_of/{name}": float(own.mean())
+                for name, own in self.known.items()
             },
             **{
                 f"evaluation/{tag}": mean for tag, mean in by_tag(self.records, self.scores).items()
@@ -53,7 +61,7 @@ class Evaluation(NamedTuple):
 
     def by_task(self) -> dict[str, TaskScore]:
         """The score of all prompts as "all", of each task of the prompt file, and of each of several rewards."""
-        parts = {"all": self.scores, **_split_by_tag(self.records, self.scores), **self.each}
+        parts = {"all": self.scores, **_split_by_tag(self.records, self.scores), **self.known}
         return {name: _score(part) for name, part in parts.items()}
 
 
@@ -61,28 +69,36 @@ def evaluate(
     sampler: Sampler,
     weights: Weights,
     records: Sequence[dict[str, Any]],
-    reward: rewards.Reward,
-    names: tuple[str, ...],
+    asked: rewards.Rewards,
     batch: int,
     seed: int = SEED,
-    reward_weights: Sequence[float] = (1.0,),
     head: str = "evaluating",
 ) -> Evaluation:
     """Samples one image for each record and scores it.
 
-    Image i depends only on the seed, i, its prompt and the weights. `names` and `reward_weights` have an
-    entry for each of several rewards. `head` labels the progress bar.
+    Image i depends only on the seed, i, its prompt and the weights. `head` labels the progress bar.
     """
     clips, scores = [], []
     for start in watched(range(0, len(records), batch), head, "batch"):
         part = list(records[start : start + batch])
-        made = sample_clips(sampler, weights, part, start, batch, seed)
+        made = to_uint8(sample_clips(sampler, weights, part, start, batch, seed))
         prompts = [record["prompt"] for record in part]
-        scores.append(rewards.call(reward, names, as_judged(made), prompts, part))
-        clips.append(to_uint8(made))
-    clips, scores = np.concatenate(clips), np.concatenate(scores)
-    total = rewards.total(scores, reward_weights)
-    return Evaluation(list(records), clips, total, rewards.each(names, scores))
+        scores.append(asked.score(as_judged(made), prompts, part))
+        clips.append(made)
+    return _evaluation(list(records), clips, scores, asked.names, asked.weights)
+
+
+def _evaluation(
+    records: list[dict[str, Any]],
+    clips: Sequence[UInt8[np.ndarray, "_ t h w 3"]],
+    scores: Sequence[rewards.Scores],
+    names: tuple[str, ...],
+    weights: Sequence[float],
+) -> Evaluation:
+    """The evaluation of batches."""
+    found = rewards.joined(scores)
+    total, each = rewards.total(found.columns, weights), rewards.each(names, found)
+    return Evaluation(records, np.concatenate(clips), total, each)
 
 
 def sample_clips(
@@ -146,10 +162,10 @@ class Gathering:
 
     def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
         self._held_out, self._names, self._weights = held_out, names, weights
-        self._found: dict[int, dict[int, tuple[np.ndarray, np.ndarray]]] = defaultdict(dict)
+        self._found: dict[int, dict[int, tuple[np.ndarray, rewards.Scores]]] = defaultdict(dict)
 
     def note(
-        self, fragment: Fragment, clips: Float[np.ndarray, "b t h w 3"], scores: np.ndarray
+        self, fragment: Fragment, clips: Num[np.ndarray, "b t h w 3"], scores: rewards.Scores
     ) -> None:
         """Stores a scored fragment."""
         self._found[fragment.step][fragment.index] = to_uint8(clips), scores
@@ -157,10 +173,9 @@ class Gathering:
     def take(self, version: int) -> Evaluation:
         """Returns a version's whole evaluation and forgets it."""
         parts = [part for _, part in sorted(self._found.pop(version).items())]
-        clips, scores = (np.concatenate(each) for each in zip(*parts, strict=True))
-        total = rewards.total(scores, self._weights)
-        each = rewards.each(self._names, scores)
-        return Evaluation(self._held_out.records[: len(clips)], clips, total, each)
+        clips, scores = zip(*parts, strict=True)
+        records = self._held_out.records[: sum(map(len, clips))]
+        return _evaluation(records, clips, scores, self._names, self._weights)
 
 
 def by_tag(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float32
 
 from digen_jax import rewards
 from digen_jax.engine.divergence import check_images
@@ -18,7 +18,7 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, Gathering, HeldOut
 from digen_jax.runtime.link import LocalLink
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.scores import Scored, StepScores
+from digen_jax.runtime.scores import StepScores
 from digen_jax.runtime.steps import Steps
 from digen_jax.runtime.summary import reward_metrics
 from digen_jax.runtime.training import TrainingExecutor
@@ -42,8 +42,6 @@ from digen_jax.scheduling.commands import (
 )
 from digen_jax.scheduling.settings import Settings
 
-ToScore = tuple[Float[np.ndarray, "b ..."], list[str], list[dict[str, Any]]]
-
 
 @runtime_checkable
 class Executor(Protocol):
@@ -58,10 +56,10 @@ class Executor(Protocol):
     def do(self, command: Command) -> None:
         """Executes a command other than a Score or an Evaluate; returns when its work is done."""
 
-    def to_score(self, command: Score) -> ToScore:
-        """(images or clips, prompts, metadata), the input of the rewards."""
+    def to_score(self, command: Score) -> rewards.Batch:
+        """(images or clips as bytes, prompts, metadata), the input of the rewards."""
 
-    def scored(self, command: Score, scores: Scored) -> Float32[np.ndarray, "b"]:
+    def scored(self, command: Score, scores: rewards.Scores) -> Float32[np.ndarray, "b"]:
         """Takes scores; returns the value of each image by which the scheduler compares images."""
 
     def evaluated(self, command: Evaluate) -> Any:
@@ -81,7 +79,7 @@ class Executor(Protocol):
 class Duties:
     """Settings of the executors in addition to the scheduler's."""
 
-    rewards: tuple[str, ...]  # the names of the rewards
+    rewards: tuple[str, ...]  # the names of the scores that have a weight
     held_out: Sequence[dict[str, Any]] = ()  # the prompts of evaluations
     tag_weights: str = "in place"  # the trainer samples with these: see `engine.system.tag_group`
 
@@ -213,15 +211,16 @@ class Executors:
             found = self._scores.setdefault(step, begun)
         return found
 
-    def to_score(self, command: Score) -> ToScore:
+    def to_score(self, command: Score) -> rewards.Batch:
         """See `Executor`.
 
         Raises:
           DivergedError: the images contain NaN, for which no reward is to blame.
         """
         fragment = command.fragment
-        images = as_judged(self.sampling(command.maker).images[fragment])
-        check_images(images)
+        clips = self.sampling(command.maker).images[fragment]
+        check_images(clips)
+        images = as_judged(clips)
         held_out, steps = self._held_out, self.steps
         shown = (
             held_out.of(fragment)
@@ -230,7 +229,7 @@ class Executors:
         )
         return images, [record["prompt"] for record in shown], shown
 
-    def scored(self, command: Score, scores: Scored) -> Float32[np.ndarray, "b"]:
+    def scored(self, command: Score, scores: rewards.Scores) -> Float32[np.ndarray, "b"]:
         """See `Executor`; for several rewards the value is their weighted sum. Frees the images."""
         fragment = command.fragment
         at_maker = command.maker == TRAINER or command.maker in self.rollouts
@@ -239,7 +238,7 @@ class Executors:
             self._gathering.note(fragment, images, scores)
         elif not fragment.evaluation and self.steps.find(fragment) is not None:
             self.scores(fragment.step).note(fragment.index, scores)
-        return rewards.total(scores, self.system.advantages.reward_weights)
+        return rewards.total(scores.columns, self.system.advantages.reward_weights)
 
     def evaluated(self, command: Evaluate) -> Evaluation:
         """See `Executor`."""

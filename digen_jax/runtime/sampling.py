@@ -8,6 +8,7 @@ from digen_jax.engine.packing import trained_part
 from digen_jax.engine.sampler import EncodedPrompts, Weights
 from digen_jax.engine.system import Rollout
 from digen_jax.flow.sampling import Trajectory
+from digen_jax.images import bytes_or_nan
 from digen_jax.runtime.evaluation import HeldOut, sample_fixed
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.runtime.steps import Steps
@@ -24,7 +25,7 @@ class SamplingExecutor:
     def __init__(self, name: str, rollout: Rollout, steps: Steps, held_out: HeldOut, link: Link):
         self.name, self.rollout = name, rollout
         self.weights: dict[Publication, Weights] = {}
-        self.images: dict[Fragment, np.ndarray] = {}  # decoded, not yet scored
+        self.images: dict[Fragment, np.ndarray] = {}  # as bytes, not yet scored
         self.given_up = False
         self._steps, self._held_out, self._link = steps, held_out, link
         self._fixed = Weights(None, rollout.base, rollout.frozen)
@@ -76,7 +77,7 @@ class SamplingExecutor:
             return
         if fragment.evaluation:
             images = fetch(self.rollout.evaluator.decode(self._fixed, trajectory))
-            self.images[fragment] = images[: len(self._held_out.of(fragment))]
+            self.images[fragment] = bytes_or_nan(images[: len(self._held_out.of(fragment))])
             return
         images = fetch(self.rollout.sampler.decode(self._fixed, trajectory))
         step = self._steps.find(fragment)
@@ -85,7 +86,7 @@ class SamplingExecutor:
         keys = put(step.training_keys[step.cut(fragment.index)], self.rollout.group.batch)
         samples = trained_part(trajectory, keys), trajectory.sigmas
         self._link.offer(SamplesOf(self.name, fragment), jax.block_until_ready(samples))
-        self.images[fragment] = images
+        self.images[fragment] = bytes_or_nan(images)
         if self._steps.find(fragment) is None:
             self.drop_fragment(fragment)
 

@@ -10,7 +10,15 @@ from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
 from digen_jax.runtime.steps import StepImages
 
-Scored = Float32[np.ndarray, "b"] | Float32[np.ndarray, "b k"]  # see `rewards.call`
+
+def sent(columns: Float32[np.ndarray, "b k"]) -> list[list[float | None]]:
+    """Scores for other processes: None where there is none."""
+    return [[None if np.isnan(one) else float(one) for one in row] for row in columns]
+
+
+def received(columns: list[list[float | None]]) -> rewards.Scores:
+    """The inverse of `sent`; scores that are only shown are not sent."""
+    return rewards.Scores(np.asarray(columns, np.float32), {})
 
 
 class Lesson(NamedTuple):
@@ -23,33 +31,47 @@ class Lesson(NamedTuple):
 
 @dataclasses.dataclass
 class StepScores:
-    """The scores of a step's images; NaN for those that are not scored."""
+    """The scores of a step's images; NaN for those that are not scored, and where a reward does not apply."""
 
     images: StepImages
-    scores: Float32[np.ndarray, "n k"]  # a column for each reward
+    scores: Float32[np.ndarray, "n k"]  # a column for each score that has a weight
     settings: AdvantageSettings
+    scored: Bool[np.ndarray, "n"]
+    # Scores that have no weight: see `rewards.Scores`.
+    shown: dict[str, Float32[np.ndarray, "n"]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def begin(cls, images: StepImages, settings: AdvantageSettings) -> "StepScores":
         """Scores of a step of which nothing is scored."""
-        shape = len(images.rows), len(settings.reward_weights)
-        return cls(images, np.full(shape, np.nan, np.float32), settings)
+        count = len(images.rows)
+        empty = np.full((count, len(settings.reward_weights)), np.nan, np.float32)
+        return cls(images, empty, settings, np.zeros(count, bool))
 
-    def note(self, index: int, scores: Scored) -> None:
+    def note(self, index: int, scores: rewards.Scores) -> None:
         """Stores a fragment's scores."""
-        self.scores[self.images.cut(index)] = scores.reshape(-1, self.scores.shape[1])
+        cut = self.images.cut(index)
+        self.scores[cut], self.scored[cut] = scores.columns, True
+        for name, found in scores.shown.items():
+            empty = np.full(len(self.scored), np.nan, np.float32)
+            self.shown.setdefault(name, empty)[cut] = found
 
     @property
     def members(self) -> Bool[np.ndarray, "n"]:
         """The scored images of the groups that form the step."""
         images = self.images
         dropped = np.isin(np.arange(len(images.rows)) // images.size, list(images.dropped))
-        return np.isfinite(self.scores).all(axis=1) & ~dropped
+        return self.scored & ~dropped
 
     @property
     def values(self) -> Float32[np.ndarray, "n"]:
-        """The value of each image: its reward, or the weighted sum of several."""
+        """The value of each scored image: the weighted sum of the scores of the rewards that apply to it."""
         return rewards.total(self.scores, self.settings.reward_weights)
+
+    def each(self, names: tuple[str, ...]) -> dict[str, Float32[np.ndarray, "m"]]:
+        """The scores of the members by name: see `rewards.each`."""
+        members = self.members
+        shown = {name: found[members] for name, found in self.shown.items()}
+        return rewards.each(names, rewards.Scores(self.scores[members], shown))
 
     @property
     def std(self) -> float:

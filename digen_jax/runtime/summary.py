@@ -38,6 +38,9 @@ PHASES = {
     "evaluate": "evaluation",
 }
 
+# Statistics of each reward, by what stands for them in the name of a metric.
+STATISTICS = {"": np.mean, "std_": np.std, "min_": np.min, "max_": np.max}
+
 
 class Summary:
     """Records events and sums them up, step by step; not thread-safe."""
@@ -144,19 +147,25 @@ class Summary:
 def reward_metrics(found: StepScores, names: tuple[str, ...]) -> dict[str, Any]:
     """Mean and spread of the rewards of the groups that form a step, over all prompts and for each task.
 
-    For several rewards these are of the weighted sum; each reward's own mean is added by its name.
+    For several rewards these are of the weighted sum; mean, spread and range of each reward over the images to
+    which it applies are added by its name.
     """
     members, records = found.members, found.images.records
     scores, rows = found.values[members], found.images.rows[members]
     shown, groups = [records[row] for row in rows], len(np.unique(rows))
-    each = rewards.each(names, found.scores[members])
+    each = {name: rewards.there(own) for name, own in found.each(names).items()}
+    each = {name: own for name, own in each.items() if len(own)}
     teaching = dataclasses.replace(found.settings, best_and_worst=0, drop_zero_std=True)
     taught = trained_images(teaching, found.scores[members], rows, len(records))
     metrics = {
         "reward": float(scores.mean()),
         "reward_std": float(scores.std()),
         "zero_std_groups": len(np.unique(rows[~taught])) / groups,
-        **{f"reward_of/{one}": float(own.mean()) for one, own in each.items()},
+        **{
+            f"reward_{what}of/{name}": float(statistic(own))
+            for what, statistic in STATISTICS.items()
+            for name, own in each.items()
+        },
         **{f"reward/{tag}": mean for tag, mean in by_tag(shown, scores).items()},
         **{f"reward_std/{tag}": std for tag, std in by_tag(shown, scores, np.std).items()},
     }

@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import math
 import pathlib
 import statistics
 
@@ -49,21 +50,33 @@ def oracle(setting, rewards, groups):
         for i, group in enumerate(groups):
             mine = [v for v, other in zip(values, groups, strict=True) if other == group]
             others = [v for j, v in enumerate(values) if groups[j] == group and j != i]
+            if math.isnan(values[i]):
+                found.append(math.nan)
+                continue
             centre = statistics.fmean(others if setting.baseline == "leave_one_out" else mine)
-            scope = {"group": mine, "global": values}.get(setting.std)
+            applies = [v for v in values if not math.isnan(v)]
+            scope = {"group": mine, "global": applies}.get(setting.std)
             scale = 1.0 if scope is None else deviation(scope) + STD_EPS
             found.append((values[i] - centre) / scale)
         return found
 
     def weighted(rows):
         return [
-            sum(w * x for w, x in zip(setting.reward_weights, row, strict=True)) for row in rows
+            sum(
+                w * x for w, x in zip(setting.reward_weights, row, strict=True) if not math.isnan(x)
+            )
+            for row in rows
         ]
 
     rows = [[float(x) for x in row] for row in rewards]
     if setting.combine == "rewards":
         return standardised(weighted(rows))
     each = [standardised([row[k] for row in rows]) for k in range(len(rows[0]))]
+    clips = setting.reward_clips or (0.0,) * len(each)
+    each = [
+        [math.copysign(clip, x) if clip and abs(x) > clip else x for x in column]
+        for column, clip in zip(each, clips, strict=True)
+    ]
     found = weighted(zip(*each, strict=True))
     if setting.combine == "gdpo":
         mean, scale = statistics.fmean(found), deviation(found) + STD_EPS
@@ -105,6 +118,72 @@ def test_every_mode_is_its_definition_image_by_image(setting):
     setting.check(4)
     ours = advantages(setting, REWARDS, GROUPS, 5)
     assert_close(ours, oracle(setting, REWARDS, GROUPS))
+
+
+# Of group 0 the first and the second reward, of group 2 all, of group 3 the third alone.
+MIXED = np.where(
+    (GROUPS[:, None] == [[0, 0, 3]]) | (GROUPS[:, None] == [[2, 2, 2]]), REWARDS, np.nan
+)
+
+
+@pytest.mark.parametrize("setting", MODES, ids=label)
+def test_every_mode_is_its_definition_where_rewards_apply_to_some_groups(setting):
+    ours = advantages(setting, MIXED, GROUPS, 5)
+    assert_close(ours, oracle(setting, MIXED, GROUPS))
+    # Statistics are of what applies: of each reward alone they are as if the others were not there.
+    if setting.combine == "advantages":
+        third = dataclasses.replace(setting, reward_weights=(0.0, 0.0, 1.0))
+        has = ~np.isnan(MIXED[:, 2])
+        alone = dataclasses.replace(setting, reward_weights=(1.0,), combine="rewards")
+        expected = advantages(alone, REWARDS[has, 2], GROUPS[has], 5)
+        np.testing.assert_array_equal(advantages(third, MIXED, GROUPS, 5)[has], expected)
+        assert not advantages(third, MIXED, GROUPS, 5)[~has].any()
+
+
+@pytest.mark.parametrize("rewards", [REWARDS, MIXED], ids=["all", "mixed"])
+@pytest.mark.parametrize("std", ["group", "global", "none"])
+def test_a_clip_bounds_a_rewards_own_advantages_before_they_are_weighted(std, rewards):
+    free = AdvantageSettings("group_mean", std, 0, WEIGHTS, "advantages")
+    clipped = dataclasses.replace(free, reward_clips=(0.5, 0.0, 0.02))
+    clipped.check(4)
+    ours = advantages(clipped, rewards, GROUPS, 5)
+    assert_close(ours, oracle(clipped, rewards, GROUPS))
+    assert (ours != advantages(free, rewards, GROUPS, 5)).sum() > 3
+    order = ranking(clipped, rewards, GROUPS, 5)
+    for group in np.unique(GROUPS):
+        ranked = np.argsort(order[group == GROUPS], kind="stable")
+        assert (np.diff(ours[group == GROUPS][ranked]) >= -1e-6).all()
+    loose = dataclasses.replace(free, reward_clips=(1e9, 0.0, 1e9))
+    np.testing.assert_array_equal(
+        advantages(loose, rewards, GROUPS, 5), advantages(free, rewards, GROUPS, 5)
+    )
+
+
+def test_dropped_are_groups_in_which_all_rewards_that_apply_are_equal():
+    nan, groups = np.nan, np.array([0, 0, 1, 1, 2, 2, 3, 3])
+    rewards = np.array([[1, 1, 2, 3, nan, nan, 4, 4], [nan] * 4 + [5, 5, 6, 7]]).T
+    np.testing.assert_array_equal(zero_std_groups(rewards, groups, 5), [1, 0, 1, 0, 0])
+    drop = AdvantageSettings(reward_weights=(1.0, 1.0), drop_zero_std=True)
+    for combine in ("rewards", "advantages"):
+        setting = dataclasses.replace(drop, combine=combine)
+        expected = (groups == 1) | (groups == 3)
+        np.testing.assert_array_equal(trained_images(setting, rewards, groups, 4), expected)
+    only_first = dataclasses.replace(drop, combine="advantages", reward_weights=(1.0, 0.0))
+    np.testing.assert_array_equal(trained_images(only_first, rewards, groups, 4), groups == 1)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([[1, np.nan], [1, 2], [1, 2]], "reward 1 of image 0 is nan"),
+        ([[np.nan, np.nan], [np.nan, np.nan], [1, 2]], "reward 0 of image 0 is nan"),
+        ([[np.nan, 1], [np.nan, np.inf], [1, 2]], "reward 1 of image 1 is inf"),
+    ],
+)
+def test_a_reward_must_be_there_for_a_whole_group_and_one_for_each_image(rewards, message):
+    setting = AdvantageSettings(reward_weights=(1.0, 1.0))
+    with pytest.raises(ValueError, match=message):
+        advantages(setting, np.array(rewards), np.array([0, 0, 1]), 2)
 
 
 @pytest.mark.parametrize("std", ["group", "global"])
@@ -260,6 +339,21 @@ def test_rewards_that_cancel_out_rank_nothing(combine):
         ({"best_and_worst": -1}, 5, "best_and_worst is -1"),
         ({"combine": "gdpo", "std": "group"}, 4, "combine is 'gdpo', but reward_weights"),
         ({"combine": "advantages"}, 4, "combine is 'advantages', but reward_weights"),
+        (
+            {"reward_clips": (0.0, 2.5), "reward_weights": (1.0, 1.0)},
+            4,
+            "combine is 'rewards', which bounds no reward's own advantages, but a reward has a clip of 2.5",
+        ),
+        (
+            {
+                "combine": "gdpo",
+                "std": "group",
+                "reward_clips": (1.0,),
+                "reward_weights": (1.0, 1.0),
+            },
+            4,
+            "combine is 'gdpo', which bounds no reward's",
+        ),
         ({"combine": "gdpo", "reward_weights": (1.0, 1.0)}, 4, "but std is 'global'"),
         (
             {

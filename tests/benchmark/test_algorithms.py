@@ -46,8 +46,8 @@ def toy_config(base, surrogate):
         prompts__file=str(prompt_file(base)),
         evaluation__prompts=str(prompt_file(base)),
         evaluation__every=2,
-        reward__name=f"{brightness.__module__}:brightness",
-        reward__processes=0,
+        rewards=f"{brightness.__module__}:brightness",
+        reward_pool__processes=0,
         algorithm__surrogate=surrogate,
         algorithm__negative_weight=0.25,  # of topr, which near a ratio of 1 is otherwise the same
         trainer__learning_rate=0.1,
@@ -115,12 +115,12 @@ def test_a_workdir_of_other_runs_is_refused_before_any_is_trained(configs, built
     cell = tmp_path / "topr-6"
     cell.mkdir()
     (cell / "metrics.jsonl").write_text("{}\n")
-    other = configs["topr"].to_dict() | {"seed": 6}
+    other = json.loads(configs["topr"].to_json()) | {"seed": 6}
     other["algorithm"] = other["algorithm"] | {"clip_range": 0.5}
     (cell / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=r"topr-6 has another config \(config.algorithm.clip_r"):
         compare(open_all(configs), 2, tmp_path)
-    (cell / "config.json").write_text(json.dumps(configs["topr"].to_dict() | {"seed": 6}))
+    (cell / "config.json").write_text(json.dumps(json.loads(configs["topr"].to_json()) | {"seed": 6}))
     (cell / "finished.json").write_text('{"step": 9}')
     with pytest.raises(ConfigError, match=r"config.steps = 2, but the run in .*topr-6 has done 9"):
         compare(open_all(configs), 2, tmp_path)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
+from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -67,12 +68,12 @@ def test_a_command_takes_its_cost(command, seconds):
 
 def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
     executors = WaitingExecutors(EXACT, Layout(Mesh()))
-    with closing(RewardPool(score, ("waits",), 0)) as rewards:
+    with closing(RewardPool(alone("waits", score), 0)) as rewards:
         found = [
             rewards.submit(*executors.to_score(Score(0, FRAGMENT, "rollout 0"))).result()
             for _ in range(5)
         ]
-    assert found[0].scores.shape == (4,)
+    assert found[0].scores.columns.shape == (4, 1)
     assert 0.024 <= min(scored.seconds for scored in found) < 0.054
 
 

@@ -81,7 +81,7 @@ def launch(folder: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess
         (
             "--config.free.new=1",
             "config.free.new is not a field; "
-            "config.free is empty: set its fields in the config file",
+            "config.free is empty: set its fields in the config file, or all as --config.free=\"{'new': ...}\"",
         ),
         (
             "--config.sampler=(0, 4)",

@@ -10,9 +10,11 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from digen_jax.config import recipe
+from digen_jax.config.command_line import check_overrides
 from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
+from digen_jax.rewards.settings import RewardSettings
 from tests.config import test_recipe
 from tests.config.test_recipe import FORWARD, changed, of_method
 from tests.pipelines import ROOT, environment, load_config
@@ -22,7 +24,7 @@ given, prompts = test_recipe.given, test_recipe.prompts
 
 def as_written(config: ConfigDict) -> dict:
     """A complete config in the words of JSON."""
-    return json.loads(json.dumps(recipe.complete(config).to_dict()))
+    return json.loads(recipe.complete(config).to_json())
 
 
 @pytest.mark.parametrize("name", ["shapes_demo", "shapes_flow_grpo", "sd35_medium"])
@@ -43,52 +45,125 @@ def test_what_an_algorithm_leaves_to_others_is_written_as_it_was_asked_for(given
 
 
 def test_nothing_behind_the_door_can_be_changed(given):
-    opened = reopen_recipe(changed(given, reward__weights=[1], placement__rules=[["a", "fsdp"]]))
-    assert (opened.reward.weights, opened.placement.rules) == ((1,), (("a", "fsdp"),))
-    for holder in (opened, opened.sampler, opened.sampler.window, opened.placement.trainer):
+    opened = reopen_recipe(changed(given, rewards=["a:b"], placement__rules=[["a", "fsdp"]]))
+    assert (len(opened.rewards), opened.placement.rules) == (1, (("a", "fsdp"),))
+    for holder in (
+        opened,
+        opened.rewards[0],
+        opened.sampler,
+        opened.sampler.window,
+        opened.placement.trainer,
+    ):
         field = dataclasses.fields(holder)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(holder, field, 1)
 
 
-def test_names_of_rewards_are_weighed_and_one_may_be_a_text(given):
-    opened = reopen_recipe(changed(given, reward__name=["a:b", "shapes_geneval"]))
-    assert opened.reward.name == ("a:b", "shapes_geneval")
-    assert opened.advantages.reward_weights == (1.0, 1.0)
-    assert opened.as_json()["reward"]["name"] == ["a:b", "shapes_geneval"]
-    assert reopen_recipe(changed(given, reward__name="a:b")).reward.name == ("a:b",)
+def test_rewards_are_sections_of_which_a_name_may_stand_for_one(given):
+    opened = reopen_recipe(changed(given, rewards=["a:b", dict(name="shapes_geneval", weight=2)]))
+    assert opened.rewards == (RewardSettings("a:b"), RewardSettings("shapes_geneval", weight=2.0))
+    assert opened.advantages.reward_weights == (1.0, 2.0)
+    assert [one["name"] for one in opened.as_json()["rewards"]] == ["a:b", "shapes_geneval"]
+    assert reopen_recipe(opened.as_json()) == opened
+    for alone in ("a:b", dict(name="a:b"), ConfigDict(dict(name="a:b"))):
+        assert reopen_recipe(changed(given, rewards=alone)).rewards == (RewardSettings("a:b"),)
 
 
 @pytest.mark.parametrize("name", ["a:b ,shapes_geneval", ["a:b ,shapes_geneval"]])
 def test_names_in_one_text_are_not_parsed(given, name):
     with pytest.raises(ConfigError) as caught:
-        reopen_recipe(changed(given, reward__name=name))
+        reopen_recipe(changed(given, rewards=name))
     assert str(caught.value) == (
-        "config.reward.name = 'a:b ,shapes_geneval' is one text with several names: write ('a:b', 'shapes_geneval'), "
-        'in a config.json ["a:b", "shapes_geneval"], and on the command line --config.reward.name=... for each'
+        "config.rewards = 'a:b ,shapes_geneval' is one text with several names: write ('a:b', 'shapes_geneval'), "
+        'in a config.json ["a:b", "shapes_geneval"], and on the command line --config.rewards=... for each'
     )
 
 
 @pytest.mark.parametrize(
-    ("options", "names"),
+    ("options", "expected"),
     [
-        ([], ("shapes_geneval",)),
-        (["=a:b"], ("a:b",)),
-        (["=a:b", "=shapes_geneval"], ("a:b", "shapes_geneval")),
-        (["=('a:b', 'c:d')"], ("a:b", "c:d")),
+        ([], [("shapes_geneval", 1.0)]),
+        (["=a:b"], [("a:b", 1.0)]),
+        (["=a:b", "=shapes_geneval"], [("a:b", 1.0), ("shapes_geneval", 1.0)]),
+        (["[0].name=a:b"], [("a:b", 1.0)]),
+        (["[0].weight=2", "[0].name=a:b"], [("a:b", 2.0)]),
+        (["=({'name': 'a:b', 'weight': 0.5}, 'c:d')"], [("a:b", 0.5), ("c:d", 1.0)]),
+        (["=({'name': 'a:b', 'weight': {'x': 2}},)"], [("a:b", {"x": 2.0})]),
     ],
 )
-def test_the_command_line_names_rewards_by_an_option_each(options, names):
-    script = ["launch/train.py", "--config=configs/shapes_demo.py"]
+def test_the_command_line_sets_rewards(options, expected):
+    found = parsed(*(f"--config.rewards{option}" for option in options))
+    assert [(one.name, one.weight) for one in found.rewards] == expected
+
+
+def test_the_command_line_sets_a_rewards_own_settings():
+    (found,) = parsed("--config.rewards[0].settings={'quality': 90}").rewards
+    assert found.settings == {"quality": 90}
+
+
+def parsed(*options):
+    """The recipe of a command line."""
     values = flags.FlagValues()
     values.mark_as_parsed()
     flag = config_flags.DEFINE_config_file("config", flag_values=values)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        argv = [*script, *(f"--config.reward.name{option}" for option in options)]
+        argv = ["launch/train.py", "--config=configs/shapes_demo.py", *options]
         patch.setattr(sys, "argv", argv)
+        check_overrides(argv)
         values(argv)
-    assert reopen_recipe(flag.value).reward.name == names
+    return reopen_recipe(flag.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["[0].wieght=2"],
+            "config.rewards[0].wieght is not a field; did you mean config.rewards[0].we",
+        ),
+        (
+            ["[1].name=a:b"],
+            "config.rewards[1] is not a field; the config file has 1 of config.rewards: ",
+        ),
+        (["[-1].name=a:b"], "config.rewards[-1] is not a field; the config file has 1 of"),
+        (
+            ["[0].settings.q=3"],
+            "config.rewards[0].settings.q is not a field; config.rewards[0].settings is empty: set its "
+            "fields in the config file, or all as --config.rewards[0].settings=\"{'q': ...}\"",
+        ),
+        (
+            ["=a:b", "[0].weight=2"],
+            "--config.rewards=a:b replaces the list that --config.rewards[0].weight is about: give the "
+            "whole list in one option, such as --config.rewards=\"({'name'",
+        ),
+        (
+            ["={'name': 'a:b'}"],
+            "--config.rewards={'name': 'a:b'} must be a list: give the whole list in",
+        ),
+        ([".name=a:b"], "config.rewards is one value and has no fields"),
+    ],
+)
+def test_overrides_of_rewards_that_cannot_be_are_refused(options, sentence):
+    with pytest.raises(ConfigError) as caught:
+        parsed(*(f"--config.rewards{option}" for option in options))
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("option", "now"),
+    [
+        ("name=a:b", "config.rewards, of which the command line has one option for each reward,"),
+        ("weights=(1.0,)", "config.rewards[0].weight, of the first reward,"),
+        ("processes=2", "config.reward_pool.processes"),
+        ("retries=2", "config.reward_pool.retries"),
+    ],
+)
+def test_older_options_are_answered_with_their_new_names(option, now):
+    field = option.partition("=")[0]
+    with pytest.raises(ConfigError) as caught:
+        parsed(f"--config.reward.{option}")
+    assert str(caught.value) == f"config.reward.{field} is not a field; it is {now} now"
 
 
 def test_meshes_are_fitted_to_the_devices_that_are_named(given):
@@ -102,7 +177,7 @@ def test_meshes_are_fitted_to_the_devices_that_are_named(given):
 
 
 def test_a_run_is_opened_again_without_its_files(given):
-    gone = changed(given, prompts__file="gone.txt", reward__name="gone:reward")
+    gone = changed(given, prompts__file="gone.txt", rewards="gone:reward")
     assert reopen_recipe(gone).prompts.file == "gone.txt"
     with pytest.raises(ConfigError, match=r"(?s)2 things .* no prompt file .* no module 'gone'"):
         place(open_recipe(gone), 8)
@@ -113,10 +188,11 @@ def test_a_recipe_is_opened_before_jax_starts(given, tmp_path):
     (tmp_path / "own.py").write_text(
         "import jax\nsize = lambda *_: jax.device_count()\njax.devices()\n"
     )
-    config = recipe.complete(changed(given, reward__name="own:size")).to_json()
+    config = recipe.complete(changed(given, rewards="own:size")).to_json()
     (tmp_path / "opening.py").write_text(f"""
 import json, jax
 from jax._src.xla_bridge import backends_are_initialized as started
+from digen_jax.config.command_line import check_overrides
 from digen_jax.config.door import open_recipe, place
 recipe = open_recipe(json.loads({config!r}))
 assert not started()

@@ -127,14 +127,14 @@ def test_unknown_fields_and_wrong_kinds_are_refused(given, field, value, sentenc
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_placement_may_be_given_in_a_word(given, whole):
     given = recipe.complete(given) if whole else given
-    full = recipe.complete(recipe.with_placement(given, "auto"))
+    full = recipe.complete(recipe.replaced(given, placement="auto"))
     assert full.placement.sizes == "auto" != recipe.complete(given).placement.sizes
     assert full.placement.rules == recipe.reference().placement.rules
     sizes = MeshSizes(RolloutAxes(2), TrainerAxes(1, time=3))
     placed = open_recipe(full).with_meshes(sizes)
     assert placed.placement.sizes == "given" and full.placement.sizes == "auto"
     assert (placed.placement.rollout.data, placed.placement.trainer.time) == (2, 3)
-    sentence = refused(recipe.with_placement(given, "atuo"))
+    sentence = refused(recipe.replaced(given, placement="atuo"))
     assert sentence.startswith("config.placement.sizes is 'atuo'; did you mean 'auto'?")
 
 
@@ -171,12 +171,12 @@ def test_a_placement_may_be_given_in_a_word(given, whole):
         (
             dict(
                 placement__trainer=dict(data=8, fsdp=1, time=2),
-                reward__name="json:no",
+                rewards="json:no",
                 prompts__file="",
             ),
             [
                 "config.prompts.file is not given: add --config.prompts.file=... to the command",
-                "config.reward.name: reward 'json:no': module json has no function 'no'",
+                "config.rewards[0]: reward 'json:no': module json has no function 'no'",
                 "config.placement.trainer.time = 2 must divide config.trainer.pack = 1",
                 "config.placement.rollout wants 4 and config.placement.trainer 16 devices, but there are 8",
             ],
@@ -237,8 +237,8 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
             dict(data=1, fsdp=1, workers=0),
             "config.placement.rollout.workers must be above 0, not 0",
         ),
-        ("reward__processes", -1, "config.reward.processes must be 0 or more, not -1"),
-        ("reward__retries", -1, "config.reward.retries must be 0 or more, not -1"),
+        ("reward_pool__processes", -1, "config.reward_pool.processes must be 0 or more, not -1"),
+        ("reward_pool__retries", -1, "config.reward_pool.retries must be 0 or more, not -1"),
         ("runtime__deadline", -1.0, "config.runtime.deadline must be 0 or more, not -1.0"),
         ("runtime__deadline", float("nan"), "config.runtime.deadline must be 0 or more, not nan"),
         ("runtime__staleness", -1, "config.runtime.staleness must be 0 or more, not -1"),
@@ -338,7 +338,11 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
         ("sampler__steps", 10**6, "config.sampler.steps must be at most 1000, not 1000000"),
         ("model__height", 10**6, "config.model.height must be at most 16384, not 1000000"),
         ("placement__cpu_devices", 10**5, "config.placement.cpu_devices must be at most 256, not"),
-        ("reward__processes", 10**5, "config.reward.processes must be at most 1000, not 100000"),
+        (
+            "reward_pool__processes",
+            10**5,
+            "config.reward_pool.processes must be at most 1000, not 100000",
+        ),
         (
             "sampler__noise_level",
             1.5,
@@ -458,7 +462,7 @@ def test_a_pass_may_be_filled_up_to_an_equal_share_of_steps_for_every_device(giv
 
 # ------------------------------------------------------------------------------ advantages, rewards
 
-TWO = dict(reward__name=("shapes_geneval", "tests.engine.toy:brightness"))
+TWO = dict(rewards=("shapes_geneval", "tests.engine.toy:brightness"))
 
 
 @pytest.mark.parametrize(
@@ -501,30 +505,70 @@ TWO = dict(reward__name=("shapes_geneval", "tests.engine.toy:brightness"))
             "* 2 * config.advantages.best_and_worst = 8, as micro-batches are cut from a fragment",
         ),
         (
-            dict(reward__weights=(1.0, 0.5)),
-            "config.reward.weights = (1.0, 0.5) must have a weight for each of the 1 rewards of "
-            "config.reward.name = ('shapes_geneval',), or be ()",
+            dict(rewards=dict(name="shapes_geneval", weight=0)),
+            "config.rewards leaves nothing to train on: give a reward a weight other than 0",
         ),
         (
-            TWO | dict(reward__weights=(1.0,)),
-            "config.reward.weights = (1.0,) must have a weight for",
+            dict(rewards=dict(name="shapes_geneval", weight=dict(a=0.0, b=0))),
+            "config.rewards leaves nothing to train on",
         ),
         (
-            TWO | dict(reward__weights=(0.0, 0.0)),
-            "config.reward.weights = (0.0, 0.0) leaves nothing",
+            dict(rewards=("json:dumps", dict(name="shapes_geneval", weight=float("inf")))),
+            "config.rewards[1].weight must be a finite number, not inf",
         ),
         (
-            TWO | dict(reward__weights=(1.0, float("inf"))),
-            "config.reward.weights = (1.0, inf) must hold finite numbers",
-        ),
-        (dict(reward__weights=("1.0",)), "config.reward.weights = ('1.0',) must hold finite"),
-        (
-            dict(reward__name=("shapes_geneval", "shapes")),
-            "config.reward.name: unknown reward 'shapes': use one of",
+            dict(rewards=dict(name="shapes_geneval", weight="1.0")),
+            "config.rewards[0].weight must be a number, not '1.0'",
         ),
         (
-            dict(reward__name=("json:dumps", "json:dumps")),
-            "config.reward.name: reward 'json:dumps' is named twice",
+            dict(rewards=dict(name="shapes_geneval", weight=dict())),
+            "config.rewards[0].weight = {} must be a number, or a dict from scores' names to numbers",
+        ),
+        (
+            dict(rewards=dict(name="shapes_geneval", weight=dict(a="1"))),
+            "config.rewards[0].weight = {'a': '1'} must be a number, or a dict",
+        ),
+        (
+            dict(rewards=dict(name="shapes_geneval", wieght=1.0)),
+            "config.rewards[0].wieght is not a field; did you mean config.rewards[0].weight?",
+        ),
+        (
+            dict(rewards=(3,)),
+            "config.rewards[0] must be a reward's name, or a section such as dict(",
+        ),
+        (
+            dict(rewards=dict(name="shapes_geneval", settings=3)),
+            "config.rewards[0].settings must be a group of fields, not 3",
+        ),
+        (
+            dict(rewards=dict(name="shapes_geneval", settings=dict(sharp=3))),
+            "config.rewards[0]: reward 'shapes_geneval' has no setting 'sharp'; it has none",
+        ),
+        (
+            dict(rewards=dict(name="shapes_geneval", limit=-1)),
+            "config.rewards[0].limit must be 0 or more, not -1",
+        ),
+        (
+            dict(rewards=("json:dumps", dict(name="shapes_geneval", clip=5.0))),
+            "config.advantages.combine is 'rewards', which bounds no reward's own advantages, but a reward "
+            "has a clip of 5; set that to 0, or combine to 'advantages'",
+        ),
+        (
+            dict(rewards=("shapes_geneval", "shapes")),
+            "config.rewards[1]: unknown reward 'shapes': use one of",
+        ),
+        (
+            dict(rewards=("json:dumps", "json:dumps")),
+            "config.rewards[0]: reward 'json:dumps' takes",
+        ),
+        (
+            dict(rewards=("shapes_geneval", "shapes_geneval")),
+            "config.rewards[1]: reward 'shapes_geneval' is named twice",
+        ),
+        (
+            dict(reward__name=("shapes_geneval",)),
+            "config.reward is not a field; it is config.rewards, a list with a section or a name for each "
+            "reward, and config.reward_pool now",
         ),
     ],
 )
@@ -796,7 +840,7 @@ EARLY = dict(
         ),
         (
             TWO,
-            "config.runtime.early_groups = 2 cannot go with config.reward.name = shapes_geneval, "
+            "config.runtime.early_groups = 2 cannot go with config.rewards = shapes_geneval, "
             "tests.engine.toy:brightness, as it is shown to be exact for a single reward only: set that to "
             "shapes_geneval",
         ),
@@ -973,8 +1017,8 @@ def test_weights_that_do_not_fit_the_prompt_files_are_refused(given, files, weig
     ],
 )
 def test_a_reward_that_there_is_not_is_refused(given, name, sentence):
-    sentence = f"config.reward.name: {sentence}"
-    assert refused(changed(given, reward__name=name)).startswith(sentence)
+    sentence = f"config.rewards[0]: {sentence}"
+    assert refused(changed(given, rewards=name)).startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -990,8 +1034,8 @@ def test_an_error_inside_the_users_reward_is_said_with_its_line(
     name = "reward_" + re.sub(r"\W", "_", line)
     (tmp_path / f"{name}.py").write_text(line + "\n")
     monkeypatch.syspath_prepend(tmp_path)
-    said = refused(changed(given, reward__name=f"{name}:f"))
-    assert said.startswith(f"config.reward.name: reward '{name}:f' cannot be imported: {error}: ")
+    said = refused(changed(given, rewards=f"{name}:f"))
+    assert said.startswith(f"config.rewards[0]: reward '{name}:f' cannot be imported: {error}: ")
     assert f"{name}.py, line 1, in <module>: {line}" in said
 
 
@@ -1014,7 +1058,8 @@ def test_every_number_has_a_range_or_is_checked_with_what_it_depends_on(given):
     """NaN is refused everywhere, and infinity in all floats except the few that allow it."""
     full = recipe.complete(given)
     for name, value in checks.numbers.RANGES.items():
-        assert value[0] <= checks._value(full, name) <= value[1]
+        one = full.rewards[0] if "[i]" in name else full
+        assert value[0] <= checks._value(one, name.removeprefix("rewards[i].")) <= value[1]
     infinite = changed(given, trainer__clip_norm=float("inf"))
     open_recipe(infinite)
 

@@ -48,8 +48,13 @@ def test_what_advantages_are_made_of(given):
     assert full.advantages == expected
     full = open_recipe(changed(given, **TWO))
     assert full.advantages.reward_weights == (1.0, 1.0)
-    full = open_recipe(changed(given, reward__weights=[2, -0.5]))  # as read from JSON
-    assert full.advantages.reward_weights == (2.0, -0.5)
+    given.rewards = [
+        {"name": "a:b", "weight": 2},
+        {"name": "c:d", "weight": {"x": 1, "y": -0.5}, "clip": 5},
+    ]
+    full = open_recipe(changed(given, advantages__combine="advantages"))  # as read from JSON
+    assert full.advantages.reward_weights == (2.0, 1.0, -0.5)
+    assert full.advantages.reward_clips == (0.0, 5.0, 5.0)
 
 
 @pytest.mark.parametrize(

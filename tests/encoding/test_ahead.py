@@ -57,7 +57,8 @@ def config(base, folder):
         c.model.update(folder=str(folder), max_sequence_length=9)
         c.prompts.encoding = "ahead"
         c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
-        c.reward.update(name=("tests.encoding.test_ahead:redness",), processes=0)
+        c.rewards = ("tests.encoding.test_ahead:redness",)
+        c.reward_pool.processes = 0
         for name, value in fields.items():
             group, _, field = name.partition("__")
             if field:
@@ -74,7 +75,7 @@ LIVE = []  # shapes of all arrays while a reward is given
 
 def redness(images, prompts, metadata):
     LIVE.append({array.shape for array in jax.live_arrays()})
-    return images[..., 0].mean((1, 2)) - images[..., 1:].mean((1, 2, 3))
+    return (images[..., 0].mean((1, 2)) - images[..., 1:].mean((1, 2, 3))) / 255
 
 
 def trained(config, workdir: pathlib.Path) -> list[dict]:
@@ -382,7 +383,7 @@ def test_a_killed_encoding_continues_where_it_stopped(config, tmp_path):
 @pytest.mark.slow
 def test_two_processes_encode_together_and_train_as_one_does(config, tmp_path):
     """With one folder, in which the first one stores."""
-    c = config(prompts__store=str(tmp_path / "store"), reward__name=("tests.tiny_runs:redness",))
+    c = config(prompts__store=str(tmp_path / "store"), rewards=("tests.tiny_runs:redness",))
     c.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=4)))
     text = f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({c.to_dict()!r})\n"
     (tmp_path / "config.py").write_text(text)

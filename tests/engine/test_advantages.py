@@ -106,7 +106,7 @@ def accumulated(settings, size, scores):
     parts, state = built()
     parts = parts._replace(advantages=settings)
     steps = Steps(iter([toy.records(GROUPS)]), IMAGES, size, parts.draws, 0)
-    known = StepScores(steps[0], np.float32(scores), settings)
+    known = StepScores(steps[0], np.float32(scores), settings, np.ones(len(scores), bool))
     return toy.trained(parts, steps, state, known, fragments.sampled()[0], part_of)
 
 

@@ -67,7 +67,7 @@ def accumulated(settings):
     def part_of(cut):
         return Images(0, ROWS[cut], Endpoints(X0[cut], keys()[cut], SIGMAS), SIGMAS)
 
-    known = StepScores(steps[0], REWARDS, settings)
+    known = StepScores(steps[0], REWARDS, settings, np.ones(len(REWARDS), bool))
     return toy.trained(parts, steps, state, known, PROMPTS, part_of)
 
 

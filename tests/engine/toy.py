@@ -27,6 +27,7 @@ from digen_jax.models.family import Heads, Size
 from digen_jax.models.image_family import ImageFamily
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.sd3 import network as sd3
+from digen_jax.rewards import Rewards, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import training
 from digen_jax.runtime.executors import Executors
@@ -244,7 +245,7 @@ def records(count: int) -> list[dict]:
 
 
 def brightness(images, prompts, metadata):
-    return images.mean((1, 2, 3), dtype=np.float64)
+    return images.mean((1, 2, 3), dtype=np.float64) / 255
 
 
 class Sampled(NamedTuple):
@@ -344,7 +345,8 @@ def driver(system: System, config: ConfigDict, reward=brightness, **options):
     """A driver from the beginning of a run, which scores in a thread; `options` are its own."""
     asked = opened(config)
     deadline = Deadline(config.runtime.deadline)
-    rewards = RewardPool(reward, ("mine",), 0, config.reward.retries, deadline.seconds)
+    found = reward if isinstance(reward, Rewards) else alone("mine", reward)
+    rewards = RewardPool(found, 0, config.reward_pool.retries, deadline.seconds)
     options.setdefault("state", fresh(system))
     given = options.pop("batches", None) or batches(asked.drawn_groups)
     watch = options.setdefault("watch", Watch(deadline))

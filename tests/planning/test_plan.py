@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.config.checks import check_devices
 from digen_jax.config.door import open_recipe, place, reopen_recipe
-from digen_jax.config.recipe import complete, with_placement
+from digen_jax.config.recipe import complete, replaced
 from digen_jax.errors import ConfigError
 from digen_jax.planning import step_costs
 from digen_jax.planning.plan import auto_placement, make_problem, meshes
@@ -98,7 +98,7 @@ def test_the_script_times_a_fragment_on_the_devices_at_hand(base):
         f"--config.model.folder={pipeline(base)}",
         f"--config.prompts.file={prompt_file(base)}",
         f"--config.evaluation.prompts={prompt_file(base)}",
-        "--config.reward.name=tests.tiny_runs:redness",
+        "--config.rewards=tests.tiny_runs:redness",
         "--config.batch.groups=2",
         "--config.batch.images=4",
         "--config.sampler.fragment=4",
@@ -278,7 +278,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     for module in (step_costs, run):
         monkeypatch.setattr(module, "build", lambda config, found: toy.system(config, len(found)))
     config = tiny_config(base, "full")
-    config = with_placement(config, "auto")
+    config = replaced(config, placement="auto")
     config.steps = 1
     assert run.train(open_recipe(config), tmp_path) is None
     said = capsys.readouterr().out

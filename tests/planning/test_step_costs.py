@@ -12,7 +12,7 @@ from tests.tiny_runs import tiny_config
 def test_a_runs_timings_become_costs_of_one_device(base, tmp_path):
     config = complete(tiny_config(base, "full"))
     config.placement.rollout.data, config.placement.trainer.data = 2, 4
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    (tmp_path / "config.json").write_text(config.to_json())
     phases = {"rollout": 4.0, "train": 8.0, "publish": 0.5, "reward": 0.8, "deliver": 0.4}
     line = {f"seconds/{name}": seconds for name, seconds in phases.items()}
     slow = {name: 100.0 for name in line}

@@ -62,7 +62,7 @@ def test_images_show_their_captions_and_none_is_held_out(in_this_process, monkey
     assert 10 < len(tagged) < 30 and len(set(texts)) > 20
     assert all(text.endswith(" background") and "photo" not in text for text in tagged)
     assert not {record["prompt"] for record in captions.heldout_records()} & set(texts)
-    assert shapes_geneval(images.astype(np.float32) / 255, prompts, drawn).mean() > 0.95
+    assert shapes_geneval(images, prompts, drawn).mean() > 0.95
 
 
 def test_the_seed_decides_and_a_larger_pool_begins_with_the_smaller(in_this_process):

@@ -15,6 +15,7 @@ from tests.scripts import ends
 SCRIPT = """
 import os, pathlib, sys, threading, time
 from digen_jax.process.interrupt import Interrupt
+from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 import hanging
 
@@ -25,11 +26,11 @@ def ready():
 
 with Interrupt() as interrupt:
     if what == "thread":
-        pool = RewardPool(hanging.for_ever, ("hanging:for_ever",), 0)
+        pool = RewardPool(alone("hanging:for_ever", hanging.for_ever), 0)
         ready()
         pool.score([[]], ["x"], [{}])
     elif what == "process":
-        pool = RewardPool(hanging.for_ever, ("hanging:for_ever",), 1)
+        pool = RewardPool(alone("hanging:for_ever", hanging.for_ever), 1)
         pool.score([[]], ["x"], [{}])  # which says that it is ready
     elif what == "mesh":
         from digen_jax.runtime.worker import WorkerThreads

@@ -282,10 +282,24 @@ def test_the_same_config_may_come_back(tmp_path):
     claim(tmp_path, CONFIG)
     claim(tmp_path, CONFIG | {"window": [0, 4]})
     assert json.loads((tmp_path / "config.json").read_text())["window"] == [0, 4]
-    claim(tmp_path / "text", {"reward": {"name": "one"}})
-    claim(tmp_path / "text", {"reward": {"name": ("one",)}})
-    with pytest.raises(ConfigError, match=r'config\.reward\.name: \["one"\] -> \["one", "two"\]'):
-        claim(tmp_path / "text", {"reward": {"name": ("one", "two")}})
+
+
+def test_a_section_of_a_list_is_compared_field_by_field(tmp_path):
+    one, two = {"name": "one", "limit": 3}, {"name": "two", "limit": 3}
+    claim(tmp_path, {"rewards": [one, two]})
+    with pytest.raises(ConfigError, match=r"\(config\.rewards\[1\]\.limit: 3 -> 5\)"):
+        claim(tmp_path, {"rewards": (one, two | {"limit": 5})})
+    claim(tmp_path, {"rewards": (one, two | {"limit": 5})}, ["rewards[i].limit"])
+    with pytest.raises(ConfigError, match=r'config\.rewards\[1\]\.name: "two" -> not there'):
+        claim(tmp_path, {"rewards": (one,)}, ["rewards[i].limit"])
+
+
+def test_a_run_with_fields_of_an_older_version_is_refused_with_their_new_names(tmp_path):
+    claim(tmp_path, {"reward": {"name": ["one"], "processes": 1}})
+    with pytest.raises(
+        ConfigError, match=r"older version: config\.reward\.name is config\.rewards, of"
+    ):
+        claim(tmp_path, {"rewards": [{"name": "one"}]})
 
 
 def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):

@@ -11,11 +11,13 @@ import pytest
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
+from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.pool import RewardPool, for_ever
+from digen_jax.rewards.settings import RewardSettings
 from tests.scripts import ends
 
-IMAGES = np.arange(3 * 4 * 4 * 3, dtype=np.float32).reshape(3, 4, 4, 3) / 144
+IMAGES = np.arange(3 * 4 * 4 * 3, dtype=np.uint8).reshape(3, 4, 4, 3)
 PROMPTS = ["one", "two", "three"]
 METADATA = [{"prompt": prompt} for prompt in PROMPTS]
 
@@ -27,8 +29,12 @@ def mean(images, prompts, metadata):
     assert prompts == [record["prompt"] for record in metadata]
     return images.mean((1, 2, 3), dtype=np.float64)
 
+def scaled(images, prompts, metadata, scale=1.0):
+    assert images.dtype == np.uint8 and images.ndim == 5
+    return scale * images.mean((1, 2, 3, 4))
+
 def darkness(images, prompts, metadata):
-    return 1 - images.mean((1, 2, 3), dtype=np.float64)
+    return 1 - images.mean((1, 2, 3), dtype=np.float64) / 255
 
 def where(images, prompts, metadata):
     return [os.getpid(), "jax" in sys.modules, os.environ["JAX_PLATFORMS"] == "cpu"]
@@ -97,7 +103,7 @@ def pool(mine):
 
     def open_pool(reward, processes=1, **options):
         reward = getattr(mine, reward) if isinstance(reward, str) else reward
-        opened.append(RewardPool(reward, ("mine:f",), processes, **options))
+        opened.append(RewardPool(rewards.alone("mine:f", reward), processes, **options))
         return opened[-1]
 
     yield open_pool
@@ -107,7 +113,7 @@ def pool(mine):
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_scores_are_the_rewards(pool, processes):
-    scores = pool("mean", processes).score(IMAGES, PROMPTS, METADATA)
+    (scores,) = pool("mean", processes).score(IMAGES, PROMPTS, METADATA).columns.T
     assert scores.dtype == np.float32
     np.testing.assert_allclose(scores, [IMAGES[i].mean() for i in range(3)], rtol=1e-6)
 
@@ -115,22 +121,54 @@ def test_scores_are_the_rewards(pool, processes):
 @pytest.mark.parametrize("processes", [0, 1])
 def test_several_rewards_have_a_column_each_and_their_own_names(mine, processes):
     names = ("pooled_rewards:mean", "pooled_rewards:darkness")
-    scorer = RewardPool(rewards.resolve(names), names, processes)
-    scores = scorer.score(IMAGES, PROMPTS, METADATA)
+    scorer = RewardPool(named(*names), processes)
+    scores = scorer.score(IMAGES, PROMPTS, METADATA).columns
     assert scores.dtype == np.float32 and scores.shape == (3, 2)
-    means = [IMAGES[i].mean() for i in range(3)]
-    np.testing.assert_allclose(scores, np.stack([means, 1 - np.array(means)], axis=1), rtol=1e-6)
+    means = np.array([IMAGES[i].mean() for i in range(3)])
+    np.testing.assert_allclose(scores, np.stack([means, 1 - means / 255], axis=1), rtol=1e-6)
+    metadata = [one | {"rewards": [names[i % 2]]} for i, one in enumerate(METADATA)]
+    mixed = scorer.score(IMAGES, PROMPTS, metadata).columns
+    expected = np.where([[True, False], [False, True], [True, False]], scores, np.nan)
+    np.testing.assert_array_equal(mixed, expected)
     scorer.close()
     for wrong in ("nan", "short"):
-        names = ("pooled_rewards:mean", f"pooled_rewards:{wrong}")
-        scorer = RewardPool(rewards.resolve(names), names, processes)
+        scorer = RewardPool(named("pooled_rewards:mean", f"pooled_rewards:{wrong}"), processes)
         with pytest.raises(ConfigError, match=f"reward 'pooled_rewards:{wrong}' returned"):
             scorer.score(IMAGES, PROMPTS, METADATA)
         scorer.close()
 
 
+def named(*asked):
+    return resolve(
+        [one if isinstance(one, RewardSettings) else RewardSettings(one) for one in asked]
+    )
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_each_reward_has_its_own_time_limit(mine, monkeypatch, processes):
+    monkeypatch.setattr("digen_jax.rewards.pool.hangs", lambda what: None)
+    slow = RewardSettings("pooled_rewards:hangs", limit=3.0)
+    scorer = RewardPool(named("pooled_rewards:mean", slow), processes, limit=lambda expected: 60.0)
+    name = r"reward 'pooled_rewards:hangs' took more than 3 seconds"
+    with pytest.raises(Stopped, match=rf"{name}.*or raise config.rewards\[1\].limit"):
+        scorer.score(IMAGES, PROMPTS, METADATA)
+    mine.release.set()
+    scorer.close()
+    mine.release.clear()
+
+
+def test_settings_and_clips_reach_a_process(mine):
+    """A clip has a time axis; the canary's file and others need nothing else."""
+    asked = RewardSettings("pooled_rewards:scaled", settings=dict(scale=3.0))
+    scorer = RewardPool(named(asked), 1)
+    clips = np.stack([IMAGES, IMAGES], axis=1)
+    scores = scorer.score(clips, PROMPTS, METADATA).columns[:, 0]
+    scorer.close()
+    np.testing.assert_allclose(scores, 3 * IMAGES.mean((1, 2, 3)), rtol=1e-6)
+
+
 def test_a_process_is_another_one_without_jax_and_without_an_accelerator(pool):
-    process, has_jax, on_cpu = pool("where").score(IMAGES, PROMPTS, METADATA)
+    process, has_jax, on_cpu = pool("where").score(IMAGES, PROMPTS, METADATA).columns[:, 0]
     assert process != np.float32(os.getpid())
     assert (has_jax, on_cpu) == (0, 1)
 
@@ -169,7 +207,7 @@ def test_a_process_that_hangs_or_dies_is_replaced_and_asked_again(
     limit = (lambda expected: next(limits)) if way == "hangs" else for_ever
     scorer = pool("fails", retries=retries, limit=limit)
     prompts = [str(tmp_path), way, str(retries)]
-    scores = scorer.score(IMAGES, prompts, METADATA)
+    scores = scorer.score(IMAGES, prompts, METADATA).columns[:, 0]
     np.testing.assert_allclose(scores, IMAGES.mean((1, 2, 3)), rtol=1e-6)
     said = capfd.readouterr().err
     what = {"hangs": "took more than 10 seconds and was killed"}.get(way, f"({way})")
@@ -200,7 +238,7 @@ def test_a_reward_that_raises_is_asked_again_as_often_as_that(pool, mine, capfd,
     scorer, prompts = pool("fails_at_first", 0, retries=retries), ["", "", "2"]
     if retries == 2:
         np.testing.assert_allclose(
-            scorer.score(IMAGES, prompts, METADATA), IMAGES.mean((1, 2, 3)), rtol=1e-6
+            scorer.score(IMAGES, prompts, METADATA).columns[:, 0], IMAGES.mean((1, 2, 3)), rtol=1e-6
         )
     else:
         with pytest.raises(
@@ -240,7 +278,7 @@ def test_asking_does_not_wait_and_two_processes_score_side_by_side(pool, tmp_pat
     asked = [scorer.submit(IMAGES, where, METADATA) for _ in range(2)]
     assert not asked[0].done()
     for future in asked:
-        np.testing.assert_array_equal(future.result().scores, 2)
+        np.testing.assert_array_equal(future.result().scores.columns, 2)
 
 
 @pytest.mark.parametrize("processes", [0, 1])

@@ -8,9 +8,11 @@ import pytest
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
+from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.settings import RewardSettings
 from digen_jax.shapes.reward import shapes_geneval
 
-IMAGES = np.zeros((3, 8, 8, 3), np.float32)
+IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
 PROMPTS = ["one", "two", "three"]
 METADATA = [{"prompt": prompt} for prompt in PROMPTS]
 
@@ -24,17 +26,36 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def asked(*names):
+    """The rewards of sections, or of names."""
+    return resolve(
+        [one if isinstance(one, RewardSettings) else RewardSettings(one) for one in names]
+    )
+
+
+def function(name, **settings):
+    (found,) = asked(RewardSettings(name, settings=settings)).members
+    return found.function
+
+
+def answer(scores, weight=1.0, name="mine:f"):
+    settings = RewardSettings(name, weight)
+    return rewards.NamedReward(settings, lambda *_: scores).answer((IMAGES, PROMPTS, METADATA))
+
+
 def call(scores):
-    return rewards.call(lambda *_: scores, ("mine:f",), IMAGES, PROMPTS, METADATA)
+    found = answer(scores)
+    assert not found.shown
+    return found.columns[:, 0]
 
 
 def test_the_built_in_reward_has_a_name():
-    assert rewards.resolve(("shapes_geneval",)) is shapes_geneval
+    assert function("shapes_geneval") is shapes_geneval
 
 
 def test_a_users_own_function_is_found_in_the_current_directory(folder):
     (folder / "my_reward.py").write_text("def redness(images, prompts, metadata):\n    return 7\n")
-    assert rewards.resolve(("my_reward:redness",))(IMAGES, PROMPTS, METADATA) == 7
+    assert function("my_reward:redness")(IMAGES, PROMPTS, METADATA) == 7
 
 
 def test_several_names_are_one_function_with_a_column_each(folder):
@@ -43,48 +64,130 @@ def test_several_names_are_one_function_with_a_column_each(folder):
         "def blue(images, *_):\n    return images[:, 0, 0, 2].tolist()\n"
     )
     names = ("two_rewards:red", "two_rewards:blue")
-    both = rewards.resolve(names)
-    assert both.names == names
-    images = np.arange(3 * 8 * 8 * 3, dtype=np.float32).reshape(3, 8, 8, 3) / 576
-    scores = rewards.call(both, names, images, PROMPTS, METADATA)
-    np.testing.assert_array_equal(scores, images[:, 0, 0, ::2])
-    total = rewards.total(scores, (2.0, -1.0))
+    both = asked(names[0], RewardSettings(names[1], weight=-2.0))
+    assert (both.names, both.weights, both.label) == (names, (1.0, -2.0), ", ".join(names))
+    images = np.arange(3 * 8 * 8 * 3).reshape(3, 8, 8, 3).astype(np.uint8)
+    scores = both.score(images, PROMPTS, METADATA)
+    np.testing.assert_array_equal(scores.columns, images[:, 0, 0, ::2])
+    assert scores.columns.dtype == np.float32 and scores.shown == {}
+    total = rewards.total(scores.columns, both.weights)
     assert total.dtype == np.float32
-    np.testing.assert_allclose(total, 2 * images[:, 0, 0, 0] - images[:, 0, 0, 2], rtol=1e-6)
+    red, blue = images[:, 0, 0, ::2].astype(np.float64).T
+    np.testing.assert_allclose(total, red - 2 * blue, rtol=1e-6)
     each = rewards.each(names, scores)
-    assert list(each) == ["two_rewards:red", "two_rewards:blue"]
-    np.testing.assert_array_equal(each["two_rewards:blue"], scores[:, 1])
-    assert rewards.each(("two_rewards:red",), total) == {}
+    assert list(each) == list(names)
+    np.testing.assert_array_equal(each["two_rewards:blue"], blue)
+    alone = rewards.Scores(scores.columns[:, :1], {})
+    assert rewards.each(names[:1], alone) == {}
 
 
 def test_of_one_reward_the_total_is_itself():
     scores = np.float32([0.1, 1e-30, 3e38])
-    np.testing.assert_array_equal(rewards.total(scores, (1.0,)), scores)
     np.testing.assert_array_equal(rewards.total(scores[:, None], (1.0,)), scores)
 
 
+def test_records_name_the_rewards_that_apply(folder):
+    (folder / "naming.py").write_text(
+        "seen = []\n"
+        "def red(images, prompts, metadata):\n    seen.append(prompts)\n    return images[:, 0, 0, 0]\n"
+        "def parts(images, prompts, metadata):\n    seen.append(prompts)\n"
+        "    return {'parts': images[:, 0, 0, 1], 'more': images[:, 0, 0, 2]}\n"
+        "def never(images, prompts, metadata):\n    raise AssertionError\n"
+    )
+    found = asked("naming:red", "naming:parts", "naming:never")
+    named = [["naming:red"], ["naming:parts"], ["naming:parts", "naming:red"]]
+    metadata = [{"prompt": "", "rewards": names} for names in named]
+    images = np.arange(3 * 8 * 8 * 3).reshape(3, 8, 8, 3).astype(np.uint8)
+    scores = found.score(images, PROMPTS, metadata)
+    red, green, blue = images[:, 0, 0].astype(np.float32).T
+    nan = np.nan
+    expected = [[red[0], nan, nan], [nan, green[1], nan], [red[2], green[2], nan]]
+    np.testing.assert_array_equal(scores.columns, np.float32(expected))
+    assert list(scores.shown) == ["naming:parts/more"]
+    np.testing.assert_array_equal(scores.shown["naming:parts/more"], [nan, blue[1], blue[2]])
+    assert sys.modules["naming"].seen == [["one", "three"], ["two", "three"]]
+    total = rewards.total(scores.columns, (2.0, 0.5, 7.0))
+    np.testing.assert_array_equal(total, [2 * red[0], green[1] / 2, 2 * red[2] + green[2] / 2])
+    assert rewards.there(scores.columns[:, 0]).tolist() == [red[0], red[2]]
+    twice = rewards.joined([scores, found.score(images, PROMPTS, metadata[:1] * 3)])
+    assert twice.columns.shape == (6, 3)
+    np.testing.assert_array_equal(twice.shown["naming:parts/more"][3:], [nan] * 3)
+
+
+def test_of_several_scores_the_one_named_like_the_reward_is_trained():
+    scores = {"other": [1, 2, 3], "f": [4, 5, 6]}
+    found = answer(scores)
+    assert found.columns.tolist() == [[4], [5], [6]]
+    assert {name: one.tolist() for name, one in found.shown.items()} == {"mine:f/other": [1, 2, 3]}
+    found = answer(scores, {"other": 0.5})
+    assert found.columns.tolist() == [[1], [2], [3]] and list(found.shown) == ["mine:f/f"]
+    found = answer(scores, {"other": 0.5, "f": 1.0})
+    assert found.columns.tolist() == [[1, 4], [2, 5], [3, 6]] and not found.shown
+    settings = RewardSettings("mine:f", {"other": 0.5, "f": 1.0}, clip=3.0)
+    both = rewards.Rewards((rewards.NamedReward(settings, len),))
+    assert (both.names, both.weights) == (("mine:f/other", "mine:f/f"), (0.5, 1.0))
+    assert settings.clips == (3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "weight", "sentence"),
+    [
+        (
+            {"a": [1, 2, 3], "b": [1, 2, 3]},
+            1.0,
+            "returned the scores 'a', 'b', but 'f' is to be trained",
+        ),
+        ({"f": [1, 2, 3]}, {"g": 1.0}, "returned the scores 'f', but 'g' is to be trained"),
+        ([1, 2, 3], {"g": 1.0}, "returned no dict, but its weight names the scores 'g'"),
+        ({"f": [1, 2, 3], "a": [1, 2]}, 1.0, r"'mine:f/a' returned shape \(2,\) for 3 images"),
+        ({"f": [1, 2, 3], "a": [1, np.nan, 2]}, 1.0, "'mine:f/a' returned nan for image 1"),
+    ],
+)
+def test_several_scores_that_do_not_fit_the_weights_are_refused(scores, weight, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        answer(scores, weight)
+
+
+def test_settings_are_keywords_of_the_function(folder):
+    (folder / "set.py").write_text(
+        "def f(images, prompts, metadata, *, scale=1.0, power):\n    return scale**power\n"
+    )
+    assert function("set:f", scale=3, power=2)(IMAGES, PROMPTS, METADATA) == 9
+    for settings, sentence in (
+        (
+            dict(scale="3", power=2),
+            "the setting 'scale' of reward 'set:f' is '3': give it a number, as its",
+        ),
+        (dict(scale=True, power=2), "the setting 'scale' of reward 'set:f' is True"),
+        (dict(scael=3.0, power=2), "reward 'set:f' has no setting 'scael'; did you mean 'scale'?"),
+        (dict(scale=3.0), "takes (images, prompts, metadata, *, scale=1.0, power): it must take"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            function("set:f", **settings)
+
+
 def test_a_reward_that_is_named_twice_is_refused():
-    with pytest.raises(ValueError, match="'shapes_geneval' is named twice"):
-        rewards.resolve(("shapes_geneval", "shapes_geneval"))
+    with pytest.raises(ValueError, match=r"config.rewards\[1\]: .*'shapes_geneval' is named twice"):
+        asked("shapes_geneval", "shapes_geneval")
 
 
 @pytest.mark.parametrize("name", ["shape_geneval", "module:", ":function", ""])
 def test_an_unknown_name_is_refused(name):
     expected = f"unknown reward '{name}': use one of shapes_geneval, or module:function"
     with pytest.raises(ValueError, match=re.escape(expected)):
-        rewards.resolve((name,))
+        asked(name)
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "no_such.module:f", "json.nothing:f"])
 def test_a_missing_module_is_named(folder, name):
     with pytest.raises(ValueError, match=f"there is no module '{name.split(':')[0]}' in"):
-        rewards.resolve((name,))
+        asked(name)
 
 
 def test_a_missing_function_is_named(folder):
     (folder / "other_reward.py").write_text("number = 3\n")
     with pytest.raises(ConfigError, match="module other_reward has no function 'redness'"):
-        rewards.resolve(("other_reward:redness",))
+        asked("other_reward:redness")
 
 
 @pytest.mark.parametrize(
@@ -117,8 +220,10 @@ def test_a_missing_function_is_named(folder):
 )
 def test_what_cannot_be_a_reward_is_refused_when_it_is_named(folder, code, sentence):
     (folder / "mistaken.py").write_text(code)
-    with pytest.raises(ConfigError, match=rf"(?s)^reward 'mistaken:f' .*{sentence}"):
-        rewards.resolve(("mistaken:f",))
+    with pytest.raises(
+        ConfigError, match=rf"(?s)^config.rewards\[0\]: reward 'mistaken:f' .*{sentence}"
+    ):
+        asked("mistaken:f")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +231,7 @@ def test_what_cannot_be_a_reward_is_refused_when_it_is_named(folder, code, sente
 )
 def test_arguments_may_have_any_names(folder, form):
     (folder / "lenient.py").write_text(f"f = {form}\n")
-    assert rewards.resolve(("lenient:f",))(IMAGES, PROMPTS, METADATA) == 1
+    assert function("lenient:f")(IMAGES, PROMPTS, METADATA) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,7 +250,7 @@ def test_what_a_reward_raises_is_said_with_the_users_own_lines(folder, line, err
     inner = f"import sys\nimport numpy as np\ndef inner(images):\n    {line}\n"
     (folder / "raising.py").write_text(f"{inner}def f(images, *_):\n    return inner(images)\n")
     with pytest.raises(ConfigError) as caught:
-        rewards.call(rewards.resolve(("raising:f",)), ("raising:f",), IMAGES, PROMPTS, METADATA)
+        asked("raising:f").score(IMAGES, PROMPTS, METADATA)
     file = folder / "raising.py"
     assert str(caught.value).splitlines() == [
         f"reward 'raising:f' raised {error}",
@@ -193,4 +298,4 @@ def test_that_a_pool_cannot_go_on_is_not_the_rewards_exception():
         raise Stopped("reward 'mine:f' took more than 3 seconds")
 
     with pytest.raises(Stopped, match=r"^reward 'mine:f' took more than 3 seconds$"):
-        rewards.call(pooled, ("mine:f",), IMAGES, PROMPTS, METADATA)
+        rewards.alone("mine:f", pooled).score(IMAGES, PROMPTS, METADATA)

@@ -1,25 +1,28 @@
-import functools
-
 import numpy as np
 import pytest
+from PIL import Image
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
+from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.bytes_watch import Watched
 from digen_jax.rewards.mistakes import RewardFailed
-from digen_jax.rewards.trial import KINDS, try_out
+from digen_jax.rewards.settings import RewardSettings
+from digen_jax.rewards.trial import KINDS, picture, try_out
 
 COLORS = {"prompt": "a red circle", "tag": "colors", "include": []}
 PLAIN = {"prompt": "a cat"}
 
 
 def scored(reward):
-    return functools.partial(rewards.call, reward, ("mine:f",))
+    return rewards.alone("mine:f", reward).score
 
 
 def test_a_record_of_each_kind_is_tried_on_pictures_of_the_runs_size():
     seen = []
 
     def reward(images, prompts, metadata):
+        assert images.dtype == np.uint8 and images.std() > 50
         seen.append((images.shape, prompts, metadata))
         return images.mean((1, 2, 3))
 
@@ -31,21 +34,128 @@ def test_a_record_of_each_kind_is_tried_on_pictures_of_the_runs_size():
 
 
 def test_what_a_reward_cannot_score_is_refused_before_anything_is_computed():
-    reward = rewards.resolve(("shapes_geneval",))
     with pytest.raises(
-        ConfigError, match=r"cannot score .a cat.: (?s:.*)it was tried on grey pictures"
+        ConfigError, match=r"cannot score .a cat.: (?s:.*)it was tried on made-up pictures"
     ):
-        try_out(scored(reward), [[COLORS], [COLORS, PLAIN]], 32, 32)
+        try_out(resolve([RewardSettings()]).score, [[COLORS], [COLORS, PLAIN]], 32, 32)
 
 
 def test_the_users_own_lines_are_said():
     def reward(images, prompts, metadata):
         return [record["text"] for record in metadata]
 
-    with pytest.raises(RewardFailed, match=r"(?s)KeyError: 'text'\n.*test_trial.py, line .*grey"):
+    with pytest.raises(
+        RewardFailed, match=r"(?s)KeyError: 'text'\n.*test_trial.py, line .*made-up"
+    ):
         try_out(scored(reward), [[PLAIN]], 8, 8)
 
 
 def test_scores_are_checked():
     with pytest.raises(ConfigError, match="returned nan for image 0"):
         try_out(scored(lambda *_: np.full(1, np.nan)), [[PLAIN]], 8, 8)
+
+
+def test_prompts_of_other_rewards_are_of_another_kind():
+    seen = []
+
+    def reward(images, prompts, metadata):
+        seen.extend(prompts)
+        return np.zeros(len(images))
+
+    named = [
+        PLAIN | {"prompt": f"{n}", "rewards": ["mine:f"] if n else ["other"]} for n in (0, 1, 1)
+    ]
+    try_out(scored(reward), [named], 8, 8)
+    assert seen == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("np.uint8(images * 255)", "8-bit numbers wrap in np.multiply"),
+        ("np.uint8(255 * images[0])", "8-bit numbers wrap in np.multiply"),
+        (
+            "np.uint8((images.astype(np.float32) * 255).round())",
+            "from 0 to 255 are multiplied by 255",
+        ),
+        ("(images.mean((1, 2, 3)) * 255.0)", "from 0 to 255 are multiplied by 255"),
+        ("images[..., 0] - images[..., 1]", "8-bit numbers wrap in np.subtract"),
+        ("np.abs(images[:, 1:] - images[:, :-1])", "8-bit numbers wrap in np.subtract"),
+        ("2 * images", "8-bit numbers wrap in np.multiply"),
+        ("-images", "8-bit numbers wrap in np.negative"),
+        ("images + np.uint8(9)", "8-bit numbers wrap in np.add"),
+        ("np.power(images, 2)", "8-bit numbers wrap in np.power"),
+        ("images.__imul__(255)", "8-bit numbers wrap in np.multiply"),
+    ],
+)
+def test_pictures_that_are_misread_are_noticed_with_the_line(line, what):
+    namespace = {"np": np}
+    exec(f"def reward(images, prompts, metadata):\n    {line}\n    return [0.0]", namespace)
+    with pytest.raises(ConfigError) as caught:
+        try_out(scored(namespace["reward"]), [[PLAIN]], 16, 16)
+    said = str(caught.value)
+    assert said.startswith("reward 'mine:f' misreads its pictures: ") and what in said
+    assert (
+        "Images are uint8, from 0 to 255: convert them with images.astype(np.float32), and divide"
+        in said
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "images / 255 * 255",
+        "(images / 255 * 255).round().astype(np.uint8)",
+        "images.astype(np.float32) * 2 - 255",
+        "images[..., 0].mean((1, 2)) - images[..., 1:].mean((1, 2, 3))",
+        "255 - images",
+        "images - images.min()",
+        "images.astype(int) * 255 // 256 if False else images // 2 * 2",
+        "images.max(-1) - images.min(-1)",
+        "images @ np.float32([0.299, 0.587, 0.114])",
+        "np.stack([images, images]).astype(np.int16) - 300",
+        "(images > 127) * 255 // 255",
+        "Image.fromarray(images[0]).resize((4, 4)).tobytes()",
+        "np.concatenate([images, images], axis=2).sum(), np.histogram(images, 8), np.median(images)",
+    ],
+)
+def test_pictures_that_are_read_as_bytes_raise_no_alarm(line):
+    def reward(images, prompts, metadata):
+        eval(line, {"np": np, "images": images, "Image": Image})
+        return [0.0]
+
+    try_out(scored(reward), [[PLAIN]], 16, 16)
+
+
+def test_what_only_watching_breaks_is_tried_again_with_plain_pictures():
+    calls = []
+
+    def reward(images, prompts, metadata):
+        calls.append(type(images))
+        if type(images) is not np.ndarray:
+            raise TypeError("of a library that takes plain arrays only")
+        return np.ones(len(images))
+
+    try_out(scored(reward), [[PLAIN]], 8, 8)
+    assert [one.__name__ for one in calls] == ["Watched", "ndarray"]
+
+
+def test_watched_pictures_give_the_same_scores():
+    images = np.stack([picture(16, 16)] * 2)
+
+    def reward(images, prompts, metadata):
+        grey = images.astype(np.float32) @ np.float32([0.3, 0.6, 0.1])
+        return {"f": np.abs(np.diff(grey, axis=1)).mean((1, 2)), "max": images.max((1, 2, 3))}
+
+    one, two = (
+        rewards.alone("mine:f", reward).score(given, ["", ""], [{}, {}])
+        for given in (images, images.view(Watched))
+    )
+    np.testing.assert_array_equal(one.columns, two.columns)
+    assert all(type(found) is np.ndarray for found in (two.columns, *two.shown.values()))
+
+
+def test_the_made_up_picture_has_all_colours():
+    shown = picture(20, 30)
+    assert shown.shape == (20, 30, 3) and shown.dtype == np.uint8
+    assert shown[0, 0].tolist() == [0, 0, 255] and shown[-1, -1].tolist() == [255, 255, 0]

@@ -37,7 +37,7 @@ ELSEWHERE = [
         id="two meshes sample, steps split",
     ),
     pytest.param(
-        toy.meshes((2, 1), (1, 2)) | dict(sampler__fragment=4, reward__processes=1),
+        toy.meshes((2, 1), (1, 2)) | dict(sampler__fragment=4, reward_pool__processes=1),
         4,
         id="disaggregated, a process scores",
         marks=pytest.mark.slow,
@@ -98,7 +98,7 @@ def test_what_was_begun_by_two_meshes_is_done_by_others(tmp_path, train):
     fields = dict(runtime__staleness=1, sampler__fragment=4, trainer__micro_batch=4)
     stopped(train, "run", config(tmp_path, **fields | apart), 3, devices=3)
     (step,) = map(int, saved(tmp_path / "run"))
-    c = config(tmp_path, **fields, reward__processes=0)
+    c = config(tmp_path, **fields, reward_pool__processes=0)
     assert train("run", c, devices=2) is None
     history = lines(tmp_path / "run")
     assert [line["step"] for line in history] == list(range(5))
@@ -255,7 +255,7 @@ def test_garbage_in_a_workdir_is_one_sentence(tmp_path, train, file, content, se
     c = config(tmp_path)
     workdir = tmp_path / "run"
     workdir.mkdir()
-    (workdir / "config.json").write_text(json.dumps(c.to_dict()))
+    (workdir / "config.json").write_text(c.to_json())
     (workdir / "metrics.jsonl").write_text('{"step": 0, "seconds/clock": 0}\n')
     (workdir / file).unlink(missing_ok=True)
     if content is not None:

@@ -23,7 +23,7 @@ from tests.engine import toy
 def get_config():
     c = toy.config(
         prompts__file="prompts.jsonl",
-        reward__name="hanging:mean",
+        rewards="hanging:mean",
         trainer__learning_rate=0.1,
         evaluation__prompts="prompts.jsonl",
         evaluation__images=4,
@@ -53,7 +53,7 @@ def happens(who, step):
 
 def mean(images, prompts, metadata):
     happens("reward", metadata[0].get("serial", -2) // 2)
-    return images.mean((1, 2, 3), dtype="float64")
+    return images.mean((1, 2, 3), dtype="float64") / 255
 """
 SCRIPT = """
 import hanging
@@ -147,9 +147,9 @@ def test_a_run_goes_on_without_what_hung_or_died_to_the_same_bits(folder, unbrok
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_reward_that_hangs_for_ever_stops_the_run_by_name_and_saved(folder, unbroken, processes):
-    workdir, asked = f"stopped_{processes}", f"--config.reward.processes={processes}"
+    workdir, asked = f"stopped_{processes}", f"--config.reward_pool.processes={processes}"
     event = "reward hangs 3 always"
-    code, said = launch(folder, workdir, event, asked, "--config.reward.retries=1")
+    code, said = launch(folder, workdir, event, asked, "--config.reward_pool.retries=1")
     assert code == STOPPED and "Traceback" not in said, said
     sentence = said.splitlines()[-1]
     assert sentence.startswith("train.py: reward 'hanging:mean' took more than 10 seconds"), said

@@ -20,6 +20,7 @@ from digen_jax.engine import divergence
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import TIMING, read_metrics, without_timing
+from digen_jax.rewards import trial
 from digen_jax.run import train as run
 from digen_jax.run.workdir import finished_step
 from tests.cases import quick
@@ -37,7 +38,8 @@ def get_config():
         steps=6,
         model=dict(folder="pipeline"),
         prompts=dict(file="prompts.jsonl"),
-        reward=dict(name="blueness:mean", processes=0),
+        rewards=("blueness:mean",),
+        reward_pool=dict(processes=0),
         batch=dict(groups=2, images=4),
         sampler=dict(steps=4, window=dict(first=0, length=2), fragment=8),
         trainer=dict(micro_batch=8, learning_rate=1e-3, ema=0.9),
@@ -53,8 +55,8 @@ from tests.engine import toy
 def get_config():
     c = toy.config(
         prompts__file="prompts.jsonl",
-        reward__name="blueness:mean",
-        reward__processes=0,
+        rewards="blueness:mean",
+        reward_pool__processes=0,
         trainer__learning_rate=0.1,
         trainer__ema=0.9,
         evaluation__prompts="prompts.jsonl",
@@ -77,7 +79,7 @@ import atexit, os, signal, sys
 EVENT, _, WHEN = os.environ.get("EVENT", "").partition(" ")
 
 def mean(images, prompts, metadata):
-    scores = images[..., 2].mean((1, 2)) - images[..., 0].mean((1, 2))
+    scores = (images[..., 2].mean((1, 2)) - images[..., 0].mean((1, 2))) / 255
     step = metadata[0].get("serial", -2) // 2 + 1  # 0 in an evaluation
     if str(step) == WHEN:
         if EVENT == "nan":
@@ -283,8 +285,8 @@ happens = None
 
 def reward(images, prompts, metadata):
     """Brightness, and the events that a test wants in a step (0: in the evaluation)."""
-    scores = images.mean((1, 2, 3), dtype=np.float64)
-    tried = not images.std()  # with grey pictures, before the run
+    scores = images.mean((1, 2, 3), dtype=np.float64) / 255
+    tried = (images[0] == trial.picture(*images.shape[1:3])).all()  # before the run
     return (
         happens(metadata[0].get("serial", -2) // 2 + 1, scores) if happens and not tried else scores
     )
@@ -307,8 +309,8 @@ def config(tmp_path: pathlib.Path, steps: int = 4, **fields):
     prompts = str(tmp_path / "prompts.jsonl")
     fields = {
         "prompts__file": prompts,
-        "reward__name": f"{__name__}:reward",
-        "reward__processes": 0,
+        "rewards": f"{__name__}:reward",
+        "reward_pool__processes": 0,
         "evaluation__prompts": prompts,
         "evaluation__every": 2,
         "pictures__every": 2,
@@ -332,12 +334,11 @@ ODE = dict(sampler__kind="ode", sampler__noise_level=0.0, sampler__window=dict(l
 
 def evenness(images, prompts, metadata):
     """A second reward."""
-    return -images.std((1, 2, 3), dtype=np.float64)
+    return -images.std((1, 2, 3), dtype=np.float64) / 255
 
 
 GDPO = dict(
-    reward__name=(f"{__name__}:reward", f"{__name__}:evenness"),
-    reward__weights=(1.0, 0.5),
+    rewards=(f"{__name__}:reward", dict(name=f"{__name__}:evenness", weight=0.5)),
     advantages__combine="gdpo",
 )
 
@@ -423,8 +424,8 @@ def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
     assert all(line["gradient_norm"] > 0 for line in history[1:])
     for line, of in ((history[1], ""), (history[0], "evaluation/")):
         each = [line.get(f"{of}reward_of/{__name__}:{name}") for name in ("reward", "evenness")]
-        assert (None in each) == ("reward__weights" not in fields)
-        if "reward__weights" in fields:
+        assert (None in each) == ("rewards" not in fields)
+        if "rewards" in fields:
             assert line[f"{of}reward"] == pytest.approx(each[0] + 0.5 * each[1], abs=1e-6)
 
 
@@ -555,7 +556,9 @@ def test_the_spread_of_the_ratios_is_said_once(tmp_path, train, capsys):
 
 def test_ratios_of_stale_samples_are_not_taken_for_rounding(tmp_path, train):
     """A run that resumes a step which an older version had begun does not stop at its first update."""
-    stale = dict(runtime__staleness=1, sampler__fragment=4, reward__retries=0, checkpoint__every=1)
+    stale = dict(
+        runtime__staleness=1, sampler__fragment=4, reward_pool__retries=0, checkpoint__every=1
+    )
     meshes = toy.meshes((1, 1), (1, 1))
     c = config(tmp_path, steps=3, algorithm__clip_range=1e-3, **stale, **meshes)
     with pytest.raises(ConfigError, match="shape"):

@@ -43,8 +43,8 @@ def get_config() -> ConfigDict:
     """Steps whose effect is visible and close to plain gradient descent; all are saved and evaluated."""
     c = toy.config(
         prompts__file="prompts.jsonl",
-        reward__name="tests.run.toy_process:reward",
-        reward__processes=0,
+        rewards="tests.run.toy_process:reward",
+        reward_pool__processes=0,
         evaluation__prompts="prompts.jsonl",
         evaluation__every=1,
         pictures__images=3,

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors import replay
 from digen_jax.runtime.sampling import SamplingExecutor
@@ -188,7 +189,7 @@ def test_with_asynchrony_a_replayed_log_gives_the_same_bits(late):
     batches = toy.batches(MOST)
     executors = toy.executors(parts, c, toy.fresh(parts), batches)
     last = max(i for i, command in enumerate(log) if isinstance(command, Update))
-    pool = RewardPool(some_equal, ("mine",), 0)
+    pool = RewardPool(alone("mine", some_equal), 0)
     again = replay(executors, pool, log[: last + 1])
     pool.close()
     for leaf, expected in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):

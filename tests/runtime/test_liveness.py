@@ -245,7 +245,7 @@ def test_a_reward_that_fails_is_asked_again_for_the_same_fragment(system, undist
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_reward_that_goes_on_failing_stops_the_run_with_its_own_error(system, retries):
     reward = failing(99)
-    with toy.driver(system, config(reward__retries=retries), reward) as driver:
+    with toy.driver(system, config(reward_pool__retries=retries), reward) as driver:
         with pytest.raises(RewardFailed, match="the server is down") as caught:
             driver.step()
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(driver.executor.state))

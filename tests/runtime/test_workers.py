@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import replay
@@ -63,7 +64,7 @@ def equal_bits(state, other):
 
 def replayed(system, config, log, **options):
     """The state after a log's last command."""
-    pool = RewardPool(toy.brightness, ("mine",), 0)
+    pool = RewardPool(alone("mine", toy.brightness), 0)
     options = {"state": toy.fresh(system), "batches": toy.batches(GROUPS)} | options
     executors = toy.executors(system, config, **options)
     last = max(i for i, c in enumerate(log) if isinstance(c, Update))

@@ -23,7 +23,7 @@ JUDGED = ROOT / "tests" / "data" / "judged_pictures"
 def errors():
     """(number, whether the observer was sure) of the pictures rejected, and of those accepted, in error."""
     judged = [json.loads(line) for line in JUDGED.with_suffix(".jsonl").open()]
-    sheet = np.asarray(Image.open(JUDGED.with_suffix(".png")), np.float32) / 255
+    sheet = np.asarray(Image.open(JUDGED.with_suffix(".png")))
     images = sheet.reshape(10, 32, 20, 32, 3).swapaxes(1, 2).reshape(-1, 32, 32, 3)
     prompts = [one["prompt"] for one in judged]
     file = read_prompt_file(ROOT / "assets" / "prompts" / "shapes_train.jsonl")

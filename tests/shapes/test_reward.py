@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from digen_jax.images import to_uint8
 from digen_jax.shapes import captions
 from digen_jax.shapes.render import render_batch
 from digen_jax.shapes.reward import shapes_geneval
@@ -23,7 +24,7 @@ def records_of(task):
 
 def score(scenes, records, size=32):
     prompts = [record["prompt"] for record in records]
-    return shapes_geneval(render_batch(scenes, size), prompts, records)
+    return shapes_geneval(to_uint8(render_batch(scenes, size)), prompts, records)
 
 
 def rejected(task, change, seed=0):
@@ -122,10 +123,10 @@ def test_a_picture_with_something_that_is_no_shape_is_rejected():
     scenes = [sample_scene(record, np.random.default_rng(1)) for record in records]
     images = render_batch(scenes, 32)
     prompts = [record["prompt"] for record in records]
-    assert shapes_geneval(images, prompts, records).all()
+    assert shapes_geneval(to_uint8(images), prompts, records).all()
     images[:, -2:, 1:-1] = COLORS["red"]  # a bar along the lower rim
     images[:, -5:-2, 1:3] = COLORS["red"]
-    assert not shapes_geneval(images, prompts, records).any()
+    assert not shapes_geneval(to_uint8(images), prompts, records).any()
 
 
 def test_the_scores_are_0_or_1_in_float32():
@@ -137,6 +138,6 @@ def test_the_scores_are_0_or_1_in_float32():
 
 
 def test_a_plain_text_prompt_cannot_be_scored():
-    image = np.zeros((1, 32, 32, 3), np.float32)
+    image = np.zeros((1, 32, 32, 3), np.uint8)
     with pytest.raises(ValueError, match="cannot score 'a nice star': its record has no `include`"):
         shapes_geneval(image, ["a nice star"], [{"prompt": "a nice star"}])

@@ -18,7 +18,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from digen_jax import rewards
 from digen_jax.config.checks.algorithm import check_algorithm, check_whole_trajectories
 from digen_jax.config.checks.choices import check_choices
 from digen_jax.config.checks.groups import (
@@ -26,18 +25,18 @@ from digen_jax.config.checks.groups import (
     check_candidates,
     check_early,
     check_early_fragments,
-    check_names,
-    check_weights,
     smaller_fragments,
 )
 from digen_jax.config.checks.numbers import check_numbers
 from digen_jax.config.checks.placement import check_devices, check_placement
 from digen_jax.config.checks.prompts import check_files
+from digen_jax.config.checks.rewards import check_named, check_weights
 from digen_jax.config.checks.sampler import check_pack, check_sampler
 from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.errors import ConfigError, blame, check_divides, together
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import check_pictures, read_prompt_file
+from digen_jax.rewards.built_in import resolve
 
 
 def check_each(config: ConfigDict) -> None:
@@ -98,21 +97,22 @@ def check_given(recipe: Recipe) -> None:
       ConfigError: names what is missing or cannot be used.
     """
     with together() as one:
-        for name in ("model.folder", "prompts.file", "reward.name", "evaluation.prompts"):
+        for name in ("model.folder", "prompts.file", "rewards", "evaluation.prompts"):
             with one():
                 if not _given(recipe, name):
                     raise ConfigError(
                         f"config.{name} is not given: add --config.{name}=... to the command"
                     )
-                if name == "reward.name":
-                    with blame("config.reward.name: ", (ConfigError,)):
-                        rewards.resolve(recipe.reward.name)
+                if name == "rewards":
+                    with blame("", (ConfigError,)):
+                        resolve(recipe.rewards)
                 elif name != "model.folder":
                     read = check_pictures if recipe.model.source else read_prompt_file
                     s = "s" if name == "prompts.file" and recipe.prompts.files else ""
                     for file in _given(recipe, name):
                         with one(), blame(f"config.{name}{s}: "):
                             read(file)
+                            check_named(file, recipe.rewards, training=name == "prompts.file")
 
 
 def _given(recipe: Recipe, name: str) -> tuple[str, ...]:
@@ -228,7 +228,6 @@ EACH = (
     check_numbers,
     check_choices,
     _check_wandb,
-    check_names,
     check_weights,
     check_files,
     check_placement,

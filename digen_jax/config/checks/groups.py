@@ -1,45 +1,10 @@
-"""Checks of a config's groups, rewards and advantages: a part of `checks`."""
+"""Checks of a config's groups and advantages: a part of `checks`."""
 
-import json
 import math
 from collections.abc import Sequence
 
-from ml_collections import ConfigDict
-
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError, blame, together
-
-
-def check_names(config: ConfigDict) -> None:
-    """Refuses names that are no texts, and several names in one text."""
-    for text in config.reward.name:
-        if not isinstance(text, str):
-            raise ConfigError(f"config.reward.name must hold names, not {text!r}")
-        if "," in text:
-            names = tuple(part.strip() for part in text.split(","))
-            raise ConfigError(
-                f"config.reward.name = {text!r} is one text with several names: write {names!r}, in a config.json "
-                f"{json.dumps(names)}, and on the command line --config.reward.name=... for each"
-            )
-
-
-def check_weights(config: ConfigDict) -> None:
-    """Refuses weights that do not fit the rewards."""
-    names, weights = tuple(config.reward.name), tuple(config.reward.weights)
-    if not weights:
-        return
-    given = f"config.reward.weights = {weights}"
-    if not all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights):
-        raise ConfigError(f"{given} must hold finite numbers")
-    if len(weights) != len(names):
-        raise ConfigError(
-            f"{given} must have a weight for each of the {len(names)} rewards of config.reward.name = "
-            f"{names!r}, or be () where all weigh 1"
-        )
-    if not any(weights):
-        raise ConfigError(
-            f"{given} leaves nothing to train on: give a reward a weight other than 0"
-        )
 
 
 def check_advantages(recipe: Recipe) -> None:
@@ -66,10 +31,8 @@ def check_early(recipe: Recipe) -> None:
     Raises:
       ConfigError: ratios are not 1, groups may be replaced, or a fragment is all that the trainer would wait for.
     """
-    early, names = (
-        f"config.runtime.early_groups = {recipe.runtime.early_groups}",
-        recipe.reward.name,
-    )
+    early = f"config.runtime.early_groups = {recipe.runtime.early_groups}"
+    names = [name for one in recipe.rewards for name in one.entries.values()]
     if not recipe.runtime.early_groups:
         return
     if not recipe.algorithm.may_train_early:
@@ -88,9 +51,9 @@ def check_early(recipe: Recipe) -> None:
                 "only of a complete group it is known whether it is replaced",
             ),
             (
-                "reward.name",
+                "rewards",
                 ", ".join(names),
-                names[0],
+                ", ".join(names[:1]),
                 "it is shown to be exact for a single reward only",
             ),
         ):

@@ -36,8 +36,10 @@ RANGES = {
     "prompts.store_limit": POSITIVE,
     "batch.groups": (0, 10**5, "least"),
     "batch.images": (-math.inf, 10**4),  # at least 2, see below
-    "reward.processes": (0, 1000),
-    "reward.retries": (0, 1000),
+    "rewards[i].limit": (0, math.inf),
+    "rewards[i].clip": (0, math.inf),
+    "reward_pool.processes": (0, 1000),
+    "reward_pool.retries": (0, 1000),
     "sampler.steps": (0, 1000, "least"),
     "sampler.guidance": (0, 1000),
     "sampler.true_guidance": (0, 1000),
@@ -98,13 +100,18 @@ def check_numbers(config: ConfigDict) -> None:
       ConfigError: names every such field and its range.
     """
     fields = flat(config)
+    ranges = {
+        f"config.{name.replace('[i]', f'[{i}]')}": limits
+        for name, limits in RANGES.items()
+        for i in range(len(config.rewards) if "[i]" in name else 1)
+    }
     with together() as one:
-        for name, limits in RANGES.items():
+        for name, limits in ranges.items():
             with one():
-                check_range(f"config.{name}", fields[f"config.{name}"], *limits)
+                check_range(name, fields[name], *limits)
         for name, value in fields.items():
             # A range has already refused NaN.
-            if not (name.removeprefix("config.") in RANGES and value != math.inf):
+            if not (name in ranges and value != math.inf):
                 with one():
                     check_finite(name, value, name in MAY_BE_INFINITE)
         if config.batch.images < 2:

@@ -69,7 +69,8 @@ def edit_config(base: pathlib.Path, **prompts: Any) -> ConfigDict:
     c.evaluation.update(prompts=file, guidance=2.5)
     c.sampler.guidance = 2.5
     c.lora = ConfigDict(dict(rank=4, alpha=8.0))
-    c.reward.update(name=("tests.models.flux.kontext_folders:likeness",), processes=0)
+    c.rewards = ("tests.models.flux.kontext_folders:likeness",)
+    c.reward_pool.processes = 0
     return c
 
 
@@ -80,7 +81,7 @@ def likeness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np
         np.asarray(Image.open(record["image"]).convert("RGB").resize((width, height))) / 255
         for record in metadata
     ]
-    return 1 - np.abs(images - np.stack(sources)).mean((1, 2, 3))
+    return 1 - np.abs(images / 255 - np.stack(sources)).mean((1, 2, 3))
 
 
 def deadly(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.ndarray:

@@ -20,7 +20,7 @@ def load(*gpus):
     path = ROOT / "configs" / "flux_kontext.py"
     config = runpy.run_path(str(path))["get_config"](*gpus)
     config.prompts.file = config.evaluation.prompts = str(ROOT / "tests" / "data" / "edits.jsonl")
-    config.reward.name = ("shapes_geneval",)
+    config.rewards = ("shapes_geneval",)
     config.model.folder = str(published_folder(config.model.folder))
     return config
 

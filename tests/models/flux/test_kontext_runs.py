@@ -191,7 +191,7 @@ def test_a_killed_run_continues_to_the_same_end(base, tmp_path):
     c = edit_config(base, encoding="ahead", store=store(base))
     c.steps, c.trainer.eps = 4, 1.0
     c.checkpoint = ConfigDict(dict(every=1))
-    c.reward.name = ("tests.models.flux.kontext_folders:deadly",)
+    c.rewards = ("tests.models.flux.kontext_folders:deadly",)
     text = f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({c.to_dict()!r})\n"
     (tmp_path / "config.py").write_text(text)
     script = [sys.executable, ROOT / "launch" / "train.py", f"--config={tmp_path / 'config.py'}"]

@@ -1,0 +1,146 @@
+"""Finds the rewards that a run asks for: built-in ones, and the user's own functions."""
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from digen_jax.errors import ConfigError
+from digen_jax.rewards import NamedReward, Rewards, RewardSettings
+from digen_jax.rewards.mistakes import ARGUMENTS, blamed, check_callable
+
+# Where a reward is computed: "pool" is a process or thread of the host, which needs a function that can be pickled.
+Where = Literal["pool"]
+KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+# The kinds of settings that are checked, in words.
+SIMPLE = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltIn:
+    """A reward that has a name of its own.
+
+    Its parts are named as "module:name" and imported when they are needed. The module of a factory imports nothing
+    slow: weights are read at the first call.
+    """
+
+    factory: str  # of the function; its keywords, with their defaults, are the reward's settings
+    canary: str  # a function without arguments that returns a `canary.Canary`
+    where: Where = "pool"
+
+
+BUILT_IN = {
+    "shapes_geneval": BuiltIn(
+        "digen_jax.shapes.reward:make", canary="digen_jax.shapes.reward:canary"
+    ),
+}
+
+
+def resolve(asked: Sequence[RewardSettings]) -> Rewards:
+    """The rewards of a config's sections, built-in or the user's own as "module:function".
+
+    The user's module is searched in the current directory first, then on Python's path.
+
+    Raises:
+      ConfigError: there is no such reward, module or function, it cannot be imported or called, it has not these
+        settings, or a reward is named twice; names the section.
+    """
+    found, names = [], [one.name for one in asked]
+    for number, one in enumerate(asked):
+        try:
+            if one.name in names[:number]:
+                raise ConfigError(
+                    f"reward {one.name!r} is named twice: name it once, with the sum of weights"
+                )
+            found.append(NamedReward(one, _function(one)))
+        except ConfigError as error:
+            raise type(error)(f"config.rewards[{number}]: {error}") from error
+    return Rewards(tuple(found))
+
+
+def find_canary(reward: NamedReward) -> Callable[[], Any] | None:
+    """The function that makes a reward's canary; None: it has none.
+
+    A user's function has it as its attribute `canary`.
+    """
+    name = reward.settings.name
+    if name in BUILT_IN:
+        return _named(BUILT_IN[name].canary, name)
+    return getattr(getattr(reward.function, "func", reward.function), "canary", None)
+
+
+def _function(asked: RewardSettings) -> Callable[..., Any]:
+    """The function of a section, with its settings."""
+    name, settings = asked.name, dict(asked.settings)
+    if name in BUILT_IN:
+        factory = _named(BUILT_IN[name].factory, name)
+        _check_settings(factory, name, settings, 0)
+        return factory(**settings)
+    function = _named(name, name)
+    if callable(function) and not isinstance(function, type):
+        _check_settings(function, name, settings, len(ARGUMENTS))
+    check_callable(function, name, settings)
+    return functools.partial(function, **settings) if settings else function
+
+
+def _named(place: str, name: str) -> Any:
+    """What "module:name" stands for; `name` is the reward's."""
+    module_name, colon, attribute = place.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(
+            f"unknown reward {name!r}: use one of {', '.join(BUILT_IN)}, or module:function for "
+            "your own"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module = _import(module_name, name)
+    if not hasattr(module, attribute):
+        raise ConfigError(f"reward {name!r}: module {module_name} has no function {attribute!r}")
+    return getattr(module, attribute)
+
+
+def _check_settings(
+    function: Callable[..., Any], name: str, settings: Mapping[str, Any], first: int
+) -> None:
+    """Refuses settings that are no keywords of a function from its argument `first` on, or of another type."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[first:]
+    except (TypeError, ValueError):  # of some that are written in C it is not known
+        return
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return
+    known = {one.name: one.default for one in parameters if one.kind in KEYWORDS}
+    for setting, value in settings.items():
+        if setting not in known:
+            close = difflib.get_close_matches(setting, known, n=1)
+            hint = (
+                f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known) or 'none'}"
+            )
+            raise ConfigError(f"reward {name!r} has no setting {setting!r}; {hint}")
+        kind = type(known[setting])
+        accepted = (int, float) if kind is float else kind
+        fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+        if kind in SIMPLE and not fits:
+            raise ConfigError(
+                f"the setting {setting!r} of reward {name!r} is {value!r}: give it {SIMPLE[kind]}, as its default "
+                f"{known[setting]!r} is"
+            )
+
+
+def _import(module_name: str, name: str) -> object:
+    """The module; a ConfigError says that it is missing, or where in the user's own code it fails."""
+    with blamed(name, "cannot be imported:"):
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            raise ConfigError(
+                f"reward {name!r}: there is no module {module_name!r} in {os.getcwd()} or among the "
+                "installed packages"
+            ) from error

@@ -1,0 +1,104 @@
+"""Calls a reward and checks what it returns."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+from digen_jax.rewards.bytes_watch import Watched, watched
+from digen_jax.rewards.mistakes import RewardMistake, blamed
+from digen_jax.rewards.settings import RewardSettings
+
+Reward = Callable[..., Any]
+
+
+class Answer(NamedTuple):
+    """What a reward says of images."""
+
+    columns: Float32[np.ndarray, "b c"]  # one for each of `RewardSettings.entries`
+    shown: Mapping[str, Float32[np.ndarray, "b"]]  # by "reward/score", what else it returned
+    seconds: float  # that it took
+
+
+def called(
+    reward: Reward,
+    settings: RewardSettings,
+    images: UInt8[np.ndarray, "b ..."],
+    prompts: list[str],
+    metadata: list[dict],
+) -> Answer:
+    """The reward's scores as checked float32 numbers; errors say its name.
+
+    Raises:
+      RewardFailed: the reward raises an exception.
+      RewardMistake: its scores are not one finite number an image, or one that has a weight is missing.
+    """
+    begin, name = time.perf_counter(), settings.name
+    with blamed(name, "raised"):
+        if isinstance(images, Watched):
+            returned = watched(name, reward, images, prompts, metadata)
+        else:
+            returned = reward(images, prompts, metadata)
+    seconds = time.perf_counter() - begin
+    if not isinstance(returned, Mapping):
+        if isinstance(settings.weight, Mapping):
+            raise RewardMistake(
+                f"reward {name!r} returned no dict, but its weight names the scores "
+                f"{_listed(settings.weight)}: return {{name: scores}}, or give it one number as weight"
+            )
+        return Answer(_checked(returned, name, prompts)[:, None], {}, seconds)
+    entries = settings.entries
+    if missing := [entry for entry in entries if entry not in returned]:
+        raise RewardMistake(
+            f"reward {name!r} returned the scores {_listed(returned)}, but {missing[0]!r} is to be trained: "
+            f"return that too, or give the reward a weight of the form {{name: factor}}"
+        )
+    found = {
+        entry: _checked(scores, f"{name}/{entry}", prompts) for entry, scores in returned.items()
+    }
+    columns = np.stack([found[entry] for entry in entries], axis=1)
+    shown = {f"{name}/{entry}": scores for entry, scores in found.items() if entry not in entries}
+    return Answer(columns, shown, seconds)
+
+
+def _listed(names: Mapping[Any, Any]) -> str:
+    return ", ".join(map(repr, names)) or "of no name"
+
+
+def _checked(returned: object, name: str, prompts: list[str]) -> Float32[np.ndarray, "b"]:
+    """One reward's scores in float32."""
+    scores, count = _as_array(returned, name), len(prompts)
+    if scores.shape != (count,):
+        raise RewardMistake(
+            f"reward {name!r} returned shape {scores.shape} for {count} images: return one number "
+            f"an image, shape {(count,)}"
+        )
+    if scores.dtype.kind not in "biuf":
+        raise RewardMistake(f"reward {name!r} returned {scores.dtype} values: return numbers")
+    with np.errstate(
+        over="ignore"
+    ):  # numbers too large for float32 become infinite and are refused
+        scores = scores.astype(np.float32)
+    for worst in _not_finite(scores):
+        raise RewardMistake(
+            f"reward {name!r} returned {scores[worst]} for image {worst} ({prompts[worst]!r}): "
+            "return finite numbers"
+        )
+    return scores
+
+
+def _not_finite(scores: np.ndarray) -> Iterator[int]:
+    return map(int, np.flatnonzero(~np.isfinite(scores)))
+
+
+def _as_array(scores: object, name: str) -> np.ndarray:
+    if scores is None:
+        raise RewardMistake(f"reward {name!r} returned None: return one number an image")
+    try:
+        return np.asarray(scores)
+    except ValueError as error:  # lists of different lengths
+        raise RewardMistake(
+            f"reward {name!r} returned what is no array ({error}): return one number an image"
+        ) from error

@@ -1,0 +1,104 @@
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from digen_jax import rewards
+from digen_jax.errors import ConfigError
+from digen_jax.rewards import built_in
+from digen_jax.rewards.built_in import BUILT_IN, resolve
+from digen_jax.rewards.canary import Canary, check_canaries
+from digen_jax.rewards.settings import RewardSettings
+from digen_jax.shapes import reward as shapes
+
+IMAGES = np.stack([np.full((8, 8, 3), value, np.uint8) for value in (0, 102, 255)])
+PROMPTS = ["black", "grey", "white"]
+CANARY = Canary(IMAGES, PROMPTS, [{"color": prompt} for prompt in PROMPTS])
+
+
+def mean(images, prompts, metadata):
+    assert [record["color"] for record in metadata] == prompts
+    return images.mean((1, 2, 3)) / 255
+
+
+def checked(reward=mean, **canary):
+    """Checks a reward of a user's, beside one that has no canary and must not be asked."""
+
+    def own(*given):
+        return reward(*given)
+
+    def other(*given):
+        raise AssertionError
+
+    own.canary = lambda: dataclasses.replace(CANARY, **canary)
+    named = [rewards.NamedReward(RewardSettings(f.__name__), f) for f in (other, own)]
+    found = rewards.Rewards(tuple(named))
+    check_canaries(found, found.score)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_reward_passes_its_canary(name):
+    found = resolve([RewardSettings(name)])
+    asked = []
+    check_canaries(found, lambda *batch: asked.append(batch) or found.score(*batch))
+    assert len(asked) == 1
+
+
+def test_the_shapes_canary_notices_a_picture_in_other_units(monkeypatch):
+    real = shapes.find_objects
+    monkeypatch.setattr(shapes, "find_objects", lambda image: real(image * 255))
+    found = resolve([RewardSettings("shapes_geneval")])
+    sentence = r"reward 'shapes_geneval' fails its canary: picture \d \('.*'\) scores 0, but it must score 1"
+    with pytest.raises(ConfigError, match=sentence):
+        check_canaries(found, found.score)
+
+
+def test_a_canary_of_the_users_that_is_right_says_nothing():
+    checked(expected=(0.0, 0.4, 1.0), tolerance=1e-6)
+    checked(expected=np.float32([0.0, 0.4, 1.0]))
+    checked(prefers=((1, 0), (2, 0), (2, 1)))
+    checked(lambda *given: {"own": mean(*given), "other": [5.0] * 3}, prefers=((2, 1),))
+
+
+@pytest.mark.parametrize(
+    ("canary", "sentence"),
+    [
+        (
+            dict(expected=(0.0, 0.5, 1.0), tolerance=0.01),
+            "reward 'own' fails its canary: picture 1 ('grey') scores 0.4, but it must score 0.5",
+        ),
+        (
+            dict(prefers=((2, 0), (0, 1))),
+            "reward 'own' fails its canary: picture 0 ('black') scores 0, not more than picture 1 ('grey') with 0.4",
+        ),
+        (dict(prefers=((1, 1),)), "scores 0.4, not more than picture 1 ('grey') with 0.4"),
+        (
+            dict(prefers=((0, 1),), verified=False),
+            "with 0.4; this canary was never tried with the real weights, so it may itself be wrong",
+        ),
+    ],
+)
+def test_a_reward_that_fails_is_named_with_both_numbers(canary, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        checked(**canary)
+
+
+def test_a_canary_that_is_none_or_raises_is_refused(monkeypatch):
+    def reward(images, prompts, metadata):
+        return np.zeros(len(images))
+
+    found = rewards.alone("own", reward)
+    reward.canary = lambda: (IMAGES, PROMPTS)
+    with pytest.raises(
+        ConfigError, match=r"the canary of reward 'own' returned a tuple: return a rew"
+    ):
+        check_canaries(found, found.score)
+    reward.canary = lambda: {}["picture"]
+    with pytest.raises(
+        ConfigError, match="reward 'own' has a canary that raised KeyError: 'picture'"
+    ):
+        check_canaries(found, found.score)
+    monkeypatch.setitem(built_in.BUILT_IN, "own", built_in.BuiltIn("a:b", "json:nothing"))
+    with pytest.raises(ConfigError, match="module json has no function 'nothing'"):
+        check_canaries(found, found.score)
