@@ -5,19 +5,26 @@ python launch/reward_server.py --reward my_rewards:aesthetics --processes=4 --po
 """
 
 import dataclasses
+import json
 import os
+from typing import Any
 
 from absl import flags
 
 from digen_jax.config.command_line import run_main
 from digen_jax.errors import ConfigError, check_range, user_input
-from digen_jax.rewards.service import installed
+from digen_jax.rewards.service import TOKEN, installed
 from digen_jax.rewards.service.limits import Limits
+from digen_jax.rewards.settings import RewardSettings
 
-TOKEN = "DIGEN_REWARD_TOKEN"
 SIDE = 64  # of the pictures that the reward is tried on
 
-_REWARD = flags.DEFINE_list("reward", None, "A reward or module:function, or several with commas.")
+_REWARD = flags.DEFINE_multi_string(
+    "reward", None, "A built-in reward, or module:function for your own; may be repeated."
+)
+_SETTINGS = flags.DEFINE_multi_string(
+    "settings", [], 'Settings of the rewards in JSON, one for each, such as \'{"threads": 2}\'.'
+)
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0: all.")
 _PORT = flags.DEFINE_integer("port", 8100, "The port; 0: any free one, which is printed.")
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that score at the same time.")
@@ -46,7 +53,8 @@ def main() -> None:
         from digen_jax.rewards.service.server import Service
         from digen_jax.rewards.service.serving import listen, serve, warn
 
-    from digen_jax import rewards
+    from digen_jax.rewards.built_in import resolve
+    from digen_jax.rewards.canary import check_canaries
     from digen_jax.rewards.pool import RewardPool
     from digen_jax.rewards.trial import try_out
 
@@ -56,15 +64,20 @@ def main() -> None:
 
         with user_input():
             records = read_prompt_file(_PROMPTS.value)
-    names, token = tuple(_REWARD.value), os.environ.get(TOKEN) or None
+    token = os.environ.get(TOKEN) or None
     with user_input():
-        reward = rewards.resolve(names)
+        rewards = resolve(_asked())
     place = listen(_HOST.value, _PORT.value)
     warn(_HOST.value, token)
-    pool = RewardPool(reward, names, _PROCESSES.value, limit=lambda expected: limits.score)
-    service = Service(pool, names, _PROCESSES.value, limits, token)
+    pool = RewardPool(rewards, _PROCESSES.value, limit=lambda expected: limits.score)
+    service = Service(pool, rewards.names, _PROCESSES.value, limits, token)
+
+    def trial() -> None:
+        check_canaries(rewards, pool.score)
+        try_out(pool.score, [records], SIDE, SIDE)
+
     try:
-        serve(service, place, lambda: try_out(pool.score, [records], SIDE, SIDE), _PATIENCE.value)
+        serve(service, place, trial, _PATIENCE.value)
     except ConfigError as error:
         if _PROMPTS.value is None:
             hint = "if it needs a prompt file's fields, give one by --prompts"
@@ -72,6 +85,25 @@ def main() -> None:
         raise
     finally:
         pool.close()
+
+
+def _asked() -> list[RewardSettings]:
+    """The rewards with their settings; raises ConfigError where these are no JSON objects, or too many."""
+    given = [_object(text) for text in _SETTINGS.value]
+    if len(given) > len(_REWARD.value):
+        raise ConfigError(f"--settings is given {len(given)} times for {len(_REWARD.value)} rewards")
+    given += [{}] * (len(_REWARD.value) - len(given))
+    return [RewardSettings(name, settings=s) for name, s in zip(_REWARD.value, given, strict=True)]
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--settings={text} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f'--settings={text} is no JSON object, such as {{"threads": 2}}')
+    return found
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ Grace Hopper's official portrait by the US Navy, which is in the public domain.
 """
 
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import UInt8
@@ -14,6 +13,7 @@ from matplotlib import cbook
 from PIL import Image
 
 from digen_jax.images import read_picture, resized, to_uint8
+from digen_jax.rewards.canary import Canary
 from digen_jax.shapes.render import render
 from digen_jax.shapes.scene import Background, Object, Scene
 from digen_jax.shapes.vocabulary import BACKGROUNDS
@@ -28,44 +28,33 @@ PHOTOGRAPH = "grace_hopper.jpg"
 PORTRAIT = "a portrait photo of a woman in a navy uniform"
 
 
-class Canary(NamedTuple):
-    """Two pictures with prompts, of which `right` must get a higher score than `wrong`."""
-
-    right: tuple[UInt8[np.ndarray, "h w 3"], str]
-    wrong: tuple[UInt8[np.ndarray, "h w 3"], str]
-
-
-def of_prompts(size: int = 512) -> list[Canary]:
-    """A picture with its own prompt and with a wrong one: for rewards that read prompts."""
-    pairs = []
+def of_prompts(size: int = 512) -> Canary:
+    """Pictures with their own prompts and with wrong ones: for rewards that read prompts."""
+    both = []
     for shape, color, background, wrong in DRAWN:
         place = Background(background, BACKGROUNDS[background])
         scene = Scene((Object(shape, color, 0.5, 0.5, 0.3),), place)
-        pairs.append((to_uint8(render(scene, size)), f"a photo of a {color} {shape}", wrong))
-    pairs.append((_photograph(size), PORTRAIT, "a photo of a bowl of fruit on a table"))
-    return [Canary((image, right), (image, wrong)) for image, right, wrong in pairs]
+        picture = to_uint8(render(scene, size))
+        both += (picture, f"a photo of a {color} {shape}"), (picture, wrong)
+    photograph = _photograph(size)
+    both += (photograph, PORTRAIT), (photograph, "a photo of a bowl of fruit on a table")
+    return _pairs(both)
 
 
-def of_pictures(size: int = 512) -> list[Canary]:
+def of_pictures(size: int = 512) -> Canary:
     """A photograph, and what is left of it under noise, with the same prompt: for rewards that read none, too."""
     photograph = _photograph(size)
     noise = np.random.default_rng(0).integers(0, 256, photograph.shape)
     spoiled = (photograph * 0.2 + noise * 0.8).astype(np.uint8)
-    return [Canary((photograph, PORTRAIT), (spoiled, PORTRAIT))]
+    return _pairs([(photograph, PORTRAIT), (spoiled, PORTRAIT)])
 
 
-def failures(reward: Callable[..., np.ndarray], canaries: Sequence[Canary]) -> list[Canary]:
-    """The canaries that a reward puts in the wrong order, or in none.
-
-    Args:
-      reward: `f(images, prompts, metadata)`, which gets all pictures at once, as bytes.
-      canaries: whose pictures have one size.
-    """
-    both = [one for canary in canaries for one in canary]
+def _pairs(both: Sequence[tuple[UInt8[np.ndarray, "h w 3"], str]]) -> Canary:
+    """A canary of pictures with prompts, of which the first, third and so on must each score above the next one."""
     images, prompts = np.stack([image for image, _ in both]), [prompt for _, prompt in both]
-    scores = np.asarray(reward(images, prompts, [{"prompt": prompt} for prompt in prompts]))
-    right, wrong = scores.reshape(-1, 2).T
-    return [canary for canary, fine in zip(canaries, right > wrong, strict=True) if not fine]
+    prefers = tuple((i, i + 1) for i in range(0, len(both), 2))
+    metadata = [{"prompt": prompt} for prompt in prompts]
+    return Canary(images, prompts, metadata, prefers=prefers, verified=False)
 
 
 def _photograph(size: int) -> UInt8[np.ndarray, "h w 3"]:

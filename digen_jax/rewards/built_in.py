@@ -30,7 +30,8 @@ class BuiltIn:
     """
 
     factory: str  # of the function; its keywords, with their defaults, are the reward's settings
-    canary: str  # a function without arguments that returns a `canary.Canary`
+    canary: str = ""  # a function without arguments that returns a `canary.Canary`; "": it has none
+    needs: str = ""  # `prompts.needs.Needs`: what a record lacks for it; "": it needs nothing
     where: Where = "pool"
 
 
@@ -38,6 +39,33 @@ BUILT_IN = {
     "shapes_geneval": BuiltIn(
         "digen_jax.shapes.reward:make", canary="digen_jax.shapes.reward:canary"
     ),
+    "jpeg_incompressibility": BuiltIn(
+        "digen_jax.rewards.jpeg:jpeg_incompressibility",
+        canary="digen_jax.rewards.jpeg:canary_of_incompressibility",
+    ),
+    "jpeg_compressibility": BuiltIn(
+        "digen_jax.rewards.jpeg:jpeg_compressibility",
+        canary="digen_jax.rewards.jpeg:canary_of_compressibility",
+    ),
+    "ocr": BuiltIn(
+        "digen_jax.rewards.ocr:ocr",
+        canary="digen_jax.rewards.ocr:canary",
+        needs="digen_jax.rewards.ocr:needs",
+    ),
+    **{
+        name: BuiltIn(
+            f"digen_jax.learned_rewards.built_in:{name}",
+            canary=f"digen_jax.learned_rewards.canaries:{canary}",
+        )
+        for name, canary in (
+            ("clip_score", "of_prompts"),
+            ("pickscore", "of_prompts"),
+            ("hpsv2", "of_prompts"),
+            ("aesthetic", "of_pictures"),
+        )
+    },
+    # The server has tried its reward's own canary.
+    "served": BuiltIn("digen_jax.rewards.service.served:served"),
 }
 
 
@@ -70,8 +98,18 @@ def find_canary(reward: NamedReward) -> Callable[[], Any] | None:
     """
     name = reward.settings.name
     if name in BUILT_IN:
-        return _named(BUILT_IN[name].canary, name)
+        return _named(BUILT_IN[name].canary, name) if BUILT_IN[name].canary else None
     return getattr(getattr(reward.function, "func", reward.function), "canary", None)
+
+
+def needs_of(asked: Sequence[RewardSettings]) -> dict[str, Callable[[Any], str | None]]:
+    """What says of a record what it lacks for a reward that applies to it, by the rewards' names (`prompts.needs`)."""
+    built_in = {one.name: BUILT_IN[one.name].needs for one in asked if one.name in BUILT_IN}
+    return {name: _of_its_own(name, _named(at, name)) for name, at in built_in.items() if at}
+
+
+def _of_its_own(name: str, lack: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    return lambda record: lack(record) if name in record.get("rewards", (name,)) else None
 
 
 def _function(asked: RewardSettings) -> Callable[..., Any]:

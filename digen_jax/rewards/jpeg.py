@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 from PIL import Image
 
-from digen_jax.rewards.known import Known
+from digen_jax.rewards.canary import Canary
 
 QUALITY = 95
 UNIT = 1_000  # bytes
@@ -51,7 +51,7 @@ def jpeg_compressibility() -> JpegSize:
     return JpegSize(-COMPRESSIBILITY_UNIT)
 
 
-def known_incompressibility() -> Known:
+def canary_of_incompressibility() -> Canary:
     """A flat picture, a gradient and noise, with the sizes that libjpeg-turbo 3 gives.
 
     Another version may differ by some bytes. The tolerance allows a twentieth of the smallest size, which is less than
@@ -63,14 +63,15 @@ def known_incompressibility() -> Known:
     images = np.stack([np.full_like(noise, 128), gradient, noise])
     prompts = ["a grey square", "a gradient", "noise"]
     expected = np.array([0.689, 1.258, 5.446], np.float32)
-    return Known(images, prompts, [{"prompt": prompt} for prompt in prompts], expected, 0.035)
+    return Canary(images, prompts, [{"prompt": prompt} for prompt in prompts], expected, 0.035)
 
 
-def known_compressibility() -> Known:
+def canary_of_compressibility() -> Canary:
     """The same pictures."""
-    sizes = known_incompressibility()
+    sizes = canary_of_incompressibility()
     scale = np.float32(UNIT / COMPRESSIBILITY_UNIT)
-    return sizes._replace(expected=-scale * sizes.expected, tolerance=scale * sizes.tolerance)
+    expected = -scale * np.asarray(sizes.expected)
+    return dataclasses.replace(sizes, expected=expected, tolerance=scale * sizes.tolerance)
 
 
 def _size(picture: UInt8[np.ndarray, "h w 3"]) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from digen_jax.errors import ConfigError
 
 VERSION = 1  # of the format
+TOKEN = "DIGEN_REWARD_TOKEN"  # the environment's variable that holds a server's token
 SCORE, HEALTH, REWARDS = "/v1/score", "/health", "/rewards"
 
 # Modules of packages that only the service needs, and what installs them.

@@ -14,7 +14,6 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.service.server import Service, make_app
 
@@ -152,7 +151,7 @@ async def _serve(
         host, port = place.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(
-            f"reward {rewards.label(service.names)!r} is served at http://{host}:{port}", flush=True
+            f"reward {', '.join(service.names)!r} is served at http://{host}:{port}", flush=True
         )
 
     tried.add_done_callback(begin)

@@ -38,7 +38,7 @@ class Pool:
         if "fail" in prompts:
             future.set_exception(KeyError("no /secret/place/weights.bin here"))
         else:
-            scores = images.reshape(len(images), -1).mean(1, dtype=np.float32)
+            scores = means(images)
             scores[[prompt == "nan" for prompt in prompts]] = np.nan
             future.set_result(scores)
         return future

@@ -1,0 +1,83 @@
+"""The reward "served": scores that reward servers make, for a config's list of rewards."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+from digen_jax.errors import ConfigError
+from digen_jax.rewards.service import TOKEN
+from digen_jax.rewards.service.client import RemoteReward, checked_address
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A reward that asks servers. Each process that scores has its own connections; the first call opens them.
+
+    The fields are those of `served`.
+    """
+
+    servers: tuple[str, ...]
+    score: str
+    attempt: float
+    deadline: float
+    retries: int
+
+    def __call__(
+        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
+    ) -> Float32[np.ndarray, "b"] | dict[str, Float32[np.ndarray, "b"]]:
+        """The scores of the asked name; a server's only ones; or all of them by name.
+
+        Raises:
+          ConfigError, RewardMistake, Stopped: as `RemoteReward.check` and `RemoteReward`.
+        """
+        found = _client(self)(images, prompts, metadata)
+        if self.score:
+            return found[self.score]
+        return next(iter(found.values())) if len(found) == 1 else found
+
+
+@functools.lru_cache(maxsize=8)
+def _client(asked: Served) -> RemoteReward:
+    client = RemoteReward(
+        asked.servers,
+        (asked.score,) if asked.score else (),
+        os.environ.get(TOKEN) or None,
+        limit=asked.attempt,
+        deadline=asked.deadline,
+        retries=asked.retries,
+    )
+    client.check()
+    return client
+
+
+def served(
+    servers: Sequence[str] = (),
+    score: str = "",
+    attempt: float = 600.0,
+    deadline: float = 1800.0,
+    retries: int = 8,
+) -> Served:
+    """The reward of `launch/reward_server.py`; the environment's DIGEN_REWARD_TOKEN is the token.
+
+    Args:
+      servers: addresses, such as "http://127.0.0.1:8100"; the one with the fewest requests is asked.
+      score: the name of the server's score that is trained; "": its only one, or all, of which the section's `weight`
+        then names some.
+      attempt: seconds of one attempt.
+      deadline: seconds of all attempts of a request.
+      retries: attempts after the first.
+
+    Raises:
+      ConfigError: an address is missing or none.
+    """
+    addresses = (servers,) if isinstance(servers, str) else tuple(servers)
+    if not addresses:
+        raise ConfigError(
+            "the reward 'served' has no servers: give their addresses in its settings, such as "
+            "dict(servers=('http://127.0.0.1:8100',))"
+        )
+    return Served(tuple(map(checked_address, addresses)), score, attempt, deadline, retries)
