@@ -65,11 +65,11 @@ $(VENV)/train: requirements.txt constraints/$(VERSION).txt | $(VENV)/bin/python
 	$(INSTALL) -r requirements.txt -e .
 	touch $@
 
-$(VENV)/dev: requirements.txt requirements-dev.txt constraints/$(VERSION).txt | $(VENV)/bin/python
+$(VENV)/dev: requirements.txt requirements-reward.txt requirements-dev.txt constraints/$(VERSION).txt | $(VENV)/bin/python
 	$(INSTALL) -r requirements-dev.txt -e .
 	touch $@ $(VENV)/train
 
-$(VENV)-tpu/dev: requirements.txt requirements-dev.txt requirements-tpu.txt constraints/$(VERSION).txt
+$(VENV)-tpu/dev: requirements.txt requirements-reward.txt requirements-dev.txt requirements-tpu.txt constraints/$(VERSION).txt
 	$(PYTHON) -m venv $(VENV)-tpu
 	$(VENV)-tpu/bin/python -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt \
 	    -r requirements-dev.txt -r requirements-tpu.txt -e .

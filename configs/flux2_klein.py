@@ -4,9 +4,10 @@ python launch/train.py --config configs/flux2_klein.py:base_lora,8 --workdir run
     --config.rewards=my_rewards:pickscore \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
-The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16. Reward and prompt files are yours:
-no preference model is shipped here. The hub repositories of the 9B models are gated: accept the licence there and log
-in with `hf auth login`, or set model.folder to a copy, or to another size of the same kind.
+The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128,
+192 or 384. Reward and prompt files are yours: no preference model is shipped here. The hub repositories of the 9B
+models are gated: accept the licence there and log in with `hf auth login`, or set model.folder to a copy, or to another
+size of the same kind.
 
 base_lora        FLUX.2-klein-base-9B, a LoRA of rank 64, with guidance
 base_full        FLUX.2-klein-base-4B, all weights, with guidance
@@ -95,6 +96,8 @@ RECIPES = {
     "distilled_lora": ("FLUX.2-klein-9B", OF_DISTILLED, lora),
     "distilled_full": ("FLUX.2-klein-4B", OF_DISTILLED, full),
 }
+# Images of an update, of which a GPU has one at once: 768 / 2.
+PASSES = dict.fromkeys(RECIPES, 384)
 
 
 def base(n: int) -> ConfigDict:
@@ -130,7 +133,7 @@ def base(n: int) -> ConfigDict:
 
 
 def get_config(argument: str = "base_lora,8") -> ConfigDict:
-    name, n = recipe_and_gpus(argument, RECIPES, "base_lora,8")
+    name, n = recipe_and_gpus(argument, PASSES, "base_lora,8")
     model, of_kind, tuning = RECIPES[name]
     c = base(n)
     c.model.folder = f"black-forest-labs/{model}"

@@ -4,7 +4,9 @@ python launch/train.py --config configs/flux_dev.py:dance_ema,8 --workdir runs/f
     --config.rewards=my_rewards:hps \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
-The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16, for Flow-GRPO also 32 and 64.
+The argument is the recipe's name, a comma, and the number of GPUs, among which the passes of an update are divided:
+- pickscore, pickscore_fast, geneval_fast: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96 or 192
+- dance: 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48; dance_ema, dance_lora: these, 32 or 96
 Reward and prompt files are yours: no preference model and no detector is shipped here. The hub repository is gated:
 accept its licence there and log in with `hf auth login`, or set model.folder to a copy.
 
@@ -154,6 +156,8 @@ RECIPES = {
     ),
     "dance_lora": lambda n: (dance(n), dance_lora(n)),
 }
+# Images of an update, divided by those of a GPU at once: 1152 / 2 / 3, 192 / 4 and 192 / 2.
+PASSES = dict.fromkeys(RECIPES, 192) | dict(dance=48, dance_ema=96, dance_lora=96)
 
 
 def base() -> ConfigDict:
@@ -177,7 +181,7 @@ def base() -> ConfigDict:
 
 
 def get_config(argument: str = "pickscore,8") -> ConfigDict:
-    name, n = recipe_and_gpus(argument, RECIPES, "pickscore,8")
+    name, n = recipe_and_gpus(argument, PASSES, "pickscore,8")
     c = base()
     for changes in RECIPES[name](n):
         c.update(changes)

@@ -4,10 +4,10 @@ python launch/train.py --config configs/flux_kontext.py:8 --workdir runs/kontext
     --config.rewards=my_rewards:likeness \
     --config.prompts.file=train.jsonl --config.evaluation.prompts=test.jsonl
 
-The argument is the number of GPUs, a divisor of 168. Each line of a prompt file names a picture, "image", relative to
-the file: docs/flux.md has an example. Reward, prompts and pictures are yours: neither a similarity of images nor a
-detector is shipped here. The hub repository is gated: accept its licence there and log in with `hf auth login`, or set
-model.folder to a copy.
+The argument is the number of GPUs: 1, 2, 3, 4, 6, 7, 8, 12, 14, 21, 24, 28, 42, 56, 84 or 168. Each line of a prompt
+file names a picture, "image", relative to the file: docs/flux.md has an example. Reward, prompts and pictures are
+yours: neither a similarity of images nor a detector is shipped here. The hub repository is gated: accept its licence
+there and log in with `hf auth login`, or set model.folder to a copy.
 
 github.com/yifan123/flow_grpo (arXiv 2505.05470), `counting_flux_kontext`, which was made for 28 GPUs:
 - config/grpo.py (31c71b9): 48 groups of 21 images in two updates, 3 images a GPU at once, 512 x 512, 6 steps, 28 in
@@ -37,17 +37,15 @@ and 128 of the text, so a pass has 2.0 times the operations of FLUX.1-dev at thi
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.arguments import number_of_gpus
 from digen_jax.config.recipe import complete
-from digen_jax.errors import ConfigError
+
+# Images of an update, divided by those of a GPU at once: 1008 / 2 / 3.
+PASSES = 168
 
 
 def get_config(argument: str = "8") -> ConfigDict:
-    if not argument.isdecimal() or int(argument) < 1 or 168 % int(argument):
-        raise ConfigError(
-            f"the config's argument {argument!r} must be a number of GPUs among which the 168 passes of an update can "
-            "be divided, such as :8, :7 or :28"
-        )
-    n = int(argument)
+    n = number_of_gpus(argument, PASSES, "8")
     c = ConfigDict()
     c.seed = 0
     c.steps = 3000  # the source runs until it is stopped

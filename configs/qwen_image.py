@@ -71,6 +71,8 @@ def ocr(n: int) -> dict:
 
 # From a number of GPUs to differences to `base`.
 RECIPES = {"ocr": ocr}
+# Images of an update, divided by those of a GPU at once: 512 / 2 / 16.
+PASSES = {"ocr": 16}
 
 
 def base() -> ConfigDict:
@@ -102,7 +104,7 @@ def base() -> ConfigDict:
 
 
 def get_config(argument: str = "ocr,4") -> ConfigDict:
-    name, n = recipe_and_gpus(argument, RECIPES, "ocr,4")
+    name, n = recipe_and_gpus(argument, PASSES, "ocr,4")
     c = base()
     c.update(RECIPES[name](n))
     return complete(c)  # so that every field can be given on the command line

@@ -4,9 +4,10 @@ python launch/train.py --config configs/sd35_medium.py:geneval,8 --workdir runs/
     --config.rewards=my_rewards:geneval \
     --config.prompts.file=train_metadata.jsonl --config.evaluation.prompts=test_metadata.jsonl
 
-The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8, ... 64. Reward and prompt files are
-yours: no detector, no text reader and no preference model is shipped here. The hub repository is gated: accept its
-licence there and log in with `hf auth login`, or set model.folder to a copy.
+The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8, 16, 32 or 64, for nft_geneval and
+nft_pickscore also 128. Reward and prompt files are yours: no detector, no text reader and no preference model is
+shipped here. The hub repository is gated: accept its licence there and log in with `hf auth login`, or set model.folder
+to a copy.
 
 geneval, ocr, pickscore              Flow-GRPO (arXiv 2505.05470), with different KL coefficients
 geneval_fast_nocfg,                  Flow-GRPO-Fast: three noisy steps at a random place in the first half, cps, without
@@ -118,6 +119,8 @@ RECIPES = {
     "nft_ocr": nft(updates=2, beta=0.1, decay_type=2),
     "nft_pickscore": nft(beta=1.0, decay_type=1),
 }
+# Images of an update on several GPUs, divided by those of a GPU at once: 1152 / 2 / 9, or 1152 / 9.
+PASSES = dict.fromkeys(RECIPES, 64) | dict(nft_geneval=128, nft_pickscore=128)
 
 
 def base(n: int) -> ConfigDict:
@@ -175,7 +178,7 @@ def base(n: int) -> ConfigDict:
 
 
 def get_config(argument: str = "geneval,1") -> ConfigDict:
-    name, n = recipe_and_gpus(argument, RECIPES, "geneval,8")
+    name, n = recipe_and_gpus(argument, PASSES, "geneval,8")
     c = base(n)
     c.update(RECIPES[name])
     if n == 1:

@@ -4,10 +4,11 @@ python launch/train.py --config configs/zimage_turbo.py:8 --workdir runs/zimage 
     --config.rewards=my_rewards:pickscore \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
-The argument is the number of GPUs: 1, 2, 4, 8 or 16. Reward and prompt files are yours: the source has PickScore and
-1,000 of its prompts, and no preference model is shipped here. The result to expect is a LoRA in `runs/zimage`, and the
-reward on held-out prompts before and after it, which should rise. By how much is not known: the source gives no number
-for this recipe, and none was measured here. The smallest slice is one GPU of 80 GB, with `:1`.
+The argument is the number of GPUs: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192 or 384. Reward and prompt
+files are yours: the source has PickScore and 1,000 of its prompts, and no preference model is shipped here. The result
+to expect is a LoRA in `runs/zimage`, and the reward on held-out prompts before and after it, which should rise. By how
+much is not known: the source gives no number for this recipe, and none was measured here. The smallest slice is one GPU
+of 80 GB, with `:1`.
 
 github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/default.yaml:
 - 8 GPUs; Tongyi-MAI/Z-Image-Turbo; LoRA of rank 64, alpha 128, float32, on its default layers
@@ -47,8 +48,11 @@ x 2560 bfloat16 numbers (prompts.store_limit).
 
 from ml_collections import ConfigDict
 
+from digen_jax.config.arguments import number_of_gpus
 from digen_jax.config.recipe import complete
-from digen_jax.errors import ConfigError
+
+# Images of an update, of which a GPU has one at once: 768 / 2.
+PASSES = 384
 
 
 def recipe(n: int) -> dict:
@@ -97,10 +101,5 @@ def recipe(n: int) -> dict:
 
 
 def get_config(argument: str = "8") -> ConfigDict:
-    if not argument.isdecimal() or int(argument) < 1:
-        raise ConfigError(
-            f"the config's argument {argument!r} must be a number of GPUs, such as :8"
-        )
-    return complete(
-        ConfigDict(recipe(int(argument)))
-    )  # every field can be given on the command line
+    n = number_of_gpus(argument, PASSES, "8")
+    return complete(ConfigDict(recipe(n)))  # so that every field can be given on the command line

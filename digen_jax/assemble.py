@@ -33,7 +33,15 @@ from digen_jax.models.sd3 import family as stable_diffusion_3
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.models.zimage import family as zimage_family
 from digen_jax.models.zimage.family import ZImage
-from digen_jax.policies import check_heads, check_model, make_policy, trained_of, trained_policy
+from digen_jax.policies import (
+    check_heads,
+    check_model,
+    evaluation_policy,
+    make_policy,
+    trained_of,
+    trained_policy,
+)
+from digen_jax.process.exhausted import during
 from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
@@ -46,7 +54,7 @@ from digen_jax.scheduling.commands import Command
 from digen_jax.scheduling.costs import GUESSED
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Settings
-from digen_jax.weights.folder import read_model_index, resolve_folder
+from digen_jax.weights.folder import has_weights, read_model_index, resolve_folder
 from digen_jax.weights.lora import LoraConfig
 from digen_jax.weights.lora_start import read_start
 
@@ -147,11 +155,12 @@ def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     """
     folder, family, placement, start = open_parts(recipe, devices)
     with blame("config.model.folder: "):
+        shapes = parameter_shapes(recipe, family)
+        check_parts(family, folder, {*family.trained, *shapes.frozen})
         kept = recipe.precision.frozen
         # What is tuned itself is float32; under a LoRA nothing of it is.
         own = kept if recipe.lora.rank else "float32"
         trained = read_parts(family, folder, family.trained, placement.trainer, own)
-        shapes = parameter_shapes(recipe, family)
         frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
     encoded = stored(recipe, folder, family) if shapes.ahead else None
     return connect(recipe, placement, family, trained, frozen, start, encoded)
@@ -167,7 +176,7 @@ class Parts(NamedTuple):
 
 
 def open_parts(recipe: Recipe, devices: Sequence[jax.Device]) -> Parts:
-    """Opens a run's model, and finds what does not fit it.
+    """Opens a run's model, and finds what does not fit it; components without weights may stay so until they are read.
 
     Raises:
       ConfigError: the model's first mistake, or devices that do not suffice.
@@ -176,6 +185,8 @@ def open_parts(recipe: Recipe, devices: Sequence[jax.Device]) -> Parts:
     folder, family = recipe_model(recipe)
     placement = placed(recipe, family, devices)
     check_model(recipe, family, placement)
+    with blame("config.model.folder: "):
+        check_parts(family, folder, [p for p in family.shapes() if has_weights(folder / p)])
     start = None
     if recipe.lora.start:
         with blame("config.lora.start: "):
@@ -370,6 +381,12 @@ def scheduled(recipe: Recipe, held_out: Sequence[dict[str, Any]]) -> Settings:
     )
 
 
+def check_parts(family: Family, folder: pathlib.Path, parts: Iterable[str]) -> None:
+    """Raises ValueError where the weights of some components are incomplete or do not fit, before any is read."""
+    for part in sorted(parts):
+        family.check(folder, part)
+
+
 def read_parts(
     family: Family,
     folder: pathlib.Path,
@@ -379,7 +396,10 @@ def read_parts(
 ) -> Params:
     """The parameters of some components, read straight onto a mesh as its rules say, in a type."""
     shardings = group.params(family.shapes())
-    return {part: family.read(folder, part, shardings[part], jnp.dtype(dtype)) for part in parts}
+    with during("the reading of the model's weights"):
+        return {
+            part: family.read(folder, part, shardings[part], jnp.dtype(dtype)) for part in parts
+        }
 
 
 def read_frozen(
@@ -398,7 +418,6 @@ def evaluation_sampler(
     encoded: Stored | None = None,
 ) -> Sampler:
     """As the recipe's sampler, but without noise, and with steps and guidance of its own."""
-    model, own = recipe.model, recipe.evaluation
+    model = recipe.model
     settings = SamplerSettings(Size(model.height, model.width), recipe.evaluation_steps, Ode())
-    policy = Policy(family, own.guidance, lora, true_guidance=own.true_guidance)
-    return Sampler(policy, group, settings, encoded)
+    return Sampler(evaluation_policy(recipe, family, lora), group, settings, encoded)

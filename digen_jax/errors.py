@@ -35,6 +35,10 @@ class ConfigError(ValueError):
         return str(self) if len(self.args) > 1 else " ".join(str(self).split())
 
 
+class FieldError(ConfigError):
+    """A mistake whose sentence begins with its own field, so that `blame` puts no other one in front of it."""
+
+
 @contextlib.contextmanager
 def blame(
     field: str, errors: tuple[type[Exception], ...] = (ValueError, OSError)
@@ -42,6 +46,8 @@ def blame(
     """Puts the field of the config that an error is about in front of its sentence."""
     try:
         yield
+    except FieldError:
+        raise
     except errors as error:
         sentences = error.args if isinstance(error, ConfigError) else [error]
         raise ConfigError(*(" ".join(f"{field}{one}".split()) for one in sentences)) from error
@@ -55,6 +61,8 @@ def user_input() -> Iterator[None]:
     """
     try:
         yield
+    except FieldError:
+        raise
     except (ValueError, ImportError, AttributeError, OSError) as error:
         raise ConfigError(str(error)) from error
 

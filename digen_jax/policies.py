@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 
@@ -17,8 +18,8 @@ from digen_jax.engine.policy import Policy
 from digen_jax.errors import ConfigError, blame
 from digen_jax.flow.steps import make_step
 from digen_jax.models.family import Family, Params, Size
-from digen_jax.prompts.files import numbered_records
-from digen_jax.weights.lora import check_rank
+from digen_jax.prompts.files import first_negative, numbered_records
+from digen_jax.weights.lora import LoraConfig, check_rank
 
 
 def make_policy(recipe: Recipe, family: Family) -> Policy:
@@ -36,6 +37,46 @@ def trained_policy(policy: Policy, algorithm: Algorithm) -> Policy:
     return dataclasses.replace(policy, guidance=guidance, reference_guidance=reference)
 
 
+def evaluation_policy(recipe: Recipe, family: Family, lora: LoraConfig | None = None) -> Policy:
+    """The policy at the guidance of evaluations."""
+    own = recipe.evaluation
+    return Policy(family, own.guidance, lora, true_guidance=own.true_guidance)
+
+
+def reads_null(recipe: Recipe, family: Family) -> bool:
+    """Whether a run conditions anything on the pass without the prompt: its sampler and trainer, or its evaluation."""
+    return any(
+        policy.reads_null
+        for policy in (make_policy(recipe, family), evaluation_policy(recipe, family))
+    )
+
+
+def check_negative(given: str, policies: Sequence[Policy], prefix: str) -> None:
+    """Refuses a negative prompt that no second pass reads.
+
+    Args:
+      given: what has it, as the beginning of a sentence.
+      policies: all that could read it, of one family.
+      prefix: of the names of guidances in the sentence, such as "--".
+
+    Raises:
+      ConfigError: says what to change.
+    """
+    if any(max(policy.sequences, policy.reference_sequences) == 2 for policy in policies):
+        return
+    kind = policies[0].family.guidance
+    if kind in ("none", "embedded"):
+        raise ConfigError(
+            f"{given}, but this model's guidance is {kind!r}, without a second pass that would read it: leave it out, "
+            "or choose another model"
+        )
+    name = prefix + ("true_guidance" if kind == "both" else "guidance")
+    raise ConfigError(
+        f"{given}, but {name} is 1, so that there is no second pass that would read it: set {name} to a larger number, "
+        "or leave the negative prompt out"
+    )
+
+
 def trained_of(family: Family, components: Params) -> Params:
     """Of all components those that may be tuned, in the family's order."""
     return {part: components[part] for part in family.trained}
@@ -45,9 +86,9 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
     """Whether recipe and model fit, by shapes alone.
 
     Raises:
-      ConfigError: an image size or a guidance that the model has not, a window with steps that cannot be trained,
-        an attention kernel that cannot compute it, heads that cannot be split, a LoRA without layers or of too large
-        a rank, or a parameter that no sharding rule matches.
+      ConfigError: an image size or a guidance that the model has not, negative prompts that nothing reads, a window
+        with steps that cannot be trained, an attention kernel that cannot compute it, heads that cannot be split, a
+        LoRA without layers or of too large a rank, or a parameter that no sharding rule matches.
     """
     _check_pictures(recipe, family)
     sampler, shapes = recipe.sampler, family.shapes()
@@ -59,6 +100,7 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
     with blame("config.evaluation.steps: "):
         family.sigmas(recipe.evaluation_steps, size)
     _check_guidance(recipe, family)
+    _check_negatives(recipe, family)
     attention_kernels(recipe, family, placement)
     check_heads(family, placement)
     if recipe.noisy_steps:
@@ -122,7 +164,7 @@ def _check_pictures(recipe: Recipe, family: Family) -> None:
     """Refuses pictures that would not be edited, although the model could."""
     if not family.edits or family.source is not None:
         return
-    for file in (recipe.prompts.file, recipe.evaluation.prompts):
+    for file in (*recipe.prompts.paths, recipe.evaluation.prompts):
         for number, record in numbered_records(file) if file else ():
             if "image" in record:
                 raise ConfigError(
@@ -134,11 +176,27 @@ def _check_pictures(recipe: Recipe, family: Family) -> None:
 
 def _check_guidance(recipe: Recipe, family: Family) -> None:
     """Whether the model has what the sampler, evaluation and training are guided by."""
-    for name, section in (("sampler", recipe.sampler), ("evaluation", recipe.evaluation)):
+    for name, policy in (("sampler", make_policy), ("evaluation", evaluation_policy)):
         with blame(f"config.{name}."):
-            Policy(family, section.guidance, true_guidance=section.true_guidance)
+            policy(recipe, family)
     with blame("config.algorithm."):
         trained_policy(Policy(family), recipe.algorithm)
+
+
+def _check_negatives(recipe: Recipe, family: Family) -> None:
+    """Refuses negative prompts that nothing in the run reads; one of its files may be for training and evaluation."""
+    sampled = make_policy(recipe, family)
+    trained = trained_policy(sampled, recipe.algorithm)
+    policies = sampled, trained, evaluation_policy(recipe, family)
+    held_out = [recipe.evaluation.prompts] if recipe.evaluation.prompts else []
+    files = "prompts.files" if recipe.prompts.files else "prompts.file"
+    for name, section, paths in (
+        (files, "sampler", recipe.prompts.paths),
+        ("evaluation.prompts", "evaluation", held_out),
+    ):
+        with blame(f"config.{name}: "):
+            if place := next(filter(None, map(first_negative, paths)), None):
+                check_negative(f"{place}, has a negative prompt", policies, f"config.{section}.")
 
 
 def on_devices(recipe: Recipe, devices: int) -> Recipe:

@@ -17,6 +17,7 @@ from digen_jax.errors import (
     LARGEST_SEED,
     LARGEST_SIDE,
     ConfigError,
+    blame,
     check_output,
     check_positive,
     check_range,
@@ -39,6 +40,11 @@ _WEIGHTS = flags.DEFINE_list(
 )
 _GUIDANCE = flags.DEFINE_list(
     "guidance", [], "A number, or several with commas; default: the run's or the model's."
+)
+_TRUE_GUIDANCE = flags.DEFINE_float(
+    "true_guidance",
+    None,
+    "Scale of a second pass of models that are given --guidance as a number; default: as for guidance.",
 )
 _STEPS = flags.DEFINE_integer("steps", None, "Denoising steps; default: as for guidance.", 1, 1000)
 _HEIGHT = flags.DEFINE_integer(
@@ -74,9 +80,10 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.config.checks.rewards import check_named
-    from digen_jax.inference.model import Asked, evaluation_to_folder, open_model
-    from digen_jax.prompts.files import read_prompt_file
+    from digen_jax.config.checks.rewards import check_named, needs_of
+    from digen_jax.inference.model import Asked, edited, evaluation_to_folder, open_model
+    from digen_jax.prompts.files import first_negative, read_prompt_file
+    from digen_jax.prompts.needs import check_needs
     from digen_jax.prompts.notes import tell
     from digen_jax.rewards.built_in import resolve
     from digen_jax.rewards.canary import check_canaries
@@ -84,6 +91,8 @@ def main() -> None:
     from digen_jax.runtime.evaluation import evaluate, score_table
 
     guidances = _guidances()
+    if _TRUE_GUIDANCE.value is not None:
+        check_range("--true_guidance", _TRUE_GUIDANCE.value, 0, 1000)
     check_positive("--batch", _BATCH.value)
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value)
@@ -92,12 +101,23 @@ def main() -> None:
     prompts, images, asked_for = _task()
     with user_input():
         records = read_prompt_file(prompts)[:images]
+        place = first_negative(prompts)
         check_named(prompts, asked_for, training=False)
     rewards = resolve(asked_for)
-    asked = [Asked(guidance, _STEPS.value, _HEIGHT.value, _WIDTH.value) for guidance in guidances]
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, asked)
+    check_needs([prompts], needs_of(asked_for))
+    rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
+    asked = [Asked(guidance, *rest) for guidance in guidances]
+    model = open_model(
+        _MODEL.value,
+        jax.devices(),
+        _LORA.value,
+        _DTYPE.value,
+        asked,
+        negative=f"{place}, has a negative prompt" if place else None,
+        fits=lambda family: edited(family, records),
+    )
     model = model.editing(records)
-    tell(prompts, model.family.cut)
+    tell([prompts], model.family.cut)
     samplers = [model.sampler(*one) for one in asked]
     size = samplers[0].settings.size
     check_canaries(rewards, rewards.score)
@@ -110,12 +130,14 @@ def main() -> None:
         evaluation = evaluate(sampler, model.weights, records, rewards, batch, _SEED.value, head)
         found[guidance] = evaluation.by_task()
         if _PICTURES.value:
-            evaluation_to_folder(evaluation, pathlib.Path(_PICTURES.value, head.replace(" ", "_")))
+            folder = pathlib.Path(_PICTURES.value, head.replace(" ", "_"))
+            with blame("--pictures: ", (OSError,)):
+                evaluation_to_folder(evaluation, folder)
     label = ", ".join(rewards.names)
     print(f"{label}, mean and standard error, {samplers[0].settings.steps} steps")
     print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
     if _OUTPUT.value:
-        _write(found, prompts, (label, rewards.weights), samplers[0].settings)
+        _write(found, prompts, (label, rewards.weights), samplers[0])
 
 
 def _task() -> tuple[str, int | None, tuple[RewardSettings, ...]]:
@@ -167,8 +189,9 @@ def _guidances() -> list[float | None]:
 
 
 def _write(
-    found: dict[str, Any], prompts: str, reward: tuple[str, tuple[float, ...]], settings: Any
+    found: dict[str, Any], prompts: str, reward: tuple[str, tuple[float, ...]], sampler: Any
 ) -> None:
+    settings = sampler.settings
     result = {
         "model": _MODEL.value,
         "lora": _LORA.value,
@@ -179,6 +202,7 @@ def _write(
         "steps": settings.steps,
         "height": settings.size.height,
         "width": settings.size.width,
+        "true_guidance": sampler.policy.true_guidance,
         "guidance": {
             guidance: {task: score._asdict() for task, score in scores.items()}
             for guidance, scores in found.items()

@@ -8,6 +8,7 @@ import pathlib
 from absl import flags
 
 from digen_jax.config.command_line import run_main
+from digen_jax.errors import blame
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist yet.")
@@ -29,7 +30,8 @@ def main() -> None:
     from digen_jax.inference.export import export, first_average, how_to_load
 
     workdir, output = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUTPUT.value)
-    run = export(workdir, output, _LORA.value)
+    with blame("--output: ", (OSError,)):
+        run = export(workdir, output, _LORA.value)
     print(f"{workdir} after step {run.step} lies in {output}; to load it:")
     print(how_to_load(run, output))
     if first := first_average(run):

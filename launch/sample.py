@@ -15,6 +15,7 @@ from digen_jax.errors import (
     LARGEST_SEED,
     LARGEST_SIDE,
     ConfigError,
+    blame,
     check_output,
     check_positive,
     check_range,
@@ -25,6 +26,11 @@ _MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a r
 _LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be given several times.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A .jsonl or .txt file of prompts instead.")
+_NEGATIVE = flags.DEFINE_string(
+    "negative_prompt",
+    None,
+    "What the pass without the prompt is given, for all prompts, in place of a file's own.",
+)
 _IMAGE = flags.DEFINE_string(
     "image", None, "The picture that the prompts edit; a file of prompts names its own."
 )
@@ -43,6 +49,11 @@ _STEPS = flags.DEFINE_integer(
 _GUIDANCE = flags.DEFINE_float(
     "guidance", None, "Guidance scale, 1 for none; default: as for steps."
 )
+_TRUE_GUIDANCE = flags.DEFINE_float(
+    "true_guidance",
+    None,
+    "Scale of a second pass of models that are given --guidance as a number; default: as for steps.",
+)
 _HEIGHT = flags.DEFINE_integer(
     "height", None, "Height in pixels; default: as for steps.", 1, LARGEST_SIDE
 )
@@ -60,8 +71,9 @@ def main() -> None:
     """Read the prompts and the model, and sample."""
     from digen_jax.process.launching import prepare
 
-    if _GUIDANCE.value is not None:
-        check_range("--guidance", _GUIDANCE.value, 0, 1000)
+    for flag in (_GUIDANCE, _TRUE_GUIDANCE):
+        if flag.value is not None:
+            check_range(f"--{flag.name}", flag.value, 0, 1000)
     check_output("--output", _OUTPUT.value, folder=True)
     source = _source()
     records = _read_records()
@@ -71,30 +83,39 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.inference.model import Asked, open_model, sample_to_folder
+    from digen_jax.inference.model import Asked, edited, open_model, sample_to_folder
     from digen_jax.prompts.notes import tell
 
-    asked = Asked(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value)
-    model = open_model(_MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, [asked])
-    if _IMAGE.value and not model.family.edits:
-        raise ConfigError(
-            f"--image is given, but {_MODEL.value} makes pictures of prompts alone: leave it out, or choose a model "
-            "that edits"
-        )
+    asked = Asked(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value)
+
+    def fits(family: Any) -> None:
+        if _IMAGE.value and not family.edits:
+            raise ConfigError(
+                f"--image is given, but {_MODEL.value} makes pictures of prompts alone: leave it out, or choose a "
+                "model that edits"
+            )
+        edited(family, records, source)
+
+    model = open_model(
+        _MODEL.value, jax.devices(), _LORA.value, _DTYPE.value, [asked], _negative(), fits
+    )
     model = model.editing(records, source)
     sampler = model.sampler(*asked)
     output = pathlib.Path(_OUTPUT.value)
     if _PROMPTS.value:
-        tell(_PROMPTS.value, model.family.cut)
-    for prompt, cut in zip(_PROMPT.value, model.family.cut(_PROMPT.value or [""]), strict=False):
+        tell([_PROMPTS.value], model.family.cut)
+    texts = _texts()
+    cuts = model.family.cut([text for _, text in texts] or [""])
+    for (name, text), cut in zip(texts, cuts, strict=False):
         if cut:
-            shown = textwrap.shorten(prompt, 80, placeholder=" ...")
+            shown = textwrap.shorten(text, 80, placeholder=" ...")
             print(
-                f"--prompt={shown!r} is longer than the text encoders read, so that its end is cut off",
+                f"--{name}={shown!r} is longer than the text encoders read, so that its end is cut off",
                 file=sys.stderr,
             )
 
-    sample_to_folder(model, sampler, records, output, _BATCH.value, _SEED.value, _IMAGES.value)
+    with blame("--output: ", (OSError,)):
+        sample_to_folder(model, sampler, records, output, _BATCH.value, _SEED.value, _IMAGES.value)
     count = len(records) * _IMAGES.value
     print(f"{count} image{'s' * (count > 1)} and grid.png lie in {output}")
 
@@ -111,31 +132,49 @@ def _source() -> Any:
     return Size(*sides)
 
 
+def _texts() -> list[tuple[str, str]]:
+    """The options that hold a text: each one's name and text."""
+    negatives = [] if _NEGATIVE.value is None else [_NEGATIVE.value]
+    given = [(_PROMPT.name, text) for text in _PROMPT.value]
+    return given + [(_NEGATIVE.name, text) for text in negatives]
+
+
+def _negative() -> str | None:
+    """What gives prompts a negative one, as the beginning of a sentence."""
+    from digen_jax.prompts.files import first_negative
+
+    if _NEGATIVE.value is not None:
+        return "--negative_prompt is given"
+    place = first_negative(_PROMPTS.value) if _PROMPTS.value else None
+    return f"{place}, has a negative prompt" if place else None
+
+
 def _read_records() -> list[dict[str, Any]]:
     from digen_jax.images import check_picture
     from digen_jax.prompts.files import read_prompt_file
 
     if bool(_PROMPT.value) == bool(_PROMPTS.value):
         raise ConfigError("there must be either --prompt (several times if need be) or --prompts")
-    for prompt in _PROMPT.value:
+    for name, text in _texts():
         try:
-            prompt.encode()
+            text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"--prompt={prompt!r} is not UTF-8 at character {error.start + 1}: write the prompt in that encoding"
+                f"--{name}={text!r} is not UTF-8 at character {error.start + 1}: write the prompt in that encoding"
             ) from error
     image = {"image": _IMAGE.value} if _IMAGE.value else {}
+    negative = {} if _NEGATIVE.value is None else {"negative_prompt": _NEGATIVE.value}
     if _PROMPT.value:
         if image:
             with user_input():
                 check_picture(_IMAGE.value)
-        return [{"prompt": prompt, **image} for prompt in _PROMPT.value]
+        return [{"prompt": prompt, **image, **negative} for prompt in _PROMPT.value]
     if image:
         raise ConfigError(
             '--image is for --prompt; in a file of prompts each line names its own as "image"'
         )
     with user_input():
-        return read_prompt_file(_PROMPTS.value)
+        return [record | negative for record in read_prompt_file(_PROMPTS.value)]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import runpy
 
 import huggingface_hub
@@ -571,3 +572,20 @@ def test_sd35_is_evaluated_in_forty_steps_without_noise(medium, unread):
     assert images.shape == (14, 1, 512, 512, 3)
     assert trajectory.sigmas.shape == (41,)
     assert trajectory.transitions.x.shape[0] == 0
+
+
+@pytest.mark.parametrize("name", [FLUX, KONTEXT, SD35, KLEIN, QWEN_IMAGE, Z_IMAGE])
+def test_recipes_take_the_numbers_of_gpus_that_divide_them_and_list_them(name):
+    found = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
+    of_argument = " ".join(found["__doc__"].split("\n\n")[2:4])
+    listed = {int(number) for number in re.findall(r"\b\d+\b", of_argument)}
+    one = not isinstance(found["PASSES"], dict)
+    for key, passes in ({"": found["PASSES"]} if one else found["PASSES"]).items():
+        prefix = f"{key}," if key else ""
+        # On two GPUs, as SD3.5's batch on one is smaller.
+        c = found["get_config"](f"{prefix}2")
+        images = c.batch.groups * c.batch.images // c.trainer.updates
+        assert images / (c.sampler.fragment / 2) == passes
+        with pytest.raises(ConfigError, match=rf"gives 5 GPUs, but .+ takes 1, 2, .* or {passes}$"):
+            found["get_config"](f"{prefix}5")
+        assert {n for n in range(1, passes + 1) if passes % n == 0} <= listed

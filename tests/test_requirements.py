@@ -1,5 +1,7 @@
 """requirements*.txt and constraints/: every package has bounds, and an exact version within them for each Python."""
 
+import itertools
+
 import pytest
 from packaging.requirements import Requirement
 
@@ -13,8 +15,12 @@ def requirements(name: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and line[0] not in "#-"]
 
 
-def test_what_training_needs_has_a_lower_and_an_upper_bound():
-    for requirement in requirements("requirements.txt"):
+USERS = ["requirements.txt", "requirements-reward.txt"]
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_what_a_user_needs_has_a_lower_and_an_upper_bound(name):
+    for requirement in requirements(name):
         kinds = {bound.operator for bound in requirement.specifier}
         assert kinds == {">=", "<"}, requirement
 
@@ -41,6 +47,6 @@ def test_each_package_has_one_version_within_its_bounds(python):
             (version,) = pinned.specifier
             assert version.operator == "==" and pinned.name not in exact
             exact[pinned.name] = version.version
-    for wanted in requirements("requirements.txt") + requirements("requirements-dev.txt"):
+    for wanted in itertools.chain(*map(requirements, [*USERS, "requirements-dev.txt"])):
         name = wanted.name.lower().replace("_", "-")
         assert wanted.specifier.contains(exact[name]), wanted

@@ -142,6 +142,18 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
     for name in ("pipeline", "run"):
         with pytest.raises(ConfigError, match="30x32 does not fit"):
             open_model(str(tmp_path / name), jax.devices()[:1], asked=[Asked(height=30, width=32)])
+        one, two = Asked(guidance=1.0), Asked(guidance=2.0)
+        for asked, words in (
+            (
+                [one],
+                r"^p\.txt is given, but --guidance is 1, so that .* set --guidance to a larger",
+            ),
+            ([one, two], "holds no weights"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                open_model(
+                    str(tmp_path / name), jax.devices()[:1], asked=asked, negative="p.txt is given"
+                )
         with pytest.raises(ConfigError, match="holds no weights"):
             open_model(str(tmp_path / name), jax.devices()[:1], asked=[Asked(height=32, width=32)])
 
@@ -189,6 +201,33 @@ def test_a_lora_that_is_none_is_refused(base, tmp_path):
 def test_a_run_is_known_by_its_config(base):
     assert is_run(trained(base, "lora")) and not is_run(pipeline(base)) and not is_run("a/hub-id")
     assert run_recipe(trained(base, "lora")).lora.rank == 4
+
+
+@pytest.mark.slow
+def test_the_script_draws_with_a_negative_prompt(base, tmp_path):
+    """As from Python, for all prompts, in place of the file's own."""
+    file = tmp_path / "prompts.jsonl"
+    own = [{}, {"negative_prompt": "four shapes"}, {}]
+    records = [record | more for record, more in zip(said(*PROMPTS), own, strict=True)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    arguments = [f"--model={pipeline(base)}", f"--prompts={file}", "--steps=3", "--guidance=4"]
+    arguments += ["--seed=7", "--batch=3"]
+    model, found = open_model(str(pipeline(base)), jax.devices()[:1]), {}
+    for name, more in (("file", {}), ("all", {"negative_prompt": "a blue star"})):
+        given = [f"--{field}={text}" for field, text in more.items()]
+        done = run_script("sample.py", *arguments, *given, f"--output={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        found[name] = pictures(tmp_path / name)
+        sampler, each = model.sampler(4.0, 3, None, None), [record | more for record in records]
+        sample_to_folder(model, sampler, each, tmp_path / f"{name} here", 3, 7)
+        assert abs(found[name] - pictures(tmp_path / f"{name} here")).max() <= 1
+    plain = draw(model, tmp_path / "plain", batch=3, guidance=4.0, steps=3)
+    changed = abs(found["file"] - plain).max((1, 2, 3))
+    assert changed[1] > 4 and changed[[0, 2]].max() <= 1
+    assert abs(found["all"] - plain).max((1, 2, 3)).min() > 4
+    done = run_script("sample.py", *arguments, "--guidance=1", f"--output={tmp_path / 'none'}")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"sample.py: {file}, line 2, has a negative prompt, but --guid")
 
 
 def test_the_script_says_what_is_missing_in_one_line(tmp_path):

@@ -1,5 +1,6 @@
 """A step of a run by its own programs, with fixed advantages in place of a reward."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
@@ -12,7 +13,7 @@ from digen_jax.engine.objective import Totals
 from digen_jax.engine.sampler import Weights
 from digen_jax.engine.system import System
 from digen_jax.flow.sampling import Trajectory
-from digen_jax.prompts.files import read_prompt_file
+from digen_jax.prompts.files import read_prompt_files
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import on_trainer, receive, selected
 
@@ -28,7 +29,7 @@ class Step:
         self.system = build(recipe, devices)
         self.state = self.system.trainer.init(self.system.start)
         batch, size = recipe.batch, recipe.sampler.fragment
-        known = read_prompt_file(recipe.prompts.file)
+        known = [*itertools.chain(*read_prompt_files(recipe.prompts.paths))]
         records = [known[i % len(known)] for i in range(batch.groups)]
         self.prompts = self.system.sampler.encode(self.weights, records)
         self.rows = np.repeat(np.arange(batch.groups, dtype=np.int32), batch.images)

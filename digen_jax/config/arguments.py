@@ -1,25 +1,51 @@
-"""The argument of a config file with several recipes, as in `--config configs/flux_dev.py:pickscore,8`."""
+"""The argument of a config file for several numbers of GPUs, as in `--config configs/flux_dev.py:pickscore,8`."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from digen_jax.errors import ConfigError
 
 
-def recipe_and_gpus(argument: str, recipes: Iterable[str], example: str) -> tuple[str, int]:
+def recipe_and_gpus(argument: str, passes: Mapping[str, int], example: str) -> tuple[str, int]:
     """The name and the number of GPUs, which is 1 if it is not given.
 
     Args:
       argument: "name,number" or "name".
-      recipes: their names.
+      passes: by recipe, the passes of an update on one GPU, which the GPUs divide among them.
       example: an argument that the error message shows.
 
     Raises:
-      ConfigError: there is no such recipe, or the number is not a whole one above 0.
+      ConfigError: there is no such recipe, or it cannot be divided among so many GPUs.
     """
     name, _, gpus = argument.partition(",")
-    if name not in recipes or not (gpus or "1").isdecimal() or int(gpus or 1) < 1:
+    if name not in passes or not _is_number(gpus or "1"):
         raise ConfigError(
             f"the config's argument {argument!r} must be a recipe and a number of GPUs, such as :{example}; "
-            f"recipes are {', '.join(recipes)}"
+            f"recipes are {', '.join(passes)}"
         )
-    return name, int(gpus or 1)
+    return name, _divisor(int(gpus or 1), passes[name], name)
+
+
+def number_of_gpus(argument: str, passes: int, example: str) -> int:
+    """The same for a config file with one recipe, whose argument is the number alone.
+
+    Raises:
+      ConfigError: it is no number, or the recipe cannot be divided among so many GPUs.
+    """
+    if not _is_number(argument):
+        raise ConfigError(
+            f"the config's argument {argument!r} must be a number of GPUs, such as :{example}"
+        )
+    return _divisor(int(argument), passes, "this recipe")
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0
+
+
+def _divisor(gpus: int, passes: int, name: str) -> int:
+    if passes % gpus:
+        *some, last = (str(n) for n in range(1, passes + 1) if passes % n == 0)
+        raise ConfigError(
+            f"the config's argument gives {gpus} GPUs, but {name} takes {', '.join(some)} or {last}"
+        )
+    return gpus

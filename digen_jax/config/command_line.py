@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.process.ending import STOPPED, Stopped, without_the_hung
+from digen_jax.process.exhausted import out_of_memory
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
 # Groups of fields that may be given as one word, and the field that this word sets.
@@ -27,7 +28,8 @@ def run_main(main: Main) -> None:
     """Runs a script's `main()` after absl has read the flags; a `ConfigError` prints one line, exit code 2.
 
     `ending.Stopped` prints one line, too, with exit code 75, and so does Ctrl-C where nothing else handles it, with
-    130. The process does not wait for a thread that hangs.
+    130. A device that runs out of memory is one line as well, with the first of XLA's, and exit code 2. The process
+    does not wait for a thread that hangs.
 
     A script with several `main` functions, by their names, takes one of these names as its first word.
     """
@@ -46,6 +48,26 @@ def run_main(main: Main) -> None:
         except KeyboardInterrupt:
             print(f"{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
+        except Exception as error:
+            if (sentence := out_of_memory(error)) is None:
+                raise
+            print(f"{Path(sys.argv[0]).name}: {sentence}: {_smaller()}", file=sys.stderr)
+            sys.exit(2)
+
+
+def _smaller() -> str:
+    """What to change in a command whose programs need more memory than a device has."""
+    given = flags.FLAGS
+    config = given["config"].value if "config" in given else None
+    if config is not None and "config.trainer.micro_batch" in flat(config):
+        again = "; with the same --workdir a run continues from its last checkpoint"
+        return (
+            "make config.trainer.micro_batch or config.sampler.fragment smaller, divide the parameters among more "
+            "devices (fsdp in config.placement), or set config.model.remat to 'blocks' in a new run"
+        ) + again * ("workdir" in given)
+    if "batch" in given:
+        return "make --batch smaller, or the images"
+    return "use devices with more memory, or such that no other process uses"
 
 
 def chosen(main: Main, words: Sequence[str]) -> Callable[[], Any]:

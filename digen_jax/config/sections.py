@@ -87,15 +87,27 @@ class PrecisionSection:
 class PromptsSection:
     """The prompts to train on, and when the text encoders read them."""
 
-    # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata; an "image" is
-    # the path of a picture to edit, relative to the file
+    # one prompt a line (.txt), or one JSON object with a "prompt" a line (.jsonl), as GenEval's metadata; a
+    # "negative_prompt" is for the pass without the prompt, an "image" is the path of a picture to edit, relative to the
+    # file
     file: str = "assets/prompts/shapes_train.jsonl"
+    # several such files in place of `file`; on the command line one option for each. A step's groups are drawn from all
+    # of them, and the metadata that rewards get has "prompt_file", the file of a prompt
+    files: tuple[str, ...] = ()
+    weights: tuple[
+        float, ...
+    ] = ()  # the share of each of `files` in a step's groups, in any unit; empty: all the same
     # "each_step": the text encoders stay on the sampling meshes; "ahead": before it samples, a run encodes all prompts
     # that it will draw, and then has no text encoders; "auto": ahead if their parameters take more than 4 GB
     encoding: Encoding = "auto"
     # folder of prompts that were encoded ahead, which runs share; "": digen_jax/prompts in the user's cache folder
     store: str = ""
     store_limit: float = 100.0  # GB that this folder may take
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The prompt files to train on; none where none is given."""
+        return self.files or ((self.file,) if self.file else ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +161,8 @@ class SamplerSection:
     shared_noise: bool = False
     # guidance scale, 1: none; policy gradients train at it too, other algorithms at algorithm.guidance
     guidance: float = 1.0
-    # scale of a second pass without the prompt, for models that are given `guidance` as a number; in training too
+    # scale of a second pass without the prompt, 1: none, for models that are given `guidance` as a number (FLUX.1-dev,
+    # Kontext; diffusers' true_cfg_scale); all algorithms train at it too
     true_guidance: float = 1.0
     fragment: int = 144  # images that one call generates: the unit passed from rollout to trainer
 

@@ -10,7 +10,7 @@ import pathlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -22,22 +22,21 @@ from digen_jax.assemble import open_parts, read_parts
 from digen_jax.config.recipe import Recipe
 from digen_jax.encoding.reached import reached
 from digen_jax.engine.encoding import (
-    NULL,
     Rows,
     block_size,
     encoder,
     example,
     key_of,
-    null_tokens,
+    null_key,
     row_bytes,
     rows_of,
 )
 from digen_jax.engine.hosts import fetch
 from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.policy import Policy
-from digen_jax.errors import ConfigError, blame
+from digen_jax.errors import ConfigError, blame, check_output
 from digen_jax.models.family import Family, Record, Tokens
-from digen_jax.policies import on_devices
+from digen_jax.policies import on_devices, reads_null
+from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
 from digen_jax.prompt_store import (
     EACH_STEP,
@@ -48,7 +47,8 @@ from digen_jax.prompt_store import (
     store_folder,
 )
 from digen_jax.prompts.encoded import OVERHEAD, PromptStore
-from digen_jax.runtime.orders import is_first, several
+from digen_jax.runtime.orders import is_first, meet, several
+from digen_jax.scheduling.deadlines import Deadline
 
 # What is stored together at most, and lost if the process is killed meanwhile.
 TOGETHER, TOGETHER_BYTES = 1024, 2**30
@@ -65,7 +65,9 @@ class Encoding:
       family: of its model.
       group: the sampling mesh whose devices encode.
       store: where they are kept.
-      records: all of them by their keys (`key_of`), `NULL` first if the model has a pass without the prompt.
+      records: all of them by their keys: first those of passes without the prompt (`null_key`), if there is one, then
+        those of the prompts (`key_of`).
+      nulls: the keys of passes without the prompt.
       missing: the keys of those that are not stored yet.
     """
 
@@ -75,6 +77,7 @@ class Encoding:
     group: DeviceGroup
     store: PromptStore
     records: Mapping[str, Record]
+    nulls: frozenset[str]
     missing: list[str]
 
     def check(self) -> None:
@@ -87,7 +90,8 @@ class Encoding:
             _say(f"all {len(self.records):,} prompts are encoded in {self._place}")
             return
         if absent := missing_weights(self.folder, self.family):
-            first = next((self.records[key]["prompt"] for key in self.missing if key != NULL), "")
+            prompts = (self.records[key]["prompt"] for key in self.missing if key not in self.nulls)
+            first = next(prompts, "")
             raise ConfigError(
                 f"{_prompts(self.missing)} not encoded in {self._place}, such as {first!r}, and "
                 f"{self.folder / absent[0]} holds no weights to encode them: bring the weights back, or encode these "
@@ -108,7 +112,7 @@ class Encoding:
         """Bytes on disk of what is missing."""
         family, shapes = self.family, encoder_shapes(self.recipe, self.family)
         if family.masked:
-            blocks = (self._tokens(block) for block in _blocks(self.missing, TOKENIZED))
+            blocks = map(self._tokens, _blocks(self.missing, TOKENIZED, self.nulls))
             rows = sum(int(row_bytes(family, shapes, tokens).sum()) for tokens in blocks)
         else:  # all have as many
             one = row_bytes(family, shapes, family.tokenize([example(family)]))
@@ -116,6 +120,7 @@ class Encoding:
         return rows + (2 + len(self.missing) // TOGETHER + rows // TOGETHER_BYTES) * OVERHEAD
 
     def _check_room(self, size: int) -> None:
+        check_output("config.prompts.store", self._place, folder=True)
         limit, what = self.recipe.prompts.store_limit, f"{_prompts(self.missing)} to be encoded"
         if excess := self.store.excess(size):
             raise ConfigError(
@@ -143,7 +148,7 @@ class Encoding:
         # Smaller ones if there are few texts; all have the same size, so that there is one program.
         images = self.group.images
         count = min(block_size(self.family, self.group), -(-len(texts) // images) * images)
-        blocks = _blocks(texts, count)
+        blocks = _blocks(texts, count, self.nulls)
         begin = last = time.monotonic()
         size = 0
         waiting: dict[str, Rows] = {}
@@ -175,15 +180,17 @@ class Encoding:
         shown = watched(blocks, "encoding prompts", "block", note=lambda: _shown(done))
         for block in shown if is_first() else blocks:
             tokens = jax.tree.map(lambda rows: _filled(rows, count), self._tokens(block))
-            made = jax.tree.map(fetch, program(params, tokens))
+            with during("the encoding of prompts"):
+                made = jax.tree.map(fetch, program(params, tokens))
             rows = dict(zip(block, rows_of(family, made), strict=False))
             done += _bytes(rows)
             yield rows
 
     def _tokens(self, block: list[str]) -> Tokens:
-        if block == [NULL]:
-            return null_tokens(self.family)
-        return self.family.tokenize([self.records[key] for key in block])
+        """Of keys that `_blocks` has put together: different keys have different tokens, so that each has a row."""
+        records = [self.records[key] for key in block]
+        of_nulls = block[0] in self.nulls
+        return self.family.tokenize_null(records) if of_nulls else self.family.tokenize(records)
 
     def _keep(self, rows: dict[str, Rows]) -> None:
         """Stores rows, unless another process has stored them in the same folder."""
@@ -192,7 +199,7 @@ class Encoding:
                 self.store.add(rows)
             if not several():
                 return
-            multihost_utils.sync_global_devices("prompts are stored")
+            meet("storing prompts", Deadline(self.recipe.runtime.deadline).seconds())
             if own := self.store.missing(rows):
                 self.store.add({text: rows[text] for text in own})
 
@@ -212,15 +219,16 @@ def prepare(
     folder, family, placement, _ = open_parts(recipe, devices)
     if not is_ahead(recipe, family):
         return None
-    wanted = {key_of(family, record): record for record in records()}
-    if Policy(family).reads_null:
-        with blame("config.prompts.encoding = 'ahead': "):
-            null_tokens(family)
-        wanted = {NULL: {"prompt": ""}} | wanted
+    drawn = records()
+    own = drawn if reads_null(recipe, family) else ()
+    nulls = {null_key(family, record): record for record in own}
+    wanted = nulls | {key_of(family, record): record for record in drawn}
     store = open_store(recipe, folder, family)
     with blame("config.prompts.store: "):
         missing = store.missing(wanted)
-    found = Encoding(recipe, folder, family, placement.rollout, store, wanted, missing)
+    found = Encoding(
+        recipe, folder, family, placement.rollout, store, wanted, frozenset(nulls), missing
+    )
     found.check()
     return found
 
@@ -243,11 +251,11 @@ def encode_all(recipe: Recipe) -> None:
     """
     devices = jax.devices()
     recipe = on_devices(recipe, len(devices))
-    for name, file in (
-        ("prompts.file", recipe.prompts.file),
+    for name, given in (
+        ("prompts.file", recipe.prompts.paths),
         ("evaluation.prompts", recipe.evaluation.prompts),
     ):
-        if not file:
+        if not given:
             raise ConfigError(f"config.{name} is not given: add --config.{name}=... to the command")
     with tempfile.TemporaryDirectory() as cache:
         found = prepare(recipe, devices, lambda: reached(recipe, pathlib.Path(cache)))
@@ -268,11 +276,11 @@ def _missing_anywhere(texts: Sequence[str], missing: Sequence[str]) -> list[str]
     return [text for text, one in zip(texts, mask, strict=True) if one]
 
 
-def _blocks(texts: Sequence[str], count: int) -> list[list[str]]:
-    """Texts that are tokenized together, at most `count`; `NULL` is alone."""
-    others = [text for text in texts if text != NULL]
-    blocks = [others[i : i + count] for i in range(0, len(others), count)]
-    return [[NULL], *blocks] if len(others) < len(texts) else blocks
+def _blocks(texts: Sequence[str], count: int, nulls: Collection[str]) -> list[list[str]]:
+    """Texts that are tokenized together, at most `count`; those of passes without the prompt are apart."""
+    of_nulls = [text for text in texts if text in nulls]
+    others = [text for text in texts if text not in nulls]
+    return [part[i : i + count] for part in (of_nulls, others) for i in range(0, len(part), count)]
 
 
 def _filled(rows: Shaped[np.ndarray, "b ..."], count: int) -> Shaped[np.ndarray, "n ..."]:

@@ -7,11 +7,11 @@ from typing import Any
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import blame
 from digen_jax.prompts.dataset import prompt_batches
-from digen_jax.prompts.files import read_prompt_file
+from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 
 
 def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[dict[str, Any]]:
-    """The records of a run's evaluations and of its steps from `first` on, one of each prompt and picture.
+    """The records of a run's evaluations and of its steps from `first` on, one of each prompt, negative and picture.
 
     Args:
       recipe: of the run.
@@ -24,13 +24,14 @@ def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[dict[st
     with blame("config.evaluation.prompts: "):
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
     with blame("config.prompts.file: "):
-        left = {_content(record) for record in read_prompt_file(recipe.prompts.file)}
+        left = set(map(_content, itertools.chain(*read_prompt_files(recipe.prompts.paths))))
         steps = prompt_batches(
-            recipe.prompts.file,
+            recipe.prompts.paths,
             recipe.drawn_groups,
             recipe.seed,
             cache,
             set_steps=recipe.algorithm.set_steps,
+            weights=recipe.prompts.weights,
         )
     found = {_content(record): record for record in held_out}
     for records in itertools.islice(steps, first, recipe.steps):
@@ -42,5 +43,5 @@ def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[dict[st
     return list(found.values())
 
 
-def _content(record: dict[str, Any]) -> tuple[str, str]:
-    return record["prompt"], str(record.get("image", ""))
+def _content(record: dict[str, Any]) -> tuple[str, str | None, str]:
+    return record["prompt"], record.get("negative_prompt"), str(record.get("image", ""))

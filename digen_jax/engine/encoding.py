@@ -14,11 +14,11 @@ from digen_jax.engine.chunks import in_chunks
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.errors import user_input
 from digen_jax.images import blank, picture_hash
-from digen_jax.models.family import Conditioning, Family, Params, Record, Tokens
+from digen_jax.models.family import Conditioning, Family, Params, Record, Tokens, negative_of
 
 # A prompt's arrays by the field of the conditioning, without tokens that the network does not attend to.
 Rows = Mapping[str, np.ndarray]
-NULL = "\0"  # stands for the pass without the prompt where texts are listed
+NULL = "\0"  # the key of the family's own pass without the prompt, and the beginning of those of records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Stored:
     Attributes:
       family: whose encoders made them.
       encoders: the parameters with which they were encoded, as shapes.
-      read: gives the rows of keys (`key_of`), `NULL` among them.
+      read: gives the rows of keys (`key_of`, `null_key`).
     """
 
     family: Family
@@ -40,9 +40,12 @@ class Stored:
         rows = self.read([key_of(self.family, record) for record in records])
         return joined(self.family, self._shapes, rows)
 
-    def null(self) -> Conditioning:
-        """Of the pass without the prompt, one row for all."""
-        return joined(self.family, self._shapes, self.read([NULL]))
+    def null(self, records: Sequence[Record]) -> Conditioning:
+        """Of each record's pass without the prompt, one row for all where `Family.tokenize_null` has one."""
+        keys = [null_key(self.family, record) for record in records]
+        if self.family.source is None and len(set(keys)) == 1:
+            keys = keys[:1]
+        return joined(self.family, self._shapes, self.read(keys))
 
     @functools.cached_property
     def _shapes(self) -> Conditioning:
@@ -77,16 +80,16 @@ def key_of(family: Family, record: Record) -> str:
         return f"{record['prompt']}\0{picture_hash(record['image'])}"
 
 
-def null_tokens(family: Family) -> Tokens:
-    """The tokens of the pass without the prompt.
+def null_key(family: Family, record: Record) -> str:
+    """What a record's pass without the prompt depends on: its negative prompt, and the bytes of its picture.
 
     Raises:
-      ValueError: each prompt has its own.
+      ConfigError: the picture is gone.
     """
-    tokens = family.tokenize_null([example(family)] * 2)
-    if len(jax.tree.leaves(tokens)[0]) != 1:
-        raise ValueError("this model has a pass without the prompt that differs from text to text")
-    return tokens
+    negative = negative_of(family, record)
+    if family.source is None and negative == family.negative_prompt:
+        return NULL
+    return NULL + key_of(family, {**record, "prompt": NULL + negative})
 
 
 def encoded_shapes(family: Family, encoders: Params) -> Conditioning:

@@ -31,7 +31,9 @@ class Policy:
     guidance: float = 1.0
     lora: LoraConfig | None = None
     reference_guidance: float | None = None  # None: as `guidance`
-    true_guidance: float = 1.0  # of the second pass, if the family's guidance is "both"
+    true_guidance: float = (
+        1.0  # of the second pass, which there is if the family's guidance is "both"
+    )
 
     def __post_init__(self):
         kind = self.family.guidance
@@ -47,8 +49,12 @@ class Policy:
 
     @property
     def reads_null(self) -> bool:
-        """Whether there may be a second pass, without the prompt."""
-        return self.family.guidance in ("classifier-free", "both")
+        """Whether there may be a second pass, without the prompt, of this policy or of one with another `guidance`.
+
+        The trainer's policy and the reference have a `guidance` of their own, but the sampler's `true_guidance`.
+        """
+        kind = self.family.guidance
+        return kind == "classifier-free" or (kind == "both" and self.true_guidance != 1)
 
     @property
     def sequences(self) -> int:

@@ -84,7 +84,7 @@ class Sampler:
         return self._run_encoders(weights.frozen, records)
 
     def _read(self, stored: Stored, records: Sequence[Record]) -> EncodedPrompts:
-        null = stored.null() if self.policy.reads_null else None
+        null = stored.null(records) if self.policy.reads_null else None
         prompts = EncodedPrompts(stored.conditioning(records), null)
         return jax.tree.map(lambda array: put(array, self.group.replicated), prompts)
 

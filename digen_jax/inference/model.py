@@ -10,7 +10,14 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from digen_jax.assemble import editing, load_family, open_pipeline, read_frozen, read_parts
+from digen_jax.assemble import (
+    check_parts,
+    editing,
+    load_family,
+    open_pipeline,
+    read_frozen,
+    read_parts,
+)
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import make_mesh
@@ -21,7 +28,7 @@ from digen_jax.errors import ConfigError, check_positive, user_input
 from digen_jax.flow.steps import Ode
 from digen_jax.images import read_picture, stills, to_uint8
 from digen_jax.models.family import Family, Params, Record, Size
-from digen_jax.policies import make_policy, trained_of
+from digen_jax.policies import check_negative, make_policy, trained_of
 from digen_jax.process.progress import watched
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.pictures import image_grid, save_frames
@@ -51,6 +58,7 @@ class Asked(NamedTuple):
     steps: int | None = None
     height: int | None = None
     width: int | None = None
+    true_guidance: float | None = None
 
 
 class TunedRun(NamedTuple):
@@ -78,14 +86,19 @@ class Model(NamedTuple):
     run: Recipe | None  # of the training run that made it
 
     def sampler(
-        self, guidance: float | None, steps: int | None, height: int | None, width: int | None
+        self,
+        guidance: float | None,
+        steps: int | None,
+        height: int | None,
+        width: int | None,
+        true_guidance: float | None = None,
     ) -> Sampler:
         """The sampler without noise between the steps; None takes the model's default.
 
         Raises:
           ConfigError: no step, or a size that does not fit the model.
         """
-        asked = Asked(guidance, steps, height, width)
+        asked = Asked(guidance, steps, height, width, true_guidance)
         return _sampler(self.family, self.group, self.defaults, asked)
 
     def editing(self, records: Sequence[Record], source: Size | None = None) -> "Model":
@@ -98,23 +111,8 @@ class Model(NamedTuple):
         Raises:
           ConfigError: pictures that are missing, cannot be read, or need different sizes; or a size without them.
         """
-        family = self.family
-        with user_input():
-            given = [record["image"] for record in records if "image" in record and family.edits]
-            # As (width, height), because all of the pictures together may be large.
-            shapes = [read_picture(image).size for image in given]
-        if not shapes and family.source is None:
-            if source is not None:
-                raise ConfigError("a size of pictures is given, but there is none to edit")
-            return self
-        if len(shapes) < len(records):
-            which = next(record["prompt"] for record in records if "image" not in record)
-            raise ConfigError(
-                f"the prompt {which!r} has no image to edit: give each prompt one"
-                + (", as in the model's run" if family.source else " or none")
-            )
-        source = source or family.source or _common_size(family, records, shapes)
-        return self._replace(family=editing(family, source))
+        family = edited(self.family, records, source)
+        return self if family is self.family else self._replace(family=family)
 
     def batch(self, wanted: int, images: int) -> int:
         """The batch size: `wanted`, at most the number of images, rounded up to a multiple of the devices."""
@@ -129,6 +127,8 @@ def open_model(
     lora: str | None = None,
     dtype: str | None = None,
     asked: Sequence[Asked] = (),
+    negative: str | None = None,
+    fits: Callable[[Family], None] = lambda family: None,
 ) -> Model:
     """Reads a model onto the devices.
 
@@ -138,17 +138,22 @@ def open_model(
       lora: a folder with a LoRA in diffusers' or PEFT's format, which is merged into what it adapts.
       dtype: of the network's arithmetic; None takes the run's, or float32.
       asked: of the samplers that will be made; what does not fit is refused before weights are read.
+      negative: what gives prompts a negative one, as the beginning of a sentence; refused if no sampler reads it.
+      fits: a check of the caller's own at that time; raises ConfigError.
 
     Raises:
       ConfigError: one sentence on what cannot be read, or does not fit the model.
     """
     group = all_devices(devices)
 
-    def check(family: Family, defaults: Defaults) -> None:
+    def check(family: Family, folder: pathlib.Path, defaults: Defaults) -> None:
+        fits(family)
         if lora is not None:
             open_lora(lora, family.trained)
-        for one in asked:
-            _sampler(family, group, defaults, one)
+        policies = [_sampler(family, group, defaults, one).policy for one in asked]
+        if negative is not None:
+            check_negative(negative, policies, "--")
+        check_parts(family, folder, family.shapes())
 
     with user_input():
         if is_run(name):
@@ -159,13 +164,33 @@ def open_model(
             recipe, folder = None, open_pipeline(name)
             family = load_family(folder, dtype or "float32")
             defaults = _defaults_of_folder(folder, family)
-            check(family, defaults)
+            check(family, folder, defaults)
             trained = read_parts(family, folder, family.trained, group)
         if lora is not None:
             trained = _with_lora(family, trained, lora, group)
         frozen = read_frozen(family, folder, group)
     tuned, base = Policy(family).split(jax.random.key(0), trained, reference=False)
     return Model(family, group, Weights(tuned, base, frozen), defaults, recipe)
+
+
+def edited(family: Family, records: Sequence[Record], source: Size | None = None) -> Family:
+    """The family for the pictures of some records; arguments and errors as in `Model.editing`."""
+    with user_input():
+        given = [record["image"] for record in records if "image" in record and family.edits]
+        # As (width, height), because all of the pictures together may be large.
+        shapes = [read_picture(image).size for image in given]
+    if not shapes and family.source is None:
+        if source is not None:
+            raise ConfigError("a size of pictures is given, but there is none to edit")
+        return family
+    if len(shapes) < len(records):
+        which = next(record["prompt"] for record in records if "image" not in record)
+        raise ConfigError(
+            f"the prompt {which!r} has no image to edit: give each prompt one"
+            + (", as in the model's run" if family.source else " or none")
+        )
+    source = source or family.source or _common_size(family, records, shapes)
+    return editing(family, source)
 
 
 def all_devices(devices: Sequence[jax.Device]) -> DeviceGroup:
@@ -201,7 +226,7 @@ def read_run(
     workdir: str | pathlib.Path,
     group: DeviceGroup,
     dtype: str | None = None,
-    check: Callable[[Family, Defaults], None] | None = None,
+    check: Callable[[Family, pathlib.Path, Defaults], None] | None = None,
 ) -> TunedRun:
     """The newest checkpoint of a training run, which may be in progress; its average where it keeps one.
 
@@ -227,7 +252,7 @@ def read_run(
             source=given.source,
         )
         if check is not None:
-            check(family, defaults_of_run(recipe))
+            check(family, folder, defaults_of_run(recipe))
         policy = make_policy(recipe, family)
         tree = "ema" if recipe.trainer.ema else "tuned"
         found = _read_tree(workdir, tree, policy, group)
@@ -237,8 +262,17 @@ def read_run(
 
 def run_recipe(workdir: pathlib.Path) -> Recipe:
     """The recipe of the run in a workdir; fields that were introduced later have their defaults."""
+    if not (workdir / "config.json").exists():
+        raise ConfigError(
+            f"{workdir} is no training run's workdir, as it has no config.json: give the --workdir of launch/train.py"
+        )
     with user_input():
         given = read_json(workdir / "config.json")
+    if {"_class_name", "architectures"} & given.keys():
+        raise ConfigError(
+            f"{workdir} is one component of a pipeline: give the folder above it, which has a model_index.json, or a "
+            "training run's workdir"
+        )
     try:
         return reopen_recipe(given)
     except ConfigError as error:

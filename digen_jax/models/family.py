@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Float32
 from digen_jax.attention.kernels import Heads
 
 Params = dict[str, Any]  # one tree for each component
-Record = Mapping[
-    str, Any
-]  # a line of a prompt file: "prompt", "image" (the picture to edit), and other fields for a family or a reward
+# A line of a prompt file: "prompt", "negative_prompt" (of the pass without the prompt), "image" (the picture to edit),
+# and other fields for a family or a reward.
+Record = Mapping[str, Any]
 Tokens = Any  # arrays with one row for each record
 Conditioning = Any  # arrays with one row for each record, masks included if text lengths differ
 
@@ -79,6 +79,7 @@ class Family(Protocol):
       frozen: for each component, paths of a trained one's parameters that no optimizer may change.
       lora_targets: the linear layers that LoRA adapts by default, as a regular expression for their whole torch names.
       guidance: how the velocity is guided.
+      negative_prompt: of the pass without the prompt, for records that have no "negative_prompt" (see `negative_of`).
       heads: the attention heads of the trained components.
       default_steps: the default number of sampler steps of diffusers' pipeline.
       default_guidance: the default guidance of diffusers' pipeline.
@@ -98,6 +99,7 @@ class Family(Protocol):
     frozen: Mapping[str, Sequence[str]]
     lora_targets: str
     guidance: Guidance
+    negative_prompt: str
     heads: Heads
     default_steps: int
     default_guidance: float
@@ -115,7 +117,9 @@ class Family(Protocol):
     def tokenize_null(self, records: Sequence[Record]) -> Tokens:
         """The tokens of the pass without the prompt: one row for each record, or one for all if they are the same.
 
-        Called if `guidance` is "classifier-free" or "both".
+        They depend on the negative prompt of each record (`negative_of`) and, if there is a `source`, on its picture;
+        with pictures there is a row for each record. Called if `guidance` is "classifier-free" or "both"; no records
+        stand for one without a negative prompt.
         """
 
     def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
@@ -175,8 +179,7 @@ class Family(Protocol):
     def flops(self, size: Size) -> dict[str, dict[str, float]]:
         """FLOPs of a forward pass of one sequence through each trained component, by the family's own streams.
 
-        They count matrix products and attention, a multiply-add as two. With classifier-free guidance a clip is two
-        sequences.
+        They count matrix products and attention, a multiply-add as two. With a second pass a clip is two sequences.
         """
 
     # ------------------------------------------------------------------------------- parameters
@@ -191,3 +194,11 @@ class Family(Protocol):
         self, folder: pathlib.Path, part: str, shardings: Any = None, dtype: Any = np.float32
     ) -> Params:
         """Reads one component's parameters from the pipeline folder directly onto the devices of `shardings`."""
+
+    def check(self, folder: pathlib.Path, part: str) -> None:
+        """Raises ValueError where one component's weights are incomplete or do not fit; only headers are read."""
+
+
+def negative_of(family: Family, record: Record) -> str:
+    """The prompt of a record's pass without its prompt: its own "negative_prompt", or the family's."""
+    return record.get("negative_prompt", family.negative_prompt)

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from digen_jax.errors import FieldError
 from digen_jax.models.autoencoders import autoencoder_kl
-from digen_jax.models.family import Params, Record, Size
+from digen_jax.models.family import Params, Record, Size, negative_of
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.precision import exact_products
 from digen_jax.weights import folder as weights
@@ -48,6 +49,7 @@ class ImageFamily:
     decoders: ClassVar[tuple[str, ...]] = ("vae",)
     edits: ClassVar[bool] = False
     source: Size | None = None
+    negative_prompt: ClassVar[str] = ""
     # Eight images of 512 x 512, which take an AutoencoderKL 6.5 GB of a TPU by its compiler. Four would take as much,
     # since it fills them up to eight.
     decoded_pixels: ClassVar[int] = 2**21
@@ -57,8 +59,10 @@ class ImageFamily:
         return dataclasses.replace(self, transformer=self.transformer.clone(dtype=jnp.dtype(dtype)))
 
     def tokenize_null(self, records: Sequence[Record]) -> Any:
-        """The tokens of the empty prompt, one row for all."""
-        return self.tokenize([{"prompt": ""}])
+        """The tokens of each record's negative prompt, one row for all if it is the same."""
+        prompts = [negative_of(self, record) for record in records or [{}]]
+        distinct = prompts if len(set(prompts)) > 1 else prompts[:1]
+        return self.tokenize([{"prompt": prompt} for prompt in distinct])
 
     def source_size(self, height: int, width: int) -> Size:
         """That of the picture: a family that edits says what its pipeline does."""
@@ -95,6 +99,16 @@ class ImageFamily:
             rename=self.renamed.get(part),
         )
 
+    def check(self, folder: pathlib.Path, part: str) -> None:
+        """Raises ValueError where one component's weights are incomplete or do not fit; only headers are read."""
+        weights.check_params(
+            folder / part,
+            self.shapes()[part],
+            self.lists[part],
+            ignore=self.ignored.get(part, ()),
+            rename=self.renamed.get(part),
+        )
+
 
 def check_widths(folder: pathlib.Path, widths: Iterable[tuple[str, str, int, str, int]]) -> None:
     """Refuses components that do not fit the transformer.
@@ -112,6 +126,18 @@ def check_widths(folder: pathlib.Path, widths: Iterable[tuple[str, str, int, str
                 f"{folder / part / 'config.json'}: {name} must be {expected}, the transformer's {of_transformer}, "
                 f"and is {found}"
             )
+
+
+def check_tokens(asked: int, most: int, why: str) -> None:
+    """Refuses a `max_sequence_length` above `most`; `why` ends the sentence "... must be at most ...,".
+
+    Raises:
+      FieldError: names the field of the config, as the folder is not to blame.
+    """
+    if asked > most:
+        raise FieldError(
+            f"config.model.max_sequence_length must be at most {most}, {why}, not {asked}"
+        )
 
 
 @functools.cache

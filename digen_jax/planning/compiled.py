@@ -10,12 +10,12 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.engine.encoding import block_size
 from digen_jax.engine.sampler import Sampler
 from digen_jax.engine.system import System, lower_reshard
+from digen_jax.planning.footprint import step_records
 from digen_jax.planning.programs import (
     lower_block,
     lower_generate,
     lower_gradient,
     sampler_weights,
-    step_records,
     trained_samples,
 )
 from digen_jax.planning.work import Work, sampling_work, training_work

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from digen_jax.engine.encoding import example
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import in_dtype
-from digen_jax.models.family import Params, Size
+from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.policies import make_policy
+from digen_jax.prompts.files import negatives_differ
 from digen_jax.scheduling.planner.problem import Footprint, OnDevice
 
 
@@ -49,7 +51,7 @@ def model_footprint(recipe: Recipe) -> Footprint:
         frozen=sizes(frozen),
         copies=(recipe.trainer.ema > 0) + (algorithm.slow_copy is not None),
         trajectory=stored_bytes(recipe, latent),
-        conditioning=_encoded(policy, recipe.drawn_groups, frozen | ahead),
+        conditioning=_encoded(policy, step_records(recipe, family), frozen | ahead),
         trainer_fsdp=placement.trainer.fsdp,
         worker_fsdp=placement.rollout.fsdp,
         ahead=sizes(ahead) if ahead else None,
@@ -66,9 +68,17 @@ def stored_bytes(recipe: Recipe, latent: tuple[int, ...]) -> int:
     return recipe.noisy_steps * (images + mean + 4)  # log_prob
 
 
-def _encoded(policy: Policy, groups: int, frozen: Params) -> int:
+def step_records(recipe: Recipe, family: Family) -> list[Record]:
+    """As many records as a step has prompts; programs depend on their number, and on whether negative ones differ."""
+    records = [example(family)] * recipe.drawn_groups
+    if not negatives_differ(recipe.prompts.paths):
+        return records
+    return [{**record, "negative_prompt": str(i)} for i, record in enumerate(records)]
+
+
+def _encoded(policy: Policy, records: Sequence[Record], frozen: Params) -> int:
     """Bytes of the conditioning of a step's prompts, which every device has whole."""
-    family, records = policy.family, [example(policy.family)] * groups
+    family = policy.family
     tokens = [family.tokenize(records)]
     if policy.reads_null:
         tokens.append(family.tokenize_null(records))

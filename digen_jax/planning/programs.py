@@ -15,8 +15,7 @@ from digen_jax.engine.packing import Experience, trained_part
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.engine.system import System
-from digen_jax.models.family import Family, Record
-from digen_jax.planning.footprint import stored_bytes
+from digen_jax.planning.footprint import step_records, stored_bytes
 from digen_jax.runtime.training import shardings
 from digen_jax.scheduling.planner.problem import Programs
 
@@ -206,11 +205,6 @@ def lower_generate(system: System, sampler: Sampler, recipe: Recipe, images: int
 def sampler_weights(system: System) -> Weights:
     """Everything that the first sampling mesh holds, as shapes."""
     return system.rollouts[0].weights(system.start)
-
-
-def step_records(recipe: Recipe, family: Family) -> list[Record]:
-    """As many records as a step has prompts; of their content no program depends."""
-    return [example(family)] * recipe.drawn_groups
 
 
 def lower_block(system: System) -> Lowered:

@@ -1,5 +1,6 @@
 """Costs of the commands of a recipe's step: from a finished run's timings, or timed on the devices at hand."""
 
+import itertools
 import pathlib
 import statistics
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError, user_input
 from digen_jax.inference.model import run_recipe
 from digen_jax.planning.measure import UNMEASURED, measure
-from digen_jax.prompts.files import read_prompt_file
+from digen_jax.prompts.files import read_prompt_files
 from digen_jax.records.metrics import read_metrics
 from digen_jax.rewards.built_in import resolve
 from digen_jax.scheduling.planner.calibration import Calibration, per_device
@@ -84,7 +85,7 @@ def measured_costs(
       ConfigError: the system cannot be built.
     """
     note(f"loading {recipe.model.folder}")
-    records = read_prompt_file(recipe.prompts.file)
+    records = [*itertools.chain(*read_prompt_files(recipe.prompts.paths))]
     records = [records[i % len(records)] for i in range(recipe.batch.groups)]
     encode(recipe, jax.devices(), records)
     system = build(recipe, jax.devices())

@@ -17,6 +17,8 @@ import tensorflow_datasets as tfds
 from digen_jax.prompts import files
 from digen_jax.prompts.building import build, quiet
 
+Path = str | os.PathLike[str]
+
 SPOKEN = 50_000  # records between two lines of progress; they take seconds
 
 
@@ -83,22 +85,23 @@ class PromptBatches(Iterator[list[dict[str, Any]]]):
             ValueError: the state belongs to another prompt file, groups_per_step, seed or shuffle.
         """
         for name, here in self._stream.items():
-            if state["stream"][name] != here:
+            if state["stream"].get(name) != here:
                 raise ValueError(
                     f"The saved position is one in another stream of prompts: its {name} is "
-                    f"{state['stream'][name]!r}, here it is {here!r}; restore what was changed or "
+                    f"{state['stream'].get(name)!r}, here it is {here!r}; restore what was changed or "
                     "start in a new workdir."
                 )
         self._iterator.set_state(state["position"])
 
 
 def prompt_batches(
-    path: str | os.PathLike[str],
+    paths: Path | Sequence[Path],
     groups_per_step: int,
     seed: int,
     cache_dir: str | os.PathLike[str],
     shuffle: bool = True,
     set_steps: int = 0,
+    weights: Sequence[float] = (),
 ) -> PromptBatches:
     """The prompts of every step of a run: endless, deterministic, restartable.
 
@@ -108,30 +111,42 @@ def prompt_batches(
     in an order of its own if `shuffle`; epochs follow each other without a gap, so that a step may
     hold the end of one and the start of the next.
 
+    Of several files each is such a stream of its own. Their prompts take turns, so that each file has
+    its share of any number of groups up to rounding (and grain rounds the weights' ratios to the smallest
+    one down to hundredths). Records then have the field `prompt_file`.
+
     Args:
-        path: the prompt file.
+        paths: the prompt file, or several.
         groups_per_step: groups in a step.
         seed: seed of the order, not negative.
         cache_dir: where the dataset is built, unless this content has been built there before.
         shuffle: False keeps the file's order.
         set_steps: number of steps after which the first ones come again, with their serials; 0: never.
+        weights: positive, of several files; empty: all are the same.
 
     Raises:
-        FileNotFoundError: there is no prompt file at `path`.
-        ValueError: the prompt file is malformed, the seed is negative, or a step has no group.
+        FileNotFoundError: there is no prompt file at a path.
+        ValueError: a prompt file is malformed, the seed is negative, or a step has no group.
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}: it must not be negative.")
     if groups_per_step < 1:
         raise ValueError(f"groups_per_step is {groups_per_step}: it must be 1 or more.")
-    content = files.read_bytes(path)
-    digest = content_hash(path, content)
-    with quiet():
-        source = cached_source(path, content, digest, pathlib.Path(cache_dir))
-    prompts = grain.MapDataset.source(source).seed(seed)
-    if shuffle:
-        prompts = prompts.shuffle()
-    groups = prompts.repeat().map_with_index(functools.partial(_record, path))
+    paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    contents = [files.read_bytes(path) for path in paths]
+    digests = [*map(content_hash, paths, contents)]
+    streams = []
+    for number, (path, content, digest) in enumerate(zip(paths, contents, digests, strict=True)):
+        with quiet():
+            source = cached_source(path, content, digest, pathlib.Path(cache_dir))
+        prompts = grain.MapDataset.source(source).seed(_seed_of(seed, number))
+        if shuffle:
+            prompts = prompts.shuffle()
+        read = functools.partial(_record, path, len(paths) > 1)
+        streams.append(prompts.repeat().map(read))
+    weights = [float(weight) for weight in weights] or [1.0] * len(paths)
+    mixed = grain.MapDataset.mix(streams, weights) if len(streams) > 1 else streams[0]
+    groups = mixed.map_with_index(_numbered)
     if set_steps:
         # Not a repeated slice, which would continue in the stream.
         fixed = grain.MapDataset.range(set_steps * groups_per_step).repeat()
@@ -139,14 +154,17 @@ def prompt_batches(
     steps = groups.batch(groups_per_step, drop_remainder=True, batch_fn=list)
     # Reading a step takes microseconds: threads that read ahead would cost more time than they save.
     batches = steps.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    # A single file has no list, so that the positions of older runs remain valid.
+    digest = digests if len(digests) > 1 else digests[0]
     stream = {"prompt_file_hash": digest, "groups_per_step": groups_per_step, "seed": seed}
     stream |= {"shuffle": shuffle} | ({"set_steps": set_steps} if set_steps else {})
+    stream |= {"weights": weights} if len(digests) > 1 else {}
     return PromptBatches(batches, stream)
 
 
 def content_hash(path: str | os.PathLike[str], content: bytes) -> str:
     """A short hash of a prompt file's content, in the format that its suffix says."""
-    return hashlib.sha256(pathlib.Path(path).suffix.encode() + content).hexdigest()[:16]
+    return hashlib.sha256(files.suffix_of(path).encode() + content).hexdigest()[:16]
 
 
 def cached_source(
@@ -165,8 +183,16 @@ def cached_source(
     return PromptFile(data_dir=cache_dir, config=config).as_data_source(split="train")
 
 
-def _record(path: str | os.PathLike[str], serial: int, example: dict[str, Any]) -> dict[str, Any]:
-    metadata = json.loads(example["metadata"])
-    record = {"prompt": example["prompt"].decode(), **metadata, "serial": serial}
+def _seed_of(seed: int, number: int) -> int:
+    """The seed of a file's order: the run's for the first file, others for the next ones."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0]) if number else seed
+
+
+def _record(path: Path, several: bool, example: dict[str, Any]) -> dict[str, Any]:
+    record = {"prompt": example["prompt"].decode(), **json.loads(example["metadata"])}
     # Not when the dataset is built, because a file with the same content may lie in another folder.
-    return files.located(path, record)
+    return files.marked(path, files.located(path, record), several)
+
+
+def _numbered(serial: int, record: dict[str, Any]) -> dict[str, Any]:
+    return record | {files.SERIAL: serial}

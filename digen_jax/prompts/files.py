@@ -1,18 +1,23 @@
-"""Prompt files to records: GenEval metadata (.jsonl) or one prompt a line (.txt)."""
+"""Prompt files to records: GenEval metadata (.jsonl), one prompt a line (.txt), or a data set of the hub."""
 
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from digen_jax.images import check_picture
+from digen_jax.prompts import hub
 
 # Of a line in bytes: a text encoder reads some hundred letters, and metadata is not much longer.
 LONGEST_LINE = 1_000_000
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+# Fields that records get.
+SERIAL, PROMPT_FILE = "serial", "prompt_file"
+RESERVED = {SERIAL: "the number of the group", PROMPT_FILE: "the file of the prompt"}
 
 
 def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -20,11 +25,13 @@ def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     A .txt file holds one prompt a line; its records are `{"prompt": line}`, without the white
     space around it. A .jsonl file holds one object a line with a string `prompt`; blank lines are
-    skipped. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv 2310.11513) are checked
+    skipped. `negative_prompt`, a string that may be empty, is read by a model's pass without the
+    prompt. The fields of GenEval's metadata (Ghosh et al. 2023, arXiv 2310.11513) are checked
     where they are present: `tag`, a string; `include` and `exclude`, lists of objects with
     `class`, `count` and optionally `color` and `position` = [relation, index of an earlier
     `include`]. `image` is the path of a picture to edit, relative to the file's folder: see
-    `located`. All other fields are kept as they are.
+    `located`. All other fields are kept as they are. `path` may also name a data set of the hub,
+    whose rows count as lines: see `hub.Place`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -32,6 +39,17 @@ def read_prompt_file(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             be used; the message gives its number and what to change.
     """
     return [record for _, record in numbered_records(path)]
+
+
+def read_prompt_files(paths: Sequence[str | os.PathLike[str]]) -> list[list[dict[str, Any]]]:
+    """The records of each file, as `marked`. Raises as `read_prompt_file`."""
+    several = len(paths) > 1
+    return [[marked(path, record, several) for record in read_prompt_file(path)] for path in paths]
+
+
+def marked(path: str | os.PathLike[str], record: dict[str, Any], several: bool) -> dict[str, Any]:
+    """A record that says which file it is from, if there are `several`."""
+    return record | ({PROMPT_FILE: str(path)} if several else {})
 
 
 def numbered_records(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, Any]]]:
@@ -43,9 +61,30 @@ def numbered_records(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, 
 def located(path: str | os.PathLike[str], record: dict[str, Any]) -> dict[str, Any]:
     """A record of the prompt file at `path`, whose `image` is a path as seen from the working folder, or a URL."""
     image = record.get("image")
-    if not isinstance(image, str) or not image.strip() or "://" in image:
+    if not isinstance(image, str) or not image.strip() or "://" in image or hub.is_hub(path):
         return record
     return record | {"image": str(pathlib.Path(path).parent / image)}
+
+
+def first_negative(path: str | os.PathLike[str]) -> str | None:
+    """The place of a prompt file's first negative prompt, "FILE, line N"; None: there is none.
+
+    Raises as `read_prompt_file` if there is one.
+    """
+    if b"negative_prompt" not in read_bytes(path):
+        return None
+    numbers = (number for number, record in numbered_records(path) if "negative_prompt" in record)
+    number = next(numbers, None)
+    return None if number is None else f"{path}, line {number}"
+
+
+def negatives_differ(paths: Sequence[str | os.PathLike[str]]) -> bool:
+    """Whether prompts of files have different negative ones; a file that does not exist has none."""
+    here = [path for path in paths if hub.is_hub(path) or pathlib.Path(path).is_file()]
+    if all(first_negative(path) is None for path in here):
+        return False
+    records = itertools.chain.from_iterable(map(read_prompt_file, here))
+    return len({record.get("negative_prompt") for record in records}) > 1
 
 
 def check_pictures(path: str | os.PathLike[str]) -> None:
@@ -80,11 +119,17 @@ def _picture_mistake(record: dict[str, Any]) -> str | None:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The content of the prompt file at `path`; FileNotFoundError says what to do."""
+    """The content of the prompt file at `path`; FileNotFoundError says what to do.
+
+    A data set of the hub is read as the lines of a .jsonl file; ValueError says why it cannot be.
+    """
+    if hub.is_hub(path):
+        return hub.read_rows(str(path))
     path = pathlib.Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"There is no prompt file at {path}: give the path of a .jsonl or .txt file."
+            f"There is no prompt file at {path}: give the path of a .jsonl or .txt file, or hf:owner/name for a "
+            "data set of the hub."
         )
     return path.read_bytes()
 
@@ -101,7 +146,7 @@ def _numbered_records(
     path: str | os.PathLike[str], content: bytes
 ) -> list[tuple[int, dict[str, Any]]]:
     parsers = {".jsonl": _parse_json, ".txt": _parse_text}
-    suffix = pathlib.Path(path).suffix
+    suffix = suffix_of(path)
     if suffix not in parsers:
         raise ValueError(
             f"{path} ends in {suffix!r}: a prompt file is .jsonl (one JSON object a line) or .txt "
@@ -118,6 +163,11 @@ def _numbered_records(
     if not records:
         raise ValueError(f"{path} holds no prompt: write at least one line.")
     return records
+
+
+def suffix_of(path: str | os.PathLike[str]) -> str:
+    """What says the format of a prompt file."""
+    return ".jsonl" if hub.is_hub(path) else pathlib.Path(path).suffix
 
 
 def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, str]]:
@@ -174,10 +224,17 @@ def _check_record(record: dict[str, Any]) -> None:
         raise ValueError(f'"prompt" is {json.dumps(prompt)}; write a text that is not blank.')
     if not CONTROL.sub("", prompt).strip():
         raise ValueError('"prompt" holds nothing but control characters; write a text.')
-    if re.search("[\ud800-\udfff]", prompt):
-        raise ValueError('"prompt" holds half of a surrogate pair; write the character itself.')
-    if "serial" in record:
-        raise ValueError('"serial" will hold the number of the group; rename this field.')
+    negative = record.get("negative_prompt", "")
+    if not isinstance(negative, str):
+        raise ValueError(f'"negative_prompt" is {json.dumps(negative)}; write a text, or "".')
+    for name, text in (("prompt", prompt), ("negative_prompt", negative)):
+        if re.search("[\ud800-\udfff]", text):
+            raise ValueError(
+                f'"{name}" holds half of a surrogate pair; write the character itself.'
+            )
+    for field, content in RESERVED.items():
+        if field in record:
+            raise ValueError(f'"{field}" will hold {content}; rename this field.')
     if not isinstance(record.get("tag", ""), str):
         raise ValueError(f'"tag" must be a text, not {record["tag"]!r}.')
     included = _objects(record, "include")

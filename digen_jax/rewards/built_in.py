@@ -32,9 +32,25 @@ class BuiltIn:
     factory: str  # of the function; its keywords, with their defaults, are the reward's settings
     canary: str  # a function without arguments that returns a `canary.Canary`
     where: Where = "pool"
+    # A function from a record to what it lacks for the reward, as the end of a sentence about its prompt, or None;
+    # empty: the reward needs nothing.
+    needs: str = ""
 
 
 BUILT_IN = {
+    "jpeg_compressibility": BuiltIn(
+        "digen_jax.rewards.jpeg:jpeg_compressibility",
+        canary="digen_jax.rewards.jpeg:known_compressibility",
+    ),
+    "jpeg_incompressibility": BuiltIn(
+        "digen_jax.rewards.jpeg:jpeg_incompressibility",
+        canary="digen_jax.rewards.jpeg:known_incompressibility",
+    ),
+    "ocr": BuiltIn(
+        "digen_jax.rewards.ocr:ocr",
+        canary="digen_jax.rewards.ocr:known",
+        needs="digen_jax.rewards.ocr:needs",
+    ),
     "shapes_geneval": BuiltIn(
         "digen_jax.shapes.reward:make", canary="digen_jax.shapes.reward:canary"
     ),
@@ -72,6 +88,12 @@ def find_canary(reward: NamedReward) -> Callable[[], Any] | None:
     if name in BUILT_IN:
         return _named(BUILT_IN[name].canary, name)
     return getattr(getattr(reward.function, "func", reward.function), "canary", None)
+
+
+def find_needs(name: str) -> Callable[[dict[str, Any]], str | None] | None:
+    """What a built-in reward needs of a record: see `BuiltIn.needs`; None: nothing."""
+    needs = BUILT_IN[name].needs if name in BUILT_IN else ""
+    return _named(needs, name) if needs else None
 
 
 def _function(asked: RewardSettings) -> Callable[..., Any]:

@@ -103,11 +103,12 @@ class Follower:
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
         self._positions = positions
         prompts = prompt_batches(
-            recipe.prompts.file,
+            recipe.prompts.paths,
             recipe.drawn_groups,
             recipe.seed,
             workdir / "prompts",
             set_steps=recipe.algorithm.set_steps,
+            weights=recipe.prompts.weights,
         )
         state = system.trainer.init(system.start)
         found = self._positions.newest(state) or Position(0, state, None, {})

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.system import System
+from digen_jax.models.family import Family
 from digen_jax.policies import attention_kernels
 from digen_jax.process.launching import describe_cache
 from digen_jax.process.progress import Progress
@@ -17,6 +18,11 @@ from digen_jax.runtime.evaluation import Evaluation
 from digen_jax.scheduling.settings import Settings
 
 Metrics = dict[str, float]
+
+
+def tell_prompts(recipe: Recipe, family: Family) -> None:
+    """Prints what is odd about the prompts to train on and to evaluate on, such as those that are cut off."""
+    tell((*recipe.prompts.paths, recipe.evaluation.prompts), family.cut)
 
 
 class Reporter:
@@ -44,9 +50,7 @@ class Reporter:
         self._progress: Progress | None = None
 
     def begin(self, system: System) -> None:
-        """Prints notes on prompts, meshes, a LoRA's layers and the compile cache, before anything slow."""
-        for file in dict.fromkeys((self._recipe.prompts.file, self._recipe.evaluation.prompts)):
-            tell(file, system.policy.family.cut)
+        """Prints notes on meshes, a LoRA's layers and the compile cache, before anything compiles."""
         print(system.placement.describe(), flush=True)
         kernels = attention_kernels(self._recipe, system.policy.family, system.placement)
         print(

@@ -18,7 +18,7 @@ from digen_jax.engine.divergence import DivergedError, check_metrics
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.prompts.dataset import prompt_batches
-from digen_jax.prompts.files import read_prompt_file
+from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.records import full_disk, where
@@ -30,7 +30,7 @@ from digen_jax.rewards.trial import try_out
 from digen_jax.run.following import follow_run
 from digen_jax.run.opening import place_run
 from digen_jax.run.positions import Position, Positions
-from digen_jax.run.report import Metrics, Reporter, diverged
+from digen_jax.run.report import Metrics, Reporter, diverged, tell_prompts
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.log import read_log
@@ -96,14 +96,18 @@ class Run:
         deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(found, pool.processes, pool.retries, deadline.seconds)
         held_out = read_prompt_file(recipe.evaluation.prompts)
-        files = read_prompt_file(recipe.prompts.file), held_out
+        files = *read_prompt_files(recipe.prompts.paths), held_out
         try:
             check_canaries(found, self.rewards.score)
             try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
+            if encoding is not None:
+                tell_prompts(recipe, encoding.family)
             with orders.together("encode"):
                 if encoding is not None:
                     encoding.run()
             self.system = build(recipe, jax.devices())
+            if encoding is None:
+                tell_prompts(recipe, self.system.policy.family)
         except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
             self.rewards.close()
             raise
@@ -113,11 +117,12 @@ class Run:
         self.saved: int | None = None  # the steps of the newest checkpoint
         self.held_out = held_out[: recipe.evaluation.images or None]
         self.prompts = prompt_batches(
-            recipe.prompts.file,
+            recipe.prompts.paths,
             recipe.drawn_groups,
             recipe.seed,
             workdir / "prompts",
             set_steps=recipe.algorithm.set_steps,
+            weights=recipe.prompts.weights,
         )
         self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
         settings = scheduled(recipe, self.held_out)

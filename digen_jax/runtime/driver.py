@@ -5,12 +5,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from digen_jax.process.ending import Stopped, hangs
+from digen_jax.process.exhausted import during, out_of_memory
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch
 from digen_jax.runtime.executors import Executor
@@ -229,14 +230,14 @@ class Driver:
         """Makes the main thread raise an error at its next command."""
         self._inbox.put(error)
 
-    def _watched(
-        self, command: Command, late: Callable[[str, float], None]
-    ) -> AbstractContextManager[Stopwatch]:
+    @contextmanager
+    def _watched(self, command: Command, late: Callable[[str, float], None]) -> Iterator[Stopwatch]:
         """Times a block that executes a command; `late(what, seconds)` is called if it takes too long."""
         with self._lock:
             seconds = expected(self._scheduler.state.costs, command)
             what = self._scheduler.state.work(command)
-        return self._watch.over(seconds, lambda limit: late(what, limit))
+        with during(what), self._watch.over(seconds, lambda limit: late(what, limit)) as stopwatch:
+            yield stopwatch
 
     # ------------------------------------------------------------------------- in other threads
 
@@ -267,7 +268,10 @@ class Driver:
                 return None
             if self._scheduler.is_superseded(command):
                 return self._post(Failed(self.now(), command, repr(error)))
-        traceback.print_exception(error)
+        if sentence := out_of_memory(error):
+            print(f"{worker.name}: {sentence}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
         worker.failed[line] += 1
         if worker.failed[line] < FAILURES:
             return self._post(Failed(self.now(), command, repr(error)))

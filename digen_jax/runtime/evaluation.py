@@ -14,6 +14,7 @@ from digen_jax.engine.hosts import fetch
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.flow.sampling import Trajectory, image_keys
 from digen_jax.images import as_judged, to_uint8
+from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
 from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.settings import Settings
@@ -113,8 +114,9 @@ def sample_clips(
 
     If each record is repeated for several clips in a row, `of_each` is their number.
     """
-    trajectory = sample_fixed(sampler, weights, records, first, batch, seed, of_each)
-    return fetch(sampler.decode(weights, trajectory))[: len(records)]
+    with during("the sampling of images"):
+        trajectory = sample_fixed(sampler, weights, records, first, batch, seed, of_each)
+        return fetch(sampler.decode(weights, trajectory))[: len(records)]
 
 
 def sample_fixed(

@@ -19,11 +19,15 @@ from jax._src import distributed  # JAX has no public way to its key-value store
 from digen_jax.errors import ConfigError
 from digen_jax.process import ending
 from digen_jax.process.ending import Stopped
+from digen_jax.process.exhausted import out_of_memory
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.scheduling.saving import pack, unpack
 
-LOG, STOP = "digen_jax/log", "digen_jax/stop"
+LOG, STOP, MEETING = "digen_jax/log", "digen_jax/stop", "digen_jax/meeting"
+LONGEST_WAIT = 10**6  # seconds, for waits without a deadline
 WAIT = 1000  # milliseconds: between two waits a process checks for signals
+
+_meetings = itertools.count()  # a name for each, as all processes come to the same ones
 
 
 def is_first() -> bool:
@@ -36,6 +40,30 @@ def several() -> bool:
     return (
         distributed.global_state.client is not None and distributed.global_state.num_processes > 1
     )
+
+
+def meet(what: str, seconds: float) -> None:
+    """Waits until all processes have come to this call; with one process it does nothing.
+
+    Args:
+      what: the work that all have done by then, in words.
+      seconds: the longest wait, which may be infinite.
+
+    Raises:
+      Stopped: another process has not come, or has ended.
+    """
+    if not several():
+        return
+    limit = int(min(seconds, LONGEST_WAIT) * 1000)
+    try:
+        distributed.global_state.client.wait_at_barrier(f"{MEETING}/{next(_meetings)}", limit)
+    except jax.errors.JaxRuntimeError as error:
+        late = "DEADLINE_EXCEEDED" in str(error)
+        why = f"not there within {seconds:g} seconds (config.runtime.deadline)" if late else "gone"
+        raise Stopped(
+            f"another process is {why} after {what}: look at what it printed, and start the same command on all again, "
+            "which continues"
+        ) from error
 
 
 class Orders:
@@ -119,7 +147,8 @@ def leading() -> Iterator[Orders]:
         if orders.torn:
             leave(error)
         known = isinstance(error, ConfigError | Stopped)
-        orders.announce("end", (str(error) if known else f"the first process: {error!r}", None))
+        text = str(error) if known else f"the first process: {out_of_memory(error) or repr(error)}"
+        orders.announce("end", (text, None))
         raise
 
 
@@ -130,6 +159,8 @@ def leave(error: BaseException) -> None:
     """
     if isinstance(error, ConfigError | Stopped):
         print(error, file=sys.stderr)
+    elif sentence := out_of_memory(error):
+        print(sentence, file=sys.stderr)
     else:
         traceback.print_exception(error)
     number = distributed.global_state.process_id

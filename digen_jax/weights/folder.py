@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from digen_jax.weights.tensors import (
     StoredTensor,
     Tree,
+    check_tensors,
     file_tensors,
     open_file,
     read_tree,
@@ -196,16 +197,29 @@ def read_params(
     `rename` gives a tensor's name in the network where versions of transformers have saved different ones;
     `ignore` is about the results. Raises a ValueError that names a missing, surplus or misshapen tensor.
     """
-    tensors = open_tensors(folder)
-    if rename is not None:
-        tensors = _renamed(tensors, rename)
-    return read_tree(tensors, template, lists, shardings, dtype, ignore)
+    tensors = _renamed(open_tensors(folder), rename)
+    config = pathlib.Path(folder) / "config.json"
+    return read_tree(tensors, template, lists, shardings, dtype, ignore, config)
+
+
+def check_params(
+    folder: Folder,
+    template: Tree,
+    lists: tuple[str, ...],
+    ignore: tuple[str, ...] = (),
+    rename: Callable[[str], str] | None = None,
+) -> None:
+    """Raises the errors of `read_params` that the headers of its files tell; only these are read."""
+    tensors = _renamed(open_tensors(folder), rename)
+    check_tensors(tensors, template, lists, ignore, pathlib.Path(folder) / "config.json")
 
 
 def _renamed(
-    tensors: Mapping[str, StoredTensor], rename: Callable[[str], str]
+    tensors: dict[str, StoredTensor], rename: Callable[[str], str] | None
 ) -> dict[str, StoredTensor]:
     """Raises ValueError if two tensors get the same name."""
+    if rename is None:
+        return tensors
     stored: dict[str, str] = {}
     for name in tensors:
         first = stored.setdefault(rename(name), name)
@@ -215,6 +229,11 @@ def _renamed(
                 "get a whole copy of the folder"
             )
     return {name: tensors[in_file] for name, in_file in stored.items()}
+
+
+def has_weights(folder: Folder) -> bool:
+    """Whether a component folder holds any weights, complete or not."""
+    return any(pathlib.Path(folder).glob("*.safetensors*"))
 
 
 def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
@@ -235,11 +254,18 @@ def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
                         ".safetensors file of that folder"
                     )
             files = sorted({folder / file for file in weight_map.values()})
+            for file in files:
+                if not file.exists():
+                    raise ValueError(
+                        f"{file} is missing, which {index.name} beside it names: copy or download the folder again"
+                    )
             return {name: tensor for file in files for name, tensor in open_file(file).items()}
         if (folder / f"{stem}.safetensors").exists():
             return open_file(folder / f"{stem}.safetensors")
     expected = " or ".join(f"{stem}.safetensors[.index.json]" for stem in STEMS.values())
-    raise ValueError(f"{folder} holds no weights: expected {expected}")
+    others = sorted({*folder.glob("*.safetensors"), *folder.glob("*.bin")})
+    found = f", not {others[0].name}" if others else ""
+    raise ValueError(f"{folder} holds no weights: expected {expected}{found}")
 
 
 # -------------------------------------------------------------------------------------- writing

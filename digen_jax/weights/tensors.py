@@ -72,10 +72,11 @@ def read_tree(
     shardings: Any = None,
     dtype: DTypeLike | None = None,
     ignore: tuple[str, ...] = (),
+    config: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """`read_params` from opened tensors."""
+    """`read_params` from opened tensors; `config` as in `check_tensors`."""
+    check_tensors(tensors, template, lists, ignore, config)
     leaves = flatten_dict(template)
-    _check(tensors, leaves, lists, ignore)
     if shardings is None:
         shardings = SingleDeviceSharding(jax.local_devices()[0])
     shardings = flatten_dict(jax.tree.broadcast(shardings, unflatten_dict(leaves)))
@@ -134,15 +135,20 @@ def _finite(tensor: StoredTensor, name: str, part: np.ndarray) -> np.ndarray:
     return part
 
 
-def _check(
+def check_tensors(
     tensors: Mapping[str, StoredTensor],
-    leaves: Mapping[names.Path, jax.ShapeDtypeStruct],
+    template: Tree,
     lists: tuple[str, ...],
-    ignore: tuple[str, ...],
+    ignore: tuple[str, ...] = (),
+    config: pathlib.Path | None = None,
 ) -> None:
-    """Raises ValueError for the first missing, misshapen or surplus tensor, and counts the others."""
+    """Raises ValueError for the first missing, misshapen or surplus tensor, and counts the others.
+
+    `config` is the file that `template` was made from, which may be what is wrong; the others as in `read_params`.
+    """
     expected, floating = {}, {}
-    for path, leaf in leaves.items():
+    by = f", by {config}: the two belong to different models" if config else ""
+    for path, leaf in flatten_dict(template).items():
         for name in names.tensor_names(path, lists):
             expected[name] = names.file_shape(path, leaf.shape, lists)
             floating[name] = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -151,10 +157,12 @@ def _check(
     problems = []
     for name, shape in expected.items():
         if name not in tensors:
-            problems.append(f"tensor {name} of shape {list(shape)} is missing from {where}")
+            problems.append(f"tensor {name} of shape {list(shape)} is missing from {where}{by}")
         elif tensors[name].shape != shape:
             found, file = list(tensors[name].shape), tensors[name].file
-            problems.append(f"tensor {name} in {file} has shape {found}, expected {list(shape)}")
+            problems.append(
+                f"tensor {name} in {file} has shape {found}, expected {list(shape)}{by}"
+            )
         elif floating[name] and tensors[name].kind not in FLOATING:
             problems.append(
                 f"tensor {name} in {tensors[name].file} is of type {tensors[name].kind}, and quantised weights are "
@@ -164,7 +172,7 @@ def _check(
         if name not in expected and not any(fnmatchcase(name, pattern) for pattern in ignore):
             problems.append(
                 f"tensor {name} of shape {list(tensor.shape)} in {tensor.file} "
-                "is surplus: the network has no place for it"
+                f"is surplus: the network has no place for it{by}"
             )
     if problems:
         more = f" (and {len(problems) - 1} more like this)" if len(problems) > 1 else ""
@@ -196,7 +204,15 @@ def file_tensors(
 def write_file(
     file: pathlib.Path, tensors: dict[str, np.ndarray], metadata: Mapping[str, str] = {}
 ) -> None:
-    """Writes one safetensors file with the metadata that torch's readers require; it appears whole."""
+    """Writes one safetensors file with the metadata that torch's readers require; it appears whole.
+
+    Raises:
+      OSError: names the file; no part of it remains.
+    """
     partial = file.with_name(f".{file.name}.partial")
-    save_file(tensors, partial, metadata={"format": "pt", **metadata})
-    os.replace(partial, file)
+    try:
+        save_file(tensors, partial, metadata={"format": "pt", **metadata})
+        os.replace(partial, file)
+    except (SafetensorError, OSError) as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{file} cannot be written: {error}") from error

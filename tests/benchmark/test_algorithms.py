@@ -120,7 +120,9 @@ def test_a_workdir_of_other_runs_is_refused_before_any_is_trained(configs, built
     (cell / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=r"topr-6 has another config \(config.algorithm.clip_r"):
         compare(open_all(configs), 2, tmp_path)
-    (cell / "config.json").write_text(json.dumps(json.loads(configs["topr"].to_json()) | {"seed": 6}))
+    (cell / "config.json").write_text(
+        json.dumps(json.loads(configs["topr"].to_json()) | {"seed": 6})
+    )
     (cell / "finished.json").write_text('{"step": 9}')
     with pytest.raises(ConfigError, match=r"config.steps = 2, but the run in .*topr-6 has done 9"):
         compare(open_all(configs), 2, tmp_path)

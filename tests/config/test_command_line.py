@@ -12,7 +12,9 @@ from ml_collections import ConfigDict
 
 def get_config():
     sampler = {"guidance": 1.0, "steps": 8}
-    return ConfigDict({"seed": 0, "sampler": sampler, "free": {}, "placement": {"sizes": "given"}})
+    placement, trainer = {"sizes": "given"}, {"micro_batch": 2}
+    groups = {"sampler": sampler, "free": {}, "placement": placement, "trainer": trainer}
+    return ConfigDict({"seed": 0, **groups})
 """
 SCRIPT = """
 import signal
@@ -36,6 +38,15 @@ def main():
         # Where the tests run in the background, their processes ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
+    if config.seed == 4:
+        import jax
+        from digen_jax.process.exhausted import during
+        lines = "RESOURCE_EXHAUSTED: Out of memory allocating 2000000 bytes.\\nBuffers: many"
+        try:
+            with during("training on fragment 3 of step 2"):
+                raise jax.errors.JaxRuntimeError(lines)
+        except RuntimeError as error:
+            raise RuntimeError("a piece of work failed too often") from error
     print(config.sampler.guidance, config.seed, config.placement.sizes)
 
 command_line.run_main(main)
@@ -102,6 +113,19 @@ def test_good_overrides_arrive_and_a_bug_keeps_its_traceback(tmp_path):
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ValueError: a bug" in done.stderr
+
+
+def test_a_device_without_memory_is_one_line_with_xlas_first_one(tmp_path):
+    given = ("--config", str(tmp_path / "config.py"), "--workdir=w")
+    done = launch(tmp_path, *given, "--config.seed=4")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(
+        "script.py: a device ran out of memory during training on fragment 3 of step 2 (RESOURCE_EXHAUSTED: Out of "
+        "memory allocating 2000000 bytes): make config.trainer.micro_batch or config.sampler.fragment smaller, "
+    )
+    assert done.stderr.endswith(
+        "; with the same --workdir a run continues from its last checkpoint\n"
+    )
 
 
 def test_ctrl_c_is_one_line(tmp_path):

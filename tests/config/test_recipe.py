@@ -968,10 +968,50 @@ def test_a_prompt_file_that_cannot_be_used_is_refused(
     assert refused(changed(given, **{field: str(file)})).startswith(expected)
 
 
+def test_several_prompt_files_take_the_place_of_the_one(given, prompts, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("a ring\n")
+    files = (str(prompts), str(other))
+    for file in ("", "none.txt"):
+        config = changed(given, prompts__file=file, prompts__files=files, prompts__weights=(3, 0.5))
+        assert place(open_recipe(config), 8).prompts.paths == files
+    assert open_recipe(changed(given, prompts__files=(), prompts__weights=())).prompts.paths == (
+        "none.txt",
+    )
+    other.unlink()
+    sentence = f"config.prompts.files: There is no prompt file at {other}: give the path"
+    assert refused(changed(given, prompts__files=files)).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("files", "weights", "sentence"),
+    [
+        (
+            ("a", "b"),
+            (1,),
+            "config.prompts.weights = (1,) must have a weight for each of the 2 files of",
+        ),
+        ((), (1,), "config.prompts.weights = (1,) must have a weight for each of the 0 files of"),
+        (
+            ("a", "b"),
+            (1, 0),
+            "config.prompts.weights = (1, 0) must hold positive numbers: leave out",
+        ),
+        (("a", "b"), (1, math.inf), "config.prompts.weights = (1, inf) must hold positive numbers"),
+        (("a", "b"), ("1", 1), "config.prompts.weights = ('1', 1) must hold positive numbers"),
+        (("a", "b", "a"), (), "config.prompts.files has 'a' twice: name it once, with a larger"),
+        (("a", ""), (), "config.prompts.files must hold paths of prompt files, not ''"),
+    ],
+)
+def test_weights_that_do_not_fit_the_prompt_files_are_refused(given, files, weights, sentence):
+    config = changed(given, prompts__files=files, prompts__weights=weights)
+    assert refused(config).startswith(sentence)
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("shapes", "unknown reward 'shapes': use one of shapes_geneval, or module:function"),
+        ("shapes", "unknown reward 'shapes': use one of jpeg_compressibility, "),
         ("no_such_module:f", "reward 'no_such_module:f': there is no module 'no_such_module' in"),
         ("json:nicest", "reward 'json:nicest': module json has no function 'nicest'"),
     ],

@@ -171,6 +171,16 @@ def test_a_limit_that_is_too_small_is_refused_before_anything_slow(config, tmp_p
     assert not LIVE
 
 
+def test_a_store_that_is_a_file_is_refused_before_anything_slow(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead, "read_parts", None)
+    (tmp_path / "file").write_text("")
+    c = config(prompts__store=str(tmp_path / "file"))
+    with pytest.raises(
+        ConfigError, match=r"config.prompts.store = '.*file' is a file already: give"
+    ):
+        trained(c, tmp_path / "run")
+
+
 def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
     config, store, tmp_path, monkeypatch
 ):
@@ -186,11 +196,15 @@ def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
     "model", quick([("sd3",), ("flux",), ("zimage",), ("qwen_image",), ("klein",)], 0, 1, 2)
 )
 def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tmp_path, model):
-    """In a block of the same size; a pass without the prompt is alone in a step, and FLUX has none.
+    """In a block of the same size; a pass without the prompt is alone in a step, and FLUX has none by default.
 
-    Z-Image and Qwen-Image do not attend to padding, of which nothing is stored; klein does.
+    That of Stable Diffusion 3 has a negative prompt for each prompt, of which one is its own. Z-Image and Qwen-Image
+    do not attend to padding, of which nothing is stored; klein does.
     """
-    systems, flux = [], model == "flux"
+    systems, flux, given = [], model == "flux", said(*TEXTS)
+    if model == "sd3":
+        negatives = ["", *TEXTS[:0:-1]]
+        given = [r | {"negative_prompt": n} for r, n in zip(given, negatives, strict=True)]
     models = {"sd3": lambda: folder, "flux": lambda: flux_folder(base, "dev")}
     models["zimage"] = lambda: zimage_folder(base)
     models["qwen_image"] = lambda: qwen_image_folder(base)
@@ -206,11 +220,14 @@ def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tm
         )
         recipe = place(open_recipe(c), 2)
         if encoding_of == "ahead":
-            ahead.encode(recipe, jax.devices()[:2], said(*TEXTS))
+            ahead.encode(recipe, jax.devices()[:2], given)
         systems.append(build(recipe, jax.devices()[:2]))
-    records = said(*TEXTS) if flux else said(*TEXTS, TEXTS[-1])
+    records = given * 2 if model == "sd3" else given if flux else [*given, given[-1]]
     on_mesh, stored = (one.sampler.encode(one.publish(one.start), records) for one in systems)
     assert (stored.null is None) == flux
+    if model == "sd3":
+        assert len(stored.null.context) == len(records)
+        assert np.abs(np.diff(np.float32(stored.null.context[: len(TEXTS)]), axis=0)).max() > 0.01
     if model in ("zimage", "qwen_image"):
         on_mesh, padded = (jax.tree.map(_without_padding, on_mesh, is_leaf=_is_masked), on_mesh)
         assert np.any(padded.conditioning.context != on_mesh.conditioning.context)
@@ -251,6 +268,16 @@ def test_what_a_run_reaches(base, config, tmp_path):
     assert len(second) == 3 and not {*second[1:]} & {*first[1:]}
     c.steps = 1000
     assert {*texts()} == {"one", *TEXTS}
+    (tmp_path / "more.txt").write_text("three\nfour\n")
+    c.prompts.files = (c.prompts.file, str(tmp_path / "more.txt"))
+    assert {*texts()} == {"one", "three", "four", *TEXTS}
+    c.prompts.weights, c.steps = (1.0, 1000.0), 2
+    assert {*texts(first=1)} <= {"one", "three", "four"}
+    c.prompts.files, c.prompts.weights, c.steps = (), (), 1000
+    lines = [{"prompt": "one"} | n for n in ({}, {"negative_prompt": ""}, {"negative_prompt": "b"})]
+    c.evaluation.update(prompts=str(tmp_path / "held_out.jsonl"), images=0)
+    (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert reached(open_recipe(c), tmp_path)[:3] == lines
 
 
 def _is_masked(tree) -> bool:

@@ -31,7 +31,8 @@ def widened(sizes: list[int], rows: jax.Array) -> jax.Array:
     [
         ((1, 1), 6, 2, 2),
         ((2, 2), 6, 3, 12),
-        ((2, 2), 5, 4, 12),  # two chunks of three rows a device, the last of them filled up
+        ((2, 2), 5, 4, 16),  # two chunks of four rows a device, the last of them filled up
+        ((4, 1), 7, 3, 12),
         ((1, 2, 2), 7, 1, 2),
         ((4, 1), 3, 3, 12),
         ((4, 1), 3, 100, 12),

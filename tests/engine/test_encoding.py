@@ -1,6 +1,5 @@
 """Rows of encoded prompts, of a family whose network does not attend to padded states."""
 
-import dataclasses
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -30,6 +29,12 @@ class MaskedFamily(toy.ToyFamily):
     def encode(self, params, ids):
         states = params["text_encoder"]["table"][ids].astype(jnp.bfloat16)
         return Masked(ids != 0, states[:, 0].astype(jnp.float32), states)
+
+
+class NotEmpty(MaskedFamily):
+    """Its pass without a prompt has one nevertheless, as that of Qwen-Image."""
+
+    negative_prompt: ClassVar = " "
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +75,39 @@ def test_they_are_padded_again(family, encoders, made):
     padded = np.where(made.mask[order][..., None], made.states[order], 0)
     np.testing.assert_array_equal(found.states, padded)
     assert (found.mask.dtype, found.states.dtype) == (np.bool_, ml_dtypes.bfloat16)
-    null = stored.null()
+    null = stored.null(said("x", "red"))
     assert null.states.shape == (1, toy.LETTERS, toy.TEXT) and not null.mask.any()
+
+
+def test_the_pass_without_the_prompt_is_stored_for_each_negative_prompt(family, encoders):
+    """As the mesh makes it: one row if all are equal, be it because one is the family's own."""
+    plain, own, red = said("x", "y")[0], {"negative_prompt": ""}, {"negative_prompt": "red"}
+    keys = [encoding.null_key(family, plain | more) for more in ({}, own, red)]
+    assert keys[:2] == [encoding.NULL] * 2 and keys[2] not in {*keys[:2], "red"}
+    assert encoding.null_key(family, {"prompt": "y"} | red) == keys[2]
+    # A family whose own one is not empty tells it from an empty one.
+    spaced = NotEmpty()
+    others = {encoding.null_key(spaced, plain | more) for more in ({}, own, red)}
+    assert encoding.NULL in others and len(others) == 3
+
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), encoders)
+    texts = {encoding.NULL: "", keys[2]: "red"}
+
+    def read(wanted):
+        made = family.encode(encoders, family.tokenize(said(*(texts[key] for key in wanted))))
+        return encoding.rows_of(family, jax.tree.map(np.asarray, made))
+
+    stored = encoding.Stored(family, shapes, read)
+    for records, count in (
+        ([plain, plain | own], 1),
+        ([plain | red] * 2, 1),
+        ([plain | red, plain], 2),
+    ):
+        made = family.encode(encoders, family.tokenize_null(records))
+        found = stored.null(records)
+        assert len(found.states) == count
+        np.testing.assert_array_equal(found.mask, made.mask)
+        np.testing.assert_array_equal(found.pooled, made.pooled)
 
 
 def test_bytes_are_known_before_and_without_parameters(family, encoders, made):
@@ -105,15 +141,3 @@ def test_rows_of_another_model_and_masks_with_holes_are_refused(family, encoders
     mask[0, 0] = False
     with pytest.raises(ValueError, match="excludes a token in front of another"):
         encoding.rows_of(family, made._replace(mask=mask))
-
-
-def test_a_pass_without_the_prompt_is_one_for_all(family):
-    assert encoding.null_tokens(family).shape == (1, toy.LETTERS)
-
-    @dataclasses.dataclass(frozen=True)
-    class Each(toy.ToyFamily):
-        def tokenize_null(self, records):
-            return self.tokenize(records)
-
-    with pytest.raises(ValueError, match="differs from text to text"):
-        encoding.null_tokens(Each())

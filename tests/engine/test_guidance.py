@@ -18,7 +18,7 @@ from digen_jax.flow.sampling import start_noise
 from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import Model, all_devices, defaults_of_run
 from digen_jax.models.family import Size
-from tests.cases import said
+from tests.cases import quick, said
 from tests.engine import toy
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -71,7 +71,7 @@ def test_every_kind_of_guidance_samples_and_trains_by_its_formula(
     kind, guidance, true_guidance, c, e
 ):
     policy = Policy(Linear(guidance=kind), guidance, true_guidance=true_guidance)
-    assert policy.reads_null == (kind in ("classifier-free", "both"))
+    assert policy.reads_null == (kind == "classifier-free" or true_guidance != 1)
     start = {"transformer": {"w": jnp.float32(W)}}
     tuned, base = policy.split(jax.random.key(0), start, reference=True)
     sampler = Sampler(policy, all_devices(jax.devices()[:1]), SamplerSettings(Size(8, 8), 4, Ode()))
@@ -99,6 +99,45 @@ def test_every_kind_of_guidance_samples_and_trains_by_its_formula(
     for sigma, after in zip(sampler.sigmas[:-1], sampler.sigmas[1:], strict=True):
         image = image + W * (c * image + e) * (float(after) - float(sigma))
     np.testing.assert_allclose(trajectory.latents, image, rtol=1e-5)
+
+
+class Both(toy.ToyFamily):
+    """A family that reads both scales."""
+
+    def velocity(self, variables, x, sigma, conditioning, guidance=None):
+        return super().velocity(variables, x, sigma, conditioning) * (1 + guidance / 10)
+
+
+@pytest.mark.parametrize("negatives", quick([(["dark", "light"],), (["dark", "dark"],)], 0))
+def test_the_first_updates_ratios_are_1_with_both_scales_and_negative_prompts(
+    monkeypatch, negatives
+):
+    """With a row of the null conditioning for each prompt, and with one for all; with another one they are not."""
+    plain = toy.records
+    own = [dict(negative_prompt=one) for one in negatives]
+    monkeypatch.setattr(
+        toy,
+        "records",
+        lambda count: [r | n for r, n in zip(plain(count), own, strict=True)],
+    )
+    config = toy.config(
+        sampler__guidance=2.0,
+        sampler__true_guidance=3.0,
+        algorithm__clip_range=1e-5,
+    )
+    system = toy.system(config, family=Both(guidance="both"))
+    state = system.trainer.init(system.start)
+    prompts, (fragment,) = toy.rollout(system, config, state.tuned)
+    assert len(prompts.null.context) == len(set(negatives))
+
+    def far_ratios(prompts):
+        given = toy.receive(system, prompts, fragment, np.linspace(-1, 1, 8, dtype=np.float32))
+        totals = system.trainer.accumulate(state, system.base, given, None)
+        return int(totals.sums["clip_fraction"])
+
+    assert far_ratios(prompts) == 0
+    wrong = jax.tree.map(lambda rows: rows + 0.1, prompts.null)
+    assert far_ratios(prompts._replace(null=wrong)) == fragment.samples.log_prob.size == 16
 
 
 def test_the_references_guidance_is_the_embedded_one():
@@ -155,6 +194,34 @@ def test_a_guidance_that_the_model_has_not_is_refused(kind, fields, field):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "sentence"),
+    [
+        ("none", {}, "this model's guidance is 'none', without a second pass that would read it"),
+        ("embedded", {}, "this model's guidance is 'embedded', without a second pass"),
+        ("both", {}, "config.sampler.true_guidance is 1, so that there is no second pass"),
+        ("classifier-free", {}, "config.sampler.guidance is 1, so that there is no second pass"),
+        ("both", dict(evaluation__true_guidance=2.0), None),
+        ("classifier-free", dict(algorithm=dict(NFT, reference_guidance=2.0)), None),
+    ],
+)
+def test_a_negative_prompt_that_nothing_reads_is_refused(tmp_path, kind, fields, sentence):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "negative_prompt"}\n\n{"prompt": "a", "negative_prompt": ""}\n')
+    given = dict(sampler__guidance=1.0, prompts=dict(encoding="each_step", file=str(file)))
+    recipe = toy.opened(toy.config(**given | fields))
+    family = toy.ToyFamily(guidance=kind)
+    placement = make_placement(
+        recipe.placement.meshes, Layout(recipe.placement.rules), jax.devices()
+    )
+    if sentence is None:
+        return policies.check_model(recipe, family, placement)
+    with pytest.raises(ConfigError) as caught:
+        policies.check_model(recipe, family, placement)
+    start = f"config.prompts.file: {file}, line 3, has a negative prompt, but {sentence}"
+    assert str(caught.value).startswith(start)
+
+
 class NoSingleStep(toy.ToyFamily):
     """A family whose schedule has two steps or more, as one with a terminal shift."""
 
@@ -182,6 +249,8 @@ def test_an_opened_model_is_sampled_at_both_of_its_runs_guidances():
         return model.sampler(guidance, None, None, None).policy
 
     own, given = policy("both", None), policy("both", 3.0)
+    asked = Model(toy.ToyFamily(guidance="both"), group, None, defaults, None)
+    assert asked.sampler(None, None, None, None, 1.5).policy.true_guidance == 1.5
     assert (own.guidance, own.true_guidance) == (4.0, 2.0)
     assert (given.guidance, given.true_guidance) == (3.0, 2.0)
     with pytest.raises(

@@ -24,6 +24,7 @@ from digen_jax.engine.system import System
 from digen_jax.engine.trainer import TrainState
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.family import Heads, Size
+from digen_jax.models.image_family import ImageFamily
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.rewards import Rewards, alone
@@ -88,6 +89,7 @@ class ToyFamily:
     decoders: ClassVar = ("vae",)
     edits: ClassVar = False
     source: ClassVar = None
+    negative_prompt: ClassVar = ""
     lora_targets: ClassVar = "inside|outside"
     default_steps: ClassVar = 8
     default_guidance: ClassVar = 1.0
@@ -100,8 +102,7 @@ class ToyFamily:
         prompts = [record["prompt"] for record in records]
         return np.array([[ord(c) % 32 for c in p.ljust(LETTERS)[:LETTERS]] for p in prompts])
 
-    def tokenize_null(self, records):
-        return self.tokenize([{"prompt": ""}])
+    tokenize_null = ImageFamily.tokenize_null
 
     def cut(self, prompts):
         return np.array([len(prompt) > LETTERS for prompt in prompts])
@@ -153,6 +154,9 @@ class ToyFamily:
 
     def read(self, folder, part, shardings=None, dtype=np.float32):
         return self.params()[part]
+
+    def check(self, folder, part):
+        pass
 
     def params(self) -> dict[str, Any]:
         """Numpy arrays of which no number is 0 or 1."""

@@ -1,3 +1,5 @@
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from tests.planning.test_plan import calibration, shapes
 from tests.tiny_runs import pipeline, tiny_config
 
 
-def test_the_footprint_is_the_models(base):
+def test_the_footprint_is_the_models(base, tmp_path):
     config = complete(tiny_config(base, "full"))
     config.placement.rules = ((".*", "replicate"),)
     found = model_footprint(reopen_recipe(config))
@@ -42,6 +44,13 @@ def test_the_footprint_is_the_models(base):
     assert half == 2 * (2 * 2 * side * side * 4 + 4)
     # Of two prompts, and of the empty one for both: 12 tokens of width 32, and a pooled vector of width 16.
     assert found.conditioning == 3 * 4 * (12 * 32 + 16)
+    # And of two negative prompts; equal ones are kept once.
+    for names, rows in ((("x", "y"), 4), (("x", "x"), 3)):
+        lines = [{"prompt": "a", "negative_prompt": name} for name in names]
+        (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        config.prompts.file = str(tmp_path / "p.jsonl")
+        own = model_footprint(reopen_recipe(config))
+        assert own.conditioning == rows * 4 * (12 * 32 + 16)
 
 
 def test_text_encoders_that_encode_ahead_are_not_in_a_step(base):

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from digen_jax.prompts import dataset
@@ -117,6 +118,75 @@ def test_a_fixed_set_comes_again_with_its_serials_and_goes_on_after_a_restart(se
     restarted = prompt_batches(seven, 3, 1, cache, set_steps=4)
     restarted.set_state(json.loads(json.dumps(batches.get_state())))
     assert take(restarted, 4) == [*first[2:], *first[:2]]
+
+
+@pytest.fixture
+def three(tmp_path, seven):
+    """Files of seven, two and five prompts."""
+    other, more = tmp_path / "other.jsonl", tmp_path / "more.txt"
+    other.write_text('{"prompt": "u", "tag": "t"}\n{"prompt": "a"}')
+    more.write_text("v\nw\nx\ny\nz")
+    return [seven, other, more]
+
+
+def test_of_several_files_every_first_part_of_a_run_holds_each_ones_share(three, cache):
+    weights = np.array([0.5, 0.125, 0.375])
+    steps = take(prompt_batches(three, 5, 3, cache, weights=weights), 16)
+    stream = [record for step in steps for record in step]
+    assert [record["serial"] for record in stream] == list(range(80))
+    names = [str(path) for path in three]
+    drawn = np.array([[record["prompt_file"] == name for name in names] for record in stream])
+    counts, shares = drawn.cumsum(axis=0), np.arange(1, 81)[:, None] * weights
+    assert np.abs(counts - shares).max() < 1.5
+    equal = take(prompt_batches(three, 3, 3, cache), 5)
+    assert all({record["prompt_file"] for record in step} == set(names) for step in equal)
+
+
+def test_several_files_are_each_a_stream_of_its_own(three, cache):
+    steps = take(prompt_batches(three, 4, 9, cache, weights=(2, 1, 1)), 16)
+    of_file = collections.defaultdict(list)
+    for record in (record for step in steps for record in step):
+        of_file[record["prompt_file"]].append(record)
+    assert [len(of_file[str(path)]) for path in three] == [32, 16, 16]
+    for path, length in zip(three, (7, 2, 5), strict=True):
+        known = [json.dumps(r | {"prompt_file": str(path)}) for r in read_prompt_file(path)]
+        drawn = [*map(json.dumps, without_serial(of_file[str(path)]))]
+        for first in range(0, len(drawn) - length + 1, length):  # an epoch has each prompt once
+            assert sorted(drawn[first : first + length]) == sorted(known)
+    # The first file has the order that it has alone, and another of the same length has another order.
+    alone = [r["prompt"] for step in take(prompt_batches(three[0], 4, 9, cache), 8) for r in step]
+    assert [record["prompt"] for record in of_file[str(three[0])]] == alone
+    twin = three[0].with_name("twin.txt")
+    twin.write_text(three[0].read_text().upper())
+    both = [r for step in take(prompt_batches([three[0], twin], 4, 9, cache), 16) for r in step]
+    upper = [r["prompt"] for r in both if r["prompt_file"] == str(twin)]
+    assert [text.lower() for text in upper] != alone and len(upper) == 32
+
+
+def test_a_single_file_in_a_list_is_a_single_file(seven, cache):
+    listed, alone = (prompt_batches(given, 3, 1, cache) for given in ([seven], seven))
+    assert take(listed, 5) == take(alone, 5)
+    assert listed.get_state() == alone.get_state()
+
+
+@pytest.mark.parametrize("set_steps", [0, 3])
+def test_several_files_continue_after_a_restart(three, cache, set_steps):
+    given = dict(cache_dir=cache, weights=(3, 1, 2), set_steps=set_steps)
+    batches = prompt_batches(three, 4, 1, **given)
+    take(batches, 2)
+    state = json.loads(json.dumps(batches.get_state()))
+    restarted = prompt_batches(three, 4, 1, **given)
+    restarted.set_state(state)
+    assert take(restarted, 4) == take(batches, 4)
+    for other, field in [
+        (prompt_batches(three, 4, 1, **given | {"weights": (3, 1, 1)}), "weights"),
+        (prompt_batches(three[::-1], 4, 1, **given), "prompt_file_hash"),
+        (prompt_batches(three[0], 4, 1, cache, set_steps=set_steps), "prompt_file_hash"),
+    ]:
+        with pytest.raises(ValueError, match=f"its {field} is "):
+            other.set_state(state)
+    with pytest.raises(ValueError, match="its prompt_file_hash is "):
+        restarted.set_state(prompt_batches(three[0], 4, 1, cache).get_state())
 
 
 @pytest.mark.parametrize(

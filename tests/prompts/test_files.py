@@ -5,7 +5,7 @@ import pathlib
 import pytest
 from PIL import Image
 
-from digen_jax.prompts.files import check_pictures, read_prompt_file
+from digen_jax.prompts.files import check_pictures, first_negative, read_prompt_file
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
@@ -90,7 +90,11 @@ CAT = {"class": "cat", "count": 1}
         ({"prompt": None}, '"prompt" is null; write a text'),
         ({"prompt": ["a"]}, '"prompt" is .*; write a text'),
         ({"prompt": "\ud83d"}, '"prompt" holds half of a surrogate pair'),
+        ({"negative_prompt": None}, '"negative_prompt" is null; write a text, or ""'),
+        ({"negative_prompt": ["a"]}, r'"negative_prompt" is \["a"\]; write a text'),
+        ({"negative_prompt": "\ud83d"}, '"negative_prompt" holds half of a surrogate pair'),
         ({"serial": 3}, '"serial" will hold the number of the group; rename'),
+        ({"prompt_file": "a"}, '"prompt_file" will hold the file of the prompt; rename'),
         ({"tag": 3}, '"tag" must be a text, not 3'),
         ({"include": CAT}, '"include" must be a list of objects'),
         ({"include": ["cat"]}, r'include\[0\] must be an object with "class" and "count"'),
@@ -115,6 +119,15 @@ def test_refuses_wrong_metadata_with_its_line(tmp_path, fields, message):
     with pytest.raises(ValueError, match=r"p\.jsonl, line 2: .*" + message) as raised:
         read_prompt_file(path)
     assert str(raised.value).count("\n") == 0
+
+
+def test_the_first_negative_prompt_is_found_where_there_is_one(tmp_path):
+    lines = [{"prompt": "negative_prompt"}, {"prompt": "b", "negative_prompt": ""}]
+    path = write(tmp_path, "p.jsonl", "\n\n".join(map(json.dumps, lines)))
+    assert read_prompt_file(path) == lines
+    assert first_negative(path) == f"{path}, line 3"
+    assert first_negative(write(tmp_path, "q.jsonl", json.dumps(lines[0]))) is None
+    assert first_negative(write(tmp_path, "q.txt", "a negative_prompt\n")) is None
 
 
 def test_prompt_must_be_there(tmp_path):

@@ -21,14 +21,27 @@ def test_what_is_odd_is_counted_and_named_by_its_lines(tmp_path):
     assert notes.notes(file, long) == [
         f"{file}: 6 of 11 prompts are longer than the text encoders read, so that their ends are cut off: "
         "lines 3, 9, 13, 15, 17 and 1 more",
-        f"{file}: 7 of 11 prompts repeat an earlier one: lines 7, 9, 11, 13, 15 and 2 more",
+        f"{file}: 7 of 11 prompts repeat an earlier one: lines 7 (as 1), 9 (as 3), 11 (as 1), 13 (as 3), "
+        "15 (as 3) and 2 more",
         f"{file}: 2 of 11 prompts hold control characters: lines 5, 21",
+    ]
+
+
+def test_a_negative_prompt_is_read_too_and_makes_another_prompt(tmp_path):
+    file = tmp_path / "p.jsonl"
+    negatives = [None, "c", "c", "a b c d", "x\ty", "a b", "a b"]
+    given = ({} if one is None else {"negative_prompt": one} for one in negatives)
+    file.write_text("\n".join(json.dumps({"prompt": "a b"} | more) for more in given))
+    assert notes.notes(file, long) == [
+        f"{file}: 1 of 7 prompts are longer than the text encoders read, so that their ends are cut off: line 4",
+        f"{file}: 2 of 7 prompts repeat an earlier one: lines 3 (as 2), 7 (as 6)",
+        f"{file}: 1 of 7 prompts hold control characters: line 5",
     ]
 
 
 def test_of_a_good_file_nothing_is_said(tmp_path, capsys):
     (tmp_path / "p.txt").write_text("a b\nc d\n")
-    notes.tell(tmp_path / "p.txt", long)
+    notes.tell([tmp_path / "p.txt"], long)
     assert capsys.readouterr() == ("", "")
 
 
@@ -89,4 +102,20 @@ def test_the_same_text_with_another_picture_is_no_repetition(tmp_path):
     lines = [{"prompt": "a", "image": image} for image in ("x.png", "y.png", "x.png")]
     file.write_text("\n".join(map(json.dumps, lines)))
     (found,) = notes.notes(file, lambda prompts: [False] * len(prompts))
-    assert found == f"{file}: 1 of 3 prompts repeat an earlier one: line 3"
+    assert found == f"{file}: 1 of 3 prompts repeat an earlier one: line 3 (as 1)"
+
+
+def test_prompts_of_several_files_are_named_with_their_lines_in_both(tmp_path, capsys):
+    one, two, three = (tmp_path / f"{name}.txt" for name in ("one", "two", "three"))
+    one.write_text("a\nb\nc\nb\n")
+    two.write_text("x\nb\ny\na\nb\n")
+    three.write_text("z\n")
+    assert notes.shared([one, two, three]) == [
+        f"{two}: 2 of 4 different prompts are in {one}, too: lines 2 (2 there), 4 (1 there)"
+    ]
+    notes.tell([one, two, one], long)
+    assert capsys.readouterr().err.splitlines() == [
+        f"{one}: 1 of 4 prompts repeat an earlier one: line 4 (as 2)",
+        f"{two}: 1 of 5 prompts repeat an earlier one: line 5 (as 2)",
+        f"{two}: 2 of 4 different prompts are in {one}, too: lines 2 (2 there), 4 (1 there)",
+    ]

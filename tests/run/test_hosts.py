@@ -39,11 +39,15 @@ def without_gloo(said: str) -> str:
     return "".join(x for x in lines if x.strip() and not re.search("Gloo|peer ranks", x))
 
 
-def together(folder: pathlib.Path, command: list[str | pathlib.Path], event: str = "-1 0 0"):
-    """A command in two processes of two devices each: [(exit code, stdout, stderr), ...]."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def together(folder: pathlib.Path, command: list[str | pathlib.Path], event: str = "-1 0 0"):
+    """A command in two processes of two devices each: [(exit code, stdout, stderr), ...]."""
+    port = free_port()
     begun = [
         subprocess.Popen(
             [

@@ -1,6 +1,7 @@
 """Several workers: failures, asynchrony, their part of a checkpoint, and the replayed log."""
 
 import json
+import re
 import time
 
 import jax
@@ -88,7 +89,8 @@ def fails(monkeypatch):
             if worker in workers:
                 calls[worker] += 1
                 if 1 < calls[worker] <= 1 + times:
-                    raise RuntimeError(f"worker {worker} is out of memory")
+                    text = f"RESOURCE_EXHAUSTED: worker {worker} is out of memory\nBuffers: many"
+                    raise jax.errors.JaxRuntimeError(text)
             return real(executor, *arguments)
 
         monkeypatch.setattr(SamplingExecutor, method, failing)
@@ -105,7 +107,10 @@ def test_a_worker_that_fails_changes_nothing(system, undisturbed, fails, capfd, 
     equal_bits(state, undisturbed[0])
     assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
     said = capfd.readouterr().err
-    assert calls[1] > 1 and "worker 1 is out of memory" in said
+    assert calls[1] > 1 and "Traceback" not in said and "Buffers" not in said
+    # An encoding is for the fragment that it begins.
+    sentence = r"rollout 1: a device ran out of memory during generating fragment \d of step \d \("
+    assert re.search(sentence + "RESOURCE_EXHAUSTED: worker 1 is out of memory\\)\n", said)
     assert ("rollout 1 has failed 2 times in a row: given up" in said) == (times == 99)
     assert not any(isinstance(c, Generate) and c.worker == TRAINER for c in log)
 

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from digen_jax.assemble import load_family, open_pipeline
-from digen_jax.errors import ConfigError
-from tests.tiny_runs import pipeline
+from digen_jax.assemble import load_family, open_parts, open_pipeline
+from digen_jax.config.door import open_recipe, place
+from digen_jax.errors import ConfigError, blame
+from digen_jax.inference.model import edited, open_model, run_recipe
+from digen_jax.models.family import Size
+from digen_jax.weights import folder as weights
+from digen_jax.weights.tensors import write_file
+from tests.tiny_runs import pipeline, tiny_config
 
 INDEX = "transformer/diffusion_pytorch_model.safetensors.index.json"
 NAN, INFINITE = float("nan"), float("inf")
@@ -179,7 +184,24 @@ def test_files_that_are_empty_or_folders_are_named(folder):
 
 def test_an_encoder_with_fewer_tokens_than_its_tokenizer_is_refused(folder):
     edit(folder, "text_encoder/config.json", vocab_size=7)
-    assert "tokens, but its text encoder 7: they do not belong together" in refused(folder)
+    assert ", but vocab_size of its text encoder is 7: they do not belong together" in refused(
+        folder
+    )
+
+
+def test_an_end_token_that_the_encoder_does_not_look_for_is_refused(folder):
+    edit(folder, "text_encoder_2/config.json", eos_token_id=5)
+    assert refused(folder).startswith("the eos_token of the tokenizer in tokenizer_2 has the id ")
+    assert "but its text encoder looks for 5: they do not belong together" in refused(folder)
+
+
+def test_too_many_tokens_are_the_fields_mistake_and_not_the_folders(folder):
+    """Also where the folder is blamed for the rest."""
+    sentence = (
+        "config.model.max_sequence_length must be at most 512, the most that Stable Diffusion"
+    )
+    with pytest.raises(ConfigError, match=f"^{sentence}"), blame("config.model.folder: "):
+        load_family(folder, max_sequence_length=513)
 
 
 # ------------------------------------------------------------------------------ weights
@@ -251,3 +273,61 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(folder, target):
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     sentence = f"{INDEX} takes weights from {target!r}, but they must lie beside it"
     assert reading(folder, "transformer").startswith(sentence)
+
+
+def test_an_index_that_names_a_missing_file_is_refused(folder):
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    weight_map = dict.fromkeys(load_file(file), "part.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    sentence = reading(folder, "transformer")
+    assert sentence.startswith("transformer/part.safetensors is missing, which diffusion_pytorch_")
+
+
+def test_weights_that_do_not_fit_are_found_before_any_is_read(base, folder, monkeypatch):
+    """The sentence names the file, both shapes, and the config that the expected one is from."""
+    widths = json.loads((folder / "vae" / "config.json").read_text())["block_out_channels"]
+    edit(folder, "vae/config.json", block_out_channels=[*widths[:-1], 2 * widths[-1]])
+    monkeypatch.setattr(weights, "read_tree", None)
+    (file,) = (folder / "vae").glob("*.safetensors")
+    sentence = (
+        rf"tensor \S+ in {file} has shape \[[\d, ]+\], expected \[[\d, ]+\], "
+        rf"by {folder}/vae/config.json: the two belong to different models"
+    )
+    config = tiny_config(base, "full")
+    config.model.folder = str(folder)
+    recipe = place(open_recipe(config), 1)
+    with pytest.raises(ConfigError, match=f"^config.model.folder: {sentence}"):
+        open_parts(recipe, jax.devices()[:1])
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
+        open_model(str(folder), jax.devices()[:1])
+
+
+def test_what_is_asked_is_compared_with_the_model_before_its_weights_are_read(folder, monkeypatch):
+    def fits(family):
+        edited(family, [{"prompt": "x"}], Size(16, 16))
+
+    monkeypatch.setattr(weights, "open_tensors", None)
+    with pytest.raises(ConfigError, match="a size of pictures is given, but there is none to edit"):
+        open_model(str(folder), jax.devices()[:1], fits=fits)
+
+
+def test_a_component_or_a_pipeline_in_a_runs_place_is_told_apart(folder):
+    with pytest.raises(ConfigError, match="transformer is one component of a pipeline: give the"):
+        open_model(str(folder / "transformer"), jax.devices()[:1])
+    with pytest.raises(
+        ConfigError, match=r"is no training run's workdir, as it has no config.json"
+    ):
+        run_recipe(folder)
+
+
+def test_weights_of_another_kind_are_named(folder):
+    (file,) = (folder / "vae").glob("*.safetensors")
+    file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    assert reading(folder, "vae").endswith(", not diffusion_pytorch_model.fp16.safetensors")
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
+    """safetensors raises its own for a full disk, as for a folder that is not there."""
+    file = tmp_path / "none" / "model.safetensors"
+    with pytest.raises(OSError, match=f"{file} cannot be written: "):
+        write_file(file, {"a": np.ones(3, np.float32)})

@@ -29,12 +29,14 @@ from digen_jax.config.checks.groups import (
 )
 from digen_jax.config.checks.numbers import check_numbers
 from digen_jax.config.checks.placement import check_devices, check_placement
-from digen_jax.config.checks.rewards import check_named, check_weights
+from digen_jax.config.checks.prompts import check_files
+from digen_jax.config.checks.rewards import check_named, check_weights, needs_of
 from digen_jax.config.checks.sampler import check_pack, check_sampler
 from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.errors import ConfigError, blame, check_divides, together
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import check_pictures, read_prompt_file
+from digen_jax.prompts.needs import check_needs
 from digen_jax.rewards.built_in import resolve
 
 
@@ -98,7 +100,7 @@ def check_given(recipe: Recipe) -> None:
     with together() as one:
         for name in ("model.folder", "prompts.file", "rewards", "evaluation.prompts"):
             with one():
-                if not _value(recipe, name):
+                if not _given(recipe, name):
                     raise ConfigError(
                         f"config.{name} is not given: add --config.{name}=... to the command"
                     )
@@ -106,10 +108,21 @@ def check_given(recipe: Recipe) -> None:
                     with blame("", (ConfigError,)):
                         resolve(recipe.rewards)
                 elif name != "model.folder":
-                    with blame(f"config.{name}: "):
-                        read = check_pictures if recipe.model.source else read_prompt_file
-                        read(_value(recipe, name))
-                        check_named(_value(recipe, name), recipe.rewards, name == "prompts.file")
+                    read = check_pictures if recipe.model.source else read_prompt_file
+                    s = "s" if name == "prompts.file" and recipe.prompts.files else ""
+                    for file in _given(recipe, name):
+                        with one(), blame(f"config.{name}{s}: "):
+                            read(file)
+                            check_named(file, recipe.rewards, name == "prompts.file")
+                            check_needs([file], needs_of(recipe.rewards))
+
+
+def _given(recipe: Recipe, name: str) -> tuple[str, ...]:
+    """The values of a dotted name that must have one; none if it is empty."""
+    if name == "prompts.file":
+        return recipe.prompts.paths
+    value = _value(recipe, name)
+    return (value,) if isinstance(value, str) and value else value or ()
 
 
 def _check_decay(recipe: Recipe) -> None:
@@ -218,6 +231,7 @@ EACH = (
     check_choices,
     _check_wandb,
     check_weights,
+    check_files,
     check_placement,
 )
 STAGES = (

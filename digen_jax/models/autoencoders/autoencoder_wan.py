@@ -109,9 +109,8 @@ class AutoencoderKLWanConfig:
             elif name in known:
                 values[name] = value
             elif not name.startswith("_") and name not in BOOKKEEPING:
-                raise ValueError(
-                    f"AutoencoderKLWan has no field {name!r}: remove it from the config"
-                )
+                kind = config.get("_class_name", "AutoencoderKLWan")
+                raise ValueError(f"{kind} has no field {name!r}: remove it from the config")
         check_values(cls, values)
         return cls(**values)
 

@@ -1,7 +1,8 @@
 """FLUX.1 dev and schnell as a family: prompts -> conditioning, velocity, latents -> images.
 
 The context of a prompt is that of the T5, padding included, which diffusers' `FluxPipeline` does not mask; the state of
-CLIP's end token modulates the blocks. dev is given a guidance scale as a number, schnell has none.
+CLIP's end token modulates the blocks. dev is given a guidance scale as a number, and may have a second pass without the
+prompt; schnell has neither.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
 from digen_jax.models.flux import flops as flux_flops
 from digen_jax.models.flux import network as flux
-from digen_jax.models.image_family import ImageFamily, check_widths, shapes_of
+from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of
 from digen_jax.models.packing import SIDE
 from digen_jax.models.precision import exact_products
 from digen_jax.models.remat import Remat
@@ -126,10 +127,7 @@ class Flux(ImageFamily):
           ValueError: names the file that is missing, broken, has another class, or does not fit the others, or a
             `max_sequence_length` that diffusers' pipeline refuses.
         """
-        if max_sequence_length > T5_TOKENS:
-            raise ValueError(
-                f"max_sequence_length is {max_sequence_length}, but FLUX.1 reads at most {T5_TOKENS} tokens"
-            )
+        check_tokens(max_sequence_length, T5_TOKENS, "the most that FLUX.1 reads of a prompt")
         configs = weights.read_configs(folder, COMPONENTS, READERS)
         network, vae = configs["transformer"], configs["vae"]
         clip, long = configs["text_encoder"], configs["text_encoder_2"]
@@ -160,11 +158,14 @@ class Flux(ImageFamily):
 
     @property
     def guidance(self) -> Guidance:
-        """A number that the transformer is given, or nothing.
+        """A number that the transformer is given and diffusers' `true_cfg_scale`, or nothing.
 
-        diffusers' `true_cfg_scale`, which would be "both", needs a second encoding of every prompt's negative.
+        The pipeline makes the second pass where `true_cfg_scale` is above 1 and there is a negative prompt, be it
+        empty; here every true guidance but 1 makes it, and the negative prompt is empty by default. The pipeline takes
+        a `true_cfg_scale` for schnell too. Here schnell has none: it is distilled to be sampled without guidance, and
+        "classifier-free" would have every run of it encode and keep a null conditioning that none reads.
         """
-        return "embedded" if self.transformer.config.guidance_embeds else "none"
+        return "both" if self.transformer.config.guidance_embeds else "none"
 
     @property
     def default_guidance(self) -> float:
@@ -233,7 +234,7 @@ class Flux(ImageFamily):
         prompt: Float[Array, "b h w c"],
         guidance: float,
     ) -> Float[Array, "b h w c"]:
-        """Null + guidance (prompt - null), diffusers' `true_cfg_scale`; `guidance` makes no use of it."""
+        """Null + guidance (prompt - null), where diffusers' `true_cfg_scale` is guidance."""
         return null + guidance * (prompt - null)
 
     # ---------------------------------------------------------------- latents <-> images

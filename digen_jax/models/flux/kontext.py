@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from digen_jax.errors import user_input
 from digen_jax.images import read_picture, resized
 from digen_jax.models.autoencoders.autoencoder_kl import encode_images
-from digen_jax.models.family import Params, Record, Size, check_image
+from digen_jax.models.family import Params, Record, Size, check_image, negative_of
 from digen_jax.models.flux import flops as flux_flops
 from digen_jax.models.flux import network as flux
 from digen_jax.models.flux.family import Conditioning, Flux, TokenIds
@@ -104,10 +104,15 @@ class FluxKontext(Flux):
         return EditTokens(*ids, np.stack(pictures))
 
     def tokenize_null(self, records: Sequence[Record]) -> TokenIds | EditTokens:
-        """The tokens of the empty prompt, with each record's picture if there are pictures."""
+        """The tokens of each record's negative prompt, with its picture if there are pictures.
+
+        The second pass of diffusers' pipeline differs from the first one in the text alone.
+        """
         if self.source is None:
             return super().tokenize_null(records)
-        return self.tokenize([{**record, "prompt": ""} for record in records])
+        return self.tokenize(
+            [{**record, "prompt": negative_of(self, record)} for record in records]
+        )
 
     @exact_products
     def encode(self, params: Params, ids: TokenIds | EditTokens) -> Conditioning | EditConditioning:

@@ -18,7 +18,7 @@ from digen_jax.attention.kernels import Heads
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_wan
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
-from digen_jax.models.image_family import ImageFamily, check_widths, shapes_of
+from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of
 from digen_jax.models.packing import SIDE, pack, unpack
 from digen_jax.models.precision import exact_products
 from digen_jax.models.qwen_image import flops as qwen_image_flops
@@ -114,6 +114,7 @@ class QwenImage(ImageFamily):
     # Defaults of diffusers' pipeline, whose name for the guidance is true_cfg_scale.
     default_steps: ClassVar[int] = 50
     default_guidance: ClassVar[float] = 4.0
+    negative_prompt: ClassVar[str] = NULL
     encoded_prompts: ClassVar[int] = 16
     lora_targets: ClassVar[str] = qwen_image.LORA_TARGETS
     ignored: ClassVar = {"text_encoder": language_model.IGNORED}
@@ -141,10 +142,7 @@ class QwenImage(ImageFamily):
           ValueError: names the file that is missing, broken, has another class, or does not fit the others, or a
             `max_sequence_length` that diffusers' pipeline refuses.
         """
-        if max_sequence_length > MOST_TOKENS:
-            raise ValueError(
-                f"max_sequence_length is {max_sequence_length}, but Qwen-Image reads at most {MOST_TOKENS} tokens"
-            )
+        check_tokens(max_sequence_length, MOST_TOKENS, "the most that Qwen-Image reads of a prompt")
         configs = weights.read_configs(folder, COMPONENTS, READERS)
         network, encoder, vae = (configs[part] for part in ("transformer", "text_encoder", "vae"))
         channels, width = network.in_channels // SIDE**2, network.joint_attention_dim
@@ -160,7 +158,9 @@ class QwenImage(ImageFamily):
             transformer=qwen_image.QwenImageTransformer(network, dtype=dtype, remat=remat),
             vae=autoencoder_wan.AutoencoderKLWan(vae),
             text_encoder=language_model.LanguageModel(encoder, dtype=dtype),
-            tokenizer=language_model_tokenizer.read(folder / "tokenizer", encoder),
+            tokenizer=language_model_tokenizer.read(
+                folder / "tokenizer", encoder, head=(TEMPLATE.partition("{}")[0], DROPPED)
+            ),
             scheduler=configs["scheduler"],
             max_sequence_length=max_sequence_length or TEXT_TOKENS,
         )
@@ -177,10 +177,6 @@ class QwenImage(ImageFamily):
         """Ids of each prompt's chat, padded or truncated."""
         chats = [TEMPLATE.format(record["prompt"]) for record in records]
         return Tokens(*padded(self.tokenizer, chats, self._chat_tokens))
-
-    def tokenize_null(self, records: Sequence[Record]) -> Tokens:
-        """The tokens of `NULL`, one row for all."""
-        return self.tokenize([{"prompt": NULL}])
 
     def cut(self, prompts: Sequence[str]) -> Bool[np.ndarray, "b"]:
         """Whose chats have more tokens than the text encoder's input, so that `tokenize` truncates them."""

@@ -18,7 +18,7 @@ from digen_jax.attention.kernels import Heads
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
-from digen_jax.models.image_family import ImageFamily, check_widths, shapes_of
+from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of
 from digen_jax.models.precision import exact_products
 from digen_jax.models.remat import Remat
 from digen_jax.models.sd3 import flops as sd3_flops
@@ -55,6 +55,8 @@ READERS = {
 T5_READERS = {"text_encoder_3": t5.T5Config.from_config}
 # The T5's tokens, or zero tokens in their place: the default of `max_sequence_length` in diffusers' pipeline.
 T5_TOKENS = 256
+# The most that diffusers' pipeline allows.
+MOST_TOKENS = 512
 
 
 class Conditioning(NamedTuple):
@@ -143,8 +145,12 @@ class StableDiffusion3(ImageFamily):
           max_sequence_length: tokens of the T5, or zero tokens in their place; 0: as many as in diffusers' pipeline.
 
         Raises:
-          ValueError: names the file that is missing, broken, has another class, or does not fit the others.
+          ValueError: names the file that is missing, broken, has another class, or does not fit the others, or a
+            `max_sequence_length` that diffusers' pipeline refuses.
         """
+        check_tokens(
+            max_sequence_length, MOST_TOKENS, "the most that Stable Diffusion 3 reads of a prompt"
+        )
         has_t5 = "text_encoder_3" not in without and _names_t5(folder)
         components = COMPONENTS | T5_COMPONENTS if has_t5 else COMPONENTS
         configs = weights.read_configs(

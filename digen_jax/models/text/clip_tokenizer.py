@@ -3,8 +3,8 @@
 import pathlib
 from typing import Any
 
-from digen_jax.models.text.clip_text import CLIPTextConfig
-from digen_jax.models.text.tokenizer_files import open_tokenizer
+from digen_jax.models.text.clip_text import LEGACY_EOS, CLIPTextConfig
+from digen_jax.models.text.tokenizer_files import ANOTHER, GENERAL, class_name, open_tokenizer
 from digen_jax.weights.folder import read_json
 
 # Either set of files contains the vocabulary.
@@ -21,6 +21,7 @@ def read(folder: pathlib.Path, encoder: CLIPTextConfig) -> Any:
     Raises:
       ValueError: names the missing or broken file, or the number that does not fit.
     """
+    class_name(folder, ("CLIPTokenizer", *GENERAL), named=False)
     _check_length(folder)
     tokenizer = open_tokenizer(folder, "CLIPTokenizer", FILES, encoder.vocab_size)
     length = tokenizer.model_max_length
@@ -29,7 +30,19 @@ def read(folder: pathlib.Path, encoder: CLIPTextConfig) -> Any:
             f"{folder / 'tokenizer_config.json'}: model_max_length must be at most "
             f"{encoder.max_position_embeddings}, the positions of its text encoder, and is {length:g}"
         )
+    _check_end(folder, tokenizer, encoder)
     return tokenizer
+
+
+def _check_end(folder: pathlib.Path, tokenizer: Any, encoder: CLIPTextConfig) -> None:
+    """Refuses an end token that the text encoder would not find, at which it reads the summary of a prompt."""
+    end, said = tokenizer.eos_token_id, encoder.eos_token_id
+    wanted = max(tokenizer.get_vocab().values()) if said == LEGACY_EOS else said
+    if end != wanted:
+        raise ValueError(
+            f"the eos_token of the tokenizer in {folder} has the id {end}, but its text encoder looks for {wanted}: "
+            f"{ANOTHER}"
+        )
 
 
 def _check_length(folder: pathlib.Path) -> None:

@@ -1,32 +1,42 @@
 """A language model's tokenizer, read from a pipeline folder and checked against its text encoder."""
 
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from digen_jax.models.text.language_model_config import LanguageModelConfig
-from digen_jax.models.text.tokenizer_files import open_tokenizer
-from digen_jax.weights.folder import read_json
+from digen_jax.models.text.tokenizer_files import GENERAL, class_name, has_words, open_tokenizer
 
 # transformers' classes. Its AutoTokenizer, which would choose among them, imports torch.
-CLASSES = ("Qwen2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
+CLASSES = ("Qwen2Tokenizer", "LlamaTokenizer", *GENERAL)
 # Either set of files contains the vocabulary; only the first class knows the rules that belong to the second.
 FILES = ("tokenizer.json",)
 OTHER_FILES = ("vocab.json", "merges.txt")
 
 
-def read(folder: pathlib.Path, encoder: LanguageModelConfig, chats: bool = False) -> Any:
+# Marks of a chat's turns, such as <|im_start|>.
+MARK = re.compile(r"<\|\w+\|>")
+
+
+def read(
+    folder: pathlib.Path,
+    encoder: LanguageModelConfig,
+    chats: bool = False,
+    head: tuple[str, int] | None = None,
+) -> Any:
     """The tokenizer in a folder, of one of `CLASSES`.
 
     Args:
       folder: with tokenizer_config.json, and tokenizer.json or vocab.json and merges.txt.
       encoder: the tokenizer's ids must be among its tokens.
       chats: whether `chat` will be called, for which there must be a chat template.
+      head: the beginning of a template of the caller's own, and its number of tokens.
 
     Raises:
       ValueError: names the missing or broken file, or what does not fit.
     """
-    name = _class_name(folder)
+    name = class_name(folder, CLASSES)
     fast = "PreTrainedTokenizerFast" if name == "PreTrainedTokenizer" else name
     files = (FILES, OTHER_FILES) if name == CLASSES[0] else (FILES,)
     tokenizer = open_tokenizer(folder, fast, files, encoder.vocab_size)
@@ -39,19 +49,30 @@ def read(folder: pathlib.Path, encoder: LanguageModelConfig, chats: bool = False
         raise ValueError(f"{config}: pad_token is missing; name one of the vocabulary's tokens")
     if chats:
         _check_template(folder, tokenizer)
+    if head is not None:
+        _check_head(folder, tokenizer, *head)
     return tokenizer
 
 
-def _class_name(folder: pathlib.Path) -> str:
-    """The class that tokenizer_config.json names."""
-    path = folder / "tokenizer_config.json"
-    said = read_json(path).get("tokenizer_class")
-    name = str(said).removesuffix("Fast")
-    if name not in CLASSES:
+def _check_head(folder: pathlib.Path, tokenizer: Any, text: str, expected: int) -> None:
+    """Refuses a tokenizer by which the states that are dropped would not be those of the template's beginning."""
+    _check_marks(folder, tokenizer, text)
+    found = len(tokenizer(text)["input_ids"])
+    if found != expected and has_words(tokenizer):
         raise ValueError(
-            f"{path}: tokenizer_class must be one of {', '.join(CLASSES)} and is {said!r}"
+            f"the tokenizer in {folder} makes {found} tokens of the beginning of the model's template, which must be "
+            f"{expected}: it is another model's, so take it from the folder of the text encoder's model"
         )
-    return name
+
+
+def _check_marks(folder: pathlib.Path, tokenizer: Any, text: str) -> None:
+    """Refuses a tokenizer to which a mark in a chat is ordinary text."""
+    for mark in sorted({*MARK.findall(text)}):
+        if tokenizer.tokenize(mark) != [mark]:
+            raise ValueError(
+                f"the tokenizer in {folder} has no token {mark}, which the template of prompts needs: it is another "
+                "model's, so take it from the folder of the text encoder's model"
+            )
 
 
 def _check_template(folder: pathlib.Path, tokenizer: Any) -> None:
@@ -61,10 +82,11 @@ def _check_template(folder: pathlib.Path, tokenizer: Any) -> None:
             "tokenizer_config.json"
         )
     try:
-        chat(tokenizer, [""], thinking=True)
+        (text,) = chat(tokenizer, [""], thinking=True)
     # Templates raise jinja2's errors and their own.
     except Exception as error:
         raise ValueError(f"the chat template in {folder} cannot be used: {error}") from error
+    _check_marks(folder, tokenizer, text)
 
 
 def chat(tokenizer: Any, prompts: Sequence[str], thinking: bool) -> list[str]:

@@ -4,7 +4,7 @@ import pathlib
 from typing import Any
 
 from digen_jax.models.text.t5 import T5Config
-from digen_jax.models.text.tokenizer_files import open_tokenizer
+from digen_jax.models.text.tokenizer_files import GENERAL, class_name, open_tokenizer
 
 # Beside it lies the same vocabulary as spiece.model, to read which transformers needs the package sentencepiece.
 FILES = (("tokenizer.json",),)
@@ -20,4 +20,5 @@ def read(folder: pathlib.Path, encoder: T5Config) -> Any:
     Raises:
       ValueError: names the missing or broken file, or the number that does not fit.
     """
+    class_name(folder, ("T5Tokenizer", *GENERAL), named=False)
     return open_tokenizer(folder, "T5Tokenizer", FILES, encoder.vocab_size)

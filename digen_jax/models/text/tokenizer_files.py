@@ -9,6 +9,10 @@ from jaxtyping import Bool, Int
 
 from digen_jax.weights.folder import read_json
 
+# Classes that a tokenizer of any kind may be saved as.
+GENERAL = ("PreTrainedTokenizer", "TokenizersBackend")
+ANOTHER = "they do not belong together: take both folders from one model"
+
 
 def open_tokenizer(
     folder: pathlib.Path, kind: str, files: Sequence[tuple[str, ...]], vocab_size: int
@@ -19,7 +23,7 @@ def open_tokenizer(
       folder: with tokenizer_config.json and one of the sets of files.
       kind: its class in transformers.
       files: sets of files, each of which contains the vocabulary.
-      vocab_size: of the text encoder, which must know all tokens.
+      vocab_size: of the text encoder, which must know all tokens, and not many more.
 
     Raises:
       ValueError: names the missing or broken file, or the number that does not fit.
@@ -33,12 +37,54 @@ def open_tokenizer(
     # The library raises any error of its parsers, even a bare Exception.
     except Exception as error:
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but its text encoder {vocab_size}: "
-            "they do not belong together"
-        )
+    _check_vocabulary(folder, tokenizer, vocab_size)
     return tokenizer
+
+
+def class_name(folder: pathlib.Path, classes: Sequence[str], named: bool = True) -> str:
+    """The class that tokenizer_config.json names, without "Fast".
+
+    Args:
+      folder: of the tokenizer.
+      classes: those that are supported.
+      named: whether it must be named; if not, and it is not, the first of the classes is meant.
+
+    Raises:
+      ValueError: it is another one.
+    """
+    path = folder / "tokenizer_config.json"
+    said = read_json(path).get("tokenizer_class")
+    if said is None and not named:
+        return classes[0]
+    name = str(said).removesuffix("Fast")
+    if name not in classes:
+        raise ValueError(
+            f"{path}: tokenizer_class must be one of {', '.join(classes)} and is {said!r}"
+        )
+    return name
+
+
+def has_words(tokenizer: Any) -> bool:
+    """Whether any token but the special ones has a letter; there is none in `models.published`."""
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return any(map(str.isalpha, "".join(tokenizer.get_vocab().keys() - special)))
+
+
+def _check_vocabulary(folder: pathlib.Path, tokenizer: Any, vocab_size: int) -> None:
+    """Refuses ids that the text encoder does not know; and few ids, which mean other words to it."""
+    ids = tokenizer.get_vocab().values()
+    last = max(ids)
+    if last >= vocab_size:
+        raise ValueError(
+            f"the tokenizer in {folder} has ids up to {last}, but vocab_size of its text encoder is {vocab_size}: "
+            f"{ANOTHER}"
+        )
+    # Published vocabularies fill 99% and more.
+    if len(ids) < vocab_size / 2 and has_words(tokenizer):
+        raise ValueError(
+            f"the tokenizer in {folder} has {len(ids)} tokens, but vocab_size of its text encoder is {vocab_size}: "
+            f"{ANOTHER}"
+        )
 
 
 def padded(

@@ -17,7 +17,7 @@ from digen_jax.attention.kernels import Heads
 from digen_jax.flow.schedule import SchedulerConfig, make_sigmas
 from digen_jax.models.autoencoders import autoencoder_kl
 from digen_jax.models.family import Guidance, Params, Record, Size, check_image
-from digen_jax.models.image_family import ImageFamily, check_widths, shapes_of
+from digen_jax.models.image_family import ImageFamily, check_tokens, check_widths, shapes_of
 from digen_jax.models.precision import exact_products
 from digen_jax.models.remat import Remat
 from digen_jax.models.text import language_model, language_model_tokenizer
@@ -140,11 +140,11 @@ class ZImage(ImageFamily):
             ),
         )  # fmt: skip
         tokens = max_sequence_length or TEXT_TOKENS
-        if tokens > network.longest_caption:
-            raise ValueError(
-                f"max_sequence_length must be at most {network.longest_caption}, for which the transformer has "
-                f"positions (axes_lens), and is {tokens}"
-            )
+        check_tokens(
+            tokens,
+            network.longest_caption,
+            "for which the transformer has positions (its axes_lens)",
+        )
         return cls(
             transformer=zimage.ZImageTransformer(network, dtype=dtype, remat=remat),
             vae=autoencoder_kl.AutoencoderKL(vae, dtype=jnp.float32),

@@ -8,6 +8,7 @@ EDITED_VELOCITY = (
     "tests/models/flux/test_kontext_network.py::test_velocity_and_gradients_equal_diffusers",
 )
 KONTEXT = "tests/models/flux/test_kontext.py::"
+TWO_PASSES = "test_latents_are_the_pipelines_after_each_step_and_so_are_pixels"
 PICTURES = (f"{KONTEXT}test_pictures_are_encoded_as_by_the_pipeline",)
 PICTURE_SIZES = (f"{KONTEXT}test_pictures_get_the_size_that_the_pipeline_chooses",)
 
@@ -142,8 +143,38 @@ MUTATIONS = (
     ),
     (
         "Kontext: picture of the null prompt", f"{MODELS}/flux/kontext.py",
-        '{**record, "prompt": ""} for record in records',
-        '{**records[0], "prompt": ""} for _ in records',
+        '{**record, "prompt": negative_of(self, record)} for record in records',
+        '{**records[0], "prompt": negative_of(self, record)} for record in records',
         (f"{KONTEXT}test_the_null_conditioning_keeps_the_picture",),
+    ),
+    (
+        "Kontext: negative prompt", f"{MODELS}/flux/kontext.py",
+        '"prompt": negative_of(self, record)',
+        '"prompt": ""',
+        (f"{KONTEXT}{TWO_PASSES}",),
+    ),
+    (
+        "negative prompt", f"{MODELS}/family.py",
+        'return record.get("negative_prompt", family.negative_prompt)',
+        "return family.negative_prompt",
+        (f"{FAMILY}{TWO_PASSES}",),
+    ),
+    (
+        "true guidance from the prompt", f"{MODELS}/flux/family.py",
+        "return null + guidance * (prompt - null)",
+        "return prompt + guidance * (prompt - null)",
+        (f"{FAMILY}{TWO_PASSES}",),
+    ),
+    (
+        "second pass with the scale as its number", "digen_jax/engine/policy.py",
+        "v = self.family.velocity(variables, *both, pairs, embedded)",
+        "v = self.family.velocity(variables, *both, pairs, scale)",
+        (f"{FAMILY}{TWO_PASSES}",),
+    ),
+    (
+        "nulls without a second pass", "digen_jax/engine/policy.py",
+        'kind == "both" and self.true_guidance != 1',
+        'kind == "both"',
+        (f"{FAMILY}{TWO_PASSES}",),
     ),
 )  # fmt: skip

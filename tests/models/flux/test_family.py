@@ -20,7 +20,7 @@ from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
-from digen_jax.inference.model import all_devices
+from digen_jax.inference.model import Asked, all_devices, open_model
 from digen_jax.models.family import Size
 from digen_jax.models.flux.flops import forward_flops
 from digen_jax.models.published import published_folder
@@ -32,6 +32,7 @@ KINDS = ["dev", "schnell"]
 PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃", ""]
 LONG = "a green star above a yellow triangle and " * 4 + "a red circle"
 ALL = [*PROMPTS, LONG, "Ein ROTER Kreis,  schräg ☃\n日本"]
+NEGATIVES = ["four shapes", "", "a green star above a yellow triangle"]
 STEPS, GUIDANCE, SIZE, TOKENS = 4, 4.5, Size(20, 12), 21  # 5 x 3 tokens of the image
 
 
@@ -48,10 +49,12 @@ def ours(folder):
     return family, read_parts(family, folder, family.shapes(), group), jax.jit(family.encode)
 
 
-def close(actual, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+def close(actual, expected: torch.Tensor, tolerance: float = 1e-5) -> float:
     expected = expected.numpy()
     assert actual.shape == expected.shape
-    assert np.abs(np.asarray(actual) - expected).max() < tolerance * np.abs(expected).max()
+    error = np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max()
+    assert error < tolerance
+    return error
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +149,7 @@ def test_sigmas_and_timesteps_are_the_pipelines(kind, height, width):
 # ------------------------------------------------------------------------------ the whole pipeline
 
 
-def call(pipe, latents: np.ndarray, prompts=PROMPTS, guidance=GUIDANCE):
+def call(pipe, latents: np.ndarray, prompts=PROMPTS, guidance=GUIDANCE, **given):
     """(the packed latents after each step, pixels) of the pipeline from some start latents."""
     steps = []
 
@@ -164,52 +167,87 @@ def call(pipe, latents: np.ndarray, prompts=PROMPTS, guidance=GUIDANCE):
         latents=packed(latents),
         callback_on_step_end=keep,
         output_type="np",
+        **given,
     ).images
     return steps, pixels
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folders, kind):
+@pytest.mark.parametrize(("kind", "true"), [("dev", 1.0), ("dev", 3.0), ("schnell", 1.0)])
+def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folders, kind, true):
+    """In one pass, and in two with a negative prompt for each prompt, of which one is empty."""
     family, params, encode = ours(folders[kind])
-    policy = Policy(family, GUIDANCE if kind == "dev" else 1.0)
+    policy = Policy(family, GUIDANCE if kind == "dev" else 1.0, true_guidance=true)
+    null, given = None, {}
+    if true != 1:
+        given = dict(true_cfg_scale=true, negative_prompt=NEGATIVES)
+        null = encode(params, family.tokenize_null(negated(PROMPTS, NEGATIVES)))
+    assert policy.reads_null == (null is not None)
     trained = {"transformer": params["transformer"]}
     tuned, base = policy.split(jax.random.key(0), trained, reference=False)
     prompts = encode(params, family.tokenize(said(*PROMPTS)))
     x = np.random.default_rng(0).normal(size=(3, *family.latent_shape(SIZE))).astype(np.float32)
-    expected, pixels = call(flux_pipeline(folders[kind]), x)
+    start, (expected, pixels) = x, call(flux_pipeline(folders[kind]), x, **given)
     sigmas = family.sigmas(STEPS, SIZE)
-    velocity = jax.jit(lambda x, sigma: policy.velocity(tuned, base, prompts, None)(x, sigma))
+    velocity = jax.jit(lambda x, sigma: policy.velocity(tuned, base, prompts, null)(x, sigma))
+    errors = []
     for sigma, after, latents in zip(sigmas[:-1], sigmas[1:], expected, strict=True):
         x = x + (after - sigma) * velocity(x, jnp.full(3, sigma))
-        close(packed(x), latents, 1e-4)
+        errors.append(close(packed(x), latents, 1e-4))
     images = np.asarray(jax.jit(family.decode)(params, x))[:, 0]
     assert images.shape == (3, SIZE.height, SIZE.width, 3)
+    print(f"latents {max(errors):.1e}, pixels {np.abs(images - pixels).max():.1e}")
     np.testing.assert_allclose(images, pixels, rtol=0, atol=1e-3)
     assert ((pixels > 0.02) & (pixels < 0.98)).mean() > 0.3
+    if given:
+        given["negative_prompt"] = NEGATIVES[::-1]
+        _, others = call(flux_pipeline(folders[kind]), start, **given)
+        assert np.abs(others - pixels).max((1, 2, 3))[[0, 2]].min() > 4 / 255
 
 
-def drawn(family, params, prompts, guidance):
+def negated(prompts, negatives):
+    """Records of prompts with negative ones."""
+    return [
+        {"prompt": prompt, "negative_prompt": negative}
+        for prompt, negative in zip(prompts, negatives, strict=True)
+    ]
+
+
+def drawn(family, params, records, guidance, true_guidance=1.0):
     """Images of the prompts by the sampler, and their start noise."""
-    policy = Policy(family, guidance)
+    policy = Policy(family, guidance, true_guidance=true_guidance)
     sampler = Sampler(policy, all_devices(jax.devices()[:1]), SamplerSettings(SIZE, STEPS, Ode()))
     trained = {"transformer": params["transformer"]}
     tuned, base = policy.split(jax.random.key(0), trained, reference=False)
     weights = Weights(tuned, base, params)
-    rows = np.arange(len(prompts), dtype=np.int32)
+    rows = np.arange(len(records), dtype=np.int32)
     keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
-    conditioning = sampler.encode(weights, said(*prompts))
-    images = sampler.decode(weights, sampler.generate(weights, conditioning, rows, keys))
+    prompts = sampler.encode(weights, records)
+    images = sampler.decode(weights, sampler.generate(weights, prompts, rows, keys))
     return np.asarray(images)[:, 0], np.asarray(start_noise(keys, sampler.shape))
 
 
 def test_the_samplers_images_are_the_pipelines_with_its_guidance(folders):
     family, params, _ = ours(folders["dev"])
     pipe = flux_pipeline(folders["dev"])
-    images, noise = drawn(family, params, PROMPTS, GUIDANCE)
+    images, noise = drawn(family, params, said(*PROMPTS), GUIDANCE)
     _, pixels = call(pipe, noise)
     np.testing.assert_allclose(images, pixels, rtol=0, atol=1e-3)
     for other in (call(pipe, noise, guidance=1.5), call(pipe, noise, prompts=PROMPTS[::-1])):
         assert np.abs(pixels - other[1]).max() > 10 / 255
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("negative", [None, "four shapes"])
+def test_the_samplers_images_are_the_pipelines_with_one_negative_prompt_for_all(folders, negative):
+    """Without one it is empty, which the pipeline must be told."""
+    family, params, _ = ours(folders["dev"])
+    records = said(*PROMPTS) if negative is None else negated(PROMPTS, [negative] * 3)
+    images, noise = drawn(family, params, records, GUIDANCE, 2.5)
+    given = dict(true_cfg_scale=2.5, negative_prompt=[negative or ""] * 3)
+    _, pixels = call(flux_pipeline(folders["dev"]), noise, **given)
+    np.testing.assert_allclose(images, pixels, rtol=0, atol=1e-3)
+    _, alone = call(flux_pipeline(folders["dev"]), noise)
+    assert np.abs(pixels - alone).max() > 10 / 255
 
 
 def test_the_export_gives_the_same_pixels_in_diffusers(folders, tmp_path):
@@ -236,7 +274,8 @@ def test_the_export_gives_the_same_pixels_in_diffusers(folders, tmp_path):
 
 def test_defaults_are_the_pipelines(folders):
     dev, schnell = (ours(folders[kind])[0] for kind in KINDS)
-    assert (dev.guidance, dev.default_guidance) == ("embedded", 3.5)
+    assert (dev.guidance, dev.default_guidance) == ("both", 3.5)
+    assert inspect.signature(FluxPipeline.__call__).parameters["true_cfg_scale"].default == 1
     assert (schnell.guidance, schnell.default_guidance) == ("none", 1.0)
     pipe = flux_pipeline(folders["dev"])
     tokens = inspect.signature(FluxPipeline.__call__).parameters["max_sequence_length"].default
@@ -245,6 +284,25 @@ def test_defaults_are_the_pipelines(folders):
     assert dev.default_size() == Size(side, side)
     with pytest.raises(ValueError, match="this model's guidance is 'none'"):
         Policy(schnell, 3.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "sentence"),
+    [
+        ("dev", Asked(), "--true_guidance is 1, so that there is no second pass that would read"),
+        ("schnell", Asked(), "this model's guidance is 'none', without a second pass that would"),
+        ("dev", Asked(true_guidance=2.0), "holds no weights"),
+    ],
+)
+def test_a_negative_prompt_that_nothing_reads_is_refused_before_weights_are_read(
+    folders, tmp_path, kind, asked, sentence
+):
+    ignore = shutil.ignore_patterns("*.safetensors")
+    folder = shutil.copytree(folders[kind], tmp_path / "pipeline", ignore=ignore)
+    given = "--negative_prompt is given"
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        open_model(str(folder), jax.devices()[:1], asked=[asked], negative=given)
+    assert str(caught.value).startswith(f"{given}, but ") == (asked.true_guidance is None)
 
 
 def test_flops_are_of_the_tokens_that_the_transformer_is_given(folders):
@@ -292,5 +350,7 @@ def test_components_that_do_not_fit_are_refused_by_their_file(
 def test_what_it_cannot_do_without_is_refused(folders):
     with pytest.raises(ConfigError, match="its 'text_encoder_2', which config"):
         open_pipeline(str(folders["dev"]), ("text_encoder_2",))
-    with pytest.raises(ConfigError, match="max_sequence_length is 513, but FLUX"):
+    with pytest.raises(
+        ConfigError, match=r"^config.model.max_sequence_length must be at most 512, the"
+    ):
         load_family(folders["dev"], max_sequence_length=513)

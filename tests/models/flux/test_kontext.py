@@ -14,7 +14,7 @@ from diffusers.utils import load_image
 from PIL import Image
 
 from digen_jax.assemble import editing, load_family, read_parts
-from digen_jax.engine.encoding import example, key_of
+from digen_jax.engine.encoding import example, key_of, null_key
 from digen_jax.engine.policy import Policy
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import all_devices
@@ -27,6 +27,7 @@ from tests.models.flux.folders import flux_folder, packed
 from tests.models.flux.kontext_folders import SOURCE, kontext_folder, kontext_pipeline, picture
 
 PROMPTS = ["a photo of a red circle", "two blue squares and schräge ☃"]
+NEGATIVES = ["four shapes", "a green star above a yellow triangle"]
 STEPS, GUIDANCE, TOKENS = 3, 2.5, 21
 SIZE, SOURCE = Size(20, 12), Size(*SOURCE)
 
@@ -244,9 +245,11 @@ def call(pipe, latents, images, **given):
     return steps, pixels
 
 
-@pytest.mark.parametrize("edited", [True, False])
-def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, edited):
-    """With pictures, of another shape than the image, and without."""
+@pytest.mark.parametrize(
+    ("edited", "true"), [(True, 1.0), (True, 2.5), pytest.param(False, 1.0, marks=pytest.mark.slow)]
+)
+def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, edited, true):
+    """With pictures, of another shape than the image, in one pass and in two, and without."""
     family, params, encode = ours(folder)
     images, given = None, said(*PROMPTS)
     if edited:
@@ -257,15 +260,20 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, edi
     else:
         family = load_family(folder, max_sequence_length=TOKENS)
         encode = jax.jit(family.encode)
-    policy = Policy(family, GUIDANCE)
+    policy = Policy(family, GUIDANCE, true_guidance=true)
+    null, more = None, {}
+    if true != 1:
+        more = dict(true_cfg_scale=true, negative_prompt=NEGATIVES)
+        negatives = [r | {"negative_prompt": n} for r, n in zip(given, NEGATIVES, strict=True)]
+        null = encode(params, family.tokenize_null(negatives))
     trained = {"transformer": params["transformer"]}
     tuned, base = policy.split(jax.random.key(0), trained, reference=False)
     prompts = encode(params, family.tokenize(given))
     rng = np.random.default_rng(0)
     x = start = rng.normal(size=(2, *family.latent_shape(SIZE))).astype(np.float32)
-    expected, pixels = call(kontext_pipeline(folder), start, images)
+    expected, pixels = call(kontext_pipeline(folder), start, images, **more)
     sigmas = family.sigmas(STEPS, SIZE)
-    velocity = jax.jit(lambda x, sigma: policy.velocity(tuned, base, prompts, None)(x, sigma))
+    velocity = jax.jit(lambda x, sigma: policy.velocity(tuned, base, prompts, null)(x, sigma))
     errors = []
     for sigma, after, latents in zip(sigmas[:-1], sigmas[1:], expected, strict=True):
         x = x + (after - sigma) * velocity(x, jnp.full(2, sigma))
@@ -276,8 +284,12 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, edi
     np.testing.assert_allclose(decoded, pixels, rtol=0, atol=1e-3)
     assert ((pixels > 0.02) & (pixels < 0.98)).mean() > 0.3
     if edited:
-        _, others = call(kontext_pipeline(folder), start, images[::-1])
+        _, others = call(kontext_pipeline(folder), start, images[::-1], **more)
         assert np.abs(others - pixels).max() > 4 / 255
+    if more:
+        more["negative_prompt"] = NEGATIVES[::-1]
+        _, others = call(kontext_pipeline(folder), start, images, **more)
+        assert np.abs(others - pixels).max((1, 2, 3)).min() > 4 / 255
 
 
 def test_without_a_picture_it_is_flux(base, folder):
@@ -303,7 +315,7 @@ def test_without_a_picture_it_is_flux(base, folder):
 def test_defaults_are_the_pipelines(folder):
     family = ours(folder)[0]
     call = inspect.signature(FluxKontextPipeline.__call__).parameters
-    assert family.guidance == "embedded"
+    assert family.guidance == "both" and call["true_cfg_scale"].default == 1
     assert family.default_guidance == call["guidance_scale"].default
     assert family.default_steps == call["num_inference_steps"].default == 28
     side = kontext_pipeline(folder).default_sample_size * kontext_pipeline(folder).vae_scale_factor
@@ -356,6 +368,10 @@ def test_the_key_of_a_record_has_the_pictures_bytes(folder, tmp_path):
     assert key_of(family, {"prompt": "x", "image": str(other)}) == keys[0]
     assert key_of(family, {"prompt": "y", "image": str(other)}) != keys[0]
     assert key_of(load_family(folder), {"prompt": "x"}) == "x"
+    same = {"image": str(other)}
+    nulls = [{"prompt": p} | same | n for p in "xy" for n in ({}, {"negative_prompt": "x"})]
+    found = [null_key(family, record) for record in nulls]
+    assert found[:2] == found[2:] and len({*found, *keys}) == 4
     other.unlink()
     with pytest.raises(ConfigError, match=r"there is no picture at .*other.png"):
         key_of(family, {"prompt": "x", "image": str(other)})

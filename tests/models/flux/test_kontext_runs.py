@@ -158,6 +158,35 @@ def test_encoding_in_each_step_gives_the_same_run(base, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trained_too", [True, False])
+def test_a_run_with_two_passes_has_ratio_one_and_is_the_same_encoded_ahead(
+    base, tmp_path, trained_too
+):
+    """With a negative prompt for some of the prompts; only an evaluation with two passes trains as without."""
+    folder = shutil.copytree(edit_prompts(base).parent, tmp_path / "edits")
+    records = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    for record, negative in zip(records[1:], ("four shapes", ""), strict=False):
+        record["negative_prompt"] = negative
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    for encoding in ("each_step", "ahead"):
+        c = edit_config(base, encoding=encoding, store=str(tmp_path / "store"))
+        c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
+        c.sampler.true_guidance, c.evaluation.true_guidance = 1 + 2.0 * trained_too, 2.0
+        c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
+        assert train(open_recipe(c), tmp_path / encoding) is None
+    each, before = (metrics(tmp_path / encoding) for encoding in ("each_step", "ahead"))
+    for line, other in zip(each, before, strict=True):
+        assert line == pytest.approx(other, rel=3e-5, abs=1e-7)
+    first = next(line for line in each if "ratio" in line)
+    assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
+    # A null conditioning of each negative prompt and picture, beside the prompts' own.
+    (block,) = _blocks(tmp_path / "store")
+    assert len(_about(block)["texts"]) == 8
+    plain = next(line for line in metrics(trained(base)) if "ratio" in line)
+    assert (first["reward"] == pytest.approx(plain["reward"], abs=1e-6)) == (not trained_too)
+
+
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_end(base, tmp_path):
     c = edit_config(base, encoding="ahead", store=store(base))
     c.steps, c.trainer.eps = 4, 1.0

@@ -69,8 +69,8 @@ MUTATIONS = (
     ),
     (
         "prompt of the pass without one", f"{MODELS}/image_family.py",
-        'return self.tokenize([{"prompt": ""}])',
-        'return self.tokenize([{"prompt": " "}])',
+        'negative_prompt: ClassVar[str] = ""',
+        'negative_prompt: ClassVar[str] = " "',
         PROMPTS,
     ),
     (

@@ -342,11 +342,21 @@ def refused(folder, **options) -> str:
     return str(caught.value).replace(f"{folder}/", "")
 
 
-def test_what_does_not_fit_is_refused_by_its_file(copy):
+def test_what_does_not_fit_is_refused_by_its_file(folder, copy):
     assert refused(copy, max_sequence_length=1025) == (
-        "max_sequence_length is 1025, but Qwen-Image reads at most 1024 tokens"
+        "config.model.max_sequence_length must be at most 1024, the most that Qwen-Image reads of a prompt, not 1025"
     )
     config = copy / "transformer" / "config.json"
+    tokenizer = copy / "tokenizer" / "tokenizer.json"
+    whole = tokenizer.read_text()
+    own = json.loads(whole)
+    own["model"]["merges"] = own["model"]["merges"][:-60]
+    tokenizer.write_text(json.dumps(own))
+    assert " tokens of the beginning of the model's template, which must be 34: " in refused(copy)
+    tokenizer.write_text(whole)
+    edit(copy / "vae" / "config.json", base=7)
+    assert refused(copy).startswith("vae/config.json: AutoencoderKLQwenImage has no field 'base'")
+    shutil.copy(folder / "vae" / "config.json", copy / "vae")
     edit(config, joint_attention_dim=7)
     assert refused(copy).startswith("text_encoder/config.json: hidden_size must be 7, the trans")
     edit(config, joint_attention_dim=24, out_channels=5)

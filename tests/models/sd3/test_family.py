@@ -83,6 +83,42 @@ def test_images_are_those_of_the_pipelines_default_call(folder, height, width, g
     assert np.abs(expected - call(guidance_scale=1).images).max() > 20 / 255
 
 
+@pytest.mark.parametrize(
+    "negatives", quick([(["four shapes", None, PROMPTS[2]],), (["four shapes"] * 3,)], 0)
+)
+def test_images_have_the_pipelines_negative_prompts(base, negatives):
+    """One for each prompt, of which one is empty by default, or one for all."""
+    (family, params), pipe = ours(pipeline(base)), oracle(pipeline(base))
+    policy, size = Policy(family, 4.0), Size(32, 32)
+    sampler = Sampler(policy, group(), SamplerSettings(size, 3, Ode()))
+    tuned, frozen = policy.split(jax.random.key(0), trained_of(family, params), reference=False)
+    weights, rows = Weights(tuned, frozen, params), np.arange(3, dtype=np.int32)
+    keys = image_keys(jax.random.key(3), rows, np.zeros_like(rows))
+    noise = np.asarray(start_noise(keys, sampler.shape)).transpose(0, 3, 1, 2)
+    own = [{} if n is None else {"negative_prompt": n} for n in negatives]
+    records = [r | n for r, n in zip(said(*PROMPTS[:3]), own, strict=True)]
+    with jax.default_matmul_precision("highest"):
+        prompts = sampler.encode(weights, records)
+        trajectory = sampler.generate(weights, prompts, rows, keys)
+        images = np.asarray(sampler.decode(weights, trajectory)[:, 0])
+    assert len(prompts.null.context) == len(set(negatives))
+    call = functools.partial(
+        pipe,
+        PROMPTS[:3],
+        height=size.height,
+        width=size.width,
+        num_inference_steps=3,
+        guidance_scale=4.0,
+        latents=torch.tensor(noise),
+        output_type="np",
+    )
+    expected = call(negative_prompt=[negative or "" for negative in negatives]).images
+    np.testing.assert_allclose(images, expected, rtol=0, atol=1e-3)
+    print(f"pixels {np.abs(images - expected).max():.1e}")
+    changed = np.abs(expected - call().images).max((1, 2, 3)) > 10 / 255
+    assert changed.tolist() == [negative is not None for negative in negatives]
+
+
 def test_prompts_are_encoded_as_by_the_pipeline(folder):
     family, params = ours(folder)
     prompts = [*PROMPTS, LONG, "Ein ROTER Kreis, schräg ☃"]

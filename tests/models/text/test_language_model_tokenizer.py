@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -166,5 +168,27 @@ def test_a_template_is_only_needed_for_chats(folders, tmp_path):
 
 def test_more_tokens_than_the_encoder_has_are_refused(folders):
     encoder = LanguageModelConfig.from_config({**CONFIG, "vocab_size": 302})
-    with pytest.raises(ValueError, match="has 303 tokens, but its text encoder 302"):
+    with pytest.raises(
+        ValueError, match="ids up to 302, but vocab_size of its text encoder is 302"
+    ):
         language_model_tokenizer.read(folders["tokenizer.json"], encoder)
+
+
+def test_another_models_tokenizer_is_refused(folders, tmp_path):
+    """One without a mark of the template, and one that divides a template into other tokens."""
+    folder = changed(folders["tokenizer.json"], tmp_path, "tokenizer_config.json")
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|im_start|>", "<start_of_turn>"))
+    sentence = f"the tokenizer in {folder} has no token <|im_start|>, which the template of prompts"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        language_model_tokenizer.read(folder, ENCODER, chats=True)
+    head = "<|im_start|>user\n"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        language_model_tokenizer.read(folder, ENCODER, head=(head, 3))
+    whole = folders["tokenizer.json"]
+    assert len(language_model_tokenizer.read(whole, ENCODER, head=(head, 3))) == 303
+    with pytest.raises(ValueError, match="makes 3 tokens of the beginning of the model's template"):
+        language_model_tokenizer.read(whole, ENCODER, head=(head, 4))
+    large = dataclasses.replace(ENCODER, vocab_size=607)
+    with pytest.raises(ValueError, match=r"has 303 tokens, but vocab_size .* is 607: they do not"):
+        language_model_tokenizer.read(whole, large)

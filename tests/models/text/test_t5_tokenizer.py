@@ -3,9 +3,11 @@ import json
 import numpy as np
 import pytest
 
-from digen_jax.models.text import t5_tokenizer
+from digen_jax.models.text import clip_tokenizer, t5_tokenizer
+from digen_jax.models.text.clip_text import CLIPTextConfig
 from digen_jax.models.text.t5 import T5Config
 from digen_jax.models.text.tokenizer_files import padded
+from digen_jax.pretraining.tokenizer import build_tokenizer
 from tests.models.sd3.t5_folders import backend, vocabulary, write_tokenizer
 
 TEXTS = ["a photo of two blue squares", "schräg größer ☃", "a green star"]
@@ -28,7 +30,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def encoder(vocab_size: int = 100) -> T5Config:
+def encoder(vocab_size: int = 60) -> T5Config:
     return T5Config(vocab_size=vocab_size)
 
 
@@ -62,8 +64,14 @@ def test_tokens_that_a_text_names_are_transformers(folder):
 
 
 def test_a_tokenizer_that_does_not_fit_or_is_broken_is_named(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"has \d+ tokens, but its text encoder 9: they do not"):
+    with pytest.raises(
+        ValueError, match=r"has ids up to \d+, but vocab_size of its text encoder is 9: they"
+    ):
         t5_tokenizer.read(folder, encoder(9))
+    with pytest.raises(
+        ValueError, match=r"has \d+ tokens, but vocab_size of its text encoder is 100:"
+    ):
+        t5_tokenizer.read(folder, encoder(100))
     with pytest.raises(ValueError, match=r"tokenizer_config.json is missing"):
         t5_tokenizer.read(tmp_path, encoder())
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -76,3 +84,18 @@ def test_a_tokenizer_that_does_not_fit_or_is_broken_is_named(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
     with pytest.raises(ValueError, match="cannot be read"):
         t5_tokenizer.read(tmp_path, encoder())
+
+
+def test_another_models_tokenizer_is_refused(folder, tmp_path):
+    """A CLIP's: under its own name, and under that of a T5."""
+    build_tokenizer(TEXTS, 12).save_pretrained(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    with pytest.raises(ValueError, match=r"tokenizer_class must be one of T5Tokenizer, .*'CLIPTok"):
+        t5_tokenizer.read(tmp_path, encoder(900))
+    config.write_text(config.read_text().replace("CLIPTokenizer", "T5Tokenizer"))
+    with pytest.raises(ValueError, match=f"the tokenizer in {tmp_path} cannot be read"):
+        t5_tokenizer.read(tmp_path, encoder(900))
+    config.write_text(config.read_text().replace("T5Tokenizer", "GemmaTokenizer"))
+    clip = CLIPTextConfig(vocab_size=900)
+    with pytest.raises(ValueError, match=r"tokenizer_class must be one of CLIPTokenizer, .*'Gemma"):
+        clip_tokenizer.read(tmp_path, clip)

@@ -313,7 +313,7 @@ def refused(folder, **options) -> str:
 
 def test_what_does_not_fit_is_refused_by_its_file(copy):
     assert refused(copy, max_sequence_length=545).startswith(
-        "max_sequence_length must be at most 544"
+        "config.model.max_sequence_length must be at most 544, for which the transformer has"
     )
     edit(copy / "transformer" / "config.json", cap_feat_dim=7)
     assert refused(copy).startswith(

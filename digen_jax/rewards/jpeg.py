@@ -1,0 +1,81 @@
+"""Rewards by the size of a picture's JPEG file: the usual test of whether a reward changes the model at all.
+
+Black et al. 2023 (DDPO, arXiv 2305.13301). The size in units of 1000 bytes at quality 95, and the signs, are those of
+both kvablack/ddpo-pytorch (ddpo_pytorch/rewards.py, commit 1958463) and yifan123/flow_grpo (flow_grpo/rewards.py,
+commit ac4c86e). These differ in the scale of compressibility: flow_grpo divides it by 500, and so does this module.
+"""
+
+import dataclasses
+import io
+
+import numpy as np
+from jaxtyping import Float32, UInt8
+from PIL import Image
+
+from digen_jax.rewards.canary import Canary
+
+QUALITY = 95
+UNIT = 1_000  # bytes
+COMPRESSIBILITY_UNIT = 500_000  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class JpegSize:
+    """The size of each picture's JPEG file; of a clip, the mean over its frames.
+
+    The sources score pictures only, so the mean is this project's choice.
+
+    Attributes:
+      unit: bytes that are a score of 1; negative: small files score high.
+    """
+
+    unit: int
+
+    def __call__(
+        self, images: UInt8[np.ndarray, "b *t h w 3"], prompts: list[str], metadata: list[dict]
+    ) -> Float32[np.ndarray, "b"]:
+        """The scores; prompts and metadata are not read."""
+        del prompts, metadata
+        clips = images.reshape(len(images), -1, *images.shape[-3:])
+        sizes = [[_size(frame) for frame in clip] for clip in clips]
+        return (np.mean(sizes, axis=1) / self.unit).astype(np.float32)
+
+
+def jpeg_incompressibility() -> JpegSize:
+    """High for large JPEG files: the size in units of 1000 bytes."""
+    return JpegSize(UNIT)
+
+
+def jpeg_compressibility() -> JpegSize:
+    """High for small JPEG files: minus the size in units of 500,000 bytes."""
+    return JpegSize(-COMPRESSIBILITY_UNIT)
+
+
+def known_incompressibility() -> Canary:
+    """A flat picture, a gradient and noise, with the sizes that libjpeg-turbo 3 gives.
+
+    Another version may differ by some bytes. The tolerance allows a twentieth of the smallest size, which is less than
+    a tenth of what the sizes differ by.
+    """
+    down, across = np.mgrid[:64, :64].astype(np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    gradient = np.stack([4 * down, 4 * across, 2 * (down + across)], axis=-1)
+    images = np.stack([np.full_like(noise, 128), gradient, noise])
+    prompts = ["a grey square", "a gradient", "noise"]
+    expected = np.array([0.689, 1.258, 5.446], np.float32)
+    return Canary(images, prompts, [{"prompt": prompt} for prompt in prompts], expected, 0.035)
+
+
+def known_compressibility() -> Canary:
+    """The same pictures."""
+    sizes = known_incompressibility()
+    scale = np.float32(UNIT / COMPRESSIBILITY_UNIT)
+    return dataclasses.replace(
+        sizes, expected=-scale * sizes.expected, tolerance=float(scale) * sizes.tolerance
+    )
+
+
+def _size(picture: UInt8[np.ndarray, "h w 3"]) -> int:
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "JPEG", quality=QUALITY)
+    return file.tell()

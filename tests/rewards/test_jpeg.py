@@ -1,0 +1,53 @@
+"""The JPEG rewards against OpenCV's encoder, on a photograph in the public domain."""
+
+import pickle
+
+import cv2
+import matplotlib
+import numpy as np
+import pytest
+from PIL import Image, ImageFilter
+
+from digen_jax.rewards import jpeg
+
+# Rear Admiral Grace M. Hopper, by James S. Davis, US Navy: in the public domain.
+PHOTOGRAPH = matplotlib.get_data_path() + "/sample_data/grace_hopper.jpg"
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """A photograph, and what is left of it behind ever thicker glass."""
+    photograph = Image.open(PHOTOGRAPH).convert("RGB").crop((100, 0, 356, 256))
+    blurred = [photograph.filter(ImageFilter.GaussianBlur(radius)) for radius in (1, 3, 9)]
+    return np.stack([np.asarray(picture) for picture in (photograph, *blurred)])
+
+
+def judged(reward, images):
+    count = len(images)
+    return pickle.loads(pickle.dumps(reward))(images, [""] * count, [{}] * count)
+
+
+def test_the_size_is_that_of_another_encoder(pictures):
+    options = [cv2.IMWRITE_JPEG_QUALITY, 95]
+    sizes = [len(cv2.imencode(".jpg", x[..., ::-1], options)[1]) / 1000 for x in pictures]
+    large, small = jpeg.jpeg_incompressibility(), jpeg.jpeg_compressibility()
+    assert judged(large, pictures) == pytest.approx(sizes, rel=0.01)
+    assert judged(small, pictures) == pytest.approx(-np.array(sizes) / 500, rel=0.01)
+    assert judged(small, pictures).dtype == np.float32
+    assert (np.diff(judged(small, pictures)) > 0).all()
+
+
+def test_a_clip_has_the_mean_of_its_frames(pictures):
+    reward = jpeg.jpeg_incompressibility()
+    frames = judged(reward, pictures)
+    clips = judged(reward, pictures.reshape(2, 2, *pictures.shape[1:]))
+    assert clips == pytest.approx(frames.reshape(2, 2).mean(axis=1), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["incompressibility", "compressibility"])
+def test_known_pictures_have_the_known_scores(name):
+    known = getattr(jpeg, f"known_{name}")()
+    scores = getattr(jpeg, f"jpeg_{name}")()(known.images, known.prompts, known.metadata)
+    assert np.abs(scores - known.expected).max() <= known.tolerance
+    distances = np.abs(np.diff(known.expected))
+    assert distances.min() > 10 * known.tolerance
