@@ -1,5 +1,5 @@
 """Benchmarks: the runtime's speed with waits in place of device work, real compute on two cores and against torch, what
-asynchrony costs, and which algorithms learn.
+asynchrony costs, which algorithms learn, and reward servers under load and faults.
 
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
@@ -13,6 +13,7 @@ python launch/benchmark.py asynchrony --config configs/shapes_flow_grpo.py --wor
 python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --workdir runs/algorithms \
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
+python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
 """
 
 import dataclasses
@@ -64,6 +65,14 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all runs; give it ag
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Number of runs of each kind.")
 _ONLY = flags.DEFINE_list("only", [], "Algorithms to train now; none: all.")
 _CELLS = flags.DEFINE_string("cells", None, "An algorithms.csv to draw again; nothing is trained.")
+
+# Options of "rewards", with --seed.
+_CLIENTS = flags.DEFINE_integer("clients", 64, "Threads that ask for scores at the same time.")
+_SERVERS = flags.DEFINE_integer("servers", 3, "Reward servers, each with a process that scores.")
+_REQUESTS = flags.DEFINE_integer("requests", 20, "Requests of each client.")
+_IMAGES = flags.DEFINE_integer("images", 4, "Images of a request.")
+_SIDE = flags.DEFINE_integer("side", 64, "Height and width of an image.")
+_REWARD_SECONDS = flags.DEFINE_float("reward_seconds", 0.001, "Seconds of the reward for an image.")
 
 
 def runtime() -> None:
@@ -179,6 +188,30 @@ def algorithms() -> int | None:
     return code
 
 
+def rewards() -> None:
+    """Ask reward servers from many clients, with faults on the way and a server that is killed."""
+    output = _output()
+    from digen_jax.benchmark.rewards import Load, compare
+
+    load = Load(
+        clients=_CLIENTS.value,
+        servers=_SERVERS.value,
+        requests=_REQUESTS.value,
+        images=_IMAGES.value,
+        side=_SIDE.value,
+        seconds=_REWARD_SECONDS.value,
+        seed=_SEED.value,
+    )
+    print(
+        f"{load.clients} clients ask {load.servers} servers for the scores of {load.total} images of {load.side} x "
+        f"{load.side}, {load.images} in a request; the reward takes {1000 * load.seconds:g} ms an image.",
+        flush=True,
+    )
+    found = compare(load, lambda line: print(line, flush=True))
+    print(f"\n{found.describe()}")
+    _write(output, dataclasses.asdict(found) | {"overhead": found.overhead})
+
+
 def _redraw(cells: pathlib.Path, workdir: pathlib.Path) -> None:
     from digen_jax.benchmark.algorithms import read_cells
 
@@ -261,5 +294,6 @@ if __name__ == "__main__":
             "peers": peers,
             "asynchrony": asynchrony,
             "algorithms": algorithms,
+            "rewards": rewards,
         }
     )

@@ -13,6 +13,7 @@ EVALUATE = (
     "--reward=shapes_geneval",
 )
 PLAN = ("plan.py", SHAPES, "--costs=none.json")
+SERVER = ("reward_server.py", "--reward=shapes_geneval")
 PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
 
 
@@ -54,6 +55,15 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
             "--output = 'FILE/x.json' lies in FILE, which is a file",
         ),
         ((*EVALUATE, "--guidance=1,inf"), "--guidance must be at most 1000, not inf"),
+        (
+            (*SERVER, "--memory=5"),
+            "--memory=5 must hold one request: 134217728 bytes by --body and",
+        ),
+        (
+            ("reward_server.py", "--reward=shapes_genevil"),
+            "unknown reward 'shapes_genevil': use one",
+        ),
+        ((*SERVER, "--port=70000"), "--port=70000 must be 0 to 65535"),
         ((*PLAN, "--output=FOLDER"), "--output = 'FOLDER' is a folder already: give the name of a"),
         ((*PLAN, "--memory=nan"), "--memory must be above 0, not nan"),
         ((*PLAN, "--trainer_serial=5"), "--trainer_serial must be at most 1, not 5.0"),

@@ -11,19 +11,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from digen_jax.attention.attend import attend
 from digen_jax.json_fields import check_values, number
+from digen_jax.models import clip_layers
+from digen_jax.models.clip_layers import CLIPEncoder, check_layers, norm
 
-LISTS: tuple[str, ...] = ("layers",)
+LISTS = clip_layers.LISTS
 
 # The logical axes of kernels, see `logical_axes`.
 AXES = (
     (r"/token_embedding$", ("vocab", "embed")),
     (r"/position_embedding$", ("positions", "embed")),
-    (r"self_attn/[qkv]_proj$", ("embed", "heads")),
-    (r"self_attn/out_proj$", ("heads", "embed")),
-    (r"mlp/fc1$", ("embed", "mlp")),
-    (r"mlp/fc2$", ("mlp", "embed")),
+    *clip_layers.AXES,
     (r"layer_norm", ("embed",)),
     (r"^text_projection$", ("embed", "text")),
 )
@@ -34,19 +32,6 @@ IGNORED: tuple[str, ...] = ("text_model.embeddings.position_ids",)
 
 # The wrong eos_token_id in the config of models saved before transformers corrected it.
 LEGACY_EOS = 2
-
-
-def quick_gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """OpenAI's approximation of GELU, with which CLIP-L was trained."""
-    return x * nn.sigmoid(1.702 * x)
-
-
-def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The exact GELU (Hendrycks and Gimpel, arXiv 1606.08415), with which bigG was trained."""
-    return nn.gelu(x, approximate=False)
-
-
-ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +52,7 @@ class CLIPTextConfig:
     eos_token_id: int = number(49407, 0)
 
     def __post_init__(self):
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(
-                f"hidden_act must be one of {sorted(ACTIVATIONS)} but is {self.hidden_act!r}"
-            )
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads"
-                f" {self.num_attention_heads}"
-            )
+        check_layers(self)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "CLIPTextConfig":
@@ -122,88 +99,6 @@ class CLIPTextEmbeddings(nn.Module):
         return tokens(ids) + positions(jnp.arange(ids.shape[1]))
 
 
-class CLIPAttention(nn.Module):
-    """Causal self-attention with several heads."""
-
-    config: CLIPTextConfig
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Attends from each token to itself and the tokens before it."""
-        heads = (*x.shape[:2], self.config.num_attention_heads, -1)
-        q, k, v = (
-            nn.Dense(x.shape[-1], dtype=self.dtype, name=name)(x).reshape(heads)
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
-        y = attend(q, k, v, causal=True).reshape(x.shape)
-        return nn.Dense(x.shape[-1], dtype=self.dtype, name="out_proj")(y)
-
-
-class CLIPMLP(nn.Module):
-    """Two layers with an activation between."""
-
-    config: CLIPTextConfig
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Applies the layers to each token."""
-        y = nn.Dense(self.config.intermediate_size, dtype=self.dtype, name="fc1")(x)
-        y = ACTIVATIONS[self.config.hidden_act](y)
-        return nn.Dense(x.shape[-1], dtype=self.dtype, name="fc2")(y)
-
-
-def _norm(config: CLIPTextConfig, dtype: DTypeLike, name: str) -> nn.LayerNorm:
-    """Layer norm with float32 statistics; a one-pass variance would lose digits if mean >> std."""
-    return nn.LayerNorm(
-        epsilon=config.layer_norm_eps, dtype=dtype, use_fast_variance=False, name=name
-    )
-
-
-class CLIPEncoderLayer(nn.Module):
-    """A transformer block, normed before attention and before the MLP."""
-
-    config: CLIPTextConfig
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Tokens to tokens."""
-        config, dtype = self.config, self.dtype
-        y = _norm(config, dtype, "layer_norm1")(x)
-        x = x + CLIPAttention(config, dtype, name="self_attn")(y)
-        y = _norm(config, dtype, "layer_norm2")(x)
-        return x + CLIPMLP(config, dtype, name="mlp")(y)
-
-
-class CLIPEncoder(nn.Module):
-    """The layers, scanned if there are several."""
-
-    config: CLIPTextConfig
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "b n d"], wanted: int
-    ) -> tuple[Float[Array, "b n d"], Float[Array, "b n d"]]:
-        """Embeddings to the last layer's output and the input of layer `wanted`, counted from 0."""
-        count = self.config.num_hidden_layers
-        name = f"layers_0to{count - 1}" if count > 1 else "layers_0"
-        layer = CLIPEncoderLayer(self.config, self.dtype, name=name)
-        if count == 1:
-            last = layer(x)
-            return last, x if wanted == 0 else last
-
-        def step(layer, carry, index):
-            x, kept = carry
-            return (layer(x), jnp.where(index == wanted, x, kept)), None
-
-        scan = nn.scan(step, variable_axes={"params": 0, "lora": 0}, split_rngs={"params": True})
-        (last, kept), _ = scan(layer, (x, x), jnp.arange(count))
-        return last, last if wanted == count else kept
-
-
 class CLIPTextTransformer(nn.Module):
     """Embeddings, layers and the final norm."""
 
@@ -216,13 +111,14 @@ class CLIPTextTransformer(nn.Module):
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b d"]]:
         """Token ids to the input of layer `wanted` and the normed last state of the end token."""
         x = CLIPTextEmbeddings(self.config, self.dtype, name="embeddings")(ids)
-        x, kept = CLIPEncoder(self.config, self.dtype, name="encoder")(x, wanted)
-        x = _norm(self.config, self.dtype, "final_layer_norm")(x)
+        x, kept = CLIPEncoder(self.config, self.dtype, causal=True, name="encoder")(x, wanted)
+        x = norm(self.config, self.dtype, "final_layer_norm")(x)
         ends = pooling_positions(ids, self.config.eos_token_id)
         return kept, jnp.take_along_axis(x, ends[:, None, None], axis=1)[:, 0]
 
 
-def _check_length(ids: Int[Array, "b n"], config: CLIPTextConfig) -> None:
+def check_length(ids: Int[Array, "b n"], config: CLIPTextConfig) -> None:
+    """Raises ValueError if there are more tokens than positions."""
     if ids.shape[1] > config.max_position_embeddings:
         raise ValueError(
             f"ids has {ids.shape[1]} tokens a prompt but max_position_embeddings is"
@@ -243,7 +139,7 @@ class CLIPTextModel(nn.Module):
         Raises:
           ValueError: there are more tokens than max_position_embeddings.
         """
-        _check_length(ids, self.config)
+        check_length(ids, self.config)
         transformer = CLIPTextTransformer(self.config, self.dtype, name="text_model")
         return transformer(ids, self.config.num_hidden_layers)[1]
 
@@ -276,7 +172,7 @@ class CLIPTextModelWithProjection(nn.Module):
           ValueError: there are more tokens than max_position_embeddings, or no such state.
         """
         states = self.config.num_hidden_layers + 1
-        _check_length(ids, self.config)
+        check_length(ids, self.config)
         if not -states <= hidden_state < states:
             raise ValueError(f"hidden_state {hidden_state} must lie in [{-states}, {states})")
         transformer = CLIPTextTransformer(self.config, self.dtype, name="text_model")

@@ -1,0 +1,148 @@
+"""From pictures of bytes to CLIP's input, on the device, as three libraries do it.
+
+| function    | as                                                              | resizes | rounds to bytes |
+| ----------- | --------------------------------------------------------------- | ------- | --------------- |
+| pil_crop    | transformers' CLIPImageProcessorPil                             | the shorter side, crops | yes |
+| tensor_crop | torchvision's Resize and CenterCrop of a floating-point tensor  | the shorter side, crops | no |
+| tensor_pad  | HPSv2's ResizeMaxSize of a floating-point tensor                | the longer side, pads   | no |
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, UInt8
+
+from digen_jax.models.vision.resize import Filter, resize, resize_bytes
+
+# OpenAI's statistics of pixels, which transformers and open_clip use unless a file says otherwise.
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+# The numbers of Pillow's filters in preprocessor_config.json.
+FILTERS: dict[int, Filter] = {2: "bilinear", 3: "bicubic"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Processor:
+    """A CLIPImageProcessor.
+
+    Attributes:
+      edge: pixels of the shorter side after resizing.
+      size: pixels of each side after cropping.
+      kind: of the filter.
+      scale: factor of bytes.
+      mean: of each channel.
+      std: of each channel.
+    """
+
+    edge: int = 224
+    size: int = 224
+    kind: Filter = "bicubic"
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+
+    def __post_init__(self):
+        if self.edge < self.size:
+            raise ValueError(
+                f"crop_size {self.size} must be at most the shortest edge, {self.edge}"
+            )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Processor":
+        """The processor that a preprocessor_config.json describes, with transformers' defaults.
+
+        Raises:
+          ValueError: names a field with a value that is not supported.
+        """
+        for step in ("do_resize", "do_center_crop", "do_rescale", "do_normalize"):
+            if config.get(step, True) is not True:
+                raise ValueError(f"{step} must be true, not {config[step]!r}")
+        number = config.get("resample", 3)
+        if isinstance(number, bool) or number not in FILTERS:
+            raise ValueError(f"resample must be 2 (bilinear) or 3 (bicubic), not {number!r}")
+        scale = config.get("rescale_factor", 1 / 255)
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale <= 1:
+            raise ValueError(f"rescale_factor must lie between 0 and 1, not {scale!r}")
+        return cls(
+            edge=_side(config, "size", ("shortest_edge",)),
+            size=_side(config, "crop_size", ("height", "width")),
+            kind=FILTERS[number],
+            scale=scale,
+            mean=_channels(config, "image_mean", MEAN, -10.0),
+            std=_channels(config, "image_std", STD, 1e-3),
+        )
+
+
+def _side(config: Mapping[str, Any], name: str, keys: tuple[str, ...]) -> int:
+    """A number of pixels, or an object that has it in each of the keys."""
+    found = config.get(name, 224)
+    sides = [found.get(key) for key in keys] if isinstance(found, dict) else [found]
+    if isinstance(found, dict) and set(found) != set(keys):
+        sides = []
+    first = sides[0] if sides else None
+    if isinstance(first, bool) or not isinstance(first, int) or not 0 < first <= 2**14:
+        raise ValueError(f"{name} must give {' and '.join(keys)} in pixels, not {found!r}")
+    if sides != [first] * len(sides):
+        raise ValueError(f"{name} must be a square, not {found!r}")
+    return first
+
+
+def _channels(
+    config: Mapping[str, Any], name: str, default: tuple[float, ...], least: float
+) -> tuple[float, ...]:
+    found = config.get(name, default)
+    numbers = isinstance(found, list | tuple) and len(found) == 3
+    if not numbers or not all(isinstance(x, int | float) and least <= x <= 10 for x in found):
+        raise ValueError(f"{name} must be three numbers, of red, green and blue, not {found!r}")
+    return tuple(map(float, found))
+
+
+def pil_crop(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
+    """`CLIPImageProcessorPil`: its bytes exactly, its normalised numbers up to float32 rounding."""
+    height, width = _shorter(images.shape[1:3], processor.edge)
+    x = resize_bytes(images, height, width, processor.kind)
+    size = processor.size
+    x = _cropped(x, (height - size) // 2, (width - size) // 2, size)
+    return normalised(x.astype(jnp.float32) * processor.scale, processor)
+
+
+def tensor_crop(
+    images: UInt8[Array, "b h w 3"], processor: Processor, kind: Filter
+) -> Float32[Array, "b s s 3"]:
+    """As torchvision's `Resize(edge, kind)` and `CenterCrop(size)` of pictures in [0, 1], then normalised."""
+    height, width = _shorter(images.shape[1:3], processor.edge)
+    x = resize(images.astype(jnp.float32) / 255, height, width, kind)
+    size = processor.size
+    # Rounded half to even, unlike transformers' crop.
+    top, left = (round((side - size) / 2) for side in (height, width))
+    return normalised(_cropped(x, top, left, size), processor)
+
+
+def tensor_pad(images: UInt8[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b s s 3"]:
+    """HPSv2's `ResizeMaxSize`, the longer side resized and black bars beside the shorter one, then normalised."""
+    before, size = images.shape[1:3], processor.size
+    scale = size / max(before)
+    height, width = (round(side * scale) for side in before)
+    x = resize(images.astype(jnp.float32) / 255, height, width, processor.kind)
+    bars = [(size - side, (size - side) // 2) for side in (height, width)]
+    pads = [(first, total - first) for total, first in bars]
+    return normalised(jnp.pad(x, ((0, 0), *pads, (0, 0))), processor)
+
+
+def normalised(x: Float32[Array, "b h w 3"], processor: Processor) -> Float32[Array, "b h w 3"]:
+    """(x - mean) / std of each channel."""
+    return (x - np.asarray(processor.mean, np.float32)) / np.asarray(processor.std, np.float32)
+
+
+def _shorter(sides: tuple[int, int], edge: int) -> tuple[int, int]:
+    """Height and width when the shorter side has `edge` pixels; the longer one is rounded down."""
+    shorter = min(sides)
+    height, width = (edge if side == shorter else int(edge * side / shorter) for side in sides)
+    return height, width
+
+
+def _cropped(x: Array, top: int, left: int, size: int) -> Array:
+    return x[:, top : top + size, left : left + size]

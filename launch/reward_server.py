@@ -1,0 +1,78 @@
+"""Serve a reward over HTTP, for training runs that give its address.
+
+python launch/reward_server.py --reward shapes_geneval --prompts assets/prompts/shapes_heldout.jsonl
+python launch/reward_server.py --reward my_rewards:aesthetics --processes=4 --port=8100 --batch=32
+"""
+
+import dataclasses
+import os
+
+from absl import flags
+
+from digen_jax.config.command_line import run_main
+from digen_jax.errors import ConfigError, check_range, user_input
+from digen_jax.rewards.service import installed
+from digen_jax.rewards.service.limits import Limits
+
+TOKEN = "DIGEN_REWARD_TOKEN"
+SIDE = 64  # of the pictures that the reward is tried on
+
+_REWARD = flags.DEFINE_list("reward", None, "A reward or module:function, or several with commas.")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0: all.")
+_PORT = flags.DEFINE_integer("port", 8100, "The port; 0: any free one, which is printed.")
+_PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that score at the same time.")
+_PROMPTS = flags.DEFINE_string(
+    "prompts", None, "A prompt file, whose first records the reward is tried on; default: a prompt."
+)
+_PATIENCE = flags.DEFINE_float("patience", 30, "Seconds to finish requests after SIGTERM.")
+_LIMITS = {
+    field.name: (flags.DEFINE_float if field.type is float else flags.DEFINE_integer)(
+        field.name, field.default, "A limit: see docs/reward-service.md."
+    )
+    for field in dataclasses.fields(Limits)
+}
+flags.mark_flags_as_required(["reward"])
+
+
+def main() -> None:
+    """Open the port, try the reward, and serve it until a signal comes."""
+    check_range("--processes", _PROCESSES.value, 1)
+    check_range("--patience", _PATIENCE.value, 0)
+    limits = Limits(**{name: flag.value for name, flag in _LIMITS.items()})
+    limits.check()
+    with installed("a reward server"):
+        import python_multipart  # noqa: F401
+
+        from digen_jax.rewards.service.server import Service
+        from digen_jax.rewards.service.serving import listen, serve, warn
+
+    from digen_jax import rewards
+    from digen_jax.rewards.pool import RewardPool
+    from digen_jax.rewards.trial import try_out
+
+    records = [{"prompt": "a photo of a cat"}]
+    if _PROMPTS.value is not None:
+        from digen_jax.prompts.files import read_prompt_file
+
+        with user_input():
+            records = read_prompt_file(_PROMPTS.value)
+    names, token = tuple(_REWARD.value), os.environ.get(TOKEN) or None
+    with user_input():
+        reward = rewards.resolve(names)
+    place = listen(_HOST.value, _PORT.value)
+    warn(_HOST.value, token)
+    pool = RewardPool(reward, names, _PROCESSES.value, limit=lambda expected: limits.score)
+    service = Service(pool, names, _PROCESSES.value, limits, token)
+    try:
+        serve(service, place, lambda: try_out(pool.score, [records], SIDE, SIDE), _PATIENCE.value)
+    except ConfigError as error:
+        if _PROMPTS.value is None:
+            hint = "if it needs a prompt file's fields, give one by --prompts"
+            raise type(error)(f"{error}\n  {hint}") from error
+        raise
+    finally:
+        pool.close()
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,223 @@
+"""Each learned reward against its source's formula in torch, from the files to the score."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from PIL import Image
+
+from digen_jax import rewards
+from digen_jax.learned_rewards import aesthetic, clip_score, hpsv2, pickscore
+from digen_jax.learned_rewards.host import HostReward
+from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, Files, pictures, write
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@pytest.fixture(scope="session")
+def files(base, tmp_path_factory) -> Files:
+    return write(tmp_path_factory.mktemp("learned"))
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def resized(images: np.ndarray, height: int, width: int, mode: str) -> torch.Tensor:
+    x = torch.tensor(images.transpose(0, 3, 1, 2)) / 255
+    resize = torch.nn.functional.interpolate
+    return resize(x, size=(height, width), mode=mode, antialias=True, align_corners=False)
+
+
+def normalised(x: torch.Tensor) -> torch.Tensor:
+    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (MEAN, STD))
+    return (x - mean) / std
+
+
+def processed(files: Files, images: np.ndarray) -> torch.Tensor:
+    processor = transformers.CLIPImageProcessorPil.from_pretrained(files.clip)
+    found = processor(list(map(Image.fromarray, images))).pixel_values
+    return torch.tensor(np.stack(found))
+
+
+def tokens(files: Files, **options) -> dict[str, torch.Tensor]:
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(files.clip)
+    options |= {"truncation": True, "max_length": TOKENS, "return_tensors": "pt"}
+    return tokenizer(PROMPTS, **options)
+
+
+def by_clip_score(files: Files, images: np.ndarray) -> torch.Tensor:
+    # 40 x 56 becomes 24 x 33, of which torchvision's crop leaves out round(4.5) columns.
+    pixels = normalised(resized(images, 24, 33, "bilinear")[..., 4:28])
+    found = files.clip_module(pixel_values=pixels, **tokens(files, padding="max_length"))
+    return found.logits_per_image.diagonal() / 30
+
+
+def by_pickscore(files: Files, images: np.ndarray) -> torch.Tensor:
+    model = files.clip_module
+    image = model.get_image_features(processed(files, images)).pooler_output
+    text = model.get_text_features(**tokens(files, padding=True)).pooler_output
+    image, text = (x / x.norm(dim=-1, keepdim=True) for x in (image, text))
+    return model.logit_scale.exp() * (text @ image.T).diagonal() / 26
+
+
+def by_hpsv2(files: Files, images: np.ndarray) -> torch.Tensor:
+    # 40 x 56 becomes 17 x 24, with bars of 3 rows above and 4 below.
+    bars = torch.nn.functional.pad(resized(images, 17, 24, "bicubic"), (0, 0, 3, 4))
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(files.clip)
+    ids = np.zeros((len(PROMPTS), TOKENS), int)
+    for row, prompt in zip(ids, PROMPTS, strict=True):
+        found = tokenizer(prompt).input_ids
+        found = [*found[: TOKENS - 1], found[-1]] if len(found) > TOKENS else found
+        row[: len(found)] = found
+    return files.hps_module(normalised(bars), torch.tensor(ids))
+
+
+def by_aesthetic(files: Files, images: np.ndarray) -> torch.Tensor:
+    embedding = files.clip_module.get_image_features(processed(files, images)).pooler_output
+    return files.head_module(embedding / embedding.norm(dim=-1, keepdim=True))[:, 0]
+
+
+REWARDS = {
+    "clip_score": (clip_score, by_clip_score),
+    "pickscore": (pickscore, by_pickscore),
+    "hpsv2": (hpsv2, by_hpsv2),
+    "aesthetic": (aesthetic, by_aesthetic),
+}
+
+
+def settings(files: Files, name: str) -> dict[str, str]:
+    return {
+        "clip_score": {"folder": str(files.clip)},
+        "pickscore": {"folder": str(files.clip), "processor": str(files.clip)},
+        "hpsv2": {"file": str(files.hps), "tokenizer": str(files.clip)},
+        "aesthetic": {"folder": str(files.clip), "head": str(files.head)},
+    }[name]
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_the_reward_on_the_host_equals_its_source(name, files):
+    module, by_torch = REWARDS[name]
+    images = pictures()
+    with torch.no_grad():
+        expected = by_torch(files, images).numpy()
+    assert np.ptp(expected) > 0.01
+    reward = module.make(**settings(files, name), batch=2)
+    # As rewards are called: of numbers in [0, 1], by the code that checks them.
+    scores = rewards.call(reward, (name,), images / np.float32(255), PROMPTS, [{}] * 3)
+    assert np.abs(scores - expected).max() < 1e-5
+    np.testing.assert_allclose(reward(images, PROMPTS, [{}] * 3), scores, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_scores_are_the_same_on_a_mesh_with_images_on_all_devices(files):
+    scorer, params = pickscore.load(files.clip)
+    images, ids = pictures(count=8), scorer.tokenize([*PROMPTS, "a star", *PROMPTS, "a ring"])
+    one = jax.jit(scorer.score)(params, images, ids)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    scorer, params = pickscore.load(files.clip, shardings=whole)
+    score = jax.jit(scorer.score, in_shardings=(whole, rows, rows), out_shardings=rows)
+    found = score(params, images, ids)
+    assert found.sharding.spec == P("data")
+    assert np.abs(np.asarray(found) - np.asarray(one)).max() < 1e-6
+
+
+@pytest.mark.slow
+def test_bfloat16_stays_close_and_keeps_the_logits_scale(files):
+    images = pictures()
+    for name in ("pickscore", "aesthetic"):
+        module, by_torch = REWARDS[name]
+        scorer, params = module.load(**settings(files, name), dtype=jnp.bfloat16)
+        scores = jax.jit(scorer.score)(params, images, scorer.tokenize(PROMPTS))
+        with torch.no_grad():
+            expected = by_torch(files, images).numpy()
+        assert scores.dtype == jnp.float32
+        assert 1e-5 < np.abs(scores - expected).max() < 0.05
+    assert pickscore.load(files.clip, dtype=jnp.bfloat16)[1]["logit_scale"].dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_no_torch_is_imported(files):
+    calls = "".join(
+        f"{name}.make(**{settings(files, name)!r})(images, ['a red star'], [{{}}])\n"
+        for name in REWARDS
+    )
+    code = (
+        f"import sys, numpy as np\nfrom digen_jax.learned_rewards import {', '.join(REWARDS)}\n"
+        f"images = np.zeros((1, 24, 30, 3), np.uint8)\n{calls}sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_batches_of_any_number_are_cut_and_padded(files):
+    scorer, params = aesthetic.load(files.clip, files.head)
+    images = pictures(24, 24, count=7)
+    whole = HostReward(scorer, params, batch=8)(images, [""] * 7, [{}] * 7)
+    calls = []
+
+    def score(params, images, ids):
+        calls.append(len(images))
+        return scorer.score(params, images, ids)
+
+    reward = HostReward(scorer, params, batch=4)
+    reward._score = jax.jit(score)
+    np.testing.assert_allclose(reward(images, [""] * 7, [{}] * 7), whole, atol=1e-6)
+    np.testing.assert_allclose(reward(images[:1], [""], [{}]), whole[:1], atol=1e-6)
+    assert calls == [4, 1]  # traced sizes: the last three are padded to four
+    assert reward(images[:0], [], []).shape == (0,)
+
+
+def test_hpsv2_cleans_prompts_as_open_clip():
+    assert hpsv2.clean("a \u201ccat\u201d\u2019s") == 'a "cat"\'s'
+    assert hpsv2.clean("  a cat &amp;amp; a dog &lt;3 ") == "a cat & a dog <3"
+
+
+def test_a_batch_of_none_is_refused(files):
+    with pytest.raises(ValueError, match="batch must be a whole number from 1"):
+        HostReward(*aesthetic.load(files.clip, files.head), batch=0)
+
+
+def test_files_that_do_not_fit_are_named(files, tmp_path):
+    load = functools.partial(aesthetic.load, files.clip)
+    with pytest.raises(ValueError, match=r"tensor layers.0.bias .* missing from .*compressed.pt"):
+        load(files.hps)
+    with pytest.raises(ValueError, match=r"head.pth has no CLIP of open_clip: tensor visual.conv1"):
+        hpsv2.load(files.head, files.clip)
+    with pytest.raises(ValueError, match=r"none.pt is missing"):
+        hpsv2.load(tmp_path / "none.pt", files.clip)
+    with pytest.raises(ValueError, match="is neither an existing folder nor a hub id"):
+        pickscore.load(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"preprocessor_config.json is missing"):
+        pickscore.load(files.clip, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"crop_size": 20}')
+    with pytest.raises(ValueError, match=f"crop_size is 20, .* image_size is {SIZE}"):
+        pickscore.load(files.clip, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"resample": 7}')
+    with pytest.raises(ValueError, match=r"preprocessor_config.json: resample must be 2"):
+        pickscore.load(files.clip, tmp_path)
+
+
+def test_tensors_that_open_clip_does_not_have_are_surplus(files, tmp_path):
+    state = files.hps_module.state_dict()
+    torch.save(
+        state | {"visual.transformer.resblocks.0.ls_1.gamma": torch.ones(48)}, tmp_path / "a.pt"
+    )
+    with pytest.raises(ValueError, match=r"ls_1.gamma .* is surplus"):
+        hpsv2.load(tmp_path / "a.pt", files.clip)
+    del state["transformer.resblocks.1.attn.in_proj_bias"]
+    torch.save(state, tmp_path / "b.pt")
+    with pytest.raises(
+        ValueError, match=r"text_model.encoder.layers.1.self_attn.._proj.bias .* is missing"
+    ):
+        hpsv2.load(tmp_path / "b.pt", files.clip)
