@@ -80,9 +80,10 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.config.checks.rewards import check_named
+    from digen_jax.config.checks.rewards import check_named, needs_of
     from digen_jax.inference.model import Asked, edited, evaluation_to_folder, open_model
     from digen_jax.prompts.files import first_negative, read_prompt_file
+    from digen_jax.prompts.needs import check_needs
     from digen_jax.prompts.notes import tell
     from digen_jax.rewards.built_in import resolve
     from digen_jax.rewards.canary import check_canaries
@@ -103,6 +104,7 @@ def main() -> None:
         place = first_negative(prompts)
         check_named(prompts, asked_for, training=False)
     rewards = resolve(asked_for)
+    check_needs([prompts], needs_of(asked_for))
     rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
     asked = [Asked(guidance, *rest) for guidance in guidances]
     model = open_model(

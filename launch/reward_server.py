@@ -23,7 +23,7 @@ _REWARD = flags.DEFINE_multi_string(
     "reward", None, "A built-in reward, or module:function for your own; may be repeated."
 )
 _SETTINGS = flags.DEFINE_multi_string(
-    "settings", [], 'Settings of the rewards in JSON, one for each, such as \'{"threads": 2}\'.'
+    "settings", [], "Settings of the rewards in JSON, one for each, such as '{\"threads\": 2}'."
 )
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0: all.")
 _PORT = flags.DEFINE_integer("port", 8100, "The port; 0: any free one, which is printed.")
@@ -91,7 +91,9 @@ def _asked() -> list[RewardSettings]:
     """The rewards with their settings; raises ConfigError where these are no JSON objects, or too many."""
     given = [_object(text) for text in _SETTINGS.value]
     if len(given) > len(_REWARD.value):
-        raise ConfigError(f"--settings is given {len(given)} times for {len(_REWARD.value)} rewards")
+        raise ConfigError(
+            f"--settings is given {len(given)} times for {len(_REWARD.value)} rewards"
+        )
     given += [{}] * (len(_REWARD.value) - len(given))
     return [RewardSettings(name, settings=s) for name, s in zip(_REWARD.value, given, strict=True)]
 

@@ -30,42 +30,46 @@ class BuiltIn:
     """
 
     factory: str  # of the function; its keywords, with their defaults, are the reward's settings
-    canary: str = ""  # a function without arguments that returns a `canary.Canary`; "": it has none
-    needs: str = ""  # `prompts.needs.Needs`: what a record lacks for it; "": it needs nothing
+    canary: str = (
+        ""  # a function without arguments that returns a `canary.Canary`; empty: there is none
+    )
     where: Where = "pool"
+    # A function from a record to what it lacks for the reward, as the end of a sentence about its prompt, or None;
+    # empty: the reward needs nothing.
+    needs: str = ""
 
 
 BUILT_IN = {
-    "shapes_geneval": BuiltIn(
-        "digen_jax.shapes.reward:make", canary="digen_jax.shapes.reward:canary"
+    "jpeg_compressibility": BuiltIn(
+        "digen_jax.rewards.jpeg:jpeg_compressibility",
+        canary="digen_jax.rewards.jpeg:known_compressibility",
     ),
     "jpeg_incompressibility": BuiltIn(
         "digen_jax.rewards.jpeg:jpeg_incompressibility",
-        canary="digen_jax.rewards.jpeg:canary_of_incompressibility",
-    ),
-    "jpeg_compressibility": BuiltIn(
-        "digen_jax.rewards.jpeg:jpeg_compressibility",
-        canary="digen_jax.rewards.jpeg:canary_of_compressibility",
+        canary="digen_jax.rewards.jpeg:known_incompressibility",
     ),
     "ocr": BuiltIn(
         "digen_jax.rewards.ocr:ocr",
-        canary="digen_jax.rewards.ocr:canary",
+        canary="digen_jax.rewards.ocr:known",
         needs="digen_jax.rewards.ocr:needs",
     ),
+    "shapes_geneval": BuiltIn(
+        "digen_jax.shapes.reward:make", canary="digen_jax.shapes.reward:canary"
+    ),
+    # The server has let its rewards score their own canaries.
+    "served": BuiltIn("digen_jax.rewards.service.served:served"),
     **{
         name: BuiltIn(
             f"digen_jax.learned_rewards.built_in:{name}",
             canary=f"digen_jax.learned_rewards.canaries:{canary}",
         )
         for name, canary in (
-            ("clip_score", "of_prompts"),
-            ("pickscore", "of_prompts"),
-            ("hpsv2", "of_prompts"),
             ("aesthetic", "of_pictures"),
+            ("clip_score", "of_prompts"),
+            ("hpsv2", "of_prompts"),
+            ("pickscore", "of_prompts"),
         )
     },
-    # The server has tried its reward's own canary.
-    "served": BuiltIn("digen_jax.rewards.service.served:served"),
 }
 
 
@@ -102,14 +106,10 @@ def find_canary(reward: NamedReward) -> Callable[[], Any] | None:
     return getattr(getattr(reward.function, "func", reward.function), "canary", None)
 
 
-def needs_of(asked: Sequence[RewardSettings]) -> dict[str, Callable[[Any], str | None]]:
-    """What says of a record what it lacks for a reward that applies to it, by the rewards' names (`prompts.needs`)."""
-    built_in = {one.name: BUILT_IN[one.name].needs for one in asked if one.name in BUILT_IN}
-    return {name: _of_its_own(name, _named(at, name)) for name, at in built_in.items() if at}
-
-
-def _of_its_own(name: str, lack: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
-    return lambda record: lack(record) if name in record.get("rewards", (name,)) else None
+def find_needs(name: str) -> Callable[[dict[str, Any]], str | None] | None:
+    """What a built-in reward needs of a record: see `BuiltIn.needs`; None: nothing."""
+    needs = BUILT_IN[name].needs if name in BUILT_IN else ""
+    return _named(needs, name) if needs else None
 
 
 def _function(asked: RewardSettings) -> Callable[..., Any]:

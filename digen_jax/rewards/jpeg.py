@@ -51,7 +51,7 @@ def jpeg_compressibility() -> JpegSize:
     return JpegSize(-COMPRESSIBILITY_UNIT)
 
 
-def canary_of_incompressibility() -> Canary:
+def known_incompressibility() -> Canary:
     """A flat picture, a gradient and noise, with the sizes that libjpeg-turbo 3 gives.
 
     Another version may differ by some bytes. The tolerance allows a twentieth of the smallest size, which is less than
@@ -66,12 +66,13 @@ def canary_of_incompressibility() -> Canary:
     return Canary(images, prompts, [{"prompt": prompt} for prompt in prompts], expected, 0.035)
 
 
-def canary_of_compressibility() -> Canary:
+def known_compressibility() -> Canary:
     """The same pictures."""
-    sizes = canary_of_incompressibility()
+    sizes = known_incompressibility()
     scale = np.float32(UNIT / COMPRESSIBILITY_UNIT)
-    expected = -scale * np.asarray(sizes.expected)
-    return dataclasses.replace(sizes, expected=expected, tolerance=scale * sizes.tolerance)
+    return dataclasses.replace(
+        sizes, expected=-scale * sizes.expected, tolerance=float(scale) * sizes.tolerance
+    )
 
 
 def _size(picture: UInt8[np.ndarray, "h w 3"]) -> int:

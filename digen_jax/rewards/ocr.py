@@ -145,7 +145,7 @@ def reader(threads: int) -> Callable[[UInt8[np.ndarray, "h w 3"]], str]:
     return read
 
 
-def canary() -> Canary:
+def known() -> Canary:
     """Pictures of one word with the font that Pillow contains: the word asked for, another one, and no text."""
     prompts = ['a sign that says "HELLO"', "a sign that says “WORLD”", 'a sign that says "HELLO"']
     images = np.stack([picture_of(text) for text in ("HELLO", "HELLO", "")])

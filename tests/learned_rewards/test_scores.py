@@ -14,9 +14,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from PIL import Image
 
-from digen_jax import rewards
 from digen_jax.learned_rewards import aesthetic, clip_score, hpsv2, pickscore
 from digen_jax.learned_rewards.host import HostReward
+from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.settings import RewardSettings
 from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, Files, pictures, write
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -113,10 +114,14 @@ def test_the_reward_on_the_host_equals_its_source(name, files):
         expected = by_torch(files, images).numpy()
     assert np.ptp(expected) > 0.01
     reward = module.make(**settings(files, name), batch=2)
-    # As rewards are called: of numbers in [0, 1], by the code that checks them.
-    scores = rewards.call(reward, (name,), images / np.float32(255), PROMPTS, [{}] * 3)
-    assert np.abs(scores - expected).max() < 1e-5
-    np.testing.assert_allclose(reward(images, PROMPTS, [{}] * 3), scores, atol=1e-6)
+    assert np.abs(reward(images, PROMPTS, [{}] * 3) - expected).max() < 1e-5
+    # As a config names it.
+    (named,) = resolve(
+        [RewardSettings(name, settings=settings(files, name) | {"batch": 2})]
+    ).members
+    np.testing.assert_array_equal(
+        named.answer((images, PROMPTS, [{}] * 3)).columns[:, 0], reward(images, PROMPTS, [{}] * 3)
+    )
 
 
 @pytest.mark.slow

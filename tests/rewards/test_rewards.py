@@ -8,7 +8,7 @@ import pytest
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
-from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.built_in import BUILT_IN, resolve
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.shapes.reward import shapes_geneval
 
@@ -173,7 +173,7 @@ def test_a_reward_that_is_named_twice_is_refused():
 
 @pytest.mark.parametrize("name", ["shape_geneval", "module:", ":function", ""])
 def test_an_unknown_name_is_refused(name):
-    expected = f"unknown reward '{name}': use one of shapes_geneval, or module:function"
+    expected = f"unknown reward '{name}': use one of {', '.join(BUILT_IN)}, or module:function"
     with pytest.raises(ValueError, match=re.escape(expected)):
         asked(name)
 

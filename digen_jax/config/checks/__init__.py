@@ -30,12 +30,13 @@ from digen_jax.config.checks.groups import (
 from digen_jax.config.checks.numbers import check_numbers
 from digen_jax.config.checks.placement import check_devices, check_placement
 from digen_jax.config.checks.prompts import check_files
-from digen_jax.config.checks.rewards import check_named, check_weights
+from digen_jax.config.checks.rewards import check_named, check_weights, needs_of
 from digen_jax.config.checks.sampler import check_pack, check_sampler
 from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.errors import ConfigError, blame, check_divides, together
 from digen_jax.flow.steps import make_step
 from digen_jax.prompts.files import check_pictures, read_prompt_file
+from digen_jax.prompts.needs import check_needs
 from digen_jax.rewards.built_in import resolve
 
 
@@ -112,7 +113,8 @@ def check_given(recipe: Recipe) -> None:
                     for file in _given(recipe, name):
                         with one(), blame(f"config.{name}{s}: "):
                             read(file)
-                            check_named(file, recipe.rewards, training=name == "prompts.file")
+                            check_named(file, recipe.rewards, name == "prompts.file")
+                            check_needs([file], needs_of(recipe.rewards))
 
 
 def _given(recipe: Recipe, name: str) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from ml_collections import ConfigDict
 
 from digen_jax.errors import ConfigError, together
 from digen_jax.prompts.files import numbered_records
+from digen_jax.prompts.needs import Needs
+from digen_jax.rewards.built_in import find_needs
 from digen_jax.rewards.settings import RewardSettings
 
 
@@ -50,6 +52,16 @@ def check_named(path: str, rewards: Sequence[RewardSettings], training: bool) ->
                 _check_record(record["rewards"], weighed, training)
             except ValueError as error:
                 raise ValueError(f"{path}, line {line}: {error}") from error
+
+
+def needs_of(rewards: Sequence[RewardSettings]) -> dict[str, Needs]:
+    """What the built-in ones among some rewards need of the records to which they apply."""
+
+    def of(name: str, needs: Needs) -> Needs:
+        return lambda record: needs(record) if name in record.get("rewards", (name,)) else None
+
+    found = {one.name: find_needs(one.name) for one in rewards}
+    return {name: of(name, needs) for name, needs in found.items() if needs is not None}
 
 
 def _check_record(named: Any, weighed: dict[str, bool], training: bool) -> None:

@@ -63,9 +63,7 @@ class Scorer:
           Failed: a short reason; the whole error is printed.
         """
         try:
-            called = asyncio.wrap_future(
-                self._pool.submit(images, prompts, metadata)
-            )
+            called = asyncio.wrap_future(self._pool.submit(images, prompts, metadata))
             found = await asyncio.wait_for(called, self._limit + GRACE)
             scores = by_name(found, self.names, len(prompts))
         except Exception as error:

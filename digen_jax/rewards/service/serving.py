@@ -150,9 +150,7 @@ async def _serve(
         service.tried = True
         host, port = place.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        print(
-            f"reward {', '.join(service.names)!r} is served at http://{host}:{port}", flush=True
-        )
+        print(f"reward {', '.join(service.names)!r} is served at http://{host}:{port}", flush=True)
 
     tried.add_done_callback(begin)
     await server.serve(sockets=[place])

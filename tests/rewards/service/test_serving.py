@@ -16,9 +16,12 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
+from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.service.client import RemoteReward
 from digen_jax.rewards.service.serving import is_loopback, listen
 from digen_jax.rewards.service.wire import encode_request
+from digen_jax.rewards.settings import RewardSettings
 from tests.pipelines import ROOT
 from tests.rewards.service.helpers import means, pictures
 from tests.scripts import ends
@@ -333,6 +336,36 @@ def test_an_open_address_without_a_token_is_warned_of(serve):
     images = pictures(2)
     scores = reward(images, ["a", "b"], [{}] * 2)[NAME]
     np.testing.assert_allclose(scores, means(images), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_config_names_servers_and_its_processes_ask_them(serve, monkeypatch):
+    server = serve("--port=0", DIGEN_REWARD_TOKEN="secret")
+    monkeypatch.setenv("DIGEN_REWARD_TOKEN", "secret")
+    address, images = f"http://127.0.0.1:{server.port}", pictures(5)
+    settings = {"servers": (address,), "retries": 2, "attempt": 5.0}
+    asked = [
+        RewardSettings("served", settings=settings),
+        RewardSettings("jpeg_compressibility", weight=0.5),
+    ]
+    pool = RewardPool(resolve(asked), 2)
+    try:
+        batch = images, [f"prompt {i}" for i in range(5)], [{}] * 5
+        columns = pool.score(*batch).columns
+        np.testing.assert_allclose(columns[:, 0], means(images), rtol=1e-5)
+        assert (columns[:, 1] < 0).all()
+        server.process.kill()
+        with pytest.raises(Stopped, match=rf"{address} .*\('prompt 0'\).*same command continues"):
+            pool.score(*batch)
+    finally:
+        pool.close()
+
+
+def test_servers_are_given_as_addresses():
+    with pytest.raises(ConfigError, match=r"rewards\[0\]: the reward 'served' has no servers"):
+        resolve([RewardSettings("served")])
+    with pytest.raises(ConfigError, match=r"'127\.0\.0\.1:8100' is no address of a reward server"):
+        resolve([RewardSettings("served", settings={"servers": "127.0.0.1:8100"})])
 
 
 def test_loopback():
