@@ -13,6 +13,7 @@ from digen_jax.config.command_line import run_main
 from digen_jax.errors import ConfigError, check_range, user_input
 from digen_jax.rewards.service import installed
 from digen_jax.rewards.service.limits import Limits
+from digen_jax.rewards.settings import RewardSettings
 
 TOKEN = "DIGEN_REWARD_TOKEN"
 SIDE = 64  # of the pictures that the reward is tried on
@@ -46,7 +47,8 @@ def main() -> None:
         from digen_jax.rewards.service.server import Service
         from digen_jax.rewards.service.serving import listen, serve, warn
 
-    from digen_jax import rewards
+    from digen_jax.rewards.built_in import resolve
+    from digen_jax.rewards.canary import check_canaries
     from digen_jax.rewards.pool import RewardPool
     from digen_jax.rewards.trial import try_out
 
@@ -56,15 +58,21 @@ def main() -> None:
 
         with user_input():
             records = read_prompt_file(_PROMPTS.value)
-    names, token = tuple(_REWARD.value), os.environ.get(TOKEN) or None
-    with user_input():
-        reward = rewards.resolve(names)
+    rewards, token = (
+        resolve(list(map(RewardSettings, _REWARD.value))),
+        os.environ.get(TOKEN) or None,
+    )
     place = listen(_HOST.value, _PORT.value)
     warn(_HOST.value, token)
-    pool = RewardPool(reward, names, _PROCESSES.value, limit=lambda expected: limits.score)
-    service = Service(pool, names, _PROCESSES.value, limits, token)
+    pool = RewardPool(rewards, _PROCESSES.value, limit=lambda expected: limits.score)
+    service = Service(pool, rewards.names, _PROCESSES.value, limits, token)
+
+    def tried() -> None:
+        check_canaries(rewards, pool.score)
+        try_out(pool.score, [records], SIDE, SIDE)
+
     try:
-        serve(service, place, lambda: try_out(pool.score, [records], SIDE, SIDE), _PATIENCE.value)
+        serve(service, place, tried, _PATIENCE.value)
     except ConfigError as error:
         if _PROMPTS.value is None:
             hint = "if it needs a prompt file's fields, give one by --prompts"

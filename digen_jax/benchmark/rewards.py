@@ -22,6 +22,7 @@ from jaxtyping import Float32, Num, UInt8
 from digen_jax.benchmark.faults import Faults, Proxy
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.images import to_uint8
+from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.service import installed
 
@@ -163,10 +164,10 @@ def compare(load: Load, told: Callable[[str], None] = print) -> Comparison:
 
 def run_local(load: Load) -> Speed:
     """The load on a pool with as many processes as there are servers."""
-    pool = RewardPool(fingerprint, (NAME,), load.servers)
+    pool = RewardPool(alone(NAME, fingerprint), load.servers)
     try:
         _warm(load, pool.score)
-        return drive(load, lambda *batch: np.asarray(pool.score(*batch)))
+        return drive(load, lambda *batch: pool.score(*batch).columns[:, 0])
     finally:
         pool.close()
 

@@ -113,8 +113,8 @@ def test_the_reward_on_the_host_equals_its_source(name, files):
         expected = by_torch(files, images).numpy()
     assert np.ptp(expected) > 0.01
     reward = module.make(**settings(files, name), batch=2)
-    # As rewards are called: of numbers in [0, 1], by the code that checks them.
-    scores = rewards.call(reward, (name,), images / np.float32(255), PROMPTS, [{}] * 3)
+    # As rewards are called, by the code that checks them.
+    scores = rewards.alone(name, reward).score(images, PROMPTS, [{}] * 3).columns[:, 0]
     assert np.abs(scores - expected).max() < 1e-5
     np.testing.assert_allclose(reward(images, PROMPTS, [{}] * 3), scores, atol=1e-6)
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.rewards.mistakes import RewardMistake
@@ -64,9 +63,9 @@ class Scorer:
           Failed: a short reason; the whole error is printed.
         """
         try:
-            called = asyncio.wrap_future(
-                self._pool.submit(as_rewards_take_them(images), prompts, metadata)
-            )
+            # Which rewards apply to a prompt is the asking run's to say: it asks for those that do.
+            known = [{k: v for k, v in one.items() if k != "rewards"} for one in metadata]
+            called = asyncio.wrap_future(self._pool.submit(images, prompts, known))
             found = await asyncio.wait_for(called, self._limit + GRACE)
             scores = by_name(found, self.names, len(prompts))
         except Exception as error:
@@ -78,7 +77,7 @@ class Scorer:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if isinstance(error, ConfigError) and not isinstance(error, RewardMistake):
             return Failed(422, reason(error))  # the request lacks what the reward needs
-        label = rewards.label(self.names)
+        label = ", ".join(self.names)
         self.failures += 1
         late = isinstance(error, Late | Stopped | TimeoutError)
         if isinstance(error, Stopped):  # a thread, which cannot be killed
@@ -92,11 +91,6 @@ class Scorer:
         else:
             self.last = reason(error)
         return Failed(504 if late else 500, self.last)
-
-
-def as_rewards_take_them(images: UInt8[np.ndarray, "..."]) -> np.ndarray:
-    """The images as the pool's rewards take them: numbers from 0 to 1."""
-    return images.astype(np.float32) / 255
 
 
 def by_name(found: Any, names: tuple[str, ...], count: int) -> dict[str, Float32[np.ndarray, "b"]]:
