@@ -131,8 +131,8 @@ def _named(place: str, name: str) -> Any:
     module_name, colon, attribute = place.partition(":")
     if not (module_name and colon and attribute):
         raise ConfigError(
-            f"unknown reward {name!r}: use one of {', '.join(BUILT_IN)}, or module:function for "
-            "your own"
+            f"unknown reward {name!r}: use one of {', '.join(sorted(BUILT_IN))}, or module:function "
+            "for your own"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
