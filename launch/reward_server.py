@@ -59,7 +59,7 @@ def main() -> None:
         with user_input():
             records = read_prompt_file(_PROMPTS.value)
     rewards, token = (
-        resolve(list(map(RewardSettings, _REWARD.value))),
+        resolve(list(map(RewardSettings, _REWARD.value)), field=""),
         os.environ.get(TOKEN) or None,
     )
     place = listen(_HOST.value, _PORT.value)
