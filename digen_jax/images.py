@@ -33,9 +33,11 @@ def to_uint8(images: Num[np.ndarray, "*b h w 3"]) -> UInt8[np.ndarray, "*b h w 3
     """
     if images.dtype == np.uint8:
         return images
-    if np.isnan(images).any():
+    if np.isnan(images.min(initial=0)):
         raise ValueError("an image holds NaN: the sampler or the decoder has gone wrong")
-    return np.round(np.clip(images, 0, 1) * 255).astype(np.uint8)
+    scaled = np.clip(images, 0, 1)
+    scaled *= 255  # in place: large pictures would need several copies
+    return np.round(scaled, out=scaled).astype(np.uint8)
 
 
 def bytes_or_nan(images: Num[np.ndarray, "*b h w 3"]) -> Num[np.ndarray, "*b h w 3"]:

@@ -103,7 +103,7 @@ def main() -> None:
         records = read_prompt_file(prompts)[:images]
         place = first_negative(prompts)
         check_named(prompts, asked_for, training=False)
-    rewards = resolve(asked_for)
+    rewards = resolve(asked_for, field="")
     check_needs([prompts], needs_of(asked_for))
     rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
     asked = [Asked(guidance, *rest) for guidance in guidances]

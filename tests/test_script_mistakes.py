@@ -61,7 +61,7 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
         ),
         (
             ("reward_server.py", "--reward=shapes_genevil"),
-            "config.rewards[0]: unknown reward 'shapes_genevil': use one",
+            "unknown reward 'shapes_genevil': use one",
         ),
         ((*SERVER, "--port=70000"), "--port=70000 must be 0 to 65535"),
         ((*PLAN, "--output=FOLDER"), "--output = 'FOLDER' is a folder already: give the name of a"),

@@ -73,10 +73,11 @@ BUILT_IN = {
 }
 
 
-def resolve(asked: Sequence[RewardSettings]) -> Rewards:
+def resolve(asked: Sequence[RewardSettings], field: str = "config.rewards") -> Rewards:
     """The rewards of a config's sections, built-in or the user's own as "module:function".
 
-    The user's module is searched in the current directory first, then on Python's path.
+    The user's module is searched in the current directory first, then on Python's path. `field` is the list in which
+    errors give the number of a section; "": they name the reward only.
 
     Raises:
       ConfigError: there is no such reward, module or function, it cannot be imported or called, it has not these
@@ -91,7 +92,8 @@ def resolve(asked: Sequence[RewardSettings]) -> Rewards:
                 )
             found.append(NamedReward(one, _function(one)))
         except ConfigError as error:
-            raise type(error)(f"config.rewards[{number}]: {error}") from error
+            where = f"{field}[{number}]: " if field else ""
+            raise type(error)(f"{where}{error}") from error
     return Rewards(tuple(found))
 
 
