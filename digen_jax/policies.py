@@ -176,9 +176,9 @@ def _check_pictures(recipe: Recipe, family: Family) -> None:
 
 def _check_guidance(recipe: Recipe, family: Family) -> None:
     """Whether the model has what the sampler, evaluation and training are guided by."""
-    for name, policy in (("sampler", make_policy), ("evaluation", evaluation_policy)):
+    for name, section in (("sampler", recipe.sampler), ("evaluation", recipe.evaluation)):
         with blame(f"config.{name}."):
-            policy(recipe, family)
+            Policy(family, section.guidance, true_guidance=section.true_guidance)
     with blame("config.algorithm."):
         trained_policy(Policy(family), recipe.algorithm)
 

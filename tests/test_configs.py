@@ -167,6 +167,7 @@ def unread(monkeypatch):
         return tree if abstract else put(tree, *where)
 
     monkeypatch.setattr(jax, "device_put", put_arrays)
+    monkeypatch.setattr(assemble, "check_parts", lambda *_: None)
     monkeypatch.setattr(assemble, "read_parts", unread_parts)
 
 

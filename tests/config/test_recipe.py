@@ -1011,7 +1011,7 @@ def test_weights_that_do_not_fit_the_prompt_files_are_refused(given, files, weig
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("shapes", "unknown reward 'shapes': use one of jpeg_compressibility, "),
+        ("shapes", "unknown reward 'shapes': use one of aesthetic, "),
         ("no_such_module:f", "reward 'no_such_module:f': there is no module 'no_such_module' in"),
         ("json:nicest", "reward 'json:nicest': module json has no function 'nicest'"),
     ],

@@ -58,7 +58,7 @@ def config(base, folder):
         c.prompts.encoding = "ahead"
         c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
         c.rewards = ("tests.encoding.test_ahead:redness",)
-        c.reward_pool.processes = 0
+        c.reward_pool = ConfigDict(dict(processes=0))
         for name, value in fields.items():
             group, _, field = name.partition("__")
             if field:

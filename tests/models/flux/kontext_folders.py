@@ -70,7 +70,7 @@ def edit_config(base: pathlib.Path, **prompts: Any) -> ConfigDict:
     c.sampler.guidance = 2.5
     c.lora = ConfigDict(dict(rank=4, alpha=8.0))
     c.rewards = ("tests.models.flux.kontext_folders:likeness",)
-    c.reward_pool.processes = 0
+    c.reward_pool = ConfigDict(dict(processes=0))
     return c
 
 
