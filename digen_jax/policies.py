@@ -100,7 +100,6 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
     with blame("config.evaluation.steps: "):
         family.sigmas(recipe.evaluation_steps, size)
     _check_guidance(recipe, family)
-    _check_negatives(recipe, family)
     attention_kernels(recipe, family, placement)
     check_heads(family, placement)
     if recipe.noisy_steps:
@@ -109,6 +108,7 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
     with blame("config.lora.targets: "):
         split = functools.partial(make_policy(recipe, family).split, reference=False)
         tuned, _ = jax.eval_shape(split, jax.random.key(0), trained_of(family, shapes))
+    _check_negatives(recipe, family)
     if recipe.lora.rank:
         with blame("config.lora."):
             check_rank(recipe.lora.rank, tuned)
