@@ -173,7 +173,9 @@ def test_a_reward_that_is_named_twice_is_refused():
 
 @pytest.mark.parametrize("name", ["shape_geneval", "module:", ":function", ""])
 def test_an_unknown_name_is_refused(name):
-    expected = f"unknown reward '{name}': use one of {', '.join(BUILT_IN)}, or module:function"
+    expected = (
+        f"unknown reward '{name}': use one of {', '.join(sorted(BUILT_IN))}, or module:function"
+    )
     with pytest.raises(ValueError, match=re.escape(expected)):
         asked(name)
 
