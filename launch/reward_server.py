@@ -69,7 +69,9 @@ def main() -> None:
         rewards = resolve(_asked(), field="")
     place = listen(_HOST.value, _PORT.value)
     warn(_HOST.value, token)
-    pool = RewardPool(rewards, _PROCESSES.value, limit=lambda expected: limits.score)
+    pool = RewardPool(
+        rewards, _PROCESSES.value, limit=lambda expected: limits.score, accelerator=True
+    )
     service = Service(pool, rewards.names, _PROCESSES.value, limits, token)
 
     def trial() -> None:

@@ -82,6 +82,7 @@ class RewardPool:
       retries: how often `score` asks again where a reward fails.
       limit: from the expected seconds of a batch, None if unknown, to the seconds that a reward may take which has
         no limit of its own. A process that takes longer is killed and replaced.
+      accelerator: whether JAX has the machine's accelerators in the processes; a run's own meshes have them else.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class RewardPool:
         processes: int,
         retries: int = 0,
         limit: Callable[[float | None], float] = for_ever,
+        accelerator: bool = False,
     ):
         self.rewards = found
         self._retries, self._limit = retries, limit
@@ -103,7 +105,7 @@ class RewardPool:
         self._scorers: list[RewardProcess | Thread] = (
             [Thread(found)]
             if payload is None
-            else [RewardProcess(payload, names) for _ in range(processes)]
+            else [RewardProcess(payload, names, accelerator) for _ in range(processes)]
         )
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._closed = False

@@ -3,7 +3,7 @@
 It holds all rewards of a run and is asked one at a time, so that each has its own time limit.
 
 It is a process group of its own, so that everything the reward starts is killed with it. It ends with the
-process that asks. It imports JAX only if the user's reward does, and then without an accelerator.
+process that asks. It imports JAX only if the user's reward does, and then without an accelerator unless told otherwise.
 """
 
 import contextlib
@@ -58,10 +58,12 @@ class RewardProcess:
     Args:
       payload: `rewards.Rewards`, pickled.
       names: the name of each reward in errors.
+      accelerator: whether JAX has the machine's accelerators there, or only the CPU.
     """
 
-    def __init__(self, payload: bytes, names: tuple[str, ...]):
+    def __init__(self, payload: bytes, names: tuple[str, ...], accelerator: bool = False):
         self._told, self._names = (payload, names), names
+        self._environment = {} if accelerator else {"JAX_PLATFORMS": "cpu"}
         self._lock = threading.Lock()
         self._closed = False
         self._start()
@@ -120,7 +122,7 @@ class RewardProcess:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                env=os.environ | self._environment,
                 pass_fds=[there.fileno()],
                 start_new_session=True,
             )

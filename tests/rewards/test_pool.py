@@ -173,6 +173,12 @@ def test_a_process_is_another_one_without_jax_and_without_an_accelerator(pool):
     assert (has_jax, on_cpu) == (0, 1)
 
 
+def test_processes_of_a_server_have_the_accelerators(pool, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    scores = pool("where", accelerator=True).score(IMAGES, PROMPTS, METADATA).columns[:, 0]
+    assert scores[2] == 0
+
+
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize(
     ("reward", "error", "sentence"),
