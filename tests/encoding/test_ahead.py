@@ -397,4 +397,4 @@ def test_two_processes_encode_together_and_train_as_one_does(config, tmp_path):
     assert run.train(place(open_recipe(c), 8), tmp_path / "one") is None
     one = [without_timing(line) for line in read_metrics(tmp_path / "one" / "metrics.jsonl")]
     # Rounding on another mesh makes other bytes of some pixels, and so other rewards.
-    assert_same(two, one, rel=2e-3)
+    assert_same(two, one, rel=1e-2)
