@@ -10,7 +10,8 @@ from jaxtyping import Float32, UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.service import TOKEN
-from digen_jax.rewards.service.client import RemoteReward, checked_address
+from digen_jax.rewards.service.asking import checked_address
+from digen_jax.rewards.service.client import RemoteReward
 
 
 @dataclasses.dataclass(frozen=True)
