@@ -41,6 +41,12 @@ class BuiltIn:
 
 
 BUILT_IN = {
+    "geneval": BuiltIn(
+        "digen_jax.rewards.detecting:geneval",
+        canary="digen_jax.learned_rewards.canaries:of_objects",
+        where="server",
+        needs="digen_jax.rewards.detecting:needs",
+    ),
     "jpeg_compressibility": BuiltIn(
         "digen_jax.rewards.jpeg:jpeg_compressibility",
         canary="digen_jax.rewards.jpeg:known_compressibility",
