@@ -14,6 +14,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from digen_jax.rewards import ocr
+
 FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")  # such as {prompt}: of the prompt's record
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 
@@ -132,3 +134,16 @@ TEMPLATES = {
         max_tokens=512,
     ),
 }
+
+
+def named(template: str) -> Template:
+    """The template with a name, else that of a user's text."""
+    return TEMPLATES.get(template, Template(template))
+
+
+def lacking(template: Template, record: dict[str, Any]) -> str | None:
+    """What a record lacks for a template, as the end of a sentence about its prompt; None: nothing."""
+    if template.score == "text":
+        return ocr.needs(record)
+    missing = [name for name in template.fields if name not in record]
+    return f"has no field {missing[0]!r}, which the judge's template has" if missing else None

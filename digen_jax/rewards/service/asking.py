@@ -1,7 +1,5 @@
 """Requests to one of several servers, repeated until one is answered well: for clients of reward servers and judges."""
 
-import email.utils
-import json
 import logging
 import math
 import random
@@ -17,8 +15,8 @@ import stamina
 from digen_jax.errors import ConfigError, check_range
 from digen_jax.process.ending import Stopped
 from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.service.http import checked_address, retry_after, sentence, words
 from digen_jax.rewards.service.servers import FIRST, MOST, Server, Servers
-from digen_jax.rewards.service.wire import SHOWN
 
 T = TypeVar("T")
 
@@ -161,7 +159,7 @@ class Asker:
             try:
                 found[server.url] = self._http.get(server.url + path, timeout=CONNECT)
             except httpx.TransportError as error:
-                print(f"{self.what} {server.url}: {_words(error)}", file=sys.stderr, flush=True)
+                print(f"{self.what} {server.url}: {words(error)}", file=sys.stderr, flush=True)
         if not found:
             addresses = ", ".join(server.url for server in self.servers)
             raise ConfigError(f"no {self.what} answers at {addresses}: start one by {start}")
@@ -287,7 +285,7 @@ class Asker:
         except httpx.PoolTimeout as error:
             raise Passing("had no free connection: give connections a larger number") from error
         except httpx.HTTPError as error:
-            raise Passing(_words(error), down=True) from error
+            raise Passing(words(error), down=True) from error
         status = response.status_code
         if status == 200:
             return content
@@ -296,56 +294,6 @@ class Asker:
             raise Passing(f"answered {status}: {told}", after=retry_after(response.headers))
         prompt = request.prompts[0]
         raise RewardMistake(f"{self.what} {url} refuses {prompt!r} with {status}: {told}")
-
-
-def checked_address(text: str, what: str = "reward server") -> str:
-    """A server's address without a slash at its end; `what` it is, in the error.
-
-    Raises:
-      ConfigError: it is none.
-    """
-    try:
-        url = httpx.URL(text.rstrip("/"))
-    except (httpx.InvalidURL, AttributeError) as error:
-        raise ConfigError(f"{text!r} is no address of a {what}: {error}") from error
-    known = url.port is None or 0 < url.port < 2**16
-    if (
-        url.scheme not in ("http", "https")
-        or not url.host
-        or url.path != "/"
-        or url.userinfo
-        or not known
-    ):
-        raise ConfigError(
-            f"{text!r} is no address of a {what}: write one such as http://127.0.0.1:8100"
-        )
-    return str(url).rstrip("/")
-
-
-def retry_after(headers: httpx.Headers) -> float:
-    """The seconds of a Retry-After, which has a number or a date; 0 without one."""
-    text = headers.get("retry-after", "").strip()
-    if text.isdecimal():
-        return float(text)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except ValueError:
-        return 0.0
-
-
-def sentence(content: bytes) -> str:
-    """The sentence of an error, on one line.
-
-    Reward servers send it as `error`, OpenAI's API as `error.message`, FastAPI as `detail`.
-    """
-    try:
-        told = json.loads(content)
-        text = told["error"] if "error" in told else told["detail"]
-        if isinstance(text, dict) and "message" in text:
-            text = text["message"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = content[:SHOWN].decode("utf-8", "replace") or "without a reason"
-    return " ".join(str(text).split())[:SHOWN]
 
 
 def _read(response: httpx.Response, most: int, end: float) -> bytes:
@@ -358,11 +306,3 @@ def _read(response: httpx.Response, most: int, end: float) -> bytes:
         if len(content) > most:
             raise Passing(f"sent an answer of more than {most} bytes", down=True)
     return bytes(content)
-
-
-def _words(error: httpx.HTTPError) -> str:
-    if isinstance(error, httpx.TimeoutException):
-        return "did not answer in time"
-    if isinstance(error, httpx.ConnectError):
-        return f"cannot be reached ({error})"
-    return f"ended the connection ({error or type(error).__name__})"

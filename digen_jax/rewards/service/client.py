@@ -22,8 +22,8 @@ from digen_jax.rewards.service.asking import (
     Exchange,
     Passing,
     Request,
-    sentence,
 )
+from digen_jax.rewards.service.http import sentence
 from digen_jax.rewards.service.servers import FIRST, MOST
 from digen_jax.rewards.service.wire import Malformed, decode_answer, encode_request
 

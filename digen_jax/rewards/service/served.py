@@ -10,8 +10,8 @@ from jaxtyping import Float32, UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.service import TOKEN
-from digen_jax.rewards.service.asking import checked_address
 from digen_jax.rewards.service.client import RemoteReward
+from digen_jax.rewards.service.http import checked_address
 
 
 @dataclasses.dataclass(frozen=True)

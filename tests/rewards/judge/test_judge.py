@@ -17,9 +17,9 @@ from PIL import Image
 from digen_jax.config.checks.rewards import needs_of
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
-from digen_jax.rewards import judge as judges
 from digen_jax.rewards.built_in import resolve
-from digen_jax.rewards.judge import Client, asked_of, judge
+from digen_jax.rewards.judge import judge
+from digen_jax.rewards.judge.client import Client, asked_of, chosen
 from digen_jax.rewards.judge.templates import TEMPLATES
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.settings import RewardSettings
@@ -294,8 +294,8 @@ def test_the_model_is_the_only_one_or_must_be_there():
 
 def test_servers_that_have_different_models_are_refused():
     with pytest.raises(ConfigError, match="different models: m, n"):
-        judges.chosen({A: ["m"], B: ["n"]}, "")
-    assert judges.chosen({A: ["m"], B: ["m"]}, "") == "m"
+        chosen({A: ["m"], B: ["n"]}, "")
+    assert chosen({A: ["m"], B: ["m"]}, "") == "m"
 
 
 def test_the_token_is_that_of_the_environment(monkeypatch):

@@ -12,8 +12,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.service import installed
-from digen_jax.rewards.service.asking import retry_after
 from digen_jax.rewards.service.client import RemoteReward
+from digen_jax.rewards.service.http import retry_after
 from digen_jax.rewards.service.limits import Limits
 from digen_jax.rewards.service.servers import Servers
 from digen_jax.rewards.service.wire import decode_request, encode_answer
