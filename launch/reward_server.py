@@ -66,7 +66,7 @@ def main() -> None:
             records = read_prompt_file(_PROMPTS.value)
     token = os.environ.get(TOKEN) or None
     with user_input():
-        rewards = resolve(_asked(), field="")
+        rewards = resolve(_asked(), field="", serving=True)
     place = listen(_HOST.value, _PORT.value)
     warn(_HOST.value, token)
     pool = RewardPool(

@@ -35,7 +35,7 @@ SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py"))
 FOLDERS = ("assets", "configs", "constraints", "digen_jax", "docs", "launch", "notebooks", "tests")
 DEMO = "configs/shapes_demo.py"
 # Commands of other programs, which are not checked.
-FOREIGN = ("pip", "python3", ".", "hf", "curl")
+FOREIGN = ("pip", "python3", ".", "hf", "curl", "vllm")
 
 
 class Page(NamedTuple):

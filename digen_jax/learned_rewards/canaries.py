@@ -49,6 +49,18 @@ def of_pictures(size: int = 512) -> Canary:
     return _pairs([(photograph, PORTRAIT), (spoiled, PORTRAIT)])
 
 
+def of_objects(size: int = 512) -> Canary:
+    """A photograph of a person, with a prompt for one and for a dog: for the reward by a detector."""
+    photograph = _photograph(size)
+    prompts = ["a photo of a person", "a photo of a dog"]
+    metadata = [
+        {"prompt": prompt, "tag": "single_object", "include": [{"class": label, "count": 1}]}
+        for prompt, label in zip(prompts, ("person", "dog"), strict=True)
+    ]
+    images = np.stack([photograph] * 2)
+    return Canary(images, prompts, metadata, prefers=((0, 1),), verified=False)
+
+
 def _pairs(both: Sequence[tuple[UInt8[np.ndarray, "h w 3"], str]]) -> Canary:
     """A canary of pictures with prompts, of which the first, third and so on must each score above the next one."""
     images, prompts = np.stack([image for image, _ in both]), [prompt for _, prompt in both]

@@ -14,8 +14,9 @@ from digen_jax.errors import ConfigError
 from digen_jax.rewards import NamedReward, Rewards, RewardSettings
 from digen_jax.rewards.mistakes import ARGUMENTS, blamed, check_callable
 
-# Where a reward is computed: "pool" is a process or thread of the host, which needs a function that can be pickled.
-Where = Literal["pool"]
+# Where a reward is computed: "pool" is a process or thread of the host, which needs a function that can be pickled;
+# "server" is such a process of launch/reward_server.py only, because the reward imports torch.
+Where = Literal["pool", "server"]
 KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # The kinds of settings that are checked, in words.
 SIMPLE = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
@@ -34,12 +35,18 @@ class BuiltIn:
         ""  # a function without arguments that returns a `canary.Canary`; empty: there is none
     )
     where: Where = "pool"
-    # A function from a record to what it lacks for the reward, as the end of a sentence about its prompt, or None;
-    # empty: the reward needs nothing.
+    # A function from a record and the reward's settings to what the record lacks, as the end of a sentence about its
+    # prompt, or None; empty: the reward needs nothing.
     needs: str = ""
 
 
 BUILT_IN = {
+    "geneval": BuiltIn(
+        "digen_jax.rewards.detecting:geneval",
+        canary="digen_jax.learned_rewards.canaries:of_objects",
+        where="server",
+        needs="digen_jax.rewards.detecting:needs",
+    ),
     "jpeg_compressibility": BuiltIn(
         "digen_jax.rewards.jpeg:jpeg_compressibility",
         canary="digen_jax.rewards.jpeg:known_compressibility",
@@ -53,6 +60,8 @@ BUILT_IN = {
         canary="digen_jax.rewards.ocr:known",
         needs="digen_jax.rewards.ocr:needs",
     ),
+    # Its servers and their models are the user's: no picture's score is known.
+    "judge": BuiltIn("digen_jax.rewards.judge:judge", needs="digen_jax.rewards.judge:needs"),
     "shapes_geneval": BuiltIn(
         "digen_jax.shapes.reward:make", canary="digen_jax.shapes.reward:canary"
     ),
@@ -73,15 +82,17 @@ BUILT_IN = {
 }
 
 
-def resolve(asked: Sequence[RewardSettings], field: str = "config.rewards") -> Rewards:
+def resolve(
+    asked: Sequence[RewardSettings], field: str = "config.rewards", serving: bool = False
+) -> Rewards:
     """The rewards of a config's sections, built-in or the user's own as "module:function".
 
     The user's module is searched in the current directory first, then on Python's path. `field` is the list in which
-    errors give the number of a section; "": they name the reward only.
+    errors give the number of a section; "": they name the reward only. `serving`: for the processes of a reward server.
 
     Raises:
       ConfigError: there is no such reward, module or function, it cannot be imported or called, it has not these
-        settings, or a reward is named twice; names the section.
+        settings, only a server has it, or a reward is named twice; names the section.
     """
     found, names = [], [one.name for one in asked]
     for number, one in enumerate(asked):
@@ -89,6 +100,11 @@ def resolve(asked: Sequence[RewardSettings], field: str = "config.rewards") -> R
             if one.name in names[:number]:
                 raise ConfigError(
                     f"reward {one.name!r} is named twice: name it once, with the sum of weights"
+                )
+            if not serving and one.name in BUILT_IN and BUILT_IN[one.name].where == "server":
+                raise ConfigError(
+                    f"reward {one.name!r} imports torch, which a run must not: start launch/reward_server.py with "
+                    f"--reward={one.name}, and name the reward 'served' with its address here"
                 )
             found.append(NamedReward(one, _function(one)))
         except ConfigError as error:
@@ -108,10 +124,13 @@ def find_canary(reward: NamedReward) -> Callable[[], Any] | None:
     return getattr(getattr(reward.function, "func", reward.function), "canary", None)
 
 
-def find_needs(name: str) -> Callable[[dict[str, Any]], str | None] | None:
-    """What a built-in reward needs of a record: see `BuiltIn.needs`; None: nothing."""
-    needs = BUILT_IN[name].needs if name in BUILT_IN else ""
-    return _named(needs, name) if needs else None
+def find_needs(asked: RewardSettings) -> Callable[[dict[str, Any]], str | None] | None:
+    """What a built-in reward with its settings needs of a record: see `BuiltIn.needs`; None: nothing."""
+    needs = BUILT_IN[asked.name].needs if asked.name in BUILT_IN else ""
+    if not needs:
+        return None
+    function = _named(needs, asked.name)
+    return lambda record: function(record, asked.settings)
 
 
 def _function(asked: RewardSettings) -> Callable[..., Any]:

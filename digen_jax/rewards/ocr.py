@@ -19,7 +19,8 @@ import dataclasses
 import functools
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, UInt8
@@ -80,8 +81,9 @@ def ocr(threads: int = 1) -> Ocr:
     return Ocr(threads)
 
 
-def needs(record: dict) -> str | None:
+def needs(record: dict, settings: Mapping[str, Any] | None = None) -> str | None:
     """What a prompt record lacks for this reward, as the end of a sentence about it; None: nothing."""
+    del settings
     return None if quoted(record["prompt"]) else 'quotes no text, such as a sign that says "OPEN"'
 
 
@@ -97,7 +99,12 @@ def of_picture(
     read: Callable[[UInt8[np.ndarray, "h w 3"]], str],
 ) -> float:
     """The score of a picture in which the text `wanted` is to be read."""
-    found, wanted = _bare(read(picture)), _bare(wanted)
+    return of_text(read(picture), wanted)
+
+
+def of_text(found: str, wanted: str) -> float:
+    """The score of a picture in which a text was found, where `wanted` is to be read."""
+    found, wanted = _bare(found), _bare(wanted)
     return 1.0 if wanted in found else similarity(found, wanted)
 
 

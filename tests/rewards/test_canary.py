@@ -41,7 +41,7 @@ def checked(reward=mean, **canary):
 WITHOUT_WEIGHTS = [
     name
     for name in BUILT_IN
-    if name not in ("aesthetic", "clip_score", "hpsv2", "pickscore", "served")
+    if name not in ("aesthetic", "clip_score", "geneval", "hpsv2", "judge", "pickscore", "served")
 ]
 
 

@@ -60,7 +60,7 @@ def needs_of(rewards: Sequence[RewardSettings]) -> dict[str, Needs]:
     def of(name: str, needs: Needs) -> Needs:
         return lambda record: needs(record) if name in record.get("rewards", (name,)) else None
 
-    found = {one.name: find_needs(one.name) for one in rewards}
+    found = {one.name: find_needs(one) for one in rewards}
     return {name: of(name, needs) for name, needs in found.items() if needs is not None}
 
 

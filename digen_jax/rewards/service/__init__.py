@@ -1,6 +1,7 @@
 """Rewards over HTTP: a server that scores with its own processes, and a client that is a reward.
 
-`wire` has the format, `server` the app, `serving` the process that runs it, and `client.RemoteReward` asks.
+`wire` has the format, `server` the app, `serving` the process that runs it, and `client.RemoteReward` asks. `asking`
+repeats requests, those of other clients as well.
 """
 
 import contextlib

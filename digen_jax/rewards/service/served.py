@@ -11,7 +11,9 @@ from jaxtyping import Float32, UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.service import TOKEN
-from digen_jax.rewards.service.client import RemoteReward, Unreachable, checked_address
+from digen_jax.rewards.service.asking import Unreachable
+from digen_jax.rewards.service.client import RemoteReward
+from digen_jax.rewards.service.http import checked_address
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.service import installed
-from digen_jax.rewards.service.client import RemoteReward, retry_after
+from digen_jax.rewards.service.client import RemoteReward
+from digen_jax.rewards.service.http import retry_after
 from digen_jax.rewards.service.limits import Limits
 from digen_jax.rewards.service.servers import Servers
 from digen_jax.rewards.service.wire import decode_request, encode_answer
@@ -229,7 +230,7 @@ def test_threads_share_servers_and_each_gets_its_own_scores():
     assert wrong == [] and sum(one.failure is None for one in exchanges) == 60
     assert {one.server for one in exchanges} == {A, B}
     assert all(one.begin < one.end and one.images == 2 for one in exchanges)
-    assert all(server.outstanding == 0 for server in reward._servers)
+    assert all(server.outstanding == 0 for server in reward._asker.servers)
 
 
 def test_threads_stop_together_where_no_server_works():

@@ -1,0 +1,365 @@
+"""The judge against a stub of an OpenAI-compatible server; `test_transformers_serve` has a real one."""
+
+import base64
+import io
+import json
+import math
+import pickle
+import re
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from digen_jax.config.checks.rewards import needs_of
+from digen_jax.errors import ConfigError
+from digen_jax.process.ending import Stopped
+from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.judge import judge
+from digen_jax.rewards.judge.client import Client, asked_of, chosen
+from digen_jax.rewards.judge.templates import TEMPLATES
+from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.settings import RewardSettings
+from tests.rewards.service.helpers import pictures
+
+A, B = "http://a:1", "http://b:1"
+FAST = dict(alone=(0.02, 0.1), waits=(0.001, 0.01))
+
+
+def said(text, **more):
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"} | more
+    return httpx.Response(200, json={"choices": [choice]})
+
+
+def tokens(**chances):
+    """An answer whose first token has these probabilities; "_" stands for a space."""
+    top = [{"token": t.replace("_", " "), "logprob": math.log(p)} for t, p in chances.items()]
+    return said("Yes", logprobs={"content": [{"token": "Yes", "top_logprobs": top}]})
+
+
+class Server:
+    """Stands for servers: has models, and answers by a script or function."""
+
+    def __init__(self, answers, models=("m",)):
+        self.answers, self.models, self.asked, self.tokens = answers, models, [], []
+        self.lock = threading.Lock()
+
+    def __call__(self, request):
+        self.tokens.append(request.headers.get("authorization"))
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": one} for one in self.models]})
+        assert (request.method, request.url.path) == ("POST", "/v1/chat/completions")
+        asked = json.loads(request.read())
+        with self.lock:
+            self.asked.append(asked)
+            if isinstance(self.answers, list):
+                return self.answers.pop(0)
+        return self.answers(asked)
+
+
+def ask(server, images, prompts, metadata=None, **settings):
+    asked = judge(**{"servers": (A,)} | settings)
+    client = Client(asked, httpx.MockTransport(server), **FAST)
+    return asked_of(client, asked, images, prompts, metadata or [{} for _ in prompts])
+
+
+def text_of(asked):
+    return asked["messages"][-1]["content"][1]["text"]
+
+
+def picture_of(asked):
+    kind, data = asked["messages"][-1]["content"][0]["image_url"]["url"].split(";base64,")
+    with Image.open(io.BytesIO(base64.b64decode(data))) as opened:
+        assert kind == f"data:image/{opened.format.lower()}"
+        return np.asarray(opened)
+
+
+def brightness(asked):
+    return said(f"Score: {picture_of(asked).mean() / 25.5:.6f}")
+
+
+def test_each_picture_gets_its_own_score():
+    images = pictures(5)
+    server = Server(brightness)
+    scores = ask(server, images, [f"prompt {i}" for i in range(5)], template="rating")
+    np.testing.assert_allclose(scores, images.mean((1, 2, 3)) / 255, atol=1e-6)
+    assert scores.dtype == np.float32 and len(server.asked) == 5
+    for asked in server.asked:
+        which = int(re.search(r"prompt (\d)", text_of(asked))[1])
+        np.testing.assert_array_equal(picture_of(asked), images[which])  # PNG is exact
+        assert (asked["model"], asked["temperature"], asked["seed"]) == ("m", 0.0, 0)
+        assert asked["max_tokens"] == 64 and "logprobs" not in asked
+
+
+def test_pictures_as_jpeg_are_nearly_the_same():
+    image = np.tile(np.linspace(0, 255, 64).astype(np.uint8)[:, None, None], (1, 64, 3))
+    server = Server([said("Score: 5")])
+    ask(server, image[None], ["a"], template="rating", format="jpeg")
+    assert np.abs(picture_of(server.asked[0]).astype(int) - image).max() < 8
+
+
+def test_several_requests_are_under_way_at_the_same_time_but_not_more_than_connections():
+    most, now, lock = [0], [0], threading.Lock()
+
+    def slow(asked):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.02)
+        with lock:
+            now[0] -= 1
+        return said("Score: 1")
+
+    ask(Server(slow), pictures(12), ["a"] * 12, template="rating", connections=3)
+    assert most[0] == 3
+
+
+def test_of_a_clip_every_fourth_frame_is_asked_for():
+    clips = np.random.default_rng(0).integers(0, 256, (2, 6, 4, 4, 3), dtype=np.uint8)
+    server = Server(brightness)
+    scores = ask(server, clips, ["a", "b"], template="rating")
+    expected = clips[:, [0, 4]].mean((1, 2, 3, 4)) / 255
+    np.testing.assert_allclose(scores, expected, atol=1e-6)
+    assert len(server.asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        ("rating", "score: 7.5", 0.75),
+        ("rating", "Score: 3 for colours.\nScore : 9", 0.9),  # the last one counts
+        # the example in UnifiedReward's point_score_ACS_image_generation.py
+        (
+            "unified_reward_2",
+            "Alignment Score (1-5): 2.694700002670288\nCoherence Score (1-5): 2.371500015258789\n"
+            "Style Score (1-5): 2.802500009536743\n",
+            ((2.694700002670288 + 2.371500015258789 + 2.802500009536743) / 3 - 1) / 4,
+        ),
+        ("unified_reward", "cat (object): 1\nred (color): 0\nFinal Score: 2", 0.25),
+    ],
+)
+def test_numbers_become_scores(template, answer, expected):
+    scores = ask(Server([said(answer)]), pictures(1), ["a cat"], template=template)
+    np.testing.assert_allclose(scores, [expected], rtol=1e-6)
+
+
+def test_a_text_of_ones_own_has_the_fields_of_a_record():
+    server = Server([said("about 30 of 40 points")])
+    scores = ask(
+        server,
+        pictures(1),
+        ["a {style} dog"],
+        [{"style": "gothic", "prompt": "unused"}],
+        template='{style}? {prompt} {"points": 40}',
+        pattern=r"(\d+) of",
+        scale=(20, 40),
+        system="Be strict.",
+        max_tokens=9,
+    )
+    assert scores == [0.5]
+    (asked,) = server.asked
+    assert text_of(asked) == 'gothic? a {style} dog {"points": 40}'
+    assert asked["messages"][0] == {"role": "system", "content": "Be strict."}
+    assert asked["max_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (tokens(Yes=0.6, No=0.3), 0.6),
+        (tokens(Yes=0.4, yes=0.1, _Yes=0.05, YES=0.05, No=0.2, yesterday=0.1), 0.6),
+        (tokens(**{"▁yes": 0.25, "No": 0.5}), 0.25),
+        (tokens(No=0.9, Maybe=0.05), 0.0),
+    ],
+)
+def test_the_probability_of_yes(answer, expected):
+    server = Server([answer])
+    scores = ask(server, pictures(1), ["a red star"])
+    np.testing.assert_allclose(scores, [expected], rtol=1e-6)
+    (asked,) = server.asked
+    assert asked["logprobs"] is True and asked["top_logprobs"] == 20 and asked["max_tokens"] == 1
+    assert text_of(asked) == 'Does this figure show "a red star"? Please answer yes or no.'
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"logprobs": None},
+        {"logprobs": {"content": []}},
+        {"logprobs": {"content": [{"token": "Yes", "logprob": -0.1, "top_logprobs": []}]}},
+    ],
+)
+def test_missing_logprobs_are_an_error_that_names_the_option(more):
+    server = Server([said("Yes", **more)] * 9)
+    with pytest.raises(RewardMistake, match=r"sends no top_logprobs .*--max-logprobs=20"):
+        ask(server, pictures(1), ["a"])
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "what"),
+    [
+        ({"template": "rating"}, said("I like it"), r"answered 'I like it', in which the pattern"),
+        ({"template": "rating"}, said("Score: 11"), "whose number 11 is not from 0 to 10"),
+        ({"template": "rating"}, said("Score: -1"), "whose number -1 is not from 0 to 10"),
+        ({"template": "rating"}, said(None), "answered '', in which the pattern"),
+        (
+            {"template": "rating"},
+            said("Well, the", finish_reason="length"),
+            r"answered 'Well, the', cut off at max_tokens = 64, in which",
+        ),
+        ({"template": "{prompt}", "pattern": r"(\w+)"}, said("nine"), "finds 'nine', no number"),
+        ({"template": "{prompt}", "pattern": r"x|(\d)"}, said("x"), "finds None, no number"),
+        (
+            {"template": "unified_reward_2"},
+            said("Alignment Score (1-5): 3\nStyle Score (1-5): 4"),
+            r"the pattern 'Coherence.* finds no number",
+        ),
+        ({}, tokens(Maybe=0.5, The=0.3), r"neither yes nor no is among the 2 likeliest .*'maybe'"),
+    ],
+)
+def test_an_answer_without_a_score_is_repeated_a_number_of_times_and_then_stops(
+    settings, answer, what
+):
+    server = Server([answer] * 9)
+    with pytest.raises(Stopped, match=what) as stopped:
+        ask(server, pictures(1), ["a cat"], again=2, seed=5, **settings)
+    assert f"judge {A} answered" in str(stopped.value) and "'a cat'" in str(stopped.value)
+    assert "change the judge's template, pattern or max_tokens" in str(stopped.value)
+    assert [asked["seed"] for asked in server.asked] == [5, 6, 7]
+    server = Server([answer, said("Score: 5")])
+    if settings == {"template": "rating"}:
+        assert ask(server, pictures(1), ["a cat"], **settings) == [0.5]
+
+
+def test_no_answer_is_repeated_where_again_is_0():
+    server = Server([said("none")] * 9)
+    with pytest.raises(Stopped, match="after one attempt"):
+        ask(server, pictures(1), ["a"], template="rating", again=0)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(500, json={"error": {"message": "out of memory"}}),
+        httpx.Response(429, headers={"Retry-After": "0"}),
+        httpx.Response(200, content=b"{"),
+        httpx.Response(200, json={"choices": []}),
+        httpx.Response(200, json={"choices": [{"message": {"content": ["x"]}}]}),
+    ],
+)
+def test_failures_of_a_server_are_repeated(answer):
+    server = Server([answer, said("Score: 5")])
+    assert ask(server, pictures(1), ["a"], template="rating", again=0) == [0.5]
+    with pytest.raises(Stopped, match=r"after 3 attempts .* repair or restart it"):
+        ask(Server([answer] * 9), pictures(1), ["a"], template="rating", again=0, retries=2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": {"message": "The model is\nnot here", "type": "NotFoundError"}},  # OpenAI, vLLM
+        {"detail": "The model is not here"},  # FastAPI, transformers serve
+        {"error": "The model is not here"},
+    ],
+)
+def test_a_refusal_is_told_by_the_servers_sentence(body):
+    server = Server([httpx.Response(404, json=body)] * 9)
+    sentence = f"judge {A} refuses 'a' with 404: The model is not here"
+    with pytest.raises(RewardMistake, match=sentence):
+        ask(server, pictures(1), ["a"])
+    assert len(server.asked) == 1
+
+
+def test_the_model_is_the_only_one_or_must_be_there():
+    server = Server([said("Score: 1")] * 2, models=("m", "n"))
+    ask(server, pictures(1), ["a"], template="rating", model="n")
+    assert server.asked[0]["model"] == "n"
+    with pytest.raises(ConfigError, match=rf"judge {A} has no model 'x', but 'm', 'n': set model"):
+        ask(server, pictures(1), ["a"], model="x")
+    with pytest.raises(ConfigError, match="has the models 'm', 'n': name one"):
+        ask(server, pictures(1), ["a"])
+    for wrong, what in (
+        (httpx.Response(200, json={"models": []}), "is no OpenAI-compatible server"),
+        (httpx.Response(401, json={"error": "Unauthorized"}), "answered 401: Unauthorized"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            ask(lambda request, wrong=wrong: wrong, pictures(1), ["a"])
+
+
+def test_servers_that_have_different_models_are_refused():
+    with pytest.raises(ConfigError, match="different models: m, n"):
+        chosen({A: ["m"], B: ["n"]}, "")
+    assert chosen({A: ["m"], B: ["m"]}, "") == "m"
+
+
+def test_the_token_is_that_of_the_environment(monkeypatch):
+    monkeypatch.setenv("DIGEN_JUDGE_TOKEN", "secret")
+    server = Server([said("Score: 1")])
+    ask(server, pictures(1), ["a"], template="rating", servers=f"{A}/v1")
+    assert server.tokens == ["Bearer secret"] * 2
+
+
+def test_text_is_read_as_the_reward_ocr_compares_it():
+    pytest.importorskip("rapidfuzz")
+    prompts = ['a sign "OPEN now"'] * 4
+    answers = {0: "open\nNOW!", 1: "opan now", 2: "", 3: "Open"}
+    images = np.stack([np.full((4, 4, 3), i, np.uint8) for i in range(4)])
+    server = Server(lambda asked: said(answers[int(picture_of(asked)[0, 0, 0])]))
+    scores = ask(server, images, prompts, template="ocr")
+    # of the seven letters of "opennow" one is wrong, all are missing, three are missing
+    np.testing.assert_allclose(scores, [1, 6 / 7, 0, 4 / 7], atol=1e-6)
+
+
+def test_a_template_needs_fields_of_records():
+    def needed(**settings):
+        (needs,) = needs_of([RewardSettings("judge", settings=settings)]).values()
+        return needs
+
+    assert needed()({"prompt": "a"}) is None
+    text = needed(template="{prompt}: {question}", pattern=r"(\d)")
+    assert text({"prompt": "a", "question": "b"}) is None
+    assert text({"prompt": "a"}) == "has no field 'question', which the judge's template has"
+    for settings in ({"template": "ocr"}, {"template": "read", "score": "text"}):
+        assert needed(**settings)({"prompt": 'a sign "x"'}) is None
+        assert "quotes no text" in needed(**settings)({"prompt": "a sign"})
+    with pytest.raises(ConfigError, match="the prompt 'a' has no field 'b'"):
+        ask(Server([]), pictures(1), ["a"], template="{b}", pattern=r"(\d)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"servers": ()}, "has no servers"),
+        ({"servers": ("localhost:8000",)}, "is no address of a judge"),
+        ({"template": "unified"}, "name one of alignment, rating, ocr, unified_reward"),
+        ({"template": "{prompt}"}, "has no pattern"),
+        ({"template": "{prompt}", "pattern": "("}, r"the pattern '\(': missing"),
+        ({"template": "{prompt}", "pattern": r"(\d)/(\d)"}, "with 2 groups: it must have one"),
+        ({"template": "rating", "scale": (1, 1)}, "give it two numbers"),
+        ({"score": "maybe"}, "score = 'maybe': set it to pattern, yes, text"),
+        ({"format": "webp"}, "format = 'webp': set it to png or jpeg"),
+        ({"again": -1}, "again must be 0 or more"),
+        ({"max_tokens": -1}, "max_tokens must be 1 or more"),
+        ({"modle": "x"}, "no setting 'modle'; did you mean 'model'"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, what):
+    with pytest.raises(ConfigError, match=what):
+        resolve([RewardSettings("judge", settings={"servers": (A,)} | settings)])
+
+
+def test_it_can_be_sent_to_a_process():
+    found = resolve([RewardSettings("judge", settings={"servers": [A], "scale": [0, 1]})])
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert hash(found.members[0].function)
+
+
+def test_each_template_asks_of_the_prompt_or_reads_text():
+    for template in TEMPLATES.values():
+        assert template.fields == ("prompt",) or template.score == "text"
