@@ -31,8 +31,8 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step with metrics."""
-        return self.metrics[-1]["step"]
+        """The last step with metrics; an evaluation of an older one may be recorded after it."""
+        return max(line["step"] for line in self.metrics)
 
     @property
     def seconds(self) -> float:
@@ -104,8 +104,17 @@ def read_run(workdir: pathlib.Path) -> Run:
         raise ConfigError(
             f"the run in {workdir} has recorded nothing yet: wait until its first evaluation or step is done"
         )
-    finished = (workdir / "finished.json").is_file() and metrics[-1]["step"] >= config["steps"]
+    last = max(line["step"] for line in metrics)
+    finished = _finished_step(workdir / "finished.json") == last
     return Run(workdir, config, metrics, _starts(workdir / "starts.jsonl"), finished)
+
+
+def _finished_step(path: pathlib.Path) -> int | None:
+    """The step after which a run was finished, of which there may be more now; None where it was not."""
+    try:
+        return json.loads(path.read_bytes())["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _starts(path: pathlib.Path) -> list[dict[str, Any]]:
