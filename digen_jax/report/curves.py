@@ -18,9 +18,7 @@ from digen_jax.report.reading import EVALUATION, Run
 COLOURS = (
     "#1f77b4", "#d9730d", "#2f8f4e", "#8a55c7", "#c23b3b", "#7a5a4a", "#c75aa6", "#5f6a72", "#9a9a1f", "#1f9fb0"
 )  # fmt: skip
-POINTS = (
-    40_000  # of all charts together: two float32 each, so that they take well under half a megabyte
-)
+POINTS = 24_000  # numbers of all charts together, so that a page stays under 2 MB
 SPARSE = 8  # a curve of fewer points is drawn with them
 
 

@@ -14,7 +14,7 @@ from digen_jax.files import replace
 from digen_jax.records.metrics import CLOCK
 from digen_jax.report import curves, images
 from digen_jax.report.reading import EVALUATION, Run, differing, read_run
-from digen_jax.report.timeline import timeline
+from digen_jax.report.timeline import MOST, timeline
 
 TEMPLATE = "page.html.jinja"
 
@@ -59,7 +59,7 @@ def render(runs: Sequence[Run]) -> str:
     )  # fmt: skip
     script, charts = curves.draw(runs, curves.charts(runs))
     return environment.get_template(TEMPLATE).render(
-        runs=[_of_run(run) for run in runs],
+        runs=[_of_run(run, MOST // len(runs)) for run in runs],
         charts={part: list(map(Markup, drawn)) for part, drawn in charts.items()},
         chart_script=Markup(script),
         core_script=Markup(curves.core_script()),
@@ -69,9 +69,9 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def _of_run(run: Run) -> dict[str, Any]:
-    """What the template shows of a single run."""
-    drawn = timeline(run)
+def _of_run(run: Run, intervals: int) -> dict[str, Any]:
+    """What the template shows of a single run, with at most so many intervals of its timeline."""
+    drawn = timeline(run, intervals)
     return {
         "name": str(run.workdir),
         "config": json.dumps(run.config, indent=1),

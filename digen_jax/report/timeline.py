@@ -5,27 +5,27 @@ from typing import Any
 from digen_jax.records.timeline_files import COLOURS, WAIT, read_events
 from digen_jax.report.reading import Run
 
-MOST = 8000  # intervals; the steps before the newest so many are left out
+MOST = 5000  # intervals on a page; the steps before the newest so many are left out
 
 
-def timeline(run: Run) -> dict[str, Any] | None:
+def timeline(run: Run, most: int = MOST) -> dict[str, Any] | None:
     """Rows, kinds of work with colours, intervals, and the window of each step; None where nothing is recorded.
 
-    An interval is [row, kind, begin, length, fragment or -1], in milliseconds; "steps" has for each step that is
-    done [its number, begin, end] of the work on it, in which other steps' work may lie, too.
+    An interval is [row, kind, begin, length, fragment or -1], in milliseconds, of which the newest `most` are there;
+    "steps" has for each step that is done [its number, begin, end] of the work on it, in which other work may lie.
     """
     events = read_events(run.workdir / "timeline.json")
     names = {event["tid"]: event["args"].get("name", "") for event in events if event["ph"] == "M"}
     spans = sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"] + e["dur"])
     windows: dict[int, list[float]] = {}
-    kept = spans[-MOST:]
+    kept = spans[-most:]
     for event in kept:
         step = event["args"].get("step")
         if step is not None and event["name"] != "evaluate":
             begin, end = event["ts"], event["ts"] + event["dur"]
             window = windows.setdefault(step + 1, [begin, end])
             window[:] = min(window[0], begin), max(window[1], end)
-    if len(spans) > MOST and len(windows) > 1:
+    if len(spans) > most and len(windows) > 1:
         del windows[min(windows)]  # its first intervals are left out
     windows = {step: own for step, own in windows.items() if step <= run.step}
     if not windows:

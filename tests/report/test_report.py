@@ -15,12 +15,13 @@ import pytest
 from PIL import Image
 
 from digen_jax.errors import ConfigError
+from digen_jax.records.timeline_files import TraceFile
 from digen_jax.report import curves, images, page
 from digen_jax.report.page import task_table, time_table, write_report
 from digen_jax.report.reading import differing, read_run
 from digen_jax.report.timeline import timeline
 from tests.pipelines import ROOT
-from tests.report.workdirs import HOSTILE, level, write_workdir
+from tests.report.workdirs import HOSTILE, intervals, level, write_workdir
 
 
 class Parsed(html.parser.HTMLParser):
@@ -172,6 +173,24 @@ def test_a_long_curve_is_thinned_with_both_ends(workdirs):
     assert len(thin.steps) == 100 and thin.steps[0] == 0 and thin.mean[-1] == 4999
 
 
+@pytest.mark.slow
+def test_a_long_run_with_many_rewards_and_tasks_keeps_to_the_limit(tmp_path):
+    run = write_workdir(tmp_path / "run", steps=3000)
+    rng = np.random.default_rng(0)
+    named = {"reward_of/r": 20, "evaluation/reward_of/r": 20, "evaluation/t": 30}
+    names = [f"{name}{number}" for name, count in named.items() for number in range(count)]
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(3001):
+            own = [n for n in names if step % 20 == 0 or not n.startswith("evaluation/")]
+            line = {"step": step, "seconds/clock": 1e9 + step, "reward": 0.5, "utilisation": 0.5}
+            values = dict(zip(own, rng.random(len(own)).tolist(), strict=True))
+            file.write(json.dumps(line | values | {"evaluation/reward": 0.5}) + "\n")
+    trace = TraceFile(run / "timeline.json")
+    trace.write([one for step in range(2500) for one in intervals(step)], clock=1e9)
+    size = write_report([run], tmp_path / "report.html")
+    assert 1_500_000 < size.without_pictures <= 2_000_000
+
+
 def test_the_timeline_of_a_step_is_the_time_of_its_work(workdirs, tmp_path):
     found = timeline(read_run(workdirs[0]))
     assert found["rows"] == ["rollout 0", "trainer", "reward"]
@@ -186,9 +205,8 @@ def test_the_timeline_of_a_step_is_the_time_of_its_work(workdirs, tmp_path):
     assert timeline(read_run(tmp_path)) is None
 
 
-def test_of_a_long_timeline_the_newest_steps_are_kept(workdirs, monkeypatch):
-    monkeypatch.setattr("digen_jax.report.timeline.MOST", 6)
-    found = timeline(read_run(workdirs[0]))
+def test_of_a_long_timeline_the_newest_steps_are_kept(workdirs):
+    found = timeline(read_run(workdirs[0]), 6)
     assert [step for step, *_ in found["steps"]] == [10] and len(found["spans"]) == 5
 
 
