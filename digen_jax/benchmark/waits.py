@@ -77,6 +77,8 @@ class WaitingExecutors:
     The driver, its threads, the scheduler and the reward pool are the real ones.
     """
 
+    extremes = None
+
     def __init__(self, waits: Waits, layout: Layout):
         meshes = {f"rollout {i}": mesh for i, mesh in enumerate(layout.rollout)}
         meshes[TRAINER] = layout.trainer

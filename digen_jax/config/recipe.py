@@ -32,6 +32,7 @@ from digen_jax.config.sections import (
     RewardPoolSection,
     RuntimeSection,
     SamplerSection,
+    StoppingSection,
     TrainerSection,
     WandbSection,
 )
@@ -70,6 +71,7 @@ MAY_CHANGE = (
     "rewards[i].limit",
     "runtime.deadline",
     "steps",
+    "stopping",
     "wandb",
 )
 
@@ -107,6 +109,7 @@ class Recipe:
     placement: PlacementSection = dataclasses.field(default=PlacementSection())
     runtime: RuntimeSection = dataclasses.field(default=RuntimeSection())
     evaluation: EvaluationSection = dataclasses.field(default=EvaluationSection())
+    stopping: StoppingSection = dataclasses.field(default=StoppingSection())
     pictures: PicturesSection = dataclasses.field(default=PicturesSection())
     checkpoint: CheckpointSection = dataclasses.field(default=CheckpointSection())
     wandb: WandbSection = dataclasses.field(default=WandbSection())

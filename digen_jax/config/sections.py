@@ -314,6 +314,17 @@ class EvaluationSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoppingSection:
+    """An early stop, before a run earns its reward at the cost of another one."""
+
+    # the reward to watch on the held-out prompts, by its name in the metric evaluation/reward_of/NAME, such as one of
+    # weight 0; "": the run never stops early
+    reward: str = ""
+    margin: float = 0.0  # how far below its best evaluation it counts as fallen
+    evaluations: int = 3  # evaluations in a row in which it must be
+
+
+@dataclasses.dataclass(frozen=True)
 class PicturesSection:
     """When pictures are written, and how many images each shows."""
 

@@ -1,4 +1,4 @@
-"""Images and scores of an evaluation in a file, for comparison with a later evaluation."""
+"""Images, scores and prompts of an evaluation in a file, for comparison with a later evaluation."""
 
 import io
 import pathlib
@@ -19,9 +19,10 @@ def save_images(path: pathlib.Path, **arrays: Any) -> None:
 
 
 def saved_images(path: pathlib.Path) -> dict[str, np.ndarray] | None:
-    """The images and scores that `save_images` wrote; None if they are missing or damaged."""
+    """What `save_images` wrote, at least step, images and scores; None if it is missing or damaged."""
     try:
         with np.load(path) as found:
-            return {name: found[name] for name in ("step", "images", "scores")}
+            needed = {name: found[name] for name in ("step", "images", "scores")}
+            return needed | {name: found[name] for name in found.files}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None

@@ -230,10 +230,10 @@ def _draw_curve(axes: Any, steps: Any, values: Any, name: str, colour: str, dens
         axes.plot(steps, values, color=colour, marker="o", markersize=5, label=name)
         return
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-    axes.plot(steps, _running_mean(values, max(3, len(values) // 12)), color=colour, label=name)
+    axes.plot(steps, running_mean(values, max(3, len(values) // 12)), color=colour, label=name)
 
 
-def _running_mean(values: Float[np.ndarray, " n"], width: int) -> Float[np.ndarray, " n"]:
+def running_mean(values: Float[np.ndarray, " n"], width: int) -> Float[np.ndarray, " n"]:
     """The mean over up to `width` values to either side, fewer at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     last = np.minimum(np.arange(len(values)) + width + 1, len(values))

@@ -1,6 +1,7 @@
 """Files that a run writes into its workdir besides checkpoints: metrics, timeline, commands, pictures, results."""
 
 import contextlib
+import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from digen_jax.records.room import FULL
 from digen_jax.records.timeline_files import TraceFile, draw
 from digen_jax.runtime.evaluation import Evaluation, by_tag
 from digen_jax.runtime.log import CommandLog
+from digen_jax.runtime.scores import Extremes
 from digen_jax.scheduling.timeline import Interval
 
 SHOWN_STEPS = 3  # in a picture of the timeline
@@ -144,11 +146,24 @@ class Records:
         self._kept(lambda: pictures.save_frames(path, grids))
         self._kept(lambda: self._metrics.picture(path))
 
+    def extremes(self, done: int, found: Extremes) -> None:
+        """Writes pictures of the best and the worst images of the step that is `done`, with prompts and scores."""
+        for name, sample in found._asdict().items():
+            captions = [record["prompt"] for record in sample.records]
+            title = f"the {name} images of step {done}"
+            sheet = pictures.image_grid(sample.images, captions, 6, sample.values, title)
+            path = self._folder / f"{name}_{done:06d}.png"
+            self._kept(functools.partial(sheet.save, path))
+            self._kept(functools.partial(self._metrics.picture, path))
+
     def _keep(self, done: int, found: Evaluation) -> None:
         """Keeps the first images and all scores of an evaluation, for the results."""
         images, scores = stills(found.clips[: self._count]), found.scores
         file = self._folder / ("after.npz" if done else "before.npz")
-        self._kept(lambda: save_images(file, step=done, images=images, scores=scores))
+        prompts = np.asarray([record["prompt"] for record in found.records[: len(images)]])
+        self._kept(
+            lambda: save_images(file, step=done, images=images, scores=scores, prompts=prompts)
+        )
 
     def _draw_curve(self) -> None:
         """Writes the reward so far as a picture."""
@@ -219,6 +234,7 @@ def where(workdir: pathlib.Path) -> str:
         "pictures/before_after.png": "the same prompts before and after",
         "pictures/curve.png": "reward over the steps",
         "pictures/step_*.png": "pictures on the way",
+        "pictures/best_*.png, worst_*.png": "the best and the worst images of a step",
         "pictures/timeline_*.png": "what every worker did in the last steps",
         "timeline.json": "the same since the oldest checkpoint, for ui.perfetto.dev",
         "commands.jsonl": "what the scheduler told them to do since then, in order",

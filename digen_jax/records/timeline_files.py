@@ -40,7 +40,7 @@ class TraceFile:
     def __init__(self, path: pathlib.Path):
         self._path = path
         self._rows: list[str] = []
-        self._replace(self._events())
+        self._replace(read_events(self._path))
 
     def cut_back(self, done: int, ended: float) -> None:
         """Removes the intervals of the first `done` steps, and those of no step that ended before `ended`.
@@ -57,12 +57,7 @@ class TraceFile:
             step = event["args"].get("step")
             return event["ts"] + event["dur"] >= ended * 1e6 if step is None else step >= done
 
-        self._replace(list(filter(stays, self._events())))
-
-    def _events(self) -> list[dict[str, Any]]:
-        """The events in the file, without a last line that a kill cut off."""
-        lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
-        return list(filter(None, map(_event_of, lines)))
+        self._replace(list(filter(stays, read_events(self._path))))
 
     def _replace(self, events: list[dict[str, Any]]) -> None:
         rows = [event["args"]["name"] for event in events if event["ph"] == "M"]
@@ -91,6 +86,12 @@ class TraceFile:
             append(self._path, b"\n]\n"[self._empty :])
             raise
         self._rows, self._empty = rows, False
+
+
+def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The events in a `TraceFile`'s file, without a last line that a kill cut off; none where there is no file."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return list(filter(None, map(_event_of, lines)))
 
 
 def _event_of(line: str) -> dict[str, Any] | None:

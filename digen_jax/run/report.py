@@ -81,6 +81,8 @@ class Reporter:
         clock = time.time() - driver.now()
         shown = self._settings.is_shown(done)
         self.records.step_timeline(done, driver.intervals, clock, picture=shown)
+        if driver.executor.extremes is not None:
+            self.records.extremes(done, driver.executor.extremes)
         self.records.step(done, line)
         speed = line["images_per_second"], line["utilisation"]
         self._progress.update(done, line["reward"], *speed)

@@ -31,6 +31,7 @@ from digen_jax.run.following import follow_run
 from digen_jax.run.opening import place_run
 from digen_jax.run.positions import Position, Positions
 from digen_jax.run.report import Metrics, Reporter, diverged, tell_prompts
+from digen_jax.run.stopping import reason_to_stop
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.log import read_log
@@ -67,16 +68,16 @@ def lead(recipe: Recipe, workdir: pathlib.Path, orders: Orders) -> int | None:
     changed = changes(workdir, asked) if workdir.is_dir() else {}
     with claim_workdir(workdir, asked, MAY_CHANGE):
         finished = finished_step(workdir) or 0
-        if finished < recipe.steps:
+        stopped = reason_to_stop(recipe.stopping, workdir) if finished else None
+        if finished < recipe.steps and not stopped:
             for file, read in {"metrics.jsonl": read_metrics, "commands.jsonl": read_log}.items():
                 if (workdir / file).exists():
                     read(workdir / file)  # so that damage is found before anything slow
             run = Run(recipe, workdir, orders)
             with full_disk(workdir):
                 return run.train([f"{name}: {change}" for name, change in changed.items()])
-    print(
-        f"This run is finished: {finished} steps are done. To continue, give a larger config.steps."
-    )
+    why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
+    print(f"This run is finished: {finished} steps are done. {why}.")
     print(where(workdir))
     return None
 
@@ -115,6 +116,7 @@ class Run:
         self.watch = Watch(Deadline(0) if several() else deadline)
         orders.announce("built")
         self.saved: int | None = None  # the steps of the newest checkpoint
+        self.stopped: str | None = None  # why the run ends early
         self.held_out = held_out[: recipe.evaluation.images or None]
         self.prompts = prompt_batches(
             recipe.prompts.paths,
@@ -144,6 +146,8 @@ class Run:
             if interrupt.asked:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
                 return 128 + interrupt.asked
+            if self.stopped:
+                print(f"The run has {self.stopped}.")
             self.report.results()
             mark_finished(self.workdir, position.done)
         return None
@@ -195,14 +199,16 @@ class Run:
         with closing(self.drive(position)) as driver:
             try:
                 self.check_disk()
-                while position.done < self.recipe.steps and not interrupt.asked:
+                while position.done < self.recipe.steps and not (interrupt.asked or self.stopped):
                     with self.told_of_divergence(position):
                         line = driver.step()
                         check_metrics(line)
                     position = self.stepped(position.done + 1, line, driver)
                     self.check_disk()
                     interrupt.asked = interrupt.asked or self.orders.asked_to_stop()
-                if not interrupt.asked:
+                    if position.done < self.recipe.steps:
+                        self.stopped = reason_to_stop(self.recipe.stopping, self.workdir)
+                if not (interrupt.asked or self.stopped):
                     with self.told_of_divergence(position):
                         driver.finish()  # the last version's evaluation
             finally:

@@ -13,9 +13,10 @@ from digen_jax import rewards
 from digen_jax.engine.hosts import fetch
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.flow.sampling import Trajectory, image_keys
-from digen_jax.images import as_judged, to_uint8
+from digen_jax.images import as_judged, stills, to_uint8
 from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
+from digen_jax.runtime.image_statistics import Looks, diversity, joined, look
 from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.settings import Settings
 
@@ -39,6 +40,7 @@ class Evaluation(NamedTuple):
     scores: Float[np.ndarray, "n"]
     # By name, NaN where the reward does not apply: see `rewards.each`.
     each: Mapping[str, Float[np.ndarray, "n"]] = MappingProxyType({})
+    looks: Looks | None = None
 
     @property
     def known(self) -> dict[str, Float[np.ndarray, "_"]]:
@@ -47,7 +49,10 @@ class Evaluation(NamedTuple):
         return {name: own for name, own in found.items() if len(own)}
 
     def metrics(self) -> dict[str, float]:
-        """Mean reward over all prompts and for each task of the prompt file; if there are several, of each reward."""
+        """Mean reward over all prompts and for each task of the prompt file; if there are several, of each reward.
+
+        Also what the pictures look like; their diversity is that between the prompts.
+        """
         return {
             "evaluation/reward": float(self.scores.mean()),
             **{
@@ -57,7 +62,15 @@ class Evaluation(NamedTuple):
             **{
                 f"evaluation/{tag}": mean for tag, mean in by_tag(self.records, self.scores).items()
             },
+            **{f"evaluation/images/{name}": value for name, value in self._seen().items()},
         }
+
+    def _seen(self) -> dict[str, float]:
+        if self.looks is None:
+            return {}
+        several = len(self.records) > 1
+        of_all = {"diversity": diversity(self.looks.thumbnails)} if several else {}
+        return self.looks.means() | of_all
 
     def by_task(self) -> dict[str, TaskScore]:
         """The score of all prompts as "all", of each task of the prompt file, and of each of several rewards."""
@@ -162,20 +175,24 @@ class Gathering:
 
     def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
         self._held_out, self._names, self._weights = held_out, names, weights
-        self._found: dict[int, dict[int, tuple[np.ndarray, rewards.Scores]]] = defaultdict(dict)
+        self._found: dict[int, dict[int, tuple[np.ndarray, rewards.Scores, Looks]]] = defaultdict(
+            dict
+        )
 
     def note(
         self, fragment: Fragment, clips: Num[np.ndarray, "b t h w 3"], scores: rewards.Scores
     ) -> None:
         """Stores a scored fragment."""
-        self._found[fragment.step][fragment.index] = to_uint8(clips), scores
+        made = to_uint8(clips)
+        self._found[fragment.step][fragment.index] = made, scores, look(stills(made))
 
     def take(self, version: int) -> Evaluation:
         """Returns a version's whole evaluation and forgets it."""
         parts = [part for _, part in sorted(self._found.pop(version).items())]
-        clips, scores = zip(*parts, strict=True)
+        clips, scores, looks = zip(*parts, strict=True)
         records = self._held_out.records[: sum(map(len, clips))]
-        return _evaluation(records, clips, scores, self._names, self._weights)
+        found = _evaluation(records, clips, scores, self._names, self._weights)
+        return found._replace(looks=joined(looks))
 
 
 def by_tag(

@@ -13,14 +13,15 @@ from digen_jax import rewards
 from digen_jax.engine.divergence import check_images
 from digen_jax.engine.system import Rollout, System, tag_group
 from digen_jax.engine.trainer import TrainState
-from digen_jax.images import as_judged
+from digen_jax.images import as_judged, stills
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, Gathering, HeldOut
 from digen_jax.runtime.link import LocalLink
+from digen_jax.runtime.orders import is_first
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.runtime.scores import StepScores
+from digen_jax.runtime.scores import Extremes, StepScores
 from digen_jax.runtime.steps import Steps
-from digen_jax.runtime.summary import reward_metrics
+from digen_jax.runtime.summary import image_metrics, reward_metrics
 from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.runtime.versions import Versions
 from digen_jax.scheduling.commands import (
@@ -49,9 +50,11 @@ class Executor(Protocol):
 
     Attributes:
       devices: the number of devices of each worker, the trainer last.
+      extremes: the best and the worst images of the step that ended last, where pictures of it are due.
     """
 
     devices: Mapping[str, int]
+    extremes: Extremes | None
 
     def do(self, command: Command) -> None:
         """Executes a command other than a Score or an Evaluate; returns when its work is done."""
@@ -103,7 +106,8 @@ class Executors:
         kept: Mapping[int, Any] | None = None,
     ):
         """`first` is the step at whose start `state` is; `kept` are the older versions to hold."""
-        self.system, self._duties = system, duties
+        self.system, self._duties, self._settings = system, duties, settings
+        self.extremes: Extremes | None = None
         algorithm = system.trainer.algorithm
         shape = settings.images, settings.fragment_images
         self.steps = Steps(batches, *shape, system.draws, first, algorithm.set_steps)
@@ -237,8 +241,16 @@ class Executors:
         if fragment.evaluation and images is not None:
             self._gathering.note(fragment, images, scores)
         elif not fragment.evaluation and self.steps.find(fragment) is not None:
-            self.scores(fragment.step).note(fragment.index, scores)
+            known = self.scores(fragment.step)
+            known.note(fragment.index, scores)
+            if images is not None and is_first():
+                known.see(fragment.index, stills(images), self._kept_images(fragment.step))
         return rewards.total(scores.columns, self.system.advantages.reward_weights)
+
+    def _kept_images(self, step: int) -> int:
+        """How many of a step's best images, and of its worst, are shown."""
+        settings = self._settings
+        return settings.shown_images if settings.is_shown(step + 1) else 0
 
     def evaluated(self, command: Evaluate) -> Evaluation:
         """See `Executor`."""
@@ -249,7 +261,9 @@ class Executors:
         scores = self.scores(self.steps.first)
         del self._scores[self.steps.first]
         self.steps.end()
-        return self.trainer.metrics() | reward_metrics(scores, self._duties.rewards)
+        self.extremes = scores.extremes(self._settings.shown_images)
+        seen = image_metrics(scores)
+        return self.trainer.metrics() | reward_metrics(scores, self._duties.rewards) | seen
 
     def published(self, publication: Publication) -> Any:
         """See `Executor`."""

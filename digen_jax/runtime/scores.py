@@ -1,13 +1,14 @@
 """The scores of a step on the leader, and the advantages that follow from them."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int, UInt8
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
+from digen_jax.runtime.image_statistics import Looks, joined, look
 from digen_jax.runtime.steps import StepImages
 
 
@@ -29,6 +30,28 @@ class Lesson(NamedTuple):
     weight: Float32[np.ndarray, "k"]  # 0: the image's group is dropped
 
 
+class Sample(NamedTuple):
+    """A few of a step's images, with the records of their prompts and their values."""
+
+    records: list[dict[str, Any]]
+    images: UInt8[np.ndarray, "k h w 3"]
+    values: Float32[np.ndarray, "k"]
+
+
+class Extremes(NamedTuple):
+    """The best and the worst images of a step, the most extreme first; of equal ones, of several prompts."""
+
+    best: Sample
+    worst: Sample
+
+
+class Seen(NamedTuple):
+    """A fragment's pictures: what they look like, and those that may be the step's best and worst, by their places."""
+
+    looks: Looks
+    kept: dict[int, UInt8[np.ndarray, "h w 3"]]
+
+
 @dataclasses.dataclass
 class StepScores:
     """The scores of a step's images; NaN for those that are not scored, and where a reward does not apply."""
@@ -39,6 +62,7 @@ class StepScores:
     scored: Bool[np.ndarray, "n"]
     # Scores that have no weight: see `rewards.Scores`.
     shown: dict[str, Float32[np.ndarray, "n"]] = dataclasses.field(default_factory=dict)
+    seen: dict[int, Seen] = dataclasses.field(default_factory=dict)  # by fragment
 
     @classmethod
     def begin(cls, images: StepImages, settings: AdvantageSettings) -> "StepScores":
@@ -54,6 +78,48 @@ class StepScores:
         for name, found in scores.shown.items():
             empty = np.full(len(self.scored), np.nan, np.float32)
             self.shown.setdefault(name, empty)[cut] = found
+
+    def see(self, index: int, stills: UInt8[np.ndarray, "b h w 3"], keep: int) -> None:
+        """Looks at the pictures of a scored fragment; keeps this many of the best and of the worst."""
+        cut = self.images.cut(index)
+        places = np.arange(cut.start, cut.stop)
+        ends = {*self._order(places, 1)[:keep], *self._order(places, -1)[:keep]}
+        kept = {int(place): stills[place - cut.start].copy() for place in ends}
+        self.seen[index] = Seen(look(stills), kept)
+
+    def looks(self) -> tuple[Looks, Int[np.ndarray, "m"]] | None:
+        """(what the members look like, the group of each); None where no picture was seen."""
+        found = [index for index in sorted(self.seen) if index not in self.images.dropped]
+        if not found:
+            return None
+        rows = [self.images.rows[self.images.cut(index)] for index in found]
+        return joined([self.seen[index].looks for index in found]), np.concatenate(rows)
+
+    def extremes(self, most: int) -> Extremes | None:
+        """At most this many of the best images and of the worst, none in both; None where none was kept."""
+        kept = {place: one for seen in self.seen.values() for place, one in seen.kept.items()}
+        members = np.flatnonzero(self.members)
+        found = np.asarray([place for place in members if place in kept], int)
+        count = min(most, len(found) // 2)
+        if not count:
+            return None
+        best = self._order(found, 1)[:count]
+        worst = self._order(np.setdiff1d(found, best), -1)[:count]
+
+        def sample(places: Int[np.ndarray, "k"]) -> Sample:
+            records = [self.images.records[row] for row in self.images.rows[places]]
+            return Sample(records, np.stack([kept[one] for one in places]), self.values[places])
+
+        return Extremes(sample(best), sample(worst))
+
+    def _order(self, places: Int[np.ndarray, "k"], sign: int) -> Int[np.ndarray, "k"]:
+        """Places of images, for 1 the best first, for -1 the worst; of equal values first one of each group."""
+        values, rows = self.values[places], self.images.rows[places]
+        turn = np.zeros(len(places), int)
+        for row, value in set(zip(rows, values, strict=True)):
+            same = np.flatnonzero((rows == row) & (values == value))
+            turn[same] = np.arange(len(same))
+        return places[np.lexsort((places, turn, -sign * values))]
 
     @property
     def members(self) -> Bool[np.ndarray, "n"]:

@@ -10,6 +10,7 @@ import numpy as np
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import trained_images
 from digen_jax.runtime.evaluation import by_tag
+from digen_jax.runtime.image_statistics import group_diversity
 from digen_jax.runtime.scores import StepScores
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -172,3 +173,13 @@ def reward_metrics(found: StepScores, names: tuple[str, ...]) -> dict[str, Any]:
     if len(records) > groups:
         metrics["candidates"] = float(found.generated)
     return metrics
+
+
+def image_metrics(found: StepScores) -> dict[str, float]:
+    """What the images of the groups that form a step look like, and how much those of a group differ."""
+    if (seen := found.looks()) is None:
+        return {}
+    looks, groups = seen
+    within = group_diversity(looks.thumbnails, groups)
+    means = looks.means() | ({} if within is None else {"diversity": within})
+    return {f"images/{name}": value for name, value in means.items()}

@@ -149,5 +149,5 @@ def test_curves_are_drawn_from_the_lines_that_have_them(tmp_path):
 
 def test_running_mean_is_a_mean_of_what_is_there():
     values = np.array([1.0, 2.0, 3.0, 10.0])
-    np.testing.assert_allclose(pictures._running_mean(values, 1), [1.5, 2, 5, 6.5])
-    np.testing.assert_allclose(pictures._running_mean(np.full(9, 3.0), 4), np.full(9, 3.0))
+    np.testing.assert_allclose(pictures.running_mean(values, 1), [1.5, 2, 5, 6.5])
+    np.testing.assert_allclose(pictures.running_mean(np.full(9, 3.0), 4), np.full(9, 3.0))

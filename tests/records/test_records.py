@@ -9,7 +9,9 @@ from digen_jax.inference.model import evaluation_to_folder
 from digen_jax.records import records
 from digen_jax.records.pictures import image_grid
 from digen_jax.runtime.evaluation import Evaluation
+from digen_jax.runtime.scores import Extremes, Sample
 from tests.engine import toy
+from tests.records.test_metrics import tags
 
 
 def test_table_and_places():
@@ -61,6 +63,25 @@ def test_of_clips_an_animation_lies_beside_the_picture_of_the_middle_frame(tmp_p
     assert each.n_frames == 5 and each.size == (8, 8)
     still = np.asarray(Image.open(tmp_path / "each" / "00001_1.000_b.png"))
     np.testing.assert_array_equal(still, found.clips[1, 2])
+
+
+def test_the_best_and_worst_images_of_a_step_are_pictures_in_tensorboard_too(tmp_path):
+    def sample(level: int, prompt: str, value: float) -> Sample:
+        images = np.full((1, 8, 8, 3), level, np.uint8)
+        return Sample([{"prompt": prompt}], images, np.float32([value]))
+
+    found = Extremes(sample(250, "a", 1.0), sample(10, "b", 0.25))
+    writer = records.Records(tmp_path, toy.opened(toy.config()), lambda: None)
+    writer.extremes(7, found)
+    writer.write(7, {"reward": 0.5})
+    writer.close()
+    for name, one in found._asdict().items():
+        shown = Image.open(tmp_path / "pictures" / f"{name}_000007.png")
+        prompt = one.records[0]["prompt"]
+        title = f"the {name} images of step 7"
+        assert shown.tobytes() == image_grid(one.images, [prompt], 6, one.values, title).tobytes()
+    named = [(step, tag) for step, tag, kind in tags(tmp_path) if kind == "image"]
+    assert named == [(7, "pictures/best"), (7, "pictures/worst")]
 
 
 def test_of_pictures_there_are_the_same_files_as_ever(tmp_path):

@@ -30,7 +30,7 @@ from digen_jax.config.checks.groups import (
 from digen_jax.config.checks.numbers import check_numbers
 from digen_jax.config.checks.placement import check_devices, check_placement
 from digen_jax.config.checks.prompts import check_files
-from digen_jax.config.checks.rewards import check_named, check_weights, needs_of
+from digen_jax.config.checks.rewards import check_named, check_watched, check_weights, needs_of
 from digen_jax.config.checks.sampler import check_pack, check_sampler
 from digen_jax.config.recipe import SCHEDULED, Recipe
 from digen_jax.errors import ConfigError, blame, check_divides, together
@@ -154,6 +154,11 @@ def _check_source(recipe: Recipe) -> None:
         )
 
 
+def _check_stopping(recipe: Recipe) -> None:
+    """Refuses an early stop by a reward that no evaluation shows."""
+    check_watched(recipe.stopping.reward, recipe.rewards)
+
+
 def _check_start(recipe: Recipe) -> None:
     """Refuses a LoRA to continue where no LoRA is tuned."""
     if recipe.lora.start and not recipe.lora.rank:
@@ -241,6 +246,7 @@ STAGES = (
         _check_average,
         _check_source,
         _check_start,
+        _check_stopping,
         check_advantages,
         check_sampler,
         check_early,

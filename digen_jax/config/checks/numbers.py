@@ -86,6 +86,8 @@ RANGES = {
     "evaluation.true_guidance": (0, 1000),
     "evaluation.batch": (0, 10**6, "least"),
     "evaluation.images": (0, math.inf),
+    "stopping.margin": (0, math.inf),
+    "stopping.evaluations": POSITIVE,
     "pictures.every": POSITIVE,
     "pictures.images": (0, 1000, "least"),
     "checkpoint.every": POSITIVE,

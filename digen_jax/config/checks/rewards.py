@@ -7,7 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from digen_jax.errors import ConfigError, together
+from digen_jax.errors import ConfigError, check_choice, together
 from digen_jax.prompts.files import numbered_records
 from digen_jax.prompts.needs import Needs
 from digen_jax.rewards.built_in import find_needs
@@ -31,6 +31,20 @@ def check_weights(config: ConfigDict) -> None:
     if weights and not any(weights):
         raise ConfigError(
             "config.rewards leaves nothing to train on: give a reward a weight other than 0"
+        )
+
+
+def check_watched(name: str, rewards: Sequence[RewardSettings]) -> None:
+    """Refuses to watch, for an early stop, a score that no evaluation of these rewards shows; "" watches none."""
+    shown = [score for one in rewards for score in one.entries.values()]
+    # What a reward returns beside its weighed scores is known when it is called.
+    if not name or name.startswith(tuple(f"{one.name}/" for one in rewards)):
+        return
+    check_choice("config.stopping.reward", name, shown)
+    if len(shown) == 1:
+        raise ConfigError(
+            f"config.stopping.reward = {name!r} is the only reward, which is trained: add one to config.rewards with "
+            "weight 0 and name that"
         )
 
 

@@ -1,0 +1,130 @@
+"""A report in Debian's headless chromium: it draws, it works, no script fails and nothing asks for another file."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from digen_jax.report.page import write_report
+from tests.report.workdirs import write_workdir
+
+REQUIRED = "DIGEN_JAX_CHROMIUM"  # "required": a missing browser fails; .ci/run sets it
+# The browser asks for updates and the time: no name is resolved, so that nothing leaves this machine.
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+    "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-extensions", "--disable-default-apps", "--enable-logging=stderr", "--virtual-time-budget=10000",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)  # fmt: skip
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        message = "there is no chromium: apt-get install chromium"
+        if os.environ.get(REQUIRED) == "required":
+            pytest.fail(message)
+        pytest.skip(message)
+    return found
+
+
+class Visit:
+    """What a browser did with a page."""
+
+    def __init__(self, chromium: str, page: pathlib.Path, *options: str):
+        log = page.with_suffix(".net.json")
+        profile = page.with_suffix(".profile")
+        command = [
+            chromium, *FLAGS, f"--user-data-dir={profile}", f"--log-net-log={log}", *options, page.as_uri(),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        self.dom = done.stdout
+        self.console = [line for line in done.stderr.splitlines() if ":CONSOLE:" in line]
+        self.asked = _asked(log)
+
+    @property
+    def failures(self) -> list[str]:
+        """Lines of the console beside bokeh's own two."""
+        return [line for line in self.console if '"[bokeh ' not in line]
+
+
+def _asked(log: pathlib.Path) -> set[str]:
+    """The addresses that the page asked for by whatever means; what the browser asks for itself is of no origin."""
+    found = json.loads(log.read_text())
+    start = found["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
+    jobs = [
+        event["params"] for event in found["events"] if event["type"] == start and "params" in event
+    ]
+    assert jobs and all("initiator" in job for job in jobs if "url" in job)
+    return {job["url"] for job in jobs if job.get("initiator", "not an origin") != "not an origin"}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> pathlib.Path:
+    base = tmp_path_factory.mktemp("browser")
+    output = base / "report.html"
+    write_report([write_workdir(base / f"seed{seed}", seed) for seed in range(2)], output)
+    return output
+
+
+def edited(report: pathlib.Path, name: str, old: str, new: str) -> pathlib.Path:
+    """A copy of the page with another text in one place."""
+    text = report.read_text()
+    assert text.count(old) == 1
+    copy = report.with_name(name)
+    copy.write_text(text.replace(old, new))
+    return copy
+
+
+def painted(picture: np.ndarray, colour: str) -> int:
+    """How many pixels of a screenshot have a colour."""
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((np.abs(picture.astype(int) - wanted) <= 3).all(-1).sum())
+
+
+def test_the_page_is_drawn_without_errors_and_without_requests(chromium, report):
+    shot = report.with_suffix(".png")
+    visit = Visit(chromium, report, f"--screenshot={shot}", "--window-size=1280,6000")
+    assert visit.failures == [] and visit.asked == set()
+    picture = np.asarray(Image.open(shot).convert("RGB"))
+    assert picture.shape == (6000, 1280, 3)
+    # Curves are blue and orange, a step's training is a green bar.
+    assert painted(picture, "#1f77b4") > 500 and painted(picture, "#d9730d") > 500
+    assert painted(picture, "#54a24b") > 5000
+    assert painted(picture, "#24292f") > 500  # letters
+
+
+def test_sliders_show_other_steps_and_more_of_the_pictures(chromium, report):
+    moved = """<script>for (const input of document.querySelectorAll("input[type=range]")) {
+      input.value = 0; input.dispatchEvent(new Event("input")); }</script></body>"""
+    visit = Visit(chromium, edited(report, "moved.html", "</body>\n", moved), "--dump-dom")
+    assert visit.failures == []
+    assert (
+        visit.dom.count('style="--cut: 0%;"') == 2
+        and visit.dom.count("<output>step 0</output>") == 2
+    )
+    assert visit.dom.count("<output>step 1, 11.00 s</output>") == 2
+    still = Visit(chromium, report, "--dump-dom").dom
+    assert still.count('style="--cut: 50%;"') == 2 and still.count("<output>step 10</output>") == 2
+    assert still.count("<output>step 10, 11.00 s</output>") == 2
+
+
+def test_an_error_or_a_request_would_be_seen(chromium, report):
+    image = '<img src="http://127.0.0.1:9/x.png"></body>'
+    refused = Visit(chromium, edited(report, "refused.html", "</body>\n", image), "--dump-dom")
+    assert refused.asked == set() and "Content Security Policy" in refused.failures[0]
+    free = edited(report, "free.html", "img-src data:", "img-src *")
+    asks = Visit(chromium, edited(free, "asks.html", "</body>\n", image), "--dump-dom")
+    assert "http://127.0.0.1:9/x.png" in asks.asked
+    wrong = "<script>missing();</script></body>"
+    fails = Visit(chromium, edited(report, "wrong.html", "</body>\n", wrong), "--dump-dom")
+    assert any("missing is not defined" in line for line in fails.failures)

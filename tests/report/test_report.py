@@ -1,0 +1,276 @@
+"""The page of a report, read by a parser; a browser looks at it in test_browser.py."""
+
+import base64
+import html.parser
+import io
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from digen_jax.errors import ConfigError
+from digen_jax.records.timeline_files import TraceFile
+from digen_jax.report import curves, images, page
+from digen_jax.report.page import task_table, time_table, write_report
+from digen_jax.report.reading import differing, read_run
+from digen_jax.report.timeline import timeline
+from tests.pipelines import ROOT
+from tests.report.workdirs import HOSTILE, intervals, level, write_workdir
+
+
+class Parsed(html.parser.HTMLParser):
+    """All attributes, the scripts by their types, and the text outside of them."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.attributes, self.scripts, self.text, self.tags = [], [], "", []
+        self._inside: str | None = None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag in ("script", "style"):
+            self._inside = dict(attrs).get("type", tag)
+            self.scripts.append([self._inside, ""])
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style"):
+            self._inside = None
+
+    def handle_data(self, data):
+        if self._inside is not None:
+            self.scripts[-1][1] += data
+        else:
+            self.text += f"{data} "
+
+
+@pytest.fixture(scope="module")
+def workdirs(tmp_path_factory) -> list[pathlib.Path]:
+    base = tmp_path_factory.mktemp("runs")
+    return [write_workdir(base / f"seed{seed}", seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def written(workdirs) -> tuple[str, page.Size]:
+    size = write_report(workdirs[:1], workdirs[0] / "report.html")
+    return (workdirs[0] / "report.html").read_text(), size
+
+
+@pytest.fixture(scope="module")
+def parsed(written) -> Parsed:
+    return Parsed(written[0])
+
+
+def words(parsed: Parsed) -> str:
+    return " ".join(parsed.text.split())
+
+
+def test_the_page_asks_for_no_other_file(parsed):
+    urls = [
+        value
+        for tag, name, value in parsed.attributes
+        if name in ("src", "href", "srcset", "action", "data", "poster", "background")
+    ]
+    # Two pairs, three steps' sheets and the best images of the last; the worst are just being written.
+    assert len(urls) == 2 * 2 + 3 + 1
+    assert all(url.startswith("data:image/webp;base64,") for url in urls)
+    assert not {"link", "iframe", "object", "embed", "form", "base"} & set(parsed.tags)
+    styles = [text for kind, text in parsed.scripts if kind == "style"]
+    assert len(styles) == 1 and not re.search(r"url\(|@import", styles[0])
+    (policy,) = (value for _, name, value in parsed.attributes if value.startswith("default-src"))
+    assert "default-src 'none'" in policy and "http" not in policy
+
+
+def test_the_page_is_small_and_its_pictures_are_webp(written, parsed):
+    text, size = written
+    assert 1_000_000 < size.without_pictures <= 2_000_000
+    urls = [value for tag, name, value in parsed.attributes if (tag, name) == ("img", "src")]
+    pictures = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+    assert {picture.format for picture in pictures} == {"WEBP"}
+    # Small pictures keep their pixels.
+    before, after = (np.asarray(picture.convert("RGB")) for picture in pictures[:2])
+    assert (before == 0).all() and (after == 200).all() and after.shape == (16, 16, 3)
+    assert size.whole == len(text.encode()) == size.without_pictures + sum(len(url) for url in urls)
+
+
+def test_all_scripts_are_javascript(parsed, tmp_path):
+    if shutil.which("node") is None:
+        pytest.skip("there is no node to check JavaScript with")
+    scripts = [text for kind, text in parsed.scripts if kind == "script"]
+    assert len(scripts) == 3  # bokeh's core, the charts, the page's own
+    file = tmp_path / "all.js"
+    for text in scripts:
+        file.write_text(text)
+        done = subprocess.run(["node", "--check", file], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_texts_of_a_user_stay_texts(parsed):
+    assert parsed.text.count(HOSTILE) == 2  # a prompt and a task
+    kinds = [kind for kind, _ in parsed.scripts]
+    assert sorted(kinds) == ["application/json", "script", "script", "script", "style"]
+    json.loads(next(text for kind, text in parsed.scripts if kind == "application/json"))
+
+
+def test_the_page_says_what_the_run_is(parsed):
+    said = words(parsed)
+    assert "10 of 10 steps done, finished" in said and "awm on assets/shapes-sd3" in said
+    assert "module:both/none (not trained), watched (not trained)." in said
+    assert "python launch/train.py --config 'configs/a file.py' --workdir runs/x" in said
+    assert "at commit 0123abc of the code, in which files were changed" in said
+    assert "colors 0.200 0.700 +0.500 0.700 at step 10" in said
+    assert "Before tuning and after step 10, the same noise" in said
+    assert "a star 0.250 → 0.250" in said and "0.500 → 1.000" in said
+    assert '"folder": "assets/shapes-sd3"' in said
+
+
+def test_curves_of_each_reward_are_named_trained_or_not(workdirs):
+    found = curves.charts([read_run(workdirs[0])])
+    titles = [chart.title for chart in found["rewards"]]
+    assert titles == [
+        "reward (weighted sum)",
+        "shapes_geneval (trained)",
+        "watched (not trained)",
+    ]
+    assert found["rewards"][2].curves == {
+        "training": "reward_of/watched",
+        "held-out prompts": "evaluation/reward_of/watched",
+    }
+    assert list(found["tasks"][0].curves) == ["colors", HOSTILE]
+    assert [chart.title for chart in found["images"]] == ["sharpness", "diversity"]
+
+
+def test_bands_span_the_runs_at_the_steps_that_all_have(workdirs, tmp_path):
+    runs = [read_run(workdir) for workdir in workdirs]
+    short = read_run(write_workdir(tmp_path / "going on", seed=2, done=7))
+    line = curves.line_of([*runs, short], "evaluation/reward")
+    assert line.steps.tolist() == [0, 5] and line.raw is None
+    np.testing.assert_allclose(line.mean, [level(0, 1), level(5, 1)])
+    np.testing.assert_allclose(line.low, [level(0, 0), level(5, 0)])
+    np.testing.assert_allclose(line.high, [level(0, 2), level(5, 2)])
+    assert curves.line_of(runs, "no such metric") is None
+    dense = curves.line_of(runs[:1], "reward")
+    np.testing.assert_allclose(dense.raw, [level(step, 0) for step in range(1, 11)])
+    assert dense.mean[0] == pytest.approx(level(1, 0) + 0.05 * 1.5)  # of steps 1 to 4
+    assert differing(runs) == {"config.seed": ["0", "1"]}
+    row = task_table(runs)[0]
+    assert row.before == "0.250 (0.200 to 0.300)" and row.gain == "+0.500 (+0.500 to +0.500)"
+
+
+def test_a_long_curve_is_thinned_with_both_ends(workdirs):
+    steps = np.arange(5000)
+    thin = curves._thinned(curves.Line(steps, *(steps * 1.0,) * 3, None), 100)
+    assert len(thin.steps) == 100 and thin.steps[0] == 0 and thin.mean[-1] == 4999
+
+
+@pytest.mark.slow
+def test_a_long_run_with_many_rewards_and_tasks_keeps_to_the_limit(tmp_path):
+    run = write_workdir(tmp_path / "run", steps=3000)
+    rng = np.random.default_rng(0)
+    named = {"reward_of/r": 20, "evaluation/reward_of/r": 20, "evaluation/t": 30}
+    names = [f"{name}{number}" for name, count in named.items() for number in range(count)]
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(3001):
+            own = [n for n in names if step % 20 == 0 or not n.startswith("evaluation/")]
+            line = {"step": step, "seconds/clock": 1e9 + step, "reward": 0.5, "utilisation": 0.5}
+            values = dict(zip(own, rng.random(len(own)).tolist(), strict=True))
+            file.write(json.dumps(line | values | {"evaluation/reward": 0.5}) + "\n")
+    trace = TraceFile(run / "timeline.json")
+    trace.write([one for step in range(2500) for one in intervals(step)], clock=1e9)
+    size = write_report([run], tmp_path / "report.html")
+    assert 1_500_000 < size.without_pictures <= 2_000_000
+
+
+def test_the_timeline_of_a_step_is_the_time_of_its_work(workdirs, tmp_path):
+    found = timeline(read_run(workdirs[0]))
+    assert found["rows"] == ["rollout 0", "trainer", "reward"]
+    assert found["steps"][:2] == [[1, 0.0, 11000.0], [2, 10000.0, 21000.0]]
+    assert len(found["steps"]) == 10 and len(found["spans"]) == 40
+    kinds = dict(found["kinds"])
+    assert kinds["train"] == "#54a24b" and kinds["wait for reward"] == "#dddddd"
+    train = [name for name, _ in found["kinds"]].index("train")
+    assert [1, train, 5000.0, 6000.0, 0] in found["spans"]
+    (tmp_path / "config.json").write_text((workdirs[0] / "config.json").read_text())
+    shutil.copy(workdirs[0] / "metrics.jsonl", tmp_path)
+    assert timeline(read_run(tmp_path)) is None
+
+
+def test_of_a_long_timeline_the_newest_steps_are_kept(workdirs):
+    found = timeline(read_run(workdirs[0]), 6)
+    assert [step for step, *_ in found["steps"]] == [10] and len(found["spans"]) == 5
+
+
+def test_seconds_are_means_over_the_later_half(workdirs):
+    rows = time_table([read_run(workdirs[0])])
+    assert rows == [
+        ("train", 2.0 * np.mean([6, 7, 8, 9, 10]), "seconds"),
+        ("wait for faster worker", 1.0, "device-seconds"),
+    ]
+
+
+def test_a_run_that_has_just_begun_has_a_report(tmp_path):
+    run = write_workdir(tmp_path / "begun", done=3)
+    for left in ("timeline.json", "starts.jsonl"):
+        (run / left).unlink()
+    shutil.rmtree(run / "pictures")
+    said = words(Parsed(page.render([read_run(run)])))
+    assert "3 of 10 steps done, not finished" in said
+    assert "There is no second evaluation yet to compare" in said
+    assert "so there are no pictures before and after" in said
+    assert "the command is not known" in said and "No step is in its timeline.json" in said
+    assert "No pictures have been drawn yet" in said
+
+
+def test_prompts_of_an_older_runs_images_are_numbers(tmp_path):
+    run = write_workdir(tmp_path / "old")
+    for name in ("before", "after"):
+        path = run / "pictures" / f"{name}.npz"
+        with np.load(path) as found:
+            kept = {key: found[key] for key in found.files if key != "prompts"}
+        np.savez(path, **kept)
+    step, found = images.pairs(read_run(run))
+    assert step == 10 and [one.prompt for one in found] == ["prompt 1", "prompt 2"]
+    assert found[1].scores == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("config.json", None, "there is no run in RUN, as it has no config.json: give --workdir"),
+        ("config.json", "{", "RUN/config.json cannot be read (Expecting property"),
+        ("metrics.jsonl", "", "the run in RUN has recorded nothing yet: wait until its first"),
+        ("metrics.jsonl", "x\n", "RUN/metrics.jsonl, line 1 holds no metrics: bring back"),
+        ("starts.jsonl", "x\n", "RUN/starts.jsonl cannot be read (Expecting value"),
+    ],
+)
+def test_a_mistake_is_a_sentence(tmp_path, file, content, sentence):
+    run = write_workdir(tmp_path / "run", done=1)
+    (run / file).unlink() if content is None else (run / file).write_text(content)
+    with pytest.raises(ConfigError) as found:
+        read_run(run)
+    assert str(found.value).startswith(sentence.replace("RUN", str(run)))
+
+
+def test_the_script_writes_the_page_without_jax(workdirs, tmp_path):
+    def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = "import runpy, sys; sys.modules['jax'] = None; sys.argv = sys.argv[1:]; "
+        code += "sys.path[0] = 'launch'; runpy.run_path(sys.argv[0], run_name='__main__')"
+        command = [sys.executable, "-c", code, "launch/report.py", *map(str, arguments)]
+        environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+    output = tmp_path / "deep" / "two.html"
+    done = script(*(f"--workdir={one}" for one in workdirs), f"--output={output}")
+    assert done.returncode == 0 and done.stderr == ""
+    assert re.fullmatch(rf"{output}: 1\.\d\d MB and 0\.\d\d MB of pictures\n", done.stdout)
+    both = Parsed(output.read_text())
+    assert both.tags.count("figure") == 4
+    assert "bands span them" in words(both) and "config.seed 0 1" in words(both)

@@ -1,0 +1,115 @@
+"""A run that ends early, because a reward that it watches has fallen on the held-out prompts."""
+
+import json
+
+import numpy as np
+import pytest
+
+from digen_jax.config.door import open_recipe
+from digen_jax.config.sections import StoppingSection
+from digen_jax.errors import ConfigError
+from digen_jax.records.metrics import MetricsLog
+from digen_jax.report.reading import read_run
+from digen_jax.run.stopping import has_fallen, reason_to_stop
+from digen_jax.run.workdir import finished_step
+from tests.run.test_train import config, lines, saved, train  # noqa: F401
+
+TRAINED = "tests.run.test_train:reward"
+WATCHED = f"{__name__}:falling"
+evaluations = 0  # that `falling` has seen
+
+
+def falling(images, prompts, metadata):
+    """Falls with every evaluation, of which each is one batch."""
+    global evaluations
+    evaluations += "serial" not in metadata[0]
+    return np.full(len(images), -float(evaluations))
+
+
+@pytest.mark.parametrize(
+    ("values", "margin", "count", "expected"),
+    [
+        ([], 0, 1, False),
+        ([1], 0, 1, False),
+        ([1, 0.5], 0, 1, True),
+        ([1, 0.5], 0.5, 1, False),
+        ([1, 0.5], 0.4, 1, True),
+        ([0, 1, 0.5], 0, 2, False),
+        ([0, 1, 0.5, 0.9], 0, 2, True),
+        ([0, 1, 0.5, 0.9], 0.2, 2, False),
+        ([1, 0.5, 1, 0.5], 0, 2, False),
+        ([0.4, 0.5, 0.6], 0, 1, False),
+    ],
+)
+def test_it_has_fallen_where_each_of_the_last_is_below_the_best_before(
+    values, margin, count, expected
+):
+    assert has_fallen(values, margin, count) is expected
+
+
+def test_the_reason_is_a_sentence_with_the_best_and_the_last(tmp_path):
+    log = MetricsLog(tmp_path)
+    for step, value in {0: 0.5, 10: 0.75, 20: 0.25, 30: 0.125}.items():
+        log.write(step, {"evaluation/reward_of/pick": value, "evaluation/reward": 1.0})
+        log.write(step + 1, {"reward_of/pick": 0.0})
+    reason = reason_to_stop(StoppingSection("pick", 0.25, 2), tmp_path)
+    assert reason == (
+        "stopped early: pick on the held-out prompts was 0.75 after step 10, is 0.125 after step 30, and was more "
+        "than config.stopping.margin = 0.25 below its best in the last 2 evaluations; to continue, set "
+        "config.stopping.reward to ''"
+    )
+    assert reason_to_stop(StoppingSection("pick", 0.25, 3), tmp_path) is None
+    assert reason_to_stop(StoppingSection("other", 0.0, 1), tmp_path) is None
+    assert reason_to_stop(StoppingSection("", 0.0, 1), tmp_path) is None
+    assert reason_to_stop(StoppingSection("pick", 0.0, 1), tmp_path / "not there") is None
+
+
+def both(tmp_path, **fields):
+    rewards = (TRAINED, dict(name=WATCHED, weight=0.0))
+    return config(tmp_path, rewards=rewards, evaluation__every=1, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (dict(stopping__reward="pick"), r"config\.stopping\.reward is 'pick'; .*must be one of"),
+        (dict(stopping__margin=-1.0), r"config\.stopping\.margin must be 0 or more"),
+        (dict(stopping__evaluations=0), r"config\.stopping\.evaluations must be above 0"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(tmp_path, fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        open_recipe(both(tmp_path, **fields))
+    with pytest.raises(ConfigError, match="is the only reward, which is trained: add one"):
+        open_recipe(config(tmp_path, stopping__reward=TRAINED))
+    open_recipe(both(tmp_path, stopping__reward=WATCHED))
+
+
+@pytest.mark.slow
+def test_a_run_ends_early_as_finished_and_goes_on_where_that_is_switched_off(
+    tmp_path,
+    train,  # noqa: F811
+    capsys,
+):
+    watching = both(tmp_path, steps=6, stopping__reward=WATCHED, stopping__evaluations=2)
+    assert train("run", watching) is None
+    done = finished_step(tmp_path / "run")
+    assert 2 <= done < 6 and saved(tmp_path / "run")[-1] == str(done)
+    said = capsys.readouterr().out
+    assert f"The run has stopped early: {WATCHED} on the held-out prompts was " in said
+    assert "reward on 5 held-out prompts" in said
+    history = lines(tmp_path / "run")
+    assert history[1]["images/sharpness"] > 0 and "evaluation/images/diversity" in history[1]
+    assert read_run(tmp_path / "run").finished
+
+    assert train("run", watching) is None
+    said = capsys.readouterr().out
+    assert f"This run is finished: {done} steps are done. It has stopped early" in said
+    assert lines(tmp_path / "run") == history
+
+    assert train("run", both(tmp_path, steps=6)) is None
+    assert finished_step(tmp_path / "run") == 6 and lines(tmp_path / "run")[-1]["step"] == 6
+    changes = json.loads((tmp_path / "run" / "starts.jsonl").read_text().splitlines()[-1])[
+        "changes"
+    ]
+    assert any("config.stopping.reward" in change for change in changes)
