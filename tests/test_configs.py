@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 import runpy
+import shutil
 
 import huggingface_hub
 import jax
@@ -22,11 +23,9 @@ from digen_jax.models.published import published_folder
 from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.policies import check_heads
-from digen_jax.pretraining.tokenizer import build_tokenizer
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import quick, said
-from tests.models.sd3.t5_folders import vocabulary, write_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 GENEVAL = ROOT / "tests" / "data" / "geneval_test_metadata.jsonl"
@@ -127,7 +126,7 @@ def trains(name):
 
 @pytest.fixture(scope="module")
 def medium(tmp_path_factory):
-    """Stable Diffusion 3.5 Medium's pipeline folder without weights, and with small tokenizers."""
+    """Stable Diffusion 3.5 Medium's pipeline folder without weights, and with tokenizers of special tokens alone."""
     folder = tmp_path_factory.mktemp("medium")
 
     def write(part, file, value):
@@ -142,9 +141,10 @@ def medium(tmp_path_factory):
     write("text_encoder_2", "config.json", CLIP | CLIP_G)
     write("text_encoder_3", "config.json", T5)
     write("scheduler", "scheduler_config.json", SCHEDULER)
-    for part in ("tokenizer", "tokenizer_2"):
-        build_tokenizer(["a photo of a bench"], 77).save_pretrained(folder / part)
-    write_tokenizer(folder / "tokenizer_3", vocabulary(["a photo of a bench"]))
+    for part in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        shutil.copytree(
+            published_folder("stabilityai/stable-diffusion-3.5-medium") / part, folder / part
+        )
     return folder
 
 

@@ -146,12 +146,12 @@ class PromptStore:
 
     def excess(self, needed: int) -> int:
         """Bytes by which `needed` more would exceed the limit after all is removed that may be; 0: they fit."""
-        removable = sum(_size(path) for block in self._unused() for path in block.rglob("*"))
+        removable = sum(map(_size, self._unused()))
         return max(0, self.size() - removable + needed - self.limit)
 
     def size(self) -> int:
         """Bytes of all files of the folder, those of other models too."""
-        return sum(_size(path) for path in self._folder.rglob("*"))
+        return _size(self._folder)
 
     def _refresh(self) -> None:
         """Finds the datasets of other processes, and forgets those that were removed."""
@@ -196,7 +196,7 @@ class PromptStore:
         for block in sorted(self._unused(), key=_last_use):
             if excess <= 0:
                 return
-            excess -= sum(_size(path) for path in block.rglob("*"))
+            excess -= _size(block)
             _remove(block.parent, self._folder)
         if excess > 0:
             raise ValueError(
@@ -265,9 +265,15 @@ def _check_alike(rows: Mapping[str, Rows]) -> None:
         )
 
 
-def _size(path: pathlib.Path) -> int:
+def _size(folder: pathlib.Path) -> int:
+    """Bytes of all files below, without what another process removes meanwhile."""
+    # Not by rglob, which fails where a folder is removed.
+    return sum(_bytes(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
+
+
+def _bytes(file: str) -> int:
     try:
-        return path.stat().st_size if path.is_file() else 0
+        return os.stat(file).st_size
     except FileNotFoundError:
         return 0
 

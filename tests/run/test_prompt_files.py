@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from digen_jax.config.door import open_recipe
 from digen_jax.prompts.dataset import prompt_batches
@@ -26,7 +27,8 @@ def test_a_run_draws_from_several_files_and_continues(base, tmp_path, capfd):
     files = (c.prompts.file, str(other))
     c.prompts.update(files=files, weights=(3.0, 1.0))
     c.batch.groups, c.sampler.fragment, c.trainer.micro_batch = 4, 16, 16
-    c.reward.update(name=("tests.run.test_prompt_files:noting",), processes=0)
+    c.rewards = ("tests.run.test_prompt_files:noting",)
+    c.reward_pool = ConfigDict(dict(processes=0))
     for c.steps in (1, 3):
         train(open_recipe(c), tmp_path / "run")
     said = capfd.readouterr().err

@@ -61,6 +61,10 @@ class Passing(Exception):
         self.server: str | None = None
 
 
+class Unreachable(ConfigError):
+    """No server answers."""
+
+
 class RemoteReward:
     """A reward whose scores reward servers make. Several threads may call it at the same time.
 
@@ -108,6 +112,7 @@ class RemoteReward:
         self._names, self._limit, self._deadline = tuple(names), limit, deadline
         self._retries, self._waits, self._listen = retries, waits, listen
         self._most = sys.maxsize, math.inf  # images and pixels of a request
+        self.checked = False  # whether `check` has had an answer
         self._told: dict[str, float] = {}  # when a server's last line was printed
         self._lock = threading.Lock()
         self._http = httpx.Client(
@@ -121,7 +126,8 @@ class RemoteReward:
         """Asks each server what it has, and keeps to the smallest limits; returns the answers by address.
 
         Raises:
-          ConfigError: none answers, or one refuses the token or has another version.
+          Unreachable: none answers.
+          ConfigError: one refuses the token or has another version.
         """
         found = {}
         for server in self._servers:
@@ -133,9 +139,10 @@ class RemoteReward:
             found[server.url] = _told(server.url, response)
         if not found:
             addresses = ", ".join(server.url for server in self._servers)
-            raise ConfigError(
+            raise Unreachable(
                 f"no reward server answers at {addresses}: start one by launch/reward_server.py"
             )
+        self.checked = True
         self._most = tuple(
             min(told["limits"][name] for told in found.values()) for name in ("images", "pixels")
         )

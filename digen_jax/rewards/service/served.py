@@ -1,5 +1,6 @@
 """The reward "served": scores that reward servers make, for a config's list of rewards."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -10,7 +11,7 @@ from jaxtyping import Float32, UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.service import TOKEN
-from digen_jax.rewards.service.client import RemoteReward, checked_address
+from digen_jax.rewards.service.client import RemoteReward, Unreachable, checked_address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,12 @@ class Served:
         Raises:
           ConfigError, RewardMistake, Stopped: as `RemoteReward.check` and `RemoteReward`.
         """
-        found = _client(self)(images, prompts, metadata)
+        client = _client(self)
+        if not client.checked:
+            # Servers that are down for a while are asked again, as in the middle of a run.
+            with contextlib.suppress(Unreachable):
+                client.check()
+        found = client(images, prompts, metadata)
         if self.score:
             return found[self.score]
         return next(iter(found.values())) if len(found) == 1 else found
@@ -42,7 +48,7 @@ class Served:
 
 @functools.lru_cache(maxsize=8)
 def _client(asked: Served) -> RemoteReward:
-    client = RemoteReward(
+    return RemoteReward(
         asked.servers,
         (asked.score,) if asked.score else (),
         os.environ.get(TOKEN) or None,
@@ -50,8 +56,6 @@ def _client(asked: Served) -> RemoteReward:
         deadline=asked.deadline,
         retries=asked.retries,
     )
-    client.check()
-    return client
 
 
 def served(

@@ -355,7 +355,9 @@ def test_a_config_names_servers_and_its_processes_ask_them(serve, monkeypatch):
         np.testing.assert_allclose(columns[:, 0], means(images), rtol=1e-5)
         assert (columns[:, 1] < 0).all()
         server.process.kill()
-        with pytest.raises(Stopped, match=rf"{address} .*\('prompt 0'\).*same command continues"):
+        with pytest.raises(
+            Stopped, match=rf"{address} .*\(prompt 'prompt 0'\).*same command continues"
+        ):
             pool.score(*batch)
     finally:
         pool.close()
