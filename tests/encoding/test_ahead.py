@@ -110,7 +110,8 @@ def store(runs) -> str:
 def test_a_run_that_encodes_ahead_is_the_same(runs):
     (_, each, _), (_, before, _) = runs["each_step"], runs["ahead"]
     assert len(each) == 3 and each[1]["gradient_norm"] > 0.001
-    assert_same(before, each)
+    # Other programs round otherwise, which makes other bytes of some pixels, and so other rewards.
+    assert_same(before, each, rel=1e-2)
 
 
 def test_text_encoders_leave_the_devices_before_it_samples(runs, folder):
@@ -396,5 +397,5 @@ def test_two_processes_encode_together_and_train_as_one_does(config, tmp_path):
     c.prompts.encoding = "each_step"
     assert run.train(place(open_recipe(c), 8), tmp_path / "one") is None
     one = [without_timing(line) for line in read_metrics(tmp_path / "one" / "metrics.jsonl")]
-    # Rounding on another mesh makes other bytes of some pixels, and so other rewards.
+    # As above.
     assert_same(two, one, rel=1e-2)
