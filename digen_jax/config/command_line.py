@@ -1,5 +1,6 @@
 """The command line of a script: overrides are checked before the config is read, each mistake is one line."""
 
+import logging
 import re
 import runpy
 import signal
@@ -33,6 +34,8 @@ def run_main(main: Main) -> None:
 
     A script with several `main` functions, by their names, takes one of these names as its first word.
     """
+    # It has a line at the first start on a machine, on which no user can act.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
     # In place, because config_flags looks for its overrides in this list.
     sys.argv[:] = spelled_out(sys.argv)
     with without_the_hung():
