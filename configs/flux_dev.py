@@ -58,8 +58,8 @@ Differences to the sources:
   here, and FLUX.1's positions are exact;
 - with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step.
 
-No TPU slice has been found for these recipes yet: one chip of 32 GB does not hold `pickscore,1` as it is, whose gradient
-takes 28.9 GB by the compiler.
+No TPU slice has been found for these recipes yet: one chip of 32 GB does not hold `pickscore,1` as it is, whose
+gradient takes 28.9 GB by the compiler.
 
 Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
 that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: pickscore 26.7, dance 28.2,
