@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from digen_jax.flow.sampling import Trajectory, image_keys
 from digen_jax.images import as_judged, stills, to_uint8
 from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
-from digen_jax.runtime.image_statistics import Looks, diversity, joined, look
+from digen_jax.runtime.image_statistics import Looks, diversity, joined, look_beside
 from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.settings import Settings
 
@@ -175,8 +176,8 @@ class Gathering:
 
     def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
         self._held_out, self._names, self._weights = held_out, names, weights
-        self._found: dict[int, dict[int, tuple[np.ndarray, rewards.Scores, Looks]]] = defaultdict(
-            dict
+        self._found: dict[int, dict[int, tuple[np.ndarray, rewards.Scores, Future[Looks]]]] = (
+            defaultdict(dict)
         )
 
     def note(
@@ -184,7 +185,7 @@ class Gathering:
     ) -> None:
         """Stores a scored fragment."""
         made = to_uint8(clips)
-        self._found[fragment.step][fragment.index] = made, scores, look(stills(made))
+        self._found[fragment.step][fragment.index] = made, scores, look_beside(stills(made))
 
     def take(self, version: int) -> Evaluation:
         """Returns a version's whole evaluation and forgets it."""
@@ -192,7 +193,7 @@ class Gathering:
         clips, scores, looks = zip(*parts, strict=True)
         records = self._held_out.records[: sum(map(len, clips))]
         found = _evaluation(records, clips, scores, self._names, self._weights)
-        return found._replace(looks=joined(looks))
+        return found._replace(looks=joined([one.result() for one in looks]))
 
 
 def by_tag(

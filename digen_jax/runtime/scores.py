@@ -1,6 +1,7 @@
 """The scores of a step on the leader, and the advantages that follow from them."""
 
 import dataclasses
+from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from jaxtyping import Bool, Float, Float32, Int, UInt8
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
-from digen_jax.runtime.image_statistics import Looks, joined, look
+from digen_jax.runtime.image_statistics import Looks, joined, look_beside
 from digen_jax.runtime.steps import StepImages
 
 
@@ -48,7 +49,7 @@ class Extremes(NamedTuple):
 class Seen(NamedTuple):
     """A fragment's pictures: what they look like, and those that may be the step's best and worst, by their places."""
 
-    looks: Looks
+    looks: Future[Looks]
     kept: dict[int, UInt8[np.ndarray, "h w 3"]]
 
 
@@ -85,7 +86,7 @@ class StepScores:
         places = np.arange(cut.start, cut.stop)
         ends = {*self._order(places, 1)[:keep], *self._order(places, -1)[:keep]}
         kept = {int(place): stills[place - cut.start].copy() for place in ends}
-        self.seen[index] = Seen(look(stills), kept)
+        self.seen[index] = Seen(look_beside(stills), kept)
 
     def looks(self) -> tuple[Looks, Int[np.ndarray, "m"]] | None:
         """(what the members look like, the group of each); None where no picture was seen."""
@@ -93,7 +94,7 @@ class StepScores:
         if not found:
             return None
         rows = [self.images.rows[self.images.cut(index)] for index in found]
-        return joined([self.seen[index].looks for index in found]), np.concatenate(rows)
+        return joined([self.seen[index].looks.result() for index in found]), np.concatenate(rows)
 
     def extremes(self, most: int) -> Extremes | None:
         """At most this many of the best images and of the worst, none in both; None where none was kept."""
