@@ -1,13 +1,13 @@
 """FLUX.2 klein with the published settings of Flow-Factory, on GPUs of 80 GB.
 
 python launch/train.py --config configs/flux2_klein.py:base_lora,8 --workdir runs/klein \
-    --config.rewards=my_rewards:pickscore \
+    --config.rewards="({'name': 'pickscore', 'settings': {'folder': 'pickscore', 'processor': 'clip-h'}},)" \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128,
-192 or 384. Reward and prompt files are yours: no preference model is shipped here. The hub repositories of the 9B
-models are gated: accept the licence there and log in with `hf auth login`, or set model.folder to a copy, or to another
-size of the same kind.
+192 or 384. Reward and prompt files are yours: docs/rewards.md says which weights PickScore needs. The hub repositories
+of the 9B models are gated: accept the licence there and log in with `hf auth login`, or set model.folder to a copy, or
+to another size of the same kind.
 
 base_lora        FLUX.2-klein-base-9B, a LoRA of rank 64, with guidance
 base_full        FLUX.2-klein-base-4B, all weights, with guidance

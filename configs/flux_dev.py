@@ -1,14 +1,14 @@
 """FLUX.1-dev with the published settings of Flow-GRPO and DanceGRPO, on GPUs of 80 GB.
 
 python launch/train.py --config configs/flux_dev.py:dance_ema,8 --workdir runs/flux \
-    --config.rewards=my_rewards:hps \
+    --config.rewards="({'name': 'hpsv2', 'settings': {'file': 'HPS_v2.1_compressed.pt', 'tokenizer': 'clip-h'}},)" \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the recipe's name, a comma, and the number of GPUs, among which the passes of an update are divided:
 - pickscore, pickscore_fast, geneval_fast: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96 or 192
 - dance: 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48; dance_ema, dance_lora: these, 32 or 96
-Reward and prompt files are yours: no preference model and no detector is shipped here. The hub repository is gated:
-accept its licence there and log in with `hf auth login`, or set model.folder to a copy.
+Reward and prompt files are yours: docs/rewards.md has HPSv2.1, PickScore and GenEval, and says which weights they need.
+The hub repository is gated: accept its licence there and log in with `hf auth login`, or set model.folder to a copy.
 
 pickscore                    Flow-GRPO (arXiv 2505.05470): a LoRA of rank 64, five of six steps trained
 pickscore_fast,              Flow-GRPO-Fast: the first three of six steps noisy and trained, cps, clip range 1e-5;

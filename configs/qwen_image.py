@@ -1,11 +1,11 @@
 """Qwen-Image with verl-omni's published settings of Flow-GRPO for rendered text, on GPUs of 80 GB.
 
 python launch/train.py --config configs/qwen_image.py:ocr,4 --workdir runs/qwen-image \
-    --config.rewards=my_rewards:ocr \
+    --config.rewards=ocr \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 or 16; it was published for 4. Reward and
-prompt files are yours: no reward that reads text is shipped here, and the source's prompts are in dataset/ocr of
+prompt files are yours: docs/rewards.md says what `ocr` needs, and the source's prompts are in dataset/ocr of
 github.com/yifan123/flow_grpo. Qwen-Image-2512 has the same settings: --config.model.folder=Qwen/Qwen-Image-2512.
 
 ocr  Flow-GRPO (arXiv 2505.05470): a LoRA of rank 64, two of ten steps trained, in a window at a random place

@@ -1,14 +1,14 @@
 """Z-Image-Turbo with the published settings of Flow-Factory's GRPO, on GPUs of 80 GB.
 
 python launch/train.py --config configs/zimage_turbo.py:8 --workdir runs/zimage \
-    --config.rewards=my_rewards:pickscore \
+    --config.rewards="({'name': 'pickscore', 'settings': {'folder': 'pickscore', 'processor': 'clip-h'}},)" \
     --config.prompts.file=train.txt --config.evaluation.prompts=test.txt
 
 The argument is the number of GPUs: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192 or 384. Reward and prompt
-files are yours: the source has PickScore and 1,000 of its prompts, and no preference model is shipped here. The result
-to expect is a LoRA in `runs/zimage`, and the reward on held-out prompts before and after it, which should rise. By how
-much is not known: the source gives no number for this recipe, and none was measured here. The smallest slice is one GPU
-of 80 GB, with `:1`.
+files are yours: the source has PickScore and 1,000 of its prompts, for which docs/rewards.md names the weights. The
+result to expect is a LoRA in `runs/zimage`, and the reward on held-out prompts before and after it, which should rise.
+By how much is not known: the source gives no number for this recipe, and none was measured here. The smallest slice is
+one GPU of 80 GB, with `:1`.
 
 github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/default.yaml:
 - 8 GPUs; Tongyi-MAI/Z-Image-Turbo; LoRA of rank 64, alpha 128, float32, on its default layers

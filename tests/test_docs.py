@@ -35,7 +35,7 @@ def stand_ins(tmp_path, monkeypatch):
     """A user's own files and values: prompt files, the texts' module of rewards, numbers of processes."""
     files = {name: tmp_path / name for name in ("my_prompts.txt", "train.txt", "test.txt")}
     for file in files.values():
-        file.write_text("a photo of a red star\n")
+        file.write_text('a photo of a red star that says "star"\n')
     edits = {
         name: str(ROOT / "tests" / "data" / "edits.jsonl") for name in ("train.jsonl", "test.jsonl")
     }
