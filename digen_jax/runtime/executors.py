@@ -162,7 +162,7 @@ class Executors:
 
     def give_up(self, worker: str) -> None:
         """See `Executor`."""
-        self.rollouts.pop(worker).given_up = True
+        self.rollouts.pop(worker).give_up()
         self._link.give_up(worker)
 
     def do(self, command: Command) -> None:

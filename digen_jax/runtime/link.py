@@ -30,7 +30,15 @@ class ConditioningOf:
     step: int
 
 
-Key = Publication | SamplesOf | ConditioningOf
+@dataclasses.dataclass(frozen=True)
+class ImagesOf:
+    """The key of a fragment's images as bytes, where their worker is in another process than the rewards."""
+
+    worker: str
+    fragment: Fragment
+
+
+Key = Publication | SamplesOf | ConditioningOf | ImagesOf
 
 
 @runtime_checkable
@@ -72,19 +80,28 @@ class LocalLink:
 
     def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
         """See `Link`. If the tree already has these shardings, the offered tree itself is returned."""
-        with self._changed:
-            if key not in self._offered:
-                return None
-            tree = self._offered[key]
-            taking = (key, taker)
-            self._taking.append(taking)
+        tree = self.lend(key, taker)
+        if tree is None:
+            return None
         try:
             return jax.block_until_ready(resharded(tree, shardings(tree)))
         finally:
-            with self._changed:
-                if taking in self._taking:  # else it was given up
-                    self._taking.remove(taking)
-                self._changed.notify_all()
+            self.returned(key, taker)
+
+    def lend(self, key: Key, taker: str) -> Tree | None:
+        """The offered tree, None: it is none; `settle` waits until `returned` was called."""
+        with self._changed:
+            if key in self._offered:
+                self._taking.append((key, taker))
+            return self._offered.get(key)
+
+    def returned(self, key: Key, taker: str, hung: bool = False) -> None:
+        """A tree's transfer has ended; `hung`: nobody knows whether it has, so that its arrays are not overwritten."""
+        with self._changed:
+            if (key, taker) in self._taking:  # else it was given up
+                self._taking.remove((key, taker))
+                self._hung |= {key} if hung else set()
+            self._changed.notify_all()
 
     def withdraw(self, key: Key) -> None:
         """See `Link`."""

@@ -99,3 +99,7 @@ class SamplingExecutor:
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""
         self.weights.pop(publication, None)
+
+    def give_up(self) -> None:
+        """Another mesh repeats its work: what it still makes is not offered."""
+        self.given_up = True

@@ -4,11 +4,11 @@ import dataclasses
 import inspect
 from typing import Any
 
-from digen_jax.scheduling import batch, commands, costs, membership, settings, state, tasks
+from digen_jax.scheduling import batch, commands, costs, events, membership, settings, state, tasks
 
 CLASSES = {
     name: found
-    for module in (batch, commands, costs, membership, settings, state, tasks)
+    for module in (batch, commands, costs, events, membership, settings, state, tasks)
     for name, found in inspect.getmembers(module, dataclasses.is_dataclass)
 }
 

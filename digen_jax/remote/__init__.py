@@ -1,0 +1,6 @@
+"""What is in another process: its meshes, their commands and events, and the arrays that move between the two.
+
+`leader` holds one stream to each mesh's process, which `following` is the other end of; `serving` executes there what
+`sampling` asks for here. `link` moves arrays both ways: `outline` says how a tree looks, `frames` and `pull` move it,
+`lending` gives it away. Nothing is unpickled.
+"""

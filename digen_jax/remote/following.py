@@ -1,0 +1,159 @@
+"""A mesh's process's end of control: joins the leader, yields its commands, reports events."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+
+from digen_jax.errors import ConfigError
+from digen_jax.process.ending import STOPPED, Stopped
+from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.messages import Unreadable, read_command, write
+from digen_jax.remote.wire import HELLO, PACKAGE, Wire
+from digen_jax.scheduling.commands import Command
+from digen_jax.scheduling.events import Completed, Failed
+
+WAITING = 1024  # reports that the leader has not read
+MEETING = 300.0  # seconds for the leader to come
+Status = grpc.StatusCode
+# The leader refuses this process, which can only be started differently.
+REFUSED = {
+    Status.UNAUTHENTICATED,
+    Status.FAILED_PRECONDITION,
+    Status.ALREADY_EXISTS,
+    Status.INVALID_ARGUMENT,
+    Status.UNIMPLEMENTED,
+}
+PONG = pb.Report(pong=pb.Nothing())
+
+
+class Following:
+    """The stream to the leader. Without a word from it for some seconds, which the leader sets, it counts as lost.
+
+    Args:
+      wire: how to connect.
+      leader: its host:port.
+      hello: what this process is; the hashes are filled in.
+      seconds: for the leader to come and to answer.
+
+    Raises:
+      ConfigError: the leader refuses this process, or does not come.
+    """
+
+    def __init__(self, wire: Wire, leader: str, hello: pb.Hello, seconds: float = MEETING):
+        self.name, self._leader = hello.mesh, leader
+        hello.config, hello.code = wire.identity.config, wire.identity.code
+        self._reports: queue.Queue[pb.Report | None] = queue.Queue(WAITING)
+        self._channel = wire.channel(leader)
+        self._heard, self._why = time.monotonic(), ""
+        self._over = threading.Event()
+        self.welcome = self._meet(wire, hello, seconds)
+        watch = threading.Thread(target=self._watch, name="keepalive", daemon=True)
+        watch.start()
+
+    def _meet(self, wire: Wire, hello: pb.Hello, seconds: float) -> pb.Welcome:
+        try:
+            grpc.channel_ready_future(self._channel).result(seconds)
+        except grpc.FutureTimeoutError:
+            self._channel.close()
+            raise ConfigError(
+                f"the leader at {self._leader} was not reached in {seconds:g} s: check the address, that the leader "
+                "has been started, and that both or neither use TLS"
+            ) from None
+        follow = self._channel.stream_stream(
+            f"/{PACKAGE}.Control/Follow", pb.Report.SerializeToString, pb.Order.FromString
+        )
+        metadata = (*wire.metadata, (HELLO, hello.SerializeToString()))
+        self._orders = follow(self._outgoing(), metadata=metadata)
+        late = threading.Timer(seconds, self._break_off, (f"did not answer in {seconds:g} s",))
+        late.daemon = True
+        late.start()
+        try:
+            return next(self._orders).welcome
+        except (grpc.RpcError, StopIteration) as error:
+            self.close("")
+            raise self._ending(error) from None
+        finally:
+            late.cancel()
+
+    def commands(self) -> Iterator[Command]:
+        """The leader's commands, until it says that the run ends.
+
+        Raises:
+          Stopped: the leader is lost, counts this process as lost, or runs another version.
+        """
+        try:
+            for order in self._orders:
+                self._heard = time.monotonic()
+                match order.WhichOneof("kind"):
+                    case "ping":
+                        self._put(PONG)
+                    case "command":
+                        yield read_command(order.command)
+                    case "end":
+                        return
+            raise Stopped(self._lost("has ended its connection"))
+        except grpc.RpcError as error:
+            raise self._ending(error) from None
+        except Unreadable as error:
+            raise Stopped(self._lost(f"sent what cannot be read ({error})")) from None
+
+    def report(self, event: Completed | Failed) -> None:
+        """Sends an event; nothing where the leader is lost. For any thread."""
+        self._put(pb.Report(event=write(event)))
+
+    def close(self, reason: str, seconds: float = 1.0) -> None:
+        """Leaves the leader, who is told why if it is still there; waits a little until it knows."""
+        if reason and not self._over.is_set():
+            self._put(pb.Report(leaving=reason))
+            self._put(None)
+            ended = threading.Event()
+            self._orders.add_done_callback(lambda _: ended.set())
+            ended.wait(seconds)
+        self._put(None)
+        self._over.set()
+        self._channel.close()
+
+    def _put(self, report: pb.Report | None) -> None:
+        try:
+            self._reports.put_nowait(report)
+        except queue.Full:
+            self._break_off("does not read the events of this process")
+
+    def _outgoing(self) -> Iterator[pb.Report]:
+        while (report := self._reports.get()) is not None:
+            yield report
+
+    def _watch(self) -> None:
+        """Ends the stream where the leader is silent."""
+        silence = self.welcome.silence
+        while not self._over.wait(silence / 16):
+            if time.monotonic() - self._heard > silence:
+                self._break_off(f"has been silent for {silence:g} seconds")
+                return
+
+    def _break_off(self, why: str) -> None:
+        self._why = self._why or why
+        self._over.set()
+        self._orders.cancel()
+
+    def _ending(self, error: Exception) -> ConfigError | Stopped:
+        """What the end of the stream means."""
+        self._over.set()
+        if self._why or not isinstance(error, grpc.RpcError):
+            return Stopped(self._lost(self._why or "has ended its connection"))
+        if error.code() in REFUSED:
+            return ConfigError(
+                f"the leader at {self._leader} refuses {self.name}: {error.details()}"
+            )
+        if error.code() == Status.ABORTED:
+            return Stopped(f"{error.details()}: this process ends, start it again to join again")
+        return Stopped(self._lost(f"is gone ({error.details()})"))
+
+    def _lost(self, why: str) -> str:
+        return (
+            f"the leader at {self._leader} {why}: {self.name} ends with code {STOPPED}; start the whole job again, "
+            "which continues from the last checkpoint"
+        )

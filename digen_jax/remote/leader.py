@@ -1,0 +1,295 @@
+"""The leader's end of control: one stream to each mesh's process, with commands in order and events back."""
+
+import dataclasses
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.identity import Identity
+from digen_jax.remote.messages import Unreadable, read_event, write
+from digen_jax.remote.wire import STREAMS, hello_of, service
+from digen_jax.runtime.worker import Line
+from digen_jax.scheduling.commands import Command
+from digen_jax.scheduling.events import Completed, Failed
+
+WAITING = 1024  # commands that a process has not read yet; a run has a few
+NAME = 100  # characters of a mesh's name
+PING = pb.Order(ping=pb.Nothing())
+
+
+class Gone(RuntimeError):
+    """A mesh's process is lost, or was given up."""
+
+
+class NotDone(RuntimeError):
+    """A command failed in its process, which still works."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Keepalive:
+    """Seconds: between two words, and without one until either side counts the other as lost."""
+
+    ping: float = 2.0
+    silence: float = 8.0
+
+
+class Member:
+    """A mesh's process, from its hello to its end. For any thread."""
+
+    def __init__(self, hello: pb.Hello, context: grpc.ServicerContext):
+        self.name, self.devices = hello.mesh, hello.devices
+        self.address, self.transfer = hello.address, hello.transfer
+        self.heard = time.monotonic()
+        self.why: str | None = None  # it has ended
+        self._context = context
+        self._orders: queue.Queue[pb.Order | None] = queue.Queue(WAITING)
+        self._asked: dict[int, tuple[Command, Future]] = {}
+        self._serials = itertools.count()
+        self._lock = threading.Lock()
+
+    def ask(self, make: Callable[[int], Command]) -> Future:
+        """Sends the command that `make` makes of its serial; the future has its `Completed`.
+
+        The future has an error as soon as the command has failed (`NotDone`) or the process is lost (`Gone`).
+        """
+        return self._send(make, Future())
+
+    def tell(self, make: Callable[[int], Command]) -> None:
+        """The same for a command that is not answered; a process that is lost gets none."""
+        with suppress(Gone):
+            self._send(make, None)
+
+    def _send(self, make: Callable[[int], Command], future: Future | None) -> Future | None:
+        with self._lock:
+            if self.why is not None:
+                raise Gone(f"{self.name} {self.why}")
+            serial = next(self._serials)
+            command = make(serial)
+            try:
+                self._orders.put_nowait(pb.Order(command=write(command)))
+                if future is not None:
+                    self._asked[serial] = command, future
+                return future
+            except queue.Full:
+                pass
+        self.end("does not read its commands")
+        raise Gone(f"{self.name} {self.why}")
+
+    def answered(self, text: str) -> None:
+        """Takes an event. An answer that nobody waits for is ignored, as that to a command that was given up."""
+        event = read_event(text)
+        with self._lock:
+            command, future = self._asked.get(event.command.serial, (None, None))
+            if command != event.command:
+                return
+            del self._asked[command.serial]
+        with suppress(InvalidStateError):
+            if isinstance(event, Failed):
+                future.set_exception(NotDone(f"{self.name}: {event.reason}"))
+            else:
+                future.set_result(event)
+
+    def end(self, why: str) -> bool:
+        """Ends the stream, and whatever waits for an answer; False: it has ended before."""
+        with self._lock:
+            if self.why is not None:
+                return False
+            self.why = why
+            waiting, self._asked = self._asked, {}
+        for _, future in waiting.values():
+            with suppress(InvalidStateError):
+                future.set_exception(Gone(f"{self.name} {why}"))
+        with suppress(queue.Full):
+            self._orders.put_nowait(None)
+        return True
+
+    def dismiss(self, reason: str) -> None:
+        """Sends that the run ends, after all commands."""
+        with suppress(queue.Full):
+            self._orders.put_nowait(pb.Order(end=reason))
+
+    def orders(self, ping: float) -> Iterator[pb.Order]:
+        """What to send, until the end."""
+        while self.why is None:
+            try:
+                order = self._orders.get(timeout=ping)
+            except queue.Empty:
+                yield PING
+                continue
+            if order is None:
+                return
+            yield order
+
+    def break_off(self) -> None:
+        """Ends the stream where its process does not read it."""
+        self._context.cancel()
+
+
+class Leader:
+    """The service Control, with the processes that have joined by name.
+
+    Args:
+      identity: of the run; a process with another one is refused.
+      joined, lost: called in one thread with a member that has joined, and with a lost one after its calls
+        have ended. `lost` gets a reason, too.
+      transfer: the address at which this process offers transfers between devices; "": it offers none.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        joined: Callable[[Member], None] = lambda member: None,
+        lost: Callable[[Member, str], None] = lambda member, why: None,
+        keepalive: Keepalive | None = None,
+        transfer: str = "",
+    ):
+        self.members: dict[str, Member] = {}
+        self._identity, self._joined, self._lost = identity, joined, lost
+        self._keepalive, self._transfer = keepalive or Keepalive(), transfer
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._calls = Line("members")
+        threading.Thread(target=self._watch, name="keepalive", daemon=True).start()
+
+    @property
+    def service(self) -> grpc.GenericRpcHandler:
+        """For this process's server."""
+        follow = grpc.stream_stream_rpc_method_handler(
+            self._follow, pb.Report.FromString, pb.Order.SerializeToString
+        )
+        return service("Control", {"Follow": follow})
+
+    def wait_for(self, names: set[str], seconds: float) -> set[str]:
+        """Those of these meshes that have not joined in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: names <= {*self.members}, seconds)
+            return names - {*self.members}
+
+    def give_up(self, name: str, why: str) -> None:
+        """Ends a member's stream, without the call of `lost`; whatever waits for it gets an error."""
+        with self._changed:
+            member = self.members.get(name)
+        if member is not None:
+            self._ended(member, why, known=True)
+
+    def close(self, reason: str = "the run has ended", seconds: float = 2.0) -> None:
+        """Tells all processes that the run ends, and waits a little until they have left."""
+        self._closed.set()
+        with self._changed:
+            for member in self.members.values():
+                member.dismiss(reason)
+            self._changed.wait_for(lambda: not self.members, seconds)
+            left = list(self.members.values())
+        for member in left:
+            self._ended(member, "does not leave", known=True)
+        self._calls.close()
+
+    # ------------------------------------------------------------------------- in gRPC's threads
+
+    def _follow(
+        self, reports: Iterator[pb.Report], context: grpc.ServicerContext
+    ) -> Iterator[pb.Order]:
+        member = self._admitted(context)
+        if not context.add_callback(lambda: self._ended(member, "has lost its connection")):
+            self._ended(member, "has lost its connection")
+            return
+        # Not in the call's own thread, which sends.
+        listener = threading.Thread(target=self._listen, args=(member, reports), daemon=True)
+        listener.start()
+        welcome = pb.Welcome(silence=self._keepalive.silence, transfer=self._transfer)
+        yield pb.Order(welcome=welcome)
+        yield from member.orders(self._keepalive.ping)
+        context.abort(
+            grpc.StatusCode.ABORTED, f"the leader counts {member.name} as lost: it {member.why}"
+        )
+
+    def _admitted(self, context: grpc.ServicerContext) -> Member:
+        """The member of a hello; the call ends here if it is refused."""
+        hello = hello_of(context)
+        if hello is None or not 0 < len(hello.mesh) <= NAME:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "its hello cannot be read")
+        sentence = self._identity.difference(hello.config, hello.code)
+        if sentence is not None:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)
+        if hello.process:
+            context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"it is process {hello.process} of its mesh, but a mesh of several processes cannot be led yet",
+            )
+        member = Member(hello, context)
+        with self._changed:
+            there, full = hello.mesh in self.members, len(self.members) >= STREAMS
+            if not (there or full or self._closed.is_set()):
+                self.members[hello.mesh] = member
+                self._calls.submit(self._joined, member)
+                self._changed.notify_all()
+                return member
+        why = (
+            f"{hello.mesh} has joined already: give each process a mesh of its own, or end the other one"
+            if there
+            else f"there are {STREAMS} meshes already, or the run ends"
+        )
+        return context.abort(grpc.StatusCode.ALREADY_EXISTS, why)
+
+    def _listen(self, member: Member, reports: Iterator[pb.Report]) -> None:
+        """Takes a process's reports until its stream ends."""
+        why = "has lost its connection"
+        try:
+            for report in reports:
+                member.heard = time.monotonic()
+                match report.WhichOneof("kind"):
+                    case "event":
+                        member.answered(report.event)
+                    case "leaving":
+                        why = f"has left: {report.leaving}"
+                        break
+        except Unreadable as error:
+            why = f"sent what cannot be read: {error}"
+        except Exception:  # gRPC raises a bare Exception where a stream breaks
+            pass
+        self._ended(member, why)
+
+    # --------------------------------------------------------------------------- in other threads
+
+    def _ended(self, member: Member, why: str, known: bool = False) -> None:
+        """A member ends; `known`: whoever calls knows it."""
+        if not member.end(why):
+            return
+        with self._changed:
+            if self.members.get(member.name) is member:
+                del self.members[member.name]
+            self._changed.notify_all()
+        if not (known or self._closed.is_set()):
+            self._calls.submit(self._lost, member, why)
+        # Its own thread ends the stream with a sentence, unless the process does not read.
+        timer = threading.Timer(self._keepalive.ping, member.break_off)
+        timer.daemon = True
+        timer.start()
+
+    def _watch(self) -> None:
+        """Ends members that are silent. Time in which this process was suspended does not count."""
+        every, silence = self._keepalive.silence / 16, self._keepalive.silence
+        before = time.monotonic()
+        while not self._closed.wait(every):
+            now = time.monotonic()
+            slept, before = max(0.0, now - before - 2 * every), now
+            with self._changed:
+                members = list(self.members.values())
+            for member in members:
+                member.heard += slept
+                if now - member.heard > silence:
+                    self._ended(member, f"has been silent for {silence:g} seconds")
+
+
+def completed(future: Future) -> Completed:
+    """The answer to a command that `Member.ask` has sent; it ends with the member at the latest."""
+    answer: Any = future.result()
+    return answer

@@ -1,0 +1,204 @@
+"""The link between processes: trees are offered here, and taken from whichever process offers them."""
+
+import collections
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+import grpc
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from digen_jax.engine.hosts import put
+from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.frames import gathered, plan
+from digen_jax.remote.lending import Lending
+from digen_jax.remote.messages import write_key
+from digen_jax.remote.outline import Outline
+from digen_jax.remote.pull import Pulls, layout_of, read_layouts, write_layouts
+from digen_jax.remote.wire import FRAME, Peer, PeerError, Wire, result
+from digen_jax.runtime.link import Key, LocalLink, Shardings, Tree
+from digen_jax.scheduling.commands import TRAINER, Publication
+
+WINDOW = 4  # frames that a taker has asked for and not got
+PATIENCE = 60.0  # seconds for a frame, and for a transfer between devices
+WAIT = 0.1  # seconds between two looks at transfers to other processes
+
+
+class LinkError(RuntimeError):
+    """A tree has not come; its command may be repeated."""
+
+
+class RemoteLink:
+    """A `Link` whose offers other processes take, by bytes over gRPC or from device to device.
+
+    Args:
+      wire: how to connect.
+      known: the named tuples that may be nodes of a tree (`outline.nodes`).
+      pulls: transfers between devices; None: bytes.
+      patience: seconds for a frame, and for a transfer between devices.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        known: Mapping[str, type],
+        pulls: Pulls | None = None,
+        patience: float = PATIENCE,
+    ):
+        self.known = known
+        self.lending = Lending(here := LocalLink(), known, patience, pulls)
+        self._here, self._wire, self._pulls, self._patience = here, wire, pulls, patience
+        self._peers: dict[str, tuple[Peer, str]] = {}  # and their addresses of transfers
+        self._lock = threading.Lock()
+
+    def meet(self, name: str, address: str, transfer: str = "") -> None:
+        """From now on what `name` offers is taken from another process, at this address."""
+        with self._lock:
+            self._peers[name] = Peer(self._wire, address), transfer
+
+    def describe(self, name: str) -> str:
+        """How arrays come from a process, for one line of the console."""
+        if self._transfer(name):
+            return "jax.experimental.transfer, from device to device"
+        mebibytes = WINDOW * FRAME // 2**20
+        return f"bytes over gRPC, at most {mebibytes} MiB in flight"
+
+    def offer(self, key: Key, tree: Tree) -> None:
+        """See `Link`."""
+        self.lending.expire()
+        self._here.offer(key, tree)
+
+    def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
+        """See `Link`.
+
+        Raises:
+          LinkError: the process that offers the tree is gone, or does not send it in time.
+        """
+        name = _owner(key)
+        if name not in self._peers:
+            return self._here.take(key, shardings, taker)
+        with self._opened(name, key, taker) as (peer, ticket, outline):
+            if outline is None:
+                return None
+            wanted = outline.of_arrays(shardings(outline.tree))
+            if self._transfer(name):
+                arrays = self._pulled(name, peer, ticket, outline, wanted)
+            else:
+                arrays = self._read(peer, ticket, outline, lambda i, a: put(a, wanted[i]))
+            tree = outline.filled(arrays)
+            # The numbers of the tree, too, become arrays, as they do in one process.
+            return jax.block_until_ready(jax.device_put(tree, shardings(tree)))
+
+    def fetch(self, key: Key, taker: str) -> Tree | None:
+        """A tree of another process with its arrays on this host; raises the same errors as `take`."""
+        with self._opened(_owner(key), key, taker) as (peer, ticket, outline):
+            if outline is None:
+                return None
+            return outline.filled(self._read(peer, ticket, outline, lambda _, array: array))
+
+    def withdraw(self, key: Key) -> None:
+        """See `Link`. Another process is told without waiting for it."""
+        with self._lock:
+            peer, _ = self._peers.get(_owner(key), (None, ""))
+        if peer is None:
+            self._here.withdraw(key)
+            return
+        peer.tell("Withdraw", pb.Ask(key=write_key(key)), self._patience)
+
+    def settle(self, key: Key) -> bool:
+        """See `Link`. A taker in another process that has not read for `patience` seconds is not waited for."""
+        self._here.withdraw(key)
+        waiting = threading.Event()
+        while self.lending.lends(key):
+            self.lending.expire()
+            waiting.wait(WAIT)
+        return self._here.settle(key)
+
+    def give_up(self, worker: str) -> None:
+        """See `Link`. Whoever takes from its process at this moment gets an error."""
+        self._here.give_up(worker)
+        self.lending.forget(worker)
+        with self._lock:
+            peer, _ = self._peers.pop(worker, (None, ""))
+        if peer is not None:
+            peer.close()
+
+    def close(self) -> None:
+        """Ends the connections to all other processes."""
+        with self._lock:
+            peers, self._peers = self._peers, {}
+        for peer, _ in peers.values():
+            peer.close()
+
+    def _transfer(self, name: str) -> str:
+        """The address of a process's transfers between devices; "": bytes."""
+        with self._lock:
+            return self._peers.get(name, (None, ""))[1] if self._pulls is not None else ""
+
+    @contextmanager
+    def _opened(
+        self, name: str, key: Key, taker: str
+    ) -> Iterator[tuple[Peer, str, Outline | None]]:
+        """A transfer, from its beginning to its end: (its giver, its ticket, the tree or None)."""
+        with self._lock:
+            peer, _ = self._peers.get(name, (None, ""))
+        if peer is None:
+            raise LinkError(f"{key} has not come from {name}, which was given up")
+        ticket = ""
+        try:
+            ask = pb.Ask(key=write_key(key), taker=taker)
+            lent = peer.call("Open", ask, pb.Lent, self._patience)
+            ticket = lent.ticket
+            yield peer, ticket, Outline(lent.outline, self.known) if ticket else None
+        except (PeerError, TimeoutError, jax.errors.JaxRuntimeError) as error:
+            raise LinkError(f"{key} has not come from {name}: {error}") from error
+        finally:
+            if ticket:
+                peer.tell("Close", pb.Piece(ticket=ticket), self._patience)
+
+    def _pulled(
+        self, name: str, peer: Peer, ticket: str, outline: Outline, wanted: list[Sharding]
+    ) -> list[jax.Array]:
+        shapes = [array.shape for array in outline.raw]
+        layouts = write_layouts([layout_of(*pair) for pair in zip(wanted, shapes, strict=True)])
+        asked = pb.Wanted(ticket=ticket, layouts=layouts)
+        staged = peer.call("Stage", asked, pb.Staged, self._patience)
+        lying = read_layouts(staged.layouts, len(wanted))
+        address = self._transfer(name)
+        return self._pulls.pull(address, staged.number, outline.raw, lying, wanted)
+
+    def _read(
+        self,
+        peer: Peer,
+        ticket: str,
+        outline: Outline,
+        place: Callable[[int, np.ndarray], Any],
+    ) -> list[Any]:
+        """The arrays of a tree, each of them placed as soon as it is here."""
+        found: dict[int, Any] = {}
+        with closing(self._frames(peer, ticket, len(plan(outline.raw)))) as frames:
+            for number, array in gathered(outline.raw, frames):
+                found[number] = place(number, array)
+        return [found[number] for number in range(len(outline.raw))]
+
+    def _frames(self, peer: Peer, ticket: str, count: int) -> Iterator[bytes]:
+        """The frames in order; so many are asked for before the first has come."""
+        asked: collections.deque[grpc.Future] = collections.deque()
+        try:
+            for number in range(count + WINDOW):
+                if number >= WINDOW:
+                    yield result(asked.popleft())
+                if number < count:
+                    piece = pb.Piece(ticket=ticket, number=number)
+                    asked.append(peer.begin("Read", piece, None, self._patience))
+        finally:
+            for call in asked:
+                call.cancel()
+
+
+def _owner(key: Key) -> str:
+    """Who offers a tree."""
+    return TRAINER if isinstance(key, Publication) else key.worker

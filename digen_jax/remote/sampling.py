@@ -1,0 +1,92 @@
+"""A sampling mesh in another process, with the interface of its executor."""
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+from jaxtyping import UInt8
+
+from digen_jax.remote.leader import Member, completed
+from digen_jax.remote.link import RemoteLink
+from digen_jax.runtime.link import ImagesOf
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Command,
+    Decode,
+    DropFragments,
+    DropVersion,
+    Encode,
+    Fragment,
+    Generate,
+    Publication,
+    Publish,
+    Update,
+)
+from digen_jax.scheduling.events import Completed
+
+
+class RemoteSampler:
+    """As `SamplingExecutor`: every method returns when its work is done.
+
+    A call ends with an error as soon as the process is lost or `give_up` was called, so that no thread waits for it.
+
+    Attributes:
+      images: of decoded fragments, not yet scored.
+      devices: of its mesh.
+
+    Raises (every method that works):
+      NotDone: the work failed there.
+      Gone: the process is lost, or was given up.
+    """
+
+    def __init__(self, member: Member, link: RemoteLink, give_up: Callable[[str, str], None]):
+        """`give_up` ends a process's stream, by its name: `Leader.give_up`."""
+        self.name, self.devices = member.name, member.devices
+        self.images: dict[Fragment, UInt8[np.ndarray, "b t h w 3"]] = {}
+        self.given_up = False
+        self._member, self._link, self._give_up = member, link, give_up
+
+    def receive(self, publication: Publication) -> None:
+        """Has published weights taken."""
+        self._do(functools.partial(Publish, worker=self.name, publication=publication))
+
+    def encode(self, number: int) -> None:
+        """Has a step's prompts encoded."""
+        self._do(functools.partial(Encode, worker=self.name, step=number))
+
+    def generate(self, fragment: Fragment, publication: Publication) -> None:
+        """Has a fragment's trajectories generated."""
+        of = dict(worker=self.name, fragment=fragment, publication=publication)
+        self._do(functools.partial(Generate, **of))
+
+    def decode(self, fragment: Fragment) -> None:
+        """Has a fragment's images decoded, and fetches them; those of a dropped one are not there."""
+        self._do(functools.partial(Decode, worker=self.name, fragment=fragment))
+        key = ImagesOf(self.name, fragment)
+        images = self._link.fetch(key, TRAINER)
+        if images is not None and not self.given_up:
+            self.images[fragment] = images
+        self._link.withdraw(key)
+
+    def drop_fragment(self, fragment: Fragment) -> None:
+        """Frees all data of a fragment."""
+        self.images.pop(fragment, None)
+        self._member.tell(functools.partial(DropFragments, fragments=(fragment,)))
+
+    def drop_weights(self, publication: Publication) -> None:
+        """Frees published weights."""
+        self._member.tell(functools.partial(DropVersion, publication=publication))
+
+    def end_step(self, step: int) -> None:
+        """The step has ended: its process forgets it, too."""
+        self._member.tell(functools.partial(Update, worker=TRAINER, step=step, update=0))
+
+    def give_up(self) -> None:
+        """Another mesh repeats its work; whoever waits for it gets an error."""
+        self.given_up = True
+        self._give_up(self.name, "was given up")
+
+    def _do(self, make: Callable[[int], Command]) -> Completed:
+        asked: Future = self._member.ask(make)
+        return completed(asked)

@@ -1,0 +1,346 @@
+"""Control between a leader and meshes: who may join, commands and events, and what happens when a side is lost."""
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import subprocess
+import threading
+import time
+
+import grpc
+import pytest
+
+from digen_jax.errors import ConfigError
+from digen_jax.process.ending import Stopped
+from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote import leader
+from digen_jax.remote.following import Following
+from digen_jax.remote.identity import Identity, job_token
+from digen_jax.remote.leader import Gone, Keepalive, Leader, NotDone
+from digen_jax.remote.messages import Unreadable, read_command, read_event, read_key, write
+from digen_jax.remote.serving import serve
+from digen_jax.remote.wire import HELLO, MESSAGE, PACKAGE, Tls, Wire
+from digen_jax.scheduling.commands import Encode, Publication, Publish
+from digen_jax.scheduling.events import Completed, Failed
+from tests.pipelines import ROOT
+from tests.remote import mesh_process
+from tests.remote.mesh_process import FAST, IDENTITY, TOKEN, encode
+
+
+class Room:
+    """A leader with its server, and what became of its members."""
+
+    def __init__(self, keepalive: Keepalive = FAST, tls: Tls | None = None):
+        self.said: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.leader = Leader(
+            IDENTITY,
+            lambda member: self.said.put(("joined", member.name)),
+            lambda member, why: self.said.put((member.name, why)),
+            keepalive,
+        )
+        self.server, port = Wire(IDENTITY, tls).server("localhost:0", [self.leader.service])
+        self.address = f"localhost:{port}"
+
+    def joined(self, name: str = "rollout 0"):
+        assert self.said.get(timeout=30) == ("joined", name)
+        return self.leader.members[name]
+
+    def lost(self) -> tuple[str, str]:
+        return self.said.get(timeout=30)
+
+    def close(self) -> None:
+        self.leader.close(seconds=0.5)
+        self.server.stop(0.1).wait(10)
+
+
+@pytest.fixture
+def room():
+    found = Room()
+    yield found
+    found.close()
+
+
+@contextlib.contextmanager
+def mesh(room: Room, name: str = "rollout 0", executes=None, tls: Tls | None = None):
+    """A mesh in a thread of this process: (its stream, what its loop has raised)."""
+    stream = Following(Wire(IDENTITY, tls), room.address, pb.Hello(mesh=name, devices=2), 20)
+    raised = []
+
+    def work():
+        try:
+            serve(stream, executes or mesh_process.Pretends())
+            stream.close("the run has ended")
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield stream, raised
+    stream.close("the test has ended", 0.1)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_commands_go_in_order_and_answers_come_back(room):
+    done = mesh_process.Pretends()
+    with mesh(room, executes=done):
+        member = room.joined()
+        assert (member.name, member.devices) == ("rollout 0", 2)
+        asked = [member.ask(encode(step)) for step in range(20)]
+        found = [future.result(30) for future in asked]
+        assert [event.command.step for event in found] == [*range(20)] == done.steps
+        assert [event.command.serial for event in found] == [*range(20)]
+        with pytest.raises(NotDone, match=r"rollout 0: ValueError\('step 13 cannot be encoded'\)"):
+            member.ask(encode(-13)).result(30)
+        assert isinstance(member.ask(encode(3)).result(30), Completed)
+
+
+def test_weights_arrive_beside_other_work(room):
+    free = threading.Event()
+    with mesh(room, executes=mesh_process.Pretends(free)):
+        member = room.joined()
+        slow = member.ask(encode(mesh_process.WAITS))
+        weights = member.ask(lambda n: Publish(n, "rollout 0", Publication(1)))
+        assert weights.result(30).command.version == 1 and not slow.done()
+        free.set()
+        slow.result(30)
+
+
+def test_a_run_that_ends_is_told_to_its_meshes():
+    found = Room()
+    with mesh(found) as (_, raised):
+        member = found.joined()
+        found.close()
+        assert not found.leader.members and not raised and found.said.empty()
+        with pytest.raises(Gone):
+            member.ask(encode(1))
+
+
+def test_a_given_up_mesh_keeps_nobody_waiting(room):
+    free = threading.Event()
+    with mesh(room, executes=mesh_process.Pretends(free)) as (_, raised):
+        member = room.joined()
+        slow = member.ask(encode(mesh_process.WAITS))
+        room.leader.give_up("rollout 0", "was given up")
+        with pytest.raises(Gone, match="rollout 0 was given up"):
+            slow.result(1)
+        with pytest.raises(Gone):
+            member.ask(encode(1))
+        free.set()
+        for _ in range(100):
+            if raised:
+                break
+            time.sleep(0.05)
+        (error,) = raised
+        assert isinstance(error, Stopped) and "counts rollout 0 as lost: it was given up" in str(
+            error
+        )
+    assert room.said.empty()
+
+
+def test_a_mesh_that_leaves_may_come_again_but_not_twice(room):
+    with mesh(room):
+        room.joined()
+        with pytest.raises(
+            ConfigError, match="rollout 0 has joined already: give each process a mesh"
+        ):
+            Following(Wire(IDENTITY), room.address, pb.Hello(mesh="rollout 0"), 20)
+    assert room.lost() == ("rollout 0", "has left: the test has ended")
+    with mesh(room):
+        room.joined()
+
+
+@pytest.mark.parametrize(
+    ("other", "hello", "sentence"),
+    [
+        (Identity("x" * 20, "c", "v"), {}, "its job token differs from this job's"),
+        (Identity("", "c", "v"), {}, "its job token differs from this job's"),
+        (Identity(TOKEN, "d", "v"), {}, "its config is 'd' and the leader's 'c'"),
+        (Identity(TOKEN, "c", "w"), {}, "its code is 'w' and the leader's 'v'"),
+        (IDENTITY, {"process": 1}, "a mesh of several processes cannot be led yet"),
+        (IDENTITY, {"mesh": ""}, "its hello cannot be read"),
+        (IDENTITY, {"mesh": "x" * 200}, "its hello cannot be read"),
+    ],
+)
+def test_a_process_of_another_job_is_refused_by_name(room, other, hello, sentence):
+    with mesh(room):
+        member = room.joined()
+        fields = {"mesh": "rollout 1", **hello}
+        with pytest.raises(ConfigError) as error:
+            Following(Wire(other), room.address, pb.Hello(**fields), 20)
+        assert sentence in str(error.value) and room.address in str(error.value)
+        assert isinstance(member.ask(encode(1)).result(30), Completed)
+        assert list(room.leader.members) == ["rollout 0"] and room.said.empty()
+
+
+STRANGE = {
+    "garbage": os.urandom(5000),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "zeros": bytes(10_000),
+    "half a preface": b"PRI * HTTP/2.0\r\n\r\nSM",
+    "a frame too long": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 5000,
+    "nothing": b"",
+}
+
+
+def test_strangers_on_the_port_change_nothing(room):
+    host, port = room.address.split(":")
+    with mesh(room), contextlib.ExitStack() as stack:
+        member = room.joined()
+        for given in STRANGE.values():
+            stranger = socket.create_connection((host, int(port)), 10)
+            stack.enter_context(stranger)  # and stays connected
+            with contextlib.suppress(OSError):
+                stranger.sendall(given)
+            assert isinstance(member.ask(encode(1)).result(30), Completed)
+        for method in ("Control/Follow", "Lending/Open", "Other/Thing"):
+            channel = stack.enter_context(grpc.insecure_channel(room.address))
+            with pytest.raises(grpc.RpcError) as error:
+                channel.unary_unary(f"/{PACKAGE}.{method}")(b"\xff" * 100, timeout=20)
+            assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert isinstance(member.ask(encode(1)).result(30), Completed)
+    assert room.lost()[0] == "rollout 0"
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [b"\xff" * 100],
+        [pb.Report(event="{").SerializeToString()],
+        [pb.Report(event=json.dumps(["x"] * 3)).SerializeToString()],
+        [bytes(MESSAGE + 1)],
+    ],
+    ids=["no message", "no event", "another value", "too long"],
+)
+def test_a_mesh_that_sends_nonsense_is_lost_and_the_others_work(room, reports):
+    """It has the token: a process with a fault."""
+    with mesh(room):
+        member = room.joined()
+        channel = Wire(IDENTITY).channel(room.address)
+        hello = pb.Hello(mesh="broken", config="c", code="v").SerializeToString()
+        call = channel.stream_stream(f"/{PACKAGE}.Control/Follow")
+        metadata = (*Wire(IDENTITY).metadata, (HELLO, hello))
+        answers = call(iter(reports), metadata=metadata, timeout=20)
+        with contextlib.suppress(grpc.RpcError):
+            list(answers)
+        channel.close()
+        while (lost := room.lost())[0] == "joined":
+            pass
+        assert lost[0] == "broken" and list(room.leader.members) == ["rollout 0"]
+        assert isinstance(member.ask(encode(1)).result(30), Completed)
+
+
+def test_a_silent_mesh_is_lost_in_time(room):
+    channel = Wire(IDENTITY).channel(room.address)
+    hello = pb.Hello(mesh="silent", config="c", code="v").SerializeToString()
+    call = channel.stream_stream(f"/{PACKAGE}.Control/Follow")
+    never, begin = threading.Event(), time.monotonic()
+    metadata = (*Wire(IDENTITY).metadata, (HELLO, hello))
+    silent = call((never.wait(60) for _ in range(1)), metadata=metadata)
+    room.joined("silent")
+    assert room.lost() == ("silent", f"has been silent for {FAST.silence:g} seconds")
+    assert FAST.silence <= time.monotonic() - begin < FAST.silence + 2
+    never.set()
+    silent.cancel()
+    channel.close()
+
+
+def test_a_mesh_that_does_not_read_is_lost(room, monkeypatch):
+    monkeypatch.setattr(leader, "WAITING", 4)
+    member = leader.Member(pb.Hello(mesh="slow"), None)
+    asked = [member.ask(encode(i)) for i in range(4)]
+    with pytest.raises(Gone, match="slow does not read its commands"):
+        member.ask(encode(4))
+    assert all(isinstance(one.exception(1), Gone) for one in asked)
+
+
+def test_a_leader_that_is_not_there_or_silent_ends_the_mesh():
+    with pytest.raises(ConfigError, match=r"the leader at localhost:1 was not reached in 0\.5 s"):
+        Following(Wire(IDENTITY), "localhost:1", pb.Hello(mesh="x"), 0.5)
+    # A leader that pings never.
+    still = Room(Keepalive(ping=60, silence=0.8))
+    with mesh(still) as (_, raised):
+        still.joined()
+        for _ in range(100):
+            if raised:
+                break
+            time.sleep(0.05)
+        # Without pings the leader hears nothing, either: one of the two is first.
+        assert isinstance(raised[0], Stopped) and "silent for 0.8 seconds" in str(raised[0])
+    still.close()
+
+
+def test_texts_that_no_process_writes_are_refused():
+    command = Encode(3, "rollout 0", 4)
+    assert read_command(write(command)) == command
+    event = Failed(1.0, command, "x")
+    assert read_event(write(event)) == event
+    strange = ["", "{}", "3", "[" * 10_000, '{"is": "Encode"}', '{"is": "os"}', '{"is": "dict"}']
+    strange += [write(event), json.dumps({"is": "Fragment", "step": 1, "index": 2}), "x" * 2**21]
+    for text in strange:
+        with pytest.raises(Unreadable):
+            read_command(text)
+    with pytest.raises(Unreadable):
+        read_event(write(command))
+    for text in ["", "[]", '{"is": "Encode", "serial": 1}', '{"is": "Publication", "no": 1}']:
+        with pytest.raises(Unreadable):
+            read_key(text)
+
+
+def test_the_jobs_token_is_a_secret(monkeypatch):
+    for wrong in ("", "short", "with a blank in it", "ä" * 20):
+        monkeypatch.setenv("DIGEN_JAX_TOKEN", wrong)
+        with pytest.raises(ConfigError, match="DIGEN_JAX_TOKEN must be a secret"):
+            job_token()
+    monkeypatch.setenv("DIGEN_JAX_TOKEN", TOKEN)
+    assert job_token() == TOKEN
+    mine, other = (Identity.of(config, TOKEN) for config in ({"a": 1, "b": 2}, {"a": 1, "b": 3}))
+    assert mine == Identity.of({"b": 2, "a": 1}, TOKEN) != other
+    assert mine.difference(mine.config, mine.code) is None and mine.knows(TOKEN)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory) -> list[Tls]:
+    """Of this job, and of a stranger whom the same authority has not signed."""
+    folder = tmp_path_factory.mktemp("tls")
+    config = "subjectAltName=DNS:localhost"
+
+    def openssl(*words):
+        subprocess.run(["openssl", *map(str, words)], cwd=folder, check=True, capture_output=True)
+
+    found = []
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", 2)
+    for name in ("ours", "theirs"):
+        ca, own = f"{name}-ca", name
+        openssl(
+            "req", "-x509", *key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-subj", f"/CN={ca}"
+        )
+        openssl("req", *key[:-2], "-keyout", f"{own}.key", "-out", f"{own}.csr", "-subj", "/CN=x")
+        (folder / "ext").write_text(config)
+        signed = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-extfile", "ext")
+        openssl("x509", "-req", "-in", f"{own}.csr", *signed, "-out", f"{own}.pem", "-days", 2)
+        found.append(Tls(*(folder / file for file in (f"{own}.pem", f"{own}.key", f"{ca}.pem"))))
+    return found
+
+
+def test_with_tls_only_signed_processes_join(certificates):
+    ours, theirs = certificates
+    found = Room(tls=ours)
+    with mesh(found, tls=ours):
+        member = found.joined()
+        for tls in (None, theirs):
+            with pytest.raises(
+                ConfigError, match=r"was not reached in 1 s.*both or neither use TLS"
+            ):
+                Following(Wire(IDENTITY, tls), found.address, pb.Hello(mesh="x"), 1)
+        assert isinstance(member.ask(encode(1)).result(30), Completed)
+    found.close()
+    with pytest.raises(ConfigError, match="a file for TLS cannot be read"):
+        Tls(ROOT / "none", ROOT / "none", ROOT / "none").read()
+
+
+def test_a_port_that_is_taken_is_a_sentence(room):
+    with pytest.raises(ConfigError, match=f"cannot listen at {room.address}"):
+        Wire(IDENTITY).server(room.address, [])

@@ -1,0 +1,331 @@
+"""The link between two processes, here two ends in one: the same trees as in one process, and limits on every wait."""
+
+import contextlib
+import threading
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from digen_jax.engine.packing import Endpoints
+from digen_jax.engine.sampler import EncodedPrompts
+from digen_jax.flow.sampling import Transitions
+from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote import frames, lending
+from digen_jax.remote.identity import Identity
+from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.remote.messages import write_key
+from digen_jax.remote.outline import Outline, nodes, write_outline
+from digen_jax.remote.pull import layout_of, read_layouts, within, write_layouts
+from digen_jax.remote.wire import Peer, PeerError, Wire
+from digen_jax.runtime.link import ConditioningOf, ImagesOf, Link, LocalLink, SamplesOf
+from digen_jax.scheduling.commands import TRAINER, Fragment, Publication
+from tests.remote.mesh_process import IDENTITY
+
+WEIGHTS, FRAGMENT = Publication(3), Fragment(1, 2)
+
+
+class Conditioning(NamedTuple):
+    context: jax.Array
+    mask: jax.Array
+
+
+class Unknown(NamedTuple):
+    a: int
+
+
+def trees() -> dict:
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape, dtype=np.float32):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    steps = Transitions(drawn(2, 4, 8), drawn(2, 4, 8, dtype=jnp.bfloat16), *drawn(3, 2, 4), None)
+    keys = jax.random.split(jax.random.key(3), 4)
+    return {
+        WEIGHTS: {"transformer": {"b": {"kernel": drawn(16, 8)}, "a": drawn(3), "scale": drawn()}},
+        Publication(3, evaluated=True): {"none": None, "empty": drawn(0, 4), "list": [drawn(2)]},
+        SamplesOf("rollout 0", FRAGMENT): (steps, drawn(5)),
+        SamplesOf("rollout 0", Fragment(1, 3)): (Endpoints(drawn(4, 2), keys, drawn(5)), drawn(5)),
+        ConditioningOf("rollout 0", 1): EncodedPrompts(
+            Conditioning(drawn(4, 6, dtype=jnp.bfloat16), drawn(4, 6) > 0), None
+        ),
+        ConditioningOf("rollout 0", 2): {
+            "numbers": (1, 2.5, True, float("inf"), np.float32(3)),
+            "rbg": jax.random.key(5, impl="rbg"),
+            "nan": jnp.asarray([np.nan, -0.0, np.inf]),
+            "host": np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3).T,
+        },
+    }
+
+
+def onto(*numbers: int):
+    """Shardings over some devices, of what can be split, else whole."""
+    mesh = Mesh(np.array(jax.devices())[list(numbers)], ("fsdp",))
+
+    def of(leaf):
+        parts = getattr(leaf, "shape", ())
+        split = parts and parts[0] and parts[0] % len(numbers) == 0
+        return NamedSharding(mesh, PartitionSpec("fsdp") if split else PartitionSpec())
+
+    return lambda tree: jax.tree.map(of, tree)
+
+
+def bits(leaf) -> tuple:
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf.dtype, leaf.sharding, np.asarray(jax.random.key_data(leaf)).tobytes()
+    kind = leaf.dtype, leaf.shape, getattr(leaf, "weak_type", False)
+    return *kind, leaf.sharding, np.asarray(leaf).tobytes()
+
+
+def assert_same(found, expected) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert bits(leaf) == bits(other)
+
+
+@contextlib.contextmanager
+def ends(patience: float = 20.0):
+    """(the trainer's link, the rollout's, their servers): each takes from the other."""
+    found = [RemoteLink(Wire(IDENTITY), nodes(trees()), None, patience) for _ in range(2)]
+    servers = [Wire(IDENTITY).server("localhost:0", [link.lending.service]) for link in found]
+    trainer, rollout = found
+    trainer.meet("rollout 0", f"localhost:{servers[1][1]}")
+    rollout.meet(TRAINER, f"localhost:{servers[0][1]}")
+    yield *found, servers
+    for link, (server, _) in zip(found, servers, strict=True):
+        link.close()
+        server.stop(0)
+
+
+@pytest.fixture
+def pair():
+    with ends() as found:
+        yield found
+
+
+@pytest.mark.parametrize("key", trees(), ids=str)
+def test_every_tree_arrives_as_in_one_process(pair, key, monkeypatch):
+    tree, local, taker = trees()[key], LocalLink(), "anyone"
+    # Small frames, so that arrays are cut.
+    monkeypatch.setattr(frames.plan, "__defaults__", (300,))
+    monkeypatch.setattr(frames.gathered, "__defaults__", (300,))
+    here, there = (pair[0], pair[1]) if isinstance(key, Publication) else (pair[1], pair[0])
+    assert isinstance(here, Link)
+    for link in (local, here):
+        link.offer(key, tree)
+    for shardings in (onto(1), onto(2, 3)):
+        assert_same(there.take(key, shardings, taker), local.take(key, shardings, taker))
+    there.withdraw(key)
+    for _ in range(100):
+        if (found := there.take(key, onto(1), taker)) is None:
+            break
+        time.sleep(0.02)
+    assert found is None and here.settle(key)
+
+
+def test_what_is_offered_here_is_taken_here(pair):
+    """As TAG does: the trainer takes what it has made itself."""
+    key, tree = SamplesOf(TRAINER, FRAGMENT), {"a": jnp.ones(3)}
+    pair[0].offer(key, tree)
+    assert_same(
+        pair[0].take(key, onto(0), TRAINER), LocalLink.take(pair[0]._here, key, onto(0), "")
+    )
+    pair[0].withdraw(key)
+    assert pair[0].take(key, onto(0), TRAINER) is None
+
+
+def test_images_are_fetched_to_the_host(pair):
+    key, images = (
+        ImagesOf("rollout 0", FRAGMENT),
+        np.arange(24, dtype=np.uint8).reshape(2, 1, 2, 2, 3),
+    )
+    pair[1].offer(key, images)
+    found = pair[0].fetch(key, TRAINER)
+    assert isinstance(found, np.ndarray) and np.array_equal(found, images)
+    assert pair[0].fetch(ImagesOf("rollout 0", Fragment(9, 9)), TRAINER) is None
+
+
+@pytest.fixture
+def held(pair, monkeypatch):
+    """A transfer of weights that has begun: (the links, its thread, its result, the event that lets it go on)."""
+    begun, end, real = threading.Event(), threading.Event(), lending.frame
+
+    def slow(*arguments):
+        begun.set()
+        assert end.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr(lending, "frame", slow)
+    trainer, rollout, _ = pair
+    trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
+    found = []
+
+    def take():
+        try:
+            found.append(rollout.take(WEIGHTS, onto(1), "rollout 0"))
+        except LinkError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    assert begun.wait(60)
+    yield trainer, rollout, thread, found, end
+    end.set()
+    thread.join(60)
+
+
+def test_settling_waits_for_another_process(held):
+    trainer, _, thread, found, end = held
+    settled = []
+    waiting = threading.Thread(target=lambda: settled.append(trainer.settle(WEIGHTS)))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive() and not settled
+    end.set()
+    waiting.join(60)
+    thread.join(60)
+    assert settled == [True] and found[0]["a"].tolist() == [1] * 4
+
+
+def test_a_given_up_taker_is_not_waited_for(held):
+    trainer, *_ = held
+    trainer.give_up("rollout 0")
+    begin = time.monotonic()
+    assert trainer.settle(WEIGHTS) is False and time.monotonic() - begin < 1
+
+
+def test_whoever_takes_from_a_given_up_process_gets_an_error_at_once(held):
+    _, rollout, thread, found, _ = held
+    rollout.give_up(TRAINER)
+    thread.join(2)
+    assert not thread.is_alive() and isinstance(found[0], LinkError)
+
+
+def test_a_taker_that_says_nothing_more_is_forgotten():
+    with ends(patience=0.3) as (trainer, _, servers):
+        trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
+        peer = Peer(Wire(IDENTITY), f"localhost:{servers[0][1]}")
+        lent = peer.call("Open", pb.Ask(key=write_key(WEIGHTS), taker="x"), pb.Lent, 5)
+        assert trainer.lending.lends(WEIGHTS)
+        begin = time.monotonic()
+        assert trainer.settle(WEIGHTS) is True and time.monotonic() - begin < 2
+        with pytest.raises(PeerError, match="this transfer has ended"):
+            peer.call("Read", pb.Piece(ticket=lent.ticket), None, 5)
+        peer.close()
+
+
+def test_a_giver_that_hangs_or_is_gone_is_an_error_in_time(monkeypatch):
+    with ends(patience=0.5) as (trainer, rollout, servers):
+        trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
+        monkeypatch.setattr(lending, "frame", lambda *_: time.sleep(2))
+        begin = time.monotonic()
+        with pytest.raises(
+            LinkError, match=r"version=3.* has not come from trainer: Deadline Exceeded"
+        ):
+            rollout.take(WEIGHTS, onto(1), "rollout 0")
+        servers[0][0].stop(0).wait(5)
+        with pytest.raises(LinkError, match="has not come from trainer"):
+            rollout.take(WEIGHTS, onto(1), "rollout 0")
+        assert time.monotonic() - begin < 2
+
+
+def test_strangers_and_nonsense_are_refused(pair):
+    trainer, _, servers = pair
+    trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
+    where = f"localhost:{servers[0][1]}"
+    stranger = Peer(Wire(Identity("another-token-of-16", "c", "v")), where)
+    with pytest.raises(PeerError, match="its job token differs"):
+        stranger.call("Open", pb.Ask(key=write_key(WEIGHTS)), pb.Lent, 5)
+    peer = Peer(Wire(IDENTITY), where)
+    lent = peer.call("Open", pb.Ask(key=write_key(WEIGHTS), taker="x"), pb.Lent, 5)
+    for method, request, sentence in [
+        ("Open", pb.Ask(key="x"), "a key that cannot be read"),
+        ("Read", pb.Piece(ticket="x"), "this transfer has ended"),
+        ("Read", pb.Piece(ticket=lent.ticket, number=7), "there is no such frame"),
+        ("Stage", pb.Wanted(ticket=lent.ticket), "it offers bytes only"),
+        ("Other", pb.Ask(), "Method not found"),
+    ]:
+        with pytest.raises(PeerError, match=sentence):
+            peer.call(method, request, None, 5)
+    assert trainer.lending.lends(WEIGHTS)
+    peer.call("Close", pb.Piece(ticket=lent.ticket), pb.Nothing, 5)
+    assert not trainer.lending.lends(WEIGHTS)
+    for one in (peer, stranger):
+        one.close()
+
+
+def test_only_known_nodes_are_sent_and_made():
+    known = nodes(trees())
+    for tree, sentence in [
+        (Unknown(1), "a Unknown cannot be sent: it is none of Conditioning, Encoded"),
+        ({1: 2}, "keys that are no strings"),
+        ("text", "a str cannot be sent"),
+        (np.array(["x"]), "an array of str"),
+        (np.zeros(2, ml_dtypes.float8_e4m3fn), "an array of float8_e4m3fn cannot be sent"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            write_outline(tree, known)
+    text, _ = write_outline({"a": Endpoints(jnp.ones(2), None, 3)}, known)
+    for strange in [
+        text.replace("Endpoints", "os.system"),
+        text.replace("float32", "object"),
+        text.replace("[2]", "[-2]"),
+        text.replace("array", "pickle"),
+        '{"list": [' * 100 + "null" + "]}" * 100,
+        *("", "[", '{"named": "Endpoints", "parts": []}', '{"number": "x", "type": "int"}'),
+    ]:
+        with pytest.raises(ValueError):
+            Outline(strange, known)
+
+    class Endpoints_(NamedTuple):
+        a: int
+
+    Endpoints_.__name__ = "Endpoints"
+    with pytest.raises(ValueError, match="two kinds of nodes are called Endpoints"):
+        nodes(Endpoints_(1))
+
+
+def test_frames_are_bounded_and_checked():
+    arrays = [jax.ShapeDtypeStruct((n,), np.float32) for n in (1000, 0, 3, 5)]
+    planned = frames.plan(arrays, 1000)
+    sizes = [sum(cut.stop - cut.start for cut in cuts) for cuts in planned]
+    assert max(sizes) <= 1000 and sum(sizes) == 4 * 1008 and len(planned) > 3
+    data = [np.arange(a.size, dtype=np.float32) for a in arrays]
+    made = [frames.frame(cuts, lambda i: frames.to_bytes(data[i])) for cuts in planned]
+    found = dict(frames.gathered(arrays, iter(made), 1000))
+    assert all(np.array_equal(found[i], data[i]) for i in range(4))
+    many = [jax.ShapeDtypeStruct((), np.float32)] * 5000
+    assert max(map(len, frames.plan(many))) == frames.MOST
+    for wrong in (made[1:], [made[-1], *made[1:]], [b"x" * 50, *made[1:]], made[:-1]):
+        with pytest.raises(ValueError):
+            list(frames.gathered(arrays, iter(wrong), 1000))
+
+
+def test_an_array_that_is_sent_keeps_no_copy_on_the_host():
+    array = jax.device_put(jnp.arange(8.0), onto(0, 1)(jnp.ones(8)))
+    assert frames.to_bytes(array).view(np.float32).tolist() == [*range(8)]
+    assert array._npy_value is None
+
+
+def test_layouts_are_written_and_read():
+    shardings = [
+        SingleDeviceSharding(jax.devices()[1]),
+        onto(1, 2)(jnp.ones(4)),
+        onto(1, 2)(jnp.ones(3)),
+    ]
+    found = [layout_of(sharding, (4,)) for sharding in shardings]
+    assert found == [None, ((("fsdp", 2),), ("fsdp",)), None]
+    assert read_layouts(write_layouts(found), 3) == found
+    for strange in ("", "[]", "[1, 2, 3]", "[[]]", "null"):
+        with pytest.raises(ValueError):
+            read_layouts(strange, 3)
+    with pytest.raises(TimeoutError, match=r"has not ended in 0\.1 s"):
+        within(0.1, lambda: time.sleep(1))
+    with pytest.raises(KeyError):
+        within(1.0, lambda: {}["x"])
