@@ -1,14 +1,16 @@
 """A mesh's process's end of control: joins the leader, yields its commands, reports events."""
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import grpc
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import STOPPED, Stopped
+from digen_jax.process.ending import STOPPED, Stopped, leave
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.messages import Unreadable, read_command, write
 from digen_jax.remote.wire import HELLO, PACKAGE, Wire
@@ -17,6 +19,9 @@ from digen_jax.scheduling.events import Completed, Failed
 
 WAITING = 1024  # reports that the leader has not read
 MEETING = 300.0  # seconds for the leader to come
+UNNOTICED = (
+    1.0  # seconds in which the main thread, which may read a model, notices that the leader is lost
+)
 Status = grpc.StatusCode
 # The leader refuses this process, which can only be started differently.
 REFUSED = {
@@ -30,7 +35,7 @@ PONG = pb.Report(pong=pb.Nothing())
 
 
 class Following:
-    """The stream to the leader. Without a word from it for some seconds, which the leader sets, it counts as lost.
+    """The stream to the leader, which a thread reads. Its silence for some seconds, which it sets, means its loss.
 
     Args:
       wire: how to connect.
@@ -46,12 +51,14 @@ class Following:
         self.name, self._leader = hello.mesh, leader
         hello.config, hello.code = wire.identity.config, wire.identity.code
         self._reports: queue.Queue[pb.Report | None] = queue.Queue(WAITING)
+        # Commands, then None at the run's end, or the reason why there are no more.
+        self._commands: queue.Queue[Command | Exception | None] = queue.Queue(WAITING)
         self._channel = wire.channel(leader)
         self._heard, self._why = time.monotonic(), ""
-        self._over = threading.Event()
+        self._over, self._told = threading.Event(), threading.Event()
         self.welcome = self._meet(wire, hello, seconds)
-        watch = threading.Thread(target=self._watch, name="keepalive", daemon=True)
-        watch.start()
+        for work in (self._watch, self._read):
+            threading.Thread(target=work, name="leader", daemon=True).start()
 
     def _meet(self, wire: Wire, hello: pb.Hello, seconds: float) -> pb.Welcome:
         try:
@@ -79,26 +86,18 @@ class Following:
             late.cancel()
 
     def commands(self) -> Iterator[Command]:
-        """The leader's commands, until it says that the run ends.
+        """Says that this process is ready, then yields the leader's commands, until it says that the run ends.
 
         Raises:
           Stopped: the leader is lost, counts this process as lost, or runs another version.
         """
-        try:
-            for order in self._orders:
-                self._heard = time.monotonic()
-                match order.WhichOneof("kind"):
-                    case "ping":
-                        self._put(PONG)
-                    case "command":
-                        yield read_command(order.command)
-                    case "end":
-                        return
-            raise Stopped(self._lost("has ended its connection"))
-        except grpc.RpcError as error:
-            raise self._ending(error) from None
-        except Unreadable as error:
-            raise Stopped(self._lost(f"sent what cannot be read ({error})")) from None
+        self._put(pb.Report(ready=pb.Nothing()))
+        while (found := self._commands.get()) is not None:
+            if isinstance(found, Exception):
+                self._told.set()
+                raise found
+            yield found
+        self._told.set()
 
     def report(self, event: Completed | Failed) -> None:
         """Sends an event; nothing where the leader is lost. For any thread."""
@@ -112,9 +111,40 @@ class Following:
             ended = threading.Event()
             self._orders.add_done_callback(lambda _: ended.set())
             ended.wait(seconds)
+        self._told.set()
         self._put(None)
         self._over.set()
         self._channel.close()
+
+    # -------------------------------------------------------------------------- in other threads
+
+    def _read(self) -> None:
+        """Takes the leader's orders; if they end, and the main thread does not notice, so does the process."""
+        try:
+            found = self._read_all()
+        except grpc.RpcError as error:
+            found = self._ending(error)
+        except Unreadable as error:
+            found = Stopped(self._lost(f"sent what cannot be read ({error})"))
+        except queue.Full:
+            found = Stopped(self._lost("sends more commands than there are"))
+        with suppress(queue.Full):
+            self._commands.put_nowait(found)
+        if found is not None and not self._told.wait(UNNOTICED):
+            print(found, file=sys.stderr, flush=True)
+            leave(STOPPED)
+
+    def _read_all(self) -> Stopped | None:
+        for order in self._orders:
+            self._heard = time.monotonic()
+            match order.WhichOneof("kind"):
+                case "ping":
+                    self._put(PONG)
+                case "command":
+                    self._commands.put_nowait(read_command(order.command))
+                case "end":
+                    return None
+        return Stopped(self._lost("has ended its connection"))
 
     def _put(self, report: pb.Report | None) -> None:
         try:

@@ -48,6 +48,7 @@ class Member:
         self.name, self.devices = hello.mesh, hello.devices
         self.address, self.transfer = hello.address, hello.transfer
         self.heard = time.monotonic()
+        self.ready = False  # for commands
         self.why: str | None = None  # it has ended
         self._context = context
         self._orders: queue.Queue[pb.Order | None] = queue.Queue(WAITING)
@@ -138,8 +139,8 @@ class Leader:
 
     Args:
       identity: of the run; a process with another one is refused.
-      joined, lost: called in one thread with a member that has joined, and with a lost one after its calls
-        have ended. `lost` gets a reason, too.
+      joined, lost: called in one thread with a member that is ready for commands, and with such a one that is
+        lost, after its calls have ended. `lost` gets a reason, too.
       transfer: the address at which this process offers transfers between devices; "": it offers none.
     """
 
@@ -168,10 +169,14 @@ class Leader:
         return service("Control", {"Follow": follow})
 
     def wait_for(self, names: set[str], seconds: float) -> set[str]:
-        """Those of these meshes that have not joined in time."""
+        """Those of these meshes that are not ready in time."""
+
+        def missing() -> set[str]:
+            return names - {name for name, member in self.members.items() if member.ready}
+
         with self._changed:
-            self._changed.wait_for(lambda: names <= {*self.members}, seconds)
-            return names - {*self.members}
+            self._changed.wait_for(lambda: not missing(), seconds)
+            return missing()
 
     def give_up(self, name: str, why: str) -> None:
         """Ends a member's stream, without the call of `lost`; whatever waits for it gets an error."""
@@ -229,8 +234,6 @@ class Leader:
             there, full = hello.mesh in self.members, len(self.members) >= STREAMS
             if not (there or full or self._closed.is_set()):
                 self.members[hello.mesh] = member
-                self._calls.submit(self._joined, member)
-                self._changed.notify_all()
                 return member
         why = (
             f"{hello.mesh} has joined already: give each process a mesh of its own, or end the other one"
@@ -248,6 +251,8 @@ class Leader:
                 match report.WhichOneof("kind"):
                     case "event":
                         member.answered(report.event)
+                    case "ready":
+                        self._is_ready(member)
                     case "leaving":
                         why = f"has left: {report.leaving}"
                         break
@@ -256,6 +261,14 @@ class Leader:
         except Exception:  # gRPC raises a bare Exception where a stream breaks
             pass
         self._ended(member, why)
+
+    def _is_ready(self, member: Member) -> None:
+        with self._changed:
+            if member.ready or member.why is not None:
+                return
+            member.ready = True
+            self._calls.submit(self._joined, member)
+            self._changed.notify_all()
 
     # --------------------------------------------------------------------------- in other threads
 
@@ -267,7 +280,7 @@ class Leader:
             if self.members.get(member.name) is member:
                 del self.members[member.name]
             self._changed.notify_all()
-        if not (known or self._closed.is_set()):
+        if member.ready and not (known or self._closed.is_set()):
             self._calls.submit(self._lost, member, why)
         # Its own thread ends the stream with a sentence, unless the process does not read.
         timer = threading.Timer(self._keepalive.ping, member.break_off)

@@ -72,7 +72,8 @@ class Sampling:
                 self._executor.drop_weights(command.publication)
             case DropFragments():
                 # First of all: a fragment in generation is then not kept.
-                self._steps.drop(f for f in command.fragments if self._steps.find(f) is not None)
+                here = [f for f in command.fragments if self._steps.find(f) is not None]
+                self._steps.drop(here)
                 for fragment in command.fragments:
                     self._forget(fragment)
             case Update():

@@ -18,13 +18,13 @@ from tests.remote.mesh_process import TOKEN
 class Begun:
     """A process of its own group; what it prints is read as it comes."""
 
-    def __init__(self, module: str, folder: pathlib.Path, **variables: str):
+    def __init__(self, module: str, folder: pathlib.Path, devices: int, **variables: str):
         self.lines: queue.Queue[str] = queue.Queue()
         self.errors = folder / f"{module}.{len(list(folder.iterdir()))}.stderr"
         self.process = subprocess.Popen(
             [sys.executable, "-m", module],
             cwd=ROOT,
-            env=environment(2, PYTHONPATH=str(ROOT), DIGEN_JAX_TOKEN=TOKEN, **variables),
+            env=environment(devices, PYTHONPATH=str(ROOT), DIGEN_JAX_TOKEN=TOKEN, **variables),
             stdout=subprocess.PIPE,
             stderr=self.errors.open("w"),
             text=True,
@@ -55,8 +55,8 @@ def begin(tmp_path):
     """Starts `python -m MODULE` with variables; at the end no process of its group is left."""
     begun: list[Begun] = []
 
-    def one(module: str, **variables: str) -> Begun:
-        begun.append(Begun(module, tmp_path, **variables))
+    def one(module: str, devices: int = 1, **variables: str) -> Begun:
+        begun.append(Begun(module, tmp_path, devices, **variables))
         return begun[-1]
 
     yield one

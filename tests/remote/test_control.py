@@ -222,13 +222,18 @@ def test_a_mesh_that_sends_nonsense_is_lost_and_the_others_work(room, reports):
         hello = pb.Hello(mesh="broken", config="c", code="v").SerializeToString()
         call = channel.stream_stream(f"/{PACKAGE}.Control/Follow")
         metadata = (*Wire(IDENTITY).metadata, (HELLO, hello))
-        answers = call(iter(reports), metadata=metadata, timeout=20)
+        ready = pb.Report(ready=pb.Nothing()).SerializeToString()
+        answers = call(iter([ready, *reports]), metadata=metadata, timeout=20)
         with contextlib.suppress(grpc.RpcError):
             list(answers)
         channel.close()
-        while (lost := room.lost())[0] == "joined":
-            pass
-        assert lost[0] == "broken" and list(room.leader.members) == ["rollout 0"]
+        for _ in range(100):
+            if list(room.leader.members) == ["rollout 0"]:
+                break
+            time.sleep(0.05)
+        assert list(room.leader.members) == ["rollout 0"]
+        # Where its first message could be read, it had joined.
+        assert {room.lost()[0] for _ in range(room.said.qsize())} <= {"joined", "broken"}
         assert isinstance(member.ask(encode(1)).result(30), Completed)
 
 
@@ -238,7 +243,12 @@ def test_a_silent_mesh_is_lost_in_time(room):
     call = channel.stream_stream(f"/{PACKAGE}.Control/Follow")
     never, begin = threading.Event(), time.monotonic()
     metadata = (*Wire(IDENTITY).metadata, (HELLO, hello))
-    silent = call((never.wait(60) for _ in range(1)), metadata=metadata)
+
+    def says():
+        yield pb.Report(ready=pb.Nothing()).SerializeToString()
+        never.wait(60)
+
+    silent = call(says(), metadata=metadata)
     room.joined("silent")
     assert room.lost() == ("silent", f"has been silent for {FAST.silence:g} seconds")
     assert FAST.silence <= time.monotonic() - begin < FAST.silence + 2
@@ -254,6 +264,19 @@ def test_a_mesh_that_does_not_read_is_lost(room, monkeypatch):
     with pytest.raises(Gone, match="slow does not read its commands"):
         member.ask(encode(4))
     assert all(isinstance(one.exception(1), Gone) for one in asked)
+
+
+def test_a_mesh_that_reads_its_model_is_neither_lost_nor_joined(room):
+    stream = Following(Wire(IDENTITY), room.address, pb.Hello(mesh="rollout 0"), 20)
+    time.sleep(FAST.silence + 0.5)
+    assert "rollout 0" in room.leader.members and room.said.empty()
+    assert room.leader.wait_for({"rollout 0"}, 0.1) == {"rollout 0"}
+    commands = stream.commands()
+    threading.Thread(target=list, args=(commands,), daemon=True).start()
+    room.joined()
+    assert room.leader.wait_for({"rollout 0"}, 0.1) == set()
+    stream.close("the test has ended")
+    assert room.lost() == ("rollout 0", "has left: the test has ended")
 
 
 def test_a_leader_that_is_not_there_or_silent_ends_the_mesh():

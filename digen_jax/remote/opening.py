@@ -1,0 +1,122 @@
+"""Opens the two ends: the leader's, where its processes join, and that of a mesh's process."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from digen_jax.errors import ConfigError, check_choice
+from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.following import MEETING, Following
+from digen_jax.remote.leader import Keepalive, Leader, Member
+from digen_jax.remote.link import PATIENCE, RemoteLink
+from digen_jax.remote.pull import Pulls
+from digen_jax.remote.sampling import RemoteSampler
+from digen_jax.remote.wire import GRACE, Wire
+from digen_jax.scheduling.commands import TRAINER
+
+BYTES, TRANSFER = "bytes", "transfer"
+
+
+def open_pulls(kind: str, host: str, patience: float = PATIENCE) -> Pulls | None:
+    """Transfers between devices where `kind` is "transfer"; None: bytes over gRPC.
+
+    Raises:
+      ConfigError: there are none here, or `kind` is neither.
+    """
+    check_choice("the link", kind, (BYTES, TRANSFER))
+    if kind == BYTES:
+        return None
+    try:
+        return Pulls(host, patience)
+    # jaxlib's errors are of several types, by the platform.
+    except Exception as error:
+        raise ConfigError(
+            f"there is no jax.experimental.transfer here ({error}): choose {BYTES!r} as link"
+        ) from error
+
+
+@contextmanager
+def lead(
+    wire: Wire,
+    address: str,
+    known: Mapping[str, type],
+    pulls: Pulls | None = None,
+    joined: Callable[[RemoteSampler], None] = lambda sampler: None,
+    lost: Callable[[Member, str], None] = lambda member, why: None,
+    keepalive: Keepalive | None = None,
+) -> Iterator[tuple[Leader, RemoteLink, str]]:
+    """The leader's end: (who has joined, its link, the address at which it listens).
+
+    Args:
+      wire: how to connect.
+      address: host:port to listen at; the port 0 chooses a free one.
+      known: the named tuples that may be nodes of a tree.
+      pulls: transfers between devices; None: bytes.
+      joined: as in `Leader`, called with the mesh's executor.
+      lost: as in `Leader`.
+      keepalive: None: the usual one.
+
+    Raises:
+      ConfigError: it cannot listen there.
+    """
+    link = RemoteLink(wire, known, pulls)
+
+    def met(member: Member) -> None:
+        link.meet(member.name, member.address, member.transfer)
+        print(f"{member.name} joins: its arrays come as {link.describe(member.name)}", flush=True)
+        joined(RemoteSampler(member, link, leader.give_up))
+
+    transfer = "" if pulls is None else pulls.address
+    leader = Leader(wire.identity, met, lost, keepalive, transfer)
+    server = None
+    try:
+        server, port = wire.server(address, [leader.service, link.lending.service])
+        yield leader, link, f"{address.rpartition(':')[0]}:{port}"
+    finally:
+        leader.close()
+        link.close()
+        if server is not None:
+            server.stop(GRACE).wait(2 * GRACE)
+
+
+@contextmanager
+def join(
+    wire: Wire,
+    leader: str,
+    mesh: str,
+    devices: int,
+    host: str,
+    known: Mapping[str, type],
+    pulls: Pulls | None = None,
+    seconds: float = MEETING,
+) -> Iterator[tuple[Following, RemoteLink]]:
+    """A mesh's end: (the stream to the leader, its link). What is slow, such as reading a model, comes after.
+
+    Args:
+      wire: how to connect.
+      leader: its host:port.
+      mesh: the name of this process's mesh.
+      devices: of the mesh.
+      host: the address of this host at which the leader reaches it.
+      known: as in `lead`.
+      pulls: as in `lead`.
+      seconds: for the leader to come.
+
+    Raises:
+      ConfigError: the leader refuses this process, or does not come.
+    """
+    link = RemoteLink(wire, known, pulls)
+    server, port = wire.server(f"{host}:0", [link.lending.service])
+    following = None
+    try:
+        transfer = "" if pulls is None else pulls.address
+        address = f"{host}:{port}"
+        hello = pb.Hello(mesh=mesh, address=address, transfer=transfer, devices=devices)
+        following = Following(wire, leader, hello, seconds)
+        link.meet(TRAINER, leader, following.welcome.transfer)
+        print(f"{mesh} joins {leader}: weights come as {link.describe(TRAINER)}", flush=True)
+        yield following, link
+    finally:
+        if following is not None:
+            following.close("it has ended")
+        link.close()
+        server.stop(0)

@@ -1,0 +1,84 @@
+"""A real sampling mesh's process; the environment says what it makes (KIND), how (LINK), and for whom (LEADER)."""
+
+import os
+import pathlib
+
+import jax
+from ml_collections import ConfigDict
+
+from digen_jax import assemble
+from digen_jax.config.command_line import run_main
+from digen_jax.config.door import open_recipe
+from digen_jax.config.recipe import Recipe
+from digen_jax.engine.system import System
+from digen_jax.remote.identity import Identity, job_token
+from digen_jax.remote.opening import join, open_pulls
+from digen_jax.remote.outline import nodes
+from digen_jax.remote.serving import Sampling, serve
+from digen_jax.remote.wire import Wire
+from digen_jax.runtime.evaluation import HeldOut
+from digen_jax.runtime.link import Link
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.steps import Steps
+from tests import tiny_runs
+from tests.engine import toy
+
+NAME = "rollout 0"
+KINDS = {"full", "lora", "toy"}
+
+
+def config(kind: str, folder: pathlib.Path) -> ConfigDict:
+    if kind == "toy":  # of which the two meshes split parameters differently
+        sizes = toy.meshes((1, 2), (1, 1))
+        return toy.config(precision__published="bfloat16", evaluation__every=1, algorithm__name="diffusion_nft", **sizes)
+    found = tiny_runs.tiny_config(folder, kind)
+    found.evaluation.every = 1
+    return found
+
+
+class Parts:
+    """What either process makes of the config: the whole system, and the data of the steps."""
+
+    def __init__(self, kind: str, folder: pathlib.Path):
+        asked = config(kind, folder)
+        self.recipe: Recipe = toy.opened(asked) if kind == "toy" else open_recipe(asked)
+        self.system: System = (
+            toy.system(asked, 3)
+            if kind == "toy"
+            else assemble.build(self.recipe, jax.devices()[:2])
+        )
+        shape = self.recipe.batch.images, self.recipe.sampler.fragment
+        batches = toy.batches(self.recipe.batch.groups)
+        self.steps = Steps(batches, *shape, self.system.draws, 0)
+        self.held_out = toy.records(3)
+        settings = assemble.scheduled(self.recipe, self.held_out)
+        self._of_evaluation = HeldOut(self.held_out, settings)
+        family = self.system.policy.family
+        # A family's conditioning, by its own encoder.
+        self.known = nodes(
+            self.system.sampler.encoded(
+                self.system.rollouts[0].weights(self.system.start), toy.records(2)
+            )
+        )
+        assert family is not None
+
+    def executor(self, link: Link) -> SamplingExecutor:
+        return SamplingExecutor(
+            NAME, self.system.rollouts[0], self.steps, self._of_evaluation, link
+        )
+
+
+def main() -> None:
+    kind, folder = os.environ["KIND"], pathlib.Path(os.environ["FOLDER"])
+    parts = Parts(kind, folder)
+    wire = Wire(Identity.of({"kind": kind}, job_token()))
+    pulls = open_pulls(os.environ["LINK"], "127.0.0.1")
+    with join(wire, os.environ["LEADER"], NAME, 1, "127.0.0.1", parts.known, pulls, 60) as (
+        following,
+        link,
+    ):
+        serve(following, Sampling(parts.executor(link), parts.steps, link))
+
+
+if __name__ == "__main__":
+    run_main(main)
