@@ -1,5 +1,5 @@
 """Benchmarks: the runtime's speed with waits in place of device work, real compute on two cores and against torch, what
-asynchrony costs, which algorithms learn, and reward servers under load and faults.
+asynchrony costs, which algorithms learn, reward servers under load and faults, and what lies between two processes.
 
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
@@ -14,6 +14,7 @@ python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --wo
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
 python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
+python launch/benchmark.py link [--rounds=5 --commands=5000 --output=link.json]
 """
 
 import dataclasses
@@ -73,6 +74,9 @@ _REQUESTS = flags.DEFINE_integer("requests", 20, "Requests of each client.")
 _IMAGES = flags.DEFINE_integer("images", 4, "Images of a request.")
 _SIDE = flags.DEFINE_integer("side", 64, "Height and width of an image.")
 _REWARD_SECONDS = flags.DEFINE_float("reward_seconds", 0.001, "Seconds of the reward for an image.")
+
+# An option of "link", with --rounds.
+_COMMANDS = flags.DEFINE_integer("commands", 5000, "Commands to another process, for their rate.")
 
 
 def runtime() -> None:
@@ -212,6 +216,18 @@ def rewards() -> None:
     _write(output, dataclasses.asdict(found) | {"overhead": found.overhead})
 
 
+def link() -> None:
+    """Time commands and arrays between two processes of this host, by both transports."""
+    output = _output()
+    from digen_jax.benchmark.link import compare
+    from digen_jax.process.launching import prepare
+
+    prepare()
+    found = compare(_ROUNDS.value, _COMMANDS.value)
+    print(found.describe())
+    _write(output, dataclasses.asdict(found))
+
+
 def _redraw(cells: pathlib.Path, workdir: pathlib.Path) -> None:
     from digen_jax.benchmark.algorithms import read_cells
 
@@ -295,5 +311,6 @@ if __name__ == "__main__":
             "asynchrony": asynchrony,
             "algorithms": algorithms,
             "rewards": rewards,
+            "link": link,
         }
     )

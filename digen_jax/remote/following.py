@@ -56,6 +56,7 @@ class Following:
         self._channel = wire.channel(leader)
         self._heard, self._why = time.monotonic(), ""
         self._over, self._told = threading.Event(), threading.Event()
+        self._leaving = False
         self.welcome = self._meet(wire, hello, seconds)
         for work in (self._watch, self._read):
             threading.Thread(target=work, name="leader", daemon=True).start()
@@ -106,6 +107,7 @@ class Following:
     def close(self, reason: str, seconds: float = 1.0) -> None:
         """Leaves the leader, who is told why if it is still there; waits a little until it knows."""
         if reason and not self._over.is_set():
+            self._leaving = True
             self._put(pb.Report(leaving=reason))
             self._put(None)
             ended = threading.Event()
@@ -128,6 +130,8 @@ class Following:
             found = Stopped(self._lost(f"sent what cannot be read ({error})"))
         except queue.Full:
             found = Stopped(self._lost("sends more commands than there are"))
+        if self._leaving:  # then it is no loss
+            found = None
         with suppress(queue.Full):
             self._commands.put_nowait(found)
         if found is not None and not self._told.wait(UNNOTICED):

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any
 
 import grpc
 
@@ -18,7 +17,7 @@ from digen_jax.remote.messages import Unreadable, read_event, write
 from digen_jax.remote.wire import STREAMS, hello_of, service
 from digen_jax.runtime.worker import Line
 from digen_jax.scheduling.commands import Command
-from digen_jax.scheduling.events import Completed, Failed
+from digen_jax.scheduling.events import Failed
 
 WAITING = 1024  # commands that a process has not read yet; a run has a few
 NAME = 100  # characters of a mesh's name
@@ -300,9 +299,3 @@ class Leader:
                 member.heard += slept
                 if now - member.heard > silence:
                     self._ended(member, f"has been silent for {silence:g} seconds")
-
-
-def completed(future: Future) -> Completed:
-    """The answer to a command that `Member.ask` has sent; it ends with the member at the latest."""
-    answer: Any = future.result()
-    return answer

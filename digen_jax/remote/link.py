@@ -89,8 +89,10 @@ class RemoteLink:
             else:
                 arrays = self._read(peer, ticket, outline, lambda i, a: put(a, wanted[i]))
             tree = outline.filled(arrays)
-            # The numbers of the tree, too, become arrays, as they do in one process.
-            return jax.block_until_ready(jax.device_put(tree, shardings(tree)))
+            if not outline.plain:
+                # Numbers, too, become arrays, as they do in one process, and keys lie as asked.
+                tree = jax.device_put(tree, shardings(tree))
+            return jax.block_until_ready(tree)
 
     def fetch(self, key: Key, taker: str) -> Tree | None:
         """A tree of another process with its arrays on this host; raises the same errors as `take`."""
@@ -122,9 +124,11 @@ class RemoteLink:
         self._here.give_up(worker)
         self.lending.forget(worker)
         with self._lock:
-            peer, _ = self._peers.pop(worker, (None, ""))
+            peer, transfer = self._peers.pop(worker, (None, ""))
         if peer is not None:
             peer.close()
+        if self._pulls is not None:
+            self._pulls.give_up(transfer)
 
     def close(self) -> None:
         """Ends the connections to all other processes."""

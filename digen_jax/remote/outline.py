@@ -105,6 +105,7 @@ class Outline:
     Attributes:
       raw: the shape and type of every array that is sent.
       tree: the tree with shapes in place of its arrays.
+      plain: whether its leaves are those of `raw`, with no keys and no numbers among them.
     """
 
     def __init__(self, text: str, known: Mapping[str, type]):
@@ -119,6 +120,7 @@ class Outline:
         try:
             self._described = json.loads(text)
             self.tree = self._made(self._described, iter(self._shapes(self._described, 0)))
+            self.plain = jax.tree.leaves(self.tree) == self.raw
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"an outline that cannot be read: {error!r}") from error
 

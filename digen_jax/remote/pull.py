@@ -14,6 +14,8 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -46,6 +48,8 @@ class Pulls:
         self._server = transfer.start_transfer_server(client, where, [where])
         self.address: str = self._server.address()
         self._connections: dict[str, Any] = {}
+        self._pulling: dict[Future, str] = {}
+        self._lock = threading.Lock()
 
     def stage(self, arrays: Sequence[Any], layouts: Sequence[Layout]) -> tuple[int, list[Layout]]:
         """Offers arrays, which lie as asked or as here: (the number by which to pull them, how they lie)."""
@@ -68,7 +72,8 @@ class Pulls:
         """Staged arrays, in these shardings.
 
         Raises:
-          TimeoutError: they have not come in time; its thread may wait for them until the other process ends.
+          TimeoutError: they have not come in time, or the process was given up. A thread may still wait for them
+            until that process ends.
         """
         wanted = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_placed(layout, _devices(sharding)))
@@ -87,10 +92,48 @@ class Pulls:
             return jax.block_until_ready(resharded(found, list(shardings)))
 
         try:
-            return within(self._patience, work)
+            return self._in_time(address, work)
         except Exception:
             self._connections.pop(address, None)  # a broken one never works again
             raise
+
+    def give_up(self, address: str) -> None:
+        """Nobody waits any longer for transfers from this process."""
+        with self._lock:
+            its = [call for call, whose in self._pulling.items() if whose == address]
+        for call in its:
+            _ends(call, TimeoutError("it was given up"))
+
+    def _in_time(self, address: str, work: Callable[[], Any]) -> Any:
+        """The result of `work`; where it takes too long or is given up, its thread is left alone."""
+        call: Future = Future()
+        with self._lock:
+            self._pulling[call] = address
+
+        def begin() -> None:
+            try:
+                result = work()
+            except BaseException as error:
+                _ends(call, error)
+            else:
+                with suppress(InvalidStateError):
+                    call.set_result(result)
+
+        threading.Thread(target=begin, name="pull", daemon=True).start()
+        try:
+            return call.result(self._patience)
+        except TimeoutError as error:
+            hangs("a transfer between devices")
+            why = str(error) or f"it has not ended in {self._patience:g} s"
+            raise TimeoutError(f"a transfer between devices from {address}: {why}") from None
+        finally:
+            with self._lock:
+                del self._pulling[call]
+
+
+def _ends(call: Future, error: BaseException) -> None:
+    with suppress(InvalidStateError):
+        call.set_exception(error)
 
 
 def layout_of(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
@@ -156,25 +199,3 @@ def read_layouts(text: str, count: int) -> list[Layout]:
     if len(found) != count:
         raise ValueError(f"{len(found)} layouts of {count} arrays")
     return found
-
-
-def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """A call's result; TimeoutError where it takes too long: its thread is left alone."""
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.append((call(), None))
-        except BaseException as error:
-            found.append((None, error))
-
-    thread = threading.Thread(target=work, name="pull", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not found:
-        hangs("a transfer between devices")
-        raise TimeoutError(f"a transfer between devices has not ended in {seconds:g} s")
-    result, error = found[0]
-    if error is not None:
-        raise error
-    return result

@@ -2,12 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import numpy as np
 from jaxtyping import UInt8
 
-from digen_jax.remote.leader import Member, completed
+from digen_jax.remote.leader import Member
 from digen_jax.remote.link import RemoteLink
 from digen_jax.runtime.link import ImagesOf
 from digen_jax.scheduling.commands import (
@@ -34,6 +33,7 @@ class RemoteSampler:
     Attributes:
       images: of decoded fragments, not yet scored.
       devices: of its mesh.
+      member: its process.
 
     Raises (every method that works):
       NotDone: the work failed there.
@@ -45,7 +45,7 @@ class RemoteSampler:
         self.name, self.devices = member.name, member.devices
         self.images: dict[Fragment, UInt8[np.ndarray, "b t h w 3"]] = {}
         self.given_up = False
-        self._member, self._link, self._give_up = member, link, give_up
+        self.member, self._link, self._give_up = member, link, give_up
 
     def receive(self, publication: Publication) -> None:
         """Has published weights taken."""
@@ -72,15 +72,15 @@ class RemoteSampler:
     def drop_fragment(self, fragment: Fragment) -> None:
         """Frees all data of a fragment."""
         self.images.pop(fragment, None)
-        self._member.tell(functools.partial(DropFragments, fragments=(fragment,)))
+        self.member.tell(functools.partial(DropFragments, fragments=(fragment,)))
 
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""
-        self._member.tell(functools.partial(DropVersion, publication=publication))
+        self.member.tell(functools.partial(DropVersion, publication=publication))
 
     def end_step(self, step: int) -> None:
         """The step has ended: its process forgets it, too."""
-        self._member.tell(functools.partial(Update, worker=TRAINER, step=step, update=0))
+        self.member.tell(functools.partial(Update, worker=TRAINER, step=step, update=0))
 
     def give_up(self) -> None:
         """Another mesh repeats its work; whoever waits for it gets an error."""
@@ -88,5 +88,5 @@ class RemoteSampler:
         self._give_up(self.name, "was given up")
 
     def _do(self, make: Callable[[int], Command]) -> Completed:
-        asked: Future = self._member.ask(make)
-        return completed(asked)
+        # It ends with the member at the latest.
+        return self.member.ask(make).result()

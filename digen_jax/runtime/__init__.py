@@ -11,5 +11,5 @@ The path of a fragment, command by command (`executors.Executors.do` has them in
 
 Each side owns what it holds. Everyone derives prompts, keys and draws from the config (`steps`). A sampling mesh has
 its images (`sampling`), the trainer its samples (`training`) and the published weights (`versions`), the leader the
-scores (`scores`). Arrays move between them by a link (`link`). Several hosts replace the link and the executors.
+scores (`scores`). Arrays move between them by a link (`link`). `remote` has those of other processes.
 """

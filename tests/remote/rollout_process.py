@@ -24,13 +24,17 @@ from tests import tiny_runs
 from tests.engine import toy
 
 NAME = "rollout 0"
-KINDS = {"full", "lora", "toy"}
 
 
 def config(kind: str, folder: pathlib.Path) -> ConfigDict:
     if kind == "toy":  # of which the two meshes split parameters differently
         sizes = toy.meshes((1, 2), (1, 1))
-        return toy.config(precision__published="bfloat16", evaluation__every=1, algorithm__name="diffusion_nft", **sizes)
+        return toy.config(
+            precision__published="bfloat16",
+            evaluation__every=1,
+            algorithm__name="diffusion_nft",
+            **sizes,
+        )
     found = tiny_runs.tiny_config(folder, kind)
     found.evaluation.every = 1
     return found
@@ -53,14 +57,12 @@ class Parts:
         self.held_out = toy.records(3)
         settings = assemble.scheduled(self.recipe, self.held_out)
         self._of_evaluation = HeldOut(self.held_out, settings)
-        family = self.system.policy.family
         # A family's conditioning, by its own encoder.
         self.known = nodes(
             self.system.sampler.encoded(
                 self.system.rollouts[0].weights(self.system.start), toy.records(2)
             )
         )
-        assert family is not None
 
     def executor(self, link: Link) -> SamplingExecutor:
         return SamplingExecutor(

@@ -15,13 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from digen_jax.engine.packing import Endpoints
 from digen_jax.engine.sampler import EncodedPrompts
 from digen_jax.flow.sampling import Transitions
+from digen_jax.process import ending
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote import frames, lending
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.link import LinkError, RemoteLink
 from digen_jax.remote.messages import write_key
 from digen_jax.remote.outline import Outline, nodes, write_outline
-from digen_jax.remote.pull import layout_of, read_layouts, within, write_layouts
+from digen_jax.remote.pull import Pulls, layout_of, read_layouts, write_layouts
 from digen_jax.remote.wire import Peer, PeerError, Wire
 from digen_jax.runtime.link import ConditioningOf, ImagesOf, Link, LocalLink, SamplesOf
 from digen_jax.scheduling.commands import TRAINER, Fragment, Publication
@@ -325,7 +326,20 @@ def test_layouts_are_written_and_read():
     for strange in ("", "[]", "[1, 2, 3]", "[[]]", "null"):
         with pytest.raises(ValueError):
             read_layouts(strange, 3)
-    with pytest.raises(TimeoutError, match=r"has not ended in 0\.1 s"):
-        within(0.1, lambda: time.sleep(1))
+
+
+def test_a_transfer_between_devices_that_hangs_keeps_nobody_waiting():
+    pulls = Pulls("127.0.0.1", 0.3)
+    end = threading.Event()
+    with pytest.raises(TimeoutError, match=r"from there: it has not ended in 0\.3 s"):
+        pulls._in_time("there", lambda: end.wait(20))
+    pulls._patience = 30.0
+    given_up = threading.Timer(0.2, pulls.give_up, ("there",))
+    given_up.start()
+    with pytest.raises(TimeoutError, match="from there: it was given up"):
+        pulls._in_time("there", lambda: end.wait(20))
     with pytest.raises(KeyError):
-        within(1.0, lambda: {}["x"])
+        pulls._in_time("there", lambda: {}["x"])
+    end.set()
+    assert pulls._in_time("there", lambda: 3) == 3 and not pulls._pulling
+    ending._hung.clear()

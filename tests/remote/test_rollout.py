@@ -5,13 +5,16 @@ import functools
 import pathlib
 import queue
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 
+from digen_jax.process.ending import STOPPED
 from digen_jax.remote.identity import Identity
-from digen_jax.remote.leader import Gone, NotDone
+from digen_jax.remote.leader import Gone, Keepalive, NotDone
 from digen_jax.remote.link import LinkError
 from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.wire import Wire
@@ -35,13 +38,14 @@ def parts(kind: str, folder: pathlib.Path) -> Parts:
 
 
 @contextlib.contextmanager
-def remote(kind: str, folder: pathlib.Path, link: str, begin):  # noqa: F811
+def remote(kind: str, folder: pathlib.Path, link: str, begin, keepalive=None):  # noqa: F811
     """(the executor of a mesh in another process, this process's link, the process, who was lost)."""
     wire = Wire(Identity.of({"kind": kind}, TOKEN))
     joined, lost = queue.Queue(), queue.Queue()
     known, pulls = parts(kind, folder).known, open_pulls(link, "127.0.0.1")
-    events = dict(joined=joined.put, lost=lambda member, why: lost.put((member.name, why)))
-    with lead(wire, "127.0.0.1:0", known, pulls, **events) as (_, here, address):
+    options = dict(joined=joined.put, lost=lambda member, why: lost.put((member.name, why)))
+    options["keepalive"] = keepalive
+    with lead(wire, "127.0.0.1:0", known, pulls, **options) as (_, here, address):
         variables = dict(KIND=kind, LINK=link, LEADER=address, FOLDER=str(folder))
         process = begin("tests.remote.rollout_process", devices=3, **variables)
         said = process.line(120)
@@ -119,3 +123,31 @@ def test_a_mesh_that_is_killed_with_samples_is_lost_and_nobody_waits(way, base, 
         link.give_up(NAME)
         assert link.take(ConditioningOf(NAME, 0), lambda tree: tree, TRAINER) is None
         assert link.settle(WEIGHTS)
+
+
+@pytest.mark.parametrize("way", ["bytes", "transfer"])
+def test_a_mesh_that_is_stopped_with_samples_keeps_nobody_waiting(way, base, begin):  # noqa: F811
+    of = parts("toy", base)
+    quick = Keepalive(ping=0.2, silence=1.0)
+    with remote("toy", base, way, begin, quick) as (sampler, link, process, lost):
+        sampler.encode(0)
+        process.signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        with ThreadPoolExecutor(2) as threads:
+            replicated = of.system.placement.trainer.replicated
+            taking = threads.submit(
+                link.take,
+                ConditioningOf(NAME, 0),
+                lambda tree: jax.tree.map(lambda _: replicated, tree),
+                TRAINER,
+            )
+            asking = threads.submit(sampler.encode, 1)
+            assert lost.get(timeout=10) == (NAME, "has been silent for 1 seconds")
+            sampler.give_up()
+            link.give_up(NAME)
+            assert isinstance(taking.exception(5), LinkError)
+            assert isinstance(asking.exception(5), Gone)
+        assert time.monotonic() - stopped < 5
+        process.signal(signal.SIGCONT)
+        code, errors = process.ends(10)
+        assert code == STOPPED and "Traceback" not in errors, errors

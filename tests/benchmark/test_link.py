@@ -1,0 +1,20 @@
+"""Control and link between two processes, as measured."""
+
+import json
+
+import pytest
+
+from tests.scripts import run_script
+
+
+@pytest.mark.slow
+def test_both_transports_are_measured(tmp_path):
+    output = tmp_path / "link.json"
+    done = run_script("benchmark.py", "link", "--rounds=1", "--commands=50", f"--output={output}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    assert 0 < found["round_trip"] < 1000 and found["rate"] > 1
+    assert found["mebibytes"] == {"one array": 64.0, "300 arrays of a LoRA": 14.0625}
+    for transport in ("bytes", "transfer"):
+        for tree, seconds in found["seconds"][transport].items():
+            assert seconds > 0 and f"{transport}: {tree}, " in done.stdout
