@@ -14,11 +14,13 @@ from digen_jax.engine.encoding import Stored
 from digen_jax.engine.placement import DeviceGroup, Placement, check_processes, make_placement
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings
+from digen_jax.engine.scoring import Scoring
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import Rollout, System, in_dtype, lying, reshard
 from digen_jax.engine.trainer import Trainer, TrainState
 from digen_jax.errors import ConfigError, blame, user_input
 from digen_jax.flow.steps import Ode, make_step
+from digen_jax.learned_rewards.on_mesh import outlined, read
 from digen_jax.models.family import Family, Params, Size
 from digen_jax.models.flux import family as flux_family
 from digen_jax.models.flux import kontext
@@ -43,6 +45,7 @@ from digen_jax.policies import (
 )
 from digen_jax.process.exhausted import during
 from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
+from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
 from digen_jax.runtime.evaluation import Evaluation
@@ -166,6 +169,17 @@ def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     return connect(recipe, placement, family, trained, frozen, start, encoded)
 
 
+def read_scorers(recipe: Recipe, devices: Sequence[jax.Device]) -> tuple[Scoring, ...]:
+    """The rewards that a run computes on its sampling meshes, on the first of these; for `System.with_scorers`.
+
+    Raises:
+      ConfigError: a file is missing or does not fit, or the devices do not suffice.
+    """
+    layout = Layout(recipe.placement.rules)  # their parameters have no logical axes
+    placement = make_placement(recipe.placement.meshes, layout, devices)
+    return read(on_mesh(recipe.rewards), placement.rollout)
+
+
 class Parts(NamedTuple):
     """What a run is built of, without the model's weights."""
 
@@ -243,7 +257,9 @@ def outline(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     start, base = (lying(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = lying(shapes.frozen, placement.rollout)
     encoded = stored(recipe, None, family) if shapes.ahead else None
-    return _around(recipe, placement, make_policy(recipe, family), start, base, frozen, encoded)
+    policy = make_policy(recipe, family)
+    system = _around(recipe, placement, policy, start, base, frozen, encoded)
+    return system.with_scorers(outlined(on_mesh(recipe.rewards), placement.rollout))
 
 
 class ParameterShapes(NamedTuple):
@@ -359,7 +375,7 @@ def make_driver(
 def duties(recipe: Recipe, held_out: Sequence[dict[str, Any]] = ()) -> Duties:
     """What the executors are told beside the scheduler's settings."""
     names = tuple(name for one in recipe.rewards for name in one.entries.values())
-    return Duties(names, held_out, recipe.runtime.tag_weights)
+    return Duties(names, held_out, recipe.runtime.tag_weights, on_mesh(recipe.rewards))
 
 
 def scheduled(recipe: Recipe, held_out: Sequence[dict[str, Any]]) -> Settings:

@@ -44,7 +44,13 @@ from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.settings import Settings
 
 # Where a step's work is done and how it is divided: the result is the same up to rounding.
-LAYOUT = ("placement", "sampler.fragment", "trainer.micro_batch", "trainer.pack")
+LAYOUT = (
+    "placement",
+    "rewards[i].where",
+    "sampler.fragment",
+    "trainer.micro_batch",
+    "trainer.pack",
+)
 # Fields that change the result and that a user may change between two starts of a run.
 TURNED = (
     "algorithm.clip_range",
@@ -184,7 +190,8 @@ class Recipe:
         placement = dataclasses.asdict(self.placement)
         del placement["cpu_devices"], placement["sizes"]
         cut = self.sampler.fragment, self.trainer.micro_batch, self.trainer.pack
-        return json.dumps({"placement": placement, "cut": cut}, sort_keys=True)
+        known = {"placement": placement, "cut": cut, "where": [one.where for one in self.rewards]}
+        return json.dumps(known, sort_keys=True)
 
     def as_json(self) -> dict[str, Any]:
         """The complete config as it was asked for, as JSON values: all files of a run store it in this form."""

@@ -73,7 +73,7 @@ class Thread:
 class RewardPool:
     """Scores batches of images, several at a time, without blocking the caller.
 
-    The rewards score a batch one after the other.
+    The rewards score a batch one after the other. Those that a run computes on its meshes are not asked.
 
     Args:
       found: the rewards.
@@ -95,8 +95,9 @@ class RewardPool:
     ):
         self.rewards = found
         self._retries, self._limit = retries, limit
-        payload = _sendable(found) if processes else None
-        if processes and payload is None:
+        idle = all(one.on_mesh for one in found.members)
+        payload = _sendable(found) if processes and not idle else None
+        if processes and payload is None and not idle:
             print(
                 f"reward {found.label!r} is in no file that another process could import: it scores in a thread",
                 file=sys.stderr,
@@ -119,9 +120,15 @@ class RewardPool:
             keeper.start()
 
     def submit(
-        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
+        self,
+        images: UInt8[np.ndarray, "b ..."],
+        prompts: list[str],
+        metadata: list[dict],
+        known: rewards.Answers = (),
     ) -> Future:
         """A future `Scored`; the rewards that apply to the prompts are asked once.
+
+        `known` is what rewards on a mesh have said of the images, and becomes a part of the scores.
 
         The future raises what `calling.called` raises; Gone, if a reward's process died or was killed at its
         limit; Stopped, if a thread hangs.
@@ -129,11 +136,15 @@ class RewardPool:
         future = Future()
         if self._closed:
             future.cancel()
-        self._jobs.put((future, (images, prompts, metadata)))
+        self._jobs.put((future, (images, prompts, metadata), known))
         return future
 
     def score(
-        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
+        self,
+        images: UInt8[np.ndarray, "b ..."],
+        prompts: list[str],
+        metadata: list[dict],
+        known: rewards.Answers = (),
     ) -> rewards.Scores:
         """Waits for the scores; asks again where a reward fails.
 
@@ -141,7 +152,7 @@ class RewardPool:
           Exception: see `final`.
         """
         for left in reversed(range(self._retries + 1)):
-            future = self.submit(images, prompts, metadata)
+            future = self.submit(images, prompts, metadata, known)
             error = future.exception()
             if error is None:
                 return future.result().scores
@@ -183,21 +194,25 @@ class RewardPool:
     def _keep(self, scorer: RewardProcess | Thread) -> None:
         """Lets a process or thread score one batch after the other."""
         while (job := self._jobs.get()) is not None:
-            future, batch = job
+            future, batch, known = job
             if self._closed or not future.set_running_or_notify_cancel():
                 future.cancel()
                 continue
             try:
-                found = self._scored(scorer, batch)
+                found = self._scored(scorer, batch, known)
             except BaseException as error:
                 future.set_exception(CancelledError() if self._closed else error)
             else:
                 future.set_result(found)
 
-    def _scored(self, scorer: RewardProcess | Thread, batch: rewards.Batch) -> Scored:
+    def _scored(
+        self, scorer: RewardProcess | Thread, batch: rewards.Batch, known: rewards.Answers
+    ) -> Scored:
         """Asks the rewards that apply to a batch, one after the other."""
-        answers, spent = [], 0.0
+        answers, spent = [*known], 0.0
         for number, places in self.rewards.parts(batch[2]):
+            if self.rewards.members[number].on_mesh:
+                continue
             limit = self._limit_of(number, len(places))
             answer = scorer.ask(number, rewards.cut(batch, places), limit)
             answers.append((number, places, answer))

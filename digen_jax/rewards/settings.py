@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,9 @@ class RewardSettings:
     limit: float = 0.0
     # bound of the size of its advantages before they are weighted, if `advantages.combine` is "advantages"; 0: none
     clip: float = 0.0
+    # what computes it: "mesh", the devices that sample, after they have decoded a fragment; "pool", the processes of
+    # `reward_pool`; "": for clip_score, pickscore, hpsv2 and aesthetic the mesh, which others cannot use
+    where: Literal["", "mesh", "pool"] = ""
 
     @property
     def entries(self) -> dict[str, str]:

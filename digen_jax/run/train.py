@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from digen_jax.assemble import build, make_driver, scheduled
+from digen_jax.assemble import build, make_driver, read_scorers, scheduled
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.encoding.ahead import prepare
 from digen_jax.encoding.reached import reached
@@ -28,6 +28,7 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.run.following import follow_run
+from digen_jax.run.judging import try_scorers
 from digen_jax.run.opening import place_run
 from digen_jax.run.positions import Position, Positions
 from digen_jax.run.report import Metrics, Reporter, diverged, tell_prompts
@@ -93,20 +94,23 @@ class Run:
             reached, recipe, workdir / "prompts", self.positions.oldest() or 0
         )
         encoding = prepare(recipe, jax.devices(), drawn)
-        found, pool = resolve(recipe.rewards), recipe.reward_pool
+        found, pool = resolve(recipe.rewards, meshes=True), recipe.reward_pool
         deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(found, pool.processes, pool.retries, deadline.seconds)
         held_out = read_prompt_file(recipe.evaluation.prompts)
         files = *read_prompt_files(recipe.prompts.paths), held_out
         try:
+            scorers = read_scorers(recipe, jax.devices())
             check_canaries(found, self.rewards.score)
             try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
+            orders.announce("judge")
+            try_scorers(recipe, scorers)
             if encoding is not None:
                 tell_prompts(recipe, encoding.family)
             with orders.together("encode"):
                 if encoding is not None:
                     encoding.run()
-            self.system = build(recipe, jax.devices())
+            self.system = build(recipe, jax.devices()).with_scorers(scorers)
             if encoding is None:
                 tell_prompts(recipe, self.system.policy.family)
         except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue

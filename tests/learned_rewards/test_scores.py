@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image
 
 from digen_jax.learned_rewards import aesthetic, clip_score, hpsv2, pickscore
-from digen_jax.learned_rewards.host import HostReward
+from digen_jax.learned_rewards.host import on_host
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.settings import RewardSettings
 from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, Files, pictures, write
@@ -168,18 +168,21 @@ def test_no_torch_is_imported(files):
 def test_batches_of_any_number_are_cut_and_padded(files):
     scorer, params = aesthetic.load(files.clip, files.head)
     images = pictures(24, 24, count=7)
-    whole = HostReward(scorer, params, batch=8)(images, [""] * 7, [{}] * 7)
-    calls = []
+    whole = on_host(scorer, params, batch=8)(images, [""] * 7, [{}] * 7)
+    calls = set()
 
-    def score(params, images, ids):
-        calls.append(len(images))
-        return scorer.score(params, images, ids)
+    class Noted:
+        tokens, tokenize = scorer.tokens, staticmethod(scorer.tokenize)
 
-    reward = HostReward(scorer, params, batch=4)
-    reward._score = jax.jit(score)
+        def score(self, params, images, ids):
+            calls.add(len(images))
+            return scorer.score(params, images, ids)
+
+    reward = on_host(Noted(), params, batch=4)
+    assert [reward.rows(count) for count in (1, 2, 3, 4, 5, 7, 9)] == [1, 2, 4, 4, 8, 8, 12]
     np.testing.assert_allclose(reward(images, [""] * 7, [{}] * 7), whole, atol=1e-6)
     np.testing.assert_allclose(reward(images[:1], [""], [{}]), whole[:1], atol=1e-6)
-    assert calls == [4, 1]  # traced sizes: the last three are padded to four
+    assert calls == {4, 1}  # traced sizes: the last three are padded to four
     assert reward(images[:0], [], []).shape == (0,)
 
 
@@ -190,7 +193,7 @@ def test_hpsv2_cleans_prompts_as_open_clip():
 
 def test_a_batch_of_none_is_refused(files):
     with pytest.raises(ValueError, match="batch must be a whole number from 1"):
-        HostReward(*aesthetic.load(files.clip, files.head), batch=0)
+        on_host(*aesthetic.load(files.clip, files.head), batch=0)
 
 
 def test_files_that_do_not_fit_are_named(files, tmp_path):
