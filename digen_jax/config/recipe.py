@@ -190,7 +190,9 @@ class Recipe:
         placement = dataclasses.asdict(self.placement)
         del placement["cpu_devices"], placement["sizes"]
         cut = self.sampler.fragment, self.trainer.micro_batch, self.trainer.pack
-        known = {"placement": placement, "cut": cut, "where": [one.where for one in self.rewards]}
+        known: dict[str, Any] = {"placement": placement, "cut": cut}
+        if any(where := [one.where for one in self.rewards]):
+            known["where"] = where
         return json.dumps(known, sort_keys=True)
 
     def as_json(self) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class PromptsSection:
 
 @dataclasses.dataclass(frozen=True)
 class RewardPoolSection:
-    """Where the rewards score, beside generation."""
+    """Where the rewards score, beside generation, except those on a mesh (`rewards[i].where`)."""
 
     # processes that score, each a batch with all rewards; 0: a thread of the run's own process, which cannot be
     # killed: where a reward hangs in it (`runtime.deadline`), the run saves and stops

@@ -43,7 +43,7 @@ def model_footprint(recipe: Recipe) -> Footprint:
     one_device = DeviceGroup(make_mesh(jax.devices()[:1]), layout)
     scorers = outlined(on_mesh(recipe.rewards), one_device)
     # By a number, too, as a reward may be asked for twice with different files.
-    judges = {f"{one.name}/{number}": one.params for number, one in enumerate(scorers)}
+    networks = {f"{one.name}/{number}": one.params for number, one in enumerate(scorers)}
 
     def sizes(tree: Params) -> OnDevice:
         return functools.cache(
@@ -62,7 +62,7 @@ def model_footprint(recipe: Recipe) -> Footprint:
         trainer_fsdp=placement.trainer.fsdp,
         worker_fsdp=placement.rollout.fsdp,
         ahead=sizes(ahead) if ahead else None,
-        rewards=sizes(judges) if judges else None,
+        rewards=sizes(networks) if networks else None,
     )
 
 

@@ -62,11 +62,11 @@ def measure(
     pictures, shown = as_judged(to_uint8(np.asarray(decoded))), [records[row] for row in rows]
     prompts_of = [record["prompt"] for record in shown]
     batch = pictures, prompts_of, shown
-    judges = named(on_mesh([one.settings for one in asked.members]), system.rollouts[0].scorers)
-    others = {i: one for i, one in enumerate(asked.members) if i not in judges}
-    judge = 0.0
-    if judges:
-        _, judge = timed_part("score on the mesh", lambda: columns(judges, batch))
+    on_meshes = named(on_mesh([one.settings for one in asked.members]), system.rollouts[0].scorers)
+    others = {i: one for i, one in enumerate(asked.members) if i not in on_meshes}
+    judging = 0.0
+    if on_meshes:
+        _, judging = timed_part("score on the mesh", lambda: columns(on_meshes, batch))
     _, score = timed_part("score", lambda: columns(others, batch))
     samples = trained_part(made, put(drawn.keys, system.sampler.group.batch))
     images = Images(0, rows, samples, made.sigmas)
@@ -89,7 +89,7 @@ def measure(
     return Costs(
         generate=generate / size,
         train=train / size,
-        decode=(decode + judge) / size,
+        decode=(decode + judging) / size,
         encode=encode,
         score=score / size,
         update=update,
@@ -98,9 +98,9 @@ def measure(
     )
 
 
-def columns(judges: Mapping[int, rewards.NamedReward], batch: rewards.Batch) -> list[np.ndarray]:
+def columns(members: Mapping[int, rewards.NamedReward], batch: rewards.Batch) -> list[np.ndarray]:
     """The scores of some rewards."""
-    return [answer.columns for _, _, answer in rewards.answers(judges, batch)]
+    return [answer.columns for _, _, answer in rewards.answers(members, batch)]
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:

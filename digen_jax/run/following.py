@@ -19,9 +19,9 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.run.judging import try_scorers
 from digen_jax.run.opening import place_here
 from digen_jax.run.positions import Position, Positions
+from digen_jax.run.scorers import try_scorers
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.orders import leave, orders

@@ -28,10 +28,10 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.run.following import follow_run
-from digen_jax.run.judging import try_scorers
 from digen_jax.run.opening import place_run
 from digen_jax.run.positions import Position, Positions
 from digen_jax.run.report import Metrics, Reporter, diverged, tell_prompts
+from digen_jax.run.scorers import try_scorers
 from digen_jax.run.stopping import reason_to_stop
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
 from digen_jax.runtime.driver import Driver
@@ -103,7 +103,7 @@ class Run:
             scorers = read_scorers(recipe, jax.devices())
             check_canaries(found, self.rewards.score)
             try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
-            orders.announce("judge")
+            orders.announce("try")
             try_scorers(recipe, scorers)
             if encoding is not None:
                 tell_prompts(recipe, encoding.family)

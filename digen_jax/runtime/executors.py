@@ -283,8 +283,8 @@ class Executors:
         return filter(None, (self.__dict__.get("assistant"), *self.rollouts.values()))
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
-        judges = named(self._duties.on_mesh, rollout.scorers)
-        return SamplingExecutor(name, rollout, self.steps, self._held_out, self._link, judges)
+        scorers = named(self._duties.on_mesh, rollout.scorers)
+        return SamplingExecutor(name, rollout, self.steps, self._held_out, self._link, scorers)
 
 
 def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainState:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Num
 
 from digen_jax import rewards
 from digen_jax.engine.hosts import fetch, put
@@ -36,14 +35,14 @@ class SamplingExecutor:
         steps: Steps,
         held_out: HeldOut,
         link: Link,
-        judges: Mapping[int, rewards.NamedReward] = MappingProxyType({}),
+        scorers: Mapping[int, rewards.NamedReward] = MappingProxyType({}),
     ):
-        """`judges` are the rewards on this mesh, by their numbers among those of the run."""
+        """`scorers` are the rewards on this mesh, by their numbers among those of the run."""
         self.name, self.rollout = name, rollout
         self.weights: dict[Publication, Weights] = {}
         self.images: dict[Fragment, np.ndarray] = {}  # as bytes, not yet scored
         self.answers: dict[Fragment, rewards.Answers] = {}
-        self._judges = judges
+        self._scorers = scorers
         self.given_up = False
         self._steps, self._held_out, self._link = steps, held_out, link
         self._fixed = Weights(None, rollout.base, rollout.frozen)
@@ -108,26 +107,29 @@ class SamplingExecutor:
         step = self._steps.find(fragment)
         if step is None or self.given_up:  # given up: another mesh generates the fragment
             return
+        # First, so that nothing is offered of a fragment whose scoring fails.
+        self._keep(fragment, images, step.shown(fragment.index))
+        if self.given_up:
+            return
         keys = put(step.training_keys[step.cut(fragment.index)], self.rollout.group.batch)
         samples = trained_part(trajectory, keys), trajectory.sigmas
         self._link.offer(SamplesOf(self.name, fragment), jax.block_until_ready(samples))
-        self._keep(fragment, images, step.shown(fragment.index))
         if self._steps.find(fragment) is None:
             self.drop_fragment(fragment)
 
     def _keep(
         self,
         fragment: Fragment,
-        images: Num[np.ndarray, "b t h w 3"],
+        images: np.ndarray,
         records: list[dict[str, Any]],
     ) -> None:
         """Scores images, and holds them for the other rewards."""
         made = bytes_or_nan(images)
         # With a NaN nothing is scored: the run ends where these images are taken.
-        if self._judges and made.dtype == np.uint8:
+        if self._scorers and made.dtype == np.uint8:
             with part("score"):
                 batch = as_judged(made), [record["prompt"] for record in records], records
-                self.answers[fragment] = rewards.answers(self._judges, batch)
+                self.answers[fragment] = rewards.answers(self._scorers, batch)
         self.images[fragment] = made
 
     def drop_fragment(self, fragment: Fragment) -> None:

@@ -100,7 +100,7 @@ class Summary:
           start: of its work.
           end: likewise.
           apart: there are rollout workers in addition to the trainer.
-          parts: (kind, begin, end) of what is shown apart at the end of its work; not of an evaluation.
+          parts: (kind, begin, end) of what is shown apart within its work; not of an evaluation.
         """
         worker, kind = getattr(command, "worker", "reward"), command.kind
         fragment = getattr(command, "fragment", None)
@@ -114,10 +114,11 @@ class Summary:
         else:
             self._under_way.pop(worker, None)
         shown = parts if kind != "evaluate" else ()
-        until = min([end, *(begin for _, begin, _ in shown)])
-        self._recorder.work(worker, kind, start, until, fragment)
         for what, begin, finish in shown:
+            self._recorder.work(worker, kind, start, begin, fragment)
             self._recorder.work(worker, what, begin, finish, fragment)
+            start = finish
+        self._recorder.work(worker, kind, start, end, fragment)
 
     def end_step(self, now: float, away: float) -> list[Interval]:
         """Sums up a step that ends now; returns its intervals and forgets them.
