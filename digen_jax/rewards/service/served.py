@@ -1,6 +1,5 @@
 """The reward "served": scores that reward servers make, for a config's list of rewards."""
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -11,7 +10,6 @@ from jaxtyping import Float32, UInt8
 
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.service import TOKEN
-from digen_jax.rewards.service.asking import Unreachable
 from digen_jax.rewards.service.client import RemoteReward
 from digen_jax.rewards.service.http import checked_address
 
@@ -39,9 +37,7 @@ class Served:
         """
         client = _client(self)
         if not client.checked:
-            # Servers that are down for a while are asked again, as in the middle of a run.
-            with contextlib.suppress(Unreachable):
-                client.check()
+            client.check(prompts)
         found = client(images, prompts, metadata)
         if self.score:
             return found[self.score]
@@ -53,7 +49,7 @@ def _client(asked: Served) -> RemoteReward:
     return RemoteReward(
         asked.servers,
         (asked.score,) if asked.score else (),
-        os.environ.get(TOKEN) or None,
+        token=os.environ.get(TOKEN) or None,
         limit=asked.attempt,
         deadline=asked.deadline,
         retries=asked.retries,

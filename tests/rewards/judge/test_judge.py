@@ -292,6 +292,43 @@ def test_the_model_is_the_only_one_or_must_be_there():
             ask(lambda request, wrong=wrong: wrong, pictures(1), ["a"])
 
 
+class Late(Server):
+    """A server that cannot be reached for its first requests, and then is not ready for one."""
+
+    def __init__(self, answers, count):
+        super().__init__(answers)
+        self.count, self.failed = count, []
+
+    def __call__(self, request):
+        if len(self.failed) < self.count:
+            self.failed.append(request.url.path)
+            raise httpx.ConnectError("refused")
+        if len(self.failed) == self.count:
+            self.failed.append(request.url.path)
+            return httpx.Response(503, json={"error": "loading"})
+        return super().__call__(request)
+
+
+@pytest.mark.parametrize("model", ["", "m"])
+def test_a_server_that_comes_up_late_is_waited_for(model, capsys):
+    server = Late([said("Score: 4")] * 2, count=5)
+    scores = ask(server, pictures(2), ["a", "b"], template="rating", model=model)
+    np.testing.assert_allclose(scores, [0.4, 0.4], rtol=1e-6)
+    assert server.failed == ["/v1/models"] * 6 and len(server.asked) == 2
+    assert f"judge {A} cannot be reached (refused)" in capsys.readouterr().err
+
+
+def test_a_server_that_never_comes_up_ends_the_run_with_server_prompt_and_reason():
+    server = Late([], count=1000)
+    with pytest.raises(Stopped) as stopped:
+        ask(server, pictures(2), ["a cat", "a dog"], template="rating", retries=3)
+    told = rf"judge {A} cannot be reached \(refused\) \(prompt 'a cat'\), after 4 attempts in .* s: repair or"
+    assert re.match(told, str(stopped.value))
+    assert server.failed == ["/v1/models"] * 5  # once for all servers, then four attempts
+    with pytest.raises(Stopped, match="cannot be reached"):
+        ask(server, pictures(1), ["a"], template="rating", retries=10**6, deadline=0.2)
+
+
 def test_servers_that_have_different_models_are_refused():
     with pytest.raises(ConfigError, match="different models: m, n"):
         chosen({A: ["m"], B: ["n"]}, "")

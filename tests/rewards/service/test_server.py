@@ -113,8 +113,12 @@ def test_a_score_that_is_not_finite_is_an_error():
     [
         (Late("took more than 3 seconds and was killed"), 504, "took more than 600 seconds"),
         (Gone("died in its process (SIGKILL)"), 500, "reward 'mean' died in its process"),
-        (RewardMistake("reward 'x' returned None\n  /root/x.py, line 3"), 500, "'x' returned None"),
-        (OSError(2, "none", "/root/x"), 500, "[Errno 2] none: (a path)"),
+        (
+            RewardMistake("reward 'x' returned None\n  /folder/x.py, line 3"),
+            500,
+            "'x' returned None",
+        ),
+        (OSError(2, "none", "/folder/x"), 500, "[Errno 2] none: (a path)"),
         (ConfigError("the record has no `include`"), 422, "the record has no `include`"),
     ],
 )
