@@ -31,7 +31,18 @@ ANSWER = 2**22  # bytes of an answer at most
 class Judge:
     """A reward that asks a judge. Each process that scores has its own connections; the first call opens them.
 
-    The fields are those of `judge`, with the template as it is used.
+    Attributes:
+      servers: addresses, such as "http://127.0.0.1:8000"; the one with the fewest requests is asked.
+      model: its name as the servers list it; "": their only one.
+      template: of the question, as it is used.
+      temperature: of sampling.
+      seed: of sampling; the next one where a request is repeated for an answer without a score.
+      format: of the pictures that are sent, "png" or "jpeg".
+      again: how often a request is repeated after answers without a score.
+      attempt: seconds of one attempt.
+      deadline: seconds of all attempts of a request.
+      retries: attempts after the first.
+      connections: requests at the same time, of each reward process.
     """
 
     servers: tuple[str, ...]
@@ -52,7 +63,7 @@ class Judge:
         """A score from 0 to 1 for each picture; of a clip the mean over every fourth frame.
 
         Raises:
-          ConfigError: the servers have not the model, or a record lacks a field of the template.
+          ConfigError: a server lacks the model, or a record lacks a field of the template.
           RewardMistake, Stopped: as `Asker.ask`, and where a server sends no logprobs.
         """
         return asked_of(_client(self), self, images, prompts, metadata)
@@ -167,7 +178,7 @@ def chosen(found: Mapping[str, Sequence[str]], model: str) -> str:
     """The model to ask for, from those of each server; "": the only one.
 
     Raises:
-      ConfigError: a server has not the model, or several where none is named.
+      ConfigError: a server lacks the model, or has several where none is named.
     """
     for url, models in found.items():
         names = ", ".join(map(repr, models)) or "none"

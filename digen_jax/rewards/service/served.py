@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-from digen_jax.errors import ConfigError
 from digen_jax.rewards.service import TOKEN
 from digen_jax.rewards.service.client import RemoteReward
-from digen_jax.rewards.service.http import checked_address
+from digen_jax.rewards.service.http import addresses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +75,5 @@ def served(
     Raises:
       ConfigError: an address is missing or none.
     """
-    addresses = (servers,) if isinstance(servers, str) else tuple(servers)
-    if not addresses:
-        raise ConfigError(
-            "the reward 'served' has no servers: give their addresses in its settings, such as "
-            "dict(servers=('http://127.0.0.1:8100',))"
-        )
-    return Served(tuple(map(checked_address, addresses)), score, attempt, deadline, retries)
+    given = addresses(servers, "served", "reward server", "http://127.0.0.1:8100")
+    return Served(given, score, attempt, deadline, retries)

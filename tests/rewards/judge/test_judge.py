@@ -353,6 +353,14 @@ def test_text_is_read_as_the_reward_ocr_compares_it():
     np.testing.assert_allclose(scores, [1, 6 / 7, 0, 4 / 7], atol=1e-6)
 
 
+def test_an_answer_cut_off_before_it_has_begun_is_no_text():
+    """A model that thinks may reach max_tokens without an answer, which says nothing about the picture."""
+    server = Server([said(None, finish_reason="length")] * 3)
+    with pytest.raises(Stopped, match="answered '', cut off at max_tokens = 512, before it says"):
+        ask(server, pictures(1), ['a sign "x"'], template="ocr")
+    assert len(server.asked) == 3
+
+
 def test_a_template_needs_fields_of_records():
     def needed(**settings):
         (needs,) = needs_of([RewardSettings("judge", settings=settings)]).values()
