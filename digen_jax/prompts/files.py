@@ -210,6 +210,8 @@ def _parse_json(line: str) -> dict[str, Any] | None:
             f"this is not JSON ({error.msg} at column {error.colno}); write one object a line, "
             'such as {"prompt": "a photo of a bench"}.'
         ) from error
+    except RecursionError as error:
+        raise ValueError("lists or objects are nested too deeply; write fewer levels.") from error
     if not isinstance(record, dict):
         raise ValueError('write an object, such as {"prompt": "a photo of a bench"}.')
     _check_record(record)
