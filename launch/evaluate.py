@@ -140,7 +140,7 @@ def _evaluated(
     model: Any, samplers: Sequence[Any], records: list[dict[str, Any]], rewards: Any
 ) -> dict[str, Any]:
     """The scores by task of each sampler, by its guidance; writes the pictures that --pictures asks for."""
-    from digen_jax.inference.model import evaluation_to_folder
+    from digen_jax.inference.pictures import evaluation_to_folder
     from digen_jax.runtime.evaluation import evaluate
 
     batch = model.batch(_BATCH.value, len(records))
