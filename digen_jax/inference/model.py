@@ -6,14 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from digen_jax.assemble import (
-    check_parts,
-    editing,
-    load_family,
-    open_pipeline,
-    read_frozen,
-    read_parts,
-)
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import make_mesh
@@ -21,6 +13,14 @@ from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError, check_positive, user_input
+from digen_jax.families import (
+    check_parts,
+    editing,
+    load_family,
+    open_pipeline,
+    read_frozen,
+    read_parts,
+)
 from digen_jax.flow.steps import Ode
 from digen_jax.images import read_picture
 from digen_jax.models.family import Family, Params, Record, Size

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from digen_jax.assemble import load_family
+from digen_jax.families import load_family
 from digen_jax.prompts import files, notes
 from tests.cases import said
 from tests.tiny_runs import pipeline
