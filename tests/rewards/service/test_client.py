@@ -15,6 +15,7 @@ from digen_jax.rewards.service import installed
 from digen_jax.rewards.service.client import RemoteReward
 from digen_jax.rewards.service.http import retry_after
 from digen_jax.rewards.service.limits import Limits
+from digen_jax.rewards.service.served import _client, served
 from digen_jax.rewards.service.servers import Servers
 from digen_jax.rewards.service.wire import decode_request, encode_answer
 from tests.rewards.service.helpers import means, pictures
@@ -394,6 +395,26 @@ def test_the_token_is_sent():
 
     score(remote(Answering([look]), token="secret"))
     assert seen == ["Bearer secret"]
+
+
+def test_a_configs_reward_asks_with_its_settings(monkeypatch):
+    """`test_serving` asks a real server."""
+    monkeypatch.setenv("DIGEN_REWARD_TOKEN", "secret")
+    asked = served(servers=f"{A}/v1", attempt=3.0, deadline=4.0, retries=0)
+    client = _client(asked)
+    told = []
+
+    def unreachable(request):
+        told.append((str(request.url), request.headers["authorization"]))
+        raise httpx.ConnectError("refused")
+
+    client._asker._http._transport = httpx.MockTransport(unreachable)
+    with pytest.raises(
+        Stopped, match=rf"{A} cannot be reached .*\(prompt 'a'\), after one attempt"
+    ):
+        asked(pictures(1), ["a"], [{}])
+    assert told == [(f"{A}/rewards", "Bearer secret")] * 2
+    client.close()
 
 
 def test_a_missing_package_is_a_sentence():
