@@ -133,14 +133,9 @@ def prompt_batches(
     if groups_per_step < 1:
         raise ValueError(f"groups_per_step is {groups_per_step}: it must be 1 or more.")
     paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    digests, streams = [], []
-    for number, path in enumerate(paths):
-        digest, prompts = _stream(path, _seed_of(seed, number), cache_dir, shuffle)
-        digests.append(digest)
-        streams.append(prompts.map(functools.partial(_record, path, len(paths) > 1)))
     weights = [float(weight) for weight in weights] or [1.0] * len(paths)
-    mixed = grain.MapDataset.mix(streams, weights) if len(streams) > 1 else streams[0]
-    groups = mixed.map_with_index(_numbered)
+    digests, prompts = _mixed(paths, weights, seed, cache_dir, shuffle)
+    groups = prompts.map_with_index(_numbered)
     if set_steps:
         # Not a repeated slice, which would continue in the stream.
         fixed = grain.MapDataset.range(set_steps * groups_per_step).repeat()
@@ -154,6 +149,22 @@ def prompt_batches(
     stream |= {"shuffle": shuffle} | ({"set_steps": set_steps} if set_steps else {})
     stream |= {"weights": weights} if len(digests) > 1 else {}
     return PromptBatches(batches, stream)
+
+
+def _mixed(
+    paths: Sequence[Path],
+    weights: Sequence[float],
+    seed: int,
+    cache_dir: str | os.PathLike[str],
+    shuffle: bool,
+) -> tuple[list[str], grain.MapDataset]:
+    """(hashes of prompt files, their records, which take turns by the weights)."""
+    digests, streams = [], []
+    for number, path in enumerate(paths):
+        digest, examples = _stream(path, _seed_of(seed, number), cache_dir, shuffle)
+        digests.append(digest)
+        streams.append(examples.map(functools.partial(_record, path, len(paths) > 1)))
+    return digests, grain.MapDataset.mix(streams, weights) if len(paths) > 1 else streams[0]
 
 
 def _stream(
