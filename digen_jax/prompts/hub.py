@@ -87,8 +87,9 @@ def _record(row: dict[str, Any], column: str) -> dict[str, Any] | None:
     prompt = row.pop(column, None)
     if not isinstance(prompt, str) or not prompt.strip():
         return None
-    # A table has each column in every row: null where the row's author gave none.
-    return {name: value for name, value in row.items() if value is not None} | {"prompt": prompt}
+    # A table has each column in every row: null or NaN, which equals nothing, where the row's author gave none.
+    given = {name: value for name, value in row.items() if value is not None and value == value}
+    return given | {"prompt": prompt}
 
 
 def _rows(name: str, place: Place) -> Iterator[dict[str, Any]]:

@@ -72,6 +72,7 @@ def test_line_numbers_count_blank_lines(tmp_path):
         ("p.txt", b"a\nb\xff\n", "line 2: byte 2 is not UTF-8; save the file in that encoding"),
         ("p.jsonl", '{"prompt": "a"}\n' + "[" * 200_000, "line 2: .* nested too deeply"),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt"\n', "line 2: this is not JSON .* at column 10"),
+        ("p.jsonl", '{"prompt": "a", "n": [NaN]}\n', "line 1: NaN is no JSON number; write null"),
         ("p.jsonl", '"a cat"\n', "line 1: write an object, such as"),
         ("p.csv", "a\n", "p.csv ends in '.csv': a prompt file is .jsonl .* or .txt"),
     ],
