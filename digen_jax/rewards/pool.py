@@ -23,6 +23,10 @@ def for_ever(expected: float | None) -> float:
     return math.inf
 
 
+class Hung(Stopped):
+    """A reward hangs in a thread of this process, which can neither be killed nor asked again."""
+
+
 class Scored(NamedTuple):
     """A batch's scores, and the seconds that its rewards took for them."""
 
@@ -40,7 +44,7 @@ class Thread:
         threading.Thread(target=self._work, name="reward", daemon=True).start()
 
     def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
-        """As `RewardProcess.ask`; raises Stopped where it takes longer than the limit, and in every call after that."""
+        """As `RewardProcess.ask`; raises Hung where it takes longer than the limit, and in every call after that."""
         future, asked = Future(), self._rewards.members[number]
         if not self._hangs:
             self._asked.put((future, asked, batch))
@@ -51,7 +55,7 @@ class Thread:
                 raise  # the reward's own
         self._hangs = True
         hangs("reward")
-        raise Stopped(
+        raise Hung(
             f"reward {asked.settings.name!r} took more than {limit.seconds:g} seconds in a thread of this process, "
             "where it cannot be killed and asked again: fix it, set config.reward_pool.processes to 1 or more, or "
             f"raise {limit.field}, and the same command continues"
