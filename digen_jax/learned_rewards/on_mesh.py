@@ -39,7 +39,7 @@ def read(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Scori
 def outlined(asked: Mapping[int, RewardSettings], group: DeviceGroup) -> tuple[Scoring, ...]:
     """The same with shapes in place of weights: nothing is downloaded, and nothing but configurations is read.
 
-    Of a reward whose files are not on this machine it is the network that was published.
+    If the files of a reward are not on this machine, its published network stands for it.
 
     Raises:
       ConfigError: names the reward, and the file that does not fit.
