@@ -52,10 +52,13 @@ def dot_general(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Arr
     """
     target = current()
     if target.platform != "cpu" or target.parts(target.tokens) > 1:
-        return _of_whole(functools.partial(_general, arguments, options), x, kernel)
-    # In float32 a CPU's products are exact, so that their precision has no meaning there.
-    rows = _of_whole(_of_rows, x.reshape(-1, x.shape[-1]), kernel)
-    return rows.reshape(*x.shape[:-1], kernel.shape[1])
+        product, rows = functools.partial(_general, arguments, options), x
+    else:
+        # In float32 a CPU's products are exact, so that their precision has no meaning there.
+        product, rows = _of_rows, x.reshape(-1, x.shape[-1])
+    # A modulation has a row an image, which is less to move than any kernel.
+    y = _of_whole(product, rows, kernel) if x.ndim > 2 else product(rows, kernel)
+    return y.reshape(*x.shape[:-1], kernel.shape[1])
 
 
 def _general(arguments: Any, options: Any, x: Array, kernel: Array) -> Array:
