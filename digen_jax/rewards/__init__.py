@@ -40,7 +40,7 @@ class NamedReward:
 
     def applying(self, metadata: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "n"]:
         """The places of the records to which it applies."""
-        name = self.settings.name
+        name = self.settings.title
         return np.flatnonzero([name in record.get("rewards", (name,)) for record in metadata])
 
     def answer(self, batch: Batch) -> Answer:
@@ -67,7 +67,7 @@ class Rewards:
     @property
     def label(self) -> str:
         """The names of all rewards, in errors."""
-        return ", ".join(one.settings.name for one in self.members)
+        return ", ".join(one.settings.title for one in self.members)
 
     def parts(self, metadata: Sequence[Mapping[str, Any]]) -> list[tuple[int, np.ndarray]]:
         """(the number of a reward, the places of the records to which it applies) of those that are asked."""

@@ -35,7 +35,7 @@ def called(
       RewardFailed: the reward raises an exception.
       RewardMistake: its scores are not one finite number an image, or one that has a weight is missing.
     """
-    begin, name = time.perf_counter(), settings.name
+    begin, name = time.perf_counter(), settings.title
     with blamed(name, "raised"):
         if isinstance(images, Watched):
             returned = watched(name, reward, images, prompts, metadata)

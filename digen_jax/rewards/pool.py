@@ -52,7 +52,7 @@ class Thread:
         self._hangs = True
         hangs("reward")
         raise Stopped(
-            f"reward {asked.settings.name!r} took more than {limit.seconds:g} seconds in a thread of this process, "
+            f"reward {asked.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this process, "
             "where it cannot be killed and asked again: fix it, set config.reward_pool.processes to 1 or more, or "
             f"raise {limit.field}, and the same command continues"
         )
@@ -101,7 +101,7 @@ class RewardPool:
                 f"reward {found.label!r} is in no file that another process could import: it scores in a thread",
                 file=sys.stderr,
             )
-        names = tuple(one.settings.name for one in found.members)
+        names = tuple(one.settings.title for one in found.members)
         self._scorers: list[RewardProcess | Thread] = (
             [Thread(found)]
             if payload is None
