@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int, UInt8
 
 from digen_jax.rewards.calling import Answer, Reward, called
+from digen_jax.rewards.exchanges import taken
 from digen_jax.rewards.settings import RewardSettings
 
 Batch = tuple[UInt8[np.ndarray, "_ ..."], list[str], list[dict[str, Any]]]
@@ -45,7 +46,7 @@ class NamedReward:
 
     def answer(self, batch: Batch) -> Answer:
         """Its checked scores of images to which it applies; raises as `calling.called`."""
-        return called(self.function, self.settings, *batch)
+        return called(self.function, self.settings, *batch)._replace(exchanges=taken())
 
 
 @dataclasses.dataclass(frozen=True)

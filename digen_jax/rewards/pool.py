@@ -5,6 +5,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from jaxtyping import UInt8
 
 from digen_jax import rewards
 from digen_jax.process.ending import Stopped, hangs
+from digen_jax.rewards.exchanges import Exchange, moved
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.process import Gone, Limit, RewardProcess
 
@@ -24,10 +26,11 @@ def for_ever(expected: float | None) -> float:
 
 
 class Scored(NamedTuple):
-    """A batch's scores, and the seconds that its rewards took for them."""
+    """A batch's scores, the seconds that its rewards took for them, and the requests that they sent to servers."""
 
     scores: rewards.Scores
     seconds: float
+    exchanges: tuple[Exchange, ...] = ()
 
 
 class Thread:
@@ -196,15 +199,16 @@ class RewardPool:
 
     def _scored(self, scorer: RewardProcess | Thread, batch: rewards.Batch) -> Scored:
         """Asks the rewards that apply to a batch, one after the other."""
-        answers, spent = [], 0.0
+        answers, spent, exchanges = [], 0.0, ()
         for number, places in self.rewards.parts(batch[2]):
             limit = self._limit_of(number, len(places))
             answer = scorer.ask(number, rewards.cut(batch, places), limit)
+            exchanges += moved(answer.exchanges, time.perf_counter())
             answers.append((number, places, answer))
             self._images[number] += len(places)
             self._seconds[number] += answer.seconds
             spent += answer.seconds
-        return Scored(self.rewards.merged(len(batch[0]), answers), spent)
+        return Scored(self.rewards.merged(len(batch[0]), answers), spent, exchanges)
 
     def _limit_of(self, number: int, images: int) -> Limit:
         """The time that a reward may take for so many images."""

@@ -13,13 +13,13 @@ from jaxtyping import Float32, Num
 
 from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
+from digen_jax.rewards.exchanges import Exchange
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.service import REWARDS, SCORE, VERSION
 from digen_jax.rewards.service.asking import (
     WAIT,
     WAITS,
     Asker,
-    Exchange,
     Passing,
     Request,
 )

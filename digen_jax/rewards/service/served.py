@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from digen_jax.errors import ConfigError
+from digen_jax.rewards.exchanges import noting
 from digen_jax.rewards.service import TOKEN
 from digen_jax.rewards.service.asking import Unreachable
 from digen_jax.rewards.service.client import RemoteReward
@@ -57,6 +58,7 @@ def _client(asked: Served) -> RemoteReward:
         limit=asked.attempt,
         deadline=asked.deadline,
         retries=asked.retries,
+        listen=noting("reward server"),
     )
 
 
