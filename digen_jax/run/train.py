@@ -143,6 +143,8 @@ class Run:
                 position = self.resume()
                 self.report.start(position.done, changed)
                 position = self.advance(position, interrupt)
+                if not interrupt.asked:
+                    self.report.conclude(position.done)
             if interrupt.asked:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
                 return 128 + interrupt.asked
