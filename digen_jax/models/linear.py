@@ -1,13 +1,14 @@
 """Linear layers whose products XLA hands to its fast kernels, on CPUs too."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from digen_jax.target import current
@@ -51,10 +52,56 @@ def dot_general(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Arr
     """
     target = current()
     if target.platform != "cpu" or target.parts(target.tokens) > 1:
-        return jax.lax.dot_general(x, kernel, *arguments, **options)
+        return _of_whole(functools.partial(_general, arguments, options), x, kernel)
     # In float32 a CPU's products are exact, so that their precision has no meaning there.
-    rows = _of_rows(x.reshape(-1, x.shape[-1]), kernel)
+    rows = _of_whole(_of_rows, x.reshape(-1, x.shape[-1]), kernel)
     return rows.reshape(*x.shape[:-1], kernel.shape[1])
+
+
+def _general(arguments: Any, options: Any, x: Array, kernel: Array) -> Array:
+    return jax.lax.dot_general(x, kernel, *arguments, **options)
+
+
+def whole(kernel: Float[Array, "i o"]) -> Float[Array, "i o"]:
+    """A kernel that is gathered, if devices with other rows each have a part of it.
+
+    XLA compares a kernel with the activations of one product only. Left to itself it moves the activations of the
+    backward pass to the kernel's parts where they are smaller, and then the sums of all rows back.
+    A kernel that is split over tensor stays as it is: its rules say how the product is split.
+    """
+    target = current()
+    if target.mesh is None or target.parts(target.heads) > 1:
+        return kernel
+    free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * kernel.ndim)
+    # The first constraint is none, but keeps the second from what made the kernel: else it is gathered unrounded.
+    for spec in (free, PartitionSpec()):
+        kernel = jax.lax.with_sharding_constraint(kernel, NamedSharding(target.mesh, spec))
+    return kernel
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_whole(product: Callable[[Array, Array], Array], x: Array, kernel: Array) -> Array:
+    """The product with the whole kernel, of which the backward pass keeps the parts and gathers it once more.
+
+    The kernel's gradient is not that of the gathered one, so that devices sum its parts alone.
+    """
+    return product(x, whole(kernel))
+
+
+def _of_whole_forward(
+    product: Callable[[Array, Array], Array], x: Array, kernel: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return product(x, whole(kernel)), (x, kernel)
+
+
+def _of_whole_backward(
+    product: Callable[[Array, Array], Array], saved: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    x, kernel = saved
+    return jax.vjp(product, x, whole(kernel))[1](cotangent)
+
+
+_of_whole.defvjp(_of_whole_forward, _of_whole_backward)
 
 
 # A `nn.Dense` with this product, which a LoRA on it uses, too.
@@ -95,7 +142,7 @@ def _adapted(x: Array, kernels: Arrays, a: Arrays, b: Arrays, scale: float) -> l
     low = x @ jnp.pad(jnp.concatenate(a, axis=1), ((0, 0), (0, padding))) * scale
     x = jnp.concatenate([x, low], axis=-1)
     out, before = [], 0
-    for kernel, factor, rank in zip(kernels, b, ranks, strict=True):
+    for kernel, factor, rank in zip(map(whole, kernels), b, ranks, strict=True):
         behind = low.shape[-1] - before - rank
         rows = jnp.pad(factor, ((before, behind), (0, 0)))
         out.append(x @ jnp.concatenate([kernel, rows], axis=0))
@@ -118,7 +165,8 @@ def _adapted_backward(
         layers = zip(kernels, a, b, strict=True)
         return [(x @ down * scale) @ up + x @ kernel for kernel, down, up in layers]
 
-    return jax.vjp(apart, *saved)[1](cotangents)
+    x, kernels, *factors = saved
+    return jax.vjp(apart, x, list(map(whole, kernels)), *factors)[1](cotangents)
 
 
 _adapted.defvjp(_adapted_forward, _adapted_backward)

@@ -25,6 +25,10 @@ def for_ever(expected: float | None) -> float:
     return math.inf
 
 
+class Hung(Stopped):
+    """A reward hangs in a thread of this process, which can neither be killed nor asked again."""
+
+
 class Scored(NamedTuple):
     """A batch's scores, the seconds that its rewards took for them, and the requests that they sent to servers."""
 
@@ -43,7 +47,7 @@ class Thread:
         threading.Thread(target=self._work, name="reward", daemon=True).start()
 
     def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
-        """As `RewardProcess.ask`; raises Stopped where it takes longer than the limit, and in every call after that."""
+        """As `RewardProcess.ask`; raises Hung where it takes longer than the limit, and in every call after that."""
         future, asked = Future(), self._rewards.members[number]
         if not self._hangs:
             self._asked.put((future, asked, batch))
@@ -54,7 +58,7 @@ class Thread:
                 raise  # the reward's own
         self._hangs = True
         hangs("reward")
-        raise Stopped(
+        raise Hung(
             f"reward {asked.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this process, "
             "where it cannot be killed and asked again: fix it, set config.reward_pool.processes to 1 or more, or "
             f"raise {limit.field}, and the same command continues"

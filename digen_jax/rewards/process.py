@@ -96,7 +96,7 @@ class RewardProcess:
                     f"fix it, or raise {limit.field}",
                 ) from None
             raise Gone(
-                f"{reward} died in its process ({self._end()}), for want of memory perhaps"
+                f"{reward} died in its process ({self._end()}), perhaps because memory ran out"
             ) from None
         finally:
             timer.cancel()

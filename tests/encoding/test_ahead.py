@@ -16,12 +16,13 @@ import pytest
 from ml_collections import ConfigDict
 
 from digen_jax import prompt_store
-from digen_jax.assemble import build, load_family
+from digen_jax.assemble import build
 from digen_jax.config.door import open_recipe, place
 from digen_jax.encoding import ahead
 from digen_jax.encoding.reached import reached
 from digen_jax.engine.encoding import NULL
 from digen_jax.errors import ConfigError
+from digen_jax.families import load_family
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.process.ending import Stopped
 from digen_jax.prompts import encoded

@@ -71,6 +71,27 @@ def test_split_parameters_are_gathered_a_block_at_a_time(base, tuning, program, 
     assert mesh != "fsdp" or {shape[1:] for shape in stacks} & found
 
 
+def moved_rows(lowered, rows):
+    """The shapes with that many rows or more among the results of collectives that move parts of activations."""
+    text = lowered.compile(compiler_options=users_options()).as_text()
+    kinds = "all-to-all|collective-permute|all-reduce|reduce-scatter"
+    found = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
+    shapes = {shape for result in found for shape in re.findall(r"\[([\d,]+)\]", result)}
+    return {shape for shape in shapes if math.prod(map(int, shape.split(",")[:-1])) >= rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "blocks"])
+def test_parameters_come_to_the_activations_in_the_backward_pass_too(base, remat):
+    """XLA would send the smaller of a product's factors, and here that is the activations."""
+    recipe, system = outlined(
+        base, "lora", "fsdp", model__remat=remat, batch__groups=6, sampler__fragment=24
+    )
+    lowered = lower_gradient(system, recipe, trained_samples(recipe))
+    # A device has six images a pass, of 16 and 13 tokens, and the widest parameter has 64 rows.
+    assert not moved_rows(lowered, 65)
+
+
 def own_bytes(*trees):
     """Bytes on one device."""
     shards = (

@@ -112,7 +112,9 @@ def gathered_kernels(text):
     kernels = collections.defaultdict(list)
     for line in instructions.values():
         found = re.match(r"\w+\[\d+,\d+\]\S* all-gather\(%([\w.\-]+)\).*op_name=\"([^\"]*)\"", line)
-        if found and (layer := re.search(r"((?:attn|ff|ff_context)/\S+)/dot_general", found[2])):
+        if found and (
+            layer := re.search(r"((?:attn|ff|ff_context)/\S+)/sharding_constraint", found[2])
+        ):
             kernels[layer[1]].append(rounded(found[1]))
     return kernels
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from digen_jax.assemble import load_family
+from digen_jax.families import load_family
 from digen_jax.models.sd3.family import TokenIds
 from tests.pipelines import ROOT
 
