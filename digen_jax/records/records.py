@@ -195,7 +195,7 @@ class Records:
         """Prints the results and draws the curve; `held_out` are the evaluated records."""
         if (found := self._compared(held_out)) is None:
             print(
-                f"before.npz or after.npz in {self._folder} is missing or damaged: nothing is compared"
+                f"{self._folder / 'before.npz'} is missing or damaged: nothing is compared with it"
             )
         else:
             print(table(held_out, *(one["scores"] for one in found)))
