@@ -186,7 +186,7 @@ def _weighed(rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
     if len(weights) != len(rewards):
         raise ConfigError(
             f"--reward_weights={','.join(_WEIGHTS.value)} must be {len(rewards)} numbers, one for each reward of "
-            f"{', '.join(one.name for one in rewards)!r}"
+            f"{', '.join(one.title for one in rewards)!r}"
         )
     pairs = zip(rewards, weights, strict=True)
     return tuple(dataclasses.replace(one, weight=weight) for one, weight in pairs)

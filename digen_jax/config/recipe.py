@@ -33,6 +33,7 @@ from digen_jax.config.sections import (
     RuntimeSection,
     SamplerSection,
     StoppingSection,
+    TrackioSection,
     TrainerSection,
     WandbSection,
 )
@@ -79,6 +80,7 @@ MAY_CHANGE = (
     "steps",
     "stopping",
     "wandb",
+    "trackio",
 )
 
 # Fields of the scheduler's settings, and their names in a config.
@@ -119,7 +121,14 @@ class Recipe:
     pictures: PicturesSection = dataclasses.field(default=PicturesSection())
     checkpoint: CheckpointSection = dataclasses.field(default=CheckpointSection())
     wandb: WandbSection = dataclasses.field(default=WandbSection())
+    trackio: TrackioSection = dataclasses.field(default=TrackioSection())
     asked: Mapping[str, Any]
+
+    @property
+    def trackers(self) -> dict[str, dict[str, Any]]:
+        """The arguments of each tracker's `init`, by its name; only of those that are asked for."""
+        found = {"wandb": self.wandb.options, "trackio": self.trackio.options}
+        return {name: options for name, options in found.items() if options is not None}
 
     @property
     def noisy_steps(self) -> int:

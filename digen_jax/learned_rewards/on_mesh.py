@@ -57,22 +57,22 @@ def named(
 
 def _read(number: int, asked: RewardSettings, group: DeviceGroup) -> Scoring:
     learned = _learned(asked)
-    with blame(f"config.rewards[{number}]: reward {asked.name!r}: "):
+    with blame(f"config.rewards[{number}]: reward {asked.title!r}: "):
         opened = learned.opened()
-        shardings = jax.tree.map(_sharding, placed(asked.name, opened.shapes, group))
-        with during(f"the reading of the weights of reward {asked.name!r}"):
+        shardings = jax.tree.map(_sharding, placed(asked.title, opened.shapes, group))
+        with during(f"the reading of the weights of reward {asked.title!r}"):
             scorer, params = opened.load(shardings)
-        return Scoring(asked.name, scorer, params, group, learned.batch)
+        return Scoring(asked.title, scorer, params, group, learned.batch)
 
 
 def _outlined(number: int, asked: RewardSettings, group: DeviceGroup) -> Scoring:
     learned = _learned(asked)
     files = [value for name, value in learned.settings if name in FILES and value]
     here = all(pathlib.Path(file).expanduser().exists() for file in files)
-    with blame(f"config.rewards[{number}]: reward {asked.name!r}: "):
+    with blame(f"config.rewards[{number}]: reward {asked.title!r}: "):
         opened = learned.opened() if here else published(learned)
-        shapes = placed(asked.name, opened.shapes, group)
-        return Scoring(asked.name, opened.scorer, shapes, group, learned.batch)
+        shapes = placed(asked.title, opened.shapes, group)
+        return Scoring(asked.title, opened.scorer, shapes, group, learned.batch)
 
 
 def _learned(asked: RewardSettings) -> Learned:

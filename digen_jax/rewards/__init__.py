@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int, UInt8
 
 from digen_jax.rewards.calling import Answer, Reward, called
+from digen_jax.rewards.exchanges import taken
 from digen_jax.rewards.settings import RewardSettings
 
 Batch = tuple[UInt8[np.ndarray, "_ ..."], list[str], list[dict[str, Any]]]
@@ -43,12 +44,12 @@ class NamedReward:
 
     def applying(self, metadata: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "n"]:
         """The places of the records to which it applies."""
-        name = self.settings.name
+        name = self.settings.title
         return np.flatnonzero([name in record.get("rewards", (name,)) for record in metadata])
 
     def answer(self, batch: Batch) -> Answer:
         """Its checked scores of images to which it applies; raises as `calling.called`."""
-        return called(self.function, self.settings, *batch)
+        return called(self.function, self.settings, *batch)._replace(exchanges=taken())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Rewards:
     @property
     def label(self) -> str:
         """The names of all rewards, in errors."""
-        return ", ".join(one.settings.name for one in self.members)
+        return ", ".join(one.settings.title for one in self.members)
 
     def parts(self, metadata: Sequence[Mapping[str, Any]]) -> list[tuple[int, np.ndarray]]:
         """(the number of a reward, the places of the records to which it applies) of those that are asked."""

@@ -98,14 +98,20 @@ def resolve(
 
     Raises:
       ConfigError: there is no such reward, module or function, it cannot be imported or called, it has not these
-        settings, only a server has it, or a reward is named twice; names the section.
+        settings, only a server has it, or two sections have one title; names the section.
     """
-    found, names = [], [one.name for one in asked]
+    found, titles = [], [one.title for one in asked]
     for number, one in enumerate(asked):
         try:
-            if one.name in names[:number]:
+            if "/" in one.label:
                 raise ConfigError(
-                    f"reward {one.name!r} is named twice: name it once, with the sum of weights"
+                    f"label = {one.label!r} has a '/', which in metrics divides a reward's name from those of its "
+                    "scores: leave it out"
+                )
+            if one.title in titles[:number]:
+                other = f", or give one of them another label than {one.title!r}" if field else ""
+                raise ConfigError(
+                    f"reward {one.title!r} is named twice: name it once, with the sum of weights{other}"
                 )
             if not serving and one.name in BUILT_IN and BUILT_IN[one.name].where == "server":
                 raise ConfigError(

@@ -45,7 +45,7 @@ def check_canaries(found: rewards.Rewards, score: Callable[..., rewards.Scores])
       Stopped: see `RewardPool.score`.
     """
     for reward in found.members:
-        make, name = find_canary(reward), reward.settings.name
+        make, name = find_canary(reward), reward.settings.title
         if make is None or reward.on_mesh:
             continue
         with blamed(name, "has a canary that raised"):

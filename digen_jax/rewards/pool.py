@@ -5,6 +5,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from jaxtyping import UInt8
 
 from digen_jax import rewards
 from digen_jax.process.ending import Stopped, hangs
+from digen_jax.rewards.exchanges import Exchange, moved
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.process import Gone, Limit, RewardProcess
 
@@ -28,10 +30,11 @@ class Hung(Stopped):
 
 
 class Scored(NamedTuple):
-    """A batch's scores, and the seconds that its rewards took for them."""
+    """A batch's scores, the seconds that its rewards took for them, and the requests that they sent to servers."""
 
     scores: rewards.Scores
     seconds: float
+    exchanges: tuple[Exchange, ...] = ()
 
 
 class Thread:
@@ -56,7 +59,7 @@ class Thread:
         self._hangs = True
         hangs("reward")
         raise Hung(
-            f"reward {asked.settings.name!r} took more than {limit.seconds:g} seconds in a thread of this process, "
+            f"reward {asked.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this process, "
             "where it cannot be killed and asked again: fix it, set config.reward_pool.processes to 1 or more, or "
             f"raise {limit.field}, and the same command continues"
         )
@@ -106,7 +109,7 @@ class RewardPool:
                 f"reward {found.label!r} is in no file that another process could import: it scores in a thread",
                 file=sys.stderr,
             )
-        names = tuple(one.settings.name for one in found.members)
+        names = tuple(one.settings.title for one in found.members)
         self._scorers: list[RewardProcess | Thread] = (
             [Thread(found)]
             if payload is None
@@ -213,17 +216,18 @@ class RewardPool:
         self, scorer: RewardProcess | Thread, batch: rewards.Batch, known: rewards.Answers
     ) -> Scored:
         """Asks the rewards that apply to a batch, one after the other."""
-        answers, spent = [*known], 0.0
+        answers, spent, exchanges = [*known], 0.0, ()
         for number, places in self.rewards.parts(batch[2]):
             if self.rewards.members[number].on_mesh:
                 continue
             limit = self._limit_of(number, len(places))
             answer = scorer.ask(number, rewards.cut(batch, places), limit)
+            exchanges += moved(answer.exchanges, time.perf_counter())
             answers.append((number, places, answer))
             self._images[number] += len(places)
             self._seconds[number] += answer.seconds
             spent += answer.seconds
-        return Scored(self.rewards.merged(len(batch[0]), answers), spent)
+        return Scored(self.rewards.merged(len(batch[0]), answers), spent, exchanges)
 
     def _limit_of(self, number: int, images: int) -> Limit:
         """The time that a reward may take for so many images."""

@@ -19,6 +19,9 @@ class RewardSettings:
     weight: float | Mapping[str, float] = 1.0
     # the reward's own settings, by name
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # by which metrics and the "rewards" of a prompt know it, in place of its name; "": the name. Sections
+    # with the same reward, such as two of "served" with different servers, need different ones
+    label: str = ""
     # seconds that a batch of images may take; 0: as `runtime.deadline` says
     limit: float = 0.0
     # bound of the size of its advantages before they are weighted, if `advantages.combine` is "advantages"; 0: none
@@ -28,14 +31,19 @@ class RewardSettings:
     where: Literal["", "mesh", "pool"] = ""
 
     @property
+    def title(self) -> str:
+        """The label, or else the name: of all sections another one."""
+        return self.label or self.name
+
+    @property
     def entries(self) -> dict[str, str]:
         """The scores that have a weight: by the entry of what the reward returns, the score's name.
 
         The entry of a reward with a single weight has the reward's name, without its module.
         """
         if isinstance(self.weight, Mapping):
-            return {entry: f"{self.name}/{entry}" for entry in self.weight}
-        return {self.name.rpartition(":")[2]: self.name}
+            return {entry: f"{self.title}/{entry}" for entry in self.weight}
+        return {self.name.rpartition(":")[2]: self.title}
 
     @property
     def weights(self) -> tuple[float, ...]:

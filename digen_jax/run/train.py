@@ -17,6 +17,7 @@ from digen_jax.encoding.reached import reached
 from digen_jax.engine.divergence import DivergedError, check_metrics
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.terminal import fitted
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.records.checkpoint import SaveFailed
@@ -53,12 +54,13 @@ def train(recipe: Recipe, workdir: pathlib.Path) -> int | None:
       ConfigError: what the recipe asks for cannot work here, or a mistake in the values of the reward.
       Stopped: an indispensable part of the run hangs or dies, such as the reward.
     """
-    if not is_first():
-        return follow_run(recipe, workdir)
-    with leading() as orders:
-        code = lead(recipe, workdir, orders)
-        orders.announce("end", (None, code))
-    return code
+    with fitted():
+        if not is_first():
+            return follow_run(recipe, workdir)
+        with leading() as orders:
+            code = lead(recipe, workdir, orders)
+            orders.announce("end", (None, code))
+        return code
 
 
 def lead(recipe: Recipe, workdir: pathlib.Path, orders: Orders) -> int | None:
@@ -147,6 +149,8 @@ class Run:
                 position = self.resume()
                 self.report.start(position.done, changed)
                 position = self.advance(position, interrupt)
+                if not interrupt.asked:
+                    self.report.conclude(position.done)
             if interrupt.asked:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
                 return 128 + interrupt.asked

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from digen_jax.process.ending import Stopped, hangs
 from digen_jax.process.exhausted import during, out_of_memory
+from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch
@@ -308,11 +309,13 @@ class Driver:
             error = done.exception()
             if error is not None and may_pass(error):
                 return self._not_scored(command, error)
-            scores, seconds = done.result()
-            values = tuple(map(float, self.executor.scored(command, scores)))
+            found = done.result()
+            values = tuple(map(float, self.executor.scored(command, found.scores)))
             now = self.now()
-            self._orders.announce("scored", (command, sent(scores.columns)))
-            self._completed(command, max(asked, now - seconds), now - asked, values)
+            with self._lock:
+                self._summary.asked(command, moved(found.exchanges, -self._start))
+            self._orders.announce("scored", (command, sent(found.scores.columns)))
+            self._completed(command, max(asked, now - found.seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)
 

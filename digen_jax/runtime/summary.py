@@ -9,6 +9,7 @@ import numpy as np
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import trained_images
+from digen_jax.rewards.exchanges import Exchange
 from digen_jax.runtime.evaluation import by_tag
 from digen_jax.runtime.image_statistics import group_diversity
 from digen_jax.runtime.scores import StepScores
@@ -18,6 +19,7 @@ from digen_jax.scheduling.commands import (
     Deliver,
     Generate,
     Publish,
+    Score,
     Train,
 )
 from digen_jax.scheduling.events import Completed, Event, Joined, Lost
@@ -119,6 +121,14 @@ class Summary:
             self._recorder.work(worker, what, begin, finish, fragment)
             start = finish
         self._recorder.work(worker, kind, start, end, fragment)
+
+    def asked(self, command: Score, exchanges: Sequence[Exchange]) -> None:
+        """Records the requests to servers by which a batch was scored; each server is a worker of its own."""
+        # An evaluation is not a part of the step in which it happens.
+        fragment = None if command.fragment.evaluation else command.fragment
+        for one in exchanges:
+            kind = "ask" if one.failure is None else "ask in vain"
+            self._recorder.work(one.server, kind, one.begin, one.end, fragment)
 
     def end_step(self, now: float, away: float) -> list[Interval]:
         """Sums up a step that ends now; returns its intervals and forgets them.

@@ -17,6 +17,7 @@ from PIL import Image
 
 from digen_jax.errors import ConfigError
 from digen_jax.rewards import ocr
+from digen_jax.rewards.exchanges import noting
 from digen_jax.rewards.judge.reading import TOP, read
 from digen_jax.rewards.judge.templates import Template, lacking
 from digen_jax.rewards.service.asking import Asker, Request
@@ -81,6 +82,7 @@ class Client:
             judge.deadline,
             judge.retries,
             judge.connections,
+            listen=noting("judge"),
             transport=transport,
             **waits,
         )

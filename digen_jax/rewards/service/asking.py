@@ -14,6 +14,7 @@ import stamina
 
 from digen_jax.errors import ConfigError, check_range
 from digen_jax.process.ending import Stopped
+from digen_jax.rewards.exchanges import Exchange
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.service.http import checked_address, retry_after, sentence, words
 from digen_jax.rewards.service.servers import FIRST, MOST, Server, Servers
@@ -30,16 +31,6 @@ ADVICE = "repair or restart it, and the same command continues"
 # They have a line for every retry and every request; `Asker` prints its own.
 for name, level in (("stamina", logging.ERROR), ("httpx", logging.WARNING)):
     logging.getLogger(name).setLevel(level)
-
-
-class Exchange(NamedTuple):
-    """A request as the timeline shows it, by `time.perf_counter`."""
-
-    server: str
-    begin: float
-    end: float
-    images: int
-    failure: str | None  # why it is repeated
 
 
 class Request(NamedTuple):

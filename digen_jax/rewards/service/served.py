@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float32, UInt8
 
+from digen_jax.rewards.exchanges import noting
 from digen_jax.rewards.service import TOKEN
 from digen_jax.rewards.service.client import RemoteReward
 from digen_jax.rewards.service.http import addresses
@@ -52,6 +53,7 @@ def _client(asked: Served) -> RemoteReward:
         limit=asked.attempt,
         deadline=asked.deadline,
         retries=asked.retries,
+        listen=noting("reward server"),
     )
 
 

@@ -373,6 +373,17 @@ def test_a_template_needs_fields_of_records():
     for settings in ({"template": "ocr"}, {"template": "read", "score": "text"}):
         assert needed(**settings)({"prompt": 'a sign "x"'}) is None
         assert "quotes no text" in needed(**settings)({"prompt": "a sign"})
+    both = needs_of(
+        [
+            RewardSettings("judge", settings={"template": "ocr"}),
+            RewardSettings("judge", settings={"template": "{question}"}, label="light"),
+        ]
+    )
+    assert {title: needs({"prompt": "a"}) for title, needs in both.items()} == {
+        "judge": needed(template="ocr")({"prompt": "a"}),
+        "light": text({"prompt": "a"}),
+    }
+    assert both["light"]({"prompt": "a", "rewards": ["judge"]}) is None
     with pytest.raises(ConfigError, match="the prompt 'a' has no field 'b'"):
         ask(Server([]), pictures(1), ["a"], template="{b}", pattern=r"(\d)")
 
