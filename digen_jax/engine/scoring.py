@@ -12,6 +12,7 @@ from digen_jax.engine.chunks import in_chunks
 from digen_jax.engine.hosts import fetch, put
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.system import lying, reshard
+from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
 
 
@@ -61,14 +62,19 @@ class Scoring:
 
     def __call__(
         self,
-        images: Num[np.ndarray, "b h w 3"],
+        images: Num[np.ndarray, "b ..."],
         prompts: Sequence[str],
         metadata: Sequence[Any] = (),
     ) -> Float32[np.ndarray, "b"]:
-        """One score for each picture, of bytes or of numbers in [0, 1]; `metadata` is not used.
+        """One score for each picture [h, w, 3], of bytes or of numbers in [0, 1]; `metadata` is not used.
 
         If the devices belong to several processes, all call it with the same pictures, and all get all scores.
+
+        Raises:
+          ConfigError: the images are clips.
         """
+        if images.ndim != 4:
+            raise ConfigError(f"the reward {self.name!r} scores pictures, not clips")
         count = len(images)
         if not count:
             return np.zeros(0, np.float32)

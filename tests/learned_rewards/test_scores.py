@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from PIL import Image
 
+from digen_jax.errors import ConfigError
 from digen_jax.learned_rewards import aesthetic, clip_score, hpsv2, pickscore
 from digen_jax.learned_rewards.host import on_host
 from digen_jax.rewards.built_in import resolve
@@ -189,6 +190,12 @@ def test_batches_of_any_number_are_cut_and_padded(files):
 def test_hpsv2_cleans_prompts_as_open_clip():
     assert hpsv2.clean("a \u201ccat\u201d\u2019s") == 'a "cat"\'s'
     assert hpsv2.clean("  a cat &amp;amp; a dog &lt;3 ") == "a cat & a dog <3"
+
+
+def test_clips_are_refused(files):
+    reward = clip_score.make(folder=str(files.clip))
+    with pytest.raises(ConfigError, match="scores pictures, not clips"):
+        reward(np.zeros((1, 2, 8, 8, 3), np.uint8), ["a"], [{}])
 
 
 def test_a_batch_of_none_is_refused(files):
