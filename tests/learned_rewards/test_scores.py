@@ -19,7 +19,7 @@ from digen_jax.learned_rewards import aesthetic, clip_score, hpsv2, pickscore
 from digen_jax.learned_rewards.host import on_host
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.settings import RewardSettings
-from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, Files, pictures, write
+from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, WIDTH, Files, pictures, write
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -236,3 +236,19 @@ def test_tensors_that_open_clip_does_not_have_are_surplus(files, tmp_path):
         ValueError, match=r"text_model.encoder.layers.1.self_attn.._proj.bias .* is missing"
     ):
         hpsv2.load(tmp_path / "b.pt", files.clip)
+
+
+def test_the_modules_with_open_clips_names_are_its_own(files):
+    """The oracle of HPSv2 against the package that it stands for."""
+    model = pytest.importorskip("open_clip.model", reason="open_clip is not installed")
+    visual = model.CLIPVisionCfg(layers=3, width=48, head_width=3, patch_size=8, image_size=SIZE)
+    vocabulary, width = files.hps_module.token_embedding.weight.shape
+    text = model.CLIPTextCfg(TOKENS, vocabulary, width=width, heads=16, layers=2)
+    clip = model.CLIP(WIDTH, visual, text).eval()
+    clip.load_state_dict(files.hps_module.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(3, 3, SIZE, SIZE, generator=generator)
+    ids = torch.randint(1, vocabulary, (3, TOKENS), generator=generator)
+    with torch.no_grad():
+        image, words, _ = clip(pixels, ids)
+        torch.testing.assert_close((image * words).sum(-1), files.hps_module(pixels, ids))
