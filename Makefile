@@ -69,8 +69,9 @@ $(VENV)/train: requirements.txt constraints/$(VERSION).txt | $(VENV)/bin/python
 	$(INSTALL) -r requirements.txt -e .
 	touch $@
 
-$(VENV)/dev: requirements.txt requirements-reward.txt requirements-dev.txt constraints/$(VERSION).txt | $(VENV)/bin/python
+$(VENV)/dev: requirements.txt requirements-reward.txt requirements-trackio.txt requirements-dev.txt constraints/$(VERSION).txt | $(VENV)/bin/python
 	$(INSTALL) -r requirements-dev.txt -e .
+	$(INSTALL) --no-deps -r requirements-trackio.txt
 	touch $@ $(VENV)/train
 
 $(VENV)-tpu/dev: requirements.txt requirements-reward.txt requirements-dev.txt requirements-tpu.txt constraints/$(VERSION).txt

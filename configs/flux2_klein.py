@@ -43,8 +43,16 @@ Differences to the source:
 - with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step;
 - diffusers' pipeline rounds a sigma to bfloat16 for the network. That is not done here.
 
-No recipe here was run on such GPUs. An encoded prompt takes 7.9 MB of disk for a 4B model and 12.6 MB for a 9B one,
-512 x 7680 or 512 x 12288 bfloat16 numbers (prompts.store_limit).
+The smallest TPU slice for base_lora is one chip of 32 GB, v6e:1x1, by the compiler (estimated; nothing has run): 23.9
+GiB and 1,334 s a step (`python launch/plan.py --config configs/flux2_klein.py:base_lora,1 --topology v6e:1x1`).
+
+Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
+that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: base_lora and distilled_lora
+20.9, base_full and distilled_full 11.3. On one GPU the former have 0.4 more trajectories; the latter take 87.6 and do
+not fit. The text encoder, 10.9 or 5.8 whole, is there before, while it encodes the prompts.
+
+Not measured: no recipe here was run on such GPUs. An encoded prompt takes 7.9 MB of disk for a 4B model and 12.6 MB for
+a 9B one, 512 x 7680 or 512 x 12288 bfloat16 numbers (prompts.store_limit).
 """
 
 from ml_collections import ConfigDict

@@ -31,6 +31,11 @@ Differences to the source: it resizes pictures by Pillow's default filter before
 those of configs/flux_dev.py's Flow-GRPO recipes (groups split by index, the sixth step without noise, sigmas that are
 not rounded, old log-probabilities that the trainer recomputes).
 
+Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
+that sampled, autoencoder, trajectories, prompts and pictures, without the programs' temporary memory: 27.5, of which
+23.0 are the frozen transformer. One GPU has 2.2 more trajectories. The text encoders, 9.3, are there before, while
+they encode the prompts.
+
 Not measured: the recipe was not run on such a GPU. 1024 tokens of the picture are attended to beside 1024 of the image
 and 128 of the text, so a pass has 2.0 times the operations of FLUX.1-dev at this size.
 """

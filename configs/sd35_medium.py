@@ -45,6 +45,17 @@ by the same weights was 1.5e-8 at most (the embedded model on a CPU, 10 steps; `
 tests/engine/test_ratios.py -k guard` prints it). Where a log-probability between 1 and 2 is rounded differently,
 it is 8e-8: a resolution of 1.2e-7, times the first step's std of 0.7. bfloat16 could not resolve the range.
 
+The smallest TPU slice for geneval is one chip of 16 GB, v5e:1x1, by the compiler (estimated; nothing has run), in
+bfloat16 with 8 images at once: 11.5 GiB and 151 s for a step of 64 images. In float32 it was not compiled.
+
+python launch/plan.py --config configs/sd35_medium.py:geneval,1 --topology v5e:1x1 \
+    --config.precision.arithmetic=bfloat16 --config.precision.frozen=bfloat16 --config.model.remat=keep_attention \
+    --config.sampler.fragment=8 --config.trainer.micro_batch=8 --config.evaluation.batch=8
+
+Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
+that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: geneval 10.7, nft_geneval
+10.2. The text encoders, 20.8, are there before, while they encode the prompts.
+
 Expected result: not measured here, because there was no such GPU. Published for Flow-GRPO, on 32 GPUs: GenEval
 0.63 before, 0.95 after. The tests check all shapes of a step at this size.
 """

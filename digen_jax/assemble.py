@@ -3,36 +3,25 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.encoding import Stored
 from digen_jax.engine.placement import DeviceGroup, Placement, check_processes, make_placement
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings
+from digen_jax.engine.scoring import Scoring
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import Rollout, System, in_dtype, lying, reshard
 from digen_jax.engine.trainer import Trainer, TrainState
-from digen_jax.errors import ConfigError, blame, user_input
+from digen_jax.errors import blame
+from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
 from digen_jax.flow.steps import Ode, make_step
+from digen_jax.learned_rewards.on_mesh import outlined, read
 from digen_jax.models.family import Family, Params, Size
-from digen_jax.models.flux import family as flux_family
-from digen_jax.models.flux import kontext
-from digen_jax.models.flux.family import Flux
-from digen_jax.models.flux.kontext import FluxKontext
-from digen_jax.models.flux2 import family as flux2_family
-from digen_jax.models.flux2.family import Flux2Klein
-from digen_jax.models.qwen_image import family as qwen_image_family
-from digen_jax.models.qwen_image.family import QwenImage
-from digen_jax.models.remat import Remat
-from digen_jax.models.sd3 import family as stable_diffusion_3
-from digen_jax.models.sd3.family import StableDiffusion3
-from digen_jax.models.zimage import family as zimage_family
-from digen_jax.models.zimage.family import ZImage
 from digen_jax.policies import (
     check_heads,
     check_model,
@@ -41,8 +30,8 @@ from digen_jax.policies import (
     trained_of,
     trained_policy,
 )
-from digen_jax.process.exhausted import during
 from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
+from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
 from digen_jax.runtime.evaluation import Evaluation
@@ -54,80 +43,9 @@ from digen_jax.scheduling.commands import Command
 from digen_jax.scheduling.costs import GUESSED
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Settings
-from digen_jax.weights.folder import has_weights, read_model_index, resolve_folder
+from digen_jax.weights.folder import has_weights
 from digen_jax.weights.lora import LoraConfig
 from digen_jax.weights.lora_start import read_start
-
-# The model families, by the pipeline class that a folder's model_index.json names.
-FAMILIES = {
-    stable_diffusion_3.PIPELINE_CLASS: StableDiffusion3,
-    flux_family.PIPELINE_CLASS: Flux,
-    kontext.PIPELINE_CLASS: FluxKontext,
-    flux2_family.PIPELINE_CLASS: Flux2Klein,
-    zimage_family.PIPELINE_CLASS: ZImage,
-    qwen_image_family.PIPELINE_CLASS: QwenImage,
-}
-
-
-def open_pipeline(name: str, without: tuple[str, ...] = ()) -> pathlib.Path:
-    """The folder of a local path or hub id; only what its family uses is downloaded, not the components `without`.
-
-    Raises:
-      ConfigError: no family is for its class, or it needs one of `without`; then nothing large is downloaded.
-    """
-    family = family_of(resolve_folder(name, index_only=True))
-    if needed := [part for part in without if part not in family.optional]:
-        few = f"only {' and '.join(family.optional)}" if family.optional else "nothing"
-        raise ConfigError(
-            f"its {needed[0]!r}, which config.model.without names, cannot be left out: name {few} there"
-        )
-    return resolve_folder(name, without=family.unused + without)
-
-
-def family_of(folder: pathlib.Path) -> Any:
-    """The class of a pipeline folder's family; ConfigError where there is none."""
-    with user_input():
-        kind = read_model_index(folder)["_class_name"]
-    if kind not in FAMILIES:
-        raise ConfigError(
-            f"{folder} is a {kind}; supported are {', '.join(FAMILIES)}: choose another folder"
-        )
-    return FAMILIES[kind]
-
-
-def load_family(
-    folder: pathlib.Path,
-    dtype: str = "float32",
-    remat: Remat = "none",
-    without: tuple[str, ...] = (),
-    max_sequence_length: int = 0,
-    source: Size | None = None,
-) -> Family:
-    """The family of a pipeline folder; the last three arguments are those of the config's section `model`.
-
-    Raises:
-      ConfigError: there is no family for its class, the folder cannot be used, or it cannot edit pictures of
-        the size `source`.
-    """
-    kind = family_of(folder)
-    with user_input():
-        family = kind.from_folder(folder, jnp.dtype(dtype), remat, without, max_sequence_length)
-    return family if source is None else editing(family, source)
-
-
-def editing(family: Family, source: Size) -> Family:
-    """The same family, of which every prompt has a picture to edit, resized to `source`.
-
-    Raises:
-      ConfigError: it edits none, or none of this size.
-    """
-    if not family.edits:
-        raise ConfigError(
-            "this model makes pictures of prompts alone and edits none: set config.model.source_height and "
-            "config.model.source_width to 0, or choose a model that edits"
-        )
-    with blame("config.model.source_height and config.model.source_width: "):
-        return dataclasses.replace(family, source=source)
 
 
 def recipe_model(recipe: Recipe) -> tuple[pathlib.Path, Family]:
@@ -164,6 +82,17 @@ def build(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
         frozen = read_parts(family, folder, shapes.frozen, placement.rollout, kept)
     encoded = stored(recipe, folder, family) if shapes.ahead else None
     return connect(recipe, placement, family, trained, frozen, start, encoded)
+
+
+def read_scorers(recipe: Recipe, devices: Sequence[jax.Device]) -> tuple[Scoring, ...]:
+    """The rewards that a run computes on its sampling meshes, on the first of these; for `System.with_scorers`.
+
+    Raises:
+      ConfigError: a file is missing or does not fit, or the devices do not suffice.
+    """
+    layout = Layout(recipe.placement.rules)  # their parameters have no logical axes
+    placement = make_placement(recipe.placement.meshes, layout, devices)
+    return read(on_mesh(recipe.rewards), placement.rollout)
 
 
 class Parts(NamedTuple):
@@ -243,7 +172,9 @@ def outline(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
     start, base = (lying(tree, placement.trainer) for tree in (shapes.tuned, shapes.base))
     frozen = lying(shapes.frozen, placement.rollout)
     encoded = stored(recipe, None, family) if shapes.ahead else None
-    return _around(recipe, placement, make_policy(recipe, family), start, base, frozen, encoded)
+    policy = make_policy(recipe, family)
+    system = _around(recipe, placement, policy, start, base, frozen, encoded)
+    return system.with_scorers(outlined(on_mesh(recipe.rewards), placement.rollout))
 
 
 class ParameterShapes(NamedTuple):
@@ -359,7 +290,7 @@ def make_driver(
 def duties(recipe: Recipe, held_out: Sequence[dict[str, Any]] = ()) -> Duties:
     """What the executors are told beside the scheduler's settings."""
     names = tuple(name for one in recipe.rewards for name in one.entries.values())
-    return Duties(names, held_out, recipe.runtime.tag_weights)
+    return Duties(names, held_out, recipe.runtime.tag_weights, on_mesh(recipe.rewards))
 
 
 def scheduled(recipe: Recipe, held_out: Sequence[dict[str, Any]]) -> Settings:
@@ -379,35 +310,6 @@ def scheduled(recipe: Recipe, held_out: Sequence[dict[str, Any]]) -> Settings:
         or algorithm.publishes_copy
         or algorithm.set_steps > 0,
     )
-
-
-def check_parts(family: Family, folder: pathlib.Path, parts: Iterable[str]) -> None:
-    """Raises ValueError where the weights of some components are incomplete or do not fit, before any is read."""
-    for part in sorted(parts):
-        family.check(folder, part)
-
-
-def read_parts(
-    family: Family,
-    folder: pathlib.Path,
-    parts: Iterable[str],
-    group: DeviceGroup,
-    dtype: str = "float32",
-) -> Params:
-    """The parameters of some components, read straight onto a mesh as its rules say, in a type."""
-    shardings = group.params(family.shapes())
-    with during("the reading of the model's weights"):
-        return {
-            part: family.read(folder, part, shardings[part], jnp.dtype(dtype)) for part in parts
-        }
-
-
-def read_frozen(
-    family: Family, folder: pathlib.Path, group: DeviceGroup, dtype: str = "float32"
-) -> Params:
-    """The parameters of all components that are never tuned."""
-    frozen = [part for part in family.shapes() if part not in family.trained]
-    return read_parts(family, folder, frozen, group, dtype)
 
 
 def evaluation_sampler(

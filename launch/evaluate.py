@@ -8,6 +8,7 @@ python launch/evaluate.py --model runs/shapes
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -81,23 +82,16 @@ def main() -> None:
     import jax
 
     from digen_jax.config.checks.rewards import check_named, needs_of
-    from digen_jax.inference.model import Asked, edited, evaluation_to_folder, open_model
+    from digen_jax.inference.model import Asked, edited, open_model
     from digen_jax.prompts.files import first_negative, read_prompt_file
     from digen_jax.prompts.needs import check_needs
     from digen_jax.prompts.notes import tell
     from digen_jax.rewards.built_in import resolve
     from digen_jax.rewards.canary import check_canaries
     from digen_jax.rewards.trial import try_out
-    from digen_jax.runtime.evaluation import evaluate, score_table
+    from digen_jax.runtime.evaluation import score_table
 
-    guidances = _guidances()
-    if _TRUE_GUIDANCE.value is not None:
-        check_range("--true_guidance", _TRUE_GUIDANCE.value, 0, 1000)
-    check_positive("--batch", _BATCH.value)
-    if _OUTPUT.value is not None:
-        check_output("--output", _OUTPUT.value)
-    if _PICTURES.value is not None:
-        check_output("--pictures", _PICTURES.value, folder=True)
+    _check_options()
     prompts, images, asked_for = _task()
     with user_input():
         records = read_prompt_file(prompts)[:images]
@@ -106,7 +100,7 @@ def main() -> None:
     rewards = resolve(asked_for, field="")
     check_needs([prompts], needs_of(asked_for))
     rest = _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value
-    asked = [Asked(guidance, *rest) for guidance in guidances]
+    asked = [Asked(guidance, *rest) for guidance in _guidances()]
     model = open_model(
         _MODEL.value,
         jax.devices(),
@@ -122,6 +116,33 @@ def main() -> None:
     size = samplers[0].settings.size
     check_canaries(rewards, rewards.score)
     try_out(rewards.score, [records], size.height, size.width)
+    found = _evaluated(model, samplers, records, rewards)
+    label = ", ".join(rewards.names)
+    print(f"{label}, mean and standard error, {samplers[0].settings.steps} steps")
+    print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
+    if _OUTPUT.value:
+        _write(found, prompts, (label, rewards.weights), samplers[0])
+
+
+def _check_options() -> None:
+    """Refuses numbers out of range, and places that nothing can be written to."""
+    _guidances()
+    if _TRUE_GUIDANCE.value is not None:
+        check_range("--true_guidance", _TRUE_GUIDANCE.value, 0, 1000)
+    check_positive("--batch", _BATCH.value)
+    if _OUTPUT.value is not None:
+        check_output("--output", _OUTPUT.value)
+    if _PICTURES.value is not None:
+        check_output("--pictures", _PICTURES.value, folder=True)
+
+
+def _evaluated(
+    model: Any, samplers: Sequence[Any], records: list[dict[str, Any]], rewards: Any
+) -> dict[str, Any]:
+    """The scores by task of each sampler, by its guidance; writes the pictures that --pictures asks for."""
+    from digen_jax.inference.pictures import evaluation_to_folder
+    from digen_jax.runtime.evaluation import evaluate
+
     batch = model.batch(_BATCH.value, len(records))
     found = {}
     for sampler in samplers:
@@ -133,11 +154,7 @@ def main() -> None:
             folder = pathlib.Path(_PICTURES.value, head.replace(" ", "_"))
             with blame("--pictures: ", (OSError,)):
                 evaluation_to_folder(evaluation, folder)
-    label = ", ".join(rewards.names)
-    print(f"{label}, mean and standard error, {samplers[0].settings.steps} steps")
-    print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
-    if _OUTPUT.value:
-        _write(found, prompts, (label, rewards.weights), samplers[0])
+    return found
 
 
 def _task() -> tuple[str, int | None, tuple[RewardSettings, ...]]:
@@ -169,7 +186,7 @@ def _weighed(rewards: tuple[RewardSettings, ...]) -> tuple[RewardSettings, ...]:
     if len(weights) != len(rewards):
         raise ConfigError(
             f"--reward_weights={','.join(_WEIGHTS.value)} must be {len(rewards)} numbers, one for each reward of "
-            f"{', '.join(one.name for one in rewards)!r}"
+            f"{', '.join(one.title for one in rewards)!r}"
         )
     pairs = zip(rewards, weights, strict=True)
     return tuple(dataclasses.replace(one, weight=weight) for one, weight in pairs)

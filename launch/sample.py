@@ -83,7 +83,8 @@ def main() -> None:
 
     import jax
 
-    from digen_jax.inference.model import Asked, edited, open_model, sample_to_folder
+    from digen_jax.inference.model import Asked, edited, open_model
+    from digen_jax.inference.pictures import sample_to_folder
     from digen_jax.prompts.notes import tell
 
     asked = Asked(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value)

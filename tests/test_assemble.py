@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from digen_jax import assemble, policies
 from digen_jax.config.door import open_recipe, place
 from digen_jax.errors import ConfigError
+from digen_jax.families import load_family
 from digen_jax.flow.steps import Ode
 from digen_jax.weights.folder import open_tensors
 from tests.pipelines import write_tiny_pipeline
@@ -35,7 +36,7 @@ def bare(folder):
 @pytest.fixture(scope="module")
 def family(bare):
     """One system for all tests: its shapes take a second."""
-    return assemble.load_family(bare)
+    return load_family(bare)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.engine import rounding
 from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError
+from digen_jax.families import open_pipeline
 from digen_jax.flow.sampling import image_keys
 from digen_jax.models.published import published_folder
 from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
@@ -149,7 +150,7 @@ def medium(tmp_path_factory):
 
 
 def unread_parts(family, folder, parts, group, dtype):
-    """In place of `assemble.read_parts`."""
+    """In place of `families.read_parts`."""
     return {
         part: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
         for part, tree in family.shapes().items()
@@ -454,21 +455,21 @@ def test_the_t5_of_sd35_is_downloaded_unless_it_is_left_out(monkeypatch, tmp_pat
     asked, index = [], tmp_path / "model_index.json"
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     index.write_text('{"_class_name": "StableDiffusion3Pipeline"}')
-    assert assemble.open_pipeline(load(SD35).model.folder) == tmp_path
+    assert open_pipeline(load(SD35).model.folder) == tmp_path
     assert asked == [["model_index.json"], needed + third]
     del asked[:]
-    assert assemble.open_pipeline(load(SD35).model.folder, ("text_encoder_3",)) == tmp_path
+    assert open_pipeline(load(SD35).model.folder, ("text_encoder_3",)) == tmp_path
     assert asked == [["model_index.json"], needed]
     with pytest.raises(
         ConfigError,
         match=r"^its 'vae', which config.model.without names, cannot be left out: name only text_enc",
     ):
-        assemble.open_pipeline(load(SD35).model.folder, ("text_encoder_3", "vae"))
+        open_pipeline(load(SD35).model.folder, ("text_encoder_3", "vae"))
     assert asked[2:] == [["model_index.json"]]
     del asked[2:]
     index.write_text('{"_class_name": "OtherPipeline"}')
     with pytest.raises(ConfigError, match="is a OtherPipeline; supported are"):
-        assemble.open_pipeline(load(SD35).model.folder)
+        open_pipeline(load(SD35).model.folder)
     assert asked[2:] == [["model_index.json"]]
 
 

@@ -28,6 +28,7 @@ from digen_jax.config.door import place
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError, check_positive
+from digen_jax.families import open_pipeline
 from digen_jax.flow.steps import Ode, ReverseStep
 from digen_jax.models.sd3.family import T5_TOKENS
 from digen_jax.process.launching import prepare
@@ -221,7 +222,7 @@ class Ours:
             lora = EagerLora(config.rank, config.alpha, tuple(sorted(layers)))
         settings = trainer.settings
         return Work(
-            assemble.open_pipeline(recipe.model.folder, recipe.model.without) / "transformer",
+            open_pipeline(recipe.model.folder, recipe.model.without) / "transformer",
             sampler.shape,
             np.asarray(sampler.sigmas, np.float32),
             *coefficients(sampler.settings.step, sampler.sigmas, window),

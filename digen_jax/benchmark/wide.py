@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from digen_jax.assemble import open_pipeline
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError
+from digen_jax.families import open_pipeline
 from digen_jax.models.layers import sincos_2d_table
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.models.sd3.family import COMPONENTS, StableDiffusion3

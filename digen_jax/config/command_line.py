@@ -16,6 +16,7 @@ from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.process.ending import STOPPED, Stopped, without_the_hung
 from digen_jax.process.exhausted import out_of_memory
+from digen_jax.process.terminal import complain
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
 # Groups of fields that may be given as one word, and the field that this word sets.
@@ -46,7 +47,7 @@ def run_main(main: Main) -> None:
             )
         except (ConfigError, Stopped) as error:
             text = error.shown() if isinstance(error, ConfigError) else str(error)
-            print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
+            complain(f"{Path(sys.argv[0]).name}: {text}")
             sys.exit(2 if isinstance(error, ConfigError) else STOPPED)
         except KeyboardInterrupt:
             print(f"{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
@@ -54,7 +55,7 @@ def run_main(main: Main) -> None:
         except Exception as error:
             if (sentence := out_of_memory(error)) is None:
                 raise
-            print(f"{Path(sys.argv[0]).name}: {sentence}: {_smaller()}", file=sys.stderr)
+            complain(f"{Path(sys.argv[0]).name}: {sentence}: {_smaller()}")
             sys.exit(2)
 
 

@@ -33,6 +33,7 @@ from digen_jax.config.sections import (
     RuntimeSection,
     SamplerSection,
     StoppingSection,
+    TrackioSection,
     TrainerSection,
     WandbSection,
 )
@@ -44,7 +45,13 @@ from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.settings import Settings
 
 # Where a step's work is done and how it is divided: the result is the same up to rounding.
-LAYOUT = ("placement", "sampler.fragment", "trainer.micro_batch", "trainer.pack")
+LAYOUT = (
+    "placement",
+    "rewards[i].where",
+    "sampler.fragment",
+    "trainer.micro_batch",
+    "trainer.pack",
+)
 # Fields that change the result and that a user may change between two starts of a run.
 TURNED = (
     "algorithm.clip_range",
@@ -73,6 +80,7 @@ MAY_CHANGE = (
     "steps",
     "stopping",
     "wandb",
+    "trackio",
 )
 
 # Fields of the scheduler's settings, and their names in a config.
@@ -113,7 +121,14 @@ class Recipe:
     pictures: PicturesSection = dataclasses.field(default=PicturesSection())
     checkpoint: CheckpointSection = dataclasses.field(default=CheckpointSection())
     wandb: WandbSection = dataclasses.field(default=WandbSection())
+    trackio: TrackioSection = dataclasses.field(default=TrackioSection())
     asked: Mapping[str, Any]
+
+    @property
+    def trackers(self) -> dict[str, dict[str, Any]]:
+        """The arguments of each tracker's `init`, by its name; only of those that are asked for."""
+        found = {"wandb": self.wandb.options, "trackio": self.trackio.options}
+        return {name: options for name, options in found.items() if options is not None}
 
     @property
     def noisy_steps(self) -> int:
@@ -184,7 +199,10 @@ class Recipe:
         placement = dataclasses.asdict(self.placement)
         del placement["cpu_devices"], placement["sizes"]
         cut = self.sampler.fragment, self.trainer.micro_batch, self.trainer.pack
-        return json.dumps({"placement": placement, "cut": cut}, sort_keys=True)
+        known: dict[str, Any] = {"placement": placement, "cut": cut}
+        if any(where := [one.where for one in self.rewards]):
+            known["where"] = where
+        return json.dumps(known, sort_keys=True)
 
     def as_json(self) -> dict[str, Any]:
         """The complete config as it was asked for, as JSON values: all files of a run store it in this form."""

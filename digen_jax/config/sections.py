@@ -112,7 +112,7 @@ class PromptsSection:
 
 @dataclasses.dataclass(frozen=True)
 class RewardPoolSection:
-    """Where the rewards score, beside generation."""
+    """Where the rewards score, beside generation, except those on a mesh (`rewards[i].where`)."""
 
     # processes that score, each a batch with all rewards; 0: a thread of the run's own process, which cannot be
     # killed: where a reward hangs in it (`runtime.deadline`), the run saves and stops
@@ -342,7 +342,7 @@ class CheckpointSection:
 
 @dataclasses.dataclass(frozen=True)
 class WandbSection:
-    """Arguments of wandb.init; without a project there is no wandb."""
+    """Arguments of wandb.init; without a project there is no wandb. It needs `pip install wandb`."""
 
     project: str = ""  # project of the run; a name turns wandb on
     entity: str = ""  # user or team
@@ -355,4 +355,21 @@ class WandbSection:
     @property
     def options(self) -> dict[str, Any] | None:
         """Arguments of `wandb.init`; None without a project."""
+        return {k: v for k, v in vars(self).items() if v} if self.project else None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackioSection:
+    """Arguments of trackio.init; without a project there is no trackio. It needs `pip install trackio`."""
+
+    project: str = ""  # project of the run; a name turns trackio on
+    name: str = ""  # name of the run; "": made from that of the workdir
+    group: str = ""  # group of runs that it belongs to
+    # a Space of Hugging Face, such as "user/tracked", to which the run is sent; "": files of this machine only, in
+    # the folder that the environment's TRACKIO_DIR names
+    space_id: str = ""
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Arguments of `trackio.init`; None without a project."""
         return {k: v for k, v in vars(self).items() if v} if self.project else None

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Shaped
 from tqdm import tqdm
 
-from digen_jax.assemble import open_parts, read_parts
+from digen_jax.assemble import open_parts
 from digen_jax.config.recipe import Recipe
 from digen_jax.encoding.reached import reached
 from digen_jax.engine.encoding import (
@@ -34,6 +34,7 @@ from digen_jax.engine.encoding import (
 from digen_jax.engine.hosts import fetch
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.errors import ConfigError, blame, check_output
+from digen_jax.families import read_parts
 from digen_jax.models.family import Family, Record, Tokens
 from digen_jax.policies import on_devices, reads_null
 from digen_jax.process.exhausted import during

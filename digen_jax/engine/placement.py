@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from digen_jax.attention.kernels import AUTO
-from digen_jax.engine.axes import BATCH, DATA, MODEL, SAMPLES, TIME, make_mesh, parts
+from digen_jax.engine.axes import BATCH, DATA, FSDP, MODEL, SAMPLES, TIME, make_mesh, parts
 from digen_jax.engine.sharding import Layout, name_of
 from digen_jax.errors import ConfigError
 
@@ -70,6 +70,16 @@ class DeviceGroup:
         return dataclasses.replace(
             self, mesh=make_mesh(devices, data=parts(self.mesh, SAMPLES), **kept)
         )
+
+    @property
+    def as_scorer(self) -> "DeviceGroup":
+        """The same devices for networks that are small beside the model: each has images of its own.
+
+        The axis fsdp keeps its size, because rules may split parameters over it.
+        """
+        fsdp, devices = self.mesh.shape[FSDP], self.mesh.devices.ravel().tolist()
+        mesh = make_mesh(devices, data=len(devices) // fsdp, fsdp=fsdp)
+        return dataclasses.replace(self, mesh=mesh)
 
     def passes(self, leading: int) -> NamedSharding:
         """Arrays [..., steps, images, ...] with `leading` axes in front of the steps."""

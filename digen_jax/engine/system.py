@@ -16,7 +16,8 @@ from digen_jax.engine.trainer import Trainer
 class Rollout(NamedTuple):
     """A sampling mesh: its programs, and all parameters that they need except the tuned ones.
 
-    `dtype` is that in which parameters are sent and kept, None: unchanged.
+    `dtype` is that in which parameters are sent and kept, None: unchanged. `scorers` are the rewards that it
+    computes, each a `scoring.Scoring`.
     """
 
     sampler: Sampler
@@ -24,6 +25,7 @@ class Rollout(NamedTuple):
     dtype: Any
     base: Any  # see Policy.sampler_base
     frozen: Any  # the other components
+    scorers: tuple[Any, ...] = ()
 
     @property
     def group(self) -> DeviceGroup:
@@ -44,7 +46,8 @@ class Rollout(NamedTuple):
             for one in (self.sampler, self.evaluator)
         )
         base = reshard(base, group, self.dtype)
-        return Rollout(*samplers, self.dtype, base, reshard(self.frozen, group))
+        scorers = tuple(one.moved(group) for one in self.scorers)
+        return Rollout(*samplers, self.dtype, base, reshard(self.frozen, group), scorers)
 
 
 class System(NamedTuple):
@@ -68,6 +71,15 @@ class System(NamedTuple):
     def evaluator(self) -> Sampler:
         """The first sampling mesh's evaluator."""
         return self.rollouts[0].evaluator
+
+    def with_scorers(self, scorers: tuple[Any, ...]) -> "System":
+        """The same with rewards on each of its sampling meshes, which lie on the first one: see `Rollout.scorers`."""
+        first, *others = self.rollouts
+        others = (
+            one._replace(scorers=tuple(scorer.moved(one.group) for scorer in scorers))
+            for one in others
+        )
+        return self._replace(rollouts=(first._replace(scorers=scorers), *others))
 
     def untuned(self) -> Any:
         """A `tuned` that gives the base model, whatever `start` was; `base` has a reference."""

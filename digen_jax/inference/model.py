@@ -1,23 +1,11 @@
 """A model opened to sample from: a pipeline folder, a hub id, or a training run at its newest checkpoint."""
 
 import pathlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jaxtyping import Float, UInt8
-from PIL import Image
 
-from digen_jax.assemble import (
-    check_parts,
-    editing,
-    load_family,
-    open_pipeline,
-    read_frozen,
-    read_parts,
-)
 from digen_jax.config.door import reopen_recipe
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.axes import make_mesh
@@ -25,20 +13,22 @@ from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError, check_positive, user_input
+from digen_jax.families import (
+    check_parts,
+    editing,
+    load_family,
+    open_pipeline,
+    read_frozen,
+    read_parts,
+)
 from digen_jax.flow.steps import Ode
-from digen_jax.images import read_picture, stills, to_uint8
+from digen_jax.images import read_picture
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.policies import check_negative, make_policy, trained_of
-from digen_jax.process.progress import watched
 from digen_jax.records.checkpoint_folder import read_checkpoint
-from digen_jax.records.pictures import image_grid, save_frames
-from digen_jax.runtime.evaluation import Evaluation, sample_clips
 from digen_jax.weights.folder import SAMPLING, read_json
 from digen_jax.weights.lora import merge
 from digen_jax.weights.lora_files import open_lora, read_lora
-
-# A grid of more images would be too large to look at.
-LARGEST_GRID = 64
 
 
 class Defaults(NamedTuple):
@@ -279,49 +269,6 @@ def run_recipe(workdir: pathlib.Path) -> Recipe:
         raise ConfigError(f"{workdir} is no training run's workdir: {error}") from error
 
 
-def sample_to_folder(
-    model: Model,
-    sampler: Sampler,
-    records: Sequence[Record],
-    output: pathlib.Path,
-    batch: int,
-    seed: int,
-    images: int = 1,
-) -> None:
-    """Writes the PNGs of each record's prompt, numbered and named by it, and `grid.png` with the first of them.
-
-    Clips get animations as well.
-
-    Image j of record i depends on the seed, i, j and the record, not on the batch.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    every = [record for record in records for _ in range(images)]
-    batch = model.batch(batch, len(every))
-    shown = []
-    for first in watched(range(0, len(every), batch), "sampling", "batch"):
-        part = every[first : first + batch]
-        clips = to_uint8(sample_clips(sampler, model.weights, part, first, batch, seed, images))
-        for number, (clip, record) in enumerate(zip(clips, part, strict=True), first):
-            which = f"{number // images:05d}" + (f"_{number % images:02d}" if images > 1 else "")
-            _save_clip(output / f"{which}_{slug(record['prompt'])}.png", clip)
-        shown += list(stills(clips[: LARGEST_GRID - len(shown)]))
-    _grid(np.stack(shown), [record["prompt"] for record in every]).save(output / "grid.png")
-
-
-def evaluation_to_folder(found: Evaluation, output: pathlib.Path) -> None:
-    """Writes an evaluation's pictures as PNGs named by score and prompt, and `grid.png` with the first of them.
-
-    Clips get animations as well.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    prompts = [record["prompt"] for record in found.records]
-    for number, (clip, prompt) in enumerate(zip(found.clips, prompts, strict=True)):
-        name = f"{number:05d}_{found.scores[number]:.3f}_{slug(prompt)}.png"
-        _save_clip(output / name, clip)
-    shown = slice(LARGEST_GRID)
-    _grid(stills(found.clips[shown]), prompts, found.scores[shown]).save(output / "grid.png")
-
-
 def _common_size(
     family: Family, records: Sequence[Record], shapes: Sequence[tuple[int, int]]
 ) -> Size:
@@ -335,24 +282,6 @@ def _common_size(
                 "one size for all, --source_height and --source_width"
             )
     return sizes[0]
-
-
-def slug(prompt: str) -> str:
-    """The words of a prompt as a part of a file name, in any alphabet, at most 48 letters."""
-    return re.sub(r"\W+", "-", prompt).strip("-")[:48].rstrip("-").lower() or "empty"
-
-
-def _save_clip(path: pathlib.Path, clip: UInt8[np.ndarray, "t h w 3"]) -> None:
-    save_frames(path, [Image.fromarray(frame) for frame in clip])
-
-
-def _grid(
-    images: UInt8[np.ndarray, "n h w 3"],
-    prompts: Sequence[str],
-    scores: Float[np.ndarray, "n"] | None = None,
-) -> Image.Image:
-    columns = min(8, len(images), max(4, round(len(images) ** 0.5)))
-    return image_grid(images, prompts[: len(images)], columns, scores)
 
 
 def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:

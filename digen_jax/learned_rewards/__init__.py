@@ -1,6 +1,6 @@
 """Rewards that are networks: scores of CLIPs, in Flax.
 
-Each module has `load`, which reads published files into a `Scorer` and its parameters, and `make`, which makes of them
-a reward `f(images, prompts, metadata) -> scores` for the host. `Scorer.score` is a pure function of parameters, images
-and token ids, so that it can also be jitted on a mesh whose devices have the images.
+Each module has `opened`, which opens published files as a scorer with the shapes of its parameters, `load`, which
+also reads these, and `make`, which makes a reward `f(images, prompts, metadata) -> scores` on one device of them. A run
+has them on its sampling meshes (`on_mesh`): both are an `engine.scoring.Scoring`, of one device or of many.
 """

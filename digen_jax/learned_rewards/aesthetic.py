@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,9 +18,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
+from digen_jax.engine.scoring import Scoring
 from digen_jax.learned_rewards.files import in_dtype, read_config, read_processor
-from digen_jax.learned_rewards.host import HostReward
-from digen_jax.learned_rewards.scorer import Params, Prepare
+from digen_jax.learned_rewards.host import on_host
+from digen_jax.learned_rewards.scorer import Opened, Params, Prepare
 from digen_jax.models.precision import exact_products
 from digen_jax.models.vision import clip
 from digen_jax.models.vision.clip_vision import CLIPVisionModelWithProjection
@@ -58,6 +60,11 @@ class Aesthetic:
     network: CLIPVisionModelWithProjection
     prepare: Prepare
 
+    @property
+    def tokens(self) -> int:
+        """A zero for each prompt."""
+        return 1
+
     def tokenize(self, prompts: Sequence[str]) -> Int[np.ndarray, "b n"]:
         """A zero for each prompt, since prompts have no effect."""
         return np.zeros((len(prompts), 1), np.int32)
@@ -71,16 +78,13 @@ class Aesthetic:
         return Head().apply({"params": params["head"]}, clip.unit(embeddings))
 
 
-def load(
-    folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32, shardings: object = None
-) -> tuple[Aesthetic, Params]:
-    """The scorer and its parameters, "clip" and "head".
+def opened(folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
+    """The scorer, without its parameters, "clip" and "head".
 
     Args:
       folder: of a CLIPModel with its processor, or its hub id.
       head: file of the linear layers, written by torch.save.
       dtype: of the CLIP's parameters and arithmetic.
-      shardings: of all parameters, as in `read_params`.
 
     Raises:
       ValueError: names the file or tensor that is missing, unsafe or does not fit.
@@ -89,18 +93,38 @@ def load(
     config = read_config(folder).vision
     network = CLIPVisionModelWithProjection(config, jnp.dtype(dtype))
     processor = read_processor(folder, config.image_size)
-    pixels = jnp.zeros((1, config.image_size, config.image_size, 3))
-    shapes = jax.eval_shape(network.init, jax.random.key(0), pixels)["params"]
-    template = in_dtype(shapes, dtype)
-    layers = jax.eval_shape(Head().init, jax.random.key(0), jnp.zeros((1, config.projection_dim)))
+    template = shapes(network)
     stored = as_stored(pathlib.Path(head), open_arrays(head))
-    params = {
-        "clip": read_params(folder, template, clip.LISTS, shardings, ignore=IGNORED),
-        "head": read_tree(stored, layers["params"], LISTS, shardings),
-    }
-    return Aesthetic(network, functools.partial(pil_crop, processor=processor)), params
+
+    def read(shardings: object = None) -> Params:
+        each: Any = dict.fromkeys(template)
+        if shardings is not None:
+            each = jax.tree.broadcast(shardings, template)
+        return {
+            "clip": read_params(folder, template["clip"], clip.LISTS, each["clip"], ignore=IGNORED),
+            "head": read_tree(stored, template["head"], LISTS, each["head"]),
+        }
+
+    scorer = Aesthetic(network, functools.partial(pil_crop, processor=processor))
+    return Opened(scorer, template, read)
 
 
-def make(*, folder: str, head: str, batch: int = 16, dtype: str = "float32") -> HostReward:
-    """The reward on the host; for the settings see `load` and `HostReward`."""
-    return HostReward(*load(folder, head, dtype), batch)
+def shapes(network: CLIPVisionModelWithProjection) -> Params:
+    """The tree of all parameters as shapes, those of the CLIP in the type of its arithmetic."""
+    config = network.config
+    pixels = jnp.zeros((1, config.image_size, config.image_size, 3))
+    seen = jax.eval_shape(network.init, jax.random.key(0), pixels)["params"]
+    layers = jax.eval_shape(Head().init, jax.random.key(0), jnp.zeros((1, config.projection_dim)))
+    return {"clip": in_dtype(seen, network.dtype), "head": layers["params"]}
+
+
+def load(
+    folder: Folder, head: Folder, dtype: DTypeLike = jnp.float32, shardings: object = None
+) -> tuple[Aesthetic, Params]:
+    """The scorer and its parameters: see `opened` and `Opened.load`."""
+    return opened(folder, head, dtype).load(shardings)
+
+
+def make(*, folder: str, head: str, batch: int = 16, dtype: str = "float32") -> Scoring:
+    """The reward on the host; for the settings see `opened` and `on_host`."""
+    return on_host(*load(folder, head, dtype), batch)

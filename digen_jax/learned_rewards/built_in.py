@@ -27,11 +27,25 @@ class Learned:
         """One score for each picture; raises ValueError, which names a file that is missing or broken."""
         return _read(self)(images, prompts, metadata)
 
+    @property
+    def batch(self) -> int:
+        """The pictures that a device scores at once."""
+        return dict(self.settings)["batch"]
+
+    def opened(self) -> Any:
+        """The `scorer.Opened` of its files; raises ValueError, which names a file that is missing or broken."""
+        own = {name: value for name, value in self.settings if name != "batch"}
+        return _module(self.module).opened(**own)
+
+
+def _module(name: str) -> Any:
+    # Not before it is needed: to name a reward in a config imports no network.
+    return importlib.import_module(f"{__package__}.{name}")
+
 
 @functools.lru_cache(maxsize=8)
 def _read(asked: Learned) -> Any:
-    module = importlib.import_module(f"{__package__}.{asked.module}")
-    return module.make(**dict(asked.settings))
+    return _module(asked.module).make(**dict(asked.settings))
 
 
 def _learned(module: str, **settings: Any) -> Learned:

@@ -1,7 +1,11 @@
 """Pairs of which a learned reward must score one higher, to see that its weights were read and its pictures arrive.
 
-Not verified: no published weights were at hand when these were chosen. The photograph is matplotlib's sample,
-Grace Hopper's official portrait by the US Navy, which is in the public domain.
+Not verified: no published weights were at hand when these were chosen.
+
+The photograph is matplotlib's sample grace_hopper.jpg, a portrait of Grace Hopper; this project has no copy of it. Its
+JPEG comment names the source, http://commons.wikimedia.org/wiki/File:Grace_Hopper.jpg. matplotlib's licence has no word
+on it. The change that added it (matplotlib/matplotlib, pull request 1599, 2012) calls it a public domain image, as
+works of the US Navy are in the United States (17 U.S.C. 105).
 """
 
 import pathlib

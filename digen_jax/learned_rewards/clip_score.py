@@ -10,36 +10,41 @@ import functools
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from digen_jax.learned_rewards.files import read_clip, read_processor, read_tokenizer
-from digen_jax.learned_rewards.host import HostReward
-from digen_jax.learned_rewards.scorer import Params, Similarity
+from digen_jax.engine.scoring import Scoring
+from digen_jax.learned_rewards.files import opened_clip, read_processor, read_tokenizer
+from digen_jax.learned_rewards.host import on_host
+from digen_jax.learned_rewards.scorer import Opened, Params, Similarity
 from digen_jax.models.vision.preprocess import tensor_crop
 from digen_jax.weights.folder import Folder, resolve_folder
 
 DIVISOR = 30.0
 
 
-def load(
-    folder: Folder, dtype: DTypeLike = jnp.float32, shardings: object = None
-) -> tuple[Similarity, Params]:
-    """The scorer and its parameters.
+def opened(folder: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
+    """The scorer, without its parameters.
 
     Args:
       folder: of a CLIPModel with its tokenizer and processor, or its hub id.
       dtype: of parameters and arithmetic.
-      shardings: of the parameters, as in `read_params`.
 
     Raises:
       ValueError: names the file that is missing or does not fit.
     """
     folder = resolve_folder(folder)
-    network, params = read_clip(folder, dtype, shardings)
+    network, shapes, read = opened_clip(folder, dtype)
     processor = read_processor(folder, network.config.vision.image_size)
     prepare = functools.partial(tensor_crop, processor=processor, kind="bilinear")
     tokenizer = read_tokenizer(folder, network.config.text)
-    return Similarity(network, prepare, tokenizer, DIVISOR), params
+    return Opened(Similarity(network, prepare, tokenizer, DIVISOR), shapes, read)
 
 
-def make(*, folder: str, batch: int = 16, dtype: str = "float32") -> HostReward:
-    """The reward on the host; for the settings see `load` and `HostReward`."""
-    return HostReward(*load(folder, dtype), batch)
+def load(
+    folder: Folder, dtype: DTypeLike = jnp.float32, shardings: object = None
+) -> tuple[Similarity, Params]:
+    """The scorer and its parameters: see `opened` and `Opened.load`."""
+    return opened(folder, dtype).load(shardings)
+
+
+def make(*, folder: str, batch: int = 16, dtype: str = "float32") -> Scoring:
+    """The reward on the host; for the settings see `opened` and `on_host`."""
+    return on_host(*load(folder, dtype), batch)

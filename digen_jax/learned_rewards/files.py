@@ -1,5 +1,6 @@
 """Reading a CLIP, its tokenizer and its processor of pictures from folders in transformers' format."""
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -24,22 +25,22 @@ def read_config(folder: Folder) -> CLIPConfig:
     return _read(pathlib.Path(folder) / "config.json", CLIPConfig.from_config)
 
 
-def read_clip(
-    folder: Folder, dtype: DTypeLike = jnp.float32, shardings: Any = None
-) -> tuple[CLIPModel, Params]:
-    """A CLIPModel and its parameters in `dtype`.
+def opened_clip(
+    folder: Folder, dtype: DTypeLike = jnp.float32
+) -> tuple[CLIPModel, Params, Callable[[Any], Params]]:
+    """A CLIPModel, the shapes of its parameters in `dtype`, and what reads these, as in `Opened`.
 
     Args:
       folder: with config.json and safetensors.
       dtype: of parameters and arithmetic.
-      shardings: of the parameters, as in `read_params`.
 
     Raises:
-      ValueError: names the file or tensor that is missing or does not fit.
+      ValueError: names the file that is missing or does not fit.
     """
     network = CLIPModel(read_config(folder), jnp.dtype(dtype))
     template = in_dtype(clip.shapes(network), dtype)
-    return network, read_params(folder, template, clip.LISTS, shardings, ignore=clip.IGNORED)
+    read = functools.partial(read_params, folder, template, clip.LISTS, ignore=clip.IGNORED)
+    return network, template, read
 
 
 def in_dtype(template: Params, dtype: DTypeLike) -> Params:

@@ -12,9 +12,10 @@ import pathlib
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from digen_jax.engine.scoring import Scoring
 from digen_jax.learned_rewards.files import in_dtype, read_tokenizer
-from digen_jax.learned_rewards.host import HostReward
-from digen_jax.learned_rewards.scorer import Params, Similarity
+from digen_jax.learned_rewards.host import on_host
+from digen_jax.learned_rewards.scorer import Opened, Params, Similarity
 from digen_jax.models.vision import clip, open_clip
 from digen_jax.models.vision.clip import CLIPModel
 from digen_jax.models.vision.preprocess import Processor, tensor_pad
@@ -37,16 +38,13 @@ def clean(prompt: str) -> str:
     return html.unescape(html.unescape(prompt.translate(STRAIGHT))).strip()
 
 
-def load(
-    file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32, shardings: object = None
-) -> tuple[Similarity, Params]:
-    """The scorer and its parameters.
+def opened(file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32) -> Opened:
+    """The scorer, without its parameters.
 
     Args:
       file: of open_clip's tensors, written by torch.save.
       tokenizer: folder of a CLIPTokenizer, or its hub id; every published CLIP has the same.
       dtype: of parameters and arithmetic.
-      shardings: of the parameters, as in `read_params`.
 
     Raises:
       ValueError: names the file or tensor that is missing, unsafe or does not fit.
@@ -59,13 +57,21 @@ def load(
     network = CLIPModel(config, jnp.dtype(dtype))
     template = in_dtype(clip.shapes(network), dtype)
     stored = as_stored(pathlib.Path(file), open_clip.renamed(arrays))
-    params = read_tree(stored, template, clip.LISTS, shardings, ignore=open_clip.IGNORED)
+    read = functools.partial(read_tree, stored, template, clip.LISTS, ignore=open_clip.IGNORED)
     size = config.vision.image_size
     prepare = functools.partial(tensor_pad, processor=Processor(edge=size, size=size))
     words = read_tokenizer(resolve_folder(tokenizer), config.text)
-    return Similarity(network, prepare, words, divisor=None, clean=clean), params
+    scorer = Similarity(network, prepare, words, divisor=None, clean=clean)
+    return Opened(scorer, template, read)
 
 
-def make(*, file: str, tokenizer: str, batch: int = 16, dtype: str = "float32") -> HostReward:
-    """The reward on the host; for the settings see `load` and `HostReward`."""
-    return HostReward(*load(file, tokenizer, dtype), batch)
+def load(
+    file: Folder, tokenizer: Folder, dtype: DTypeLike = jnp.float32, shardings: object = None
+) -> tuple[Similarity, Params]:
+    """The scorer and its parameters: see `opened` and `Opened.load`."""
+    return opened(file, tokenizer, dtype).load(shardings)
+
+
+def make(*, file: str, tokenizer: str, batch: int = 16, dtype: str = "float32") -> Scoring:
+    """The reward on the host; for the settings see `opened` and `on_host`."""
+    return on_host(*load(file, tokenizer, dtype), batch)

@@ -1,12 +1,13 @@
-"""What a learned reward is to those who run it, and the one that compares a picture with its prompt."""
+"""A learned reward before its weights are read, and the scorer that compares a picture with its prompt."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
+from digen_jax.engine.scoring import Scorer
 from digen_jax.models.precision import exact_products
 from digen_jax.models.text.tokenizer_files import padded
 from digen_jax.models.vision.clip import CLIPModel
@@ -15,19 +16,16 @@ Params = dict[str, Any]
 Prepare = Callable[[UInt8[Array, "b h w 3"]], Float[Array, "b s s 3"]]
 
 
-@runtime_checkable
-class Scorer(Protocol):
-    """A network that scores pictures; its parameters are passed to each call."""
+class Opened(NamedTuple):
+    """A learned reward whose files are open, and whose weights are not yet read."""
 
-    def tokenize(self, prompts: Sequence[str]) -> Int[np.ndarray, "b n"]:
-        """Token ids for `score`, on the host."""
-        ...
+    scorer: Scorer
+    shapes: Params  # of the parameters
+    read: Callable[[Any], Params]  # gives them with shardings, which are as in `read_params`
 
-    def score(
-        self, params: Params, images: UInt8[Array, "b h w 3"], ids: Int[Array, "b n"]
-    ) -> Float32[Array, "b"]:
-        """One score a picture, for `jax.jit`."""
-        ...
+    def load(self, shardings: Any = None) -> tuple[Any, Params]:
+        """The scorer and its parameters; raises ValueError, which names the file or tensor that does not fit."""
+        return self.scorer, self.read(shardings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +46,17 @@ class Similarity:
     divisor: float | None = None
     clean: Callable[[str], str] = str
 
+    @property
+    def tokens(self) -> int:
+        """The positions of the network."""
+        return self.network.config.text.max_position_embeddings
+
     def tokenize(self, prompts: Sequence[str]) -> Int[np.ndarray, "b n"]:
         """Ids, truncated or padded to as many as the network has positions.
 
         The kind of padding has no effect: it comes behind the end token, and attention is causal.
         """
-        length = self.network.config.text.max_position_embeddings
-        return padded(self.tokenizer, list(map(self.clean, prompts)), length)[0]
+        return padded(self.tokenizer, list(map(self.clean, prompts)), self.tokens)[0]
 
     @exact_products
     def score(

@@ -16,6 +16,7 @@ from digen_jax.weights.lora import is_adapted, lora_scale
 
 LANES = 128
 Arrays = Sequence[Array]
+Product = Callable[[Array, Array], Array]
 
 
 @jax.custom_vjp
@@ -52,10 +53,13 @@ def dot_general(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Arr
     """
     target = current()
     if target.platform != "cpu" or target.parts(target.tokens) > 1:
-        return _of_whole(functools.partial(_general, arguments, options), x, kernel)
-    # In float32 a CPU's products are exact, so that their precision has no meaning there.
-    rows = _of_whole(_of_rows, x.reshape(-1, x.shape[-1]), kernel)
-    return rows.reshape(*x.shape[:-1], kernel.shape[1])
+        product, rows = functools.partial(_general, arguments, options), x
+    else:
+        # In float32 a CPU's products are exact, so that their precision has no meaning there.
+        product, rows = _of_rows, x.reshape(-1, x.shape[-1])
+    # A modulation has a row an image, which is less to move than any kernel.
+    y = _of_whole(product, _precision(), rows, kernel) if x.ndim > 2 else product(rows, kernel)
+    return y.reshape(*x.shape[:-1], kernel.shape[1])
 
 
 def _general(arguments: Any, options: Any, x: Array, kernel: Array) -> Array:
@@ -79,8 +83,13 @@ def whole(kernel: Float[Array, "i o"]) -> Float[Array, "i o"]:
     return kernel
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _of_whole(product: Callable[[Array, Array], Array], x: Array, kernel: Array) -> Array:
+def _precision() -> str | None:
+    """The precision of the caller's products, for a backward pass that is traced later, outside of its context."""
+    return jax.config.jax_default_matmul_precision
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _of_whole(product: Product, precision: str | None, x: Array, kernel: Array) -> Array:
     """The product with the whole kernel, of which the backward pass keeps the parts and gathers it once more.
 
     The kernel's gradient is not that of the gathered one, so that devices sum its parts alone.
@@ -89,16 +98,17 @@ def _of_whole(product: Callable[[Array, Array], Array], x: Array, kernel: Array)
 
 
 def _of_whole_forward(
-    product: Callable[[Array, Array], Array], x: Array, kernel: Array
+    product: Product, precision: str | None, x: Array, kernel: Array
 ) -> tuple[Array, tuple[Array, Array]]:
     return product(x, whole(kernel)), (x, kernel)
 
 
 def _of_whole_backward(
-    product: Callable[[Array, Array], Array], saved: tuple[Array, Array], cotangent: Array
+    product: Product, precision: str | None, saved: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
     x, kernel = saved
-    return jax.vjp(product, x, whole(kernel))[1](cotangent)
+    with jax.default_matmul_precision(precision):
+        return jax.vjp(product, x, whole(kernel))[1](cotangent)
 
 
 _of_whole.defvjp(_of_whole_forward, _of_whole_backward)
@@ -128,14 +138,16 @@ def of_one_input(
 
     (x,) = promote_dtype(x, dtype=dtype)
     kernels, factors = of_all("params", "kernel"), (of_all("lora", "a"), of_all("lora", "b"))
-    products = _adapted(x, kernels, *factors, scale)
+    products = _adapted(x, kernels, *factors, scale, _precision())
     if not layers[0].use_bias:
         return products
     return [y + bias for y, bias in zip(products, of_all("params", "bias"), strict=True)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _adapted(x: Array, kernels: Arrays, a: Arrays, b: Arrays, scale: float) -> list[Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _adapted(
+    x: Array, kernels: Arrays, a: Arrays, b: Arrays, scale: float, precision: str | None
+) -> list[Array]:
     """[x, x A_1 s, x A_2 s, ..] [W_1; B_1; 0; ..], and so on for each layer."""
     ranks = [factor.shape[1] for factor in a]
     padding = -sum(ranks) % LANES
@@ -151,13 +163,16 @@ def _adapted(x: Array, kernels: Arrays, a: Arrays, b: Arrays, scale: float) -> l
 
 
 def _adapted_forward(
-    x: Array, kernels: Arrays, a: Arrays, b: Arrays, scale: float
+    x: Array, kernels: Arrays, a: Arrays, b: Arrays, scale: float, precision: str | None
 ) -> tuple[list[Array], tuple[Array, Arrays, Arrays, Arrays]]:
-    return _adapted(x, kernels, a, b, scale), (x, kernels, a, b)
+    return _adapted(x, kernels, a, b, scale, precision), (x, kernels, a, b)
 
 
 def _adapted_backward(
-    scale: float, saved: tuple[Array, Arrays, Arrays, Arrays], cotangents: list[Array]
+    scale: float,
+    precision: str | None,
+    saved: tuple[Array, Arrays, Arrays, Arrays],
+    cotangents: list[Array],
 ) -> tuple[Array, Arrays, Arrays, Arrays]:
     """Of the terms apart, since a kernel has a gradient only if it is trained, and then no factors."""
 
@@ -166,7 +181,8 @@ def _adapted_backward(
         return [(x @ down * scale) @ up + x @ kernel for kernel, down, up in layers]
 
     x, kernels, *factors = saved
-    return jax.vjp(apart, x, list(map(whole, kernels)), *factors)[1](cotangents)
+    with jax.default_matmul_precision(precision):
+        return jax.vjp(apart, x, list(map(whole, kernels)), *factors)[1](cotangents)
 
 
 _adapted.defvjp(_adapted_forward, _adapted_backward)

@@ -1,6 +1,7 @@
 """The programs of a recipe's step on given devices, with the recipe's meshes and rules; nothing is allocated."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -71,6 +72,7 @@ def _sampling(system: System, recipe: Recipe) -> Iterator[Program]:
     yield from _encoding(system, recipe)
     yield _generation("generate", "generate", system, system.sampler, recipe, images)
     yield _decoding("decode", "decode", system, images)
+    yield from _scoring("score", "decode", system, recipe, images)
 
 
 def _encoding(system: System, recipe: Recipe) -> Iterator[Program]:
@@ -109,6 +111,7 @@ def _evaluation(system: System, recipe: Recipe) -> Iterator[Program]:
     yield _generation("evaluate", "evaluate", system, system.evaluator, recipe, images)
     if images != recipe.sampler.fragment:
         yield _decoding("decode evaluated", "evaluate", system, images)
+        yield from _scoring("score evaluated", "evaluate", system, recipe, images)
 
 
 def _generation(
@@ -130,6 +133,17 @@ def _decoding(name: str, command: str, system: System, images: int) -> Program:
     return Program(
         name, command, sampler.group.mesh.size, images, what, lambda: sampler.lower_decode(weights, images)
     )  # fmt: skip
+
+
+def _scoring(
+    name: str, command: str, system: System, recipe: Recipe, images: int
+) -> Iterator[Program]:
+    """The rewards on the sampling mesh, whose seconds are a part of decoding."""
+    size = recipe.model
+    for one in system.rollouts[0].scorers:
+        what = f"{images} images by the reward {one.name}"
+        lower = functools.partial(one.lower, images, size.height, size.width)
+        yield Program(f"{name} by {one.name}", command, one.group.mesh.size, images, what, lower)
 
 
 def _passes(recipe: Recipe) -> str:

@@ -238,12 +238,14 @@ def _with_programs(
     shape = problem.footprint.trajectory * -(-recipe.sampler.fragment // parts)
     encoding = max(beyond["encode"], beyond["encode null"])
     decoding = max(beyond["decode"], beyond["decode evaluated"])
+    scoring = max((size for name, size in beyond.items() if name.startswith("score")), default=0)
     sampling = {
         "encoding": encoding,
         # Without the trajectories, which are counted apart.
         "generating": max(0, beyond["generate"] - shape),
         "evaluating": beyond["evaluate"],
         "decoding": decoding,
+        "scoring": scoring,
     }
     made = Programs(
         lambda data, time: beyond["train"],

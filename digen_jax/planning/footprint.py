@@ -9,14 +9,17 @@ import jax.numpy as jnp
 
 from digen_jax.assemble import parameter_shapes, recipe_model
 from digen_jax.config.recipe import Recipe
-from digen_jax.engine.axes import axis_sizes
+from digen_jax.engine.axes import axis_sizes, make_mesh
 from digen_jax.engine.encoding import example
+from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import in_dtype
+from digen_jax.learned_rewards.on_mesh import outlined
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.policies import make_policy
 from digen_jax.prompts.files import negatives_differ
+from digen_jax.rewards.built_in import on_mesh
 from digen_jax.scheduling.planner.problem import Footprint, OnDevice
 
 
@@ -37,6 +40,10 @@ def model_footprint(recipe: Recipe) -> Footprint:
     latent = family.latent_shape(Size(recipe.model.height, recipe.model.width))
     placement = recipe.placement
     layout = Layout.of(placement.rules, family.axes())
+    one_device = DeviceGroup(make_mesh(jax.devices()[:1]), layout)
+    scorers = outlined(on_mesh(recipe.rewards), one_device)
+    # By a number, too, as a reward may be asked for twice with different files.
+    networks = {f"{one.name}/{number}": one.params for number, one in enumerate(scorers)}
 
     def sizes(tree: Params) -> OnDevice:
         return functools.cache(
@@ -55,6 +62,7 @@ def model_footprint(recipe: Recipe) -> Footprint:
         trainer_fsdp=placement.trainer.fsdp,
         worker_fsdp=placement.rollout.fsdp,
         ahead=sizes(ahead) if ahead else None,
+        rewards=sizes(networks) if networks else None,
     )
 
 

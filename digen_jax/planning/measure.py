@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from digen_jax.engine.hosts import put
 from digen_jax.engine.packing import trained_part
 from digen_jax.engine.system import System
 from digen_jax.images import as_judged, to_uint8
+from digen_jax.learned_rewards.on_mesh import named
+from digen_jax.rewards.built_in import on_mesh
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import on_trainer, receive, selected
 from digen_jax.scheduling.settings import Costs
@@ -36,7 +38,7 @@ def measure(
       system: built from the recipe; its trainer's state is consumed.
       recipe: defines the step and the fragment.
       records: the prompts of a step, one a group.
-      asked: score the images.
+      asked: score the images; the seconds of those on the mesh are a part of decoding.
       note: called for each part, before its compilation and with its seconds.
     """
 
@@ -59,7 +61,13 @@ def measure(
     decoded, decode = timed_part("decode", lambda: system.sampler.decode(weights, made))
     pictures, shown = as_judged(to_uint8(np.asarray(decoded))), [records[row] for row in rows]
     prompts_of = [record["prompt"] for record in shown]
-    _, score = timed_part("score", lambda: asked.score(pictures, prompts_of, shown).columns)
+    batch = pictures, prompts_of, shown
+    on_meshes = named(on_mesh([one.settings for one in asked.members]), system.rollouts[0].scorers)
+    others = {i: one for i, one in enumerate(asked.members) if i not in on_meshes}
+    judging = 0.0
+    if on_meshes:
+        _, judging = timed_part("score on the mesh", lambda: columns(on_meshes, batch))
+    _, score = timed_part("score", lambda: columns(others, batch))
     samples = trained_part(made, put(drawn.keys, system.sampler.group.batch))
     images = Images(0, rows, samples, made.sigmas)
     advantages = np.linspace(-1, 1, size, dtype=np.float32)
@@ -81,13 +89,18 @@ def measure(
     return Costs(
         generate=generate / size,
         train=train / size,
-        decode=decode / size,
+        decode=(decode + judging) / size,
         encode=encode,
         score=score / size,
         update=update,
         publish=publish,
         deliver=deliver / size,
     )
+
+
+def columns(members: Mapping[int, rewards.NamedReward], batch: rewards.Batch) -> list[np.ndarray]:
+    """The scores of some rewards."""
+    return [answer.columns for _, _, answer in rewards.answers(members, batch)]
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:

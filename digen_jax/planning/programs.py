@@ -16,6 +16,7 @@ from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.engine.system import System
 from digen_jax.planning.footprint import step_records, stored_bytes
+from digen_jax.rewards.built_in import on_mesh
 from digen_jax.runtime.training import shardings
 from digen_jax.scheduling.planner.problem import Programs
 
@@ -39,8 +40,8 @@ def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
     measured = _Measured(recipe, note)
     update = functools.cache(measured.update)
     encode = functools.cache(measured.encode)
-    generate, evaluate, decode = map(
-        functools.cache, (measured.generate, measured.evaluate, measured.decode)
+    generate, evaluate, decode, score = map(
+        functools.cache, (measured.generate, measured.evaluate, measured.decode, measured.score)
     )
 
     def sampling(parts: int, fsdp: int, tensor: int, sequence: int) -> dict[str, float]:
@@ -48,12 +49,15 @@ def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
         fragment = -(-recipe.sampler.fragment // parts)
         evaluated = -(-recipe.evaluation.batch // parts)
         prompts = -(-recipe.drawn_groups // parts)
-        return {
+        found = {
             "encoding": encode(prompts, *axes),
             "generating": generate(fragment, *axes),
             "evaluating": evaluate(evaluated, *axes),
             "decoding": decode(max(fragment, evaluated), *axes),
         }
+        if on_mesh(recipe.rewards):
+            found["scoring"] = score(max(fragment, evaluated), *axes)
+        return found
 
     return Programs(functools.cache(measured.gradient), lambda tuned: update() * tuned, sampling)
 
@@ -136,6 +140,17 @@ class _Measured:
         system = self.system(fsdp, tensor, sequence)
         lowered = system.sampler.lower_decode(sampler_weights(system), images * fsdp)
         return self._needed(f"decoding {images} images", lowered)
+
+    def score(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:
+        """Of the rewards on the mesh, for `images` on each device: the one that needs most."""
+        system, size = self.system(fsdp, tensor, sequence), self.recipe.model
+        return max(
+            self._needed(
+                f"scoring {images} images by {one.name}",
+                one.lower(images * fsdp, size.height, size.width),
+            )
+            for one in system.rollouts[0].scorers
+        )
 
     def _needed(self, name: str, lowered: Lowered) -> int:
         self.note(f"memory of {name}: compiling")

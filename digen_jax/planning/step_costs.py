@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax
 
-from digen_jax.assemble import build
+from digen_jax.assemble import build, read_scorers
 from digen_jax.config.recipe import Recipe
 from digen_jax.encoding.ahead import encode
 from digen_jax.engine.placement import mesh_sizes
@@ -88,7 +88,8 @@ def measured_costs(
     records = [*itertools.chain(*read_prompt_files(recipe.prompts.paths))]
     records = [records[i % len(records)] for i in range(recipe.batch.groups)]
     encode(recipe, jax.devices(), records)
-    system = build(recipe, jax.devices())
+    scorers = read_scorers(recipe, jax.devices())
+    system = build(recipe, jax.devices()).with_scorers(scorers)
     measured = measure(system, recipe, records, resolve(recipe.rewards), note)
     rollout, trainer = system.placement.rollout.mesh.size, system.placement.trainer.mesh.size
     kind = jax.devices()[0].device_kind

@@ -1,5 +1,6 @@
 """Progress: on a terminal a bar, elsewhere a line from time to time."""
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from tqdm import tqdm
 Item = TypeVar("Item")
 
 EVERY = 20.0  # seconds between two lines without a terminal
+BAR = 4  # characters of a bar at least
 
 
 def watched(
@@ -68,7 +70,7 @@ class Progress:
             initial=done,
             file=sys.stderr,
             disable=not sys.stderr.isatty(),
-            dynamic_ncols=True,
+            ncols=_columns(),
             bar_format="{percentage:3.0f}% |{bar}| step {n_fmt} of {total_fmt}{postfix}",
         )
 
@@ -83,16 +85,30 @@ class Progress:
         now = time.monotonic()
         # The first step is mostly compilation and says nothing about the others.
         self._first = self._first or (step, now)
-        speed = f"{float(images_per_second):.1f} images/s, {float(utilisation):.0%} busy"
-        numbers = f"reward {float(reward):.3f}, {speed}"
+        numbers = [
+            f"reward {float(reward):.3f}",
+            f"{float(images_per_second):.1f} images/s",
+            f"{float(utilisation):.0%} busy",
+        ]
         if step > self._first[0]:
             seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
-            numbers += f", {tqdm.format_interval(seconds)} left"
+            numbers.append(f"{tqdm.format_interval(seconds)} left")
         if not self._bar.disable:
-            self._bar.set_postfix_str(numbers, refresh=False)
+            self._bar.ncols = _columns()  # the terminal may have another width now
+            self._bar.set_postfix_str(self._fitting(step, numbers), refresh=False)
             self._bar.update(step - self._bar.n)
         elif step % self._every == 0 or step in (self._first[0], self._total):
-            print(f"step {step} of {self._total}: {numbers}", file=sys.stderr, flush=True)
+            print(
+                f"step {step} of {self._total}: {', '.join(numbers)}", file=sys.stderr, flush=True
+            )
+
+    def _fitting(self, step: int, numbers: list[str]) -> str:
+        """The numbers for which the terminal has room beside a bar; speed and utilisation are left out first."""
+        room = self._bar.ncols - len(f"100% |{'':{BAR}}| step {step} of {self._total}")
+        kept = list(numbers)
+        while len(", ".join(["", *kept])) > room and len(kept) > 1:
+            del kept[-2 if len(kept) > 2 else -1]
+        return ", ".join(kept)
 
     def note(self, text: str) -> None:
         """Writes a line above the bar."""
@@ -101,3 +117,7 @@ class Progress:
     def close(self) -> None:
         """Leaves the bar as it is and ends its line."""
         self._bar.close()
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns

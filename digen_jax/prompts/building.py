@@ -29,7 +29,8 @@ def build(
     """
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=cache_dir) as private:
         builder = make(private)
-        builder.download_and_prepare(file_format="array_record")
+        with contextlib.redirect_stdout(io.StringIO()):  # what TFDS prints
+            builder.download_and_prepare(file_format="array_record")
         finish(pathlib.Path(builder.data_path))
         final.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -41,13 +42,15 @@ def build(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep TFDS from printing, logging and drawing progress bars for short work."""
+    """Keep TFDS from logging and drawing progress bars for short work.
+
+    What is printed is not redirected, since sampling threads read while other threads print.
+    """
     verbosity = logging.get_verbosity()
     tfds.disable_progress_bar()
     logging.set_verbosity(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
+        yield
     finally:
         logging.set_verbosity(verbosity)
         tfds.enable_progress_bar()

@@ -133,20 +133,9 @@ def prompt_batches(
     if groups_per_step < 1:
         raise ValueError(f"groups_per_step is {groups_per_step}: it must be 1 or more.")
     paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    contents = [files.read_bytes(path) for path in paths]
-    digests = [*map(content_hash, paths, contents)]
-    streams = []
-    for number, (path, content, digest) in enumerate(zip(paths, contents, digests, strict=True)):
-        with quiet():
-            source = cached_source(path, content, digest, pathlib.Path(cache_dir))
-        prompts = grain.MapDataset.source(source).seed(_seed_of(seed, number))
-        if shuffle:
-            prompts = prompts.shuffle()
-        read = functools.partial(_record, path, len(paths) > 1)
-        streams.append(prompts.repeat().map(read))
     weights = [float(weight) for weight in weights] or [1.0] * len(paths)
-    mixed = grain.MapDataset.mix(streams, weights) if len(streams) > 1 else streams[0]
-    groups = mixed.map_with_index(_numbered)
+    digests, prompts = _mixed(paths, weights, seed, cache_dir, shuffle)
+    groups = prompts.map_with_index(_numbered)
     if set_steps:
         # Not a repeated slice, which would continue in the stream.
         fixed = grain.MapDataset.range(set_steps * groups_per_step).repeat()
@@ -160,6 +149,34 @@ def prompt_batches(
     stream |= {"shuffle": shuffle} | ({"set_steps": set_steps} if set_steps else {})
     stream |= {"weights": weights} if len(digests) > 1 else {}
     return PromptBatches(batches, stream)
+
+
+def _mixed(
+    paths: Sequence[Path],
+    weights: Sequence[float],
+    seed: int,
+    cache_dir: str | os.PathLike[str],
+    shuffle: bool,
+) -> tuple[list[str], grain.MapDataset]:
+    """(hashes of prompt files, their records, which take turns by the weights)."""
+    digests, streams = [], []
+    for number, path in enumerate(paths):
+        digest, examples = _stream(path, _seed_of(seed, number), cache_dir, shuffle)
+        digests.append(digest)
+        streams.append(examples.map(functools.partial(_record, path, len(paths) > 1)))
+    return digests, grain.MapDataset.mix(streams, weights) if len(paths) > 1 else streams[0]
+
+
+def _stream(
+    path: Path, seed: int, cache_dir: str | os.PathLike[str], shuffle: bool
+) -> tuple[str, grain.MapDataset]:
+    """(hash of a prompt file, its examples again and again, each time in another order if `shuffle`)."""
+    content = files.read_bytes(path)
+    digest = content_hash(path, content)
+    with quiet():
+        source = cached_source(path, content, digest, pathlib.Path(cache_dir))
+    examples = grain.MapDataset.source(source).seed(seed)
+    return digest, (examples.shuffle() if shuffle else examples).repeat()
 
 
 def content_hash(path: str | os.PathLike[str], content: bytes) -> str:

@@ -99,8 +99,8 @@ class PromptStore:
     def add(self, rows: Mapping[str, Rows]) -> None:
         """Stores some texts, of which at least one, as one dataset.
 
-        To make room within the limit, datasets of any model are removed that were not used for IN_USE_S, those first
-        that were not used for the longest time.
+        To make room within the limit, datasets of any model that were not used for IN_USE_S are removed, the least
+        recently used first.
 
         Args:
           rows: of each text, arrays of equal names, dtypes and shapes but for the first axis.

@@ -204,16 +204,23 @@ def _parse_json(line: str) -> dict[str, Any] | None:
     if not line.strip():
         return None
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"this is not JSON ({error.msg} at column {error.colno}); write one object a line, "
             'such as {"prompt": "a photo of a bench"}.'
         ) from error
+    except RecursionError as error:
+        raise ValueError("lists or objects are nested too deeply; write fewer levels.") from error
     if not isinstance(record, dict):
         raise ValueError('write an object, such as {"prompt": "a photo of a bench"}.')
     _check_record(record)
     return record
+
+
+def _refuse(constant: str) -> None:
+    """Python reads these, but no other program does, a reward server among them."""
+    raise ValueError(f"{constant} is no JSON number; write null, or leave the field out.")
 
 
 def _check_record(record: dict[str, Any]) -> None:

@@ -19,12 +19,13 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from digen_jax.prompts.lines import shown
+
 PREFIX = "hf:"
 BRANCH = "refs/convert/parquet"
 FORM = re.compile(
     r"hf:(?P<repository>[\w-][\w.-]*/[\w.-]+)(?:/(?P<subset>[\w.-]+))?(?::(?P<split>[\w.-]+)(?::(?P<column>.+))?)?"
 )
-SHOWN = 5  # rows that are named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +74,9 @@ def read_rows(name: str) -> bytes:
     place = Place.of(name)
     rows = [_record(row, place.column) for row in _rows(name, place)]
     if without := [number for number, row in enumerate(rows, start=1) if row is None]:
-        more = f" and {len(without) - SHOWN:,} more" if len(without) > SHOWN else ""
-        shown = ", ".join(map(str, without[:SHOWN]))
         print(
             f"{name}: {len(without):,} of {len(rows):,} rows hold no text in the column {place.column!r} and are left "
-            f"out: {shown}{more}",
+            f"out: {shown(without)}",
             file=sys.stderr,
             flush=True,
         )
@@ -88,8 +87,9 @@ def _record(row: dict[str, Any], column: str) -> dict[str, Any] | None:
     prompt = row.pop(column, None)
     if not isinstance(prompt, str) or not prompt.strip():
         return None
-    # A table has each column in every row: null where the row's author gave none.
-    return {name: value for name, value in row.items() if value is not None} | {"prompt": prompt}
+    # A table has each column in every row: null or NaN, which equals nothing, where the row's author gave none.
+    given = {name: value for name, value in row.items() if value is not None and value == value}
+    return given | {"prompt": prompt}
 
 
 def _rows(name: str, place: Place) -> Iterator[dict[str, Any]]:

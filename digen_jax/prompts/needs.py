@@ -6,8 +6,7 @@ from typing import Any
 
 from digen_jax.errors import ConfigError, together
 from digen_jax.prompts.files import numbered_records
-
-SHOWN = 5  # lines that are named
+from digen_jax.prompts.lines import named
 
 # What a record lacks for a reward, as the end of a sentence about its prompt ("quotes no text"); None: nothing.
 Needs = Callable[[dict[str, Any]], str | None]
@@ -47,9 +46,7 @@ def _lacking(
 def _sentence(
     path: str | os.PathLike[str], total: int, reward: str, lack: str, lines: list[int]
 ) -> str:
-    more = f" and {len(lines) - SHOWN:,} more" if len(lines) > SHOWN else ""
-    where = f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:SHOWN]))}{more}"
     return (
-        f"{path}, {where}: {len(lines):,} of {total:,} prompts cannot be scored by the reward {reward!r}, because each "
-        f"{lack}; change or remove them"
+        f"{path}, {named(lines)}: {len(lines):,} of {total:,} prompts cannot be scored by the reward "
+        f"{reward!r}, because each {lack}; change or remove them"
     )

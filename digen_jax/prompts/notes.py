@@ -3,15 +3,14 @@
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from digen_jax.prompts.files import CONTROL, numbered_records
+from digen_jax.prompts.lines import named
 
-SHOWN = 5  # lines that are named
 CHUNK = 10_000  # prompts tokenized at a time
 SPOKEN = 100_000  # prompts between two lines of progress
-
 
 Path = str | os.PathLike[str]
 
@@ -24,7 +23,7 @@ def tell(paths: Sequence[Path], cut: Callable[[list[str]], Iterable[bool]]) -> N
 
 
 def shared(paths: Sequence[Path]) -> list[str]:
-    """A sentence for each prompt file that has prompts of an earlier one, which gives the first of their lines in both.
+    """A sentence for each prompt file that has prompts of an earlier one, with the lines of one example.
 
     Raises:
       ValueError or FileNotFoundError: as `files.read_prompt_file`.
@@ -33,9 +32,10 @@ def shared(paths: Sequence[Path]) -> list[str]:
     found = []
     for number, (path, here) in enumerate(zip(paths, firsts, strict=False)):
         for other, there in zip(paths[:number], firsts, strict=False):
-            if at := {here[key]: there[key] for key in here if key in there}:
-                count = f"{len(at):,} of {len(here):,} different prompts"
-                found.append(f"{path}: {count} are in {other}, too: {_where(at, '{} ({} there)')}")
+            if both := [key for key in here if key in there]:
+                count = f"{len(both):,} of {len(here):,} different prompts"
+                example = f"line {here[both[0]]} is line {there[both[0]]} there"
+                found.append(f"{path}: {count} are in {other}, too ({example})")
     return found
 
 
@@ -48,7 +48,7 @@ def _firsts(path: Path) -> dict[tuple[str, ...], int]:
 
 
 def _key(record: dict[str, Any]) -> tuple[str, ...]:
-    return record["prompt"], str(record.get("negative_prompt")), str(record.get("image"))
+    return record["prompt"], repr(record.get("negative_prompt")), repr(record.get("image"))
 
 
 def notes(path: Path, cut: Callable[[list[str]], Iterable[bool]]) -> list[str]:
@@ -63,22 +63,25 @@ def notes(path: Path, cut: Callable[[list[str]], Iterable[bool]]) -> list[str]:
     """
     numbered = numbered_records(path)
     lines: dict[str, list[int]] = {}
-    same: dict[tuple[str, ...], list[int]] = {}
+    firsts: dict[tuple[str, ...], int] = {}
+    repeats: list[tuple[int, int]] = []
     for number, record in numbered:
         prompt = record["prompt"]
         negative = record.get("negative_prompt")
         for text in {prompt, prompt if negative is None else negative}:
             lines.setdefault(text, []).append(number)
-        same.setdefault(_key(record), []).append(number)
+        first = firsts.setdefault(_key(record), number)
+        if first != number:
+            repeats.append((number, first))
     odd = sorted({number for text in lines if CONTROL.search(text) for number in lines[text]})
-    repeated = [(number, places[0]) for places in same.values() for number in places[1:]]
-    total = len(numbered)
-    found: dict[str, list[int] | dict[int, int]] = {
-        "are longer than the text encoders read, so that their ends are cut off": _long(lines, cut),
-        "repeat an earlier one": dict(sorted(repeated)),
-        "hold control characters": odd,
-    }
-    return [f"{path}: {_count(at, total)} {what}: {_where(at)}" for what, at in found.items() if at]
+    found = []
+    if long := _long(lines, cut):
+        found.append((long, f"are cut off by the text encoders: {named(long)}"))
+    if repeats:  # one example only: a file may repeat most of its prompts on purpose
+        found.append((repeats, "are repeats (line {} repeats line {})".format(*repeats[0])))
+    if odd:
+        found.append((odd, f"hold control characters: {named(odd)}"))
+    return [f"{path}: {len(at):,} of {len(numbered):,} prompts {what}" for at, what in found]
 
 
 def _long(lines: dict[str, list[int]], cut: Callable[[list[str]], Iterable[bool]]) -> list[int]:
@@ -90,15 +93,3 @@ def _long(lines: dict[str, list[int]], cut: Callable[[list[str]], Iterable[bool]
         for prompt, is_cut in zip(part, cut(part), strict=True):
             found += lines[prompt] if is_cut else ()
     return sorted(set(found))
-
-
-def _count(at: Sized, total: int) -> str:
-    return f"{len(at):,} of {total:,} prompts"
-
-
-def _where(at: list[int] | dict[int, int], pair: str = "{} (as {})") -> str:
-    """The first lines; of a dict each with the other line that it maps to."""
-    more = f" and {len(at) - SHOWN:,} more" if len(at) > SHOWN else ""
-    pairs = at.items() if isinstance(at, dict) else ()
-    words = [pair.format(*lines) for lines in pairs] or [*map(str, at)]
-    return f"line{'s' * (len(at) > 1)} {', '.join(words[:SHOWN])}{more}"

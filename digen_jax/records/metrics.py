@@ -1,17 +1,15 @@
-"""The record of a run: metrics.jsonl, the same numbers and the pictures for TensorBoard, optionally wandb.
+"""The record of a run: metrics.jsonl, the same numbers and the pictures for TensorBoard, optionally trackers.
 
 metrics.jsonl is the record and the event file is made from it, so the two cannot disagree. A
 checkpoint stores `MetricsLog.position()`; a resumed run calls `cut_back` with it and appends. Its
 record then equals an uninterrupted run's, apart from the fields that `TIMING` names.
 """
 
-import importlib.util
 import json
 import math
 import os
 import re
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -19,6 +17,7 @@ from typing import Any, SupportsFloat
 from digen_jax.errors import ConfigError
 from digen_jax.files import append, without_torn_line
 from digen_jax.records import event_file
+from digen_jax.records.tracking import Told, Tracker
 
 TIMING = ("seconds/", "images_per_second", "utilisation", "queue_depth", "candidates")
 CLOCK = "seconds/clock"
@@ -68,30 +67,32 @@ def _lines(path: Path | str) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Appends to `workdir`/metrics.jsonl, `workdir`/tensorboard and, where asked for, a wandb run.
+    """Appends to `workdir`/metrics.jsonl and `workdir`/tensorboard, and tells trackers where asked for.
 
     Args:
       workdir: the run's folder; complete lines already in its metrics.jsonl are kept.
-      wandb: arguments of `wandb.init` (project, name, ...), or None for no wandb. A resumed run
-        continues the same wandb run, which ignores the steps that it already has.
-      config: of the run; TensorBoard and wandb show it.
-
-    Raises:
-      ConfigError: wandb is asked for and not installed.
+      trackers: by "wandb" or "trackio" the arguments of its `init` (project, name, ...). A resumed run continues
+        the same run there, which ignores the steps that it already has.
+      config: of the run; TensorBoard and the trackers show it.
     """
 
     def __init__(
         self,
         workdir: Path | str,
-        wandb: dict[str, Any] | None = None,
+        trackers: Mapping[str, dict[str, Any]] | None = None,
         config: Mapping[str, Any] | None = None,
     ):
         self.folder, self._config = Path(workdir), config
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "metrics.jsonl"
         self.path.touch()
-        self._wandb = None if wandb is None else _start_wandb(self.folder, wandb, config)
-        self.cut_back(len(_lines(self.path)))
+        lines = _lines(self.path)
+        seen = lines[-1]["step"] if lines else -1
+        self._trackers = [
+            Tracker(Told(kind, str(self.folder), options, config, seen))
+            for kind, options in (trackers or {}).items()
+        ]
+        self.cut_back(len(lines))
 
     def write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Writes a line `{"step", "seconds/clock", **values}`, which survives a kill.
@@ -116,17 +117,18 @@ class MetricsLog:
             os.truncate(self.path, size)
             raise
         self._position += 1
-        if self._wandb is not None:
-            self._wandb.log(scalars, step=step)
+        for tracker in self._trackers:
+            tracker.log(scalars, step)
 
-    def picture(self, path: Path) -> None:
-        """Shows `workdir`/pictures/NAME_000020.png as NAME at step 20; before that step's `write`."""
-        name, step = _picture(path)
-        append(self._event_file(), event_file.record(_picture_event(path)))
-        if self._wandb is not None:
-            import wandb
+    def picture(self, path: Path, step: int | None = None) -> None:
+        """Shows `workdir`/pictures/NAME_000020.png as NAME at step 20; before that step's `write`.
 
-            self._wandb.log({f"pictures/{name}": wandb.Image(str(path))}, step=step)
+        A file without a step in its name is shown at a given one, and not again after `cut_back`.
+        """
+        name, step = _picture(path) if step is None else (path.stem, step)
+        append(self._event_file(), event_file.record(_picture_event(path, name, step)))
+        for tracker in self._trackers:
+            tracker.picture(f"pictures/{name}", path, step)
 
     def position(self) -> int:
         """The number of lines, flushed to the disk: a checkpoint stores it for `cut_back`."""
@@ -163,14 +165,14 @@ class MetricsLog:
             pictures = [p for p in sorted(found) if PICTURE.fullmatch(p.name)]
             events = [_config_event(self._config)] if self._config else []
             events += [_event(line) for line in lines]
-            events += [_picture_event(p) for p in pictures if _picture(p)[1] <= last]
+            events += [_picture_event(p, *_picture(p)) for p in pictures if _picture(p)[1] <= last]
             self._events = event_file.replace_events(self.folder / "tensorboard", events)
         return self._events
 
     def close(self) -> None:
-        """Ends the wandb run; the files are whole after every write."""
-        if self._wandb is not None:
-            self._wandb.finish()
+        """Ends the trackers' runs; the files are whole after every write."""
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _event(line: Mapping[str, Any]) -> bytes:
@@ -185,8 +187,7 @@ def _picture(path: Path) -> tuple[str, int]:
     return name, int(step)
 
 
-def _picture_event(path: Path) -> bytes:
-    name, step = _picture(path)
+def _picture_event(path: Path, name: str, step: int) -> bytes:
     return event_file.picture_event(
         path.stat().st_mtime, step, f"pictures/{name}", path.read_bytes()
     )
@@ -197,18 +198,3 @@ def _config_event(config: Mapping[str, Any]) -> bytes:
     lines = json.dumps(config, indent=2, default=str).splitlines()
     text = "\n".join(f"    {line}" for line in lines)
     return event_file.text_event(time.time(), 0, "config", text)
-
-
-def _start_wandb(workdir: Path, options: dict[str, Any], config: Mapping[str, Any] | None) -> Any:
-    """A wandb run whose id is kept in the workdir, so that a resumed run continues it."""
-    if importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            "wandb is asked for but not installed: pip install wandb, or switch it off"
-        )
-    import wandb
-
-    identity = workdir / "wandb_id.txt"
-    if not identity.exists():
-        identity.write_text(uuid.uuid4().hex)
-    same = dict(dir=str(workdir), id=identity.read_text(), resume="allow")
-    return wandb.init(config=config and dict(config), **same, **options)

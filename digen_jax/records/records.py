@@ -34,7 +34,7 @@ class Records:
       release_room: frees the disk space that is reserved for a checkpoint.
 
     Raises:
-      ConfigError: wandb is asked for and not installed, or metrics.jsonl holds garbage.
+      ConfigError: metrics.jsonl holds garbage.
     """
 
     def __init__(self, workdir: pathlib.Path, recipe: Recipe, release_room: Callable[[], None]):
@@ -42,14 +42,14 @@ class Records:
         self._full: OSError | None = None  # the disk is, as a file of the workdir has shown
         self._timeline = TraceFile(workdir / "timeline.json")
         self._shown: list[list[Interval]] = []  # of the last steps
-        self._metrics = MetricsLog(workdir, recipe.wandb.options, recipe.as_json())
+        self._metrics = MetricsLog(workdir, recipe.trackers, recipe.as_json())
         self._commands: CommandLog | None = None
         self._folder = workdir / "pictures"
         self._folder.mkdir(exist_ok=True)
         self._count = recipe.pictures.images
 
     def close(self) -> None:
-        """Ends the wandb run; the files are whole after every write."""
+        """Ends the trackers' runs; the files are whole after every write."""
         self._metrics.close()
 
     def _kept(self, write: Callable[[], Any]) -> None:
@@ -173,32 +173,43 @@ class Records:
             self._folder / "curve.png",
         )
 
-    def results(self, held_out: list[dict]) -> None:
-        """Prints the results and writes them as pictures; `held_out` are the evaluated records."""
-        first, last = (saved_images(self._folder / f"{when}.npz") for when in ("before", "after"))
-        if first is None or len(first["scores"]) != len(held_out):
-            print(
-                f"{self._folder / 'before.npz'} is missing or damaged: nothing is compared with it"
-            )
-        else:
-            self._compare(first, last, held_out)
-        self._draw_curve()
-        print(where(self._workdir))
-
-    def _compare(
-        self, first: dict[str, np.ndarray], last: dict[str, np.ndarray], held_out: list[dict]
-    ) -> None:
-        """Writes a sheet of the same prompts before and after, and prints the table of their rewards."""
+    def conclude(self, done: int, held_out: list[dict]) -> None:
+        """Writes a sheet of the same prompts before and after all `done` steps, of the evaluated records."""
+        if (found := self._compared(held_out)) is None:
+            return
+        first, last = found
         count = min(len(first["images"]), len(last["images"]))
-        pictures.before_after(
+        sheet = pictures.before_after(
             first["images"][:count],
             last["images"][:count],
             [record["prompt"] for record in held_out[:count]],
             first["scores"][:count],
             last["scores"][:count],
             title="held-out prompts, the same noise before and after tuning",
-        ).save(self._folder / "before_after.png")
-        print(table(held_out, first["scores"], last["scores"]))
+        )
+        path = self._folder / "before_after.png"
+        self._kept(lambda: sheet.save(path))
+        self._kept(lambda: self._metrics.picture(path, done))
+
+    def results(self, held_out: list[dict]) -> None:
+        """Prints the results and draws the curve; `held_out` are the evaluated records."""
+        if (found := self._compared(held_out)) is None:
+            print(
+                f"{self._folder / 'before.npz'} is missing or damaged: nothing is compared with it"
+            )
+        else:
+            print(table(held_out, *(one["scores"] for one in found)))
+        self._draw_curve()
+        print(where(self._workdir))
+
+    def _compared(
+        self, held_out: list[dict]
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]] | None:
+        """What was kept of the first and of the last evaluation; None where one is missing or damaged."""
+        first, last = (saved_images(self._folder / f"{when}.npz") for when in ("before", "after"))
+        if first is None or last is None or len(first["scores"]) != len(held_out):
+            return None
+        return first, last
 
 
 @contextlib.contextmanager

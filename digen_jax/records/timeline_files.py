@@ -26,6 +26,8 @@ COLOURS = {
     "deliver": ("cq_build_running", "#b5a76a"),
     "switch": ("black", "#333333"),
     "evaluate": ("olive", "#9d755d"),
+    "ask": ("cq_build_passed", "#eba66c"),
+    "ask in vain": ("terrible", "#c03830"),
 }
 WAIT = ("grey", "#dddddd")
 
@@ -127,9 +129,19 @@ def _event(row: int, interval: Interval, clock: float) -> dict[str, Any]:
     }
 
 
+def in_order(found: Iterable[tuple[str, str]]) -> list[str]:
+    """The rows of some intervals (worker, kind): rollout, what is beside it, trainer, rewards, the servers they ask."""
+    servers = {row: kind.startswith("ask") for row, kind in found}
+
+    def place(row: str) -> tuple[bool, bool, bool, bool, str]:
+        return servers[row], row == "reward", row == TRAINER, " rollout" in row, row
+
+    return sorted(servers, key=place)
+
+
 def draw(intervals: Sequence[Interval], path: pathlib.Path, title: str = "") -> None:
-    """A PNG with a row for each worker, trainer and rewards last; a wait is labelled by what it waits for."""
-    rows = sorted({i.worker for i in intervals}, key=lambda w: (w == "reward", w == TRAINER, w))
+    """A PNG with a row for each worker, in the order of `in_order`; a wait is labelled by what it waits for."""
+    rows = in_order((interval.worker, interval.kind) for interval in intervals)
     begin = min(interval.start for interval in intervals)
     figure = Figure(figsize=(11, 1.2 + 0.5 * len(rows)), dpi=120, layout="constrained")
     axes = figure.subplots()

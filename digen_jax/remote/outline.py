@@ -15,10 +15,11 @@ import numpy as np
 from digen_jax.engine.packing import Endpoints
 from digen_jax.engine.sampler import EncodedPrompts
 from digen_jax.flow.sampling import Transitions
+from digen_jax.rewards.calling import Answer
 
 Tree = Any
 Leaf = jax.ShapeDtypeStruct
-OWN = (Transitions, Endpoints, EncodedPrompts)
+OWN = (Transitions, Endpoints, EncodedPrompts, Answer)
 KEYS = ("fry", "rbg", "urbg")  # JAX's own generators, as their types' names have them
 TYPES = {
     name: jax.numpy.dtype(name)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import UInt8
 
+from digen_jax import rewards
 from digen_jax.remote.leader import Member
 from digen_jax.remote.link import RemoteLink
 from digen_jax.runtime.link import ImagesOf
@@ -32,6 +33,7 @@ class RemoteSampler:
 
     Attributes:
       images: of decoded fragments, not yet scored.
+      answers: what the rewards on its mesh have said of them.
       devices: of its mesh.
       member: its process.
 
@@ -44,6 +46,7 @@ class RemoteSampler:
         """`give_up` ends a process's stream, by its name: `Leader.give_up`."""
         self.name, self.devices = member.name, member.devices
         self.images: dict[Fragment, UInt8[np.ndarray, "b t h w 3"]] = {}
+        self.answers: dict[Fragment, rewards.Answers] = {}
         self.given_up = False
         self.member, self._link, self._give_up = member, link, give_up
 
@@ -64,14 +67,15 @@ class RemoteSampler:
         """Has a fragment's images decoded, and fetches them; those of a dropped one are not there."""
         self._do(functools.partial(Decode, worker=self.name, fragment=fragment))
         key = ImagesOf(self.name, fragment)
-        images = self._link.fetch(key, TRAINER)
-        if images is not None and not self.given_up:
-            self.images[fragment] = images
+        found = self._link.fetch(key, TRAINER)
+        if found is not None and not self.given_up:
+            self.images[fragment], self.answers[fragment] = found
         self._link.withdraw(key)
 
     def drop_fragment(self, fragment: Fragment) -> None:
         """Frees all data of a fragment."""
         self.images.pop(fragment, None)
+        self.answers.pop(fragment, None)
         self.member.tell(functools.partial(DropFragments, fragments=(fragment,)))
 
     def drop_weights(self, publication: Publication) -> None:

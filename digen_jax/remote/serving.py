@@ -11,6 +11,7 @@ from digen_jax.process.ending import Stopped, hangs
 from digen_jax.process.exhausted import out_of_memory
 from digen_jax.remote.following import Following
 from digen_jax.remote.link import RemoteLink
+from digen_jax.rewards.calling import Answer
 from digen_jax.runtime.clock import measured
 from digen_jax.runtime.link import ImagesOf
 from digen_jax.runtime.sampling import SamplingExecutor
@@ -82,9 +83,11 @@ class Sampling:
     def _decode(self, fragment: Fragment) -> None:
         self._executor.decode(fragment)
         images = self._executor.images.pop(fragment, None)
+        answers = self._executor.answers.pop(fragment, ())
         if images is None:
             return
-        self._link.offer(ImagesOf(self._executor.name, fragment), images)
+        sent = images, [(*of, _sent(answer)) for *of, answer in answers]
+        self._link.offer(ImagesOf(self._executor.name, fragment), sent)
         if not fragment.evaluation and self._steps.find(fragment) is None:
             self._forget(fragment)
 
@@ -104,6 +107,11 @@ class Sampling:
                 self._dropped.discard(publication)
             if dropped:
                 self._executor.drop_weights(publication)
+
+
+def _sent(answer: Answer) -> Answer:
+    """What a reward says as a tree that can be sent; one that runs on a mesh has asked no servers."""
+    return answer._replace(shown=dict(answer.shown), exchanges=())
 
 
 def serve(following: Following, executes: Executes) -> None:

@@ -77,7 +77,7 @@ def _of_run(run: Run, intervals: int) -> dict[str, Any]:
         "config": json.dumps(run.config, indent=1),
         "model": run.config["model"]["folder"],
         "algorithm": run.config["algorithm"]["name"],
-        "rewards": [(name, name in run.trained) for name in _reward_names(run)],
+        "rewards": [(name, name in run.trained) for name in run.weights],
         "step": run.step,
         "steps": run.config["steps"],
         "finished": run.finished,
@@ -89,14 +89,6 @@ def _of_run(run: Run, intervals: int) -> dict[str, Any]:
         # "<" could end the script that this stands in
         "timeline": drawn and Markup(json.dumps(drawn).replace("<", "\\u003c")),
     }
-
-
-def _reward_names(run: Run) -> list[str]:
-    found = []
-    for one in run.config.get("rewards", ()):
-        entries = one["weight"] if isinstance(one["weight"], dict) else {"": 0}
-        found += [f"{one['name']}/{entry}".rstrip("/") for entry in entries]
-    return found
 
 
 def task_table(runs: Sequence[Run]) -> list[Row]:

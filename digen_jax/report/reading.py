@@ -52,14 +52,20 @@ class Run:
         return [tag for tag in tags if tag != NO_TASK[0] and not tag.startswith(NO_TASK[1:])]
 
     @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each score that has one, by the name in its metrics."""
+        found = {}
+        for one in self.config.get("rewards", ()):
+            # Runs of older versions have no labels.
+            title, weight = one.get("label") or one["name"], one["weight"]
+            several = weight if isinstance(weight, dict) else {"": weight}
+            found |= {f"{title}/{entry}".rstrip("/"): factor for entry, factor in several.items()}
+        return found
+
+    @property
     def trained(self) -> set[str]:
         """The names of the rewards whose weight is not 0."""
-        found = set()
-        for one in self.config.get("rewards", ()):
-            weight = one["weight"]
-            named = weight if isinstance(weight, dict) else {"": weight}
-            found |= {f"{one['name']}/{k}".rstrip("/") for k, w in named.items() if w}
-        return found
+        return {name for name, weight in self.weights.items() if weight}
 
     @property
     def command(self) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from digen_jax.records.timeline_files import COLOURS, WAIT, read_events
+from digen_jax.records.timeline_files import COLOURS, WAIT, in_order, read_events
 from digen_jax.report.reading import Run
 
 MOST = 5000  # intervals on a page; the steps before the newest so many are left out
@@ -31,8 +31,7 @@ def timeline(run: Run, most: int = MOST) -> dict[str, Any] | None:
     if not windows:
         return None
     first = min(begin for begin, _ in windows.values())
-    rows = list(dict.fromkeys(names.get(event["tid"], "") for event in kept))
-    rows.sort(key=lambda row: (row == "reward", row == "trainer", " rollout" in row, row))
+    rows = in_order((names.get(event["tid"], ""), event["name"]) for event in kept)
     kinds = list(dict.fromkeys(event["name"] for event in kept))
 
     def short(event: dict[str, Any]) -> list[float]:

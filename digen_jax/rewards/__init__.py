@@ -16,9 +16,12 @@ import numpy as np
 from jaxtyping import Float, Float32, Int, UInt8
 
 from digen_jax.rewards.calling import Answer, Reward, called
+from digen_jax.rewards.exchanges import taken
 from digen_jax.rewards.settings import RewardSettings
 
 Batch = tuple[UInt8[np.ndarray, "_ ..."], list[str], list[dict[str, Any]]]
+# (the number of a reward, the places of the images to which it applies, what it says of them)
+Answers = Sequence[tuple[int, Int[np.ndarray, "_"], Answer]]
 
 
 class Scores(NamedTuple):
@@ -37,15 +40,16 @@ class NamedReward:
 
     settings: RewardSettings
     function: Reward
+    on_mesh: bool = False  # a run computes it where it samples, and not by this function
 
     def applying(self, metadata: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "n"]:
         """The places of the records to which it applies."""
-        name = self.settings.name
+        name = self.settings.title
         return np.flatnonzero([name in record.get("rewards", (name,)) for record in metadata])
 
     def answer(self, batch: Batch) -> Answer:
         """Its checked scores of images to which it applies; raises as `calling.called`."""
-        return called(self.function, self.settings, *batch)
+        return called(self.function, self.settings, *batch)._replace(exchanges=taken())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +71,14 @@ class Rewards:
     @property
     def label(self) -> str:
         """The names of all rewards, in errors."""
-        return ", ".join(one.settings.name for one in self.members)
+        return ", ".join(one.settings.title for one in self.members)
 
     def parts(self, metadata: Sequence[Mapping[str, Any]]) -> list[tuple[int, np.ndarray]]:
         """(the number of a reward, the places of the records to which it applies) of those that are asked."""
         found = [(number, one.applying(metadata)) for number, one in enumerate(self.members)]
         return [(number, places) for number, places in found if len(places)]
 
-    def merged(
-        self, count: int, answers: Sequence[tuple[int, Int[np.ndarray, "_"], Answer]]
-    ) -> Scores:
+    def merged(self, count: int, answers: Answers) -> Scores:
         """The scores of `count` images: (the number of a reward, the places of the images, its answer) of each."""
         columns = np.full((count, len(self.names)), np.nan, np.float32)
         starts = np.cumsum([0, *(len(one.settings.entries) for one in self.members)])
@@ -90,12 +92,18 @@ class Rewards:
 
     def score(self, images: np.ndarray, prompts: list[str], metadata: list[dict]) -> Scores:
         """The scores of a batch, asked in this thread; raises as `calling.called`."""
-        batch = images, prompts, metadata
-        parts = self.parts(metadata)
-        return self.merged(
-            len(images),
-            [(i, places, self.members[i].answer(cut(batch, places))) for i, places in parts],
-        )
+        found = answers(dict(enumerate(self.members)), (images, prompts, metadata))
+        return self.merged(len(images), found)
+
+
+def answers(members: Mapping[int, NamedReward], batch: Batch) -> Answers:
+    """What rewards, by their numbers, say of the images to which they apply; raises as `calling.called`."""
+    asked = ((number, one, one.applying(batch[2])) for number, one in members.items())
+    return [
+        (number, places, one.answer(cut(batch, places)))
+        for number, one, places in asked
+        if len(places)
+    ]
 
 
 def alone(name: str, function: Reward) -> Rewards:

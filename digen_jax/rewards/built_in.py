@@ -15,8 +15,9 @@ from digen_jax.rewards import NamedReward, Rewards, RewardSettings
 from digen_jax.rewards.mistakes import ARGUMENTS, blamed, check_callable
 
 # Where a reward is computed: "pool" is a process or thread of the host, which needs a function that can be pickled;
-# "server" is such a process of launch/reward_server.py only, because the reward imports torch.
-Where = Literal["pool", "server"]
+# "server" is such a process of launch/reward_server.py only, because the reward imports torch; "mesh" are the devices
+# that sample, unless a config or a server has it in the pool.
+Where = Literal["pool", "server", "mesh"]
 KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # The kinds of settings that are checked, in words.
 SIMPLE = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
@@ -71,6 +72,7 @@ BUILT_IN = {
         name: BuiltIn(
             f"digen_jax.learned_rewards.built_in:{name}",
             canary=f"digen_jax.learned_rewards.canaries:{canary}",
+            where="mesh",
         )
         for name, canary in (
             ("aesthetic", "of_pictures"),
@@ -83,34 +85,66 @@ BUILT_IN = {
 
 
 def resolve(
-    asked: Sequence[RewardSettings], field: str = "config.rewards", serving: bool = False
+    asked: Sequence[RewardSettings],
+    field: str = "config.rewards",
+    serving: bool = False,
+    meshes: bool = False,
 ) -> Rewards:
     """The rewards of a config's sections, built-in or the user's own as "module:function".
 
     The user's module is searched in the current directory first, then on Python's path. `field` is the list in which
     errors give the number of a section; "": they name the reward only. `serving`: for the processes of a reward server.
+    `meshes`: for a run, whose meshes compute some of them; without it all are computed where they are called.
 
     Raises:
       ConfigError: there is no such reward, module or function, it cannot be imported or called, it has not these
-        settings, only a server has it, or a reward is named twice; names the section.
+        settings, only a server has it, or two sections have one title; names the section.
     """
-    found, names = [], [one.name for one in asked]
+    found, titles = [], [one.title for one in asked]
     for number, one in enumerate(asked):
         try:
-            if one.name in names[:number]:
+            if "/" in one.label:
                 raise ConfigError(
-                    f"reward {one.name!r} is named twice: name it once, with the sum of weights"
+                    f"label = {one.label!r} has a '/', which in metrics divides a reward's name from those of its "
+                    "scores: leave it out"
+                )
+            if one.title in titles[:number]:
+                other = f", or give one of them another label than {one.title!r}" if field else ""
+                raise ConfigError(
+                    f"reward {one.title!r} is named twice: name it once, with the sum of weights{other}"
                 )
             if not serving and one.name in BUILT_IN and BUILT_IN[one.name].where == "server":
                 raise ConfigError(
                     f"reward {one.name!r} imports torch, which a run must not: start launch/reward_server.py with "
                     f"--reward={one.name}, and name the reward 'served' with its address here"
                 )
-            found.append(NamedReward(one, _function(one)))
+            there = _on_mesh(one) and meshes
+            found.append(NamedReward(one, _function(one), there))
         except ConfigError as error:
             where = f"{field}[{number}]: " if field else ""
             raise type(error)(f"{where}{error}") from error
     return Rewards(tuple(found))
+
+
+def on_mesh(asked: Sequence[RewardSettings]) -> dict[int, RewardSettings]:
+    """The rewards that a run computes on its sampling meshes, by their numbers; raises ConfigError as `resolve`."""
+    return {number: one for number, one in enumerate(asked) if _on_mesh(one)}
+
+
+def _on_mesh(asked: RewardSettings) -> bool:
+    able = asked.name in BUILT_IN and BUILT_IN[asked.name].where == "mesh"
+    if asked.where == "mesh" and not able:
+        learned = ", ".join(sorted(name for name, one in BUILT_IN.items() if one.where == "mesh"))
+        raise ConfigError(
+            f"reward {asked.name!r} cannot be computed on a mesh, as {learned} can: leave its field 'where' at ''"
+        )
+    found = able and asked.where != "pool"
+    if found and asked.limit:
+        raise ConfigError(
+            f"reward {asked.name!r} is computed on the mesh, where it has no limit of its own: set its field 'limit' "
+            "to 0, or 'where' to 'pool'"
+        )
+    return found
 
 
 def find_canary(reward: NamedReward) -> Callable[[], Any] | None:

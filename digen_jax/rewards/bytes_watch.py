@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from digen_jax.errors import ConfigError
+from digen_jax.process.ending import Stopped
 from digen_jax.rewards.mistakes import RewardMistake, own_lines
 
 ADVICE = (
@@ -58,6 +60,8 @@ def watched(
     except Misread as error:
         said = f"reward {name!r} misreads its pictures: {error}. {ADVICE}"
         raise RewardMistake("\n".join([said, *own_lines(error)])) from error
+    except (ConfigError, Stopped):
+        raise  # said on purpose, such as of a server that does not answer
     except Exception:
         return reward(_plain(images), prompts, metadata)
 

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from digen_jax.rewards.bytes_watch import Watched, watched
+from digen_jax.rewards.exchanges import Exchange
 from digen_jax.rewards.mistakes import RewardMistake, blamed
 from digen_jax.rewards.settings import RewardSettings
 
@@ -20,6 +21,7 @@ class Answer(NamedTuple):
     columns: Float32[np.ndarray, "b c"]  # one for each of `RewardSettings.entries`
     shown: Mapping[str, Float32[np.ndarray, "b"]]  # by "reward/score", what else it returned
     seconds: float  # that it took
+    exchanges: tuple[Exchange, ...] = ()  # with servers, before the answer: see `exchanges.taken`
 
 
 def called(
@@ -35,7 +37,7 @@ def called(
       RewardFailed: the reward raises an exception.
       RewardMistake: its scores are not one finite number an image, or one that has a weight is missing.
     """
-    begin, name = time.perf_counter(), settings.name
+    begin, name = time.perf_counter(), settings.title
     with blamed(name, "raised"):
         if isinstance(images, Watched):
             returned = watched(name, reward, images, prompts, metadata)

@@ -37,7 +37,7 @@ def check_canaries(found: rewards.Rewards, score: Callable[..., rewards.Scores])
     """Lets every reward that has a canary score it.
 
     Args:
-      found: the rewards.
+      found: the rewards; those on a mesh are passed over, as `score` does not ask them.
       score: as `RewardPool.score`.
 
     Raises:
@@ -45,8 +45,8 @@ def check_canaries(found: rewards.Rewards, score: Callable[..., rewards.Scores])
       Stopped: see `RewardPool.score`.
     """
     for reward in found.members:
-        make, name = find_canary(reward), reward.settings.name
-        if make is None:
+        make, name = find_canary(reward), reward.settings.title
+        if make is None or reward.on_mesh:
             continue
         with blamed(name, "has a canary that raised"):
             canary = make()

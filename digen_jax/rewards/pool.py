@@ -5,6 +5,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from jaxtyping import UInt8
 
 from digen_jax import rewards
 from digen_jax.process.ending import Stopped, hangs
+from digen_jax.rewards.exchanges import Exchange, moved
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.process import Gone, Limit, RewardProcess
 
@@ -23,11 +25,16 @@ def for_ever(expected: float | None) -> float:
     return math.inf
 
 
+class Hung(Stopped):
+    """A reward hangs in a thread of this process, which can neither be killed nor asked again."""
+
+
 class Scored(NamedTuple):
-    """A batch's scores, and the seconds that its rewards took for them."""
+    """A batch's scores, the seconds that its rewards took for them, and the requests that they sent to servers."""
 
     scores: rewards.Scores
     seconds: float
+    exchanges: tuple[Exchange, ...] = ()
 
 
 class Thread:
@@ -40,7 +47,7 @@ class Thread:
         threading.Thread(target=self._work, name="reward", daemon=True).start()
 
     def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
-        """As `RewardProcess.ask`; raises Stopped where it takes longer than the limit, and in every call after that."""
+        """As `RewardProcess.ask`; raises Hung where it takes longer than the limit, and in every call after that."""
         future, asked = Future(), self._rewards.members[number]
         if not self._hangs:
             self._asked.put((future, asked, batch))
@@ -51,8 +58,8 @@ class Thread:
                 raise  # the reward's own
         self._hangs = True
         hangs("reward")
-        raise Stopped(
-            f"reward {asked.settings.name!r} took more than {limit.seconds:g} seconds in a thread of this process, "
+        raise Hung(
+            f"reward {asked.settings.title!r} took more than {limit.seconds:g} seconds in a thread of this process, "
             "where it cannot be killed and asked again: fix it, set config.reward_pool.processes to 1 or more, or "
             f"raise {limit.field}, and the same command continues"
         )
@@ -73,7 +80,7 @@ class Thread:
 class RewardPool:
     """Scores batches of images, several at a time, without blocking the caller.
 
-    The rewards score a batch one after the other.
+    The rewards score a batch one after the other. Those that a run computes on its meshes are not asked.
 
     Args:
       found: the rewards.
@@ -95,13 +102,14 @@ class RewardPool:
     ):
         self.rewards = found
         self._retries, self._limit = retries, limit
-        payload = _sendable(found) if processes else None
-        if processes and payload is None:
+        idle = all(one.on_mesh for one in found.members)
+        payload = _sendable(found) if processes and not idle else None
+        if processes and payload is None and not idle:
             print(
                 f"reward {found.label!r} is in no file that another process could import: it scores in a thread",
                 file=sys.stderr,
             )
-        names = tuple(one.settings.name for one in found.members)
+        names = tuple(one.settings.title for one in found.members)
         self._scorers: list[RewardProcess | Thread] = (
             [Thread(found)]
             if payload is None
@@ -119,9 +127,15 @@ class RewardPool:
             keeper.start()
 
     def submit(
-        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
+        self,
+        images: UInt8[np.ndarray, "b ..."],
+        prompts: list[str],
+        metadata: list[dict],
+        known: rewards.Answers = (),
     ) -> Future:
         """A future `Scored`; the rewards that apply to the prompts are asked once.
+
+        `known` is what rewards on a mesh have said of the images, and becomes a part of the scores.
 
         The future raises what `calling.called` raises; Gone, if a reward's process died or was killed at its
         limit; Stopped, if a thread hangs.
@@ -129,11 +143,15 @@ class RewardPool:
         future = Future()
         if self._closed:
             future.cancel()
-        self._jobs.put((future, (images, prompts, metadata)))
+        self._jobs.put((future, (images, prompts, metadata), known))
         return future
 
     def score(
-        self, images: UInt8[np.ndarray, "b ..."], prompts: list[str], metadata: list[dict]
+        self,
+        images: UInt8[np.ndarray, "b ..."],
+        prompts: list[str],
+        metadata: list[dict],
+        known: rewards.Answers = (),
     ) -> rewards.Scores:
         """Waits for the scores; asks again where a reward fails.
 
@@ -141,7 +159,7 @@ class RewardPool:
           Exception: see `final`.
         """
         for left in reversed(range(self._retries + 1)):
-            future = self.submit(images, prompts, metadata)
+            future = self.submit(images, prompts, metadata, known)
             error = future.exception()
             if error is None:
                 return future.result().scores
@@ -183,28 +201,33 @@ class RewardPool:
     def _keep(self, scorer: RewardProcess | Thread) -> None:
         """Lets a process or thread score one batch after the other."""
         while (job := self._jobs.get()) is not None:
-            future, batch = job
+            future, batch, known = job
             if self._closed or not future.set_running_or_notify_cancel():
                 future.cancel()
                 continue
             try:
-                found = self._scored(scorer, batch)
+                found = self._scored(scorer, batch, known)
             except BaseException as error:
                 future.set_exception(CancelledError() if self._closed else error)
             else:
                 future.set_result(found)
 
-    def _scored(self, scorer: RewardProcess | Thread, batch: rewards.Batch) -> Scored:
+    def _scored(
+        self, scorer: RewardProcess | Thread, batch: rewards.Batch, known: rewards.Answers
+    ) -> Scored:
         """Asks the rewards that apply to a batch, one after the other."""
-        answers, spent = [], 0.0
+        answers, spent, exchanges = [*known], 0.0, ()
         for number, places in self.rewards.parts(batch[2]):
+            if self.rewards.members[number].on_mesh:
+                continue
             limit = self._limit_of(number, len(places))
             answer = scorer.ask(number, rewards.cut(batch, places), limit)
+            exchanges += moved(answer.exchanges, time.perf_counter())
             answers.append((number, places, answer))
             self._images[number] += len(places)
             self._seconds[number] += answer.seconds
             spent += answer.seconds
-        return Scored(self.rewards.merged(len(batch[0]), answers), spent)
+        return Scored(self.rewards.merged(len(batch[0]), answers), spent, exchanges)
 
     def _limit_of(self, number: int, images: int) -> Limit:
         """The time that a reward may take for so many images."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from digen_jax import rewards
 from digen_jax.process.ending import at_leaving
+from digen_jax.process.terminal import fitted
 from digen_jax.rewards.mistakes import blamed
 
 START = (
@@ -95,7 +96,7 @@ class RewardProcess:
                     f"fix it, or raise {limit.field}",
                 ) from None
             raise Gone(
-                f"{reward} died in its process ({self._end()}), for want of memory perhaps"
+                f"{reward} died in its process ({self._end()}), perhaps because memory ran out"
             ) from None
         finally:
             timer.cancel()
@@ -161,6 +162,7 @@ at_leaving(_kill_all)
 # -------------------------------------------------------------------------------- in the process
 
 
+@fitted(beside=True)
 def serve(descriptor: int) -> None:
     """Scores batches as they come, until the asking process has gone."""
     # The run handles signals to all processes of a job. SIG_IGN is not used, as children would inherit it.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,10 +19,21 @@ class RewardSettings:
     weight: float | Mapping[str, float] = 1.0
     # the reward's own settings, by name
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # by which metrics and the "rewards" of a prompt know it, in place of its name; "": the name. Sections
+    # with the same reward, such as two of "served" with different servers, need different ones
+    label: str = ""
     # seconds that a batch of images may take; 0: as `runtime.deadline` says
     limit: float = 0.0
     # bound of the size of its advantages before they are weighted, if `advantages.combine` is "advantages"; 0: none
     clip: float = 0.0
+    # what computes it: "mesh": the devices that sample, once they have decoded a fragment, possible for clip_score,
+    # pickscore, hpsv2 and aesthetic; "pool": the processes of `reward_pool`; "": the mesh where possible
+    where: Literal["", "mesh", "pool"] = ""
+
+    @property
+    def title(self) -> str:
+        """The label, or else the name: of all sections another one."""
+        return self.label or self.name
 
     @property
     def entries(self) -> dict[str, str]:
@@ -31,8 +42,8 @@ class RewardSettings:
         The entry of a reward with a single weight has the reward's name, without its module.
         """
         if isinstance(self.weight, Mapping):
-            return {entry: f"{self.name}/{entry}" for entry in self.weight}
-        return {self.name.rpartition(":")[2]: self.name}
+            return {entry: f"{self.title}/{entry}" for entry in self.weight}
+        return {self.name.rpartition(":")[2]: self.title}
 
     @property
     def weights(self) -> tuple[float, ...]:

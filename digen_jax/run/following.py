@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
-from digen_jax.assemble import build, duties, scheduled
+from digen_jax.assemble import build, duties, read_scorers, scheduled
 from digen_jax.config.recipe import Recipe
 from digen_jax.encoding.ahead import Encoding, prepare
 from digen_jax.encoding.reached import reached
+from digen_jax.engine.scoring import Scoring
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
@@ -20,6 +21,7 @@ from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.run.opening import place_here
 from digen_jax.run.positions import Position, Positions
+from digen_jax.run.scorers import try_scorers
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.orders import leave, orders
@@ -58,10 +60,16 @@ def _follow(
         return value
     if mistake is not None:
         raise mistake
-    recipe, positions, encoding = prepared
+    recipe, positions, encoding, scorers = prepared
+    _, mistake = _tried(lambda: try_scorers(recipe, scorers))
+    kind, value = next(told)
+    if kind == "end":
+        return value
+    if mistake is not None:
+        raise mistake
     if encoding is not None:
         encoding.run()
-    system, mistake = _tried(lambda: build(recipe, jax.devices()))
+    system, mistake = _tried(lambda: build(recipe, jax.devices()).with_scorers(scorers))
     kind, value = next(told)
     if kind == "end":
         return value
@@ -84,8 +92,12 @@ def _tried(call: Callable[[], Any]) -> tuple[Any, ConfigError | None]:
 
 def _prepared(
     recipe: Recipe, workdir: pathlib.Path, first: dict[str, Any]
-) -> tuple[Recipe, Positions, Encoding | None]:
-    """(the recipe on these devices, the run's positions, the prompts to encode); `first` is the leader's config."""
+) -> tuple[Recipe, Positions, Encoding | None, tuple[Scoring, ...]]:
+    """What is there before the model, in a process that follows; `first` is the leader's config.
+
+    Returns:
+      (the recipe on these devices, the run's positions, the prompts to encode, the rewards on the mesh).
+    """
     recipe = place_here(recipe)
     if recipe.as_json() != first:
         raise ConfigError(
@@ -93,7 +105,8 @@ def _prepared(
         )
     positions = Positions(workdir, recipe)
     drawn = functools.partial(reached, recipe, workdir / "prompts", positions.oldest() or 0)
-    return recipe, positions, prepare(recipe, jax.devices(), drawn)
+    encoding = prepare(recipe, jax.devices(), drawn)
+    return recipe, positions, encoding, read_scorers(recipe, jax.devices())
 
 
 class Follower:

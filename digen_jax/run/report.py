@@ -101,8 +101,12 @@ class Reporter:
         """Records the intervals after the last step's end."""
         self.records.timeline(driver.rest(), time.time() - driver.now())
 
+    def conclude(self, done: int) -> None:
+        """Records the results after all `done` steps."""
+        self.records.conclude(done, self._held_out)
+
     def results(self) -> None:
-        """Shows the results, on the console and as pictures."""
+        """Shows the results on the console."""
         self.records.results(self._held_out)
 
     def close(self) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 
-from digen_jax.assemble import build, make_driver, scheduled
+from digen_jax.assemble import build, make_driver, read_scorers, scheduled
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.encoding.ahead import prepare
 from digen_jax.encoding.reached import reached
 from digen_jax.engine.divergence import DivergedError, check_metrics
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.terminal import fitted
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.records.checkpoint import SaveFailed
@@ -31,6 +32,7 @@ from digen_jax.run.following import follow_run
 from digen_jax.run.opening import place_run
 from digen_jax.run.positions import Position, Positions
 from digen_jax.run.report import Metrics, Reporter, diverged, tell_prompts
+from digen_jax.run.scorers import try_scorers
 from digen_jax.run.stopping import reason_to_stop
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
 from digen_jax.runtime.driver import Driver
@@ -52,12 +54,13 @@ def train(recipe: Recipe, workdir: pathlib.Path) -> int | None:
       ConfigError: what the recipe asks for cannot work here, or a mistake in the values of the reward.
       Stopped: an indispensable part of the run hangs or dies, such as the reward.
     """
-    if not is_first():
-        return follow_run(recipe, workdir)
-    with leading() as orders:
-        code = lead(recipe, workdir, orders)
-        orders.announce("end", (None, code))
-    return code
+    with fitted():
+        if not is_first():
+            return follow_run(recipe, workdir)
+        with leading() as orders:
+            code = lead(recipe, workdir, orders)
+            orders.announce("end", (None, code))
+        return code
 
 
 def lead(recipe: Recipe, workdir: pathlib.Path, orders: Orders) -> int | None:
@@ -93,20 +96,23 @@ class Run:
             reached, recipe, workdir / "prompts", self.positions.oldest() or 0
         )
         encoding = prepare(recipe, jax.devices(), drawn)
-        found, pool = resolve(recipe.rewards), recipe.reward_pool
+        found, pool = resolve(recipe.rewards, meshes=True), recipe.reward_pool
         deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(found, pool.processes, pool.retries, deadline.seconds)
         held_out = read_prompt_file(recipe.evaluation.prompts)
         files = *read_prompt_files(recipe.prompts.paths), held_out
         try:
+            scorers = read_scorers(recipe, jax.devices())
             check_canaries(found, self.rewards.score)
             try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
+            orders.announce("try")
+            try_scorers(recipe, scorers)
             if encoding is not None:
                 tell_prompts(recipe, encoding.family)
             with orders.together("encode"):
                 if encoding is not None:
                     encoding.run()
-            self.system = build(recipe, jax.devices())
+            self.system = build(recipe, jax.devices()).with_scorers(scorers)
             if encoding is None:
                 tell_prompts(recipe, self.system.policy.family)
         except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
@@ -143,6 +149,8 @@ class Run:
                 position = self.resume()
                 self.report.start(position.done, changed)
                 position = self.advance(position, interrupt)
+                if not interrupt.asked:
+                    self.report.conclude(position.done)
             if interrupt.asked:
                 print(f"Stopped and saved after step {position.done}; the same command continues.")
                 return 128 + interrupt.asked

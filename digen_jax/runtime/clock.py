@@ -14,10 +14,14 @@ _thread = threading.local()
 
 
 class Stopwatch:
-    """The seconds of a block: `so_far` inside it, for any thread, and `seconds` after it."""
+    """The seconds of a block: `so_far` inside it, for any thread, and `seconds` after it.
+
+    `parts` are (kind, begin, end) of what `part` has noted in it, by `time.perf_counter`.
+    """
 
     def __init__(self):
         self.seconds = 0.0
+        self.parts: list[tuple[str, float, float]] = []
         self.began = time.perf_counter()
         self._apart: list[tuple[float, float]] = []  # spans that do not count
         self._since: float | None = None  # begin of such a span that has not ended
@@ -50,6 +54,16 @@ def measured() -> Iterator[Stopwatch]:
         _thread.watch = outer
         watch.go_on()
         watch.seconds = watch.so_far()
+
+
+@contextlib.contextmanager
+def part(kind: str) -> Iterator[None]:
+    """Notes a block in this thread as a part of the work that is measured, which the timeline shows apart."""
+    begin = time.perf_counter()
+    yield
+    watch = getattr(_thread, "watch", None)
+    if watch is not None:
+        watch.parts.append((kind, begin, time.perf_counter()))
 
 
 @contextlib.contextmanager

@@ -5,13 +5,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from digen_jax.process.ending import Stopped, hangs
 from digen_jax.process.exhausted import during, out_of_memory
+from digen_jax.rewards.exchanges import moved
+from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch
 from digen_jax.runtime.executors import Executor
@@ -145,7 +147,7 @@ class Driver:
         late = self._watched(item, lambda *late: end_process("the trainer", *late))
         with self._orders.together("do", item), late as stopwatch:
             self._do_for_all(item)
-        self._completed(item, begin, stopwatch.seconds)
+        self._completed(item, begin, stopwatch.seconds, parts=stopwatch.parts)
         return item
 
     def _do_for_all(self, command: Command) -> None:
@@ -219,11 +221,17 @@ class Driver:
             line.submit(self._do, found, line, command)
 
     def _completed(
-        self, command: Command, begin: float, seconds: float, values: tuple[float, ...] = ()
+        self,
+        command: Command,
+        begin: float,
+        seconds: float,
+        values: tuple[float, ...] = (),
+        parts: Sequence[tuple[str, float, float]] = (),
     ) -> None:
         end = self.now()
+        parts = [(kind, *(time - self._start for time in span)) for kind, *span in parts]
         with self._lock:
-            self._summary.work(command, begin, end, self._scheduler.has_rollout)
+            self._summary.work(command, begin, end, self._scheduler.has_rollout, parts)
             self._post(Completed(end, command, seconds, values))
 
     def _stop(self, error: BaseException) -> None:
@@ -249,14 +257,14 @@ class Driver:
                 late = self._watched(command, lambda *late: self._hangs(worker, *late))
                 with late as stopwatch:
                     self.executor.do(command)
-            except Stopped:  # no other device can do it either
-                raise
             # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
             except Exception as error:
+                if isinstance(error, Stopped | RewardMistake) and not may_pass(error):
+                    raise  # no other device can do it either
                 return self._failed(worker, line, command, error)
             if isinstance(command, Decode | Deliver | Publish):
                 worker.failed[line] = 0
-            self._completed(command, begin, stopwatch.seconds)
+            self._completed(command, begin, stopwatch.seconds, parts=stopwatch.parts)
         except BaseException as error:
             self._stop(error)
 
@@ -301,11 +309,13 @@ class Driver:
             error = done.exception()
             if error is not None and may_pass(error):
                 return self._not_scored(command, error)
-            scores, seconds = done.result()
-            values = tuple(map(float, self.executor.scored(command, scores)))
+            found = done.result()
+            values = tuple(map(float, self.executor.scored(command, found.scores)))
             now = self.now()
-            self._orders.announce("scored", (command, sent(scores.columns)))
-            self._completed(command, max(asked, now - seconds), now - asked, values)
+            with self._lock:
+                self._summary.asked(command, moved(found.exchanges, -self._start))
+            self._orders.announce("scored", (command, sent(found.scores.columns)))
+            self._completed(command, max(asked, now - found.seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)
 

@@ -14,6 +14,7 @@ from digen_jax.engine.divergence import check_images
 from digen_jax.engine.system import Rollout, System, tag_group
 from digen_jax.engine.trainer import TrainState
 from digen_jax.images import as_judged, stills
+from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.evaluation import Evaluation, Gathering, HeldOut
 from digen_jax.runtime.link import LocalLink
@@ -59,8 +60,8 @@ class Executor(Protocol):
     def do(self, command: Command) -> None:
         """Executes a command other than a Score or an Evaluate; returns when its work is done."""
 
-    def to_score(self, command: Score) -> rewards.Batch:
-        """(images or clips as bytes, prompts, metadata), the input of the rewards."""
+    def to_score(self, command: Score) -> tuple[Any, ...]:
+        """The arguments of `RewardPool.submit`: images or clips as bytes, prompts, metadata, and what is known."""
 
     def scored(self, command: Score, scores: rewards.Scores) -> Float32[np.ndarray, "b"]:
         """Takes scores; returns the value of each image by which the scheduler compares images."""
@@ -85,6 +86,8 @@ class Duties:
     rewards: tuple[str, ...]  # the names of the scores that have a weight
     held_out: Sequence[dict[str, Any]] = ()  # the prompts of evaluations
     tag_weights: str = "in place"  # the trainer samples with these: see `engine.system.tag_group`
+    # the rewards that the sampling meshes compute, by their numbers: those of `Rollout.scorers`
+    on_mesh: Mapping[int, rewards.RewardSettings] = dataclasses.field(default_factory=dict)
 
 
 class Executors:
@@ -215,14 +218,15 @@ class Executors:
             found = self._scores.setdefault(step, begun)
         return found
 
-    def to_score(self, command: Score) -> rewards.Batch:
-        """See `Executor`.
+    def to_score(self, command: Score) -> tuple[Any, ...]:
+        """See `Executor`; the rewards on the mesh that made the images have scored them already.
 
         Raises:
           DivergedError: the images contain NaN, for which no reward is to blame.
         """
         fragment = command.fragment
-        clips = self.sampling(command.maker).images[fragment]
+        maker = self.sampling(command.maker)
+        clips = maker.images[fragment]
         check_images(clips)
         images = as_judged(clips)
         held_out, steps = self._held_out, self.steps
@@ -231,13 +235,18 @@ class Executors:
             if fragment.evaluation
             else steps.of(fragment).shown(fragment.index)
         )
-        return images, [record["prompt"] for record in shown], shown
+        known = maker.answers.get(fragment, ())
+        return images, [record["prompt"] for record in shown], shown, known
 
     def scored(self, command: Score, scores: rewards.Scores) -> Float32[np.ndarray, "b"]:
         """See `Executor`; for several rewards the value is their weighted sum. Frees the images."""
         fragment = command.fragment
         at_maker = command.maker == TRAINER or command.maker in self.rollouts
-        images = self.sampling(command.maker).images.pop(fragment, None) if at_maker else None
+        images = None
+        if at_maker:
+            maker = self.sampling(command.maker)
+            maker.answers.pop(fragment, None)
+            images = maker.images.pop(fragment, None)
         if fragment.evaluation and images is not None:
             self._gathering.note(fragment, images, scores)
         elif not fragment.evaluation and self.steps.find(fragment) is not None:
@@ -274,7 +283,8 @@ class Executors:
         return filter(None, (self.__dict__.get("assistant"), *self.rollouts.values()))
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
-        return SamplingExecutor(name, rollout, self.steps, self._held_out, self._link)
+        scorers = named(self._duties.on_mesh, rollout.scorers)
+        return SamplingExecutor(name, rollout, self.steps, self._held_out, self._link, scorers)
 
 
 def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainState:

@@ -32,7 +32,7 @@ class ConditioningOf:
 
 @dataclasses.dataclass(frozen=True)
 class ImagesOf:
-    """The key of a fragment's images as bytes, where their worker is in another process than the rewards."""
+    """The key of a fragment's images, and of what rewards on its mesh say of them, for another process."""
 
     worker: str
     fragment: Fragment

@@ -1,14 +1,20 @@
 """A sampling mesh's executor: holds weights by version, prompts by step, and fragments in progress."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import jax
 import numpy as np
 
+from digen_jax import rewards
 from digen_jax.engine.hosts import fetch, put
 from digen_jax.engine.packing import trained_part
 from digen_jax.engine.sampler import EncodedPrompts, Weights
 from digen_jax.engine.system import Rollout
 from digen_jax.flow.sampling import Trajectory
-from digen_jax.images import bytes_or_nan
+from digen_jax.images import as_judged, bytes_or_nan
+from digen_jax.runtime.clock import part
 from digen_jax.runtime.evaluation import HeldOut, sample_fixed
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.runtime.steps import Steps
@@ -18,14 +24,25 @@ from digen_jax.scheduling.commands import Fragment, Publication
 class SamplingExecutor:
     """Encodes, generates and decodes on one mesh; every method returns when its work is done.
 
-    It holds its results until others have taken them: images for the rewards in `images`, samples for
-    training on the link.
+    It holds its results until others have taken them: images for the rewards in `images`, what the rewards on this
+    mesh have said of them in `answers`, samples for training on the link.
     """
 
-    def __init__(self, name: str, rollout: Rollout, steps: Steps, held_out: HeldOut, link: Link):
+    def __init__(
+        self,
+        name: str,
+        rollout: Rollout,
+        steps: Steps,
+        held_out: HeldOut,
+        link: Link,
+        scorers: Mapping[int, rewards.NamedReward] = MappingProxyType({}),
+    ):
+        """`scorers` are the rewards on this mesh, by their numbers among those of the run."""
         self.name, self.rollout = name, rollout
         self.weights: dict[Publication, Weights] = {}
         self.images: dict[Fragment, np.ndarray] = {}  # as bytes, not yet scored
+        self.answers: dict[Fragment, rewards.Answers] = {}
+        self._scorers = scorers
         self.given_up = False
         self._steps, self._held_out, self._link = steps, held_out, link
         self._fixed = Weights(None, rollout.base, rollout.frozen)
@@ -71,29 +88,55 @@ class SamplingExecutor:
         return sample_fixed(self.rollout.evaluator, weights, records, first, held_out.batch)
 
     def decode(self, fragment: Fragment) -> None:
-        """Brings a fragment's images to the host, and offers its samples for training on the link."""
+        """Brings a fragment's images to the host, and offers its samples for training on the link.
+
+        The rewards on this mesh score the images.
+
+        Raises:
+          RewardMistake: their scores are not finite.
+        """
         trajectory = self._begun.pop(fragment, None)
         if trajectory is None:
             return
         if fragment.evaluation:
             images = fetch(self.rollout.evaluator.decode(self._fixed, trajectory))
-            self.images[fragment] = bytes_or_nan(images[: len(self._held_out.of(fragment))])
+            records = self._held_out.of(fragment)
+            self._keep(fragment, images[: len(records)], records)
             return
         images = fetch(self.rollout.sampler.decode(self._fixed, trajectory))
         step = self._steps.find(fragment)
         if step is None or self.given_up:  # given up: another mesh generates the fragment
             return
+        # First, so that nothing is offered of a fragment whose scoring fails.
+        self._keep(fragment, images, step.shown(fragment.index))
+        if self.given_up:
+            return
         keys = put(step.training_keys[step.cut(fragment.index)], self.rollout.group.batch)
         samples = trained_part(trajectory, keys), trajectory.sigmas
         self._link.offer(SamplesOf(self.name, fragment), jax.block_until_ready(samples))
-        self.images[fragment] = bytes_or_nan(images)
         if self._steps.find(fragment) is None:
             self.drop_fragment(fragment)
+
+    def _keep(
+        self,
+        fragment: Fragment,
+        images: np.ndarray,
+        records: list[dict[str, Any]],
+    ) -> None:
+        """Scores images, and holds them for the other rewards."""
+        made = bytes_or_nan(images)
+        # With a NaN nothing is scored: the run ends where these images are taken.
+        if self._scorers and made.dtype == np.uint8:
+            with part("score"):
+                batch = as_judged(made), [record["prompt"] for record in records], records
+                self.answers[fragment] = rewards.answers(self._scorers, batch)
+        self.images[fragment] = made
 
     def drop_fragment(self, fragment: Fragment) -> None:
         """Frees all data of a fragment."""
         self._begun.pop(fragment, None)
         self.images.pop(fragment, None)
+        self.answers.pop(fragment, None)
         self._link.withdraw(SamplesOf(self.name, fragment))
 
     def drop_weights(self, publication: Publication) -> None:

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import trained_images
+from digen_jax.rewards.exchanges import Exchange
 from digen_jax.runtime.evaluation import by_tag
 from digen_jax.runtime.image_statistics import group_diversity
 from digen_jax.runtime.scores import StepScores
@@ -18,6 +19,7 @@ from digen_jax.scheduling.commands import (
     Deliver,
     Generate,
     Publish,
+    Score,
     Train,
 )
 from digen_jax.scheduling.events import Completed, Event, Joined, Lost
@@ -85,8 +87,23 @@ class Summary:
             self._ages.append(batch.step - batch.group_of(command.fragment.index).version)
             self._queued.append(1 + len(batch.ready))
 
-    def work(self, command: Command, start: float, end: float, apart: bool) -> None:
-        """Records a completed command; `apart`: there are rollout workers in addition to the trainer."""
+    def work(
+        self,
+        command: Command,
+        start: float,
+        end: float,
+        apart: bool,
+        parts: Sequence[tuple[str, float, float]] = (),
+    ) -> None:
+        """Records a completed command.
+
+        Args:
+          command: the command.
+          start: of its work.
+          end: likewise.
+          apart: there are rollout workers in addition to the trainer.
+          parts: (kind, begin, end) of what is shown apart within its work; not of an evaluation.
+        """
         worker, kind = getattr(command, "worker", "reward"), command.kind
         fragment = getattr(command, "fragment", None)
         if fragment is not None and fragment.evaluation:
@@ -98,7 +115,20 @@ class Summary:
             worker = f"{kind} {worker}"  # parallel to the worker's commands
         else:
             self._under_way.pop(worker, None)
+        shown = parts if kind != "evaluate" else ()
+        for what, begin, finish in shown:
+            self._recorder.work(worker, kind, start, begin, fragment)
+            self._recorder.work(worker, what, begin, finish, fragment)
+            start = finish
         self._recorder.work(worker, kind, start, end, fragment)
+
+    def asked(self, command: Score, exchanges: Sequence[Exchange]) -> None:
+        """Records the requests to servers by which a batch was scored; each server is a worker of its own."""
+        # An evaluation is not a part of the step in which it happens.
+        fragment = None if command.fragment.evaluation else command.fragment
+        for one in exchanges:
+            kind = "ask" if one.failure is None else "ask in vain"
+            self._recorder.work(one.server, kind, one.begin, one.end, fragment)
 
     def end_step(self, now: float, away: float) -> list[Interval]:
         """Sums up a step that ends now; returns its intervals and forgets them.
@@ -120,7 +150,7 @@ class Summary:
         phases: Counter[str] = Counter()
         for interval in done:
             if interval.kind in PHASES:
-                phases[PHASES[interval.kind]] += interval.seconds
+                phases[_phase(interval)] += interval.seconds
         self.numbers = {
             "images_per_second": self._images / (seconds - away),
             "utilisation": busy / (total * seconds),
@@ -143,6 +173,12 @@ class Summary:
         done = list(self._recorder.intervals)
         self._recorder.intervals.clear()
         return done
+
+
+def _phase(interval: Interval) -> str:
+    """The phase of an interval; a reward on a mesh is a part of the rollout, which it prolongs."""
+    on_mesh = interval.kind == "score" and interval.worker != "reward"
+    return "rollout" if on_mesh else PHASES[interval.kind]
 
 
 def reward_metrics(found: StepScores, names: tuple[str, ...]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ class Interval(NamedTuple):
     `kind` is a command's, "tag" for a fragment that the trainer generates in addition to rollout workers,
     "evaluate" for an evaluation fragment, or "wait" for `cause`, one of CAUSES. The rewards are the worker
     "reward", whose intervals may overlap. Transfers to and from a rollout worker have separate rows,
-    such as "publish rollout 0".
+    such as "publish rollout 0", and so has each server that a reward asks, such as "judge 127.0.0.1:8000", with "ask"
+    for an answered request and "ask in vain" for one that is repeated; they may overlap, too.
     """
 
     worker: str

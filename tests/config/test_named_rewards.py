@@ -13,7 +13,7 @@ from digen_jax.rewards.settings import RewardSettings
 REWARDS = [
     RewardSettings("shapes_geneval"),
     RewardSettings("mine:ocr"),
-    RewardSettings("shown", 0.0),
+    RewardSettings("mine:ocr", 0.0, label="shown"),
 ]
 
 

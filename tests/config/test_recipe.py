@@ -3,6 +3,7 @@
 import math
 import pathlib
 import re
+import sys
 
 import jax
 import pytest
@@ -79,12 +80,21 @@ def test_whole_numbers_become_floats_where_floats_belong(given):
     assert type(full.sampler.steps) is int
 
 
-def test_wandb_without_a_project_is_refused(given):
-    full = changed(given, wandb__name="first")
-    with pytest.raises(
-        ConfigError, match=r"config.wandb.name does nothing without config.wandb.pro"
-    ):
+@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
+def test_a_tracker_without_a_project_is_refused(given, tracker):
+    full = changed(given, **{f"{tracker}__name": "first"})
+    sentence = rf"config.{tracker}.name does nothing without config.{tracker}.pro"
+    with pytest.raises(ConfigError, match=sentence):
         open_recipe(full)
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_refused(given, tracker, monkeypatch):
+    monkeypatch.setitem(sys.modules, tracker, None)
+    full = open_recipe(changed(given, **{f"{tracker}__project": "shapes"}))
+    sentence = f"config.{tracker}.project asks for {tracker}, which is not installed: run pip "
+    with pytest.raises(ConfigError, match=sentence):
+        place(full, 1)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from tests.config.test_recipe import EARLY, FORWARD, TWO, changed, of_method
 given, prompts = test_recipe.given, test_recipe.prompts
 
 
-def test_wandb_is_off_until_a_project_is_named(given):
-    assert open_recipe(given).wandb.options is None
+def test_trackers_are_off_until_a_project_is_named(given):
+    assert open_recipe(given).trackers == {}
     full = open_recipe(changed(given, wandb__project="shapes", wandb__tags=["a"]))
-    assert full.wandb.options == {
-        "project": "shapes",
-        "tags": ("a",),
-        "mode": "online",
+    assert full.trackers == {"wandb": {"project": "shapes", "tags": ("a",), "mode": "online"}}
+    both = open_recipe(changed(given, trackio__project="shapes", trackio__space_id="me/here"))
+    assert both.trackers == {
+        **full.trackers,
+        "trackio": {"project": "shapes", "space_id": "me/here"},
     }
 
 

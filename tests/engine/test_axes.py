@@ -134,7 +134,7 @@ def result(base):
     return of
 
 
-@pytest.mark.parametrize(("tuning", "mesh"), quick(CASES, 5, 10, 14))
+@pytest.mark.parametrize(("tuning", "mesh"), quick(CASES, 5, 14))
 def test_images_and_gradients_are_those_of_one_device(result, tuning, mesh):
     check(result, tuning, mesh)
 

@@ -12,7 +12,7 @@ from digen_jax import assemble
 from digen_jax.config.door import open_recipe, place
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime.steps import Images
-from tests.cases import said
+from tests.cases import quick, said
 from tests.engine import toy
 from tests.engine.test_axes import ADVANTAGES, ROWS
 from tests.engine.test_axes import config as tiny_config
@@ -119,7 +119,7 @@ def gathered_kernels(text):
     return kernels
 
 
-@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arithmetic", quick([("float32",), ("bfloat16",)], 1))
 def test_parameters_are_rounded_before_they_are_gathered(base, arithmetic):
     system = built(base, "full", devices=4, arithmetic=arithmetic)
     weights = system.publish(system.start)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from digen_jax.assemble import load_family
 from digen_jax.engine import sharding
 from digen_jax.engine.axes import axis_sizes
 from digen_jax.engine.sharding import Layout
 from digen_jax.errors import ConfigError
+from digen_jax.families import load_family
 from digen_jax.models.logical_axes import NAMES, logical_axes
 from digen_jax.models.sd3 import network as sd3
 from tests.engine import toy

@@ -14,7 +14,8 @@ from peft.utils import get_peft_model_state_dict
 from digen_jax.config.door import open_recipe
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.inference.export import export, how_to_load
-from digen_jax.inference.model import open_model, sample_to_folder
+from digen_jax.inference.model import open_model
+from digen_jax.inference.pictures import sample_to_folder
 from digen_jax.models.qwen_image.family import NULL
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run.train import train

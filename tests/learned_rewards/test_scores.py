@@ -14,11 +14,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from PIL import Image
 
+from digen_jax.errors import ConfigError
 from digen_jax.learned_rewards import aesthetic, clip_score, hpsv2, pickscore
-from digen_jax.learned_rewards.host import HostReward
+from digen_jax.learned_rewards.host import on_host
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.settings import RewardSettings
-from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, Files, pictures, write
+from tests.learned_rewards.folders import PROMPTS, SIZE, TOKENS, WIDTH, Files, pictures, write
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -168,18 +169,21 @@ def test_no_torch_is_imported(files):
 def test_batches_of_any_number_are_cut_and_padded(files):
     scorer, params = aesthetic.load(files.clip, files.head)
     images = pictures(24, 24, count=7)
-    whole = HostReward(scorer, params, batch=8)(images, [""] * 7, [{}] * 7)
-    calls = []
+    whole = on_host(scorer, params, batch=8)(images, [""] * 7, [{}] * 7)
+    calls = set()
 
-    def score(params, images, ids):
-        calls.append(len(images))
-        return scorer.score(params, images, ids)
+    class Noted:
+        tokens, tokenize = scorer.tokens, staticmethod(scorer.tokenize)
 
-    reward = HostReward(scorer, params, batch=4)
-    reward._score = jax.jit(score)
+        def score(self, params, images, ids):
+            calls.add(len(images))
+            return scorer.score(params, images, ids)
+
+    reward = on_host(Noted(), params, batch=4)
+    assert [reward.rows(count) for count in (1, 2, 3, 4, 5, 7, 9)] == [1, 2, 4, 4, 8, 8, 12]
     np.testing.assert_allclose(reward(images, [""] * 7, [{}] * 7), whole, atol=1e-6)
     np.testing.assert_allclose(reward(images[:1], [""], [{}]), whole[:1], atol=1e-6)
-    assert calls == [4, 1]  # traced sizes: the last three are padded to four
+    assert calls == {4, 1}  # traced sizes: the last three are padded to four
     assert reward(images[:0], [], []).shape == (0,)
 
 
@@ -188,9 +192,15 @@ def test_hpsv2_cleans_prompts_as_open_clip():
     assert hpsv2.clean("  a cat &amp;amp; a dog &lt;3 ") == "a cat & a dog <3"
 
 
+def test_clips_are_refused(files):
+    reward = clip_score.make(folder=str(files.clip))
+    with pytest.raises(ConfigError, match="scores pictures, not clips"):
+        reward(np.zeros((1, 2, 8, 8, 3), np.uint8), ["a"], [{}])
+
+
 def test_a_batch_of_none_is_refused(files):
     with pytest.raises(ValueError, match="batch must be a whole number from 1"):
-        HostReward(*aesthetic.load(files.clip, files.head), batch=0)
+        on_host(*aesthetic.load(files.clip, files.head), batch=0)
 
 
 def test_files_that_do_not_fit_are_named(files, tmp_path):
@@ -226,3 +236,19 @@ def test_tensors_that_open_clip_does_not_have_are_surplus(files, tmp_path):
         ValueError, match=r"text_model.encoder.layers.1.self_attn.._proj.bias .* is missing"
     ):
         hpsv2.load(tmp_path / "b.pt", files.clip)
+
+
+def test_the_modules_with_open_clips_names_are_its_own(files):
+    """The oracle of HPSv2 against the package that it stands for."""
+    model = pytest.importorskip("open_clip.model", reason="open_clip is not installed")
+    visual = model.CLIPVisionCfg(layers=3, width=48, head_width=3, patch_size=8, image_size=SIZE)
+    vocabulary, width = files.hps_module.token_embedding.weight.shape
+    text = model.CLIPTextCfg(TOKENS, vocabulary, width=width, heads=16, layers=2)
+    clip = model.CLIP(WIDTH, visual, text).eval()
+    clip.load_state_dict(files.hps_module.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(3, 3, SIZE, SIZE, generator=generator)
+    ids = torch.randint(1, vocabulary, (3, TOKENS), generator=generator)
+    with torch.no_grad():
+        image, words, _ = clip(pixels, ids)
+        torch.testing.assert_close((image * words).sum(-1), files.hps_module(pixels, ids))

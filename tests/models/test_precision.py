@@ -1,13 +1,19 @@
 """The precision of a family's float32 products, read from the programs that it traces."""
 
 import functools
+import types
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 
-from digen_jax.assemble import load_family
+from digen_jax.families import load_family
+from digen_jax.models.linear import Linear, of_one_input
+from digen_jax.models.precision import exact_products
 from digen_jax.models.sd3.family import TokenIds
+from digen_jax.target import on_device
+from digen_jax.weights.lora import lora_layers
 from tests.pipelines import ROOT
 
 
@@ -50,6 +56,28 @@ def traced(part):
 def test_float32_is_multiplied_by_more_than_one_pass_of_bfloat16(part):
     found = list(products(traced(part).jaxpr))
     assert len(found) > 3
+    assert set(found) == {(jax.lax.Precision.HIGH,) * 2}
+
+
+def test_the_gradient_of_a_lora_on_a_tpu_is_multiplied_so_too():
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return of_one_input([Linear(width, name=f"to_{width}") for width in (6, 4)], x)
+
+    params = {f"to_{o}": {"kernel": jnp.ones((7, o)), "bias": jnp.ones(o)} for o in (6, 4)}
+    lora = {f"to_{o}": {"a": jnp.ones((7, 2)), "b": jnp.ones((2, o))} for o in (6, 4)}
+
+    def loss(lora, x):
+        @exact_products
+        def out():
+            return Layers().apply({"params": params, "lora": lora}, x)
+
+        with on_device(types.SimpleNamespace(platform="tpu")), lora_layers(0.5):
+            return sum(map(jnp.sum, out()))
+
+    found = list(products(jax.make_jaxpr(jax.grad(loss, (0, 1)))(lora, jnp.ones((2, 3, 7))).jaxpr))
+    assert len(found) > 6
     assert set(found) == {(jax.lax.Precision.HIGH,) * 2}
 
 

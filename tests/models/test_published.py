@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from digen_jax.assemble import load_family, read_parts
 from digen_jax.engine.axes import make_mesh
 from digen_jax.engine.placement import DeviceGroup
+from digen_jax.families import load_family, read_parts
 from digen_jax.models.published import published_folder, published_models
 from digen_jax.weights.folder import resolve_folder
 

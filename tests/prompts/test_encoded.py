@@ -68,6 +68,20 @@ def test_rows_come_back_bit_by_bit_in_any_order_and_in_a_later_run(store, tmp_pa
     assert_stored(later, *texts)
 
 
+def test_what_other_threads_print_while_prompts_are_read_is_shown(store, monkeypatch, capsys):
+    store.add(of("a"))
+    assert capsys.readouterr().out == ""  # TFDS prints while it builds
+    opened = tfds.builder_from_directory
+
+    def printing(folder):
+        print("step 1")
+        return opened(folder)
+
+    monkeypatch.setattr(encoded.tfds, "builder_from_directory", printing)
+    assert_stored(store, "a")
+    assert capsys.readouterr().out == "step 1\n"
+
+
 def test_models_do_not_share_rows(store, tmp_path):
     other = PromptStore(tmp_path / "store", OTHER, PLENTY)
     assert models(tmp_path / "store") == []

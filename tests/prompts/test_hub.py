@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import json
+import math
 
 import pyarrow
 import pyarrow.parquet
@@ -29,7 +30,12 @@ def cache(tmp_path, monkeypatch):
     (folder / "refs" / "refs" / "convert").mkdir(parents=True)
     (folder / "refs" / "refs" / "convert" / "parquet").write_text(COMMIT)
     when = datetime.datetime(2024, 5, 1)
-    extra = {"image": {"bytes": b"\x89PNG", "path": "x.png"}, "raw": b"\0", "when": when}
+    extra = {
+        "image": {"bytes": b"\x89PNG", "path": "x.png"},
+        "raw": b"\0",
+        "when": when,
+        "weight": math.nan,
+    }
     rows = [row | extra for row in ROWS]
     for place, part in {
         "default/train/0000": rows[:3],

@@ -33,8 +33,8 @@ def test_each_file_reward_and_lack_is_a_sentence_with_its_first_lines(files):
         check_needs([*files, first], {"ocr": ocr.needs, "mine:box": box})
     quotes = 'because each quotes no text, such as a sign that says "OPEN"; change or remove them'
     assert error.value.args == (
-        f"{first}, lines 1, 2, 3, 4, 5 and 1 more: 6 of 7 prompts cannot be scored by the reward 'ocr', {quotes}",
-        f"{first}, lines 1, 2, 3, 4, 5 and 2 more: 7 of 7 prompts cannot be scored by the reward 'mine:box', because "
+        f"{first}, lines 1, 2, 3 and 3 more: 6 of 7 prompts cannot be scored by the reward 'ocr', {quotes}",
+        f"{first}, lines 1, 2, 3 and 4 more: 7 of 7 prompts cannot be scored by the reward 'mine:box', because "
         "each has no box or tag; change or remove them",
         f"{second}, lines 1, 5: 2 of 3 prompts cannot be scored by the reward 'mine:box', because each has no box; "
         "change or remove them",

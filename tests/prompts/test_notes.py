@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from digen_jax.assemble import load_family
+from digen_jax.families import load_family
 from digen_jax.prompts import files, notes
 from tests.cases import said
 from tests.tiny_runs import pipeline
@@ -19,10 +19,8 @@ def test_what_is_odd_is_counted_and_named_by_its_lines(tmp_path):
     prompts = ["a b", "a b c d", "x\ty", "a b", "a b c d", "a b", *["a b c d"] * 4, "\x07 e"]
     file.write_text("\n\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
     assert notes.notes(file, long) == [
-        f"{file}: 6 of 11 prompts are longer than the text encoders read, so that their ends are cut off: "
-        "lines 3, 9, 13, 15, 17 and 1 more",
-        f"{file}: 7 of 11 prompts repeat an earlier one: lines 7 (as 1), 9 (as 3), 11 (as 1), 13 (as 3), "
-        "15 (as 3) and 2 more",
+        f"{file}: 6 of 11 prompts are cut off by the text encoders: lines 3, 9, 13 and 3 more",
+        f"{file}: 7 of 11 prompts are repeats (line 7 repeats line 1)",
         f"{file}: 2 of 11 prompts hold control characters: lines 5, 21",
     ]
 
@@ -33,10 +31,19 @@ def test_a_negative_prompt_is_read_too_and_makes_another_prompt(tmp_path):
     given = ({} if one is None else {"negative_prompt": one} for one in negatives)
     file.write_text("\n".join(json.dumps({"prompt": "a b"} | more) for more in given))
     assert notes.notes(file, long) == [
-        f"{file}: 1 of 7 prompts are longer than the text encoders read, so that their ends are cut off: line 4",
-        f"{file}: 2 of 7 prompts repeat an earlier one: lines 3 (as 2), 7 (as 6)",
+        f"{file}: 1 of 7 prompts are cut off by the text encoders: line 4",
+        f"{file}: 2 of 7 prompts are repeats (line 3 repeats line 2)",
         f"{file}: 1 of 7 prompts hold control characters: line 5",
     ]
+
+
+def test_a_note_on_a_shipped_file_fits_a_line():
+    file = "assets/prompts/shapes_train.jsonl"
+    (found,) = notes.notes(file, lambda prompts: [False] * len(prompts))
+    repeated = f"{file}: 1,310 of 1,800 prompts are repeats (line 81 repeats line 27)"
+    assert found == repeated and len(found) <= 100
+    for found in notes.notes(file, lambda prompts: [True] * len(prompts)):
+        assert len(found) <= 120
 
 
 def test_of_a_good_file_nothing_is_said(tmp_path, capsys):
@@ -50,7 +57,7 @@ def test_every_prompt_of_a_large_file_is_looked_at_and_that_is_said(tmp_path, ca
     monkeypatch.setattr(notes, "SPOKEN", 4)
     (tmp_path / "p.txt").write_text("".join(f"a {'b ' * (i % 5)}{i}\n" for i in range(9)))
     found = notes.notes(tmp_path / "p.txt", long)
-    assert [note.partition("off: ")[2] for note in found] == ["lines 3, 4, 5, 8, 9"]
+    assert [note.partition("encoders: ")[2] for note in found] == ["lines 3, 4, 5 and 2 more"]
     assert capsys.readouterr().err == "tokenized 4 of 9 prompts\ntokenized 8 of 9 prompts\n"
 
 
@@ -102,7 +109,7 @@ def test_the_same_text_with_another_picture_is_no_repetition(tmp_path):
     lines = [{"prompt": "a", "image": image} for image in ("x.png", "y.png", "x.png")]
     file.write_text("\n".join(map(json.dumps, lines)))
     (found,) = notes.notes(file, lambda prompts: [False] * len(prompts))
-    assert found == f"{file}: 1 of 3 prompts repeat an earlier one: line 3 (as 1)"
+    assert found == f"{file}: 1 of 3 prompts are repeats (line 3 repeats line 1)"
 
 
 def test_prompts_of_several_files_are_named_with_their_lines_in_both(tmp_path, capsys):
@@ -111,11 +118,11 @@ def test_prompts_of_several_files_are_named_with_their_lines_in_both(tmp_path, c
     two.write_text("x\nb\ny\na\nb\n")
     three.write_text("z\n")
     assert notes.shared([one, two, three]) == [
-        f"{two}: 2 of 4 different prompts are in {one}, too: lines 2 (2 there), 4 (1 there)"
+        f"{two}: 2 of 4 different prompts are in {one}, too (line 2 is line 2 there)"
     ]
     notes.tell([one, two, one], long)
     assert capsys.readouterr().err.splitlines() == [
-        f"{one}: 1 of 4 prompts repeat an earlier one: line 4 (as 2)",
-        f"{two}: 1 of 5 prompts repeat an earlier one: line 5 (as 2)",
-        f"{two}: 2 of 4 different prompts are in {one}, too: lines 2 (2 there), 4 (1 there)",
+        f"{one}: 1 of 4 prompts are repeats (line 4 repeats line 2)",
+        f"{two}: 1 of 5 prompts are repeats (line 5 repeats line 2)",
+        f"{two}: 2 of 4 different prompts are in {one}, too (line 2 is line 2 there)",
     ]

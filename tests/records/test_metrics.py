@@ -4,7 +4,6 @@ import pathlib
 import struct
 import subprocess
 import sys
-import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -175,58 +174,6 @@ def test_timing_fields_are_left_out():
     assert without_timing(line) == {"step": 1, "images": 4, "in/seconds": 5}
 
 
-def test_wandb_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="not installed: pip install wandb, or switch it off"):
-        MetricsLog(tmp_path, wandb={"project": "digen"})
-
-
-def test_wandb_gets_values_pictures_and_config_and_a_resumed_run_the_same_id(tmp_path):
-    picture = drawn(tmp_path, "step_000001.png")
-    for step in range(2):
-        log = MetricsLog(tmp_path, {"project": "digen", "mode": "offline"}, {"seed": 3})
-        if step:
-            log.picture(picture)
-        log.write(step, {"a": np.float32(step + 0.5)})
-        log.close()
-        time.sleep(1.1)  # wandb names the folders of runs by the second
-    runs = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    identity = (tmp_path / "wandb_id.txt").read_text()
-    assert [run.name for run in runs] == [f"run-{identity}.wandb"] * 2
-    history, config = [], []
-    for run in runs:
-        found, settings = recorded(run)
-        history += found
-        config += settings
-    assert [(line["_step"], line["a"]) for line in history] == [(0, 0.5), (1, 1.5)]
-    assert history[1]["pictures/step._type"] == "image-file"
-    assert config == [{"seed": 3}] * 2
-
-
-def recorded(path: pathlib.Path) -> tuple[list[dict], list[dict]]:
-    """(lines of the history, config) in a file that wandb keeps of a run: LevelDB's log of its protocol buffers."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, place, whole, history, config = path.read_bytes(), 7, b"", [], []
-    while place < len(data):
-        if 32768 - place % 32768 < 7:  # the rest of a block
-            place += 32768 - place % 32768
-        _, size, kind = struct.unpack_from("<IHB", data, place)
-        whole += data[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind not in (1, 4):  # neither all of a record nor its end
-            continue
-        record, whole = Record.FromString(whole), b""
-        items = record.history.item
-        if items:
-            names = [item.key or ".".join(item.nested_key) for item in items]
-            history.append(dict(zip(names, [json.loads(i.value_json) for i in items], strict=True)))
-        if record.HasField("run"):
-            settings = {i.key: json.loads(i.value_json) for i in record.run.config.update}
-            config.append({key: value for key, value in settings.items() if key != "_wandb"})
-    return history, config
-
-
 def drawn(workdir: pathlib.Path, name: str) -> pathlib.Path:
     """A picture of a run."""
     path = workdir / "pictures" / name
@@ -246,9 +193,9 @@ def test_pictures_and_config_are_events_that_a_resumed_run_keeps(tmp_path):
         log.picture(drawn(tmp_path, f"step_{step:06d}.png"))
         log.write(step, {"a": step})
     log.picture(drawn(tmp_path, "timeline_000003.png"))  # step 3 is never written down
-    drawn(tmp_path, "before_after.png")
+    log.picture(drawn(tmp_path, "before_after.png"), 3)
     expected = [(0, "config"), (1, "pictures/step"), (2, "pictures/step")]
-    assert shown(tmp_path) == [*expected, (3, "pictures/timeline")]
+    assert shown(tmp_path) == [*expected, (3, "pictures/timeline"), (3, "pictures/before_after")]
     for kept in (2, 1):
         log.cut_back(kept)
         log.write(kept + 1, {"a": 0})

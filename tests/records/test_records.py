@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 from PIL import Image
 
-from digen_jax.inference.model import evaluation_to_folder
+from digen_jax.inference.pictures import evaluation_to_folder
 from digen_jax.records import records
 from digen_jax.records.pictures import image_grid
 from digen_jax.runtime.evaluation import Evaluation

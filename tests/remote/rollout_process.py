@@ -16,6 +16,7 @@ from digen_jax.remote.opening import join, open_pulls
 from digen_jax.remote.outline import nodes
 from digen_jax.remote.serving import Sampling, serve
 from digen_jax.remote.wire import Wire
+from digen_jax.rewards import alone
 from digen_jax.runtime.evaluation import HeldOut
 from digen_jax.runtime.link import Link
 from digen_jax.runtime.sampling import SamplingExecutor
@@ -65,9 +66,9 @@ class Parts:
         )
 
     def executor(self, link: Link) -> SamplingExecutor:
-        return SamplingExecutor(
-            NAME, self.system.rollouts[0], self.steps, self._of_evaluation, link
-        )
+        scorers = dict(enumerate(alone("brightness", toy.brightness).members))
+        rollout = self.system.rollouts[0]
+        return SamplingExecutor(NAME, rollout, self.steps, self._of_evaluation, link, scorers)
 
 
 def main() -> None:

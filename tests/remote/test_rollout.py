@@ -75,6 +75,7 @@ def made(sampler, link, of: Parts, weights) -> dict:
             SamplesOf(NAME, FRAGMENT), lambda tree: shardings(tree, group), TRAINER
         ),
         "images": [sampler.images.pop(f) for f in (FRAGMENT, EVALUATED)],
+        "answers": [sampler.answers.pop(f) for f in (FRAGMENT, EVALUATED)],
     }
     assert found["prompts"] is not None and found["samples"] is not None
     return found
@@ -93,6 +94,11 @@ def test_another_process_makes_the_same_bits(kind, way, base, begin):  # noqa: F
         assert_same(found["samples"], expected["samples"])
         for images, others in zip(found["images"], expected["images"], strict=True):
             assert images.dtype == np.uint8 and np.array_equal(images, others)
+        for ((number, places, answer),), ((other, others, expectation),) in zip(
+            found["answers"], expected["answers"], strict=True
+        ):
+            assert number == other == 0 and np.array_equal(places, others)
+            assert np.array_equal(answer.columns, expectation.columns) and len(places)
         # A fragment that is dropped is gone there, too, and a step that ends.
         sampler.generate(FRAGMENT, WEIGHTS)
         sampler.drop_fragment(FRAGMENT)

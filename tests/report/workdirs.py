@@ -15,7 +15,7 @@ from digen_jax.scheduling.timeline import Interval
 REWARDS = [
     {"name": "shapes_geneval", "weight": 1.0},
     {"name": "module:both", "weight": {"good": 0.5, "none": 0.0}},
-    {"name": "watched", "weight": 0.0},
+    {"name": "served", "label": "watched", "weight": 0.0},
 ]
 HOSTILE = '</script><script>throw "hostile"</script><img src="http://127.0.0.1/x.png">'
 START = {

@@ -8,7 +8,8 @@ import pytest
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
-from digen_jax.rewards.built_in import BUILT_IN, resolve
+from digen_jax.rewards.built_in import BUILT_IN, find_canary, resolve
+from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.shapes.reward import shapes_geneval
 
@@ -169,6 +170,38 @@ def test_settings_are_keywords_of_the_function(folder):
 def test_a_reward_that_is_named_twice_is_refused():
     with pytest.raises(ValueError, match=r"config.rewards\[1\]: .*'shapes_geneval' is named twice"):
         asked("shapes_geneval", "shapes_geneval")
+
+
+def test_sections_with_one_reward_are_told_apart_by_labels():
+    with pytest.raises(ConfigError, match=r"twice: .* give one of them another label than 'small'"):
+        asked(
+            RewardSettings("jpeg_compressibility", label="small"),
+            RewardSettings("jpeg_incompressibility", label="small"),
+        )
+    with pytest.raises(ConfigError, match=r"config.rewards\[0\]: label = 'a/b' has a '/'"):
+        asked(RewardSettings("jpeg_compressibility", label="a/b"))
+    with pytest.raises(ConfigError, match=r"the sum of weights$"):  # a server's have no labels
+        resolve([RewardSettings("shapes_geneval")] * 2, field="", serving=True)
+    both = asked("jpeg_compressibility", RewardSettings("jpeg_compressibility", -1.0, label="size"))
+    assert both.names == ("jpeg_compressibility", "size")
+    assert both.label == "jpeg_compressibility, size"
+    metadata = [{"rewards": [name]} for name in ("size", "jpeg_compressibility")] + [{}]
+    columns = both.score(IMAGES, PROMPTS, metadata).columns
+    assert (~np.isnan(columns)).tolist() == [[False, True], [True, False], [True, True]]
+    assert find_canary(both.members[1]) is find_canary(both.members[0]) is not None
+    check_canaries(both, both.score)
+
+
+def test_a_label_is_the_name_of_every_score():
+    scores = {"other": [1, 2, 3], "f": [4, 5, 6]}
+    for weight, shown in ((1.0, ["taste/other"]), ({"other": 0.5}, ["taste/f"])):
+        settings = RewardSettings("mine:f", weight, label="taste")
+        found = rewards.NamedReward(settings, lambda *_: scores)
+        assert list(found.answer((IMAGES, PROMPTS, METADATA)).shown) == shown
+    assert list(settings.entries.values()) == ["taste/other"]
+    broken = rewards.NamedReward(RewardSettings("mine:f", label="taste"), lambda *_: None)
+    with pytest.raises(ConfigError, match="reward 'taste' returned None"):
+        broken.answer((IMAGES, PROMPTS, METADATA))
 
 
 @pytest.mark.parametrize("name", ["shape_geneval", "module:", ":function", ""])

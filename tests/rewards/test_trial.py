@@ -4,6 +4,7 @@ from PIL import Image
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
+from digen_jax.process.ending import Stopped
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.bytes_watch import Watched
 from digen_jax.rewards.mistakes import RewardFailed
@@ -138,6 +139,19 @@ def test_what_only_watching_breaks_is_tried_again_with_plain_pictures():
 
     try_out(scored(reward), [[PLAIN]], 8, 8)
     assert [one.__name__ for one in calls] == ["Watched", "ndarray"]
+
+
+@pytest.mark.parametrize("error", [ConfigError, Stopped])
+def test_what_a_reward_says_on_purpose_is_said_once(error):
+    asked = []
+
+    def gone(images, prompts, metadata):
+        asked.append(len(prompts))
+        raise error("the server does not answer")
+
+    with pytest.raises(error, match="does not answer"):
+        try_out(scored(gone), [[{"prompt": "a"}]], 8, 8)
+    assert asked == [1]
 
 
 def test_watched_pictures_give_the_same_scores():

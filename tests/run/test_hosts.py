@@ -1,5 +1,6 @@
 """Several processes that train together on one machine, each with its own devices, against one with all of them."""
 
+import dataclasses
 import pathlib
 import re
 import shutil
@@ -19,6 +20,7 @@ from digen_jax.records.metrics import read_metrics, without_timing
 from digen_jax.run import train as run
 from digen_jax.run.workdir import finished_step
 from tests.engine import toy
+from tests.learned_rewards.folders import write
 from tests.pipelines import ROOT, environment
 from tests.run import toy_process
 from tests.tiny_runs import PROMPTS
@@ -79,13 +81,13 @@ def toy_run(workdir: str) -> list[str]:
     return ["-m", "tests.run.toy_process", f"--config={config}", f"--workdir={workdir}"]
 
 
-def alone(folder: pathlib.Path, workdir: str) -> None:
+def alone(folder: pathlib.Path, workdir: str, clip: str = "") -> None:
     """The same run in this process, on four of its devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sharding, "FSDP_MIN_SIZE", 16)
         patch.setattr(run, "build", lambda config, devices: toy.system(config, 4))
-        assert run.train(open_recipe(toy_process.get_config()), folder / workdir) is None
+        assert run.train(open_recipe(toy_process.get_config(clip)), folder / workdir) is None
 
 
 def tuned(workdir: pathlib.Path, like: dict) -> dict:
@@ -130,6 +132,28 @@ def test_two_processes_train_as_one_does(folder, unbroken):
     assert "reward on 5 held-out prompts" in first[1] and second[1] == ""
     assert finished_step(folder / "together") == 3
     assert_same_run(folder / "together", *unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_a_reward_on_the_mesh_of_two_processes_scores_as_on_that_of_one(folder, monkeypatch):
+    """Its weights are split over both."""
+    clip = str(write(folder).clip)
+    known = toy_process.built_in.BUILT_IN
+    # Random weights prefer nothing.
+    one = dataclasses.replace(known["pickscore"], canary="")
+    monkeypatch.setitem(known, "pickscore", one)
+    alone(folder, "judged alone", clip)
+    monkeypatch.setenv("CLIP", clip)
+    first, second = together(folder, toy_run("judged"))
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    found, expected = (
+        [without_timing(line) for line in read_metrics(folder / name / "metrics.jsonl")]
+        for name in ("judged", "judged alone")
+    )
+    assert len(found) == len(expected) == 4 and "reward_of/pickscore" in found[1]
+    for line, other in zip(found, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ def test_a_run_draws_from_several_files_and_continues(base, tmp_path, capfd):
     for c.steps in (1, 3):
         train(open_recipe(c), tmp_path / "run")
     said = capfd.readouterr().err
-    assert f"{other}: 1 of 4 prompts repeat an earlier one: line 3 (as 1)\n" in said
-    both = f"{other}: 1 of 3 different prompts are in {files[0]}, too: line 4 (1 there)\n"
+    assert f"{other}: 1 of 4 prompts are repeats (line 3 repeats line 1)\n" in said
+    both = f"{other}: 1 of 3 different prompts are in {files[0]}, too (line 4 is line 1 there)\n"
     assert both in said
     trained = [record for record in SEEN if "serial" in record]
     serials = {record["serial"]: record for record in trained}

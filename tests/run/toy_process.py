@@ -1,5 +1,6 @@
 """launch/train.py around the toy family: `python -m tests.run.toy_process` takes that script's options."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -13,6 +14,7 @@ import jax
 from ml_collections import ConfigDict
 
 from digen_jax.engine import sharding
+from digen_jax.rewards import built_in
 from digen_jax.run import following
 from digen_jax.run import train as run
 from tests.engine import toy
@@ -20,6 +22,8 @@ from tests.pipelines import ROOT
 
 # "step signal process": a signal that a process gets while the first one scores a step.
 STEP, SIGNAL, PROCESS = map(int, os.environ.get("TOLD", "-1 0 0").split())
+# The folder of a CLIP with random weights, which is to score, too.
+CLIP = os.environ.get("CLIP", "")
 
 
 def given(option: str) -> str:
@@ -39,7 +43,7 @@ def reward(images, prompts, metadata):
     return toy.brightness(images, prompts, metadata)
 
 
-def get_config() -> ConfigDict:
+def get_config(clip: str = CLIP) -> ConfigDict:
     """Steps whose effect is visible and close to plain gradient descent; all are saved and evaluated."""
     c = toy.config(
         prompts__file="prompts.jsonl",
@@ -57,7 +61,16 @@ def get_config() -> ConfigDict:
         **toy.meshes((0, 1), (1, 4)),
     )
     c.steps = 3
+    if clip:
+        learned = dict(name="pickscore", settings=dict(folder=clip, batch=2))
+        c.rewards = (learned, *c.rewards)
     return c
+
+
+def without_canary() -> None:
+    """Random weights prefer nothing."""
+    known = built_in.BUILT_IN
+    known["pickscore"] = dataclasses.replace(known["pickscore"], canary="")
 
 
 def main() -> None:
@@ -68,6 +81,7 @@ def main() -> None:
         )
     pathlib.Path(f"process_{given('process')}").write_text(str(os.getpid()))
     sharding.FSDP_MIN_SIZE = 16
+    without_canary()
     for module in (run, following):
         module.build = lambda config, devices: toy.system(config, len(devices))
     sys.argv[0] = str(ROOT / "launch" / "train.py")

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from digen_jax.assemble import load_family, open_parts, open_pipeline
+from digen_jax.assemble import open_parts
 from digen_jax.config.door import open_recipe, place
 from digen_jax.errors import ConfigError, blame
+from digen_jax.families import load_family, open_pipeline
 from digen_jax.inference.model import edited, open_model, run_recipe
 from digen_jax.models.family import Size
 from digen_jax.weights import folder as weights

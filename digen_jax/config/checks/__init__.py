@@ -13,6 +13,7 @@ nothing. Last, `check_machine` checks what a config says about the machine.
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -63,7 +64,7 @@ def check_rules(recipe: Recipe) -> None:
 
 
 def check_machine(recipe: Recipe, devices: int) -> None:
-    """Refuses files and a reward that are missing on this machine, and meshes that `devices` devices cannot form.
+    """Refuses what is missing on this machine, such as files, and meshes that `devices` devices cannot form.
 
     Args:
       recipe: with the sizes of its meshes, and with fields that can go together.
@@ -73,7 +74,7 @@ def check_machine(recipe: Recipe, devices: int) -> None:
       ConfigError: one sentence for each mistake that can be found at once.
     """
     on_meshes = functools.partial(check_meshes, devices=devices)
-    _all((check_given, on_meshes), recipe)
+    _all((check_given, _check_installed, on_meshes), recipe)
 
 
 def check_meshes(recipe: Recipe, devices: int) -> None:
@@ -115,6 +116,18 @@ def check_given(recipe: Recipe) -> None:
                             read(file)
                             check_named(file, recipe.rewards, name == "prompts.file")
                             check_needs([file], needs_of(recipe.rewards))
+
+
+def _check_installed(recipe: Recipe) -> None:
+    """Refuses trackers that are not installed; imports nothing."""
+    with together() as one:
+        for name in recipe.trackers:
+            with one():
+                if importlib.util.find_spec(name) is None:
+                    raise ConfigError(
+                        f"config.{name}.project asks for {name}, which is not installed: run pip install {name}, or "
+                        "set the field to ''"
+                    )
 
 
 def _given(recipe: Recipe, name: str) -> tuple[str, ...]:
@@ -223,18 +236,22 @@ def _check_noise_level(recipe: Recipe) -> None:
         make_step(recipe.sampler.kind, recipe.sampler.noise_level)
 
 
-def _check_wandb(config: ConfigDict) -> None:
-    given = [name for name, value in config.wandb.items() if value and name != "mode"]
-    if given and not config.wandb.project:
-        raise ConfigError(
-            f"config.wandb.{given[0]} does nothing without config.wandb.project: name the project, too"
-        )
+def _check_trackers(config: ConfigDict) -> None:
+    with together() as one:
+        for tracker in ("wandb", "trackio"):
+            given = [name for name, value in config[tracker].items() if value and name != "mode"]
+            with one():
+                if given and not config[tracker].project:
+                    raise ConfigError(
+                        f"config.{tracker}.{given[0]} does nothing without config.{tracker}.project: name the "
+                        "project, too"
+                    )
 
 
 EACH = (
     check_numbers,
     check_choices,
-    _check_wandb,
+    _check_trackers,
     check_weights,
     check_files,
     check_placement,

@@ -13,6 +13,7 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AdvantagesSection
 from digen_jax.errors import check_choice, together
 from digen_jax.flow.steps import KINDS, Ode
+from digen_jax.rewards.settings import RewardSettings
 
 WITHOUT_NOISE = tuple(kind for kind, step in KINDS.items() if issubclass(step, Ode))
 NOISY = tuple(kind for kind in KINDS if kind not in WITHOUT_NOISE)
@@ -23,6 +24,7 @@ def choices(algorithm: type[Algorithm]) -> dict[str, tuple[str | int, ...]]:
     sections = {field.name: type(field.default) for field in dataclasses.fields(Recipe)}
     sections |= {"advantages": AdvantagesSection, "algorithm": algorithm}
     found = dict(_choices(sections))
+    found |= dict(_choices(get_type_hints(RewardSettings), "rewards[i]."))
     found["sampler.kind"] = NOISY if algorithm.objective == "transitions" else tuple(KINDS)
     if "algorithm.old_log_probs" in found:
         found["algorithm.old_log_probs"] = ("auto", *found["algorithm.old_log_probs"])
@@ -46,5 +48,7 @@ def check_choices(config: ConfigDict) -> None:
     fields = flat(config)
     with together() as one:
         for name, allowed in choices(kind(config)).items():
-            with one():
-                check_choice(f"config.{name}", fields[f"config.{name}"], allowed)
+            for i in range(len(config.rewards) if "[i]" in name else 1):
+                with one():
+                    field = f"config.{name.replace('[i]', f'[{i}]')}"
+                    check_choice(field, fields[field], allowed)

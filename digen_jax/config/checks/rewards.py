@@ -38,7 +38,7 @@ def check_watched(name: str, rewards: Sequence[RewardSettings]) -> None:
     """Refuses to watch, for an early stop, a score that no evaluation of these rewards shows; "" watches none."""
     shown = [score for one in rewards for score in one.entries.values()]
     # What a reward returns beside its weighed scores is known when it is called.
-    if not name or name.startswith(tuple(f"{one.name}/" for one in rewards)):
+    if not name or name.startswith(tuple(f"{one.title}/" for one in rewards)):
         return
     check_choice("config.stopping.reward", name, shown)
     if len(shown) == 1:
@@ -59,7 +59,7 @@ def check_named(path: str, rewards: Sequence[RewardSettings], training: bool) ->
     Raises:
       ValueError: names the line, and what to change; or as `numbered_records`.
     """
-    weighed = {one.name: any(one.weights) for one in rewards}
+    weighed = {one.title: any(one.weights) for one in rewards}
     for line, record in numbered_records(path):
         if "rewards" in record:
             try:
@@ -74,7 +74,7 @@ def needs_of(rewards: Sequence[RewardSettings]) -> dict[str, Needs]:
     def of(name: str, needs: Needs) -> Needs:
         return lambda record: needs(record) if name in record.get("rewards", (name,)) else None
 
-    found = {one.name: find_needs(one) for one in rewards}
+    found = {one.title: find_needs(one) for one in rewards}
     return {name: of(name, needs) for name, needs in found.items() if needs is not None}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from digen_jax.errors import ConfigError, check_range
 from digen_jax.rewards.judge.client import Judge
 from digen_jax.rewards.judge.templates import TEMPLATES, Template, lacking, named
-from digen_jax.rewards.service.http import checked_address
+from digen_jax.rewards.service.http import addresses
 
 FORMATS = ("png", "jpeg")
 SCORES = ("pattern", "yes", "text")
@@ -40,51 +40,26 @@ def judge(
 ) -> Judge:
     """A reward by a judge; the environment's DIGEN_JUDGE_TOKEN is the token.
 
-    Args:
-      servers: addresses, such as "http://127.0.0.1:8000"; the one with the fewest requests is asked.
-      model: its name as the servers list it; "": their only one.
+    The settings are the fields of `Judge`, and what its template is made of:
+
       template: the name of one in `TEMPLATES`, or a text with {prompt} or other fields of a prompt's record.
       score: "pattern", "yes" or "text", see `Template`; "": the template's, of a text of your own "pattern".
       pattern: a regular expression with one group, a number, or several such; (): the template's.
       scale: the numbers that become 0 and 1; (): the template's, of a text of your own 0 and 1.
       system: the system's message; "": the template's.
       max_tokens: of an answer; 0: the template's, of a text of your own 512 (for "yes" 1).
-      temperature: of sampling.
-      seed: of sampling; the next one where a request is repeated for an answer without a score.
-      format: of the pictures that are sent, "png" or "jpeg".
-      again: how often a request is repeated after answers without a score.
-      attempt: seconds of one attempt.
-      deadline: seconds of all attempts of a request.
-      retries: attempts after the first.
-      connections: requests at the same time, of each reward process.
 
     Raises:
       ConfigError: names the setting that is missing or wrong.
     """
-    addresses = (servers,) if isinstance(servers, str) else tuple(servers)
-    if not addresses:
-        raise ConfigError(
-            "the reward 'judge' has no servers: give their addresses in its settings, such as "
-            "dict(servers=('http://127.0.0.1:8000',))"
-        )
     if format not in FORMATS:
         raise ConfigError(f"the reward 'judge' has format = {format!r}: set it to png or jpeg")
     for name, value, least in (("again", again, 0), ("temperature", temperature, 0)):
         check_range(name, value, least)
     given = dict(score=score, patterns=pattern, scale=scale, system=system, max_tokens=max_tokens)
-    return Judge(
-        tuple(checked_address(one.removesuffix("/v1"), "judge") for one in addresses),
-        model,
-        _template(template, given),
-        temperature,
-        seed,
-        format,
-        again,
-        attempt,
-        deadline,
-        retries,
-        connections,
-    )
+    asked = addresses(servers, "judge", "judge", "http://127.0.0.1:8000"), model
+    sampling = _template(template, given), temperature, seed, format
+    return Judge(*asked, *sampling, again, attempt, deadline, retries, connections)
 
 
 def needs(record: dict, settings: Mapping[str, Any]) -> str | None:

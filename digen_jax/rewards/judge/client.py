@@ -17,10 +17,10 @@ from PIL import Image
 
 from digen_jax.errors import ConfigError
 from digen_jax.rewards import ocr
+from digen_jax.rewards.exchanges import noting
 from digen_jax.rewards.judge.reading import TOP, read
 from digen_jax.rewards.judge.templates import Template, lacking
 from digen_jax.rewards.service.asking import Asker, Request
-from digen_jax.rewards.service.http import sentence
 
 TOKEN = "DIGEN_JUDGE_TOKEN"  # the environment's variable that holds the servers' token
 MODELS, CHAT = "/v1/models", "/v1/chat/completions"
@@ -32,7 +32,18 @@ ANSWER = 2**22  # bytes of an answer at most
 class Judge:
     """A reward that asks a judge. Each process that scores has its own connections; the first call opens them.
 
-    The fields are those of `judge`, with the template as it is used.
+    Attributes:
+      servers: addresses, such as "http://127.0.0.1:8000"; the one with the fewest requests is asked.
+      model: its name as the servers list it; "": their only one.
+      template: of the question, as it is used.
+      temperature: of sampling.
+      seed: of sampling; the next one where a request is repeated for an answer without a score.
+      format: of the pictures that are sent, "png" or "jpeg".
+      again: how often a request is repeated after answers without a score.
+      attempt: seconds of one attempt.
+      deadline: seconds of all attempts of a request.
+      retries: attempts after the first.
+      connections: requests at the same time, of each reward process.
     """
 
     servers: tuple[str, ...]
@@ -53,18 +64,14 @@ class Judge:
         """A score from 0 to 1 for each picture; of a clip the mean over every fourth frame.
 
         Raises:
-          ConfigError: the servers have not the model, or a record lacks a field of the template.
+          ConfigError: a server lacks the model, or a record lacks a field of the template.
           RewardMistake, Stopped: as `Asker.ask`, and where a server sends no logprobs.
         """
         return asked_of(_client(self), self, images, prompts, metadata)
 
 
 class Client:
-    """The connections of a judge, and the model that its servers have.
-
-    Raises:
-      ConfigError: see `Judge`.
-    """
+    """The connections of a judge, and the model that its servers have."""
 
     def __init__(self, judge: Judge, transport: httpx.BaseTransport | None = None, **waits: Any):
         self._asker = Asker(
@@ -75,25 +82,35 @@ class Client:
             judge.deadline,
             judge.retries,
             judge.connections,
+            listen=noting("judge"),
             transport=transport,
             **waits,
         )
-        answers = self._asker.each(MODELS, "vllm serve, for example")
-        self.model = chosen({url: listed(url, one) for url, one in answers.items()}, judge.model)
+        self._named, self._model = judge.model, ""
+
+    def model(self, prompts: Sequence[str]) -> str:
+        """The model to ask for, which is found out when the first prompts wait to be scored; raises as `Judge`."""
+        if not self._model:
+            answers = self._asker.each(MODELS, "vllm serve, for example", prompts)
+            models = {url: listed(url, content) for url, content in answers.items()}
+            self._model = chosen(models, self._named)
+        return self._model
 
     def score(self, judge: Judge, picture: np.ndarray, prompt: str, record: dict) -> float:
         """One picture's score; raises as `Judge`."""
         lacks = lacking(judge.template, record | {"prompt": prompt})
         if lacks is not None:
             raise ConfigError(f"the prompt {prompt!r} {lacks}")
-        message = content(judge, self.model, picture, judge.template.filled(prompt, record))
+        message = content(
+            judge, self.model([prompt]), picture, judge.template.filled(prompt, record)
+        )
         request = Request(
             CHAT,
+            [prompt],
+            ANSWER,
             "application/json",
             # at a temperature above 0 the same seed would give the same answer
             lambda unread: json.dumps(message | {"seed": judge.seed + unread}).encode(),
-            [prompt],
-            ANSWER,
         )
         template, wanted = judge.template, ocr.quoted(prompt)
         return self._asker.ask(request, lambda found: read(found, template, wanted, judge.again))
@@ -117,6 +134,7 @@ def asked_of(
 ) -> Float32[np.ndarray, "b"]:
     """The scores that `Judge` returns, a request for each picture, several of them at the same time."""
     clips = [image[None] if image.ndim == 3 else image[:: ocr.FRAMES] for image in images]
+    client.model(prompts)  # before the threads, each of which would ask for it
     threads = ThreadPoolExecutor(judge.connections, "judge")
     try:
         futures = [
@@ -148,14 +166,10 @@ def content(judge: Judge, model: str, picture: np.ndarray, text: str) -> dict[st
     } | ({"logprobs": True, "top_logprobs": TOP} if logprobs else {})
 
 
-def listed(url: str, response: httpx.Response) -> list[str]:
+def listed(url: str, content: bytes) -> list[str]:
     """The names of the models that a server has; raises ConfigError where it does not list them."""
-    if response.status_code != 200:
-        raise ConfigError(
-            f"judge {url} answered {response.status_code}: {sentence(response.content)}"
-        )
     try:
-        return [str(one["id"]) for one in response.json()["data"]]
+        return [str(one["id"]) for one in json.loads(content)["data"]]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{url} is no OpenAI-compatible server: its {MODELS} has another format"
@@ -166,7 +180,7 @@ def chosen(found: Mapping[str, Sequence[str]], model: str) -> str:
     """The model to ask for, from those of each server; "": the only one.
 
     Raises:
-      ConfigError: a server has not the model, or several where none is named.
+      ConfigError: a server lacks the model, or has several where none is named.
     """
     for url, models in found.items():
         names = ", ".join(map(repr, models)) or "none"

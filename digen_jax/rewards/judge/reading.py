@@ -35,17 +35,20 @@ def read(content: bytes, template: Template, wanted: str | None, again: int) -> 
             raise TypeError("content")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Passing("sent an answer that is no chat completion", down=True) from error
-    if template.score == "text":
+    cut = choice.get("finish_reason") == "length"
+    if template.score == "text" and not (cut and not answer):
         return ocr.of_text("".join(answer.split()), "".join(str(wanted).split()))
 
     def unreadable(what: str) -> Unreadable:
-        cut = choice.get("finish_reason") == "length" and template.score == "pattern"
-        length = f", cut off at max_tokens = {template.max_tokens}" if cut else ""
+        short = cut and template.score != "yes"
+        length = f", cut off at max_tokens = {template.max_tokens}" if short else ""
         advice = (
             "change the judge's template, pattern or max_tokens, and the same command continues"
         )
         return Unreadable(f"answered {answer[:SHOWN]!r}{length}, {what}", again, advice)
 
+    if template.score == "text":  # what was cut off are a model's thoughts
+        raise unreadable("before it says anything")
     if template.score == "yes":
         return probability(choice, unreadable)
     return by_patterns(answer, template, unreadable)

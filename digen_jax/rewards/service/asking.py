@@ -7,20 +7,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import stamina
 
 from digen_jax.errors import ConfigError, check_range
 from digen_jax.process.ending import Stopped
+from digen_jax.rewards.exchanges import Exchange
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.service.http import checked_address, retry_after, sentence, words
 from digen_jax.rewards.service.servers import FIRST, MOST, Server, Servers
 
 T = TypeVar("T")
 
-CONNECT = 5.0  # seconds for a connection, and for what `Asker.each` gets
+CONNECT = 5.0  # seconds for a connection, and for an answer to `Asker.each`
+TOLD = 2**22  # bytes of an answer to `Asker.each` at most
 WAIT, WAITS = 0.1, 5.0  # first and longest pause between two attempts
 QUIET = 5.0  # seconds between two printed lines on a server
 AGAIN = (408, 425, 429)  # statuses after which a request is repeated, beside 5xx
@@ -31,32 +33,22 @@ for name, level in (("stamina", logging.ERROR), ("httpx", logging.WARNING)):
     logging.getLogger(name).setLevel(level)
 
 
-class Exchange(NamedTuple):
-    """A request as the timeline shows it, by `time.perf_counter`."""
-
-    server: str
-    begin: float
-    end: float
-    images: int
-    failure: str | None  # why it is repeated
-
-
 class Request(NamedTuple):
     """What is sent.
 
     Attributes:
       path: on each server.
-      kind: of the content.
-      body: from the number of its answers that were `Unreadable` to the content.
       prompts: of its images, for errors.
       most: bytes of an answer.
+      kind: of the content.
+      body: from the number of its answers that were `Unreadable` to the content; None: it is a GET.
     """
 
     path: str
-    kind: str
-    body: Callable[[int], bytes]
     prompts: Sequence[str]
     most: int
+    kind: str = ""
+    body: Callable[[int], bytes] | None = None
 
 
 class Passing(Exception):
@@ -77,7 +69,7 @@ class Passing(Exception):
 
 
 class Unreachable(ConfigError):
-    """No server answers."""
+    """No server answers, before anything has been asked of one."""
 
 
 class Unreadable(Passing):
@@ -148,26 +140,33 @@ class Asker:
             trust_env=False,  # servers are addressed directly, not by the environment's proxies
         )
 
-    def each(self, path: str, start: str) -> dict[str, httpx.Response]:
-        """What each server that can be reached answers to a GET, by address, whatever its status.
+    def each(self, path: str, start: str, prompts: Sequence[str] = ()) -> dict[str, bytes]:
+        """What each server that can be reached answers to a GET, by address.
 
         Args:
           path: on each server.
           start: what starts a server, in the error.
+          prompts: that wait to be scored. If there are any, and no server can be reached, the GET is repeated as `ask`
+            repeats a request, and the first answer is the only one.
 
         Raises:
-          Unreachable: none can be reached.
+          Unreachable: none can be reached, and no prompt waits.
+          ConfigError: a server refuses the request.
+          Stopped: as `ask`.
         """
-        found = {}
+        found, request = {}, Request(path, prompts, TOLD)
         for server in self.servers:
             try:
-                found[server.url] = self._http.get(server.url + path, timeout=CONNECT)
-            except httpx.TransportError as error:
-                print(f"{self.what} {server.url}: {words(error)}", file=sys.stderr, flush=True)
-        if not found:
-            addresses = ", ".join(server.url for server in self.servers)
-            raise Unreachable(f"no {self.what} answers at {addresses}: start one by {start}")
-        return found
+                found[server.url] = self._send(server.url, request, time.monotonic() + CONNECT)
+            except Passing as error:
+                print(f"{self.what} {server.url}: {error}", file=sys.stderr, flush=True)
+        if found:
+            return found
+        if prompts:
+            url, content = self._repeated(request, bytes)
+            return {url: content}
+        addresses = ", ".join(server.url for server in self.servers)
+        raise Unreachable(f"no {self.what} answers at {addresses}: start one by {start}")
 
     def ask(self, request: Request, read: Callable[[bytes], T]) -> T:
         """What `read` makes of the content of an answer; the request is repeated where that raises Passing.
@@ -177,6 +176,14 @@ class Asker:
             last server, a prompt and the reason.
           RewardMistake: a server refuses the request, which would not change.
         """
+        return self._repeated(request, read)[1]
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def _repeated(self, request: Request, read: Callable[[bytes], T]) -> tuple[str, T]:
+        """(the address of the server that answered, what `read` makes of the answer); raises as `ask`."""
         begin = time.monotonic()
         until = begin + self._deadline
         tries, unreadable, last = 0, 0, None
@@ -199,7 +206,7 @@ class Asker:
                 with attempt:
                     tries += 1
                     try:
-                        return self._once(request, request.body(unreadable), read, until)
+                        return self._once(request, unreadable, read, until)
                     except Passing as error:
                         unreadable += isinstance(error, Unreadable)
                         if last is not None and time.monotonic() >= until:
@@ -214,10 +221,6 @@ class Asker:
             ) from error
         raise AssertionError("an attempt returns or raises")
 
-    def close(self) -> None:
-        """Closes the connections."""
-        self._http.close()
-
     def _pause(self, error: Exception, until: float) -> bool | float:
         """Whether stamina repeats a request: True with its back-off, else after a number of seconds."""
         left = until - time.monotonic()
@@ -229,8 +232,10 @@ class Asker:
         # A pause that a server asks for holds in `Servers` for all requests.
         return True if left > self._waits[1] else random.uniform(0, left)
 
-    def _once(self, request: Request, body: bytes, read: Callable[[bytes], T], until: float) -> T:
-        """One attempt.
+    def _once(
+        self, request: Request, unreadable: int, read: Callable[[bytes], T], until: float
+    ) -> tuple[str, T]:
+        """One attempt, after so many answers that were `Unreadable`.
 
         Raises:
           Passing: it may be repeated; without a server if all were left alone to the end.
@@ -240,7 +245,7 @@ class Asker:
             raise Passing("does not answer: all have failed and are left alone")
         begun, begin, failure = self.servers.clock(), time.perf_counter(), None
         try:
-            found = read(self._post(server.url, request, body, until))
+            found = read(self._send(server.url, request, until, unreadable))
         except Passing as error:
             failure, error.server = str(error), server.url
             self._settle(server, begun, error)
@@ -251,10 +256,10 @@ class Asker:
         else:
             self.servers.succeeded(server)
         finally:
-            if self._listen is not None:
+            if self._listen is not None and request.body is not None:
                 end = time.perf_counter()
                 self._listen(Exchange(server.url, begin, end, len(request.prompts), failure))
-        return found
+        return server.url, found
 
     def _settle(self, server: Server, begun: float, error: Passing) -> None:
         """Leaves a server alone after a failure, and prints a line if the last one is some time ago."""
@@ -271,20 +276,23 @@ class Asker:
         left = f"; it is left alone for {alone:.1f} s" if alone else ""
         print(f"{self.what} {server.url} {error}{left}", file=sys.stderr, flush=True)
 
-    def _post(self, url: str, request: Request, body: bytes, until: float) -> bytes:
+    def _send(self, url: str, request: Request, until: float, unreadable: int = 0) -> bytes:
         """The content of an answer with status 200.
 
         Raises:
-          Passing, RewardMistake: see `ask`.
+          Passing, RewardMistake: see `ask`; ConfigError: see `each`.
         """
         end = min(until, time.monotonic() + self._limit)
         left = max(1e-3, end - time.monotonic())
-        timeout = httpx.Timeout(left, connect=min(CONNECT, left))
-        headers = {"Content-Type": request.kind}
+        asked: dict[str, Any] = {"timeout": httpx.Timeout(left, connect=min(CONNECT, left))}
+        if request.body is not None:
+            asked |= {
+                "content": request.body(unreadable),
+                "headers": {"Content-Type": request.kind},
+            }
+        method = "GET" if request.body is None else "POST"
         try:
-            with self._http.stream(
-                "POST", url + request.path, content=body, headers=headers, timeout=timeout
-            ) as response:
+            with self._http.stream(method, url + request.path, **asked) as response:
                 content = _read(response, request.most, end)
         except httpx.PoolTimeout as error:
             raise Passing("had no free connection: give connections a larger number") from error
@@ -296,6 +304,8 @@ class Asker:
         told = sentence(content)
         if status in AGAIN or status >= 500:
             raise Passing(f"answered {status}: {told}", after=retry_after(response.headers))
+        if request.body is None:
+            raise ConfigError(f"{self.what} {url} answered {status}: {told}")
         prompt = request.prompts[0]
         raise RewardMistake(f"{self.what} {url} refuses {prompt!r} with {status}: {told}")
 

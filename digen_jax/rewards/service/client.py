@@ -1,13 +1,13 @@
 """A reward that asks reward servers."""
 
 import functools
+import json
 import math
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import numpy as np
 from jaxtyping import Float32, Num
 
@@ -15,16 +15,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.images import to_uint8
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.service import REWARDS, SCORE, VERSION
-from digen_jax.rewards.service.asking import (
-    WAIT,
-    WAITS,
-    Asker,
-    Exchange,
-    Passing,
-    Request,
-)
-from digen_jax.rewards.service.http import sentence
-from digen_jax.rewards.service.servers import FIRST, MOST
+from digen_jax.rewards.service.asking import Asker, Passing, Request
 from digen_jax.rewards.service.wire import Malformed, decode_answer, encode_request
 
 ANSWER = 2**16, 64  # bytes of an answer at most: and for each score
@@ -36,51 +27,30 @@ class RemoteReward:
     Args:
       servers: their addresses, such as "http://127.0.0.1:8100".
       names: that the scores must have; others are returned, too.
-      token, limit, deadline, retries, connections, alone, waits, listen, transport: as `Asker` has them.
+      options: those of `Asker`.
 
     Raises:
       ConfigError: an address is none, or a number out of range.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[str],
-        names: Sequence[str] = (),
-        token: str | None = None,
-        limit: float = 600.0,
-        deadline: float = 1800.0,
-        retries: int = 8,
-        connections: int = 64,
-        alone: tuple[float, float] = (FIRST, MOST),
-        waits: tuple[float, float] = (WAIT, WAITS),
-        listen: Callable[[Exchange], None] | None = None,
-        transport: httpx.BaseTransport | None = None,
-    ):
+    def __init__(self, servers: Sequence[str], names: Sequence[str] = (), **options: Any):
         self._names = tuple(names)
         self._most = sys.maxsize, math.inf  # images and pixels of a request
         self.checked = False  # whether `check` has had an answer
-        self._asker = Asker(
-            servers,
-            token=token,
-            limit=limit,
-            deadline=deadline,
-            retries=retries,
-            connections=connections,
-            alone=alone,
-            waits=waits,
-            listen=listen,
-            transport=transport,
-        )
+        self._asker = Asker(servers, **options)
 
-    def check(self) -> dict[str, Any]:
+    def check(self, prompts: Sequence[str] = ()) -> dict[str, Any]:
         """Asks each server what it has, and keeps to the smallest limits; returns the answers by address.
 
+        Args:
+          prompts: that wait to be scored, for which servers that cannot be reached are asked again.
+
         Raises:
-          Unreachable: none answers.
+          Unreachable: none answers, and no prompt waits; Stopped: none answers in time.
           ConfigError: one refuses the token or has another version.
         """
-        answers = self._asker.each(REWARDS, "launch/reward_server.py")
-        found = {url: _told(url, response) for url, response in answers.items()}
+        answers = self._asker.each(REWARDS, "launch/reward_server.py", prompts)
+        found = {url: _told(url, content) for url, content in answers.items()}
         self.checked = True
         self._most = tuple(
             min(told["limits"][name] for told in found.values()) for name in ("images", "pixels")
@@ -121,7 +91,7 @@ class RemoteReward:
         except ValueError as error:
             raise RewardMistake(str(error)) from error
         most = ANSWER[0] + ANSWER[1] * len(prompts)
-        request = Request(SCORE, kind, lambda _: body, prompts, most)
+        request = Request(SCORE, prompts, most, kind, lambda _: body)
         return self._asker.ask(request, functools.partial(self._read, count=len(prompts)))
 
     def _read(self, content: bytes, count: int) -> dict[str, Float32[np.ndarray, "b"]]:
@@ -133,14 +103,10 @@ class RemoteReward:
             raise Passing(f"sent an answer that {error.args[0]}", which, down=True) from error
 
 
-def _told(url: str, response: httpx.Response) -> dict[str, Any]:
+def _told(url: str, content: bytes) -> dict[str, Any]:
     """A server's answer to /rewards, checked."""
-    if response.status_code != 200:
-        raise ConfigError(
-            f"reward server {url} answered {response.status_code}: {sentence(response.content)}"
-        )
     try:
-        told = response.json()
+        told = json.loads(content)
         version, limits = told["version"], told["limits"]
         if not all(
             isinstance(limits[name], int) and limits[name] > 0 for name in ("images", "pixels")

@@ -3,6 +3,7 @@
 import email.utils
 import json
 import time
+from collections.abc import Sequence
 
 import httpx
 
@@ -32,6 +33,29 @@ def checked_address(text: str, what: str = "reward server") -> str:
             f"{text!r} is no address of a {what}: write one such as http://127.0.0.1:8100"
         )
     return str(url).rstrip("/")
+
+
+def addresses(
+    servers: Sequence[str] | str, reward: str, what: str, example: str
+) -> tuple[str, ...]:
+    """The addresses in a reward's settings, where a single one may be a text.
+
+    Args:
+      servers: the setting; "/v1", which clients of OpenAI's API add to an address, may be at an end.
+      reward: its name, in errors.
+      what: a server is.
+      example: an address.
+
+    Raises:
+      ConfigError: there is none, or one is no address.
+    """
+    given = (servers,) if isinstance(servers, str) else tuple(servers)
+    if not given:
+        raise ConfigError(
+            f"the reward {reward!r} has no servers: give their addresses in its settings, such as "
+            f"dict(servers=({example!r},))"
+        )
+    return tuple(checked_address(str(one).rstrip("/").removesuffix("/v1"), what) for one in given)
 
 
 def retry_after(headers: httpx.Headers) -> float:

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped
 from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.pool import Hung
 from digen_jax.rewards.process import Gone, Late
 from digen_jax.rewards.service.limits import Refused
 
@@ -77,8 +77,8 @@ class Scorer:
             return Failed(422, reason(error))  # the request lacks what the reward needs
         label = ", ".join(self.names)
         self.failures += 1
-        late = isinstance(error, Late | Stopped | TimeoutError)
-        if isinstance(error, Stopped):  # a thread, which cannot be killed
+        late = isinstance(error, Late | Hung | TimeoutError)
+        if isinstance(error, Hung):
             self.hung = (
                 f"reward {label!r} hangs in a thread of the server: it must be started again"
             )

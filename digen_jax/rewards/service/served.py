@@ -1,6 +1,5 @@
 """The reward "served": scores that reward servers make, for a config's list of rewards."""
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -9,11 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-from digen_jax.errors import ConfigError
+from digen_jax.rewards.exchanges import noting
 from digen_jax.rewards.service import TOKEN
-from digen_jax.rewards.service.asking import Unreachable
 from digen_jax.rewards.service.client import RemoteReward
-from digen_jax.rewards.service.http import checked_address
+from digen_jax.rewards.service.http import addresses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +37,7 @@ class Served:
         """
         client = _client(self)
         if not client.checked:
-            # Servers that are down for a while are asked again, as in the middle of a run.
-            with contextlib.suppress(Unreachable):
-                client.check()
+            client.check(prompts)
         found = client(images, prompts, metadata)
         if self.score:
             return found[self.score]
@@ -53,10 +49,11 @@ def _client(asked: Served) -> RemoteReward:
     return RemoteReward(
         asked.servers,
         (asked.score,) if asked.score else (),
-        os.environ.get(TOKEN) or None,
+        token=os.environ.get(TOKEN) or None,
         limit=asked.attempt,
         deadline=asked.deadline,
         retries=asked.retries,
+        listen=noting("reward server"),
     )
 
 
@@ -80,10 +77,5 @@ def served(
     Raises:
       ConfigError: an address is missing or none.
     """
-    addresses = (servers,) if isinstance(servers, str) else tuple(servers)
-    if not addresses:
-        raise ConfigError(
-            "the reward 'served' has no servers: give their addresses in its settings, such as "
-            "dict(servers=('http://127.0.0.1:8100',))"
-        )
-    return Served(tuple(map(checked_address, addresses)), score, attempt, deadline, retries)
+    given = addresses(servers, "served", "reward server", "http://127.0.0.1:8100")
+    return Served(given, score, attempt, deadline, retries)

@@ -76,7 +76,7 @@ class Servers:
         self._give(server, pause=pause)
 
     def failed(self, server: Server, begun: float) -> float:
-        """The server did not answer well a request that begun at a time; returns the seconds that it is left alone.
+        """The server did not answer well a request that began at a time; returns the seconds that it is left alone.
 
         Requests that were under way when it failed before are the same failure.
         """

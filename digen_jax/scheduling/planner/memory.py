@@ -92,6 +92,7 @@ def _trainer_bytes(problem: Problem, proposal: Proposal, fsdp: int) -> dict[str,
         "optimizer": (2 + foot.copies) * tuned,
         "kept versions": _versions(problem, proposal) * tuned,
         "frozen": foot.frozen(*axes) if samples else 0.0,
+        **(_rewards(foot, *axes) if samples else {}),
         "trajectories": images * foot.trajectory / (proposal.data * proposal.time),
         "conditioning": (1 + (ahead > 0)) * float(foot.conditioning),
         **_largest(running),
@@ -112,6 +113,7 @@ def _worker_bytes(problem: Problem, proposal: Proposal, fsdp: int) -> dict[str, 
         "parameters": foot.sampler_base(*axes),
         "kept versions": _versions(problem, proposal) * foot.published(*axes),
         "frozen": foot.frozen(*axes),
+        **_rewards(foot, *axes),
         "trajectories": images * foot.trajectory,
         "conditioning": (1 + proposal.asynchrony) * float(foot.conditioning),
         **_largest(running),
@@ -131,7 +133,12 @@ def _ahead_bytes(problem: Problem, proposal: Proposal, fsdp: int) -> dict[str, f
     if foot.programs:
         found = foot.programs.sampling(parts, fsdp, tensor, sequence)
         running = {"encoding": found["encoding"]}
-    return {"text encoders": foot.ahead(fsdp, tensor), **_largest(running)}
+    held = {"text encoders": foot.ahead(fsdp, tensor), **_rewards(foot, fsdp, tensor)}
+    return held | _largest(running)
+
+
+def _rewards(foot: Footprint, fsdp: int, tensor: int) -> dict[str, float]:
+    return {"rewards": foot.rewards(fsdp, tensor)} if foot.rewards else {}
 
 
 def _sampling(

@@ -53,7 +53,7 @@ class Programs:
         copies of parameters that fsdp splits are not counted.
       update: by the bytes of trained parameters on the device.
       sampling: of each program by name, by the parts into which a mesh splits images, and its axes fsdp,
-        tensor and sequence. "encoding" is that of the text encoders, whenever they run.
+        tensor and sequence. "encoding" is that of the text encoders, whenever they run; "scoring" that of rewards.
     """
 
     gradient: Callable[[int, int], float]
@@ -73,6 +73,8 @@ class Footprint:
       frozen: text encoders and autoencoder, on the devices that generate images.
       ahead: text encoders that are on the first of these devices before anything else is, and are not in `frozen`;
         None: there are no such ones.
+      rewards: networks that score images, on the devices that generate these, and before anything else is there; None:
+        there are none.
       copies: the number of further copies of the tuned parameters: an average, an algorithm's slow copy.
       trajectory: the stored data of one image until it is trained.
       conditioning: the encoded prompts of a step.
@@ -94,6 +96,7 @@ class Footprint:
     trainer_fsdp: int = 1
     worker_fsdp: int = 1
     ahead: OnDevice | None = None
+    rewards: OnDevice | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.utils import load_image
 from PIL import Image
 
-from digen_jax.assemble import editing, load_family, read_parts
 from digen_jax.engine.encoding import example, key_of, null_key
 from digen_jax.engine.policy import Policy
 from digen_jax.errors import ConfigError
+from digen_jax.families import editing, load_family, read_parts
 from digen_jax.inference.model import all_devices
 from digen_jax.models.family import Size
 from digen_jax.models.flux.flops import forward_flops

@@ -17,16 +17,17 @@ from diffusers import FluxKontextPipeline
 from ml_collections import ConfigDict
 from PIL import Image
 
-from digen_jax.assemble import editing, load_family, read_parts
 from digen_jax.config.door import open_recipe, place
 from digen_jax.encoding import ahead
 from digen_jax.encoding.reached import reached
 from digen_jax.engine.encoding import encoder
 from digen_jax.errors import ConfigError
+from digen_jax.families import editing, load_family, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.images import read_picture
 from digen_jax.inference.export import export, how_to_load
-from digen_jax.inference.model import Model, open_model, sample_to_folder
+from digen_jax.inference.model import Model, open_model
+from digen_jax.inference.pictures import sample_to_folder
 from digen_jax.models.family import Size
 from digen_jax.prompt_store import stored
 from digen_jax.prompts.encoded import _about, _blocks

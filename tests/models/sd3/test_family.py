@@ -10,10 +10,10 @@ import pytest
 import torch
 from diffusers.configuration_utils import FrozenDict
 
-from digen_jax.assemble import load_family, read_parts
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.families import load_family, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices

@@ -12,13 +12,13 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from digen_jax.assemble import load_family, open_pipeline, read_frozen, read_parts
 from digen_jax.engine.axes import make_mesh
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.engine.sharding import Layout
 from digen_jax.errors import ConfigError
+from digen_jax.families import load_family, open_pipeline, read_frozen, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices

@@ -15,10 +15,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 from diffusers.pipelines.z_image import pipeline_z_image
 from peft.utils import get_peft_model_state_dict
 
-from digen_jax.assemble import load_family, open_pipeline, read_parts
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
 from digen_jax.errors import ConfigError
+from digen_jax.families import load_family, open_pipeline, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
 from digen_jax.inference.model import all_devices

@@ -292,6 +292,43 @@ def test_the_model_is_the_only_one_or_must_be_there():
             ask(lambda request, wrong=wrong: wrong, pictures(1), ["a"])
 
 
+class Late(Server):
+    """A server that cannot be reached for its first requests, and then is not ready for one."""
+
+    def __init__(self, answers, count):
+        super().__init__(answers)
+        self.count, self.failed = count, []
+
+    def __call__(self, request):
+        if len(self.failed) < self.count:
+            self.failed.append(request.url.path)
+            raise httpx.ConnectError("refused")
+        if len(self.failed) == self.count:
+            self.failed.append(request.url.path)
+            return httpx.Response(503, json={"error": "loading"})
+        return super().__call__(request)
+
+
+@pytest.mark.parametrize("model", ["", "m"])
+def test_a_server_that_comes_up_late_is_waited_for(model, capsys):
+    server = Late([said("Score: 4")] * 2, count=5)
+    scores = ask(server, pictures(2), ["a", "b"], template="rating", model=model)
+    np.testing.assert_allclose(scores, [0.4, 0.4], rtol=1e-6)
+    assert server.failed == ["/v1/models"] * 6 and len(server.asked) == 2
+    assert f"judge {A} cannot be reached (refused)" in capsys.readouterr().err
+
+
+def test_a_server_that_never_comes_up_ends_the_run_with_server_prompt_and_reason():
+    server = Late([], count=1000)
+    with pytest.raises(Stopped) as stopped:
+        ask(server, pictures(2), ["a cat", "a dog"], template="rating", retries=3)
+    told = rf"judge {A} cannot be reached \(refused\) \(prompt 'a cat'\), after 4 attempts in .* s: repair or"
+    assert re.match(told, str(stopped.value))
+    assert server.failed == ["/v1/models"] * 5  # once for all servers, then four attempts
+    with pytest.raises(Stopped, match="cannot be reached"):
+        ask(server, pictures(1), ["a"], template="rating", retries=10**6, deadline=0.2)
+
+
 def test_servers_that_have_different_models_are_refused():
     with pytest.raises(ConfigError, match="different models: m, n"):
         chosen({A: ["m"], B: ["n"]}, "")
@@ -316,6 +353,14 @@ def test_text_is_read_as_the_reward_ocr_compares_it():
     np.testing.assert_allclose(scores, [1, 6 / 7, 0, 4 / 7], atol=1e-6)
 
 
+def test_an_answer_cut_off_before_it_has_begun_is_no_text():
+    """A model that thinks may reach max_tokens without an answer, which says nothing about the picture."""
+    server = Server([said(None, finish_reason="length")] * 3)
+    with pytest.raises(Stopped, match="answered '', cut off at max_tokens = 512, before it says"):
+        ask(server, pictures(1), ['a sign "x"'], template="ocr")
+    assert len(server.asked) == 3
+
+
 def test_a_template_needs_fields_of_records():
     def needed(**settings):
         (needs,) = needs_of([RewardSettings("judge", settings=settings)]).values()
@@ -328,6 +373,17 @@ def test_a_template_needs_fields_of_records():
     for settings in ({"template": "ocr"}, {"template": "read", "score": "text"}):
         assert needed(**settings)({"prompt": 'a sign "x"'}) is None
         assert "quotes no text" in needed(**settings)({"prompt": "a sign"})
+    both = needs_of(
+        [
+            RewardSettings("judge", settings={"template": "ocr"}),
+            RewardSettings("judge", settings={"template": "{question}"}, label="light"),
+        ]
+    )
+    assert {title: needs({"prompt": "a"}) for title, needs in both.items()} == {
+        "judge": needed(template="ocr")({"prompt": "a"}),
+        "light": text({"prompt": "a"}),
+    }
+    assert both["light"]({"prompt": "a", "rewards": ["judge"]}) is None
     with pytest.raises(ConfigError, match="the prompt 'a' has no field 'b'"):
         ask(Server([]), pictures(1), ["a"], template="{b}", pattern=r"(\d)")
 

@@ -15,6 +15,7 @@ from digen_jax.rewards.service import installed
 from digen_jax.rewards.service.client import RemoteReward
 from digen_jax.rewards.service.http import retry_after
 from digen_jax.rewards.service.limits import Limits
+from digen_jax.rewards.service.served import _client, served
 from digen_jax.rewards.service.servers import Servers
 from digen_jax.rewards.service.wire import decode_request, encode_answer
 from tests.rewards.service.helpers import means, pictures
@@ -298,7 +299,7 @@ def told(version=1, images=128, pixels=2**25):
     return {"version": version, "rewards": ["mean"], "limits": dict(images=images, pixels=pixels)}
 
 
-def checking(responses):
+def checking(responses, **options):
     def transport(request):
         if request.url.path != "/rewards":
             return Answering.__call__(answering, request)
@@ -306,7 +307,8 @@ def checking(responses):
         return response(request) if callable(response) else response
 
     answering = Answering()
-    reward = RemoteReward(list(responses), ["mean"], transport=httpx.MockTransport(transport))
+    transport = httpx.MockTransport(transport)
+    reward = RemoteReward(list(responses), ["mean"], transport=transport, **options)
     return reward, answering
 
 
@@ -331,6 +333,23 @@ def test_check_needs_one_server(capsys):
     reward, _ = checking({A: down})
     with pytest.raises(ConfigError, match=f"no reward server answers at {A}: start one"):
         reward.check()
+
+
+def test_check_waits_for_a_server_where_prompts_wait():
+    script = [AGAIN["no connection"]] * 4 + [AGAIN["503"]]
+
+    def late(request):
+        now = script.pop(0) if script else httpx.Response(200, json=told(images=2))
+        return now(request) if callable(now) else now
+
+    reward, answering = checking({A: late}, **FAST)
+    assert set(reward.check(["a", "b", "c"])) == {A} and not script
+    images = pictures(3)
+    np.testing.assert_array_equal(score(reward, images)["mean"], means(images))
+    assert [len(asked.prompts) for _, asked in answering.asked] == [2, 1]  # the limits are known
+    reward, _ = checking({A: AGAIN["no connection"]}, **FAST, retries=2)
+    with pytest.raises(Stopped, match=rf"{A} cannot be reached .*\(prompt 'a'\), after 3 attempts"):
+        reward.check(["a"])
 
 
 @pytest.mark.parametrize(
@@ -376,6 +395,26 @@ def test_the_token_is_sent():
 
     score(remote(Answering([look]), token="secret"))
     assert seen == ["Bearer secret"]
+
+
+def test_a_configs_reward_asks_with_its_settings(monkeypatch):
+    """`test_serving` asks a real server."""
+    monkeypatch.setenv("DIGEN_REWARD_TOKEN", "secret")
+    asked = served(servers=f"{A}/v1", attempt=3.0, deadline=4.0, retries=0)
+    client = _client(asked)
+    told = []
+
+    def unreachable(request):
+        told.append((str(request.url), request.headers["authorization"]))
+        raise httpx.ConnectError("refused")
+
+    client._asker._http._transport = httpx.MockTransport(unreachable)
+    with pytest.raises(
+        Stopped, match=rf"{A} cannot be reached .*\(prompt 'a'\), after one attempt"
+    ):
+        asked(pictures(1), ["a"], [{}])
+    assert told == [(f"{A}/rewards", "Bearer secret")] * 2
+    client.close()
 
 
 def test_a_missing_package_is_a_sentence():

@@ -8,7 +8,9 @@ import pytest
 from PIL import Image
 
 from digen_jax.errors import ConfigError
+from digen_jax.process.ending import Stopped
 from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.pool import Hung
 from digen_jax.rewards.process import Gone, Late
 from digen_jax.rewards.service import scoring
 from digen_jax.rewards.service.answers import Answers
@@ -112,9 +114,19 @@ def test_a_score_that_is_not_finite_is_an_error():
     ("error", "status", "what"),
     [
         (Late("took more than 3 seconds and was killed"), 504, "took more than 600 seconds"),
+        (
+            Hung("reward 'x' took more than 3 seconds in a thread"),
+            504,
+            "took more than 600 seconds",
+        ),
+        (Stopped("judge http://a:1 cannot be reached"), 500, "judge (a path) cannot be reached"),
         (Gone("died in its process (SIGKILL)"), 500, "reward 'mean' died in its process"),
-        (RewardMistake("reward 'x' returned None\n  /root/x.py, line 3"), 500, "'x' returned None"),
-        (OSError(2, "none", "/root/x"), 500, "[Errno 2] none: (a path)"),
+        (
+            RewardMistake("reward 'x' returned None\n  /folder/x.py, line 3"),
+            500,
+            "'x' returned None",
+        ),
+        (OSError(2, "none", "/folder/x"), 500, "[Errno 2] none: (a path)"),
         (ConfigError("the record has no `include`"), 422, "the record has no `include`"),
     ],
 )
@@ -129,8 +141,11 @@ def test_failures_have_a_status_and_a_short_reason(error, status, what):
     async def test(client, service):
         response = await post(client)
         assert response.status_code == status
-        assert what in sentence(response) and "root" not in sentence(response)
+        assert what in sentence(response) and "folder" not in sentence(response)
         assert service.scorer.failures == (status != 422)
+        # only what hangs in a thread of the server cannot be asked again
+        again = await post(client)
+        assert ("must be started again" in sentence(again)) == isinstance(error, Hung)
 
     run(test, Failing())
 

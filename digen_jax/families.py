@@ -1,0 +1,127 @@
+"""The model families: a pipeline folder opened as one of them, and its components read onto a mesh."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from digen_jax.engine.placement import DeviceGroup
+from digen_jax.errors import ConfigError, blame, user_input
+from digen_jax.models.family import Family, Params, Size
+from digen_jax.models.flux import family as flux_family
+from digen_jax.models.flux import kontext
+from digen_jax.models.flux.family import Flux
+from digen_jax.models.flux.kontext import FluxKontext
+from digen_jax.models.flux2 import family as flux2_family
+from digen_jax.models.flux2.family import Flux2Klein
+from digen_jax.models.qwen_image import family as qwen_image_family
+from digen_jax.models.qwen_image.family import QwenImage
+from digen_jax.models.remat import Remat
+from digen_jax.models.sd3 import family as stable_diffusion_3
+from digen_jax.models.sd3.family import StableDiffusion3
+from digen_jax.models.zimage import family as zimage_family
+from digen_jax.models.zimage.family import ZImage
+from digen_jax.process.exhausted import during
+from digen_jax.weights.folder import read_model_index, resolve_folder
+
+# The model families, by the pipeline class that a folder's model_index.json names.
+FAMILIES = {
+    stable_diffusion_3.PIPELINE_CLASS: StableDiffusion3,
+    flux_family.PIPELINE_CLASS: Flux,
+    kontext.PIPELINE_CLASS: FluxKontext,
+    flux2_family.PIPELINE_CLASS: Flux2Klein,
+    zimage_family.PIPELINE_CLASS: ZImage,
+    qwen_image_family.PIPELINE_CLASS: QwenImage,
+}
+
+
+def open_pipeline(name: str, without: tuple[str, ...] = ()) -> pathlib.Path:
+    """The folder of a local path or hub id; only what its family uses is downloaded, not the components `without`.
+
+    Raises:
+      ConfigError: no family is for its class, or it needs one of `without`; then nothing large is downloaded.
+    """
+    family = family_of(resolve_folder(name, index_only=True))
+    if needed := [part for part in without if part not in family.optional]:
+        few = f"only {' and '.join(family.optional)}" if family.optional else "nothing"
+        raise ConfigError(
+            f"its {needed[0]!r}, which config.model.without names, cannot be left out: name {few} there"
+        )
+    return resolve_folder(name, without=family.unused + without)
+
+
+def family_of(folder: pathlib.Path) -> Any:
+    """The class of a pipeline folder's family; ConfigError where there is none."""
+    with user_input():
+        kind = read_model_index(folder)["_class_name"]
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"{folder} is a {kind}; supported are {', '.join(FAMILIES)}: choose another folder"
+        )
+    return FAMILIES[kind]
+
+
+def load_family(
+    folder: pathlib.Path,
+    dtype: str = "float32",
+    remat: Remat = "none",
+    without: tuple[str, ...] = (),
+    max_sequence_length: int = 0,
+    source: Size | None = None,
+) -> Family:
+    """The family of a pipeline folder; the last three arguments are those of the config's section `model`.
+
+    Raises:
+      ConfigError: there is no family for its class, the folder cannot be used, or it cannot edit pictures of
+        the size `source`.
+    """
+    kind = family_of(folder)
+    with user_input():
+        family = kind.from_folder(folder, jnp.dtype(dtype), remat, without, max_sequence_length)
+    return family if source is None else editing(family, source)
+
+
+def editing(family: Family, source: Size) -> Family:
+    """The same family, of which every prompt has a picture to edit, resized to `source`.
+
+    Raises:
+      ConfigError: it edits none, or none of this size.
+    """
+    if not family.edits:
+        raise ConfigError(
+            "this model makes pictures of prompts alone and edits none: set config.model.source_height and "
+            "config.model.source_width to 0, or choose a model that edits"
+        )
+    with blame("config.model.source_height and config.model.source_width: "):
+        return dataclasses.replace(family, source=source)
+
+
+def check_parts(family: Family, folder: pathlib.Path, parts: Iterable[str]) -> None:
+    """Raises ValueError where the weights of some components are incomplete or do not fit, before any is read."""
+    for part in sorted(parts):
+        family.check(folder, part)
+
+
+def read_parts(
+    family: Family,
+    folder: pathlib.Path,
+    parts: Iterable[str],
+    group: DeviceGroup,
+    dtype: str = "float32",
+) -> Params:
+    """The parameters of some components, read straight onto a mesh as its rules say, in a type."""
+    shardings = group.params(family.shapes())
+    with during("the reading of the model's weights"):
+        return {
+            part: family.read(folder, part, shardings[part], jnp.dtype(dtype)) for part in parts
+        }
+
+
+def read_frozen(
+    family: Family, folder: pathlib.Path, group: DeviceGroup, dtype: str = "float32"
+) -> Params:
+    """The parameters of all components that are never tuned."""
+    frozen = [part for part in family.shapes() if part not in family.trained]
+    return read_parts(family, folder, frozen, group, dtype)

@@ -1,0 +1,360 @@
+"""Learned rewards on the meshes of runs, against the same runs with them in the pool, and against torch."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from digen_jax import assemble
+from digen_jax.config.door import open_recipe, reopen_recipe
+from digen_jax.engine.axes import make_mesh
+from digen_jax.engine.divergence import DivergedError
+from digen_jax.engine.placement import DeviceGroup
+from digen_jax.engine.scoring import Scoring
+from digen_jax.engine.sharding import Layout
+from digen_jax.errors import ConfigError
+from digen_jax.learned_rewards import on_mesh
+from digen_jax.planning.compiled import programs
+from digen_jax.planning.footprint import model_footprint
+from digen_jax.planning.plan import make_problem
+from digen_jax.planning.programs import measured_programs
+from digen_jax.records.metrics import read_metrics
+from digen_jax.rewards import built_in
+from digen_jax.rewards.built_in import on_mesh as on_mesh_of
+from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.mistakes import RewardMistake
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.rewards.settings import RewardSettings
+from digen_jax.run.train import train
+from digen_jax.scheduling import dispatch
+from digen_jax.scheduling.planner.calibration import Calibration
+from digen_jax.scheduling.planner.memory import device_bytes
+from digen_jax.scheduling.planner.proposal import Proposal
+from digen_jax.scheduling.settings import Costs
+from tests.engine import toy
+from tests.learned_rewards.folders import PROMPTS, Files, pictures, write
+from tests.learned_rewards.test_scores import by_pickscore
+from tests.tiny_runs import tiny_config
+
+STEPS = 2
+JPEG = dict(name="jpeg_compressibility", weight=0.5)
+# Of the prompts in turn: both rewards, one of them, the other.
+NAMED = (None, ["pickscore"], ["jpeg_compressibility"])
+MESHES = {
+    "one device": ((0, 1), (1, 1)),
+    "colocated": ((0, 1), (2, 2)),
+    "two workers": ((1, 2), (2, 1), 2),
+    "tensor": ((1, 1, 2), (2, 1)),
+}
+TIMED = ("seconds", "images_per", "utilisation", "staleness", "tag_share", "queue")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Files:
+    return write(tmp_path_factory.mktemp("on_mesh"))
+
+
+@pytest.fixture(autouse=True)
+def exact(exact_and_split):
+    yield
+
+
+def pickscore(files: Files, **fields) -> RewardSettings:
+    return RewardSettings("pickscore", settings={"folder": str(files.clip), "batch": 2}, **fields)
+
+
+def group(**sizes: int) -> DeviceGroup:
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    return DeviceGroup(make_mesh(devices, **sizes), Layout(((".*", "fsdp"),)))
+
+
+def scored(found: Scoring, count: int) -> np.ndarray:
+    images, prompts = np.tile(pictures(), (4, 1, 1, 1))[:count], (PROMPTS * 4)[:count]
+    return found(images, prompts, [{}] * count)
+
+
+def by_torch(files: Files, count: int) -> np.ndarray:
+    with torch.no_grad():
+        return np.tile(by_pickscore(files, pictures()).numpy(), 4)[:count]
+
+
+def test_scores_of_a_mesh_are_those_of_torch(files):
+    (found,) = on_mesh.read({0: pickscore(files)}, group(data=2, fsdp=2))
+    split = {leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found.params)}
+    assert split == {True, False} and [found.rows(count) for count in (2, 5, 11)] == [4, 8, 16]
+    assert np.abs(scored(found, 11) - by_torch(files, 11)).max() < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [dict(data=1), dict(data=1, tensor=3), dict(fsdp=4)])
+def test_scores_are_the_same_on_any_mesh(files, sizes):
+    (found,) = on_mesh.read({0: pickscore(files)}, group(data=2, fsdp=2))
+    moved = found.moved(group(**sizes))
+    assert moved.group.images == group(**sizes).mesh.size
+    for count in (11, 2):
+        assert np.abs(scored(moved, count) - by_torch(files, count)).max() < 1e-5
+
+
+# ------------------------------------------------------------------------------------------- runs
+
+
+def batches(groups: int):
+    """Records that name their rewards."""
+    for records in toy.batches(groups):
+        yield [
+            record | ({"rewards": named} if named else {})
+            for record, named in zip(records, NAMED, strict=True)
+        ]
+
+
+def config(files: Files, where: str, layout: tuple, **fields):
+    """A run with a learned reward and one of the host."""
+    asked = dict(name="pickscore", where=where, settings=dict(folder=str(files.clip), batch=2))
+    fields.setdefault("rewards", (asked, JPEG))
+    return toy.config(
+        steps=STEPS,
+        advantages=dict(combine="advantages", std="group"),
+        batch=dict(groups=3, images=4),
+        sampler__fragment=4,
+        evaluation=dict(every=1, batch=4),
+        **toy.meshes(*layout),
+        **fields,
+    )
+
+
+def driven(c, devices: int = 8):
+    """(metrics of each step, evaluations by version, the timeline's intervals)."""
+    recipe = toy.opened(c)
+    system = toy.system(c, devices)
+    system = system.with_scorers(assemble.read_scorers(recipe, jax.devices()[:devices]))
+    seen, spans, lines = {}, [], []
+    held_out = list(itertools.chain(*itertools.islice(batches(3), 2)))[:5]
+    options = dict(batches=batches(3), held_out=held_out, evaluated=seen.__setitem__)
+    found = resolve(recipe.rewards, meshes=True)
+    with toy.driver(system, c, found, **options) as driver:
+        for _ in range(STEPS):
+            lines.append(driver.step())
+            spans += driver.intervals
+        driver.finish()
+    return lines, seen, spans
+
+
+def test_a_run_has_the_scores_that_the_rewards_have_on_the_host(files, monkeypatch):
+    """On a rollout mesh, and on the trainer's when it samples, too."""
+    c = config(files, "", ((1, 2), (2, 1)), runtime__tag_fragments=3)
+    found, host, submit = [], resolve(toy.opened(c).rewards), RewardPool.submit
+
+    def noted(pool, images, prompts, metadata, known):
+        future = submit(pool, images, prompts, metadata, known)
+        found.append((images, prompts, metadata, future))
+        return future
+
+    monkeypatch.setattr(RewardPool, "submit", noted)
+    monkeypatch.setattr(dispatch, "tag_pays", lambda state: True)
+    lines, seen, spans = driven(c)
+    assert sum(line["tag_share"] for line in lines) > 0 and len(found) == STEPS * 3 + 3 * 2
+    for *batch, future in found:
+        columns = host.score(*batch).columns
+        np.testing.assert_allclose(future.result().scores.columns, columns, atol=1e-5)
+        both = [np.isnan(row).tolist() for row in columns]
+        named = [record.get("rewards") for record in batch[2]]
+        applies = {None: [False, False], "p": [False, True], "j": [True, False]}
+        assert both == [applies[own and own[0][0]] for own in named]
+    on_meshes = [one for one in spans if one.kind == "score" and one.worker != "reward"]
+    assert len(on_meshes) == STEPS * 3
+    assert {"trainer"} < {one.worker for one in on_meshes}
+    assert all(line["seconds/rollout"] > 0 for line in lines)
+    assert set(seen) == {0, 1, 2}
+    assert all(np.isfinite(one.scores).all() and len(one.scores) == 5 for one in seen.values())
+
+
+@pytest.fixture(scope="module")
+def pooled(files, exact_and_split):
+    return driven(shown(files, "pool", MESHES["one device"]), devices=1)
+
+
+def shown(files: Files, where: str, layout: tuple):
+    """With a learned reward that is not trained, too."""
+    c = config(files, where, layout)
+    settings = dict(folder=str(files.clip), head=str(files.head))
+    c.rewards += (dict(name="aesthetic", where=where, weight=0.0, settings=settings),)
+    return toy.config(**c)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MESHES)
+def test_a_run_is_that_of_the_pool(files, pooled, layout):
+    devices = 1 if layout == "one device" else 8
+    lines, seen, _ = driven(shown(files, "", MESHES[layout]), devices)
+    for found, expected in zip(lines, pooled[0], strict=True):
+        assert {"reward_of/pickscore", "reward_of/aesthetic", "reward_std"} <= set(found)
+        for name, value in expected.items():
+            if not name.startswith(TIMED):
+                assert found[name] == pytest.approx(value, rel=2e-4, abs=1e-5), name
+    assert set(seen) == set(pooled[1]) == {0, 1, 2}
+    for version, found in seen.items():
+        for name, own in found.each.items():
+            np.testing.assert_allclose(own, pooled[1][version].each[name], atol=1e-5)
+
+
+class Judge:
+    """In a scorer's place: a function of pictures."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, []
+
+    def __call__(self, images, prompts, metadata):
+        self.calls.append(images)
+        return self.function(images, len(self.calls))
+
+    def moved(self, group):
+        return self
+
+
+def judged(function, **fields):
+    """What drives a run in which `function` scores on the meshes in PickScore's place, and the judge."""
+    c = toy.config(
+        rewards=(dict(name="pickscore", settings=dict(folder="x")),),
+        sampler__fragment=4,
+        **toy.meshes((1, 1), (1, 1)),
+        **fields,
+    )
+    judge = Judge(function)
+    system = toy.system(c, 2).with_scorers((judge,))
+    return toy.driver(system, c, resolve(toy.opened(c).rewards, meshes=True)), judge, system
+
+
+def brightness(images, calls):
+    return toy.brightness(images, [], [])
+
+
+def test_scores_that_are_not_finite_end_a_run_with_a_sentence():
+    driver, judge, _ = judged(lambda images, calls: np.full(len(images), np.nan))
+    with driver as found, pytest.raises(RewardMistake, match=r"'pickscore' returned nan"):
+        found.step()
+    assert len(judge.calls) == 1
+
+
+def test_what_fails_on_a_mesh_is_computed_again(capsys):
+    def fails_once(images, calls):
+        if calls == 1:
+            raise RuntimeError("a device is lost")
+        return brightness(images, calls)
+
+    driver, judge, _ = judged(fails_once)
+    with driver as found:
+        assert np.isfinite(found.step()["reward"])
+    assert len(judge.calls) >= 3 and "a device is lost" in capsys.readouterr().err
+
+
+def test_pictures_with_nan_are_not_scored():
+    driver, judge, system = judged(brightness)
+    system.rollouts[0].frozen["vae"]["kernel"] *= np.nan
+    with driver as found, pytest.raises(DivergedError, match="NaN"):
+        found.step()
+    assert not judge.calls
+
+
+# --------------------------------------------------------------------------- mistakes, and memory
+
+
+def test_mistakes_are_sentences(files):
+    for section, said in (
+        (
+            dict(name="ocr", where="mesh"),
+            r"\[0\]: reward 'ocr' cannot be computed on a mesh, as aest",
+        ),
+        (dict(name="x:y", where="mesh"), "reward 'x:y' cannot be computed on a mesh"),
+        (
+            dict(name="pickscore", settings=dict(folder="x"), limit=1.0),
+            r"where it has no limit .* set its field 'limit' to 0, or 'where' to 'pool'",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            resolve([RewardSettings(**section)])
+    pool = RewardSettings("pickscore", settings=dict(folder="x"), limit=1.0, where="pool")
+    (found,) = resolve([pool], meshes=True).members
+    assert not found.on_mesh
+    with pytest.raises(ConfigError, match=r"rewards\[0\].where is 'gpu'; it must be one of"):
+        toy.opened(toy.config(rewards=(dict(name="ocr", where="gpu"),)))
+    gone = RewardSettings("pickscore", settings=dict(folder="x/none"))
+    with pytest.raises(
+        ConfigError, match=r"rewards\[3\]: reward 'pickscore': 'x/none' is .* folder"
+    ):
+        on_mesh.read({3: gone}, group(data=1))
+    none = dataclasses.replace(pickscore(files), settings=dict(folder=str(files.clip), batch=0))
+    with pytest.raises(ConfigError, match="'pickscore': batch must be a whole number from 1"):
+        on_mesh.read({0: none}, group(data=1))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("clip_score", "float32"), ("aesthetic", "bfloat16")])
+def test_without_files_the_published_networks_are_planned_with(name, dtype):
+    sizes = {"clip_score": 427_616_513, "aesthetic": 304_894_177}
+    settings = {"clip_score": dict(folder="o/x"), "aesthetic": dict(folder="o/x", head="x")}[name]
+    asked = RewardSettings(name, settings=settings | {"dtype": dtype})
+    (found,) = on_mesh.outlined({0: asked}, group(data=1))
+    leaves = jax.tree.leaves(found.params)
+    assert sum(leaf.size for leaf in leaves) == sizes[name]
+    assert {leaf.dtype.name for leaf in leaves if leaf.size > 2**20} == {dtype}
+
+
+def planned(files: Files, base, where: str = ""):
+    c = tiny_config(base, "lora")
+    settings = dict(folder=str(files.clip), batch=2)
+    c.rewards = (dict(name="pickscore", settings=settings, where=where), "jpeg_compressibility")
+    c.placement.rules = ((".*", "fsdp"),)
+    return reopen_recipe(c)
+
+
+def test_predicted_memory_has_the_weights(files, base):
+    recipe = planned(files, base)
+    found = model_footprint(recipe)
+    stored = load_file(files.clip / "model.safetensors")
+    assert found.rewards(1, 1) == sum(array.nbytes for array in stored.values())
+    assert found.rewards(1, 1) / 2 <= found.rewards(2, 1) < 0.6 * found.rewards(1, 1)
+    problem = make_problem(recipe, 2, Calibration(Costs(1.0, 1.0), "", ()), found)
+    held = device_bytes(problem, Proposal(1, 1, 1))
+    assert held.worker["rewards"] == found.rewards(1, 1) and "rewards" not in held.trainer
+    assert device_bytes(problem, Proposal(0, 0, 2)).trainer["rewards"] == found.rewards(1, 1)
+    assert on_mesh.outlined(on_mesh_of(planned(files, base, "pool").rewards), group(data=1)) == ()
+
+
+@pytest.mark.slow
+def test_predicted_memory_has_the_programs(files, base):
+    recipe = planned(files, base)
+    made = {p.name: p for p in programs(recipe, jax.devices()[:2]) if p.name.startswith("score")}
+    assert set(made) == {"score by pickscore", "score evaluated by pickscore"}
+    score = made["score by pickscore"]
+    assert (score.command, score.images, score.lower().out_info.shape) == ("decode", 8, (8,))
+    sampling = measured_programs(recipe, lambda text: None).sampling(2, 1, 1, 1)
+    assert sampling["scoring"] > 2 * 9 * 32 * 4  # at least a layer of the tokens of two pictures
+    alone = measured_programs(planned(files, base, "pool"), lambda text: None).sampling(2, 1, 1, 1)
+    assert set(sampling) - set(alone) == {"scoring"}
+    assert model_footprint(planned(files, base, "pool")).rewards is None
+
+
+@pytest.mark.slow
+def test_a_run_of_a_pipeline_reads_tries_and_scores(files, base, tmp_path, monkeypatch):
+    """From the command's config to the records, in the pool and on the mesh."""
+    named = dict(name="pickscore", settings=dict(folder=str(files.clip)))
+    lines = {}
+    for where in ("pool", "mesh"):
+        c = tiny_config(base, "lora")
+        c.rewards = (dict(named, where=where), dict(JPEG))
+        if where == "pool":
+            # Random weights prefer nothing: a run with them must not begin.
+            with pytest.raises(ConfigError, match="'pickscore' fails its canary"):
+                train(open_recipe(dict(c, rewards=(named,))), tmp_path / "none")
+            one = dataclasses.replace(built_in.BUILT_IN["pickscore"], canary="")
+            monkeypatch.setitem(built_in.BUILT_IN, "pickscore", one)
+        assert train(open_recipe(c), tmp_path / where) is None
+        lines[where] = read_metrics(tmp_path / where / "metrics.jsonl")
+    for found, expected in zip(lines["mesh"], lines["pool"], strict=True):
+        names = [name for name in expected if "reward" in name and "seconds" not in name]
+        assert "evaluation/reward_of/pickscore" in names or "reward_of/pickscore" in names
+        for name in names:
+            assert found[name] == pytest.approx(expected[name], abs=1e-5), name

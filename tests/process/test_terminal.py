@@ -1,0 +1,206 @@
+"""Lines on a terminal: broken between words, above a bar; and all that a real run shows on one."""
+
+import fcntl
+import io
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from tqdm import tqdm
+
+from digen_jax.process import progress
+from digen_jax.process.progress import Progress
+from digen_jax.process.terminal import broken, complain, fitted
+from tests.pipelines import ROOT, environment, write_tiny_pipeline
+from tests.run.test_train import CONFIG
+from tests.tiny_runs import PROMPTS
+
+COLUMNS = 80
+
+
+class Screen:
+    """What a terminal of unlimited height shows of some output, without its automatic breaks."""
+
+    def __init__(self, output=""):
+        self.lines, self.column, self.widest = [""], 0, 0
+        self.write(output)
+
+    def write(self, output):
+        output = output.replace("\x1b[A", "\x1bA").replace("\x1b[K", "\x1bK")
+        pieces = iter(output)
+        for piece in pieces:
+            if piece == "\x1b":
+                command = next(pieces)
+                assert command in "AK", f"{command!r} is no command of this terminal"
+                if command == "K":
+                    self.lines[-1] = self.lines[-1][: self.column]
+                continue
+            if piece == "\n":
+                self.lines.append("")
+                self.column = 0
+            elif piece == "\r":
+                self.column = 0
+            else:
+                line = self.lines[-1].ljust(self.column)
+                self.lines[-1] = line[: self.column] + piece + line[self.column + 1 :]
+                self.column += 1
+                self.widest = max(self.widest, self.column)
+
+    @property
+    def shown(self):
+        return [line.rstrip() for line in self.lines]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def on_terminal(monkeypatch, columns="40"):
+    """What stands for stdout and stderr, on one screen; not a fixture, as pytest sets both after these."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", columns)
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        ("", [""]),
+        ("x" * 40, ["x" * 40]),
+        ("one " * 12, ["one one one one one one one one one one", "  one one"]),
+        (
+            "  name:  " + "word " * 8,
+            ["  name:  word word word word word word", "         word word"],
+        ),
+        (f"see {'x' * 50} there", ["see", f"  {'x' * 50}", "  there"]),
+        (
+            "    indented " + "word " * 7,
+            ["    indented word word word word word", "      word word"],
+        ),
+    ],
+)
+def test_lines_are_broken_between_words_under_what_they_continue(line, lines):
+    assert broken(line, 40).split("\n") == lines
+
+
+def test_prints_do_not_break_a_bar(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    with fitted():
+        bar = tqdm(total=4, file=sys.stderr, ncols=30, bar_format="{n_fmt}/{total_fmt}|{bar}|")
+        print("a", "line", end=" of ", flush=True)
+        bar.update(1)
+        print("several pieces which is longer than a terminal is wide")
+        print("another\nand a third", file=sys.stderr)
+        bar.close()
+        print("no end", end="")
+    assert sys.stdout is terminal
+    screen = Screen(terminal.getvalue())
+    assert screen.shown[:4] == [
+        "a line of several pieces which is longer",
+        "  than a terminal is wide",
+        "another",
+        "and a third",
+    ]
+    assert screen.shown[4].startswith("1/4|") and screen.shown[5] == "no end"
+    assert screen.widest <= 40
+
+
+def test_another_process_writes_over_the_bar(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    terminal.write("\r 50% |##  | step 2 of 4")
+    with fitted(beside=True):
+        print("a reward says this")
+    assert Screen(terminal.getvalue()).shown == ["a reward says this", ""]
+
+
+def test_what_is_no_terminal_is_left_as_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    before = sys.stdout
+    with fitted():
+        assert sys.stdout is before
+        print("word " * 20)
+    complain("word " * 20)
+    assert capsys.readouterr() == ("word " * 20 + "\n",) * 2
+
+
+def test_an_error_is_broken_on_a_terminal(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    complain("train.py: " + "word " * 8)
+    assert terminal.getvalue() == "train.py: word word word word word word\n  word word\n"
+
+
+@pytest.mark.parametrize(
+    ("columns", "ends"),
+    [
+        ("80", "| step 1000 of 2000, reward -0.125, 1234.5 images/s, 2:46:40 left"),
+        ("90", "| step 1000 of 2000, reward -0.125, 1234.5 images/s, 100% busy, 2:46:40 left"),
+        ("60", "| step 1000 of 2000, reward -0.125, 2:46:40 left"),
+        ("50", "| step 1000 of 2000, reward -0.125"),
+    ],
+)
+def test_a_bar_has_what_fits(monkeypatch, columns, ends):
+    terminal = on_terminal(monkeypatch, columns)
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    shown = Progress(2000, done=998)
+    for step in (999, 1000):
+        shown.update(step, -0.125, 1234.5, 1.0)
+    shown.close()
+    last = Screen(terminal.getvalue()).shown[0]
+    assert last.endswith(ends) and len(last) <= int(columns)
+
+
+REWARD = """
+import sys, warnings
+
+def mean(images, prompts, metadata):
+    print("this reward tells of", len(prompts), "pictures, which is more than fits into a line of eighty columns")
+    return images.mean((1, 2, 3)) / 255
+"""
+
+
+@pytest.mark.slow
+def test_all_that_a_run_shows_fits_a_terminal(tmp_path):
+    write_tiny_pipeline(tmp_path / "pipeline")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(PROMPTS * 3) + "\n")
+    config = CONFIG.replace("steps=6", "steps=3").replace("processes=0", "processes=1")
+    (tmp_path / "config.py").write_text(config)
+    (tmp_path / "blueness.py").write_text(REWARD)
+    here, there = pty.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 30, COLUMNS, 0, 0))
+    variables = {name: value for name, value in environment(4).items() if name != "COLUMNS"}
+    run = subprocess.Popen(
+        [sys.executable, ROOT / "launch" / "train.py", "--config=config.py", "--workdir=run"],
+        cwd=tmp_path,
+        env=variables | {"PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        stdin=there,
+        stdout=there,
+        stderr=there,
+    )
+    os.close(there)
+    output = b""
+    try:
+        while piece := os.read(here, 2**16):
+            output += piece
+    except OSError:  # Linux's end of a terminal
+        pass
+    finally:
+        os.close(here)
+    screen = Screen(output.decode())
+    text = "\n".join(screen.shown)
+    assert run.wait(60) == 0, text
+    assert screen.widest <= COLUMNS, text
+    assert max(map(len, screen.shown)) > 60, text
+    assert "warn" not in text.lower(), text
+    bars = [line for line in screen.shown if "%" in line and "| step" in line]
+    assert len(bars) == 1 and "step 3 of 3, reward" in bars[0], text
+    flat = " ".join(text.split())
+    assert "more than fits into a line of eighty columns" in flat
+    assert "reward on 4 held-out prompts before after gain" in flat

@@ -1,0 +1,281 @@
+"""What trackers are told: stand-ins, which fail in all ways; wandb and trackio themselves, without a network."""
+
+import json
+import os
+import pathlib
+import sqlite3
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from digen_jax.records import tracking
+from digen_jax.records.metrics import MetricsLog, read_metrics
+from digen_jax.records.tracking import Tracker
+from digen_jax.records.tracking_process import Told
+from tests.pipelines import ROOT
+from tests.records.test_metrics import drawn, lines
+from tests.run.test_train import config, train  # noqa: F401
+
+# Stands for wandb: notes all calls, a line each, and does what a text in the project's name asks for.
+FAKE = """
+import json, os, sys, time
+
+def note(*what):
+    with open("NOTES", "a") as file:
+        print(json.dumps(what), file=file)
+
+class Image:
+    def __init__(self, path):
+        self.size = os.path.getsize(path)
+
+class Run:
+    def log(self, values, step):
+        if DO == "hang":
+            time.sleep(600)
+        if DO == "die":
+            os._exit(3)
+        if DO == "raise":
+            raise OSError("the disk of wandb\\nis full")
+        note("log", {k: v.size if isinstance(v, Image) else v for k, v in values.items()}, step)
+
+    def finish(self):
+        note("finish")
+
+def init(**options):
+    global DO
+    DO = options["project"]
+    print("Warning: wandb says much on stdout")
+    print("and on stderr", file=sys.stderr)
+    if DO == "refuse":
+        raise ValueError("No API key configured.\\nRun wandb login")
+    note("init", options)
+    return Run()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """What the stand-in of wandb has noted."""
+    (tmp_path / "fake").mkdir()
+    notes = tmp_path / "notes"
+    (tmp_path / "fake" / "wandb.py").write_text(FAKE.replace("NOTES", str(notes)))
+    monkeypatch.syspath_prepend(tmp_path / "fake")
+    return lambda: [json.loads(line) for line in notes.read_text().splitlines()]
+
+
+def opened(workdir, project="fine"):
+    return MetricsLog(workdir, {"wandb": {"project": project}}, {"seed": 3, "sizes": [1, 2]})
+
+
+def test_a_tracker_is_told_config_numbers_and_pictures_and_prints_nothing(tmp_path, fake, capfd):
+    log = opened(tmp_path / "run")
+    picture = drawn(tmp_path / "run", "step_000001.png")
+    log.write(0, {"a": np.float32(0.5)})
+    log.picture(picture)
+    log.write(1, {"a": 1.5, "evaluation/b": 2})
+    log.picture(drawn(tmp_path / "run", "before_after.png"), 1)
+    log.close()
+    (_, options), *told = fake()
+    identity = (tmp_path / "run" / "wandb_id.txt").read_text()
+    assert options == {
+        "config": {"seed": 3, "sizes": [1, 2]},
+        "dir": str(tmp_path / "run"),
+        "id": identity,
+        "resume": "allow",
+        "project": "fine",
+    }
+    size = picture.stat().st_size
+    assert told == [
+        ["log", {"a": 0.5}, 0],
+        ["log", {"pictures/step": size}, 1],
+        ["log", {"a": 1.5, "evaluation/b": 2.0}, 1],
+        ["log", {"pictures/before_after": size}, 1],
+        ["finish"],
+    ]
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "run" / "wandb.log").read_text().startswith("Warning: wandb says")
+    opened(tmp_path / "run").close()
+    assert [one[1]["id"] for one in fake() if one[0] == "init"] == [identity] * 2
+
+
+@pytest.mark.parametrize(
+    ("project", "sentence"),
+    [
+        ("refuse", "does not work, and the run goes on without it: No API key configured. ("),
+        ("raise", "does not work, and the run goes on without it: the disk of wandb ("),
+        ("die", "does not work, and the run goes on without it: exit code 3 ("),
+    ],
+)
+def test_a_tracker_that_fails_is_told_of_once_and_the_records_are_whole(
+    tmp_path, fake, capfd, project, sentence
+):
+    log, said = opened(tmp_path / "run", project), ""
+    for step in range(500):
+        log.write(step, {"a": step})
+    while not said:
+        time.sleep(0.01)
+        said += capfd.readouterr().err
+    log.write(500, {"a": 500})
+    log.close()
+    said += capfd.readouterr().err
+    assert said == f"wandb {sentence}{tmp_path / 'run' / 'wandb.log'})\n"
+    assert [line["a"] for line in lines(tmp_path / "run")] == list(range(501))
+
+
+def test_a_tracker_that_hangs_neither_slows_nor_keeps_a_run(tmp_path, fake, capfd, monkeypatch):
+    monkeypatch.setattr(tracking, "WAITING", 20)
+    tracker = Tracker(Told("wandb", str(tmp_path), {"project": "hang"}, None, -1), patience=0.5)
+    begin = time.monotonic()
+    for step in range(5000):
+        tracker.log({f"metric {i}": 0.5 for i in range(20)}, step)
+    assert time.monotonic() - begin < 1.0
+    tracker.close()
+    assert time.monotonic() - begin < 5.0 and tracker._process.returncode == -9
+    assert capfd.readouterr().err == (
+        f"wandb does not keep up: it will lack some numbers ({tmp_path / 'wandb.log'})\n"
+    )
+    tracker = Tracker(Told("wandb", str(tmp_path), {"project": "hang"}, None, -1), patience=0.5)
+    tracker.log({"a": 1.0}, 0)
+    tracker.close()
+    assert "wandb has not ended within 0.5 seconds and was killed" in capfd.readouterr().err
+
+
+def test_a_tracker_ends_its_run_where_the_process_that_tells_it_is_killed(tmp_path, fake):
+    code = (
+        "import os, sys, time\n"
+        "from digen_jax.records.tracking import Tracker\n"
+        "from digen_jax.records.tracking_process import Told\n"
+        "tracker = Tracker(Told('wandb', sys.argv[1], {'project': 'fine'}, None, -1))\n"
+        "tracker.log({'a': 1.0}, 0)\n"
+        "time.sleep(0.5)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    path = os.pathsep.join([str(tmp_path / "fake"), str(ROOT)])
+    run = [sys.executable, "-c", code, tmp_path]
+    assert subprocess.run(run, env=os.environ | {"PYTHONPATH": path}).returncode == -9
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "notes").exists() or fake()[-1] != ["finish"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert fake()[1] == ["log", {"a": 1.0}, 0]
+
+
+@pytest.mark.slow
+def test_a_run_tells_all_numbers_and_pictures(tmp_path, fake, train):  # noqa: F811
+    assert train("run", config(tmp_path, wandb__project="fine")) is None
+    told = [
+        (step, name)
+        for what, *rest in fake()
+        if what == "log"
+        for name in rest[0]
+        for step in rest[1:]
+    ]
+    metrics = [
+        (line["step"], name)
+        for line in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        for name in line
+        if name not in ("step", "seconds/clock")
+    ]
+    assert set(metrics) <= set(told) and any(name == "evaluation/reward" for _, name in told)
+    shown = {
+        (s, name.removeprefix("pictures/")) for s, name in told if name.startswith("pictures/")
+    }
+    assert {(0, "step"), (2, "step"), (4, "step"), (4, "before_after")} <= shown
+    assert {"best", "worst", "timeline"} <= {name for _, name in shown}
+    assert fake()[0][1]["config"]["wandb"]["project"] == "fine"
+    steps = [step for step, _ in told]
+    assert steps == sorted(steps)  # wandb takes no step after a later one
+
+
+@pytest.mark.slow
+def test_wandb_gets_values_pictures_and_config_and_a_resumed_run_the_same_id(tmp_path):
+    picture = drawn(tmp_path, "step_000001.png")
+    for step in range(2):
+        trackers = {"wandb": {"project": "digen", "mode": "offline"}}
+        log = MetricsLog(tmp_path, trackers, {"seed": 3})
+        if step:
+            log.picture(picture)
+        log.write(step, {"a": np.float32(step + 0.5)})
+        log.close()
+        time.sleep(1.1)  # wandb names the folders of runs by the second
+    runs = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    identity = (tmp_path / "wandb_id.txt").read_text()
+    assert [run.name for run in runs] == [f"run-{identity}.wandb"] * 2
+    history, settings = [], []
+    for run in runs:
+        found, own = recorded(run)
+        history += found
+        settings += own
+    assert [(line["_step"], line["a"]) for line in history] == [(0, 0.5), (1, 1.5)]
+    assert history[1]["pictures/step._type"] == "image-file"
+    assert settings == [{"seed": 3}] * 2
+
+
+def recorded(path: pathlib.Path) -> tuple[list[dict], list[dict]]:
+    """(lines of the history, config) in a file that wandb keeps of a run: LevelDB's log of its protocol buffers."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole, history, config = path.read_bytes(), 7, b"", [], []
+    while place < len(data):
+        if 32768 - place % 32768 < 7:  # the rest of a block
+            place += 32768 - place % 32768
+        _, size, kind = struct.unpack_from("<IHB", data, place)
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind not in (1, 4):  # neither all of a record nor its end
+            continue
+        record, whole = Record.FromString(whole), b""
+        items = record.history.item
+        if items:
+            names = [item.key or ".".join(item.nested_key) for item in items]
+            history.append(dict(zip(names, [json.loads(i.value_json) for i in items], strict=True)))
+        if record.HasField("run"):
+            settings = {i.key: json.loads(i.value_json) for i in record.run.config.update}
+            config.append({key: value for key, value in settings.items() if key != "_wandb"})
+    return history, config
+
+
+@pytest.mark.slow
+def test_trackio_gets_values_pictures_and_config_and_a_resumed_run_the_same_name(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody: nothing is asked of the hub
+    picture = drawn(tmp_path, "step_000001.png")
+    options = {"trackio": {"project": "shapes", "group": "tests"}}
+    told = {"seed": 3, "model": {"folder": "x"}}
+    log = MetricsLog(tmp_path, options, told)
+    log.write(0, {"a": 0.5})
+    log.picture(picture)
+    log.write(1, {"a/b": 1.5})
+    log.close()
+    log = MetricsLog(tmp_path, options, told)
+    log.cut_back(1)
+    for step in (1, 2):  # step 1 again
+        log.write(step, {"a/b": step + 0.5})
+    log.close()
+    with sqlite3.connect(tmp_path / "trackio" / "shapes.db") as database:
+        rows = database.execute(
+            "SELECT run_name, step, metrics FROM metrics ORDER BY id"
+        ).fetchall()
+        settings = database.execute("SELECT config FROM configs").fetchall()
+    name = (tmp_path / "trackio_id.txt").read_text()
+    assert {row[0] for row in rows} == {name}
+    told = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    assert [(step, *one) for step, one in told] == [
+        (0, "a"),
+        (1, "pictures/step"),
+        (1, "a/b"),
+        (2, "a/b"),
+    ]
+    assert [one["a/b"] for _, one in told[2:]] == [1.5, 2.5]
+    image = told[1][1]["pictures/step"]
+    (file,) = (tmp_path / "trackio").rglob(pathlib.Path(image["file_path"]).name)
+    with Image.open(file) as seen:
+        assert seen.size == (4, 3)
+    assert json.loads(settings[0][0])["model"] == {"folder": "x"}

@@ -1,0 +1,195 @@
+"""Rows of the timeline for the servers that rewards ask: over real sockets, and in a run with real servers."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from digen_jax.records.timeline_files import TraceFile, draw, in_order, read_events
+from digen_jax.report.reading import read_run
+from digen_jax.report.timeline import timeline
+from digen_jax.rewards import exchanges
+from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.rewards.service.limits import Limits
+from digen_jax.rewards.service.wire import decode_request
+from digen_jax.rewards.settings import RewardSettings
+from digen_jax.scheduling.timeline import Interval
+from tests.pipelines import ROOT, environment
+from tests.rewards.service.helpers import pictures
+from tests.run.test_train import config, train  # noqa: F401
+
+PAUSE = 0.05  # seconds that a stub takes for an answer
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A reward server and an OpenAI-compatible one, each with answers that are always the same."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        limits = {"images": 4, "pixels": 2**20}
+        told = {"data": [{"id": "m"}], "version": 1, "rewards": ["mean"], "limits": limits}
+        self.answer(told)
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        time.sleep(PAUSE)
+        if self.path.endswith("completions"):
+            return self.answer({"choices": [{"message": {"content": "Score: 5"}}]})
+        count = len(decode_request(self.headers["Content-Type"], body, Limits()).prompts)
+        return self.answer({"scores": {"mean": [0.5] * count}, "seconds": PAUSE})
+
+    def answer(self, told):
+        content = json.dumps(told).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def stub():
+    """The address of such a server on the loopback."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def scored(processes, *asked, count=6):
+    """(begin, the exchanges of one batch, end), which is scored a second time."""
+    pool = RewardPool(resolve(asked), processes)
+    batch = pictures(count), [f"prompt {i}" for i in range(count)], [{}] * count
+    try:
+        pool.score(*batch)
+        begin = time.perf_counter()
+        found = pool.submit(*batch).result().exchanges
+        return begin, found, time.perf_counter()
+    finally:
+        pool.close()
+
+
+def most_at_once(found):
+    """How many of some intervals overlap at most."""
+    changes = sorted([(one.begin, 1) for one in found] + [(one.end, -1) for one in found])
+    return max(np.cumsum([change for _, change in changes]))
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_requests_come_from_the_process_that_scores_with_the_time_in_which_they_were_sent(
+    processes,
+):
+    with stub() as first, stub() as second:
+        begin, found, end = scored(
+            processes,
+            RewardSettings("served", settings={"servers": (first,)}),
+            RewardSettings("served", settings={"servers": (second,)}, label="other"),
+            RewardSettings("jpeg_compressibility", weight=0.1),
+        )
+    rows = [f"reward server {address.removeprefix('http://')}" for address in (first, second)]
+    # Each server takes four images a request.
+    assert [(one.server, one.images) for one in found] == [
+        (row, count) for row in rows for count in (4, 2)
+    ]
+    assert all(one.end - one.begin >= PAUSE and one.failure is None for one in found)
+    times = [begin, *(moment for one in found for moment in (one.begin, one.end)), end]
+    assert times == sorted(times)
+
+
+def test_a_judge_has_no_more_requests_at_a_time_than_connections():
+    with stub() as address:
+        settings = {"servers": (address,), "connections": 3, "template": "rating"}
+        begin, found, end = scored(0, RewardSettings("judge", settings=settings), count=9)
+    assert {one.server for one in found} == {f"judge {address.removeprefix('http://')}"}
+    assert len(found) == 9 and most_at_once(found) == 3
+    assert all(begin <= one.begin < one.end <= end for one in found)
+
+
+def test_what_failed_is_there_too():
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        dead = f"127.0.0.1:{nobody.getsockname()[1]}"
+    with stub() as address:
+        settings = {"servers": (f"http://{dead}", address)}
+        pool = RewardPool(resolve([RewardSettings("served", settings=settings)]), 0)
+        found = pool.submit(pictures(1), ["a"], [{}]).result().exchanges
+        pool.close()
+    assert found[0].server == f"reward server {dead}"
+    assert found[0].failure and found[-1].failure is None
+
+
+def test_a_long_address_is_shortened_in_its_middle():
+    name = exchanges.row("judge", "https://" + "a" * 30 + ".example.org/models/one:8000")
+    assert name.startswith("judge aaaaaaaa") and name.endswith("one:8000") and "…" in name
+    assert len(name) == len("judge ") + exchanges.SHOWN
+
+
+def test_timelines_have_the_servers_last(tmp_path):
+    rows = ["rollout 0", "publish rollout 0", "trainer", "reward", "judge a:1", "reward server b:1"]
+    kinds = ["generate", "publish", "train", "score", "ask", "ask in vain"]
+    found = [
+        Interval(row, kind, i, i + 1) for i, (row, kind) in enumerate(zip(rows, kinds, strict=True))
+    ]
+    file = TraceFile(tmp_path / "timeline.json")
+    file.write(found[::-1])
+    assert {e["name"] for e in read_events(tmp_path / "timeline.json") if e["ph"] == "X"} == set(
+        kinds
+    )
+    assert in_order((one.worker, one.kind) for one in found[::-1]) == rows
+    draw(found[::-1], tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_run_shows_a_row_for_each_server(tmp_path, train):  # noqa: F811
+    """Two processes of `launch/reward_server.py`, asked for fragments and evaluations in processes of the run."""
+    command = [sys.executable, ROOT / "launch" / "reward_server.py", "--port=0"]
+    options = dict(stdout=subprocess.PIPE, text=True, env=environment(1, PYTHONPATH=str(ROOT)))
+    names = ("jpeg_compressibility", "jpeg_incompressibility")
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for name in names:
+            server = stack.enter_context(
+                subprocess.Popen([*command, f"--reward={name}"], **options)
+            )
+            stack.callback(server.kill)
+            servers.append(server)
+        addresses = [server.stdout.readline().split()[-1] for server in servers]
+        asked = tuple(
+            dict(name="served", label=name, settings=dict(servers=(address,)))
+            for name, address in zip(names, addresses, strict=True)
+        )
+        run = config(tmp_path, rewards=asked, reward_pool__processes=2, sampler__fragment=4)
+        assert train("run", run) is None
+    found = timeline(read_run(tmp_path / "run"))
+    rows = [f"reward server {address.removeprefix('http://')}" for address in addresses]
+    assert set(found["rows"][-2:]) == set(rows) and found["rows"][-3] == "reward"
+    kind = [name for name, _ in found["kinds"]].index("ask")
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {f"evaluation/reward_of/{name}" for name in names} <= line.keys()
+    steps = {step for step, *_ in found["steps"]}
+    for event in read_events(tmp_path / "run" / "timeline.json"):
+        if event["name"] == "ask" and event["args"]:  # evaluations are no part of a step
+            assert event["args"]["step"] + 1 in steps
+    scoring = [span for span in found["spans"] if found["rows"][span[0]] == "reward"]
+    for row in rows:
+        own = [span for span in found["spans"] if found["rows"][span[0]] == row]
+        assert {span[1] for span in own} == {kind} and len(own) >= 8
+        spans = [exchanges.Exchange(row, at, at + length, 0, None) for _, _, at, length, _ in own]
+        assert most_at_once(spans) <= 2  # as many as there are processes
+        for one in spans:  # while a batch is scored, to the milliseconds in which answers travel
+            assert any(
+                at - 30 <= one.begin and one.end <= at + length + 30
+                for _, _, at, length, _ in scoring
+            )
