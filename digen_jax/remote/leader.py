@@ -16,7 +16,7 @@ from digen_jax.remote.identity import Identity
 from digen_jax.remote.messages import Unreadable, read_event, write
 from digen_jax.remote.wire import STREAMS, hello_of, service
 from digen_jax.runtime.worker import Line
-from digen_jax.scheduling.commands import Command
+from digen_jax.scheduling.commands import TRAINER, Command
 from digen_jax.scheduling.events import Failed
 
 WAITING = 1024  # commands that a process has not read yet; a run has a few
@@ -218,8 +218,10 @@ class Leader:
     def _admitted(self, context: grpc.ServicerContext) -> Member:
         """The member of a hello; the call ends here if it is refused."""
         hello = hello_of(context)
-        if hello is None or not 0 < len(hello.mesh) <= NAME:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "its hello cannot be read")
+        if hello is None or not 0 < len(hello.mesh) <= NAME or hello.mesh == TRAINER:
+            context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "its hello has no name of a sampling mesh"
+            )
         sentence = self._identity.difference(hello.config, hello.code)
         if sentence is not None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)

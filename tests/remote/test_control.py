@@ -160,8 +160,9 @@ def test_a_mesh_that_leaves_may_come_again_but_not_twice(room):
         (Identity(TOKEN, "d", "v"), {}, "its config is 'd' and the leader's 'c'"),
         (Identity(TOKEN, "c", "w"), {}, "its code is 'w' and the leader's 'v'"),
         (IDENTITY, {"process": 1}, "a mesh of several processes cannot be led yet"),
-        (IDENTITY, {"mesh": ""}, "its hello cannot be read"),
-        (IDENTITY, {"mesh": "x" * 200}, "its hello cannot be read"),
+        (IDENTITY, {"mesh": ""}, "its hello has no name of a sampling mesh"),
+        (IDENTITY, {"mesh": "x" * 200}, "its hello has no name of a sampling mesh"),
+        (IDENTITY, {"mesh": "trainer"}, "its hello has no name of a sampling mesh"),
     ],
 )
 def test_a_process_of_another_job_is_refused_by_name(room, other, hello, sentence):

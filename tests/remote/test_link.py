@@ -264,7 +264,7 @@ def test_strangers_and_nonsense_are_refused(pair):
 def test_only_known_nodes_are_sent_and_made():
     known = nodes(trees())
     for tree, sentence in [
-        (Unknown(1), "a Unknown cannot be sent: it is none of Conditioning, Encoded"),
+        (Unknown(1), "a Unknown cannot be sent: it is none of Answer, Conditioning"),
         ({1: 2}, "keys that are no strings"),
         ("text", "a str cannot be sent"),
         (np.array(["x"]), "an array of str"),
