@@ -1,6 +1,7 @@
 """A sampling mesh in another process, with the interface of its executor."""
 
 import functools
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +10,7 @@ from jaxtyping import UInt8
 from digen_jax import rewards
 from digen_jax.remote.leader import Member
 from digen_jax.remote.link import RemoteLink
+from digen_jax.runtime.clock import done_elsewhere
 from digen_jax.runtime.link import ImagesOf
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -23,7 +25,6 @@ from digen_jax.scheduling.commands import (
     Publish,
     Update,
 )
-from digen_jax.scheduling.events import Completed
 
 
 class RemoteSampler:
@@ -91,6 +92,9 @@ class RemoteSampler:
         self.given_up = True
         self._give_up(self.name, "was given up")
 
-    def _do(self, make: Callable[[int], Command]) -> Completed:
+    def _do(self, make: Callable[[int], Command]) -> None:
+        began = time.perf_counter()
         # It ends with the member at the latest.
-        return self.member.ask(make).result()
+        done = self.member.ask(make).result()
+        # There it may have compiled, or paused.
+        done_elsewhere(began, done.seconds)

@@ -81,6 +81,13 @@ def paused() -> Iterator[None]:
         watch.go_on(time.perf_counter() - begin)
 
 
+def done_elsewhere(began: float, seconds: float) -> None:
+    """Of the time since `began`, by `time.perf_counter`, only the seconds of another process's work count as work."""
+    watch = getattr(_thread, "watch", None)
+    if watch is not None:
+        watch.go_on(max(0.0, time.perf_counter() - began - seconds))
+
+
 def _length(spans: list[tuple[float, float]], begin: float) -> float:
     """The length of the union of spans after `begin`; tracing and compiling are nested."""
     total, reached = 0.0, begin

@@ -15,11 +15,13 @@ from digen_jax.remote.identity import Identity
 from digen_jax.remote.leader import Keepalive, Leader
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Wire
+from digen_jax.runtime.clock import paused
 from digen_jax.scheduling.commands import Encode
 
 TOKEN = "the-token-of-the-tests"
 IDENTITY = Identity(TOKEN, "c", "v")
 FAST = Keepalive(ping=0.2, silence=1.0)
+COMPILES = 98  # a step for which nothing but 0.3 seconds of compilation are needed
 WAITS = 99  # a step whose prompts are encoded when the test allows it
 
 
@@ -36,6 +38,9 @@ class Pretends:
         self.steps.append(command.step)
         if command.step < 0:
             raise ValueError(f"step {-command.step} cannot be encoded")
+        if command.step == COMPILES:
+            with paused():
+                time.sleep(0.3)
         if command.step == WAITS:
             assert self._free.wait(60)
 

@@ -19,9 +19,12 @@ from digen_jax.remote import leader
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
 from digen_jax.remote.leader import Gone, Keepalive, Leader, NotDone
+from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.messages import Unreadable, read_command, read_event, read_key, write
+from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import HELLO, MESSAGE, PACKAGE, Tls, Wire
+from digen_jax.runtime.clock import measured
 from digen_jax.scheduling.commands import Encode, Publication, Publish
 from digen_jax.scheduling.events import Completed, Failed
 from tests.pipelines import ROOT
@@ -95,6 +98,16 @@ def test_commands_go_in_order_and_answers_come_back(room):
         with pytest.raises(NotDone, match=r"rollout 0: ValueError\('step 13 cannot be encoded'\)"):
             member.ask(encode(-13)).result(30)
         assert isinstance(member.ask(encode(3)).result(30), Completed)
+
+
+def test_what_does_not_count_there_does_not_count_here(room):
+    with mesh(room):
+        link = RemoteLink(Wire(IDENTITY), {})
+        sampler = RemoteSampler(room.joined(), link, room.leader.give_up)
+        begin = time.perf_counter()
+        with measured() as stopwatch:
+            sampler.encode(mesh_process.COMPILES)
+        assert time.perf_counter() - begin > 0.3 > 0.15 > stopwatch.seconds
 
 
 def test_weights_arrive_beside_other_work(room):
