@@ -20,7 +20,7 @@ from digen_jax.scheduling.commands import Encode
 
 TOKEN = "the-token-of-the-tests"
 IDENTITY = Identity(TOKEN, "c", "v")
-FAST = Keepalive(ping=0.2, silence=1.0)
+FAST = Keepalive(ping=0.2, silence=2.0)  # a busy machine may be silent for a second
 COMPILES = 98  # a step for which nothing but 0.3 seconds of compilation are needed
 WAITS = 99  # a step whose prompts are encoded when the test allows it
 
