@@ -58,8 +58,12 @@ Differences to the sources:
   here, and FLUX.1's positions are exact;
 - with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step.
 
-No TPU slice has been found for these recipes yet: one chip of 32 GB does not hold `pickscore,1` as it is, whose
-gradient takes 28.9 GB by the compiler.
+The smallest TPU slice for pickscore is four chips of 32 GB, v6e:2x2, which share the transformer, by the compiler
+(estimated; nothing has run): 10.8 GiB and 956 s a step. One such chip does not hold it, even for one image at once.
+
+python launch/plan.py --config configs/flux_dev.py:pickscore,4 --topology v6e:2x2 \
+    --config.placement.trainer.data=1 --config.placement.trainer.fsdp=4 --config.evaluation.batch=12 \
+    --config.placement.rules="(('^transformer/', 'fsdp'), ('.*', 'replicate'))"
 
 Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
 that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: pickscore 26.7, dance 28.2,

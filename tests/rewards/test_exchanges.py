@@ -188,8 +188,9 @@ def test_a_run_shows_a_row_for_each_server(tmp_path, train):  # noqa: F811
         assert {span[1] for span in own} == {kind} and len(own) >= 8
         spans = [exchanges.Exchange(row, at, at + length, 0, None) for _, _, at, length, _ in own]
         assert most_at_once(spans) <= 2  # as many as there are processes
-        for one in spans:  # while a batch is scored, to the milliseconds in which answers travel
+        # While a batch is scored; on a busy machine an answer takes its time to arrive.
+        for one in spans:
             assert any(
-                at - 30 <= one.begin and one.end <= at + length + 30
+                at - 1000 <= one.begin and one.end <= at + length + 1000
                 for _, _, at, length, _ in scoring
             )
