@@ -38,9 +38,9 @@ Differences to the source:
 - the source's weights wait in the memory of the host between their uses; here they stay on the GPUs.
 
 The smallest TPU slice that was found to hold it, by the compiler (estimated; nothing has run): v6e:2x2 with 8 images a
-chip at once, `--config.sampler.fragment=32 --config.trainer.micro_batch=32 --config.evaluation.batch=32`, at 26.7 GiB a
-chip and 592 s a step. With 16 the gradient needs 36.5 GB of a chip's 32. A third of the gradient's 21 s is moving data
-between chips (`python launch/plan.py --config configs/qwen_image.py:ocr,4 --topology v6e:2x2`).
+chip at once, `--config.sampler.fragment=32 --config.trainer.micro_batch=32 --config.evaluation.batch=32`, at 26.9 GiB a
+chip and 476 s a step. 16 images a chip do not fit. Of the gradient's 13 s two are gathers of parameters
+(`python launch/plan.py --config configs/qwen_image.py:ocr,4 --topology v6e:2x2`).
 
 Memory of each of 4 GPUs by the accounting of launch/plan.py, without the programs' temporary memory: 11.7 GiB. The text
 encoder is there before, while it encodes the prompts. Not measured: the recipe was not run on such a GPU. An encoded
