@@ -31,6 +31,13 @@ Differences to the source: it resizes pictures by Pillow's default filter before
 those of configs/flux_dev.py's Flow-GRPO recipes (groups split by index, the sixth step without noise, sigmas that are
 not rounded, old log-probabilities that the trainer recomputes).
 
+The smallest TPU slice is four chips of 32 GB, v6e:2x2, which share the transformer, by the compiler (estimated; nothing
+has run): 13.4 GiB and 1,332 s a step. One such chip does not hold FLUX.1-dev, which has the same transformer.
+
+python launch/plan.py --config configs/flux_kontext.py:4 --topology v6e:2x2 \
+    --config.placement.trainer.data=1 --config.placement.trainer.fsdp=4 --config.evaluation.batch=12 \
+    --config.placement.rules="(('^transformer/', 'fsdp'), ('.*', 'replicate'))"
+
 Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
 that sampled, autoencoder, trajectories, prompts and pictures, without the programs' temporary memory: 27.5, of which
 23.0 are the frozen transformer. One GPU has 2.2 more trajectories. The text encoders, 9.3, are there before, while
