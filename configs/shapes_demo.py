@@ -2,7 +2,7 @@
 
 python launch/train.py --config configs/shapes_demo.py --workdir runs/shapes
 
-Expected: 0.320 before, 0.626 after 200 steps on the 540 held-out prompts (no guidance, no noise); less than the
+Expected: 0.320 before, 0.619 after 200 steps on the 540 held-out prompts (no guidance, no noise); less than the
 6:17 minutes on 2 CPU cores and 669 CPU-seconds that it took before products were written for CPUs (it then had 0.624).
 
 AWM needs only final images and no noisy steps; it trains each image at two noise levels. The KL to the slow copy is
