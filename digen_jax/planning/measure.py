@@ -59,11 +59,9 @@ def measure(
         "generate", lambda: system.sampler.generate(weights, prompts, rows, *drawn)
     )
     decoded, decode = timed_part("decode", lambda: system.sampler.decode(weights, made))
-    pictures, shown = as_judged(to_uint8(np.asarray(decoded))), [records[row] for row in rows]
-    prompts_of = [record["prompt"] for record in shown]
-    batch = pictures, prompts_of, shown
-    on_meshes = named(on_mesh([one.settings for one in asked.members]), system.rollouts[0].scorers)
-    others = {i: one for i, one in enumerate(asked.members) if i not in on_meshes}
+    shown = [records[row] for row in rows]
+    batch = as_judged(to_uint8(np.asarray(decoded))), [one["prompt"] for one in shown], shown
+    on_meshes, others = divided(system, asked)
     judging = 0.0
     if on_meshes:
         _, judging = timed_part("score on the mesh", lambda: columns(on_meshes, batch))
@@ -74,7 +72,6 @@ def measure(
     local = jax.device_put(prompts, system.placement.trainer.replicated)
 
     trainer, count = system.placement.trainer, system.advantages.kept(size, recipe.batch.images)
-
     delivered, deliver = timed_part("deliver", lambda: on_trainer(images, trainer)[2:])
 
     def accumulate() -> Any:
@@ -96,6 +93,15 @@ def measure(
         publish=publish,
         deliver=deliver / size,
     )
+
+
+def divided(
+    system: System, asked: rewards.Rewards
+) -> tuple[dict[int, rewards.NamedReward], dict[int, rewards.NamedReward]]:
+    """(the rewards on the sampling mesh, all others), by their numbers."""
+    here = named(on_mesh([one.settings for one in asked.members]), system.rollouts[0].scorers)
+    others = {i: one for i, one in enumerate(asked.members) if i not in here}
+    return here, others
 
 
 def columns(members: Mapping[int, rewards.NamedReward], batch: rewards.Batch) -> list[np.ndarray]:

@@ -247,7 +247,7 @@ class Leader:
         """Takes a process's reports until its stream ends."""
         why = "has lost its connection"
         try:
-            for report in reports:
+            for report in _unbroken(reports):
                 member.heard = time.monotonic()
                 match report.WhichOneof("kind"):
                     case "event":
@@ -259,9 +259,8 @@ class Leader:
                         break
         except Unreadable as error:
             why = f"sent what cannot be read: {error}"
-        except Exception:  # gRPC raises a bare Exception where a stream breaks
-            pass
-        self._ended(member, why)
+        finally:  # after a mistake of this code, too, which the thread prints
+            self._ended(member, why)
 
     def _is_ready(self, member: Member) -> None:
         with self._changed:
@@ -301,3 +300,11 @@ class Leader:
                 member.heard += slept
                 if now - member.heard > silence:
                     self._ended(member, f"has been silent for {silence:g} seconds")
+
+
+def _unbroken(reports: Iterator[pb.Report]) -> Iterator[pb.Report]:
+    """A stream's reports, to its end or to where it breaks."""
+    try:
+        yield from reports
+    except Exception:  # gRPC's iterator raises a bare Exception
+        return
