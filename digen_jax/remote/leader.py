@@ -15,17 +15,13 @@ from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.messages import Unreadable, read_event, write
 from digen_jax.remote.wire import STREAMS, hello_of, service
-from digen_jax.runtime.worker import Line
+from digen_jax.runtime.worker import Gone, Line
 from digen_jax.scheduling.commands import TRAINER, Command
 from digen_jax.scheduling.events import Failed
 
 WAITING = 1024  # commands that a process has not read yet; a run has a few
 NAME = 100  # characters of a mesh's name
 PING = pb.Order(ping=pb.Nothing())
-
-
-class Gone(RuntimeError):
-    """A mesh's process is lost, or was given up."""
 
 
 class NotDone(RuntimeError):

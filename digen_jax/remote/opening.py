@@ -43,6 +43,7 @@ def lead(
     joined: Callable[[RemoteSampler], None] = lambda sampler: None,
     lost: Callable[[Member, str], None] = lambda member, why: None,
     keepalive: Keepalive | None = None,
+    step: Callable[[], int] = lambda: 0,
 ) -> Iterator[tuple[Leader, RemoteLink, str]]:
     """The leader's end: (who has joined, its link, the address at which it listens).
 
