@@ -39,7 +39,7 @@ class RemoteSampler:
       member: its process.
 
     Raises (every method that works):
-      NotDone: the work failed there.
+      NotDone: the work failed there; or a `RewardMistake` or the like, as in one process (`failures`).
       Gone: the process is lost, or was given up.
     """
 
@@ -97,4 +97,4 @@ class RemoteSampler:
         # It ends with the member at the latest.
         done = self.member.ask(make).result()
         # There it may have compiled, or paused.
-        done_elsewhere(began, done.seconds)
+        done_elsewhere(began, done.seconds, done.parts)

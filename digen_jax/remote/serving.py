@@ -9,6 +9,7 @@ from typing import Protocol
 
 from digen_jax.process.ending import Stopped, hangs
 from digen_jax.process.exhausted import out_of_memory
+from digen_jax.remote.failures import failed
 from digen_jax.remote.following import Following
 from digen_jax.remote.link import RemoteLink
 from digen_jax.rewards.calling import Answer
@@ -29,7 +30,7 @@ from digen_jax.scheduling.commands import (
     Publish,
     Update,
 )
-from digen_jax.scheduling.events import Completed, Failed
+from digen_jax.scheduling.events import Completed
 
 
 class Executes(Protocol):
@@ -151,11 +152,12 @@ def _answer(following: Following, do: Callable[[Command], None], command: Comman
             do(command)
     # Any error: the leader decides, as it does where a mesh of its own process fails.
     except Exception as error:
-        sentence = out_of_memory(error)
-        if sentence is None:
-            traceback.print_exception(error)
+        event = failed(command, error)
+        if event.kind or out_of_memory(error):
+            print(f"{following.name}: {event.reason}", file=sys.stderr, flush=True)
         else:
-            print(f"{following.name}: {sentence}", file=sys.stderr, flush=True)
-        following.report(Failed(time.monotonic(), command, sentence or repr(error)))
+            traceback.print_exception(error)
+        following.report(event)
     else:
-        following.report(Completed(time.monotonic(), command, stopwatch.seconds))
+        parts = stopwatch.parts_ago()
+        following.report(Completed(time.monotonic(), command, stopwatch.seconds, parts=parts))

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 
@@ -31,6 +31,11 @@ class Stopwatch:
         since, now = self._since, time.perf_counter()
         spans = [*self._apart, *([(since, now)] if since is not None else [])]
         return max(0.0, now - self.began - _length(spans, self.began))
+
+    def parts_ago(self) -> tuple[tuple[str, float, float], ...]:
+        """The parts, in seconds before now."""
+        now = time.perf_counter()
+        return tuple((kind, now - begin, now - end) for kind, begin, end in self.parts)
 
     def pause(self) -> None:
         """Stops the measurement."""
@@ -81,11 +86,22 @@ def paused() -> Iterator[None]:
         watch.go_on(time.perf_counter() - begin)
 
 
-def done_elsewhere(began: float, seconds: float) -> None:
-    """Of the time since `began`, by `time.perf_counter`, only the seconds of another process's work count as work."""
+def done_elsewhere(
+    began: float, seconds: float, parts: Iterable[tuple[str, float, float]] = ()
+) -> None:
+    """Of the time since `began`, by `time.perf_counter`, only the seconds of another process's work count as work.
+
+    Its `parts` are in seconds before now.
+    """
     watch = getattr(_thread, "watch", None)
-    if watch is not None:
-        watch.go_on(max(0.0, time.perf_counter() - began - seconds))
+    if watch is None:
+        return
+    now = time.perf_counter()
+    watch.go_on(max(0.0, now - began - seconds))
+    # The answer was on its way for a while, and clocks differ a little.
+    watch.parts += [
+        (kind, max(began, now - begin), max(began, now - end)) for kind, begin, end in parts
+    ]
 
 
 def _length(spans: list[tuple[float, float]], begin: float) -> float:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import queue
 import socket
 import subprocess
 import threading
@@ -12,78 +11,29 @@ import time
 import grpc
 import pytest
 
-from digen_jax.errors import ConfigError
+from digen_jax.engine.divergence import DivergedError
+from digen_jax.errors import ConfigError, FieldError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote import leader
+from digen_jax.remote.failures import NotDone
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
-from digen_jax.remote.leader import Gone, Keepalive, Leader, NotDone
+from digen_jax.remote.leader import Gone, Keepalive
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.messages import Unreadable, read_command, read_event, read_key, write
 from digen_jax.remote.sampling import RemoteSampler
-from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import HELLO, MESSAGE, PACKAGE, Tls, Wire
+from digen_jax.rewards import process
+from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
+from digen_jax.rewards.pool import Hung, may_pass
 from digen_jax.runtime.clock import measured
 from digen_jax.scheduling.commands import Encode, Publication, Publish
 from digen_jax.scheduling.events import Completed, Failed
 from tests.pipelines import ROOT
 from tests.remote import mesh_process
 from tests.remote.mesh_process import FAST, IDENTITY, TOKEN, encode
-
-
-class Room:
-    """A leader with its server, and what became of its members."""
-
-    def __init__(self, keepalive: Keepalive = FAST, tls: Tls | None = None):
-        self.said: queue.Queue[tuple[str, str]] = queue.Queue()
-        self.leader = Leader(
-            IDENTITY,
-            lambda member: self.said.put(("joined", member.name)),
-            lambda member, why: self.said.put((member.name, why)),
-            keepalive,
-        )
-        self.server, port = Wire(IDENTITY, tls).server("localhost:0", [self.leader.service])
-        self.address = f"localhost:{port}"
-
-    def joined(self, name: str = "rollout 0"):
-        assert self.said.get(timeout=30) == ("joined", name)
-        return self.leader.members[name]
-
-    def lost(self) -> tuple[str, str]:
-        return self.said.get(timeout=30)
-
-    def close(self) -> None:
-        self.leader.close(seconds=0.5)
-        self.server.stop(0.1).wait(10)
-
-
-@pytest.fixture
-def room():
-    found = Room()
-    yield found
-    found.close()
-
-
-@contextlib.contextmanager
-def mesh(room: Room, name: str = "rollout 0", executes=None, tls: Tls | None = None):
-    """A mesh in a thread of this process: (its stream, what its loop has raised)."""
-    stream = Following(Wire(IDENTITY, tls), room.address, pb.Hello(mesh=name, devices=2), 20)
-    raised = []
-
-    def work():
-        try:
-            serve(stream, executes or mesh_process.Pretends())
-            stream.close("the run has ended")
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield stream, raised
-    stream.close("the test has ended", 0.1)
-    thread.join(30)
-    assert not thread.is_alive()
+from tests.remote.rooms import Room, mesh
 
 
 def test_commands_go_in_order_and_answers_come_back(room):
@@ -98,6 +48,43 @@ def test_commands_go_in_order_and_answers_come_back(room):
         with pytest.raises(NotDone, match=r"rollout 0: ValueError\('step 13 cannot be encoded'\)"):
             member.ask(encode(-13)).result(30)
         assert isinstance(member.ask(encode(3)).result(30), Completed)
+
+
+FAILURES = [
+    RewardFailed("reward 'mine' raised ValueError: x\n  rewards.py, line 3, in mine: raise"),
+    RewardMistake("reward 'mine' returned 3 values\n  for 4 images"),
+    process.Gone("reward 'mine' died in its process"),
+    process.Gone("reward 'mine' died", "do: so"),
+    process.Late("reward 'mine' took more than 3 seconds", "fix it, or raise config.x"),
+    Hung("reward 'mine' hangs"),
+    Stopped("the run cannot continue"),
+    DivergedError("an image that the trained model drew holds NaN"),
+    ConfigError("one\nsentence"),
+    FieldError("config.x must be y"),
+]
+
+
+def test_what_the_run_must_know_fails_here_as_it_did_there(room):
+    expected = [type(error) for error in FAILURES[:-1]] + [ConfigError]
+    with mesh(room, executes=mesh_process.Pretends(errors=FAILURES)):
+        member = room.joined()
+        for error, kind in zip(FAILURES, expected, strict=True):
+            found = member.ask(encode(-1)).exception(30)
+            assert type(found) is kind and str(found) == str(error)
+            assert may_pass(found) is may_pass(error)
+            assert getattr(found, "advice", None) == getattr(error, "advice", None)
+        assert type(member.ask(encode(-1)).exception(30)) is NotDone
+
+
+def test_what_the_timeline_shows_apart_there_it_shows_here(room):
+    with mesh(room):
+        sampler = RemoteSampler(room.joined(), RemoteLink(Wire(IDENTITY), {}), room.leader.give_up)
+        with measured() as stopwatch:
+            sampler.encode(mesh_process.PARTS)
+            end = time.perf_counter()
+    ((kind, start, finish),) = stopwatch.parts
+    assert kind == "score" and 0.1 <= finish - start < end - start < end - stopwatch.began
+    assert finish < end - 0.05 and start > stopwatch.began + 0.04
 
 
 def test_what_does_not_count_there_does_not_count_here(room):
@@ -319,8 +306,19 @@ def test_texts_that_no_process_writes_are_refused():
     for text in strange:
         with pytest.raises(Unreadable):
             read_command(text)
-    with pytest.raises(Unreadable):
-        read_event(write(command))
+    for wrong in (
+        command,
+        Completed(1.0, command, "1"),
+        Completed(1.0, command, 1.0, ("x",)),
+        Completed(1.0, command, 1.0, 3),
+        Completed(1.0, command, 1.0, (), (("score", 1.0),)),
+        Completed(1.0, command, 1.0, (), ((1.0, 1.0, 1.0),)),
+        Completed(1.0, command, 1.0, (), (("score", 1.0, None),)),
+    ):
+        with pytest.raises(Unreadable):
+            read_event(write(wrong))
+    event = Completed(1.0, command, 2, (1.0, 2), (("score", 2.0, 1.0),))
+    assert read_event(write(event)) == event
     for text in ["", "[]", '{"is": "Encode", "serial": 1}', '{"is": "Publication", "no": 1}']:
         with pytest.raises(Unreadable):
             read_key(text)

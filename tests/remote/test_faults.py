@@ -9,7 +9,6 @@ from digen_jax.process.ending import STOPPED
 from digen_jax.remote.leader import Gone
 from tests.remote.mesh_process import FAST, IDENTITY, WAITS, encode
 from tests.remote.processes import begin  # noqa: F401
-from tests.remote.test_control import room  # noqa: F401
 
 pytestmark = pytest.mark.slow
 MESH = "tests.remote.mesh_process"
