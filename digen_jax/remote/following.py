@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import grpc
 
@@ -14,6 +14,7 @@ from digen_jax.process.ending import STOPPED, Stopped, leave
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.messages import Unreadable, read_command, write
 from digen_jax.remote.wire import HELLO, PACKAGE, Wire
+from digen_jax.runtime.clock import Stopwatch, measured
 from digen_jax.scheduling.commands import Command
 from digen_jax.scheduling.events import Completed, Failed
 
@@ -31,7 +32,6 @@ REFUSED = {
     Status.INVALID_ARGUMENT,
     Status.UNIMPLEMENTED,
 }
-PONG = pb.Report(pong=pb.Nothing())
 
 
 class Following:
@@ -57,6 +57,7 @@ class Following:
         self._heard, self._why = time.monotonic(), ""
         self._over, self._told = threading.Event(), threading.Event()
         self._leaving = False
+        self._doing: dict[int, Stopwatch] = {}  # by the serials of the commands in progress
         self.welcome = self._meet(wire, hello, seconds)
         for work in (self._watch, self._read):
             threading.Thread(target=work, name="leader", daemon=True).start()
@@ -99,6 +100,16 @@ class Following:
                 raise found
             yield found
         self._told.set()
+
+    @contextmanager
+    def does(self, command: Command) -> Iterator[Stopwatch]:
+        """Times a block that executes a command, as `measured`; the leader hears how far it is."""
+        with measured() as stopwatch:
+            self._doing[command.serial] = stopwatch
+            try:
+                yield stopwatch
+            finally:
+                del self._doing[command.serial]
 
     def report(self, event: Completed | Failed) -> None:
         """Sends an event; nothing where the leader is lost. For any thread."""
@@ -143,12 +154,16 @@ class Following:
             self._heard = time.monotonic()
             match order.WhichOneof("kind"):
                 case "ping":
-                    self._put(PONG)
+                    self._put(pb.Report(pong=self._progress()))
                 case "command":
                     self._commands.put_nowait(read_command(order.command))
                 case "end":
                     return None
         return Stopped(self._lost("has ended its connection"))
+
+    def _progress(self) -> pb.Pong:
+        doing = list(self._doing.items())
+        return pb.Pong(doing=[pb.Doing(serial=n, seconds=one.so_far()) for n, one in doing])
 
     def _put(self, report: pb.Report | None) -> None:
         try:

@@ -37,34 +37,53 @@ class Keepalive:
     silence: float = 8.0
 
 
+class Asked(Future):
+    """The coming answer to a command."""
+
+    def __init__(self, silence: float):
+        super().__init__()
+        self._silence, self._seen = silence, (0.0, time.monotonic())
+
+    def seen(self, seconds: float) -> None:
+        """Its process has just said that it has worked on it for so long."""
+        self._seen = seconds, time.monotonic()
+
+    def so_far(self) -> float:
+        """Seconds of the work on it: what its process has said last, and the time since then."""
+        seconds, when = self._seen
+        return seconds + min(self._silence, time.monotonic() - when)
+
+
 class Member:
     """A mesh's process, from its hello to its end. For any thread."""
 
-    def __init__(self, hello: pb.Hello, context: grpc.ServicerContext):
+    def __init__(
+        self, hello: pb.Hello, context: grpc.ServicerContext, keepalive: Keepalive | None = None
+    ):
         self.name, self.devices = hello.mesh, hello.devices
         self.address, self.transfer = hello.address, hello.transfer
         self.heard = time.monotonic()
         self.ready = False  # for commands
         self.why: str | None = None  # it has ended
-        self._context = context
+        self._context, self._keepalive = context, keepalive or Keepalive()
         self._orders: queue.Queue[pb.Order | None] = queue.Queue(WAITING)
-        self._asked: dict[int, tuple[Command, Future]] = {}
+        self._asked: dict[int, tuple[Command, Asked]] = {}
         self._serials = itertools.count()
         self._lock = threading.Lock()
 
-    def ask(self, make: Callable[[int], Command]) -> Future:
+    def ask(self, make: Callable[[int], Command]) -> Asked:
         """Sends the command that `make` makes of its serial; the future has its `Completed`.
 
         The future has an error as soon as the command has failed (see `failures`) or the process is lost (`Gone`).
         """
-        return self._send(make, Future())
+        return self._send(make, Asked(self._keepalive.silence))
 
     def tell(self, make: Callable[[int], Command]) -> None:
         """The same for a command that is not answered; a process that is lost gets none."""
         with suppress(Gone):
             self._send(make, None)
 
-    def _send(self, make: Callable[[int], Command], future: Future | None) -> Future | None:
+    def _send(self, make: Callable[[int], Command], future: Asked | None) -> Asked | None:
         with self._lock:
             if self.why is not None:
                 raise Gone(f"{self.name} {self.why}")
@@ -96,6 +115,14 @@ class Member:
             else:
                 future.set_result(event)
 
+    def working(self, pong: pb.Pong) -> None:
+        """Takes how far its commands are; one that it has not begun is not there."""
+        seconds = {doing.serial: doing.seconds for doing in pong.doing}
+        with self._lock:
+            asked = [(seconds.get(serial, 0.0), one) for serial, (_, one) in self._asked.items()]
+        for so_far, future in asked:
+            future.seen(so_far)
+
     def end(self, why: str) -> bool:
         """Ends the stream, and whatever waits for an answer; False: it has ended before."""
         with self._lock:
@@ -115,17 +142,20 @@ class Member:
         with suppress(queue.Full):
             self._orders.put_nowait(pb.Order(end=reason))
 
-    def orders(self, ping: float) -> Iterator[pb.Order]:
-        """What to send, until the end."""
+    def orders(self) -> Iterator[pb.Order]:
+        """What to send, until the end: pings between the other orders, too, as they are asked for progress."""
+        due = time.monotonic() + self._keepalive.ping
         while self.why is None:
-            try:
-                order = self._orders.get(timeout=ping)
-            except queue.Empty:
+            left = due - time.monotonic()
+            if left <= 0:
+                due = time.monotonic() + self._keepalive.ping
                 yield PING
                 continue
-            if order is None:
-                return
-            yield order
+            with suppress(queue.Empty):
+                order = self._orders.get(timeout=left)
+                if order is None:
+                    return
+                yield order
 
     def break_off(self) -> None:
         """Ends the stream where its process does not read it."""
@@ -209,7 +239,7 @@ class Leader:
         listener.start()
         welcome = pb.Welcome(silence=self._keepalive.silence, transfer=self._transfer)
         yield pb.Order(welcome=welcome)
-        yield from member.orders(self._keepalive.ping)
+        yield from member.orders()
         context.abort(
             grpc.StatusCode.ABORTED, f"the leader counts {member.name} as lost: it {member.why}"
         )
@@ -229,7 +259,7 @@ class Leader:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"it is process {hello.process} of its mesh, but a mesh of several processes cannot be led yet",
             )
-        member = Member(hello, context)
+        member = Member(hello, context, self._keepalive)
         with self._changed:
             there, full = hello.mesh in self.members, len(self.members) >= STREAMS
             if not (there or full or self._closed.is_set()):
@@ -251,6 +281,8 @@ class Leader:
                 match report.WhichOneof("kind"):
                     case "event":
                         member.answered(report.event)
+                    case "pong":
+                        member.working(report.pong)
                     case "ready":
                         self._is_ready(member)
                     case "leaving":

@@ -13,7 +13,6 @@ from digen_jax.remote.failures import failed
 from digen_jax.remote.following import Following
 from digen_jax.remote.link import RemoteLink
 from digen_jax.rewards.calling import Answer
-from digen_jax.runtime.clock import measured
 from digen_jax.runtime.link import ImagesOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
@@ -148,7 +147,7 @@ def serve(following: Following, executes: Executes) -> None:
 def _answer(following: Following, do: Callable[[Command], None], command: Command) -> None:
     """Executes a command, and reports what became of it."""
     try:
-        with measured() as stopwatch:
+        with following.does(command) as stopwatch:
             do(command)
     # Any error: the leader decides, as it does where a mesh of its own process fails.
     except Exception as error:
