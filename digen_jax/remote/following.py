@@ -56,7 +56,7 @@ class Following:
         self._channel = wire.channel(leader)
         self._heard, self._why = time.monotonic(), ""
         self._over, self._told = threading.Event(), threading.Event()
-        self._leaving = False
+        self._leaving, self._signal = False, 0
         self._doing: dict[int, Stopwatch] = {}  # by the serials of the commands in progress
         self.welcome = self._meet(wire, hello, seconds)
         for work in (self._watch, self._read):
@@ -114,6 +114,10 @@ class Following:
     def report(self, event: Completed | Failed) -> None:
         """Sends an event; nothing where the leader is lost. For any thread."""
         self._put(pb.Report(event=write(event)))
+
+    def asked(self, signal: int) -> None:
+        """Has the leader told soon that a signal asks this process to end. For a signal's handler, too."""
+        self._signal = signal
 
     def close(self, reason: str, seconds: float = 1.0) -> None:
         """Leaves the leader, who is told why if it is still there; waits a little until it knows."""
@@ -176,9 +180,12 @@ class Following:
             yield report
 
     def _watch(self) -> None:
-        """Ends the stream where the leader is silent."""
-        silence = self.welcome.silence
+        """Ends the stream where the leader is silent; tells it of a signal."""
+        silence, told = self.welcome.silence, 0
         while not self._over.wait(silence / 16):
+            if self._signal != told:
+                told = self._signal
+                self._put(pb.Report(asked=told))
             if time.monotonic() - self._heard > silence:
                 self._break_off(f"has been silent for {silence:g} seconds")
                 return

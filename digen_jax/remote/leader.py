@@ -1,6 +1,7 @@
 """The leader's end of control: one stream to each mesh's process, with commands in order and events back."""
 
 import dataclasses
+import functools
 import itertools
 import queue
 import threading
@@ -17,7 +18,7 @@ from digen_jax.remote.identity import Identity
 from digen_jax.remote.messages import Unreadable, read_event, write
 from digen_jax.remote.wire import STREAMS, hello_of, service
 from digen_jax.runtime.worker import Line
-from digen_jax.scheduling.commands import TRAINER, Command
+from digen_jax.scheduling.commands import TRAINER, Command, Update
 from digen_jax.scheduling.events import Failed
 
 WAITING = 1024  # commands that a process has not read yet; a run has a few
@@ -64,6 +65,8 @@ class Member:
         self.address, self.transfer = hello.address, hello.transfer
         self.heard = time.monotonic()
         self.ready = False  # for commands
+        self.asked = 0  # to end, by this signal
+        self.dismissed: str | None = None  # no more commands, for this reason
         self.why: str | None = None  # it has ended
         self._context, self._keepalive = context, keepalive or Keepalive()
         self._orders: queue.Queue[pb.Order | None] = queue.Queue(WAITING)
@@ -85,8 +88,8 @@ class Member:
 
     def _send(self, make: Callable[[int], Command], future: Asked | None) -> Asked | None:
         with self._lock:
-            if self.why is not None:
-                raise Gone(f"{self.name} {self.why}")
+            if self.why is not None or self.dismissed is not None:
+                raise Gone(f"{self.name} {self.why or f'was dismissed: {self.dismissed}'}")
             serial = next(self._serials)
             command = make(serial)
             try:
@@ -123,11 +126,11 @@ class Member:
         for so_far, future in asked:
             future.seen(so_far)
 
-    def end(self, why: str) -> bool:
-        """Ends the stream, and whatever waits for an answer; False: it has ended before."""
+    def end(self, why: str) -> None:
+        """Ends the stream, and whatever waits for an answer, unless it has ended before."""
         with self._lock:
             if self.why is not None:
-                return False
+                return
             self.why = why
             waiting, self._asked = self._asked, {}
         for _, future in waiting.values():
@@ -135,11 +138,11 @@ class Member:
                 future.set_exception(Gone(f"{self.name} {why}"))
         with suppress(queue.Full):
             self._orders.put_nowait(None)
-        return True
 
     def dismiss(self, reason: str) -> None:
-        """Sends that the run ends, after all commands."""
-        with suppress(queue.Full):
+        """Sends, after all commands, that there are no more."""
+        with self._lock, suppress(queue.Full):
+            self.dismissed = reason
             self._orders.put_nowait(pb.Order(end=reason))
 
     def orders(self) -> Iterator[pb.Order]:
@@ -168,8 +171,9 @@ class Leader:
     Args:
       identity: of the run; a process with another one is refused.
       joined, lost: called in one thread with a member that is ready for commands, and with such a one that is
-        lost, after its calls have ended. `lost` gets a reason, too.
+        lost, after its calls have ended, unless it was dismissed. `lost` gets a reason, too.
       transfer: the address at which this process offers transfers between devices; "": it offers none.
+      step: the present one.
     """
 
     def __init__(
@@ -179,10 +183,12 @@ class Leader:
         lost: Callable[[Member, str], None] = lambda member, why: None,
         keepalive: Keepalive | None = None,
         transfer: str = "",
+        step: Callable[[], int] = lambda: 0,
     ):
         self.members: dict[str, Member] = {}
         self._identity, self._joined, self._lost = identity, joined, lost
         self._keepalive, self._transfer = keepalive or Keepalive(), transfer
+        self._step = step
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._calls = Line("members")
@@ -213,6 +219,13 @@ class Leader:
         if member is not None:
             self._ended(member, why, known=True)
 
+    def dismiss(self, name: str, why: str) -> None:
+        """Tells a member to end after the commands that it works on; `lost` is not called for it."""
+        with self._changed:
+            member = self.members.get(name)
+        if member is not None:
+            member.dismiss(why)
+
     def close(self, reason: str = "the run has ended", seconds: float = 2.0) -> None:
         """Tells all processes that the run ends, and waits a little until they have left."""
         self._closed.set()
@@ -237,8 +250,11 @@ class Leader:
         # Not in the call's own thread, which sends.
         listener = threading.Thread(target=self._listen, args=(member, reports), daemon=True)
         listener.start()
-        welcome = pb.Welcome(silence=self._keepalive.silence, transfer=self._transfer)
-        yield pb.Order(welcome=welcome)
+        yield pb.Order(
+            welcome=pb.Welcome(
+                silence=self._keepalive.silence, transfer=self._transfer, step=self._step()
+            )
+        )
         yield from member.orders()
         context.abort(
             grpc.StatusCode.ABORTED, f"the leader counts {member.name} as lost: it {member.why}"
@@ -285,6 +301,8 @@ class Leader:
                         member.working(report.pong)
                     case "ready":
                         self._is_ready(member)
+                    case "asked":
+                        member.asked = report.asked
                     case "leaving":
                         why = f"has left: {report.leaving}"
                         break
@@ -294,8 +312,13 @@ class Leader:
             self._ended(member, why)
 
     def _is_ready(self, member: Member) -> None:
+        if member.ready:
+            return
+        # Its first order: since its welcome steps may have ended.
+        last = self._step() - 1
+        member.tell(functools.partial(Update, worker=TRAINER, step=last, update=0))
         with self._changed:
-            if member.ready or member.why is not None:
+            if member.why is not None:
                 return
             member.ready = True
             self._calls.submit(self._joined, member)
@@ -304,15 +327,15 @@ class Leader:
     # --------------------------------------------------------------------------- in other threads
 
     def _ended(self, member: Member, why: str, known: bool = False) -> None:
-        """A member ends; `known`: whoever calls knows it."""
-        if not member.end(why):
-            return
+        """A member ends, unless it has; `known`: whoever calls knows it."""
+        member.end(why)
         with self._changed:
-            if self.members.get(member.name) is member:
-                del self.members[member.name]
+            if self.members.get(member.name) is not member:
+                return
+            del self.members[member.name]
             self._changed.notify_all()
-        if member.ready and not (known or self._closed.is_set()):
-            self._calls.submit(self._lost, member, why)
+        if member.ready and not known and member.dismissed is None:
+            self._calls.submit(self._lost, member, member.why)
         # Its own thread ends the stream with a sentence, unless the process does not read.
         timer = threading.Timer(self._keepalive.ping, member.break_off)
         timer.daemon = True
@@ -329,7 +352,9 @@ class Leader:
                 members = list(self.members.values())
             for member in members:
                 member.heard += slept
-                if now - member.heard > silence:
+                if member.why is not None:  # it does not read
+                    self._ended(member, member.why)
+                elif now - member.heard > silence:
                     self._ended(member, f"has been silent for {silence:g} seconds")
 
 

@@ -83,7 +83,7 @@ class RemoteSampler:
         self.member.tell(functools.partial(DropVersion, publication=publication))
 
     def end_step(self, step: int) -> None:
-        """The step has ended: its process forgets it, too."""
+        """The step has ended: its process forgets it and those before it, too."""
         self.member.tell(functools.partial(Update, worker=TRAINER, step=step, update=0))
 
     def give_up(self) -> None:

@@ -78,7 +78,7 @@ class Sampling:
                 for fragment in command.fragments:
                     self._forget(fragment)
             case Update():
-                self._steps.end()
+                self._steps.forget(command.step + 1)
 
     def _decode(self, fragment: Fragment) -> None:
         self._executor.decode(fragment)

@@ -17,7 +17,7 @@ from digen_jax.remote.leader import Keepalive, Leader
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Wire
 from digen_jax.runtime.clock import part, paused
-from digen_jax.scheduling.commands import Encode
+from digen_jax.scheduling.commands import Command, Encode
 
 TOKEN = "the-token-of-the-tests"
 IDENTITY = Identity(TOKEN, "c", "v")
@@ -32,6 +32,7 @@ class Pretends:
 
     def __init__(self, free: threading.Event | None = None, errors: Sequence[Exception] = ()):
         self.steps: list[int] = []
+        self.dropped: list[Command] = []
         self._free, self._errors = free or threading.Event(), list(errors)
 
     def do(self, command):
@@ -54,7 +55,7 @@ class Pretends:
             assert self._free.wait(60)
 
     def drop(self, command):
-        pass
+        self.dropped.append(command)
 
 
 def encode(step: int):

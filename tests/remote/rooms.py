@@ -20,11 +20,13 @@ class Room:
 
     def __init__(self, keepalive: Keepalive = FAST, tls: Tls | None = None):
         self.said: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.step = 0
         self.leader = Leader(
             IDENTITY,
             lambda member: self.said.put(("joined", member.name)),
             lambda member, why: self.said.put((member.name, why)),
             keepalive,
+            step=lambda: self.step,
         )
         self.server, port = Wire(IDENTITY, tls).server("localhost:0", [self.leader.service])
         self.address = f"localhost:{port}"

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import queue
+import signal
 import socket
 import subprocess
 import threading
@@ -23,12 +25,13 @@ from digen_jax.remote.leader import Gone, Keepalive
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.messages import Unreadable, read_command, read_event, read_key, write
 from digen_jax.remote.sampling import RemoteSampler
+from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import HELLO, MESSAGE, PACKAGE, Tls, Wire
 from digen_jax.rewards import process
 from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
 from digen_jax.rewards.pool import Hung, may_pass
 from digen_jax.runtime.clock import measured
-from digen_jax.scheduling.commands import Encode, Publication, Publish
+from digen_jax.scheduling.commands import Encode, Publication, Publish, Update
 from digen_jax.scheduling.events import Completed, Failed
 from tests.pipelines import ROOT
 from tests.remote import mesh_process
@@ -44,7 +47,7 @@ def test_commands_go_in_order_and_answers_come_back(room):
         asked = [member.ask(encode(step)) for step in range(20)]
         found = [future.result(30) for future in asked]
         assert [event.command.step for event in found] == [*range(20)] == done.steps
-        assert [event.command.serial for event in found] == [*range(20)]
+        assert [event.command.serial for event in found] == [*range(1, 21)]
         with pytest.raises(NotDone, match=r"rollout 0: ValueError\('step 13 cannot be encoded'\)"):
             member.ask(encode(-13)).result(30)
         assert isinstance(member.ask(encode(3)).result(30), Completed)
@@ -97,6 +100,20 @@ def test_what_does_not_count_there_does_not_count_here(room):
         assert time.perf_counter() - begin > 0.3 > 0.15 > stopwatch.seconds
 
 
+def test_a_mesh_that_joins_in_mid_run_knows_the_present_step(room):
+    room.step, done = 7, mesh_process.Pretends()
+    stream = Following(Wire(IDENTITY), room.address, pb.Hello(mesh="rollout 0"), 20)
+    assert stream.welcome.step == 7
+    room.step = 9  # while it reads its model
+    thread = threading.Thread(target=serve, args=(stream, done))
+    thread.start()
+    room.joined().ask(encode(9)).result(30)
+    assert [(type(one), one.step) for one in done.dropped] == [(Update, 8)] and done.steps == [9]
+    room.leader.close(seconds=0.1)
+    thread.join(30)
+    stream.close("")
+
+
 def test_weights_arrive_beside_other_work(room):
     free = threading.Event()
     with mesh(room, executes=mesh_process.Pretends(free)):
@@ -116,6 +133,39 @@ def test_a_run_that_ends_is_told_to_its_meshes():
         assert not found.leader.members and not raised and found.said.empty()
         with pytest.raises(Gone):
             member.ask(encode(1))
+
+
+def test_a_mesh_that_was_asked_to_end_is_dismissed_and_not_lost(room):
+    free, done = threading.Event(), mesh_process.Pretends()
+    done._free = free
+    with mesh(room), contextlib.ExitStack() as stack:
+        room.joined()
+        stream, raised = stack.enter_context(mesh(room, "rollout 1", done))
+        member = room.joined("rollout 1")
+        assert member.asked == 0
+        stream.asked(signal.SIGTERM)
+        for _ in range(100):
+            if member.asked:
+                break
+            time.sleep(0.05)
+        assert member.asked == signal.SIGTERM
+        present = member.ask(encode(mesh_process.WAITS))
+        for _ in range(100):
+            if done.steps:
+                break
+            time.sleep(0.05)
+        room.leader.dismiss("rollout 1", "SIGTERM")
+        with pytest.raises(Gone, match="rollout 1 was dismissed: SIGTERM"):
+            member.ask(encode(2))
+        free.set()
+        assert present.result(30).command.step == mesh_process.WAITS
+        for _ in range(100):
+            if list(room.leader.members) == ["rollout 0"]:
+                break
+            time.sleep(0.05)
+        assert list(room.leader.members) == ["rollout 0"] and not raised
+        room.leader.dismiss("rollout 1", "again")
+    assert room.lost() == ("rollout 0", "has left: the test has ended") and room.said.empty()
 
 
 def test_a_given_up_mesh_keeps_nobody_waiting(room):
@@ -265,6 +315,17 @@ def test_a_mesh_that_does_not_read_is_lost(room, monkeypatch):
     with pytest.raises(Gone, match="slow does not read its commands"):
         member.ask(encode(4))
     assert all(isinstance(one.exception(1), Gone) for one in asked)
+
+
+def test_a_member_that_does_not_read_is_told_to_be_lost(room):
+    with mesh(room):
+        member = room.joined()
+        member._orders = queue.Queue(1)  # which nobody reads
+        member.ask(encode(1))
+        with pytest.raises(Gone, match="rollout 0 does not read its commands"):
+            member.ask(encode(2))
+        assert room.lost() == ("rollout 0", "does not read its commands")
+        assert not room.leader.members
 
 
 def test_a_mesh_that_reads_its_model_is_neither_lost_nor_joined(room):
