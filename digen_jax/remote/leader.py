@@ -16,7 +16,7 @@ from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.failures import error_of
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.messages import Unreadable, read_event, write
-from digen_jax.remote.wire import STREAMS, hello_of, service
+from digen_jax.remote.wire import SILENCE, STREAMS, hello_of, service
 from digen_jax.runtime.worker import Line
 from digen_jax.scheduling.commands import TRAINER, Command, Update
 from digen_jax.scheduling.events import Failed
@@ -275,18 +275,37 @@ class Leader:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"it is process {hello.process} of its mesh, but a mesh of several processes cannot be led yet",
             )
+        self._replaced(hello.mesh)
         member = Member(hello, context, self._keepalive)
         with self._changed:
             there, full = hello.mesh in self.members, len(self.members) >= STREAMS
             if not (there or full or self._closed.is_set()):
                 self.members[hello.mesh] = member
                 return member
-        why = (
-            f"{hello.mesh} has joined already: give each process a mesh of its own, or end the other one"
-            if there
-            else f"there are {STREAMS} meshes already, or the run ends"
+        if full or self._closed.is_set():
+            context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"there are {STREAMS} meshes already, or the run ends",
+            )
+        # It may try again for so long: the other one is perhaps lost.
+        context.set_trailing_metadata([(SILENCE, str(self._keepalive.silence))])
+        return context.abort(
+            grpc.StatusCode.ALREADY_EXISTS,
+            f"{hello.mesh} has joined already: give each process a mesh of its own, or end the other one",
         )
-        return context.abort(grpc.StatusCode.ALREADY_EXISTS, why)
+
+    def _replaced(self, name: str) -> None:
+        """Where another process comes in its place, half the silence is enough for a member to be lost."""
+        with self._changed:
+            member = self.members.get(name)
+        if member is None:
+            return
+        silent = time.monotonic() - member.heard
+        if silent > self._keepalive.silence / 2:
+            self._ended(
+                member,
+                f"has been silent for {silent:.1f} seconds, and another process comes in its place",
+            )
 
     def _listen(self, member: Member, reports: Iterator[pb.Report]) -> None:
         """Takes a process's reports until its stream ends."""

@@ -17,7 +17,7 @@ from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError, FieldError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
-from digen_jax.remote import leader
+from digen_jax.remote import following, leader
 from digen_jax.remote.failures import NotDone
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
@@ -190,16 +190,31 @@ def test_a_given_up_mesh_keeps_nobody_waiting(room):
     assert room.said.empty()
 
 
-def test_a_mesh_that_leaves_may_come_again_but_not_twice(room):
+def test_a_mesh_that_leaves_may_come_again_but_not_twice(room, monkeypatch, capsys):
+    monkeypatch.setattr(following, "SILENCES", 0.4)
     with mesh(room):
         room.joined()
         with pytest.raises(
             ConfigError, match="rollout 0 has joined already: give each process a mesh"
         ):
             Following(Wire(IDENTITY), room.address, pb.Hello(mesh="rollout 0"), 20)
+    assert capsys.readouterr().out.count("still holds another process to be rollout 0") == 1
     assert room.lost() == ("rollout 0", "has left: the test has ended")
     with mesh(room):
         room.joined()
+
+
+def test_a_restarted_mesh_waits_until_its_predecessor_is_lost(room):
+    """Which has been silent for a while, and its connection stands."""
+    _, end = silent(room, "rollout 0")
+    room.joined()
+    begin = time.monotonic()
+    with mesh(room):
+        name, why = room.lost()
+        assert name == "rollout 0" and why.endswith("and another process comes in its place")
+        room.joined().ask(encode(1)).result(30)
+        assert FAST.silence / 2 < time.monotonic() - begin < FAST.silence
+    end()
 
 
 @pytest.mark.parametrize(
@@ -288,24 +303,34 @@ def test_a_mesh_that_sends_nonsense_is_lost_and_the_others_work(room, reports):
         assert isinstance(member.ask(encode(1)).result(30), Completed)
 
 
-def test_a_silent_mesh_is_lost_in_time(room):
+def silent(room, name: str):
+    """A process that says that it is ready and nothing else: (its call, what ends it)."""
     channel = Wire(IDENTITY).channel(room.address)
-    hello = pb.Hello(mesh="silent", config="c", code="v").SerializeToString()
-    call = channel.stream_stream(f"/{PACKAGE}.Control/Follow")
-    never, begin = threading.Event(), time.monotonic()
-    metadata = (*Wire(IDENTITY).metadata, (HELLO, hello))
+    hello = pb.Hello(mesh=name, config="c", code="v").SerializeToString()
+    never = threading.Event()
 
     def says():
         yield pb.Report(ready=pb.Nothing()).SerializeToString()
         never.wait(60)
 
-    silent = call(says(), metadata=metadata)
+    follow = channel.stream_stream(f"/{PACKAGE}.Control/Follow")
+    call = follow(says(), metadata=(*Wire(IDENTITY).metadata, (HELLO, hello)))
+
+    def end():
+        never.set()
+        call.cancel()
+        channel.close()
+
+    return call, end
+
+
+def test_a_silent_mesh_is_lost_in_time(room):
+    begin = time.monotonic()
+    _, end = silent(room, "silent")
     room.joined("silent")
     assert room.lost() == ("silent", f"has been silent for {FAST.silence:g} seconds")
     assert FAST.silence <= time.monotonic() - begin < FAST.silence + 2
-    never.set()
-    silent.cancel()
-    channel.close()
+    end()
 
 
 def test_a_mesh_that_does_not_read_is_lost(room, monkeypatch):
