@@ -48,7 +48,7 @@ flags.mark_flags_as_required(["config", "workdir"])
 def main() -> int | None:
     """Check the config, set up the devices and train; returns the exit code where a signal stopped the run."""
     from digen_jax.config.door import open_recipe
-    from digen_jax.process.launching import join, prepare
+    from digen_jax.process.launching import join, prepare, take_devices
     from digen_jax.run.roles import Told, take_part
 
     recipe = open_recipe(_CONFIG.value)
@@ -63,6 +63,7 @@ def main() -> int | None:
         prepare(recipe.placement.cpu_devices)
         join(*told)
     else:
+        take_devices(apart.place)
         prepare(apart.role.devices)
 
     from digen_jax.run.train import train

@@ -55,6 +55,7 @@ def lead(
       joined: as in `Leader`, called with the mesh's executor.
       lost: as in `Leader`.
       keepalive: None: the usual one.
+      step: the present one.
 
     Raises:
       ConfigError: it cannot listen there.
@@ -67,7 +68,7 @@ def lead(
         joined(RemoteSampler(member, link, leader.give_up))
 
     transfer = "" if pulls is None else pulls.address
-    leader = Leader(wire.identity, met, lost, keepalive, transfer)
+    leader = Leader(wire.identity, met, lost, keepalive, transfer, step)
     server = None
     try:
         server, port = wire.server(address, [leader.service, link.lending.service])

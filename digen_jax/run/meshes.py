@@ -85,9 +85,7 @@ class Meshes:
         """`done` steps are done: meshes whose processes were asked to stop leave."""
         self.step = done
         with self._changed:
-            leaving = [
-                name for name, one in self._there.items() if getattr(one.member, "signal", 0)
-            ]
+            leaving = [name for name, one in self._there.items() if one.member.asked]
             for name in leaving:
                 del self._there[name]
         for name in leaving:

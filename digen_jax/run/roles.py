@@ -6,7 +6,14 @@ from collections.abc import Mapping
 
 from digen_jax.engine.placement import MeshSizes, OwnMesh
 from digen_jax.errors import ConfigError
-from digen_jax.process.launching import bracketed, detected, listen_at, own_address
+from digen_jax.process.launching import (
+    MEETING,
+    Place,
+    detected,
+    listen_at,
+    own_address,
+    reach,
+)
 from digen_jax.remote.wire import Tls
 from digen_jax.scheduling.commands import TRAINER
 
@@ -26,7 +33,7 @@ class Apart:
 
     Attributes:
       role: its mesh.
-      leader: host:port at which the trainer's process listens for the others.
+      place: which of the processes it is, and where the trainer's process listens for the others.
       bound: where the trainer's process binds; the others do not read it.
       host: this host's address for the other processes.
       link: how arrays come to this process, "bytes" or "transfer".
@@ -34,7 +41,7 @@ class Apart:
     """
 
     role: Role
-    leader: str
+    place: Place
     bound: str
     host: str
     link: str
@@ -74,11 +81,12 @@ def take_part(sizes: MeshSizes, told: Told) -> Apart | None:
         if place is None or place.processes == 1 or not sizes.rollout.data:
             return None
         role = cast(sizes, place.processes, place.process)
-    own = told.host or own_address(place.host, place.port)
+    tls = _tls(told.tls)
+    if role.kind == "rollout":  # the leader's name may not be known before it has started
+        reach(place.host, place.port, MEETING)
+    host = told.host or own_address(place.host, place.port)
     bound = listen_at(place.host, place.port)
-    return Apart(
-        role, f"{bracketed(place.host)}:{place.port}", bound, own, told.link, _tls(told.tls)
-    )
+    return Apart(role, place, bound, host, told.link, tls)
 
 
 def _tls(files: Mapping[str, str | None]) -> Tls | None:

@@ -60,7 +60,7 @@ def sample(recipe: Recipe, apart: Apart) -> None:
     where = role.mesh, role.devices, apart.host
     with (
         fitted(),
-        join(wire, apart.leader, *where, known, pulls) as (following, link),
+        join(wire, apart.place.address, *where, known, pulls) as (following, link),
         Interrupt(lambda number: _asked(following, number)),
         closing(_rewards(recipe)) as pool,
     ):
@@ -73,7 +73,7 @@ def sample(recipe: Recipe, apart: Apart) -> None:
 
 def _asked(following: Following, number: int) -> None:
     print("\nleaving at the end of this step; once more ends at once", file=sys.stderr, flush=True)
-    pass
+    following.asked(number)
 
 
 def _rewards(recipe: Recipe) -> RewardPool:
@@ -109,7 +109,7 @@ def _serve(
 ) -> None:
     held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
     settings = scheduled(recipe, held_out)
-    first = getattr(following.welcome, "step", 0)
+    first = following.welcome.step
     # The data set of the prompts; this process needs no workdir.
     with tempfile.TemporaryDirectory(prefix="digen_jax_prompts_") as cache:
         steps = Steps(
