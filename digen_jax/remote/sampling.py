@@ -1,7 +1,6 @@
 """A sampling mesh in another process, with the interface of its executor."""
 
 import functools
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +9,7 @@ from jaxtyping import UInt8
 from digen_jax import rewards
 from digen_jax.remote.leader import Member
 from digen_jax.remote.link import RemoteLink
-from digen_jax.runtime.clock import done_elsewhere
+from digen_jax.runtime.clock import elsewhere
 from digen_jax.runtime.link import ImagesOf
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -39,7 +38,7 @@ class RemoteSampler:
       member: its process.
 
     Raises (every method that works):
-      NotDone: the work failed there.
+      NotDone: the work failed there; or a `RewardMistake` or the like, as in one process (`failures`).
       Gone: the process is lost, or was given up.
     """
 
@@ -84,7 +83,7 @@ class RemoteSampler:
         self.member.tell(functools.partial(DropVersion, publication=publication))
 
     def end_step(self, step: int) -> None:
-        """The step has ended: its process forgets it, too."""
+        """The step has ended: its process forgets it and those before it, too."""
         self.member.tell(functools.partial(Update, worker=TRAINER, step=step, update=0))
 
     def give_up(self) -> None:
@@ -93,8 +92,8 @@ class RemoteSampler:
         self._give_up(self.name, "was given up")
 
     def _do(self, make: Callable[[int], Command]) -> None:
-        began = time.perf_counter()
-        # It ends with the member at the latest.
-        done = self.member.ask(make).result()
-        # There it may have compiled, or paused.
-        done_elsewhere(began, done.seconds)
+        asked = self.member.ask(make)
+        # There it may compile, or pause.
+        with elsewhere(asked.so_far) as counts:
+            done = asked.result()  # it ends with the member at the latest
+            counts(done.seconds, done.parts)

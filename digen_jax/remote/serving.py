@@ -9,10 +9,10 @@ from typing import Protocol
 
 from digen_jax.process.ending import Stopped, hangs
 from digen_jax.process.exhausted import out_of_memory
+from digen_jax.remote.failures import failed
 from digen_jax.remote.following import Following
 from digen_jax.remote.link import RemoteLink
 from digen_jax.rewards.calling import Answer
-from digen_jax.runtime.clock import measured
 from digen_jax.runtime.link import ImagesOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
@@ -29,7 +29,7 @@ from digen_jax.scheduling.commands import (
     Publish,
     Update,
 )
-from digen_jax.scheduling.events import Completed, Failed
+from digen_jax.scheduling.events import Completed
 
 
 class Executes(Protocol):
@@ -78,7 +78,7 @@ class Sampling:
                 for fragment in command.fragments:
                     self._forget(fragment)
             case Update():
-                self._steps.end()
+                self._steps.forget(command.step + 1)
 
     def _decode(self, fragment: Fragment) -> None:
         self._executor.decode(fragment)
@@ -147,15 +147,16 @@ def serve(following: Following, executes: Executes) -> None:
 def _answer(following: Following, do: Callable[[Command], None], command: Command) -> None:
     """Executes a command, and reports what became of it."""
     try:
-        with measured() as stopwatch:
+        with following.does(command) as stopwatch:
             do(command)
     # Any error: the leader decides, as it does where a mesh of its own process fails.
     except Exception as error:
-        sentence = out_of_memory(error)
-        if sentence is None:
-            traceback.print_exception(error)
+        event = failed(command, error)
+        if event.kind or out_of_memory(error):
+            print(f"{following.name}: {event.reason}", file=sys.stderr, flush=True)
         else:
-            print(f"{following.name}: {sentence}", file=sys.stderr, flush=True)
-        following.report(Failed(time.monotonic(), command, sentence or repr(error)))
+            traceback.print_exception(error)
+        following.report(event)
     else:
-        following.report(Completed(time.monotonic(), command, stopwatch.seconds))
+        parts = stopwatch.parts_ago()
+        following.report(Completed(time.monotonic(), command, stopwatch.seconds, parts=parts))

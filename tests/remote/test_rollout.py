@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from digen_jax.process.ending import STOPPED
+from digen_jax.remote.failures import NotDone
 from digen_jax.remote.identity import Identity
-from digen_jax.remote.leader import Gone, Keepalive, NotDone
+from digen_jax.remote.leader import Gone, Keepalive
 from digen_jax.remote.link import LinkError
 from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.wire import Wire
