@@ -1,5 +1,6 @@
 """What every launch script does before the first array: devices, compile cache, quiet logs."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -25,6 +26,7 @@ KEPT = {
 MOST_CPU_DEVICES = 256  # more would take minutes to start
 # Seconds that processes wait for one another at the start, and between two lines about it.
 MEETING, WORD = 300, 30
+ELSEWHERE = "198.51.100.1"  # for documentation (RFC 5737): no host has it
 
 
 def prepare(cpu_devices: int = 1) -> None:
@@ -212,26 +214,39 @@ def reach(host: str, port: int, seconds: float, pause: float = 1) -> None:
 def own_address(host: str, port: int) -> str:
     """The address of this host from which it reaches another one; an IPv6 address in brackets.
 
-    Nothing is sent. Call `reach` before where the other host's name may not be known yet.
+    Where the other host is this one, by a name that others know it by, it is an address at which they reach it: many
+    hosts resolve their own name to 127.0.1.1. Nothing is sent. Call `reach` before where the other host's name may
+    not be known yet.
 
     Raises:
       ConfigError: there is no way to that host.
     """
     try:
-        ((family, kind, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        with socket.socket(family, kind) as way:
-            way.connect(address)
-            return _bracketed(way.getsockname()[0])
+        found = _way(host, port)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"this host has no way to {_bracketed(host)}:{port} ({error}): check --coordinator"
         ) from error
+    if _is_local(found) and not _is_local(host):
+        with contextlib.suppress(OSError):
+            found = _way(ELSEWHERE, port)
+    return _bracketed(found)
+
+
+def _way(host: str, port: int) -> str:
+    ((family, kind, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as way:
+        way.connect(address)
+        return way.getsockname()[0]
 
 
 def listen_at(host: str, port: int) -> str:
     """Where the first process listens: on this host alone if its address is a local one, else at all addresses."""
-    alone = host == "localhost" or host == "::1" or re.fullmatch(r"127(\.\d+){3}", host)
-    return f"{_bracketed(host) if alone else '[::]'}:{port}"
+    return f"{_bracketed(host) if _is_local(host) else '[::]'}:{port}"
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
 def _bracketed(host: str) -> str:

@@ -229,6 +229,22 @@ def test_a_process_finds_the_address_at_which_another_host_reaches_it():
         own_address("a..b", 1)
 
 
+def test_a_host_that_knows_its_own_name_as_a_local_one_gives_an_address_to_others(monkeypatch):
+    known = socket.getaddrinfo
+
+    def look_up(host, *rest, **more):
+        return known("127.0.0.1" if host == "node1" else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    try:
+        with socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect(("198.51.100.1", 1))
+            expected = probe.getsockname()[0]
+    except OSError:
+        expected = "127.0.0.1"  # a host without a network
+    assert own_address("node1", 1) == expected
+
+
 def test_an_address_of_ipv6_has_brackets():
     try:
         with socket.socket(socket.AF_INET6) as probe:
