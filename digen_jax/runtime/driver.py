@@ -289,6 +289,9 @@ class Driver:
                 return self._failed(worker, line, command, error)
             if isinstance(command, Decode | Deliver | Publish):
                 worker.failed[line] = 0
+            if isinstance(command, Deliver):
+                # The trainer's other processes take it from this one, before they train on it.
+                self._orders.announce("delivered", command)
             self._completed(command, begin, stopwatch.seconds, parts=stopwatch.parts)
         except BaseException as error:
             self._stop(error)

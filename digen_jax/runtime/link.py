@@ -46,7 +46,16 @@ class RowsOf:
     texts: tuple[str, ...]  # keys of the store
 
 
-Key = Publication | SamplesOf | ConditioningOf | ImagesOf | RowsOf
+@dataclasses.dataclass(frozen=True)
+class SharedOf:
+    """The key of what one process of the trainer's mesh has taken, for another one."""
+
+    worker: str
+    key: str  # of what was taken, as text
+    process: int  # that takes it
+
+
+Key = Publication | SamplesOf | ConditioningOf | ImagesOf | RowsOf | SharedOf
 
 
 @runtime_checkable
