@@ -173,6 +173,8 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
             # A slice is planned without prompts and rewards.
             if "topology" not in flags.FLAGS or flags.FLAGS["topology"].value is None:
                 place(recipe, _devices(recipe))
+    if script == "cluster.py":
+        check_command(["python", *command_line.cut_command(["", *arguments])], {})
 
 
 @contextlib.contextmanager
