@@ -24,6 +24,7 @@ from digen_jax.run.positions import Position, Positions
 from digen_jax.run.scorers import try_scorers
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
+from digen_jax.runtime.judging import Judged
 from digen_jax.runtime.orders import leave, orders
 from digen_jax.runtime.scores import received
 from digen_jax.scheduling.commands import Publication
@@ -145,7 +146,7 @@ class Follower:
                 follow(self._executors, value)
             case "scored":
                 command, columns = value
-                self._executors.scored(command, received(columns))
+                self._executors.scored(command, Judged(received(columns)))
             case "save":
                 self._save(*value)
             case _:
