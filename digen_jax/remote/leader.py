@@ -12,6 +12,7 @@ from contextlib import suppress
 import grpc
 
 from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.failures import error_of
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.messages import Unreadable, read_event, write
 from digen_jax.remote.wire import STREAMS, hello_of, service
@@ -26,10 +27,6 @@ PING = pb.Order(ping=pb.Nothing())
 
 class Gone(RuntimeError):
     """A mesh's process is lost, or was given up."""
-
-
-class NotDone(RuntimeError):
-    """A command failed in its process, which still works."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Member:
     def ask(self, make: Callable[[int], Command]) -> Future:
         """Sends the command that `make` makes of its serial; the future has its `Completed`.
 
-        The future has an error as soon as the command has failed (`NotDone`) or the process is lost (`Gone`).
+        The future has an error as soon as the command has failed (see `failures`) or the process is lost (`Gone`).
         """
         return self._send(make, Future())
 
@@ -93,7 +90,9 @@ class Member:
             del self._asked[command.serial]
         with suppress(InvalidStateError):
             if isinstance(event, Failed):
-                future.set_exception(NotDone(f"{self.name}: {event.reason}"))
+                # What the whole run has to know is said as in one process.
+                reason = event.reason if event.kind else f"{self.name}: {event.reason}"
+                future.set_exception(error_of(event.kind, reason))
             else:
                 future.set_result(event)
 

@@ -31,14 +31,14 @@ class ConditioningOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class ImagesOf:
-    """The key of a fragment's images, and of what rewards on its mesh say of them, for another process."""
+class ScoresOf:
+    """The key of what is known of a fragment's images where they are, for another process (`judging.Judged`)."""
 
     worker: str
     fragment: Fragment
 
 
-Key = Publication | SamplesOf | ConditioningOf | ImagesOf
+Key = Publication | SamplesOf | ConditioningOf | ScoresOf
 
 
 @runtime_checkable

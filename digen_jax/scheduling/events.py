@@ -41,7 +41,8 @@ class Completed(Event):
 
 @dataclasses.dataclass(frozen=True)
 class Failed(Event):
-    """A command failed; its worker still works and is free."""
+    """A command failed; its worker still works and is free. `kind` names an error of another process."""
 
     command: Command
     reason: str
+    kind: str = ""

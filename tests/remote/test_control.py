@@ -16,9 +16,10 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote import leader
+from digen_jax.remote.failures import NotDone
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
-from digen_jax.remote.leader import Gone, Keepalive, Leader, NotDone
+from digen_jax.remote.leader import Gone, Keepalive, Leader
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.messages import Unreadable, read_command, read_event, read_key, write
 from digen_jax.remote.sampling import RemoteSampler
