@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32, Num, UInt8
 
 from digen_jax import rewards
 from digen_jax.engine.divergence import DivergedError, check_images
@@ -62,10 +62,10 @@ class Judge:
     def submit(
         self,
         fragment: Fragment,
-        clips: UInt8[np.ndarray, "b t h w 3"],
+        clips: Num[np.ndarray, "b t h w 3"],
         known: rewards.Answers = (),
     ) -> Future[Judged]:
-        """A future `Judged`; `known` is what rewards on a mesh have said of the images.
+        """A future `Judged` of images as bytes; `known` is what rewards on a mesh have said of them.
 
         The future raises what `RewardPool.submit`'s does, and DivergedError for NaN, for which no reward is to blame.
         """
@@ -105,7 +105,7 @@ class Judge:
 
     def _shown(
         self, fragment: Fragment, clips: UInt8[np.ndarray, "b t h w 3"]
-    ) -> UInt8[np.ndarray, "k t h w 3"]:
+    ) -> UInt8[np.ndarray, "k frames h w 3"]:
         """Those of an evaluation's first images; without a picture that is due only their middle frames."""
         count = max(0, self.settings.shown_images - self.held_out.first(fragment))
         first = clips[:count]
