@@ -171,6 +171,7 @@ class Executors:
         """Executes a command. The cases are in the order of a fragment's path, from its prompts to the next version."""
         match command:
             case Encode():
+                _ = self.steps[command.step]  # drawn here, too, where another process encodes it
                 self.sampling(command.worker).encode(command.step)
             case Generate():
                 self.sampling(command.worker).generate(command.fragment, command.publication)

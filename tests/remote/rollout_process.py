@@ -4,6 +4,7 @@ REWARD names what its rewards do.
 """
 
 import functools
+import importlib
 import os
 import pathlib
 from contextlib import closing
@@ -55,6 +56,10 @@ def failing_once():
     return brightness
 
 
+def dying(images, prompts, metadata):
+    os._exit(9)
+
+
 def judging(reward: str) -> tuple[Rewards, tuple[float, ...]]:
     """(rewards, their weights) by the name of what they do."""
     if reward == "two":  # of which one is computed on the mesh
@@ -68,7 +73,8 @@ def judging(reward: str) -> tuple[Rewards, tuple[float, ...]]:
         "one": toy.brightness,
         "fails once": failing_once(),
         "nonsense": lambda images, *_: np.full(len(images), np.nan),
-        "dies": lambda *_: os._exit(9),
+        # By the name by which the process of a reward imports it.
+        "dies": importlib.import_module("tests.remote.rollout_process").dying,
     }
     return alone("mine", called[reward]), (1.0,)
 
@@ -79,7 +85,10 @@ def config(kind: str, folder: pathlib.Path) -> ConfigDict:
         return toy.config(
             precision__published="bfloat16",
             evaluation__every=1,
-            algorithm__name="diffusion_nft",
+            algorithm=dict(name="diffusion_nft", times=dict(count=2)),
+            sampler__kind="ode",
+            sampler__noise_level=0.0,
+            sampler__window=dict(length=0),
             pictures__every=1,
             pictures__images=2,
             **sizes,

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 
 from digen_jax.images import stills
-from digen_jax.process.ending import STOPPED
+from digen_jax.process.ending import STOPPED, Stopped
 from digen_jax.remote.failures import NotDone
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.leader import Gone, Keepalive
 from digen_jax.remote.link import LinkError
 from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.wire import Wire
+from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime import executors
+from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.judging import MakerGone
 from digen_jax.runtime.link import ConditioningOf, LocalLink, SamplesOf, ScoresOf
 from digen_jax.runtime.training import shardings
@@ -28,7 +31,7 @@ from digen_jax.scheduling.commands import TRAINER, Fragment, Publication
 from tests.engine import toy
 from tests.remote.mesh_process import TOKEN
 from tests.remote.processes import begin  # noqa: F401
-from tests.remote.rollout_process import NAME, Parts, judging
+from tests.remote.rollout_process import NAME, Parts, config, judging
 from tests.remote.test_link import assert_same, assert_same_on_host
 
 pytestmark = pytest.mark.slow
@@ -139,6 +142,77 @@ def test_another_process_makes_the_same_bits(kind, way, base, begin):  # noqa: F
             sampler.generate(EVALUATED, WEIGHTS)
     code, errors = process.ends(20)
     assert code == 0 and lost.empty(), errors
+
+
+@contextlib.contextmanager
+def driven(of: Parts, reward, monkeypatch, sampler=None, link=None):
+    """(a driver, the evaluations by version); with a mesh in another process in place of its own one."""
+    found = {}
+    with monkeypatch.context() as patch:
+        if sampler is not None:
+            sampler.rollout, real = of.system.rollouts[0], Executors._sampling
+            patch.setattr(executors, "LocalLink", lambda: link)
+            patch.setattr(
+                Executors,
+                "_sampling",
+                lambda own, name, rollout: sampler if name == NAME else real(own, name, rollout),
+            )
+        options = dict(held_out=of.held_out, evaluated=found.__setitem__)
+        with toy.driver(of.system, config("toy", None), reward, **options) as driver:
+            yield driver, found
+
+
+def never(*_):
+    raise AssertionError("the leader's own rewards are asked")
+
+
+@pytest.mark.parametrize("reward", ["one", "fails once"])
+def test_a_step_has_the_scores_and_pictures_of_one_process(reward, base, begin, monkeypatch, capfd):  # noqa: F811
+    of = parts("toy", base)
+    with driven(of, toy.brightness, monkeypatch) as (driver, seen):
+        expected, ends = driver.step(), driver.executor.extremes
+    with (
+        remote("toy", base, "bytes", begin, reward=reward) as (sampler, link, _, lost),
+        driven(of, never, monkeypatch, sampler, link) as (driver, found),
+    ):
+        metrics, extremes = driver.step(), driver.executor.extremes
+        assert lost.empty() and len(driver._workers) == 1
+    names = [n for n in expected if n.startswith(("reward", "images/", "loss", "gradient"))]
+    assert len(names) > 8 and {n: metrics[n] for n in names} == {n: expected[n] for n in names}
+    for one, other in zip(extremes, ends, strict=True):
+        assert one.records == other.records and len(one.images) == 2
+        assert np.array_equal(one.images, other.images) and np.array_equal(one.values, other.values)
+    assert_same_on_host(found[0][1:], seen[0][1:])
+    assert found[0].metrics() == seen[0].metrics() and len(found[0].clips) == 2
+    asked_again = capfd.readouterr().err.count("it is asked again")
+    assert asked_again == (2 if reward == "fails once" else 0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "processes", "error", "sentence"),
+    [
+        ("nonsense", 0, RewardMistake, "^reward 'mine' returned nan for image 0"),
+        ("dies", 1, Stopped, "^reward 'mine' died in its process .exit code 9.*failed 3 times"),
+    ],
+)
+def test_a_reward_that_cannot_be_asked_again_ends_the_run_and_costs_no_mesh(
+    reward,
+    processes,
+    error,
+    sentence,
+    base,
+    begin,  # noqa: F811
+    monkeypatch,
+):
+    of = parts("toy", base)
+    options = dict(reward=reward, processes=processes)
+    with (
+        remote("toy", base, "bytes", begin, **options) as (sampler, link, _, lost),
+        driven(of, never, monkeypatch, sampler, link) as (driver, _),
+    ):
+        with pytest.raises(error, match=sentence):
+            driver.step()
+        assert lost.empty() and len(driver._workers) == 1
 
 
 @pytest.mark.parametrize("way", ["bytes", "transfer"])
