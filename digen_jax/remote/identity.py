@@ -14,8 +14,8 @@ import jax
 
 import digen_jax
 from digen_jax.errors import ConfigError
+from digen_jax.process.cluster import TOKEN
 
-TOKEN = "DIGEN_JAX_TOKEN"
 LEAST = 16  # characters of a token
 
 

@@ -43,6 +43,7 @@ def lead(
     joined: Callable[[RemoteSampler], None] = lambda sampler: None,
     lost: Callable[[Member, str], None] = lambda member, why: None,
     keepalive: Keepalive | None = None,
+    step: Callable[[], int] = lambda: 0,
 ) -> Iterator[tuple[Leader, RemoteLink, str]]:
     """The leader's end: (who has joined, its link, the address at which it listens).
 
@@ -54,6 +55,7 @@ def lead(
       joined: as in `Leader`, called with the mesh's executor.
       lost: as in `Leader`.
       keepalive: None: the usual one.
+      step: the present one.
 
     Raises:
       ConfigError: it cannot listen there.
@@ -66,7 +68,7 @@ def lead(
         joined(RemoteSampler(member, link, leader.give_up))
 
     transfer = "" if pulls is None else pulls.address
-    leader = Leader(wire.identity, met, lost, keepalive, transfer)
+    leader = Leader(wire.identity, met, lost, keepalive, transfer, step)
     server = None
     try:
         server, port = wire.server(address, [leader.service, link.lending.service])

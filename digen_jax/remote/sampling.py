@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from digen_jax.remote.leader import Gone, Member
+from digen_jax.remote.leader import Member
 from digen_jax.remote.link import LinkError, RemoteLink
 from digen_jax.rewards.exchanges import moved
-from digen_jax.runtime.clock import done_elsewhere
-from digen_jax.runtime.judging import Judge, Judged, MakerGone, failed, ready
+from digen_jax.runtime.clock import elsewhere
+from digen_jax.runtime.judging import Judge, Judged, failed, ready
 from digen_jax.runtime.link import ScoresOf
+from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -72,14 +73,14 @@ class RemoteSampler:
         """Has a decoded fragment scored by the rewards of its process, beside its other work; returns at once.
 
         The future has None for a fragment that was dropped. It raises the errors of the rewards there as
-        `Judge.submit`'s does; MakerGone, if the process is lost.
+        `Judge.submit`'s does; Gone, if the process is lost.
         """
         found: Future = Future()
         make = functools.partial(Score, fragment=fragment, maker=self.name)
         try:
             asked = self.member.ask(make)
         except Gone as error:
-            return failed(MakerGone(str(error)))
+            return failed(error)
         asked.add_done_callback(lambda done: self._answered(found, fragment, done))
         return found
 
@@ -95,7 +96,7 @@ class RemoteSampler:
         self.member.tell(functools.partial(DropVersion, publication=publication))
 
     def end_step(self, step: int) -> None:
-        """The step has ended: its process forgets it, too."""
+        """The step has ended: its process forgets it and those before it, too."""
         self.member.tell(functools.partial(Update, worker=TRAINER, step=step, update=0))
 
     def give_up(self) -> None:
@@ -104,11 +105,11 @@ class RemoteSampler:
         self._give_up(self.name, "was given up")
 
     def _do(self, make: Callable[[int], Command]) -> None:
-        began = time.perf_counter()
-        # It ends with the member at the latest.
-        done = self.member.ask(make).result()
-        # There it may have compiled, or paused.
-        done_elsewhere(began, done.seconds)
+        asked = self.member.ask(make)
+        # There it may compile, or pause.
+        with elsewhere(asked.so_far) as counts:
+            done = asked.result()  # it ends with the member at the latest
+            counts(done.seconds, done.parts)
 
     def _answered(self, found: Future, fragment: Fragment, done: Future) -> None:
         """Completes a future of scores in a thread of its own: this one may be gRPC's."""
@@ -116,13 +117,9 @@ class RemoteSampler:
 
         def complete() -> None:
             try:
-                result = self._taken(fragment, done, arrived)
-            except Gone as error:
-                found.set_exception(MakerGone(str(error)))
+                found.set_result(self._taken(fragment, done, arrived))
             except BaseException as error:
                 found.set_exception(error)
-            else:
-                found.set_result(result)
 
         threading.Thread(target=complete, name=f"scores {self.name}", daemon=True).start()
 

@@ -14,7 +14,6 @@ from digen_jax.remote.failures import failed
 from digen_jax.remote.following import Following
 from digen_jax.remote.link import RemoteLink
 from digen_jax.rewards.exchanges import moved
-from digen_jax.runtime.clock import measured
 from digen_jax.runtime.image_statistics import Looks
 from digen_jax.runtime.judging import Judge, Judged, then
 from digen_jax.runtime.link import ScoresOf
@@ -95,7 +94,7 @@ class Sampling:
                 for fragment in command.fragments:
                     self._forget(fragment)
             case Update():
-                self._steps.end()
+                self._steps.forget(command.step + 1)
 
     def _scored(self, fragment: Fragment, found: Judged, looks: Looks) -> tuple[float, ...]:
         """Offers what the leader needs of a fragment's images, which are freed."""
@@ -165,12 +164,13 @@ def serve(following: Following, executes: Executes) -> None:
 def _answer(following: Following, do: Callable[[Command], None], command: Command) -> None:
     """Executes a command, and reports what became of it."""
     try:
-        with measured() as stopwatch:
+        with following.does(command) as stopwatch:
             do(command)
     except Exception as error:
         _fail(following, command, error)
     else:
-        following.report(Completed(time.monotonic(), command, stopwatch.seconds))
+        parts = stopwatch.parts_ago()
+        following.report(Completed(time.monotonic(), command, stopwatch.seconds, parts=parts))
 
 
 def _answer_later(following: Following, executes: Executes, command: Score) -> None:

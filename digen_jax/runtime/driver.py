@@ -1,4 +1,7 @@
-"""Runs the scheduler on the real clock: one thread for each sampling mesh, the trainer on the caller's."""
+"""Runs the scheduler on the real clock: one thread for each sampling mesh, the trainer on the caller's.
+
+A sampling mesh in another process has threads here, too, which wait for it.
+"""
 
 import queue
 import sys
@@ -16,14 +19,14 @@ from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch
-from digen_jax.runtime.executors import Executor
-from digen_jax.runtime.judging import Judged, MakerGone
+from digen_jax.runtime.executors import Executor, Samples
+from digen_jax.runtime.judging import Judged
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
 from digen_jax.runtime.scores import sent
 from digen_jax.runtime.summary import Summary
 from digen_jax.runtime.watch import Watch, end_process
-from digen_jax.runtime.worker import Line, WorkerThreads
+from digen_jax.runtime.worker import Gone, Line, WorkerThreads
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -168,6 +171,26 @@ class Driver:
         with self._lock:
             return self._summary.take(self.now())
 
+    def join(self, sampler: Samples) -> None:
+        """Adds a sampling mesh, in mid-run, too; one of the same name was lost before. Any thread may call."""
+        with self._lock:
+            if self._closed:
+                return
+            self.executor.join(sampler)
+            self._workers[sampler.name] = WorkerThreads(sampler.name)
+            self._summary.devices[sampler.name] = sampler.devices
+            self._post(Joined(self.now(), sampler.name))
+
+    def lost(self, name: str, why: str) -> None:
+        """A sampling mesh's process is gone: the others repeat its work. Any thread may call."""
+        with self._lock:
+            worker = None if self._closed else self._workers.get(name)
+        try:
+            if worker is not None:
+                self._give_up(worker, why)
+        except BaseException as error:
+            self._stop(error)
+
     def close(self) -> None:
         """Ends the threads after their present work."""
         with self._lock:
@@ -258,6 +281,8 @@ class Driver:
                 late = self._watched(command, lambda *late: self._hangs(worker, *late))
                 with late as stopwatch:
                     self.executor.do(command)
+            except Gone:  # `lost` follows, or has been called
+                return None
             # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
             except Exception as error:
                 if isinstance(error, Stopped | RewardMistake) and not may_pass(error):
@@ -297,19 +322,24 @@ class Driver:
             self._stop(error)
 
     def _give_up(self, worker: WorkerThreads, why: str) -> None:
-        print(f"{worker.name} {why}: given up", file=sys.stderr, flush=True)
         with self._lock:
-            self._workers.pop(worker.name, None)
+            if self._workers.get(worker.name) is not worker:
+                return  # it was given up before
+            print(f"{worker.name} {why}: given up", file=sys.stderr, flush=True)
+            del self._workers[worker.name]
             self.executor.give_up(worker.name)
             self._post(Lost(self.now(), worker.name))
+            if not self._workers:
+                words = "no sampling mesh is left: the trainer generates until one joins"
+                print(words, file=sys.stderr, flush=True)
         worker.give_up()
 
     def _scored(self, command: Score, asked: float, done: Future) -> None:
         """Takes scores; the timeline shows the reward's own time, the scheduler uses the whole waiting time."""
         try:
             error = done.exception()
-            if isinstance(error, MakerGone):
-                return  # its loss is an event of its own, after which the fragment is made again
+            if isinstance(error, Gone):
+                return  # `lost` follows, or has been called, after which the fragment is made again
             if error is not None and may_pass(error):
                 return self._not_scored(command, error)
             found: Judged | None = done.result()

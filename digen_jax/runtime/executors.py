@@ -1,4 +1,4 @@
-"""All executors of a run in one process: executes each command, on the calling thread."""
+"""All executors of a run on the leader: executes each command, on the calling thread."""
 
 import dataclasses
 import functools
@@ -8,13 +8,14 @@ from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
 from digen_jax import rewards
-from digen_jax.engine.system import Rollout, System, tag_group
+from digen_jax.engine.system import Rollout, System
 from digen_jax.engine.trainer import TrainState
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.clock import paused
 from digen_jax.runtime.evaluation import Evaluation, Gathering, HeldOut
 from digen_jax.runtime.judging import Judge, Judged
-from digen_jax.runtime.link import LocalLink
+from digen_jax.runtime.link import Link, LocalLink
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.scores import Extremes, StepScores
 from digen_jax.runtime.steps import Steps
@@ -30,6 +31,7 @@ from digen_jax.scheduling.commands import (
     DropVersion,
     Encode,
     Evaluate,
+    Fragment,
     Generate,
     Publication,
     Publish,
@@ -59,7 +61,7 @@ class Executor(Protocol):
     def score(self, command: Score, pool: RewardPool) -> Future[Judged | None]:
         """Has a fragment scored where it was decoded, by `pool` if that is in this process; returns at once.
 
-        The future has None for a fragment that was dropped. It raises what `Judge.submit`'s does, and MakerGone.
+        The future has None for a fragment that was dropped. It raises what `Judge.submit`'s does, and Gone.
         """
 
     def scored(self, command: Score, judged: Judged | None) -> None:
@@ -78,6 +80,49 @@ class Executor(Protocol):
         """Marks a sampling mesh as failed or hung: its later results are ignored."""
 
 
+@runtime_checkable
+class Samples(Protocol):
+    """A sampling mesh's executor, here (`SamplingExecutor`) or in another process; every call ends with its work.
+
+    Attributes:
+      name: the worker's.
+      devices: of its mesh.
+    """
+
+    name: str
+    devices: int
+
+    def receive(self, publication: Publication) -> None:
+        """Takes published weights."""
+
+    def encode(self, number: int) -> None:
+        """Encodes a step's prompts."""
+
+    def generate(self, fragment: Fragment, publication: Publication) -> None:
+        """Generates a fragment's trajectories."""
+
+    def decode(self, fragment: Fragment) -> None:
+        """Decodes a fragment's images, which stay where they are."""
+
+    def score(self, fragment: Fragment, judge: Judge) -> Future[Judged | None]:
+        """Has them scored, by `judge` if they are in this process; returns at once. See `Executor.score`."""
+
+    def scored(self, fragment: Fragment) -> None:
+        """Frees them: nobody asks for them again."""
+
+    def drop_fragment(self, fragment: Fragment) -> None:
+        """Frees all data of a fragment."""
+
+    def drop_weights(self, publication: Publication) -> None:
+        """Frees published weights."""
+
+    def end_step(self, step: int) -> None:
+        """A step has ended."""
+
+    def give_up(self) -> None:
+        """Another mesh repeats its work."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Duties:
     """Settings of the executors in addition to the scheduler's."""
@@ -90,7 +135,7 @@ class Duties:
 
 
 class Executors:
-    """The executors of the sampling meshes, by worker, and of the trainer, in one process.
+    """The executors of the trainer and, by worker, of the sampling meshes, which may be in other processes.
 
     They share the data of the steps that follow from the config (`steps`); the link moves arrays between them.
     The scheduler decides the order of commands. `do` may be called from one thread for each worker, and from
@@ -106,8 +151,12 @@ class Executors:
         batches: Iterator[list[dict[str, Any]]],
         first: int = 0,
         kept: Mapping[int, Any] | None = None,
+        link: Link | None = None,
     ):
-        """`first` is the step at whose start `state` is; `kept` are the older versions to hold."""
+        """`first` is the step at whose start `state` is; `kept` are the older versions to hold.
+
+        `link` reaches the sampling meshes of other processes, which `join`; None: there are none.
+        """
         self.system, self._duties, self._settings = system, duties, settings
         self.extremes: Extremes | None = None
         algorithm = system.trainer.algorithm
@@ -117,7 +166,7 @@ class Executors:
         self._held_out = HeldOut(duties.held_out, settings)
         of_rewards = system.advantages.reward_weights
         self._gathering = Gathering(self._held_out, duties.rewards, of_rewards)
-        self._link = LocalLink()
+        self._link: Link = link or LocalLink()
         apart = not system.placement.colocated
         self.last_update = settings.updates - 1
         # Only then may a fragment or an evaluation need, after an update, the arrays that the update consumes.
@@ -125,7 +174,7 @@ class Executors:
         # A resumed run may also have begun fragments of the next step with the newest version, on separate meshes.
         stale = settings.staleness > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
-        self.versions = Versions(self._link, keep, system.rollouts[0].dtype)
+        self.versions = Versions(self._link, keep, system.sent)
         for version, tuned in (kept or {}).items():
             self.versions.add(Publication(version), tuned)
         self.trainer = TrainingExecutor(
@@ -134,14 +183,13 @@ class Executors:
         self.trainer.publish(first)
         rollouts = system.rollouts if apart else ()
         named = ((f"rollout {i}", one) for i, one in enumerate(rollouts))
-        self.rollouts = {name: self._sampling(name, one) for name, one in named}
+        self.rollouts: dict[str, Samples] = {name: self._sampling(name, one) for name, one in named}
 
     @property
     def devices(self) -> dict[str, int]:
         """The number of devices of every worker."""
-        meshes = {name: e.rollout.group.mesh for name, e in self.rollouts.items()}
-        meshes[TRAINER] = self.system.placement.trainer.mesh
-        return {name: mesh.size for name, mesh in meshes.items()}
+        sampling = {name: executor.devices for name, executor in self.rollouts.items()}
+        return sampling | {TRAINER: self.system.placement.trainer.mesh.size}
 
     @property
     def state(self) -> TrainState:
@@ -151,14 +199,14 @@ class Executors:
     @functools.cached_property
     def assistant(self) -> SamplingExecutor:
         """The trainer's devices as a sampling mesh; created at its first use."""
-        system = self.system
-        if system.placement.colocated:
-            return self._sampling(TRAINER, system.rollouts[0])
-        group = tag_group(system.placement.trainer, self._duties.tag_weights)
-        base = system.policy.sampler_base(system.base)
-        return self._sampling(TRAINER, system.rollouts[0].moved(group, base))
+        with paused():  # it may have to read components, and compiles
+            return self._sampling(TRAINER, self.system.assistant(self._duties.tag_weights))
 
-    def sampling(self, worker: str) -> SamplingExecutor:
+    def join(self, sampler: "Samples") -> None:
+        """Adds a sampling mesh."""
+        self.rollouts[sampler.name] = sampler
+
+    def sampling(self, worker: str) -> "Samples":
         """A worker's executor; the trainer's is its assistant."""
         return self.assistant if worker == TRAINER else self.rollouts[worker]
 
@@ -254,8 +302,11 @@ class Executors:
     def end_step(self) -> dict[str, float]:
         """See `Executor`."""
         scores = self.scores(self.steps.first)
-        del self._scores[self.steps.first]
+        ended = self.steps.first
+        del self._scores[ended]
         self.steps.end()
+        for executor in list(self.rollouts.values()):
+            executor.end_step(ended)
         self.extremes = scores.extremes(self._settings.shown_images)
         seen = image_metrics(scores)
         return self.trainer.metrics() | reward_metrics(scores, self._duties.rewards) | seen
@@ -264,7 +315,7 @@ class Executors:
         """See `Executor`."""
         return self.versions[publication]
 
-    def _samplers(self) -> Iterator[SamplingExecutor]:
+    def _samplers(self) -> Iterator["Samples"]:
         """The sampling executors that exist at present."""
         return filter(None, (self.__dict__.get("assistant"), *self.rollouts.values()))
 

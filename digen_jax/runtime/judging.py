@@ -25,10 +25,6 @@ from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.settings import Settings
 
 
-class MakerGone(RuntimeError):
-    """The mesh that holds the images is lost: another one makes them again, and no score has failed."""
-
-
 class Judged(NamedTuple):
     """What is known of a fragment's images."""
 

@@ -38,7 +38,15 @@ class ScoresOf:
     fragment: Fragment
 
 
-Key = Publication | SamplesOf | ConditioningOf | ScoresOf
+@dataclasses.dataclass(frozen=True)
+class RowsOf:
+    """The key of prompts that were encoded before the run, on a worker that reads them where they are asked for."""
+
+    worker: str
+    texts: tuple[str, ...]  # keys of the store
+
+
+Key = Publication | SamplesOf | ConditioningOf | ScoresOf | RowsOf
 
 
 @runtime_checkable

@@ -51,6 +51,11 @@ class SamplingExecutor:
         self._prompts: dict[int, EncodedPrompts] = {}
         self._begun: dict[Fragment, Trajectory] = {}
 
+    @property
+    def devices(self) -> int:
+        """Of its mesh."""
+        return self.rollout.group.mesh.size
+
     def receive(self, publication: Publication) -> None:
         """Takes published weights; weights that were withdrawn are no longer needed."""
         tuned = self._link.take(publication, self.rollout.group.params, self.name)
@@ -152,6 +157,9 @@ class SamplingExecutor:
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""
         self.weights.pop(publication, None)
+
+    def end_step(self, step: int) -> None:
+        """Its process has forgotten the step already."""
 
     def give_up(self) -> None:
         """Another mesh repeats its work: what it still makes is not offered."""

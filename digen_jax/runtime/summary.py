@@ -46,10 +46,14 @@ STATISTICS = {"": np.mean, "std_": np.std, "min_": np.min, "max_": np.max}
 
 
 class Summary:
-    """Records events and sums them up, step by step; not thread-safe."""
+    """Records events and sums them up, step by step; not thread-safe.
+
+    `devices` are those of every worker; those of a lost one count until its step ends.
+    """
 
     def __init__(self, devices: Mapping[str, int], images: int):
-        self._devices, self._images = dict(devices), images
+        self.devices, self._images = dict(devices), images
+        self._lost: set[str] = set()  # since the step's beginning
         self._recorder = Recorder()
         self._began = 0.0  # of the step
         self._under_way: dict[str, float] = {}  # worker: start of its present work
@@ -66,7 +70,10 @@ class Summary:
         if isinstance(event, Lost):
             self._recorder.end_wait(event.worker, now)
             self._under_way.pop(event.worker, None)
-        elif isinstance(event, Joined | Completed) and worker and scheduler.is_there(worker):
+            self._lost.add(event.worker)
+        if isinstance(event, Joined):
+            self._lost.discard(event.worker)
+        if isinstance(event, Joined | Completed) and worker and scheduler.is_there(worker):
             self._recorder.look_at(scheduler, worker, now)
         if scheduler.is_there(TRAINER):
             self._recorder.look_at(scheduler, TRAINER, now)
@@ -145,8 +152,8 @@ class Summary:
         )
         running = [Interval(w, "work", since, now) for w, since in self._under_way.items()]
         seconds = now - self._began
-        total = sum(self._devices.values())
-        busy = busy_seconds([*done, *running], self._devices, self._began, now)
+        total = sum(self.devices.values())
+        busy = busy_seconds([*done, *running], self.devices, self._began, now)
         phases: Counter[str] = Counter()
         for interval in done:
             if interval.kind in PHASES:
@@ -160,11 +167,14 @@ class Summary:
             **{f"seconds/{phase}": spent for phase, spent in phases.items()},
             **{
                 f"seconds/wait_{cause.replace(' ', '_')}": spent
-                for cause, spent in bubbles(done, self._devices).items()
+                for cause, spent in bubbles(done, self.devices).items()
             },
         }
         self._began, self._ages, self._queued = now, [], []
         self._made.clear()
+        for worker in self._lost:
+            self.devices.pop(worker, None)
+        self._lost.clear()
         return done
 
     def take(self, now: float) -> list[Interval]:

@@ -22,9 +22,6 @@ from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.wire import Wire
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime import executors
-from digen_jax.runtime.executors import Executors
-from digen_jax.runtime.judging import MakerGone
 from digen_jax.runtime.link import ConditioningOf, LocalLink, SamplesOf, ScoresOf
 from digen_jax.runtime.training import shardings
 from digen_jax.scheduling.commands import TRAINER, Fragment, Publication
@@ -145,21 +142,13 @@ def test_another_process_makes_the_same_bits(kind, way, base, begin):  # noqa: F
 
 
 @contextlib.contextmanager
-def driven(of: Parts, reward, monkeypatch, sampler=None, link=None):
-    """(a driver, the evaluations by version); with a mesh in another process in place of its own one."""
+def driven(of: Parts, reward, **elsewhere):
+    """(a driver, the evaluations by version); `elsewhere` are a mesh in another process, in place of its own one."""
+    system = of.system._replace(rollouts=()) if elsewhere else of.system
     found = {}
-    with monkeypatch.context() as patch:
-        if sampler is not None:
-            sampler.rollout, real = of.system.rollouts[0], Executors._sampling
-            patch.setattr(executors, "LocalLink", lambda: link)
-            patch.setattr(
-                Executors,
-                "_sampling",
-                lambda own, name, rollout: sampler if name == NAME else real(own, name, rollout),
-            )
-        options = dict(held_out=of.held_out, evaluated=found.__setitem__)
-        with toy.driver(of.system, config("toy", None), reward, **options) as driver:
-            yield driver, found
+    options = dict(held_out=of.held_out, evaluated=found.__setitem__, **elsewhere)
+    with toy.driver(system, config("toy", None), reward, **options) as driver:
+        yield driver, found
 
 
 def never(*_):
@@ -167,23 +156,26 @@ def never(*_):
 
 
 @pytest.mark.parametrize("reward", ["one", "fails once"])
-def test_a_step_has_the_scores_and_pictures_of_one_process(reward, base, begin, monkeypatch, capfd):  # noqa: F811
+def test_a_step_has_the_scores_and_pictures_of_one_process(reward, base, begin, capfd):  # noqa: F811
     of = parts("toy", base)
-    with driven(of, toy.brightness, monkeypatch) as (driver, seen):
-        expected, ends = driver.step(), driver.executor.extremes
+    with driven(of, toy.brightness) as (driver, seen):
+        expected = [(driver.step(), driver.executor.extremes) for _ in range(2)]
     with (
         remote("toy", base, "bytes", begin, reward=reward) as (sampler, link, _, lost),
-        driven(of, never, monkeypatch, sampler, link) as (driver, found),
+        driven(of, never, samplers=[sampler], link=link) as (driver, found),
     ):
-        metrics, extremes = driver.step(), driver.executor.extremes
+        steps = [(driver.step(), driver.executor.extremes) for _ in range(2)]
         assert lost.empty() and len(driver._workers) == 1
-    names = [n for n in expected if n.startswith(("reward", "images/", "loss", "gradient"))]
-    assert len(names) > 8 and {n: metrics[n] for n in names} == {n: expected[n] for n in names}
-    for one, other in zip(extremes, ends, strict=True):
-        assert one.records == other.records and len(one.images) == 2
-        assert np.array_equal(one.images, other.images) and np.array_equal(one.values, other.values)
-    assert_same_on_host(found[0][1:], seen[0][1:])
-    assert found[0].metrics() == seen[0].metrics() and len(found[0].clips) == 2
+    for (metrics, extremes), (others, ends) in zip(steps, expected, strict=True):
+        names = [n for n in others if n.startswith(("reward", "images/", "loss", "gradient"))]
+        assert len(names) > 8 and {n: metrics[n] for n in names} == {n: others[n] for n in names}
+        for one, other in zip(extremes, ends, strict=True):
+            assert one.records == other.records and len(one.images) == 2
+            assert_same_on_host((one.images, one.values), (other.images, other.values))
+    for version in (0, 1):
+        assert_same_on_host(found[version][1:], seen[version][1:])
+        assert found[version].metrics() == seen[version].metrics()
+        assert len(found[version].clips) == 2
     asked_again = capfd.readouterr().err.count("it is asked again")
     assert asked_again == (2 if reward == "fails once" else 0)
 
@@ -202,13 +194,12 @@ def test_a_reward_that_cannot_be_asked_again_ends_the_run_and_costs_no_mesh(
     sentence,
     base,
     begin,  # noqa: F811
-    monkeypatch,
 ):
     of = parts("toy", base)
     options = dict(reward=reward, processes=processes)
     with (
         remote("toy", base, "bytes", begin, **options) as (sampler, link, _, lost),
-        driven(of, never, monkeypatch, sampler, link) as (driver, _),
+        driven(of, never, samplers=[sampler], link=link) as (driver, _),
     ):
         with pytest.raises(error, match=sentence):
             driver.step()
@@ -224,7 +215,7 @@ def test_a_mesh_that_is_killed_with_samples_is_lost_and_nobody_waits(way, base, 
         assert lost.get(timeout=10) == (NAME, "has lost its connection")
         with pytest.raises(Gone):
             sampler.encode(2)
-        with pytest.raises(MakerGone):
+        with pytest.raises(Gone):
             sampler.score(FRAGMENT).result(5)
         with pytest.raises(LinkError):
             link.take(ConditioningOf(NAME, 0), lambda tree: tree, TRAINER)

@@ -18,12 +18,13 @@ from digen_jax.rewards.exchanges import Exchange
 from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
 from digen_jax.rewards.process import Late
 from digen_jax.runtime.image_statistics import look
-from digen_jax.runtime.judging import Judged, MakerGone
+from digen_jax.runtime.judging import Judged
 from digen_jax.runtime.link import ScoresOf
 from digen_jax.runtime.scores import Kept
+from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import Fragment
 from tests.remote.mesh_process import Pretends
-from tests.remote.test_control import mesh, room  # noqa: F401
+from tests.remote.rooms import mesh, room  # noqa: F401
 
 FRAGMENT = Fragment(0, 3)
 PICTURES = np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3)
@@ -145,8 +146,8 @@ def test_a_mesh_that_ends_or_is_lost_fails_no_score(room):  # noqa: F811
         found.encode(1)
         assert not scores.done()
         room.leader.give_up("rollout 0", "was given up")
-        assert isinstance(scores.exception(30), MakerGone)
-        assert isinstance(found.score(FRAGMENT).exception(30), MakerGone)
+        assert isinstance(scores.exception(30), Gone)
+        assert isinstance(found.score(FRAGMENT).exception(30), Gone)
 
 
 def test_a_mesh_whose_scores_do_not_come_is_asked_twice_and_then_lost(
@@ -161,6 +162,6 @@ def test_a_mesh_whose_scores_do_not_come_is_asked_twice_and_then_lost(
     with mesh(room, executes=work):
         found = sampler(room, Fetches("fails", SENT, "fails", "fails"))
         assert found.score(FRAGMENT).result(30).seconds == 0.25
-        assert isinstance(found.score(FRAGMENT).exception(30), MakerGone)
+        assert isinstance(found.score(FRAGMENT).exception(30), Gone)
         assert room.lost() == ("rollout 0", "has lost its connection")
     assert "rollout 0 is given up: ScoresOf" in capfd.readouterr().err

@@ -14,10 +14,11 @@ from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, replay
-from digen_jax.runtime.judging import Judged, MakerGone, failed
+from digen_jax.runtime.judging import Judged, failed
 from digen_jax.runtime.link import LocalLink
 from digen_jax.runtime.log import CommandLog, read_log
 from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
     TRAINER,
     Generate,
@@ -168,7 +169,7 @@ def test_scores_of_a_lost_mesh_do_not_count(system, undisturbed, monkeypatch, ca
         found = real(executor, fragment, judge)
         if executor.name == "rollout 1" and not lost:
             lost.append(fragment)
-            held.append(Future() if late else failed(MakerGone("it has lost its connection")))
+            held.append(Future() if late else failed(Gone("it has lost its connection")))
             assert there.wait(60)
             driver = drivers[0]
             dead = driver._workers[executor.name], "is lost"
