@@ -27,6 +27,7 @@ from digen_jax.run.scorers import try_scorers
 from digen_jax.run.workdir import check_shared
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
+from digen_jax.runtime.judging import Judged
 from digen_jax.runtime.link import Link
 from digen_jax.runtime.orders import leave, orders
 from digen_jax.runtime.scores import received
@@ -186,7 +187,7 @@ class Follower:
                 follow(self._executors, value)
             case "scored":
                 command, columns = value
-                self._executors.scored(command, received(columns))
+                self._executors.scored(command, Judged(received(columns)))
             case "save":
                 self._save(*value)
             case _:

@@ -32,6 +32,7 @@ from digen_jax.run.own_mesh import build_rollout, known_nodes
 from digen_jax.run.roles import Apart, own_devices
 from digen_jax.run.scorers import try_scorers
 from digen_jax.runtime.evaluation import HeldOut
+from digen_jax.runtime.judging import Judge
 from digen_jax.runtime.link import RowsOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
@@ -119,11 +120,12 @@ def _serve(
             recipe.algorithm.set_steps,
         )
         scorers = named(on_mesh(recipe.rewards), rollout.scorers)
-        executor = SamplingExecutor(
-            following.name, rollout, steps, HeldOut(held_out, settings), link, scorers
-        )
+        of_evaluation = HeldOut(held_out, settings)
+        executor = SamplingExecutor(following.name, rollout, steps, of_evaluation, link, scorers)
+        weights = recipe.advantages.reward_weights
+        judge = Judge(pool, weights, steps, of_evaluation, settings)
         print(f"{following.name} is ready, on {rollout.group.mesh.size} devices", flush=True)
-        serve(following, Sampling(executor, steps, link))
+        serve(following, Sampling(executor, steps, link, judge))
 
 
 def _batches(recipe: Recipe, cache: str, first: int) -> Iterator[list[dict[str, Any]]]:

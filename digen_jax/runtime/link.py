@@ -31,8 +31,8 @@ class ConditioningOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class ImagesOf:
-    """The key of a fragment's images, and of what rewards on its mesh say of them, for another process."""
+class ScoresOf:
+    """The key of what is known of a fragment's images where they are, for another process (`judging.Judged`)."""
 
     worker: str
     fragment: Fragment
@@ -55,7 +55,7 @@ class SharedOf:
     process: int  # that takes it
 
 
-Key = Publication | SamplesOf | ConditioningOf | ImagesOf | RowsOf | SharedOf
+Key = Publication | SamplesOf | ConditioningOf | ScoresOf | RowsOf | SharedOf
 
 
 @runtime_checkable
