@@ -76,6 +76,9 @@ def meet(wire: Wire, leader: str, hello: pb.Hello, job: str, seconds: float) -> 
                 request = pb.Coming(hello=hello, job=job)
                 found = call(request, timeout=left, metadata=wire.metadata).job
             except grpc.RpcError as error:
+                if error.code() == grpc.StatusCode.UNAVAILABLE:  # it is about to start
+                    time.sleep(LOOK)
+                    continue
                 raise ConfigError(
                     f"the leader at {leader} refuses process {hello.process} of {hello.mesh}: {error.details()}"
                 ) from error
