@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import UInt8
 
 from digen_jax import rewards
-from digen_jax.remote.leader import Member
 from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.member import Member
 from digen_jax.runtime.clock import elsewhere
 from digen_jax.runtime.link import ImagesOf
 from digen_jax.scheduling.commands import (

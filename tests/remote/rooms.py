@@ -8,7 +8,8 @@ import pytest
 
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.following import Following
-from digen_jax.remote.leader import Keepalive, Leader
+from digen_jax.remote.leader import Leader
+from digen_jax.remote.member import Keepalive
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Tls, Wire
 from tests.remote import mesh_process
