@@ -227,10 +227,10 @@ def link() -> None:
 
     check(_MESHES.value, _RATE.value)
     prepare()
+    load = measure(_MESHES.value, _RATE.value)  # first, for its memory
+    print(load.describe(), flush=True)
     found = compare(_ROUNDS.value, _COMMANDS.value)
-    print(found.describe(), flush=True)
-    load = measure(_MESHES.value, _RATE.value)
-    print(load.describe())
+    print(found.describe())
     _write(output, dataclasses.asdict(found) | {"load": dataclasses.asdict(load)})
 
 

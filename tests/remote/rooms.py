@@ -19,7 +19,9 @@ from tests.remote.mesh_process import FAST, IDENTITY
 class Room:
     """A leader with its server, and what became of its members."""
 
-    def __init__(self, keepalive: Keepalive = FAST, tls: Tls | None = None):
+    def __init__(
+        self, keepalive: Keepalive = FAST, tls: Tls | None = None, host: str = "localhost"
+    ):
         self.said: queue.Queue[tuple[str, str]] = queue.Queue()
         self.step = 0
         self.leader = Leader(
@@ -29,8 +31,8 @@ class Room:
             keepalive,
             step=lambda: self.step,
         )
-        self.server, port = Wire(IDENTITY, tls).server("localhost:0", [self.leader.service])
-        self.address = f"localhost:{port}"
+        self.server, port = Wire(IDENTITY, tls).server(f"{host}:0", [self.leader.service])
+        self.address = f"{host}:{port}"
 
     def joined(self, name: str = "rollout 0"):
         assert self.said.get(timeout=30) == ("joined", name)
