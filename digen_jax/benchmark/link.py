@@ -23,8 +23,8 @@ from jax.sharding import SingleDeviceSharding
 
 from digen_jax.errors import check_positive
 from digen_jax.remote.identity import TOKEN, Identity, job_token
-from digen_jax.remote.leader import Member
 from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.member import Member
 from digen_jax.remote.opening import BYTES, TRANSFER, join, lead, open_pulls
 from digen_jax.remote.outline import nodes
 from digen_jax.remote.sampling import RemoteSampler

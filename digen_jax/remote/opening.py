@@ -8,8 +8,9 @@ import grpc
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.following import MEETING, Following
-from digen_jax.remote.leader import Keepalive, Leader, Member
+from digen_jax.remote.leader import Leader
 from digen_jax.remote.link import PATIENCE, RemoteLink
+from digen_jax.remote.member import Keepalive, Member
 from digen_jax.remote.pull import Pulls
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.wire import GRACE, Wire

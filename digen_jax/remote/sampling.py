@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from digen_jax.remote.leader import Member
 from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.remote.member import Member
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.clock import elsewhere
 from digen_jax.runtime.judging import Judge, Judged, failed, ready

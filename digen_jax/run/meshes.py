@@ -14,9 +14,10 @@ from digen_jax.process.launching import MEETING, Place, join_job
 from digen_jax.prompt_store import is_ahead, stored
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity, job_token
-from digen_jax.remote.leader import Leader, Member
+from digen_jax.remote.leader import Leader
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.meeting import Meeting, free_port, meet
+from digen_jax.remote.member import Member
 from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.sharing import TrainerLink

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -17,12 +16,12 @@ from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError, FieldError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
-from digen_jax.remote import following, leader
+from digen_jax.remote import following, member
 from digen_jax.remote.failures import NotDone
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
-from digen_jax.remote.leader import Gone, Keepalive
 from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.member import Gone, Keepalive, Member
 from digen_jax.remote.messages import Unreadable, read_command, read_event, read_key, write
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.serving import serve
@@ -334,21 +333,20 @@ def test_a_silent_mesh_is_lost_in_time(room):
 
 
 def test_a_mesh_that_does_not_read_is_lost(room, monkeypatch):
-    monkeypatch.setattr(leader, "WAITING", 4)
-    member = leader.Member(pb.Hello(mesh="slow"), None)
-    asked = [member.ask(encode(i)) for i in range(4)]
+    monkeypatch.setattr(member, "WAITING", 4)
+    slow = Member(pb.Hello(mesh="slow"))
+    asked = [slow.ask(encode(i)) for i in range(4)]
     with pytest.raises(Gone, match="slow does not read its commands"):
-        member.ask(encode(4))
+        slow.ask(encode(4))
     assert all(isinstance(one.exception(1), Gone) for one in asked)
 
 
 def test_a_member_that_does_not_read_is_told_to_be_lost(room):
     with mesh(room):
-        member = room.joined()
-        member._orders = queue.Queue(1)  # which nobody reads
-        member.ask(encode(1))
+        full = room.joined()
+        full._orders.extend([None] * member.WAITING)  # which nobody reads
         with pytest.raises(Gone, match="rollout 0 does not read its commands"):
-            member.ask(encode(2))
+            full.ask(encode(2))
         assert room.lost() == ("rollout 0", "does not read its commands")
         assert not room.leader.members
 

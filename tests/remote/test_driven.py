@@ -9,8 +9,8 @@ import pytest
 
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
 from digen_jax.remote import serving
-from digen_jax.remote.leader import Asked
 from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.member import Asked
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.wire import Wire
 from digen_jax.rewards import alone

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from digen_jax.process.ending import STOPPED
-from digen_jax.remote.leader import Gone, Keepalive
+from digen_jax.remote.member import Gone, Keepalive
 from tests.remote.mesh_process import FAST, IDENTITY, WAITS, encode
 from tests.remote.processes import begin  # noqa: F401
 from tests.remote.rooms import Room
