@@ -94,7 +94,7 @@ class WaitingExecutors:
             time.sleep(max(0.0, end - time.perf_counter()))
             self.late.append(time.perf_counter() - end)
 
-    def to_score(self, command: Score) -> tuple[Float[np.ndarray, "b 1 1 3"], list[str], list]:
+    def to_score(self, command: Score) -> tuple[UInt8[np.ndarray, "b 1 1 3"], list[str], list]:
         """The arguments of `score`."""
         images = self._waits.images
         seconds = self._waits.seconds(command)

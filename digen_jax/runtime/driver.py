@@ -19,6 +19,7 @@ from digen_jax.runtime.clock import Stopwatch
 from digen_jax.runtime.executors import Executor
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
+from digen_jax.runtime.present import present
 from digen_jax.runtime.scores import sent
 from digen_jax.runtime.summary import Summary
 from digen_jax.runtime.watch import Watch, end_process
@@ -166,6 +167,11 @@ class Driver:
         """The intervals since the last step ended."""
         with self._lock:
             return self._summary.take(self.now())
+
+    def snapshot(self) -> dict[str, Any]:
+        """What every worker does or waits for at present, as JSON: see `present`. For any thread."""
+        with self._lock:
+            return present(self._scheduler, self._summary, self.executor.devices, self.now())
 
     def close(self) -> None:
         """Ends the threads after their present work."""

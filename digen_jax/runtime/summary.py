@@ -49,7 +49,8 @@ class Summary:
     """Records events and sums them up, step by step; not thread-safe."""
 
     def __init__(self, devices: Mapping[str, int], images: int):
-        self._devices, self._images = dict(devices), images
+        self.devices, self._images = dict(devices), images
+        self.lost: dict[str, float] = {}  # worker: when it was lost
         self._recorder = Recorder()
         self._began = 0.0  # of the step
         self._under_way: dict[str, float] = {}  # worker: start of its present work
@@ -66,7 +67,9 @@ class Summary:
         if isinstance(event, Lost):
             self._recorder.end_wait(event.worker, now)
             self._under_way.pop(event.worker, None)
+            self.lost[event.worker] = now
         elif isinstance(event, Joined | Completed) and worker and scheduler.is_there(worker):
+            self.lost.pop(worker, None)
             self._recorder.look_at(scheduler, worker, now)
         if scheduler.is_there(TRAINER):
             self._recorder.look_at(scheduler, TRAINER, now)
@@ -122,6 +125,10 @@ class Summary:
             start = finish
         self._recorder.work(worker, kind, start, end, fragment)
 
+    def since(self, worker: str) -> float | None:
+        """When the present work or wait of a worker began; None: unknown."""
+        return self._recorder.waits_since.get(worker, self._under_way.get(worker))
+
     def asked(self, command: Score, exchanges: Sequence[Exchange]) -> None:
         """Records the requests to servers by which a batch was scored; each server is a worker of its own."""
         # An evaluation is not a part of the step in which it happens.
@@ -145,8 +152,8 @@ class Summary:
         )
         running = [Interval(w, "work", since, now) for w, since in self._under_way.items()]
         seconds = now - self._began
-        total = sum(self._devices.values())
-        busy = busy_seconds([*done, *running], self._devices, self._began, now)
+        total = sum(self.devices.values())
+        busy = busy_seconds([*done, *running], self.devices, self._began, now)
         phases: Counter[str] = Counter()
         for interval in done:
             if interval.kind in PHASES:
@@ -160,7 +167,7 @@ class Summary:
             **{f"seconds/{phase}": spent for phase, spent in phases.items()},
             **{
                 f"seconds/wait_{cause.replace(' ', '_')}": spent
-                for cause, spent in bubbles(done, self._devices).items()
+                for cause, spent in bubbles(done, self.devices).items()
             },
         }
         self._began, self._ages, self._queued = now, [], []
