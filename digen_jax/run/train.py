@@ -17,12 +17,14 @@ from digen_jax.encoding.reached import reached
 from digen_jax.engine.divergence import DivergedError, check_metrics
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.records import full_disk, where
+from digen_jax.records.status import Status
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.mistakes import RewardMistake
@@ -54,7 +56,7 @@ def train(recipe: Recipe, workdir: pathlib.Path) -> int | None:
       ConfigError: what the recipe asks for cannot work here, or a mistake in the values of the reward.
       Stopped: an indispensable part of the run hangs or dies, such as the reward.
     """
-    with fitted():
+    with remembering(), fitted():
         if not is_first():
             return follow_run(recipe, workdir)
         with leading() as orders:
@@ -204,7 +206,7 @@ class Run:
 
     def go_on(self, position: Position, interrupt: Interrupt) -> Position:
         """As `advance`, without saving and messages after a failed write."""
-        with closing(self.drive(position)) as driver:
+        with closing(self.drive(position)) as driver, Status(self.workdir, driver.snapshot):
             try:
                 self.check_disk()
                 while position.done < self.recipe.steps and not (interrupt.asked or self.stopped):

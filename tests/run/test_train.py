@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from digen_jax.engine import divergence
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import TIMING, read_metrics, without_timing
+from digen_jax.records.status import describe, read_status
 from digen_jax.rewards import trial
 from digen_jax.run import train as run
 from digen_jax.run.workdir import finished_step
@@ -197,6 +199,8 @@ def test_a_run_trains_and_shows_its_results(unbroken):
         "timeline.json",
     ):
         assert named in said and (workdir / named).stat().st_size > 0
+    status = describe(workdir, read_status(workdir), None, time.time())
+    assert "6 of 6 steps are done" in status and "which has ended its steps" in status
 
 
 def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
