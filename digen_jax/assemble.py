@@ -10,7 +10,14 @@ import jax
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.encoding import Stored
-from digen_jax.engine.placement import DeviceGroup, Placement, check_processes, make_placement
+from digen_jax.engine.placement import (
+    DeviceGroup,
+    OwnMesh,
+    Placement,
+    check_processes,
+    make_own,
+    make_placement,
+)
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.engine.scoring import Scoring
@@ -35,7 +42,8 @@ from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
 from digen_jax.runtime.evaluation import Evaluation
-from digen_jax.runtime.executors import Duties, Executors
+from digen_jax.runtime.executors import Duties, Executors, Samples
+from digen_jax.runtime.link import Link
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
 from digen_jax.runtime.watch import Watch
@@ -104,15 +112,18 @@ class Parts(NamedTuple):
     start: Any  # the factors of a LoRA to continue, None: there is none
 
 
-def open_parts(recipe: Recipe, devices: Sequence[jax.Device]) -> Parts:
+def open_parts(recipe: Recipe, devices: Sequence[jax.Device], mesh: OwnMesh | None = None) -> Parts:
     """Opens a run's model, and finds what does not fit it; components without weights may stay so until they are read.
+
+    `mesh` is the only one of this process; None: it has all.
 
     Raises:
       ConfigError: the model's first mistake, or devices that do not suffice.
     """
-    check_processes(recipe.placement.meshes, devices)
+    if mesh is None:
+        check_processes(recipe.placement.meshes, devices)
     folder, family = recipe_model(recipe)
-    placement = placed(recipe, family, devices)
+    placement = placed(recipe, family, devices, mesh)
     check_model(recipe, family, placement)
     with blame("config.model.folder: "):
         check_parts(family, folder, [p for p in family.shapes() if has_weights(folder / p)])
@@ -124,15 +135,23 @@ def open_parts(recipe: Recipe, devices: Sequence[jax.Device]) -> Parts:
     return Parts(folder, family, placement, start)
 
 
-def placed(recipe: Recipe, family: Family, devices: Sequence[jax.Device]) -> Placement:
-    """The meshes of a recipe, with its rules for the model's parameters.
+def placed(
+    recipe: Recipe,
+    family: Family,
+    devices: Sequence[jax.Device],
+    mesh: OwnMesh | None = None,
+) -> Placement:
+    """The meshes of a recipe, with its rules for the model's parameters; `mesh` as in `open_parts`.
 
     Raises:
       ConfigError: the devices do not suffice, or rules that contradict one another.
     """
     layout = Layout.of(recipe.placement.rules, family.axes())
     layout.check()
-    return make_placement(recipe.placement.meshes, layout, devices, recipe.model.attention)
+    sizes, attention = recipe.placement.meshes, recipe.model.attention
+    if mesh is not None:
+        return make_own(sizes, layout, devices, attention, mesh)
+    return make_placement(sizes, layout, devices, attention)
 
 
 def connect(
@@ -148,13 +167,20 @@ def connect(
 
     `lora` holds the factors to begin with, None: fresh ones; `encoded` are prompts in the text encoders' place.
     """
-    policy = make_policy(recipe, family)
-    key, reference = jax.random.key(recipe.seed), recipe.algorithm.reads_reference
-    start, base = policy.split(key, trained, reference)
-    if recipe.precision.frozen != "float32":
-        base = reshard(base, placement.trainer, recipe.precision.frozen)
+    start, base = split(recipe, family, trained, placement.trainer)
     start = start if lora is None else lora
-    return _around(recipe, placement, policy, start, base, frozen, encoded)
+    return _around(recipe, placement, make_policy(recipe, family), start, base, frozen, encoded)
+
+
+def split(
+    recipe: Recipe, family: Family, trained: Params, group: DeviceGroup
+) -> tuple[Params, Params]:
+    """(what a run tunes, what it keeps beside it of the trained components), on their mesh: see `Policy.split`."""
+    policy, key = make_policy(recipe, family), jax.random.key(recipe.seed)
+    start, base = policy.split(key, trained, recipe.algorithm.reads_reference)
+    if recipe.precision.frozen != "float32":
+        base = reshard(base, group, recipe.precision.frozen)
+    return start, base
 
 
 def outline(recipe: Recipe, devices: Sequence[jax.Device]) -> System:
@@ -207,41 +233,66 @@ def _around(
     encoded: Stored | None,
 ) -> System:
     """The parts of a run around parameters that lie where they belong."""
-    family, algorithm = policy.family, recipe.algorithm
-    step = make_step(recipe.sampler.kind, recipe.sampler.noise_level)
+    sampler_base = policy.sampler_base(base)
+    first = make_rollout(recipe, policy, placement.rollout, sampler_base, frozen, encoded)
+    others = (first.moved(group, sampler_base) for group in placement.rollouts[1:])
+    return make_system(recipe, placement, policy, start, base, (first, *others))
+
+
+def make_rollout(
+    recipe: Recipe,
+    policy: Policy,
+    group: DeviceGroup,
+    base: Any,
+    frozen: Params,
+    encoded: Stored | None,
+) -> Rollout:
+    """A sampling mesh: `base` is `Policy.sampler_base`, and may lie elsewhere; `frozen` lies on the mesh."""
+    algorithm = recipe.algorithm
     settings = SamplerSettings(
         Size(recipe.model.height, recipe.model.width),
         recipe.sampler.steps,
-        step,
+        make_step(recipe.sampler.kind, recipe.sampler.noise_level),
         recipe.noisy_steps,
         algorithm.stores_means,
         recipe.precision.trajectory,
     )
     dtype = recipe.precision.sent
-    sampling = family.in_dtype(dtype) if dtype else family
-    samplers = (
-        Sampler(dataclasses.replace(policy, family=sampling), placement.rollout, settings, encoded),
-        evaluation_sampler(sampling, placement.rollout, recipe, policy.lora, encoded),
+    sampling = policy.family.in_dtype(dtype) if dtype else policy.family
+    sampler = Sampler(dataclasses.replace(policy, family=sampling), group, settings, encoded)
+    evaluator = evaluation_sampler(sampling, group, recipe, policy.lora, encoded)
+    return Rollout(sampler, evaluator, dtype, reshard(base, group, dtype), frozen)
+
+
+def make_system(
+    recipe: Recipe,
+    placement: Placement,
+    policy: Policy,
+    start: Any,
+    base: Any,
+    rollouts: tuple[Rollout, ...],
+    sampling_on: Callable[[DeviceGroup], Rollout] | None = None,
+) -> System:
+    """The parts of a run around its sampling meshes; the trainer's parameters lie on its mesh."""
+    algorithm = recipe.algorithm
+    trainer = Trainer(
+        trained_policy(policy, algorithm),
+        placement.trainer,
+        make_step(recipe.sampler.kind, recipe.sampler.noise_level),
+        algorithm,
+        recipe.trainer.settings,
     )
-    sampler_base = policy.sampler_base(base)
-    at_sampler = reshard(sampler_base, placement.rollout, dtype)
-    first = Rollout(*samplers, dtype, at_sampler, frozen)
-    others = (first.moved(group, sampler_base) for group in placement.rollouts[1:])
     return System(
         placement,
         policy,
         recipe.draws,
-        (first, *others),
-        Trainer(
-            trained_policy(policy, algorithm),
-            placement.trainer,
-            step,
-            algorithm,
-            recipe.trainer.settings,
-        ),
+        rollouts,
+        trainer,
         base,
         start,
         recipe.advantages,
+        recipe.precision.sent,
+        sampling_on,
     )
 
 
@@ -258,6 +309,8 @@ def make_driver(
     watch: Watch | None = None,
     held_out: Sequence[dict[str, Any]] = (),
     evaluated: Callable[[int, Evaluation], None] = lambda version, found: None,
+    link: Link | None = None,
+    samplers: Sequence[Samples] = (),
 ) -> Driver:
     """What drives a run from a step on.
 
@@ -274,11 +327,16 @@ def make_driver(
       watch: has what takes too long given up; None: nothing is.
       held_out: the prompts of evaluations; none: nothing is evaluated.
       evaluated: is called with a version and its evaluation.
+      link: to other processes; None: all meshes are in this one.
+      samplers: the sampling meshes in other processes that are there already.
     """
     if begun is None and first:
         raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
     kept, settings = begun.kept if begun else {}, scheduled(recipe, held_out)
-    executors = Executors(system, settings, duties(recipe, held_out), state, batches, first, kept)
+    told = duties(recipe, held_out)
+    executors = Executors(system, settings, told, state, batches, first, kept, link)
+    for sampler in samplers:
+        executors.join(sampler)
     if begun is None:
         scheduler = Scheduler(settings, GUESSED)
     else:

@@ -113,11 +113,11 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
         with blame("config.lora."):
             check_rank(recipe.lora.rank, tuned)
     for tree in (tuned, shapes):
-        placement.trainer.params(tree)
+        (placement.trainer or placement.rollout).params(tree)
 
 
 def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> dict[str, str]:
-    """The kernel of the network's attention in "sampling" and in "training": see `attention.kernels`.
+    """The kernel of the network's attention in "sampling" and in "training", if they are here: see `attention.kernels`.
 
     Raises:
       ConfigError: the one that was asked for cannot compute it.
@@ -135,6 +135,7 @@ def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> d
             heads.split(group.mesh.shape[TENSOR] * group.mesh.shape[SEQUENCE]),
         )
         for work, (group, dtype) in dtypes.items()
+        if group is not None
     }
 
 
@@ -144,8 +145,8 @@ def check_heads(family: Family, placement: Placement) -> None:
     Raises:
       ConfigError: names the axes.
     """
-    meshes = {"trainer": placement.trainer.mesh}
-    if not placement.colocated:
+    meshes = {} if placement.trainer is None else {"trainer": placement.trainer.mesh}
+    if placement.rollouts:
         meshes["rollout"] = placement.rollout.mesh
     heads = family.heads.number
     for name, mesh in meshes.items():

@@ -23,22 +23,52 @@ _COORDINATOR = flags.DEFINE_string(
 )
 _PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes.")
 _PROCESS = flags.DEFINE_integer("process", None, "Number of this process, from 0.")
+_MESH = flags.DEFINE_string(
+    "mesh", None, "In place of --process: joins a run as a rollout mesh of this name."
+)
+_HOST = flags.DEFINE_string(
+    "host", None, "This host's address for the other processes; found if it is not given."
+)
+_LINK = flags.DEFINE_enum(
+    "link", "bytes", ["bytes", "transfer"], "How arrays come from other processes."
+)
+_TLS = {
+    name: flags.DEFINE_string(
+        f"tls_{name}", None, f"For TLS between processes: a PEM file, {what}."
+    )
+    for name, what in {
+        "certificate": "this process's certificate",
+        "key": "its key",
+        "authority": "the authority that has signed all certificates",
+    }.items()
+}
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main() -> int | None:
     """Check the config, set up the devices and train; returns the exit code where a signal stopped the run."""
-    check_output("--workdir", _WORKDIR.value, folder=True)
     from digen_jax.config.door import open_recipe
-    from digen_jax.process.launching import join, prepare
+    from digen_jax.process.launching import join, prepare, take_devices
+    from digen_jax.run.roles import Told, take_part
 
     recipe = open_recipe(_CONFIG.value)
-    prepare(recipe.placement.cpu_devices)
-    join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+    told = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
+    tls = {name: flag.value for name, flag in _TLS.items()}
+    apart = take_part(
+        recipe.placement.meshes, Told(*told, _MESH.value, _HOST.value, _LINK.value, tls)
+    )
+    if apart is None or apart.role.kind == "trainer":
+        check_output("--workdir", _WORKDIR.value, folder=True)
+    if apart is None:
+        prepare(recipe.placement.cpu_devices)
+        join(*told)
+    else:
+        take_devices(apart.place)
+        prepare(apart.role.own)
 
     from digen_jax.run.train import train
 
-    return train(recipe, pathlib.Path(_WORKDIR.value))
+    return train(recipe, pathlib.Path(_WORKDIR.value), apart)
 
 
 if __name__ == "__main__":

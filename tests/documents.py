@@ -34,8 +34,9 @@ from tests.pipelines import ROOT
 SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py"))
 FOLDERS = ("assets", "configs", "constraints", "digen_jax", "docs", "launch", "notebooks", "tests")
 DEMO = "configs/shapes_demo.py"
-# Commands of other programs, which are not checked.
-FOREIGN = ("pip", "python3", ".", "hf", "curl", "vllm")
+# Commands of other programs, which are not checked; but commands that they start are.
+FOREIGN = ("pip", "python3", ".", "hf", "curl", "vllm", "export", "openssl", "kubectl")
+STARTING = ("sbatch", "srun", "mpirun", "gcloud", "ray", "sh")
 
 
 class Page(NamedTuple):
@@ -125,6 +126,9 @@ def check_command(words: Sequence[str], stand_ins: Mapping[str, str]) -> None:
             pass
         case [first, *_] if first in FOREIGN:
             pass
+        case [first, *rest] if first in STARTING:
+            for inner in _started(rest):
+                check_command(inner, stand_ins)
         case _:
             raise ValueError(f"what {' '.join(words)!r} runs is not known")
 
@@ -211,6 +215,19 @@ def _replaced(argument: str, stand_ins: Mapping[str, str]) -> str:
 
 def _runs(span: str) -> bool:
     return span.split()[0] in ("python", "make", "pytest") and len(span.split()) > 1
+
+
+def _started(words: Sequence[str]) -> Iterator[list[str]]:
+    """The commands of this project that another program's words start: its last words, or a word that is a line."""
+    python = [place for place, word in enumerate(words) if word == "python"]
+    batch = [place for place, word in enumerate(words) if word == "docs/launching/slurm.sh"]
+    if python:
+        yield list(words[python[-1] :])
+    elif batch:
+        yield ["python", "launch/train.py", *words[batch[0] + 1 :]]
+    for word in words:
+        if (begin := word.find("python launch/")) >= 0:
+            yield shlex.split(word[begin:])
 
 
 def _parts(words: list[str]) -> Iterator[list[str]]:

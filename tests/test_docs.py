@@ -43,7 +43,8 @@ def stand_ins(tmp_path, monkeypatch):
     blocks = [text for text in blocks if text.startswith(f"# {MODULE}.py\n")]
     (tmp_path / f"{MODULE}.py").write_text("\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)
-    yield {name: str(file) for name, file in files.items()} | edits | {"N": "2", "I": "0"}
+    numbers = {"N": "2", "I": "0", "$OMPI_COMM_WORLD_SIZE": "2", "$OMPI_COMM_WORLD_RANK": "0"}
+    yield {name: str(file) for name, file in files.items()} | edits | numbers
     sys.modules.pop(MODULE, None)
     importlib.invalidate_caches()
 
@@ -141,6 +142,9 @@ TRAIN = "python launch/train.py --config configs/shapes_demo.py --workdir x"
         ("Run `make tests` then.", "no target tests"),
         ("Run `pytest tests/test_doc.py` then.", "there is no tests/test_doc.py"),
         ("```\nsudo make demo\n```", "'sudo make demo' runs is not known"),
+        (f"```\nsrun -n 2 {TRAIN} --stepps=3\n```", "Unknown command line flag 'stepps'"),
+        (f"```\nsh -c 'exec {TRAIN} --stepps=3'\n```", "Unknown command line flag 'stepps'"),
+        ("```\nsbatch docs/launching/slurm.sh --workdir=x\n```", "--config must have"),
         ("`config.runtime.stalenes`", "did you mean config.runtime.staleness"),
         ("`advantages.sdt=1`", "config.advantages.sdt is not a field"),
         ("`--pictues=x`", "no script has an option --pictues"),

@@ -32,7 +32,7 @@ from digen_jax.engine.encoding import (
     rows_of,
 )
 from digen_jax.engine.hosts import fetch
-from digen_jax.engine.placement import DeviceGroup
+from digen_jax.engine.placement import DeviceGroup, OwnMesh
 from digen_jax.errors import ConfigError, blame, check_output
 from digen_jax.families import read_parts
 from digen_jax.models.family import Family, Record, Tokens
@@ -206,18 +206,21 @@ class Encoding:
 
 
 def prepare(
-    recipe: Recipe, devices: Sequence[jax.Device], records: Callable[[], Sequence[Record]]
+    recipe: Recipe,
+    devices: Sequence[jax.Device],
+    records: Callable[[], Sequence[Record]],
+    mesh: OwnMesh | None = None,
 ) -> Encoding | None:
     """What is to be encoded of some prompts, with a look at the store; None: the text encoders run in each step.
 
-    Nothing slow happens: no weights are read.
+    Nothing slow happens: no weights are read. `mesh` is the only one of this process; None: it has all.
 
     Raises:
       ConfigError: the model, the devices or the store cannot be used, or see `Encoding.check`.
     """
     if recipe.prompts.encoding == EACH_STEP:
         return None
-    folder, family, placement, _ = open_parts(recipe, devices)
+    folder, family, placement, _ = open_parts(recipe, devices, mesh)
     if not is_ahead(recipe, family):
         return None
     drawn = records()

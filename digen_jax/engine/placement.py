@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -13,6 +13,9 @@ from digen_jax.attention.kernels import AUTO
 from digen_jax.engine.axes import BATCH, DATA, FSDP, MODEL, SAMPLES, TIME, make_mesh, parts
 from digen_jax.engine.sharding import Layout, name_of
 from digen_jax.errors import ConfigError
+
+# The only mesh of a process, where others have the others.
+OwnMesh = Literal["trainer", "rollout"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,24 +171,37 @@ ONE_DEVICE = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=1))
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Rollout meshes encode, sample and decode; the trainer mesh trains and, without them, does everything."""
+    """Rollout meshes encode, sample and decode; the trainer mesh trains and, without them, does everything.
+
+    Attributes:
+      rollouts: those of this process.
+      trainer: None: another process has it.
+      elsewhere: the number of sampling meshes in other processes, as the config has it; others may join.
+    """
 
     rollouts: tuple[DeviceGroup, ...]
-    trainer: DeviceGroup
+    trainer: DeviceGroup | None
+    elsewhere: int = 0
 
     @property
     def rollout(self) -> DeviceGroup:
-        """The first mesh that samples."""
+        """The first mesh here that samples."""
         return self.rollouts[0] if self.rollouts else self.trainer.as_sampler
 
     @property
     def colocated(self) -> bool:
         """Whether sampling and training share their devices."""
-        return not self.rollouts
+        return not (self.rollouts or self.elsewhere)
 
     def describe(self) -> str:
         """One line for the console."""
-        kind = self.trainer.mesh.devices.flat[0].device_kind
+        group = self.trainer or self.rollout
+        kind = group.mesh.devices.flat[0].device_kind
+        if self.trainer is None:
+            return f"{group.mesh.size} devices ({kind}) sample"
+        if self.elsewhere:
+            size = self.trainer.mesh.size
+            return f"disaggregated: {size} devices ({kind}) train here, {self.elsewhere} meshes sample elsewhere"
         trainer, meshes = self.trainer.mesh.size, len(self.rollouts)
         processes = processes_of(self.trainer.mesh.devices.flat)
         rollout = meshes * self.rollout.mesh.size
@@ -219,6 +235,32 @@ def make_placement(
     training = make_mesh(devices[first : first + trainer], **dataclasses.asdict(sizes.trainer))
     rollouts = tuple(DeviceGroup(mesh, layout, attention) for mesh in sampling)
     return Placement(rollouts, DeviceGroup(training, layout, attention))
+
+
+def make_own(
+    sizes: MeshSizes,
+    layout: Layout,
+    devices: Sequence[jax.Device],
+    attention: str,
+    mesh: OwnMesh,
+) -> Placement:
+    """The placement as a process sees it that has one of the meshes, on the first of its `devices`.
+
+    Raises:
+      ConfigError: there are too few devices.
+    """
+    axes = getattr(sizes, mesh)
+    if axes.devices > len(devices):
+        raise ConfigError(
+            f"config.placement.{mesh} wants {axes.devices} devices, but its process has {len(devices)}: make it "
+            "smaller, or start the process where it has more"
+        )
+    named = dataclasses.asdict(axes)
+    named.pop("workers", None)
+    group = DeviceGroup(make_mesh(devices[: axes.devices], **named), layout, attention)
+    if mesh == "rollout":
+        return Placement((group,), None)
+    return Placement((), group, sizes.rollout.workers)
 
 
 def processes_of(devices: Iterable[jax.Device]) -> int:

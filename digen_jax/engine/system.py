@@ -1,6 +1,7 @@
 """The parts of an assembled run: meshes, programs, parameters."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +62,9 @@ class System(NamedTuple):
     base: Any  # on the trainer mesh, see Policy
     start: Any  # tuned parameters before the first update; the trainer's `init` takes them over
     advantages: AdvantageSettings
+    sent: Any = None  # `Rollout.dtype`
+    # Where the sampling meshes are in other processes: a mesh of this process as one of them. It reads what is missing.
+    sampling_on: Callable[[DeviceGroup], Rollout] | None = None
 
     @property
     def sampler(self) -> Sampler:
@@ -80,6 +84,15 @@ class System(NamedTuple):
             for one in others
         )
         return self._replace(rollouts=(first._replace(scorers=scorers), *others))
+
+    def assistant(self, weights: str) -> Rollout:
+        """The trainer's devices as a sampling mesh; for `weights` see `tag_group`."""
+        if self.placement.colocated:
+            return self.rollouts[0]
+        group = tag_group(self.placement.trainer, weights)
+        if self.sampling_on is not None:
+            return self.sampling_on(group)
+        return self.rollouts[0].moved(group, self.policy.sampler_base(self.base))
 
     def untuned(self) -> Any:
         """A `tuned` that gives the base model, whatever `start` was; `base` has a reference."""

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from digen_jax.process.ending import leave
@@ -11,15 +12,20 @@ from digen_jax.process.ending import leave
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def _finishing(number: int) -> None:
+    print("\nfinishing this step, then saving; once more ends at once", file=sys.stderr)
+
+
 class Interrupt:
     """Remembers a first Ctrl-C or SIGTERM, so that a step is finished and saved; a second one ends at once.
 
     `asked` is the signal's number, 0 before the first. It is for the main thread, which may hang in a call
-    that no signal interrupts: therefore another thread waits for the second signal.
+    that no signal interrupts: therefore another thread waits for the second signal. `told` is called with the first
+    one, in the main thread.
     """
 
-    def __init__(self):
-        self.asked = 0
+    def __init__(self, told: Callable[[int], None] = _finishing):
+        self.asked, self._told = 0, told
 
     def __enter__(self) -> "Interrupt":
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
@@ -39,7 +45,7 @@ class Interrupt:
     def _note(self, number: int, frame: Any) -> None:
         first, self.asked = not self.asked, number
         if first:
-            print("\nfinishing this step, then saving; once more ends at once", file=sys.stderr)
+            self._told(number)
 
 
 def _count(came: int) -> None:

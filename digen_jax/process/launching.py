@@ -1,5 +1,6 @@
 """What every launch script does before the first array: devices, compile cache, quiet logs."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -7,11 +8,13 @@ import socket
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import jax
 from absl import logging
 
 from digen_jax.errors import ConfigError
+from digen_jax.process import clusters
 from digen_jax.process.memory import keep_freed_memory
 
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "digen_jax/xla"
@@ -23,6 +26,7 @@ KEPT = {
 MOST_CPU_DEVICES = 256  # more would take minutes to start
 # Seconds that processes wait for one another at the start, and between two lines about it.
 MEETING, WORD = 300, 30
+ELSEWHERE = "198.51.100.1"  # for documentation (RFC 5737): no host has it
 
 
 def prepare(cpu_devices: int = 1) -> None:
@@ -55,58 +59,54 @@ def describe_cache() -> str:
     return f"compiled programs are kept in {folder}{size}"
 
 
-def join(
-    coordinator: str | None, processes: int | None, process: int | None, seconds: float = MEETING
-) -> None:
-    """Joins this process to others that run together; None for all three: it runs alone.
+class Place(NamedTuple):
+    """Which of several processes this one is, and where the first one listens."""
 
-    Must be called before JAX starts.
+    host: str
+    port: int
+    processes: int
+    process: int
+    devices: tuple[int, ...] = ()  # the GPUs that are its own, of those it sees; (): all
+
+    @property
+    def address(self) -> str:
+        """The first process's host:port."""
+        return f"{_bracketed(self.host)}:{self.port}"
+
+
+def detected(
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    seconds: float = MEETING,
+) -> Place | None:
+    """Which process this is, from the command line or the cluster; None for all three: it runs alone.
+
+    It starts nothing and reaches no other process; JAX may start before or after.
 
     Args:
       coordinator: "host:port", where the first process listens, or "auto" where JAX detects all three by
         itself (Slurm, Open MPI, Kubernetes, TPU slices).
       processes: how many there are.
       process: which of them this is; 0 is the first.
-      seconds: time for the others to come, after which this process ends with code 2.
+      seconds: for the cluster's names of hosts.
 
     Raises:
-      ConfigError: one of them is missing or wrong, or the first process cannot be reached.
+      ConfigError: one of them is missing or wrong, or nothing is detected.
     """
-    told = (processes, process)
     if coordinator is None:
-        if told != (None, None):
+        if (processes, process) != (None, None):
             raise ConfigError(
                 "--processes and --process need the first one's --coordinator=host:port"
             )
-        return
-    if coordinator != "auto" and None in told:
+        return None
+    if coordinator == "auto":
+        coordinator, processes, process = clusters.ask(processes, process, seconds)
+    elif None in (processes, process):
         raise ConfigError(
             "--coordinator=host:port needs --processes, how many there are, and --process, which of "
             "them this is, from 0; or set --coordinator=auto where a cluster tells"
         )
-    if coordinator != "auto":
-        _meet(coordinator, processes, process, seconds)
-    # A process that gets a signal to stop tells the first one, which decides when (see runtime.orders).
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX aborts the process with a page of text where the others do not come in time: this ends it before.
-    late = threading.Timer(seconds, _give_up, (coordinator, seconds))
-    late.daemon = True
-    late.start()
-    try:
-        jax.distributed.initialize(
-            None if coordinator == "auto" else coordinator,
-            *told,
-            initialization_timeout=int(seconds) + 60,
-        )
-    except ValueError as error:
-        raise ConfigError(f"--coordinator={coordinator} does not work: {error}") from error
-    finally:
-        late.cancel()
-
-
-def _meet(coordinator: str, processes: int, process: int, seconds: float) -> None:
-    """Checks the three values, prints that it waits, and waits until the first process can be reached."""
     address = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d+)", coordinator)
     if address is None or not 0 < int(address[2]) < 2**16:
         raise ConfigError(
@@ -116,13 +116,68 @@ def _meet(coordinator: str, processes: int, process: int, seconds: float) -> Non
         raise ConfigError(
             f"--process={process} must be one of the --processes={processes}, which are counted from 0"
         )
-    if process:
-        reach(address[1], int(address[2]), seconds)
-    elif processes > 1:
-        words = (
-            f"waiting at {coordinator} for {processes - 1} more processes, at most {seconds:g} s"
-        )
+    return Place(address[1], int(address[2]), processes, process, clusters.own_devices())
+
+
+def take_devices(place: Place) -> None:
+    """Hides the GPUs of other processes on this host; must be called before JAX starts."""
+    if place.devices:
+        numbers = ",".join(map(str, place.devices))
+        jax.config.update("jax_cuda_visible_devices", numbers)
+        jax.config.update("jax_rocm_visible_devices", numbers)
+
+
+def join(
+    coordinator: str | None, processes: int | None, process: int | None, seconds: float = MEETING
+) -> None:
+    """Joins this process to others in one job of `jax.distributed`; None for all three: it runs alone.
+
+    Must be called before JAX starts.
+
+    Args:
+      coordinator: as in `detected`.
+      processes: as in `detected`.
+      process: as in `detected`.
+      seconds: time for the others to come, after which this process ends with code 2.
+
+    Raises:
+      ConfigError: as in `detected`, or the first process cannot be reached.
+    """
+    place = detected(coordinator, processes, process, seconds)
+    if place is not None:
+        join_job(place, seconds)
+
+
+def join_job(place: Place, seconds: float = MEETING) -> None:
+    """As `join`, of a place that is known.
+
+    Raises:
+      ConfigError: the first process cannot be reached.
+    """
+    if place.process:
+        reach(place.host, place.port, seconds)
+    elif place.processes > 1:
+        words = f"waiting at {place.address} for {place.processes - 1} more processes, at most {seconds:g} s"
         print(words, file=sys.stderr, flush=True)
+    # A process that gets a signal to stop tells the first one, which decides when (see runtime.orders).
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX aborts the process with a page of text where the others do not come in time: this ends it before.
+    late = threading.Timer(seconds, _give_up, (place.address, seconds))
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(
+            place.address,
+            place.processes,
+            place.process,
+            local_device_ids=place.devices,  # even if there are none: JAX would choose one
+            initialization_timeout=int(seconds) + 60,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--coordinator={place.address} does not work: {error}") from error
+    finally:
+        late.cancel()
 
 
 def _give_up(coordinator: str, seconds: float) -> None:
@@ -162,3 +217,45 @@ def reach(host: str, port: int, seconds: float, pause: float = 1) -> None:
             print(words, file=sys.stderr, flush=True)
             said = now
         time.sleep(pause)
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this host from which it reaches another one; an IPv6 address in brackets.
+
+    Where the other host is this one, by a name that others know it by, it is an address at which they reach it: many
+    hosts resolve their own name to 127.0.1.1. Nothing is sent. Call `reach` before where the other host's name may
+    not be known yet.
+
+    Raises:
+      ConfigError: there is no way to that host.
+    """
+    try:
+        found = _way(host, port)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"this host has no way to {_bracketed(host)}:{port} ({error}): check --coordinator"
+        ) from error
+    if _is_local(found) and not _is_local(host):
+        with contextlib.suppress(OSError):
+            found = _way(ELSEWHERE, port)
+    return _bracketed(found)
+
+
+def _way(host: str, port: int) -> str:
+    ((family, kind, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as way:
+        way.connect(address)
+        return way.getsockname()[0]
+
+
+def listen_at(host: str, port: int) -> str:
+    """Where the first process listens: on this host alone if its address is a local one, else at all addresses."""
+    return f"{_bracketed(host) if _is_local(host) else '[::]'}:{port}"
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

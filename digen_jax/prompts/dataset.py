@@ -66,13 +66,19 @@ class PromptBatches(Iterator[list[dict[str, Any]]]):
     Its state is a small JSON-able dict.
     """
 
-    def __init__(self, batches: grain.IterDataset, stream: dict[str, Any]):
+    def __init__(self, steps: grain.MapDataset, stream: dict[str, Any]):
         """`stream` holds everything that the order of the prompts depends on."""
-        self._iterator = iter(batches)
+        # Reading a step takes microseconds: threads that read ahead would cost more time than they save.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        self._steps, self._iterator = steps, iter(steps.to_iter_dataset(options))
         self._stream = stream
 
     def __next__(self) -> list[dict[str, Any]]:
         return next(self._iterator)
+
+    def at(self, number: int) -> list[dict[str, Any]]:
+        """The prompts of the step with this number, counted from the run's begin; the position stays."""
+        return self._steps[number]
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last returned step, for `set_state`."""
@@ -141,14 +147,12 @@ def prompt_batches(
         fixed = grain.MapDataset.range(set_steps * groups_per_step).repeat()
         groups = fixed.map(groups.__getitem__)
     steps = groups.batch(groups_per_step, drop_remainder=True, batch_fn=list)
-    # Reading a step takes microseconds: threads that read ahead would cost more time than they save.
-    batches = steps.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     # A single file has no list, so that the positions of older runs remain valid.
     digest = digests if len(digests) > 1 else digests[0]
     stream = {"prompt_file_hash": digest, "groups_per_step": groups_per_step, "seed": seed}
     stream |= {"shuffle": shuffle} | ({"set_steps": set_steps} if set_steps else {})
     stream |= {"weights": weights} if len(digests) > 1 else {}
-    return PromptBatches(batches, stream)
+    return PromptBatches(steps, stream)
 
 
 def _mixed(

@@ -31,8 +31,8 @@ class Status:
     Args:
       workdir: the run's folder.
       snapshot: the state as JSON: see `runtime.present`. It may wait, which makes the file old.
-      places: for workers in other processes, by name: "host", "process" and "heard", when it was heard by the
-        system's clock. The others are in this process.
+      places: for workers in other processes, by name: "host", "process" (its number, or None) and "heard", when it
+        was heard by the system's clock. The others are in this process.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Status:
         self._workdir, self._snapshot, self._places, self._every = workdir, snapshot, places, every
         self._end = threading.Event()
         self._ended: str | None = None
+        self._known: dict[str, Mapping[str, Any]] = {}  # places, of lost workers, too
 
     def __enter__(self) -> "Status":
         self._thread = threading.Thread(target=self._work, name="status", daemon=True)
@@ -59,9 +60,9 @@ class Status:
     def _work(self) -> None:
         while True:
             last = self._end.is_set()
-            write_status(
-                self._workdir, self._snapshot(), self._places(), self._ended if last else None
-            )
+            self._known |= self._places()
+            ended = self._ended if last else None
+            write_status(self._workdir, self._snapshot(), self._known, ended)
             if last:
                 return
             self._end.wait(self._every)
@@ -161,9 +162,9 @@ def _alive(found: Mapping[str, Any], holder: int | None, now: float) -> str:
 
 def _row(name: str, one: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
     """A worker's cells; spans are up to the time of the writing."""
-    process, now = str(one["process"]), found["written"]
+    now, process = found["written"], str(one["process"] or "")
     if one["host"] != found["host"]:
-        process += f" on {_cut(one['host'], HOST)}"
+        process = f"{process} on {_cut(one['host'], HOST)}".strip()
     cells = name, process, str(one["devices"])
     if one["lost"] is not None:
         return *cells, "", _span(now - one["lost"]), "lost"

@@ -5,7 +5,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import grpc
 
@@ -13,11 +14,13 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.ending import STOPPED, Stopped, leave
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.messages import Unreadable, read_command, write
-from digen_jax.remote.wire import HELLO, PACKAGE, Wire
+from digen_jax.remote.wire import HELLO, PACKAGE, SILENCE, Wire
+from digen_jax.runtime.clock import Stopwatch, measured
 from digen_jax.scheduling.commands import Command
 from digen_jax.scheduling.events import Completed, Failed
 
 WAITING = 1024  # reports that the leader has not read
+SILENCES = 3  # of the leader, until a name that another process has is refused
 MEETING = 300.0  # seconds for the leader to come
 UNNOTICED = (
     1.0  # seconds in which the main thread, which may read a model, notices that the leader is lost
@@ -31,7 +34,6 @@ REFUSED = {
     Status.INVALID_ARGUMENT,
     Status.UNIMPLEMENTED,
 }
-PONG = pb.Report(pong=pb.Nothing())
 
 
 class Following:
@@ -44,19 +46,21 @@ class Following:
       seconds: for the leader to come and to answer.
 
     Raises:
-      ConfigError: the leader refuses this process, or does not come.
+      ConfigError: the leader refuses this process, or does not come. Where another process has its name, which may be
+        lost without the leader knowing it yet, that is so only after a while.
     """
 
     def __init__(self, wire: Wire, leader: str, hello: pb.Hello, seconds: float = MEETING):
         self.name, self._leader = hello.mesh, leader
         hello.config, hello.code = wire.identity.config, wire.identity.code
-        self._reports: queue.Queue[pb.Report | None] = queue.Queue(WAITING)
+        self._reports: queue.Queue[pb.Report | None]
         # Commands, then None at the run's end, or the reason why there are no more.
         self._commands: queue.Queue[Command | Exception | None] = queue.Queue(WAITING)
         self._channel = wire.channel(leader)
         self._heard, self._why = time.monotonic(), ""
         self._over, self._told = threading.Event(), threading.Event()
-        self._leaving = False
+        self._leaving, self._signal = False, 0
+        self._doing: dict[int, Stopwatch] = {}  # by the serials of the commands in progress
         self.welcome = self._meet(wire, hello, seconds)
         for work in (self._watch, self._read):
             threading.Thread(target=work, name="leader", daemon=True).start()
@@ -74,15 +78,38 @@ class Following:
             f"/{PACKAGE}.Control/Follow", pb.Report.SerializeToString, pb.Order.FromString
         )
         metadata = (*wire.metadata, (HELLO, hello.SerializeToString()))
-        self._orders = follow(self._outgoing(), metadata=metadata)
+        began, waits = time.monotonic(), False
+        while True:
+            try:
+                return self._welcomed(follow, metadata, seconds)
+            except (grpc.RpcError, StopIteration) as error:
+                silence = _taken(error)
+                if time.monotonic() - began >= SILENCES * silence:
+                    self.close("")
+                    raise self._ending(error) from None
+            if not waits:
+                waits = True
+                print(
+                    f"the leader at {self._leader} still holds another process to be {self.name}, perhaps one that is "
+                    f"lost: this one waits for up to {SILENCES * silence:g} seconds",
+                    flush=True,
+                )
+            time.sleep(silence / 4)
+
+    def _welcomed(
+        self, follow: grpc.StreamStreamMultiCallable, metadata: Any, seconds: float
+    ) -> pb.Welcome:
+        """The leader's first word; a stream that it refuses does not leave anything behind."""
+        self._reports = reports = queue.Queue(WAITING)
+        self._orders = follow(_outgoing(reports), metadata=metadata)
         late = threading.Timer(seconds, self._break_off, (f"did not answer in {seconds:g} s",))
         late.daemon = True
         late.start()
         try:
             return next(self._orders).welcome
-        except (grpc.RpcError, StopIteration) as error:
-            self.close("")
-            raise self._ending(error) from None
+        except (grpc.RpcError, StopIteration):
+            reports.put(None)
+            raise
         finally:
             late.cancel()
 
@@ -100,9 +127,23 @@ class Following:
             yield found
         self._told.set()
 
+    @contextmanager
+    def does(self, command: Command) -> Iterator[Stopwatch]:
+        """Times a block that executes a command, as `measured`; the leader hears how far it is."""
+        with measured() as stopwatch:
+            self._doing[command.serial] = stopwatch
+            try:
+                yield stopwatch
+            finally:
+                del self._doing[command.serial]
+
     def report(self, event: Completed | Failed) -> None:
         """Sends an event; nothing where the leader is lost. For any thread."""
         self._put(pb.Report(event=write(event)))
+
+    def asked(self, signal: int) -> None:
+        """Has the leader told soon that a signal asks this process to end. For a signal's handler, too."""
+        self._signal = signal
 
     def close(self, reason: str, seconds: float = 1.0) -> None:
         """Leaves the leader, who is told why if it is still there; waits a little until it knows."""
@@ -143,12 +184,16 @@ class Following:
             self._heard = time.monotonic()
             match order.WhichOneof("kind"):
                 case "ping":
-                    self._put(PONG)
+                    self._put(pb.Report(pong=self._progress()))
                 case "command":
                     self._commands.put_nowait(read_command(order.command))
                 case "end":
                     return None
         return Stopped(self._lost("has ended its connection"))
+
+    def _progress(self) -> pb.Pong:
+        doing = list(self._doing.items())
+        return pb.Pong(doing=[pb.Doing(serial=n, seconds=one.so_far()) for n, one in doing])
 
     def _put(self, report: pb.Report | None) -> None:
         try:
@@ -156,14 +201,13 @@ class Following:
         except queue.Full:
             self._break_off("does not read the events of this process")
 
-    def _outgoing(self) -> Iterator[pb.Report]:
-        while (report := self._reports.get()) is not None:
-            yield report
-
     def _watch(self) -> None:
-        """Ends the stream where the leader is silent."""
-        silence = self.welcome.silence
+        """Ends the stream where the leader is silent; tells it of a signal."""
+        silence, told = self.welcome.silence, 0
         while not self._over.wait(silence / 16):
+            if self._signal != told:
+                told = self._signal
+                self._put(pb.Report(asked=told))
             if time.monotonic() - self._heard > silence:
                 self._break_off(f"has been silent for {silence:g} seconds")
                 return
@@ -191,3 +235,15 @@ class Following:
             f"the leader at {self._leader} {why}: {self.name} ends with code {STOPPED}; start the whole job again, "
             "which continues from the last checkpoint"
         )
+
+
+def _outgoing(reports: queue.Queue) -> Iterator[pb.Report]:
+    while (report := reports.get()) is not None:
+        yield report
+
+
+def _taken(error: Exception) -> float:
+    """The leader's silence where it refuses a name that another process has, who may be lost; else 0."""
+    if not isinstance(error, grpc.RpcError) or error.code() != Status.ALREADY_EXISTS:
+        return 0.0
+    return float(dict(error.trailing_metadata() or ()).get(SILENCE, 0.0))

@@ -4,13 +4,14 @@ import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
 import numpy as np
 from jaxtyping import UInt8
 
+from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.frames import Cut, frame, plan, to_bytes
 from digen_jax.remote.messages import Unreadable, read_key
@@ -54,12 +55,14 @@ class Lending:
       link: has the trees.
       known: the named tuples that may be nodes of a tree.
       pulls: for transfers between devices; None: bytes only.
+      made: by the types of their keys, trees that are made when they are asked for.
     """
 
     def __init__(
         self, link: LocalLink, known: Mapping[str, type], patience: float, pulls: Pulls | None
     ):
         self._link, self._known, self._pulls = link, known, pulls
+        self.made: dict[type, Callable[[Any], Any]] = {}
         self._patience = patience
         self._tickets: dict[str, Ticket] = {}
         self._lock = threading.Lock()
@@ -113,7 +116,7 @@ class Lending:
     def _open(self, ask: pb.Ask, context: grpc.ServicerContext) -> pb.Lent:
         self.expire()
         key = _key(ask.key, context)
-        tree = self._link.lend(key, ask.taker)
+        tree = self._tree(key, ask.taker, context)
         if tree is None:
             return pb.Lent()
         try:
@@ -127,6 +130,15 @@ class Lending:
             found = Ticket(key, ask.taker, arrays, frames, time.monotonic())
             self._tickets[ticket] = found
         return pb.Lent(ticket=ticket, outline=text)
+
+    def _tree(self, key: Key, taker: str, context: grpc.ServicerContext) -> Any:
+        make = self.made.get(type(key))
+        if make is None:
+            return self._link.lend(key, taker)
+        try:
+            return make(key)
+        except Stopped as error:
+            return context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     def _read(self, piece: pb.Piece, context: grpc.ServicerContext) -> bytes:
         found = self._used(piece.ticket, context)

@@ -59,6 +59,10 @@ class RemoteLink:
         with self._lock:
             self._peers[name] = Peer(self._wire, address), transfer
 
+    def make(self, kind: type, tree: Callable[[Any], Tree]) -> None:
+        """From now on trees whose keys are of this type are made from the key when another process asks for them."""
+        self.lending.made[kind] = tree
+
     def describe(self, name: str) -> str:
         """How arrays come from a process, for one line of the console."""
         if self._transfer(name):

@@ -33,7 +33,19 @@ def read_event(text: str) -> Completed | Failed:
     event = _read(text, Completed | Failed)
     if not isinstance(event.command, Command):
         raise Unreadable(f"an event about {type(event.command).__name__}")
+    if isinstance(event, Completed) and not _is_measured(event):
+        raise Unreadable("a completed command whose seconds, values or parts are no numbers")
     return event
+
+
+def _is_measured(event: Completed) -> bool:
+    """Whether the numbers of an event are what the driver can count with."""
+    try:
+        numbers = [event.seconds, *event.values, *(n for _, *span in event.parts for n in span)]
+        whole = all(isinstance(kind, str) for kind, _, _ in event.parts)
+    except (TypeError, ValueError):
+        return False
+    return whole and all(type(number) in (int, float) for number in numbers)
 
 
 def _read(text: str, kind: Any) -> Any:

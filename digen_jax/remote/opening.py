@@ -1,7 +1,9 @@
 """Opens the two ends: the leader's, where its processes join, and that of a mesh's process."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+import grpc
 
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.remote import control_pb2 as pb
@@ -43,6 +45,8 @@ def lead(
     joined: Callable[[RemoteSampler], None] = lambda sampler: None,
     lost: Callable[[Member, str], None] = lambda member, why: None,
     keepalive: Keepalive | None = None,
+    step: Callable[[], int] = lambda: 0,
+    others: Sequence[grpc.GenericRpcHandler] = (),
 ) -> Iterator[tuple[Leader, RemoteLink, str]]:
     """The leader's end: (who has joined, its link, the address at which it listens).
 
@@ -54,6 +58,8 @@ def lead(
       joined: as in `Leader`, called with the mesh's executor.
       lost: as in `Leader`.
       keepalive: None: the usual one.
+      step: the present one.
+      others: more services of its server.
 
     Raises:
       ConfigError: it cannot listen there.
@@ -66,10 +72,10 @@ def lead(
         joined(RemoteSampler(member, link, leader.give_up))
 
     transfer = "" if pulls is None else pulls.address
-    leader = Leader(wire.identity, met, lost, keepalive, transfer)
+    leader = Leader(wire.identity, met, lost, keepalive, transfer, step)
     server = None
     try:
-        server, port = wire.server(address, [leader.service, link.lending.service])
+        server, port = wire.server(address, [leader.service, link.lending.service, *others])
         yield leader, link, f"{address.rpartition(':')[0]}:{port}"
     finally:
         leader.close()

@@ -16,7 +16,7 @@ from digen_jax.remote.identity import Identity
 PACKAGE = "digen_jax.remote"
 FRAME = 4 * 2**20  # bytes of arrays in a message
 MESSAGE = FRAME + 2**16  # the largest message
-TOKEN, HELLO = "digen-token", "digen-hello-bin"
+TOKEN, HELLO, SILENCE = "digen-token", "digen-hello-bin", "digen-silence"
 STREAMS, CALLS = 64, 32  # that a server answers at the same time, each in a thread
 GRACE = 1.0  # seconds for calls at a server's end
 

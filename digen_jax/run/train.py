@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -31,23 +31,35 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.run.following import follow_run
-from digen_jax.run.opening import place_run
+from digen_jax.run.meshes import Meshes, join_trainer, led
+from digen_jax.run.opening import place_apart, place_run
+from digen_jax.run.own_mesh import build_trainer
 from digen_jax.run.positions import Position, Positions
 from digen_jax.run.report import Metrics, Reporter, diverged, tell_prompts
+from digen_jax.run.roles import Apart
+from digen_jax.run.rollout import sample
 from digen_jax.run.scorers import try_scorers
 from digen_jax.run.stopping import reason_to_stop
-from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
+from digen_jax.run.workdir import (
+    changes,
+    claim_workdir,
+    finished_step,
+    mark_finished,
+    own_claim,
+)
 from digen_jax.runtime.driver import Driver
+from digen_jax.runtime.executors import Samples
 from digen_jax.runtime.log import read_log
 from digen_jax.runtime.orders import Orders, is_first, leading, several
 from digen_jax.runtime.watch import Watch
 from digen_jax.scheduling.deadlines import Deadline
 
 
-def train(recipe: Recipe, workdir: pathlib.Path) -> int | None:
+def train(recipe: Recipe, workdir: pathlib.Path, apart: Apart | None = None) -> int | None:
     """Runs or continues the training that `recipe` describes, in `workdir`.
 
-    With several processes, all call it, with a workdir that all can access. The first one leads.
+    With several processes, all call it. Where they sample and train in turn (`apart` is None), all can access the
+    workdir, and the first one leads. Else the trainer's leads, and the others have no workdir.
 
     Returns:
       None if the run is finished; the process's exit code if a signal stopped it before.
@@ -57,17 +69,32 @@ def train(recipe: Recipe, workdir: pathlib.Path) -> int | None:
       Stopped: an indispensable part of the run hangs or dies, such as the reward.
     """
     with remembering(), fitted():
+        if apart is not None:
+            recipe = place_apart(recipe)
+            if apart.role.kind == "rollout":
+                return sample(recipe, apart)
+            if apart.role.process:
+                return follow_run(recipe, workdir, join_trainer(recipe, apart))
+            with led(recipe, apart) as meshes:
+                return _lead(recipe, workdir, meshes)
         if not is_first():
             return follow_run(recipe, workdir)
-        with leading() as orders:
-            code = lead(recipe, workdir, orders)
-            orders.announce("end", (None, code))
-        return code
+        return _lead(recipe, workdir)
 
 
-def lead(recipe: Recipe, workdir: pathlib.Path, orders: Orders) -> int | None:
-    """As `train`, in the process that decides."""
-    recipe = place_run(recipe, workdir)
+def _lead(recipe: Recipe, workdir: pathlib.Path, meshes: Meshes | None = None) -> int | None:
+    with leading() as orders:
+        if meshes is None:
+            recipe = place_run(recipe, workdir)
+        code = lead(recipe, workdir, orders, meshes)
+        orders.announce("end", (None, code))
+    return code
+
+
+def lead(
+    recipe: Recipe, workdir: pathlib.Path, orders: Orders, meshes: Meshes | None = None
+) -> int | None:
+    """As `train`, in the process that decides; `meshes` are those of other processes."""
     asked = recipe.as_json()
     # If another process uses the run's folder, or it is unusable, the claim below finds the reason.
     changed = changes(workdir, asked) if workdir.is_dir() else {}
@@ -78,7 +105,7 @@ def lead(recipe: Recipe, workdir: pathlib.Path, orders: Orders) -> int | None:
             for file, read in {"metrics.jsonl": read_metrics, "commands.jsonl": read_log}.items():
                 if (workdir / file).exists():
                     read(workdir / file)  # so that damage is found before anything slow
-            run = Run(recipe, workdir, orders)
+            run = Run(recipe, workdir, orders, meshes)
             with full_disk(workdir):
                 return run.train([f"{name}: {change}" for name, change in changed.items()])
     why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
@@ -88,33 +115,48 @@ def lead(recipe: Recipe, workdir: pathlib.Path, orders: Orders) -> int | None:
 
 
 class Run:
-    """The loop of a run, from its beginning or its last checkpoint to its results."""
+    """The loop of a run, from its beginning or its last checkpoint to its results.
 
-    def __init__(self, recipe: Recipe, workdir: pathlib.Path, orders: Orders):
-        self.recipe, self.workdir, self.orders = recipe, workdir, orders
+    `meshes` are the sampling meshes of other processes, None: all meshes are in this one.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        workdir: pathlib.Path,
+        orders: Orders,
+        meshes: Meshes | None = None,
+    ):
+        self.recipe, self.workdir, self.orders, self.meshes = recipe, workdir, orders, meshes
         self.positions = Positions(workdir, recipe)
-        orders.announce("begin", json.dumps(recipe.as_json()))
+        devices = jax.devices() if meshes is None else meshes.own.devices
+        orders.announce("begin", json.dumps([recipe.as_json(), own_claim()]))
         drawn = functools.partial(
             reached, recipe, workdir / "prompts", self.positions.oldest() or 0
         )
-        encoding = prepare(recipe, jax.devices(), drawn)
+        encoding = prepare(recipe, devices, drawn, "trainer" if meshes else None)
         found, pool = resolve(recipe.rewards, meshes=True), recipe.reward_pool
         deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(found, pool.processes, pool.retries, deadline.seconds)
         held_out = read_prompt_file(recipe.evaluation.prompts)
         files = *read_prompt_files(recipe.prompts.paths), held_out
         try:
-            scorers = read_scorers(recipe, jax.devices())
+            scorers = () if meshes else read_scorers(recipe, devices)
             check_canaries(found, self.rewards.score)
             try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
             orders.announce("try")
-            try_scorers(recipe, scorers)
+            if scorers:
+                try_scorers(recipe, scorers)
             if encoding is not None:
                 tell_prompts(recipe, encoding.family)
             with orders.together("encode"):
                 if encoding is not None:
                     encoding.run()
-            self.system = build(recipe, jax.devices()).with_scorers(scorers)
+            self.system = (
+                build_trainer(recipe, devices)
+                if meshes
+                else build(recipe, devices).with_scorers(scorers)
+            )
             if encoding is None:
                 tell_prompts(recipe, self.system.policy.family)
         except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
@@ -206,7 +248,7 @@ class Run:
 
     def go_on(self, position: Position, interrupt: Interrupt) -> Position:
         """As `advance`, without saving and messages after a failed write."""
-        with closing(self.drive(position)) as driver, Status(self.workdir, driver.snapshot):
+        with self.driving(position, interrupt) as driver, self.status(driver):
             try:
                 self.check_disk()
                 while position.done < self.recipe.steps and not (interrupt.asked or self.stopped):
@@ -229,8 +271,28 @@ class Run:
                 self.report.rest(driver)
         return position
 
-    def drive(self, position: Position) -> Driver:
-        """A driver for the steps after a position."""
+    @contextlib.contextmanager
+    def driving(self, position: Position, interrupt: Interrupt) -> Iterator[Driver]:
+        """A driver for the steps after a position, in this block."""
+        if self.meshes is None:
+            with closing(self.drive(position)) as driver:
+                yield driver
+            return
+        self.meshes.step = position.done
+        self.meshes.wait(stops=lambda: interrupt.asked)
+        with (
+            closing(self.meshes),
+            closing(self.meshes.begin(functools.partial(self.drive, position))) as driver,
+        ):
+            yield driver
+
+    def status(self, driver: Driver) -> Status:
+        """Writes what all workers do, in a block."""
+        places = dict if self.meshes is None else self.meshes.places
+        return Status(self.workdir, driver.snapshot, places)
+
+    def drive(self, position: Position, samplers: Sequence[Samples] = ()) -> Driver:
+        """A driver for the steps after a position; `samplers` are meshes of other processes."""
         done = position.done
         return make_driver(
             self.system,
@@ -245,11 +307,15 @@ class Run:
             self.watch,
             self.held_out,
             self.report.evaluated,
+            self.meshes and self.meshes.own.link,
+            samplers,
         )
 
     def stepped(self, done: int, line: Metrics, driver: Driver) -> Position:
         """Ends a step: records its metrics, returns its position, and saves a checkpoint if one is due."""
         state, begun = driver.executor.state, driver.begun
+        if self.meshes is not None:
+            self.meshes.step_ended(done)
         self.report.step(done, line, driver)
         position = Position(done, state, begun, self.places(done))
         if self.positions.due(done):

@@ -78,7 +78,7 @@ def _lock(workdir: Path) -> IO[str]:
             f"{workdir} cannot be locked ({error.strerror}): choose another one"
         ) from error
     claim.truncate(0)
-    claim.write(f"process {os.getpid()} on {socket.gethostname()}")
+    claim.write(own_claim())
     claim.flush()
     return claim
 
@@ -97,6 +97,28 @@ def holder(workdir: Path | str) -> int | None:
         return None
     fields = dict(zip(FIELDS, struct.unpack(FLOCK, found), strict=True))
     return None if fields["type"] == fcntl.F_UNLCK else fields["process"]
+
+
+def own_claim() -> str:
+    """The present process in words, as in a workdir that it has claimed; the claim ends if it closes that file."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def check_shared(workdir: Path | str, claim: str) -> None:
+    """Whether this process sees the workdir that another one has claimed, who says `claim`.
+
+    Raises:
+      ConfigError: it sees another folder.
+    """
+    try:
+        found = (Path(workdir) / ".lock").read_text()
+    except OSError:
+        found = "nobody"
+    if found != claim:
+        raise ConfigError(
+            f"{workdir} is another folder here, in use by {found}, than for the first process, where it is in use by "
+            f"{claim}: give all processes that train a --workdir on a disk that they share"
+        )
 
 
 def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:

@@ -3,12 +3,14 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
 COMPILING = "/jax/core/compile"
 LOWERED = f"{COMPILING}/jaxpr_to_mlir_module_duration"  # the compiler runs next
+
+Parts = Sequence[tuple[str, float, float]]  # (kind, begin, end)
 
 _thread = threading.local()
 
@@ -25,21 +27,30 @@ class Stopwatch:
         self.began = time.perf_counter()
         self._apart: list[tuple[float, float]] = []  # spans that do not count
         self._since: float | None = None  # begin of such a span that has not ended
+        self._elsewhere: Callable[[], float] | None = (
+            None  # seconds of work in it, in another process
+        )
 
     def so_far(self) -> float:
         """Seconds of work up to now."""
-        since, now = self._since, time.perf_counter()
+        since, elsewhere, now = self._since, self._elsewhere, time.perf_counter()
         spans = [*self._apart, *([(since, now)] if since is not None else [])]
-        return max(0.0, now - self.began - _length(spans, self.began))
+        here = max(0.0, now - self.began - _length(spans, self.began))
+        return here if elsewhere is None else here + elsewhere()
 
-    def pause(self) -> None:
-        """Stops the measurement."""
-        self._since = time.perf_counter()
+    def parts_ago(self) -> tuple[tuple[str, float, float], ...]:
+        """The parts, in seconds before now."""
+        now = time.perf_counter()
+        return tuple((kind, now - begin, now - end) for kind, begin, end in self.parts)
+
+    def pause(self, elsewhere: Callable[[], float] | None = None) -> None:
+        """Stops the measurement, in favour of one of another process where there is one."""
+        self._since, self._elsewhere = time.perf_counter(), elsewhere
 
     def go_on(self, apart: float = 0.0) -> None:
         """Continues the measurement, without the last `apart` seconds."""
         now = time.perf_counter()
-        self._since = None
+        self._since = self._elsewhere = None
         self._apart.append((now - apart, now))
 
 
@@ -81,11 +92,35 @@ def paused() -> Iterator[None]:
         watch.go_on(time.perf_counter() - begin)
 
 
-def done_elsewhere(began: float, seconds: float) -> None:
-    """Of the time since `began`, by `time.perf_counter`, only the seconds of another process's work count as work."""
-    watch = getattr(_thread, "watch", None)
-    if watch is not None:
-        watch.go_on(max(0.0, time.perf_counter() - began - seconds))
+@contextlib.contextmanager
+def elsewhere(so_far: Callable[[], float]) -> Iterator[Callable[[float, Parts], None]]:
+    """A block in which this thread waits for another process, whose seconds of work count in place of its own.
+
+    Args:
+      so_far: these seconds up to now, for any thread.
+
+    Yields:
+      a function to call with the seconds of the whole work, and with its parts in seconds before then.
+    """
+    watch, begin, counted = getattr(_thread, "watch", None), time.perf_counter(), [0.0]
+
+    def done(seconds: float, parts: Parts = ()) -> None:
+        counted.append(seconds)
+        if watch is not None:
+            now = time.perf_counter()
+            # The answer was on its way for a while, and clocks differ a little.
+            watch.parts += [
+                (kind, *(max(begin, now - ago) for ago in span)) for kind, *span in parts
+            ]
+
+    if watch is None:
+        yield done
+        return
+    watch.pause(so_far)
+    try:
+        yield done
+    finally:
+        watch.go_on(max(0.0, time.perf_counter() - begin - counted[-1]))
 
 
 def _length(spans: list[tuple[float, float]], begin: float) -> float:

@@ -1,4 +1,7 @@
-"""Runs the scheduler on the real clock: one thread for each sampling mesh, the trainer on the caller's."""
+"""Runs the scheduler on the real clock: one thread for each sampling mesh, the trainer on the caller's.
+
+A sampling mesh in another process has threads here, too, which wait for it.
+"""
 
 import queue
 import sys
@@ -16,14 +19,15 @@ from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch
-from digen_jax.runtime.executors import Executor
+from digen_jax.runtime.executors import Executor, Samples
+from digen_jax.runtime.judging import Judged
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
 from digen_jax.runtime.present import present
 from digen_jax.runtime.scores import sent
 from digen_jax.runtime.summary import Summary
 from digen_jax.runtime.watch import Watch, end_process
-from digen_jax.runtime.worker import Line, WorkerThreads
+from digen_jax.runtime.worker import Gone, Line, WorkerThreads
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -173,6 +177,26 @@ class Driver:
         with self._lock:
             return present(self._scheduler, self._summary, self.executor.devices, self.now())
 
+    def join(self, sampler: Samples) -> None:
+        """Adds a sampling mesh, in mid-run, too; one of the same name was lost before. Any thread may call."""
+        with self._lock:
+            if self._closed:
+                return
+            self.executor.join(sampler)
+            self._workers[sampler.name] = WorkerThreads(sampler.name)
+            self._summary.devices[sampler.name] = sampler.devices
+            self._post(Joined(self.now(), sampler.name))
+
+    def lost(self, name: str, why: str) -> None:
+        """A sampling mesh's process is gone: the others repeat its work. Any thread may call."""
+        with self._lock:
+            worker = None if self._closed else self._workers.get(name)
+        try:
+            if worker is not None:
+                self._give_up(worker, why)
+        except BaseException as error:
+            self._stop(error)
+
     def close(self) -> None:
         """Ends the threads after their present work."""
         with self._lock:
@@ -213,9 +237,9 @@ class Driver:
     def _send(self, command: Command) -> None:
         worker = getattr(command, "worker", None)
         if isinstance(command, Score):
-            asked, begin = self.executor.to_score(command), self.now()
-            future = self._rewards.submit(*asked)
-            future.add_done_callback(lambda done: self._scored(command, begin, done))
+            asked = self.now()
+            future = self.executor.score(command, self._rewards)
+            future.add_done_callback(lambda done: self._scored(command, asked, done))
         elif worker == TRAINER or isinstance(command, Evaluate):
             self._inbox.put(command)
         elif worker is None:
@@ -263,6 +287,8 @@ class Driver:
                 late = self._watched(command, lambda *late: self._hangs(worker, *late))
                 with late as stopwatch:
                     self.executor.do(command)
+            except Gone:  # `lost` follows, or has been called
+                return None
             # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
             except Exception as error:
                 if isinstance(error, Stopped | RewardMistake) and not may_pass(error):
@@ -270,6 +296,9 @@ class Driver:
                 return self._failed(worker, line, command, error)
             if isinstance(command, Decode | Deliver | Publish):
                 worker.failed[line] = 0
+            if isinstance(command, Deliver):
+                # The trainer's other processes take it from this one, before they train on it.
+                self._orders.announce("delivered", command)
             self._completed(command, begin, stopwatch.seconds, parts=stopwatch.parts)
         except BaseException as error:
             self._stop(error)
@@ -302,26 +331,40 @@ class Driver:
             self._stop(error)
 
     def _give_up(self, worker: WorkerThreads, why: str) -> None:
-        print(f"{worker.name} {why}: given up", file=sys.stderr, flush=True)
         with self._lock:
-            self._workers.pop(worker.name, None)
+            if self._workers.get(worker.name) is not worker:
+                return  # it was given up before
+            print(f"{worker.name} {why}: given up", file=sys.stderr, flush=True)
+            del self._workers[worker.name]
             self.executor.give_up(worker.name)
             self._post(Lost(self.now(), worker.name))
+            if not self._workers:
+                words = "no sampling mesh is left: the trainer generates until one joins"
+                print(words, file=sys.stderr, flush=True)
         worker.give_up()
 
     def _scored(self, command: Score, asked: float, done: Future) -> None:
         """Takes scores; the timeline shows the reward's own time, the scheduler uses the whole waiting time."""
         try:
             error = done.exception()
+            if isinstance(error, Gone):
+                return  # `lost` follows, or has been called, after which the fragment is made again
             if error is not None and may_pass(error):
                 return self._not_scored(command, error)
-            found = done.result()
-            values = tuple(map(float, self.executor.scored(command, found.scores)))
-            now = self.now()
+            found: Judged | None = done.result()
             with self._lock:
-                self._summary.asked(command, moved(found.exchanges, -self._start))
-            self._orders.announce("scored", (command, sent(found.scores.columns)))
-            self._completed(command, max(asked, now - found.seconds), now - asked, values)
+                # Scores of a lost mesh may come when another one makes their fragment again.
+                if not self._scheduler.awaits(command):
+                    return
+                self.executor.scored(command, found)
+                now = self.now()
+                if found is not None:
+                    self._summary.asked(command, moved(found.exchanges, -self._start))
+            values, seconds = (), 0.0
+            if found is not None:
+                self._orders.announce("scored", (command, sent(found.scores.columns)))
+                values, seconds = tuple(map(float, found.values)), found.seconds
+            self._completed(command, max(asked, now - seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)
 

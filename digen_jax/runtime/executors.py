@@ -1,24 +1,21 @@
-"""All executors of a run in one process: executes each command, on the calling thread."""
+"""All executors of a run on the leader: executes each command, on the calling thread."""
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-from jaxtyping import Float32
-
 from digen_jax import rewards
-from digen_jax.engine.divergence import check_images
-from digen_jax.engine.system import Rollout, System, tag_group
+from digen_jax.engine.system import Rollout, System
 from digen_jax.engine.trainer import TrainState
-from digen_jax.images import as_judged, stills
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.clock import paused
 from digen_jax.runtime.evaluation import Evaluation, Gathering, HeldOut
-from digen_jax.runtime.link import LocalLink
-from digen_jax.runtime.orders import is_first
+from digen_jax.runtime.judging import Judge, Judged
+from digen_jax.runtime.link import Link, LocalLink
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.scores import Extremes, StepScores
 from digen_jax.runtime.steps import Steps
@@ -34,6 +31,7 @@ from digen_jax.scheduling.commands import (
     DropVersion,
     Encode,
     Evaluate,
+    Fragment,
     Generate,
     Publication,
     Publish,
@@ -60,11 +58,14 @@ class Executor(Protocol):
     def do(self, command: Command) -> None:
         """Executes a command other than a Score or an Evaluate; returns when its work is done."""
 
-    def to_score(self, command: Score) -> tuple[Any, ...]:
-        """The arguments of `RewardPool.submit`: images or clips as bytes, prompts, metadata, and what is known."""
+    def score(self, command: Score, pool: RewardPool) -> Future[Judged | None]:
+        """Has a fragment scored where it was decoded, by `pool` if that is in this process; returns at once.
 
-    def scored(self, command: Score, scores: rewards.Scores) -> Float32[np.ndarray, "b"]:
-        """Takes scores; returns the value of each image by which the scheduler compares images."""
+        The future has None for a fragment that was dropped. It raises what `Judge.submit`'s does, and Gone.
+        """
+
+    def scored(self, command: Score, judged: Judged | None) -> None:
+        """Notes what `score` has found, which is needed no longer where it was decoded."""
 
     def evaluated(self, command: Evaluate) -> Any:
         """The result of a version's evaluation, all of whose fragments are scored."""
@@ -79,6 +80,49 @@ class Executor(Protocol):
         """Marks a sampling mesh as failed or hung: its later results are ignored."""
 
 
+@runtime_checkable
+class Samples(Protocol):
+    """A sampling mesh's executor, here (`SamplingExecutor`) or in another process; every call ends with its work.
+
+    Attributes:
+      name: the worker's.
+      devices: of its mesh.
+    """
+
+    name: str
+    devices: int
+
+    def receive(self, publication: Publication) -> None:
+        """Takes published weights."""
+
+    def encode(self, number: int) -> None:
+        """Encodes a step's prompts."""
+
+    def generate(self, fragment: Fragment, publication: Publication) -> None:
+        """Generates a fragment's trajectories."""
+
+    def decode(self, fragment: Fragment) -> None:
+        """Decodes a fragment's images, which stay where they are."""
+
+    def score(self, fragment: Fragment, judge: Judge) -> Future[Judged | None]:
+        """Has them scored, by `judge` if they are in this process; returns at once. See `Executor.score`."""
+
+    def scored(self, fragment: Fragment) -> None:
+        """Frees them: nobody asks for them again."""
+
+    def drop_fragment(self, fragment: Fragment) -> None:
+        """Frees all data of a fragment."""
+
+    def drop_weights(self, publication: Publication) -> None:
+        """Frees published weights."""
+
+    def end_step(self, step: int) -> None:
+        """A step has ended."""
+
+    def give_up(self) -> None:
+        """Another mesh repeats its work."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Duties:
     """Settings of the executors in addition to the scheduler's."""
@@ -91,7 +135,7 @@ class Duties:
 
 
 class Executors:
-    """The executors of the sampling meshes, by worker, and of the trainer, in one process.
+    """The executors of the trainer and, by worker, of the sampling meshes, which may be in other processes.
 
     They share the data of the steps that follow from the config (`steps`); the link moves arrays between them.
     The scheduler decides the order of commands. `do` may be called from one thread for each worker, and from
@@ -107,8 +151,12 @@ class Executors:
         batches: Iterator[list[dict[str, Any]]],
         first: int = 0,
         kept: Mapping[int, Any] | None = None,
+        link: Link | None = None,
     ):
-        """`first` is the step at whose start `state` is; `kept` are the older versions to hold."""
+        """`first` is the step at whose start `state` is; `kept` are the older versions to hold.
+
+        `link` reaches the sampling meshes of other processes, which `join`; None: there are none.
+        """
         self.system, self._duties, self._settings = system, duties, settings
         self.extremes: Extremes | None = None
         algorithm = system.trainer.algorithm
@@ -118,7 +166,7 @@ class Executors:
         self._held_out = HeldOut(duties.held_out, settings)
         of_rewards = system.advantages.reward_weights
         self._gathering = Gathering(self._held_out, duties.rewards, of_rewards)
-        self._link = LocalLink()
+        self._link: Link = link or LocalLink()
         apart = not system.placement.colocated
         self.last_update = settings.updates - 1
         # Only then may a fragment or an evaluation need, after an update, the arrays that the update consumes.
@@ -126,7 +174,7 @@ class Executors:
         # A resumed run may also have begun fragments of the next step with the newest version, on separate meshes.
         stale = settings.staleness > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
-        self.versions = Versions(self._link, keep, system.rollouts[0].dtype)
+        self.versions = Versions(self._link, keep, system.sent)
         for version, tuned in (kept or {}).items():
             self.versions.add(Publication(version), tuned)
         self.trainer = TrainingExecutor(
@@ -135,14 +183,13 @@ class Executors:
         self.trainer.publish(first)
         rollouts = system.rollouts if apart else ()
         named = ((f"rollout {i}", one) for i, one in enumerate(rollouts))
-        self.rollouts = {name: self._sampling(name, one) for name, one in named}
+        self.rollouts: dict[str, Samples] = {name: self._sampling(name, one) for name, one in named}
 
     @property
     def devices(self) -> dict[str, int]:
         """The number of devices of every worker."""
-        meshes = {name: e.rollout.group.mesh for name, e in self.rollouts.items()}
-        meshes[TRAINER] = self.system.placement.trainer.mesh
-        return {name: mesh.size for name, mesh in meshes.items()}
+        sampling = {name: executor.devices for name, executor in self.rollouts.items()}
+        return sampling | {TRAINER: self.system.placement.trainer.mesh.size}
 
     @property
     def state(self) -> TrainState:
@@ -152,14 +199,14 @@ class Executors:
     @functools.cached_property
     def assistant(self) -> SamplingExecutor:
         """The trainer's devices as a sampling mesh; created at its first use."""
-        system = self.system
-        if system.placement.colocated:
-            return self._sampling(TRAINER, system.rollouts[0])
-        group = tag_group(system.placement.trainer, self._duties.tag_weights)
-        base = system.policy.sampler_base(system.base)
-        return self._sampling(TRAINER, system.rollouts[0].moved(group, base))
+        with paused():  # it may have to read components, and compiles
+            return self._sampling(TRAINER, self.system.assistant(self._duties.tag_weights))
 
-    def sampling(self, worker: str) -> SamplingExecutor:
+    def join(self, sampler: "Samples") -> None:
+        """Adds a sampling mesh."""
+        self.rollouts[sampler.name] = sampler
+
+    def sampling(self, worker: str) -> "Samples":
         """A worker's executor; the trainer's is its assistant."""
         return self.assistant if worker == TRAINER else self.rollouts[worker]
 
@@ -172,12 +219,13 @@ class Executors:
         """Executes a command. The cases are in the order of a fragment's path, from its prompts to the next version."""
         match command:
             case Encode():
+                _ = self.steps[command.step]  # drawn here, too, where another process encodes it
                 self.sampling(command.worker).encode(command.step)
             case Generate():
                 self.sampling(command.worker).generate(command.fragment, command.publication)
             case Decode():
                 self.sampling(command.worker).decode(command.fragment)
-            # Between these, the rewards score the images: `to_score`, `scored`.
+            # Between these, the rewards score the images: `score`, `scored`.
             case Deliver():
                 self.trainer.deliver(command)
             case Train():
@@ -218,58 +266,47 @@ class Executors:
             found = self._scores.setdefault(step, begun)
         return found
 
-    def to_score(self, command: Score) -> tuple[Any, ...]:
-        """See `Executor`; the rewards on the mesh that made the images have scored them already.
+    def score(self, command: Score, pool: RewardPool) -> Future[Judged | None]:
+        """See `Executor`; the rewards on the mesh that made the images have scored them already."""
+        weights = self.system.advantages.reward_weights
+        judge = Judge(pool, weights, self.steps, self._held_out, self._settings)
+        return self.sampling(command.maker).score(command.fragment, judge)
 
-        Raises:
-          DivergedError: the images contain NaN, for which no reward is to blame.
-        """
+    def scored(self, command: Score, judged: Judged | None) -> None:
+        """See `Executor`. A process that follows knows the scores only."""
         fragment = command.fragment
-        maker = self.sampling(command.maker)
-        clips = maker.images[fragment]
-        check_images(clips)
-        images = as_judged(clips)
-        held_out, steps = self._held_out, self.steps
-        shown = (
-            held_out.of(fragment)
-            if fragment.evaluation
-            else steps.of(fragment).shown(fragment.index)
-        )
-        known = maker.answers.get(fragment, ())
-        return images, [record["prompt"] for record in shown], shown, known
-
-    def scored(self, command: Score, scores: rewards.Scores) -> Float32[np.ndarray, "b"]:
-        """See `Executor`; for several rewards the value is their weighted sum. Frees the images."""
-        fragment = command.fragment
-        at_maker = command.maker == TRAINER or command.maker in self.rollouts
-        images = None
-        if at_maker:
-            maker = self.sampling(command.maker)
-            maker.answers.pop(fragment, None)
-            images = maker.images.pop(fragment, None)
-        if fragment.evaluation and images is not None:
-            self._gathering.note(fragment, images, scores)
-        elif not fragment.evaluation and self.steps.find(fragment) is not None:
-            known = self.scores(fragment.step)
-            known.note(fragment.index, scores)
-            if images is not None and is_first():
-                known.see(fragment.index, stills(images), self._kept_images(fragment.step))
-        return rewards.total(scores.columns, self.system.advantages.reward_weights)
-
-    def _kept_images(self, step: int) -> int:
-        """How many of a step's best images, and of its worst, are shown."""
-        settings = self._settings
-        return settings.shown_images if settings.is_shown(step + 1) else 0
+        if command.maker == TRAINER or command.maker in self.rollouts:
+            self.sampling(command.maker).scored(fragment)
+        if not fragment.evaluation and self.steps.find(fragment) is None:
+            return  # it was dropped
+        if judged is None:
+            raise RuntimeError(f"{command.maker} has no scores of {fragment}")
+        scores, looks = judged.scores, judged.looks
+        if fragment.evaluation:
+            if looks is not None:
+                self._gathering.note(fragment, scores, judged.clips, looks)
+            return
+        known = self.scores(fragment.step)
+        known.note(fragment.index, scores)
+        if looks is not None:
+            known.see(fragment.index, looks, judged.kept)
 
     def evaluated(self, command: Evaluate) -> Evaluation:
         """See `Executor`."""
         return self._gathering.take(command.version)
 
+    def forget_evaluation(self, version: int) -> None:
+        """Forgets an evaluation that nobody asks for."""
+        self._gathering.forget(version)
+
     def end_step(self) -> dict[str, float]:
         """See `Executor`."""
         scores = self.scores(self.steps.first)
-        del self._scores[self.steps.first]
+        ended = self.steps.first
+        del self._scores[ended]
         self.steps.end()
+        for executor in list(self.rollouts.values()):
+            executor.end_step(ended)
         self.extremes = scores.extremes(self._settings.shown_images)
         seen = image_metrics(scores)
         return self.trainer.metrics() | reward_metrics(scores, self._duties.rewards) | seen
@@ -278,7 +315,7 @@ class Executors:
         """See `Executor`."""
         return self.versions[publication]
 
-    def _samplers(self) -> Iterator[SamplingExecutor]:
+    def _samplers(self) -> Iterator["Samples"]:
         """The sampling executors that exist at present."""
         return filter(None, (self.__dict__.get("assistant"), *self.rollouts.values()))
 
@@ -299,8 +336,8 @@ def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainS
             if command.fragment in scored:
                 continue  # the reward had failed
             scored.add(command.fragment)
-            scores = pool.score(*executors.to_score(command))
-            executors.scored(command, scores)
+            judged = pool.insist(functools.partial(executors.score, command, pool))
+            executors.scored(command, judged)
             continue
         follow(executors, command)
     return executors.state
@@ -309,7 +346,7 @@ def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainS
 def follow(executors: Executors, command: Command) -> None:
     """Executes a command of a log; after its last command a step or an evaluation is forgotten."""
     if isinstance(command, Evaluate):
-        executors.evaluated(command)
+        executors.forget_evaluation(command.version)
         return
     executors.do(command)
     if isinstance(command, Update) and command.update == executors.last_update:

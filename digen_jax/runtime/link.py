@@ -31,14 +31,31 @@ class ConditioningOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class ImagesOf:
-    """The key of a fragment's images, and of what rewards on its mesh say of them, for another process."""
+class ScoresOf:
+    """The key of what is known of a fragment's images where they are, for another process (`judging.Judged`)."""
 
     worker: str
     fragment: Fragment
 
 
-Key = Publication | SamplesOf | ConditioningOf | ImagesOf
+@dataclasses.dataclass(frozen=True)
+class RowsOf:
+    """The key of prompts that were encoded before the run, on a worker that reads them where they are asked for."""
+
+    worker: str
+    texts: tuple[str, ...]  # keys of the store
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedOf:
+    """The key of what one process of the trainer's mesh has taken, for another one."""
+
+    worker: str
+    key: str  # of what was taken, as text
+    process: int  # that takes it
+
+
+Key = Publication | SamplesOf | ConditioningOf | ScoresOf | RowsOf | SharedOf
 
 
 @runtime_checkable

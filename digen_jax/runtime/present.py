@@ -32,9 +32,9 @@ def present(
         return None if when is None else begun + when
 
     def of(name: str) -> dict[str, Any]:
-        lost, worker = summary.lost.get(name), state.worker(name)
+        worker = state.worker(name)
         if worker is None:
-            return {"lost": at(now if lost is None else lost)}
+            return {"lost": at(summary.lost[name][0] if name in summary.lost else now)}
         kept = scheduler.kept if name == TRAINER else worker.held
         command = state.in_flight.get(worker.busy)
         return {
@@ -46,7 +46,8 @@ def present(
             "arrives": sorted({publication.version for publication in worker.arriving}),
         }
 
-    known = {**summary.devices, **devices}
+    lost = {name: count for name, (_, count) in summary.lost.items()}
+    known = {**summary.devices, **lost, **devices}
     return {
         "step": state.step,
         "steps": state.settings.steps,

@@ -65,7 +65,7 @@ class StepImages:
 
 
 class Steps:
-    """The steps by number. Each draws its prompts at its first use, in order.
+    """The steps by number. Each draws its prompts at its first use, in order; those that have ended are not held.
 
     If the images are a fixed set, `batches` repeats after `set_steps` steps; 0: never.
     May be used by several threads.
@@ -89,9 +89,11 @@ class Steps:
     def __getitem__(self, number: int) -> StepImages:
         with self._lock:
             while self._next <= number:
-                turn = self._next // self._set_steps if self._set_steps else 0
                 records = next(self._batches)
-                self._steps[self._next] = StepImages.begin(self._next, records, *self._make, turn)
+                if self._next >= self.first:
+                    turn = self._next // self._set_steps if self._set_steps else 0
+                    begun = StepImages.begin(self._next, records, *self._make, turn)
+                    self._steps[self._next] = begun
                 self._next += 1
             return self._steps[number]
 
@@ -113,6 +115,11 @@ class Steps:
 
     def end(self) -> None:
         """Forgets the present step, which has ended."""
+        self.forget(self.first + 1)
+
+    def forget(self, before: int) -> None:
+        """Forgets all steps before this one, which have ended."""
         with self._lock:
-            self._steps.pop(self.first, None)
-            self.first += 1
+            self.first = max(self.first, before)
+            for number in [number for number in self._steps if number < self.first]:
+                del self._steps[number]

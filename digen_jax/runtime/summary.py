@@ -46,11 +46,15 @@ STATISTICS = {"": np.mean, "std_": np.std, "min_": np.min, "max_": np.max}
 
 
 class Summary:
-    """Records events and sums them up, step by step; not thread-safe."""
+    """Records events and sums them up, step by step; not thread-safe.
+
+    `devices` are those of every worker; those of a lost one count until its step ends.
+    """
 
     def __init__(self, devices: Mapping[str, int], images: int):
         self.devices, self._images = dict(devices), images
-        self.lost: dict[str, float] = {}  # worker: when it was lost
+        # Workers that were lost: when, and their devices, which count to the end of that step.
+        self.lost: dict[str, tuple[float, int]] = {}
         self._recorder = Recorder()
         self._began = 0.0  # of the step
         self._under_way: dict[str, float] = {}  # worker: start of its present work
@@ -67,9 +71,10 @@ class Summary:
         if isinstance(event, Lost):
             self._recorder.end_wait(event.worker, now)
             self._under_way.pop(event.worker, None)
-            self.lost[event.worker] = now
-        elif isinstance(event, Joined | Completed) and worker and scheduler.is_there(worker):
-            self.lost.pop(worker, None)
+            self.lost[event.worker] = now, self.devices.get(event.worker, 0)
+        if isinstance(event, Joined):
+            self.lost.pop(event.worker, None)
+        if isinstance(event, Joined | Completed) and worker and scheduler.is_there(worker):
             self._recorder.look_at(scheduler, worker, now)
         if scheduler.is_there(TRAINER):
             self._recorder.look_at(scheduler, TRAINER, now)
@@ -172,6 +177,8 @@ class Summary:
         }
         self._began, self._ages, self._queued = now, [], []
         self._made.clear()
+        for worker in self.lost:
+            self.devices.pop(worker, None)
         return done
 
     def take(self, now: float) -> list[Interval]:

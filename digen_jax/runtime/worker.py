@@ -10,6 +10,10 @@ from typing import Any
 from digen_jax.scheduling.commands import Command, Deliver, Publish
 
 
+class Gone(RuntimeError):
+    """A sampling mesh's process is lost, or was given up; the driver is told of it apart."""
+
+
 class WorkerThreads:
     """A sampling mesh's thread, and the threads of the transfers to and from it."""
 

@@ -32,16 +32,21 @@ class Lost(Event):
 
 @dataclasses.dataclass(frozen=True)
 class Completed(Event):
-    """A command is done after `seconds`; a Score has one value per image in `values`."""
+    """A command is done after `seconds`; a Score has one value per image in `values`.
+
+    `parts` are (kind, begin, end) of parts of the work in another process, in seconds before this event.
+    """
 
     command: Command
     seconds: float
     values: tuple[float, ...] = ()
+    parts: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed(Event):
-    """A command failed; its worker still works and is free."""
+    """A command failed; its worker still works and is free. `kind` names an error of another process."""
 
     command: Command
     reason: str
+    kind: str = ""

@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+from collections.abc import Sequence
 
 from digen_jax.config.command_line import run_main
 from digen_jax.remote import control_pb2 as pb
@@ -15,29 +16,38 @@ from digen_jax.remote.identity import Identity
 from digen_jax.remote.leader import Keepalive, Leader
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Wire
-from digen_jax.runtime.clock import paused
-from digen_jax.scheduling.commands import Encode
+from digen_jax.runtime.clock import part, paused
+from digen_jax.scheduling.commands import Command, Encode
 
 TOKEN = "the-token-of-the-tests"
 IDENTITY = Identity(TOKEN, "c", "v")
 FAST = Keepalive(ping=0.2, silence=2.0)  # a busy machine may be silent for a second
 COMPILES = 98  # a step for which nothing but 0.3 seconds of compilation are needed
+PARTS = 97  # a step in whose 0.2 seconds a reward scores for 0.1, in the middle
 WAITS = 99  # a step whose prompts are encoded when the test allows it
 
 
 class Pretends:
-    """Notes the steps that it was to encode; a negative one fails."""
+    """Notes the steps that it was to encode; a negative one fails, by these errors if there are any left."""
 
-    def __init__(self, free: threading.Event | None = None):
+    def __init__(self, free: threading.Event | None = None, errors: Sequence[Exception] = ()):
         self.steps: list[int] = []
-        self._free = free or threading.Event()
+        self.dropped: list[Command] = []
+        self._free, self._errors = free or threading.Event(), list(errors)
 
     def do(self, command):
         if not isinstance(command, Encode):
             return
         self.steps.append(command.step)
         if command.step < 0:
+            if self._errors:
+                raise self._errors.pop(0)
             raise ValueError(f"step {-command.step} cannot be encoded")
+        if command.step == PARTS:
+            time.sleep(0.05)
+            with part("score"):
+                time.sleep(0.1)
+            time.sleep(0.05)
         if command.step == COMPILES:
             with paused():
                 time.sleep(0.3)
@@ -45,7 +55,7 @@ class Pretends:
             assert self._free.wait(60)
 
     def drop(self, command):
-        pass
+        self.dropped.append(command)
 
 
 def encode(step: int):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import threading
@@ -12,78 +13,30 @@ import time
 import grpc
 import pytest
 
-from digen_jax.errors import ConfigError
+from digen_jax.engine.divergence import DivergedError
+from digen_jax.errors import ConfigError, FieldError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
-from digen_jax.remote import leader
+from digen_jax.remote import following, leader
+from digen_jax.remote.failures import NotDone
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
-from digen_jax.remote.leader import Gone, Keepalive, Leader, NotDone
+from digen_jax.remote.leader import Gone, Keepalive
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.messages import Unreadable, read_command, read_event, read_key, write
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import HELLO, MESSAGE, PACKAGE, Tls, Wire
+from digen_jax.rewards import process
+from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
+from digen_jax.rewards.pool import Hung, may_pass
 from digen_jax.runtime.clock import measured
-from digen_jax.scheduling.commands import Encode, Publication, Publish
+from digen_jax.scheduling.commands import Encode, Publication, Publish, Update
 from digen_jax.scheduling.events import Completed, Failed
 from tests.pipelines import ROOT
 from tests.remote import mesh_process
 from tests.remote.mesh_process import FAST, IDENTITY, TOKEN, encode
-
-
-class Room:
-    """A leader with its server, and what became of its members."""
-
-    def __init__(self, keepalive: Keepalive = FAST, tls: Tls | None = None):
-        self.said: queue.Queue[tuple[str, str]] = queue.Queue()
-        self.leader = Leader(
-            IDENTITY,
-            lambda member: self.said.put(("joined", member.name)),
-            lambda member, why: self.said.put((member.name, why)),
-            keepalive,
-        )
-        self.server, port = Wire(IDENTITY, tls).server("localhost:0", [self.leader.service])
-        self.address = f"localhost:{port}"
-
-    def joined(self, name: str = "rollout 0"):
-        assert self.said.get(timeout=30) == ("joined", name)
-        return self.leader.members[name]
-
-    def lost(self) -> tuple[str, str]:
-        return self.said.get(timeout=30)
-
-    def close(self) -> None:
-        self.leader.close(seconds=0.5)
-        self.server.stop(0.1).wait(10)
-
-
-@pytest.fixture
-def room():
-    found = Room()
-    yield found
-    found.close()
-
-
-@contextlib.contextmanager
-def mesh(room: Room, name: str = "rollout 0", executes=None, tls: Tls | None = None):
-    """A mesh in a thread of this process: (its stream, what its loop has raised)."""
-    stream = Following(Wire(IDENTITY, tls), room.address, pb.Hello(mesh=name, devices=2), 20)
-    raised = []
-
-    def work():
-        try:
-            serve(stream, executes or mesh_process.Pretends())
-            stream.close("the run has ended")
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield stream, raised
-    stream.close("the test has ended", 0.1)
-    thread.join(30)
-    assert not thread.is_alive()
+from tests.remote.rooms import Room, mesh
 
 
 def test_commands_go_in_order_and_answers_come_back(room):
@@ -94,10 +47,47 @@ def test_commands_go_in_order_and_answers_come_back(room):
         asked = [member.ask(encode(step)) for step in range(20)]
         found = [future.result(30) for future in asked]
         assert [event.command.step for event in found] == [*range(20)] == done.steps
-        assert [event.command.serial for event in found] == [*range(20)]
+        assert [event.command.serial for event in found] == [*range(1, 21)]
         with pytest.raises(NotDone, match=r"rollout 0: ValueError\('step 13 cannot be encoded'\)"):
             member.ask(encode(-13)).result(30)
         assert isinstance(member.ask(encode(3)).result(30), Completed)
+
+
+FAILURES = [
+    RewardFailed("reward 'mine' raised ValueError: x\n  rewards.py, line 3, in mine: raise"),
+    RewardMistake("reward 'mine' returned 3 values\n  for 4 images"),
+    process.Gone("reward 'mine' died in its process"),
+    process.Gone("reward 'mine' died", "do: so"),
+    process.Late("reward 'mine' took more than 3 seconds", "fix it, or raise config.x"),
+    Hung("reward 'mine' hangs"),
+    Stopped("the run cannot continue"),
+    DivergedError("an image that the trained model drew holds NaN"),
+    ConfigError("one\nsentence"),
+    FieldError("config.x must be y"),
+]
+
+
+def test_what_the_run_must_know_fails_here_as_it_did_there(room):
+    expected = [type(error) for error in FAILURES[:-1]] + [ConfigError]
+    with mesh(room, executes=mesh_process.Pretends(errors=FAILURES)):
+        member = room.joined()
+        for error, kind in zip(FAILURES, expected, strict=True):
+            found = member.ask(encode(-1)).exception(30)
+            assert type(found) is kind and str(found) == str(error)
+            assert may_pass(found) is may_pass(error)
+            assert getattr(found, "advice", None) == getattr(error, "advice", None)
+        assert type(member.ask(encode(-1)).exception(30)) is NotDone
+
+
+def test_what_the_timeline_shows_apart_there_it_shows_here(room):
+    with mesh(room):
+        sampler = RemoteSampler(room.joined(), RemoteLink(Wire(IDENTITY), {}), room.leader.give_up)
+        with measured() as stopwatch:
+            sampler.encode(mesh_process.PARTS)
+            end = time.perf_counter()
+    ((kind, start, finish),) = stopwatch.parts
+    assert kind == "score" and 0.1 <= finish - start < end - start < end - stopwatch.began
+    assert finish < end - 0.05 and start > stopwatch.began + 0.04
 
 
 def test_what_does_not_count_there_does_not_count_here(room):
@@ -108,6 +98,20 @@ def test_what_does_not_count_there_does_not_count_here(room):
         with measured() as stopwatch:
             sampler.encode(mesh_process.COMPILES)
         assert time.perf_counter() - begin > 0.3 > 0.15 > stopwatch.seconds
+
+
+def test_a_mesh_that_joins_in_mid_run_knows_the_present_step(room):
+    room.step, done = 7, mesh_process.Pretends()
+    stream = Following(Wire(IDENTITY), room.address, pb.Hello(mesh="rollout 0"), 20)
+    assert stream.welcome.step == 7
+    room.step = 9  # while it reads its model
+    thread = threading.Thread(target=serve, args=(stream, done))
+    thread.start()
+    room.joined().ask(encode(9)).result(30)
+    assert [(type(one), one.step) for one in done.dropped] == [(Update, 8)] and done.steps == [9]
+    room.leader.close(seconds=0.1)
+    thread.join(30)
+    stream.close("")
 
 
 def test_weights_arrive_beside_other_work(room):
@@ -129,6 +133,39 @@ def test_a_run_that_ends_is_told_to_its_meshes():
         assert not found.leader.members and not raised and found.said.empty()
         with pytest.raises(Gone):
             member.ask(encode(1))
+
+
+def test_a_mesh_that_was_asked_to_end_is_dismissed_and_not_lost(room):
+    free, done = threading.Event(), mesh_process.Pretends()
+    done._free = free
+    with mesh(room), contextlib.ExitStack() as stack:
+        room.joined()
+        stream, raised = stack.enter_context(mesh(room, "rollout 1", done))
+        member = room.joined("rollout 1")
+        assert member.asked == 0
+        stream.asked(signal.SIGTERM)
+        for _ in range(100):
+            if member.asked:
+                break
+            time.sleep(0.05)
+        assert member.asked == signal.SIGTERM
+        present = member.ask(encode(mesh_process.WAITS))
+        for _ in range(100):
+            if done.steps:
+                break
+            time.sleep(0.05)
+        room.leader.dismiss("rollout 1", "SIGTERM")
+        with pytest.raises(Gone, match="rollout 1 was dismissed: SIGTERM"):
+            member.ask(encode(2))
+        free.set()
+        assert present.result(30).command.step == mesh_process.WAITS
+        for _ in range(100):
+            if list(room.leader.members) == ["rollout 0"]:
+                break
+            time.sleep(0.05)
+        assert list(room.leader.members) == ["rollout 0"] and not raised
+        room.leader.dismiss("rollout 1", "again")
+    assert room.lost() == ("rollout 0", "has left: the test has ended") and room.said.empty()
 
 
 def test_a_given_up_mesh_keeps_nobody_waiting(room):
@@ -153,16 +190,31 @@ def test_a_given_up_mesh_keeps_nobody_waiting(room):
     assert room.said.empty()
 
 
-def test_a_mesh_that_leaves_may_come_again_but_not_twice(room):
+def test_a_mesh_that_leaves_may_come_again_but_not_twice(room, monkeypatch, capsys):
+    monkeypatch.setattr(following, "SILENCES", 0.4)
     with mesh(room):
         room.joined()
         with pytest.raises(
             ConfigError, match="rollout 0 has joined already: give each process a mesh"
         ):
             Following(Wire(IDENTITY), room.address, pb.Hello(mesh="rollout 0"), 20)
+    assert capsys.readouterr().out.count("still holds another process to be rollout 0") == 1
     assert room.lost() == ("rollout 0", "has left: the test has ended")
     with mesh(room):
         room.joined()
+
+
+def test_a_restarted_mesh_waits_until_its_predecessor_is_lost(room):
+    """Which has been silent for a while, and its connection stands."""
+    _, end = silent(room, "rollout 0")
+    room.joined()
+    begin = time.monotonic()
+    with mesh(room):
+        name, why = room.lost()
+        assert name == "rollout 0" and why.endswith("and another process comes in its place")
+        room.joined().ask(encode(1)).result(30)
+        assert FAST.silence / 2 < time.monotonic() - begin < FAST.silence
+    end()
 
 
 @pytest.mark.parametrize(
@@ -251,24 +303,34 @@ def test_a_mesh_that_sends_nonsense_is_lost_and_the_others_work(room, reports):
         assert isinstance(member.ask(encode(1)).result(30), Completed)
 
 
-def test_a_silent_mesh_is_lost_in_time(room):
+def silent(room, name: str):
+    """A process that says that it is ready and nothing else: (its call, what ends it)."""
     channel = Wire(IDENTITY).channel(room.address)
-    hello = pb.Hello(mesh="silent", config="c", code="v").SerializeToString()
-    call = channel.stream_stream(f"/{PACKAGE}.Control/Follow")
-    never, begin = threading.Event(), time.monotonic()
-    metadata = (*Wire(IDENTITY).metadata, (HELLO, hello))
+    hello = pb.Hello(mesh=name, config="c", code="v").SerializeToString()
+    never = threading.Event()
 
     def says():
         yield pb.Report(ready=pb.Nothing()).SerializeToString()
         never.wait(60)
 
-    silent = call(says(), metadata=metadata)
+    follow = channel.stream_stream(f"/{PACKAGE}.Control/Follow")
+    call = follow(says(), metadata=(*Wire(IDENTITY).metadata, (HELLO, hello)))
+
+    def end():
+        never.set()
+        call.cancel()
+        channel.close()
+
+    return call, end
+
+
+def test_a_silent_mesh_is_lost_in_time(room):
+    begin = time.monotonic()
+    _, end = silent(room, "silent")
     room.joined("silent")
     assert room.lost() == ("silent", f"has been silent for {FAST.silence:g} seconds")
     assert FAST.silence <= time.monotonic() - begin < FAST.silence + 2
-    never.set()
-    silent.cancel()
-    channel.close()
+    end()
 
 
 def test_a_mesh_that_does_not_read_is_lost(room, monkeypatch):
@@ -278,6 +340,17 @@ def test_a_mesh_that_does_not_read_is_lost(room, monkeypatch):
     with pytest.raises(Gone, match="slow does not read its commands"):
         member.ask(encode(4))
     assert all(isinstance(one.exception(1), Gone) for one in asked)
+
+
+def test_a_member_that_does_not_read_is_told_to_be_lost(room):
+    with mesh(room):
+        member = room.joined()
+        member._orders = queue.Queue(1)  # which nobody reads
+        member.ask(encode(1))
+        with pytest.raises(Gone, match="rollout 0 does not read its commands"):
+            member.ask(encode(2))
+        assert room.lost() == ("rollout 0", "does not read its commands")
+        assert not room.leader.members
 
 
 def test_a_mesh_that_reads_its_model_is_neither_lost_nor_joined(room):
@@ -319,8 +392,19 @@ def test_texts_that_no_process_writes_are_refused():
     for text in strange:
         with pytest.raises(Unreadable):
             read_command(text)
-    with pytest.raises(Unreadable):
-        read_event(write(command))
+    for wrong in (
+        command,
+        Completed(1.0, command, "1"),
+        Completed(1.0, command, 1.0, ("x",)),
+        Completed(1.0, command, 1.0, 3),
+        Completed(1.0, command, 1.0, (), (("score", 1.0),)),
+        Completed(1.0, command, 1.0, (), ((1.0, 1.0, 1.0),)),
+        Completed(1.0, command, 1.0, (), (("score", 1.0, None),)),
+    ):
+        with pytest.raises(Unreadable):
+            read_event(write(wrong))
+    event = Completed(1.0, command, 2, (1.0, 2), (("score", 2.0, 1.0),))
+    assert read_event(write(event)) == event
     for text in ["", "[]", '{"is": "Encode", "serial": 1}', '{"is": "Publication", "no": 1}']:
         with pytest.raises(Unreadable):
             read_key(text)

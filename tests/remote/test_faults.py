@@ -1,15 +1,16 @@
 """Processes that are killed, stopped and continued, on both ends of the stream."""
 
+import contextlib
 import signal
 import time
 
 import pytest
 
 from digen_jax.process.ending import STOPPED
-from digen_jax.remote.leader import Gone
+from digen_jax.remote.leader import Gone, Keepalive
 from tests.remote.mesh_process import FAST, IDENTITY, WAITS, encode
 from tests.remote.processes import begin  # noqa: F401
-from tests.remote.test_control import room  # noqa: F401
+from tests.remote.rooms import Room
 
 pytestmark = pytest.mark.slow
 MESH = "tests.remote.mesh_process"
@@ -47,6 +48,25 @@ def test_a_stopped_mesh_is_lost_and_ends_when_it_goes_on(room, begin):  # noqa: 
     assert code == STOPPED and "Traceback" not in errors
     assert "counts rollout 0 as lost" in sentence or "has been silent" in sentence
     assert not room.leader.members
+
+
+def test_a_mesh_that_is_started_again_beside_a_stopped_one_takes_its_place(begin):  # noqa: F811
+    """The first one is not lost yet; it ends when it goes on."""
+    with contextlib.closing(Room(Keepalive(ping=0.5, silence=16.0))) as room:
+        first = begin(MESH, LEADER=room.address)
+        room.joined()
+        first.signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        second = begin(MESH, LEADER=room.address)
+        assert "still holds another process to be rollout 0" in second.line()
+        name, why = room.lost()
+        assert name == "rollout 0" and why.endswith("and another process comes in its place")
+        member = room.joined()
+        assert 8 < time.monotonic() - stopped < 14
+        assert member.ask(encode(2)).result(30).command.step == 2
+        first.signal(signal.SIGCONT)
+        assert first.ends(10)[0] == STOPPED
+        assert member.ask(encode(3)).result(30).command.step == 3
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

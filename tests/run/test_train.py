@@ -370,8 +370,20 @@ KINDS_OF_STATE = [
 ]
 
 
+LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
 def test_what_is_turned_between_two_starts_is_said_and_noted(tmp_path, train, capfd):
-    assert train("run", config(tmp_path, steps=1)) is None
+    others = []
+
+    def tries(scores):
+        """Another process tries to claim the workdir."""
+        command = [sys.executable, "-S", "-c", LOCK, tmp_path / "run" / ".lock"]
+        others.append(subprocess.run(command, capture_output=True, text=True).stderr)
+        return scores
+
+    assert train("run", config(tmp_path, steps=1), at(1, tries)) is None
+    assert others and all("BlockingIOError" in said for said in others)
     turned = dict(trainer__learning_rate=0.01, evaluation__every=1)
     assert train("run", config(tmp_path, steps=2, **turned)) is None
     change = "config.trainer.learning_rate: 0.1 -> 0.01"

@@ -29,7 +29,7 @@ class Gates(WaitingExecutors):
         layout = Layout(Mesh(4, 4.0), (Mesh(2, 2.0), Mesh(2, 2.0)))
         super().__init__(Waits(COSTS, images=2, unit=2, jitter=0.0, seed=0), layout)
         self.gates = {kind: threading.Event() for kind in (Generate, Train, Update, Publish)}
-        self.score = threading.Event()
+        self.scores = threading.Event()
         self.gates[Publish].set()
 
     def do(self, command):
@@ -37,7 +37,7 @@ class Gates(WaitingExecutors):
             assert self.gates[type(command)].wait(60)
 
     def reward(self, images, prompts, metadata):
-        assert self.score.wait(60)
+        assert self.scores.wait(60)
         return np.arange(len(images), dtype=np.float32)
 
 
@@ -53,7 +53,7 @@ def driver(gates):
         closing(Driver(gates, Scheduler(SETTINGS, COSTS), rewards)) as driver,
     ):
         yield driver
-        for gate in (*gates.gates.values(), gates.score):
+        for gate in (*gates.gates.values(), gates.scores):
             gate.set()
 
 
@@ -88,7 +88,7 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
     gates.gates[Generate].set()
     found = awaited(driver, TRAINER, waits="reward")
     assert found["scoring"] == 2
-    gates.score.set()
+    gates.scores.set()
     ended = threading.Event()
     thread = threading.Thread(target=lambda: [driver.step(), ended.set()], daemon=True)
     thread.start()
@@ -114,7 +114,7 @@ def test_a_wait_is_as_old_as_it_is_over_a_steps_end(gates, driver):
     assert awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"] < found + 0.1
 
 
-def test_a_lost_worker_stays_in_view(gates, driver):
+def test_a_lost_worker_stays_in_view_over_a_steps_end(gates, driver):
     awaited(driver, "rollout 1", GENERATING)
     driver._give_up(driver._workers["rollout 1"], "is away")
     when = time.time()
@@ -125,3 +125,9 @@ def test_a_lost_worker_stays_in_view(gates, driver):
     assert lost["lost"] == pytest.approx(when, abs=1) and again == pytest.approx(
         lost["lost"], abs=0.05
     )
+    for gate in (*gates.gates.values(), gates.scores):
+        gate.set()
+    driver.step()
+    assert driver.snapshot()["workers"]["rollout 1"] == lost | {
+        "lost": pytest.approx(again, abs=0.05)
+    }

@@ -1,0 +1,276 @@
+"""Environments as clusters set them (Slurm 22.05 and Open MPI 4.1 were looked at), read without starting anything."""
+
+import os
+import socket
+import subprocess
+import sys
+import types
+
+import grpc
+import pytest
+
+from digen_jax.errors import ConfigError
+from digen_jax.process.clusters import own_devices
+from digen_jax.process.launching import Place, detected, listen_at, own_address
+from tests.pipelines import environment
+
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_NODELIST": "gpu[07-08,11],old1",
+    "SLURM_NTASKS": "7",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1279524864.0;tcp://192.0.2.2,10.0.0.2:42727;tcp6://[fd00::2]:43139",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SLICES = {
+    "TPU_SKIP_MDS_QUERY": "true",  # as on GKE
+    "TPU_WORKER_HOSTNAMES": "tpu-0,tpu-1",
+    "TPU_WORKER_ID": "1",
+    "MEGASCALE_COORDINATOR_ADDRESS": "localhost:8080",
+    "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_SLICE_ID": "1",
+}
+TOLD = ("SLURM_", "OMPI_", "JAX_", "KUBERNETES_", "JOB_COMP", "TPU_", "MEGASCALE_", "CUDA_VISIBLE")
+
+
+@pytest.fixture(autouse=True)
+def nothing_tells(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(TOLD)]:
+        monkeypatch.delenv(name)
+
+
+def tell(monkeypatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def port(job: int) -> int:
+    """That of jax: in the last 4096, by the job."""
+    return 65535 - 4095 + job % 4096
+
+
+def test_a_slurm_step_says_which_process_this_is(monkeypatch):
+    tell(monkeypatch, SLURM)
+    assert detected("auto", None, None) == Place("gpu07", port(4242), 7, 3, (1,))
+
+
+def test_open_mpi_says_which_process_this_is(monkeypatch):
+    tell(monkeypatch, OPEN_MPI)
+    job = 1279524864 // 4096
+    assert detected("auto", None, None) == Place("192.0.2.2", port(job), 2, 1, (1,))
+    only6 = OPEN_MPI["OMPI_MCA_orte_hnp_uri"].replace("tcp://", "other://")
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", only6)
+    assert detected("auto", None, None).address == f"[fd00::2]:{port(job)}"
+
+
+def test_slices_of_tpus_say_which_process_this_is(monkeypatch):
+    monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", True)
+    tell(monkeypatch, SLICES)
+    assert detected("auto", None, None) == Place("localhost", 8482, 4, 3)
+
+
+def test_what_is_given_goes_before_what_a_cluster_says(monkeypatch):
+    tell(monkeypatch, SLURM | {"JAX_COORDINATOR_PORT": "77"})
+    assert detected("auto", 9, 8)[:4] == ("gpu07", 77, 9, 8)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "elsewhere:88")
+    assert detected("auto", None, None)[:4] == ("elsewhere", 88, 7, 3)
+    assert detected("[::1]:1234", 2, 1)[:4] == ("::1", 1234, 2, 1)
+    assert detected("[::1]:1234", 2, 1).address == "[::1]:1234"
+    with pytest.raises(ConfigError, match="--process=3 must be one of the --processes=2"):
+        detected("auto", 2, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("SLURM_JOB_ID", "within a Slurm job start the command with srun"),
+        ("OMPI_COMM_WORLD_RANK", "Open MPI 5 does not tell where its first process is: set --co"),
+        ("KUBERNETES_SERVICE_HOST", "on Kubernetes install the package kubernetes"),
+        ("HOME", "there is no Slurm, Open MPI, Kubernetes job or TPU slice here: set --coord"),
+    ],
+)
+def test_where_nothing_is_detected_a_sentence_says_what_is_missing(monkeypatch, name, sentence):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    tell(monkeypatch, {name: "1"})
+    with pytest.raises(ConfigError, match=f"--coordinator=auto does not work: {sentence}"):
+        detected("auto", None, None)
+
+
+def test_an_environment_that_lacks_a_part_is_a_mistake_of_the_user(monkeypatch):
+    tell(monkeypatch, {"OMPI_MCA_orte_hnp_uri": OPEN_MPI["OMPI_MCA_orte_hnp_uri"]})
+    with pytest.raises(ConfigError, match=r"--coordinator=auto does not work: KeyError: 'OMPI_"):
+        detected("auto", None, None)
+
+
+# ------------------------------------------------------------------------------- Kubernetes
+
+
+class ApiError(Exception):
+    status, reason = 403, "Forbidden"
+
+
+class Api:
+    """What Kubernetes answers a pod of a JobSet "tune" whose replicated job is "processes"."""
+
+    allowed = True
+
+    def list_namespaced_pod(self, namespace, field_selector):
+        assert (namespace, field_selector) == ("here", "status.podIP=10.8.0.3")
+        if not self.allowed:
+            raise ApiError
+        owner = types.SimpleNamespace(controller=True, kind="Job")
+        labels = {"job-name": "tune-processes-0"}
+        metadata = types.SimpleNamespace(labels=labels, owner_references=[owner], name="tune-x")
+        return types.SimpleNamespace(items=[types.SimpleNamespace(metadata=metadata, spec=None)])
+
+    def read_namespaced_job(self, name, namespace):
+        assert (name, namespace) == ("tune-processes-0", "here")
+        labels = {"jobset.sigs.k8s.io/jobset-name": "tune"}
+        metadata = types.SimpleNamespace(labels=labels, name=name)
+        return types.SimpleNamespace(metadata=metadata, spec=types.SimpleNamespace(parallelism=4))
+
+
+@pytest.fixture
+def kubernetes(monkeypatch):
+    from jax._src.clusters import K8sCluster
+
+    client = types.SimpleNamespace(
+        CoreV1Api=Api, BatchV1Api=Api, exceptions=types.SimpleNamespace(ApiException=ApiError)
+    )
+    config = types.SimpleNamespace(load_incluster_config=lambda: None)
+    module = types.SimpleNamespace(client=client, config=config)
+    monkeypatch.setitem(sys.modules, "kubernetes", module)
+    monkeypatch.setattr(K8sCluster, "_namespace", classmethod(lambda _: "here"))
+    known = {"tune-pod": "10.8.0.3", "tune-processes-0-0.tune": "10.8.0.2"}
+    monkeypatch.setattr(socket, "gethostbyname", known.__getitem__)
+    kept = [vars(K8sCluster)[name].__func__ for name in ("_pod", "_job", "_controller")]
+    for function in kept:
+        function.cache_clear()
+    tell(monkeypatch, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "tune-pod"})
+    yield
+    for function in kept:
+        function.cache_clear()
+
+
+def test_a_jobset_says_which_process_this_is(monkeypatch, kubernetes):
+    tell(monkeypatch, {"JOB_COMPLETION_INDEX": "3"})
+    assert detected("auto", None, None) == Place("tune-processes-0-0.tune", 55527, 4, 3)
+
+
+def test_a_pod_that_may_not_ask_is_a_mistake_of_the_user(monkeypatch, kubernetes):
+    monkeypatch.setattr(Api, "allowed", False)
+    with pytest.raises(ConfigError, match="Kubernetes API Error: 403 - Forbidden") as error:
+        detected("auto", None, None)
+    assert "\n" not in error.value.shown()
+
+
+# ------------------------------------------------------------------------------- GPUs of a host
+
+
+@pytest.mark.parametrize(
+    ("variables", "own"),
+    [
+        ({}, ()),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ()),
+        (SLURM | {"SLURM_NODEID": "3", "SLURM_LOCALID": "0"}, ()),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4"}, (2, 3)),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "4"}, ()),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "1"}, ()),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": ""}, ()),
+        (OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, (2, 3)),
+        (OPEN_MPI | {"JAX_LOCAL_DEVICE_IDS": "0,3"}, (0, 3)),
+    ],
+)
+def test_processes_of_one_host_share_the_gpus_that_all_of_them_see(monkeypatch, variables, own):
+    tell(monkeypatch, variables)
+    assert own_devices() == own
+
+
+def test_gpus_without_equal_shares_are_refused(monkeypatch):
+    tell(monkeypatch, SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    with pytest.raises(ConfigError, match="3 GPUs cannot be divided among 2 processes of a host"):
+        own_devices()
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "first")
+    with pytest.raises(ConfigError, match="JAX_LOCAL_DEVICE_IDS=first must be numbers"):
+        own_devices()
+
+
+# ------------------------------------------------------------------------------- addresses
+
+PROGRAM = """
+import jax
+from digen_jax.process.launching import detected, take_devices
+place = detected("auto", None, None)
+take_devices(place)
+shown = jax._src.xla_bridge.CUDA_VISIBLE_DEVICES.value
+print(*place[:4], shown, jax._src.xla_bridge.backends_are_initialized(), jax.distributed.is_initialized())
+"""
+
+
+def test_detection_starts_nothing():
+    told = SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment(1, **told)
+    )
+    assert done.stdout == f"gpu07 {port(4242)} 7 3 2,3 False False\n", done.stderr
+
+
+def test_a_process_finds_the_address_at_which_another_host_reaches_it():
+    assert own_address("127.0.0.1", 1) == own_address("localhost", 1) == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"this host has no way to a\.\.b:1 "):
+        own_address("a..b", 1)
+
+
+def test_a_host_that_knows_its_own_name_as_a_local_one_gives_an_address_to_others(monkeypatch):
+    known = socket.getaddrinfo
+
+    def look_up(host, *rest, **more):
+        return known("127.0.0.1" if host == "node1" else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    try:
+        with socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect(("198.51.100.1", 1))
+            expected = probe.getsockname()[0]
+    except OSError:
+        expected = "127.0.0.1"  # a host without a network
+    assert own_address("node1", 1) == expected
+
+
+def test_an_address_of_ipv6_has_brackets():
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    assert own_address("::1", 1) == "[::1]"
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("localhost", "localhost:0"),
+        ("127.0.0.5", "127.0.0.5:0"),
+        ("::1", "[::1]:0"),
+        ("127.example.org", "[::]:0"),
+        ("10.0.0.1", "[::]:0"),
+    ],
+)
+def test_the_first_process_listens_where_the_others_look(host, address):
+    assert listen_at(host, 0) == address
+
+
+def test_all_addresses_are_those_of_ipv4_too():
+    server = grpc.server(None)
+    found = server.add_insecure_port(listen_at("node1", 0))
+    server.start()
+    socket.create_connection(("127.0.0.1", found), timeout=10).close()
+    server.stop(0).wait()

@@ -1,0 +1,71 @@
+"""A leader with its server and meshes in threads of one process, for tests of control."""
+
+import contextlib
+import queue
+import threading
+
+import pytest
+
+from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.following import Following
+from digen_jax.remote.leader import Keepalive, Leader
+from digen_jax.remote.serving import serve
+from digen_jax.remote.wire import Tls, Wire
+from tests.remote import mesh_process
+from tests.remote.mesh_process import FAST, IDENTITY
+
+
+class Room:
+    """A leader with its server, and what became of its members."""
+
+    def __init__(self, keepalive: Keepalive = FAST, tls: Tls | None = None):
+        self.said: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.step = 0
+        self.leader = Leader(
+            IDENTITY,
+            lambda member: self.said.put(("joined", member.name)),
+            lambda member, why: self.said.put((member.name, why)),
+            keepalive,
+            step=lambda: self.step,
+        )
+        self.server, port = Wire(IDENTITY, tls).server("localhost:0", [self.leader.service])
+        self.address = f"localhost:{port}"
+
+    def joined(self, name: str = "rollout 0"):
+        assert self.said.get(timeout=30) == ("joined", name)
+        return self.leader.members[name]
+
+    def lost(self) -> tuple[str, str]:
+        return self.said.get(timeout=30)
+
+    def close(self) -> None:
+        self.leader.close(seconds=0.5)
+        self.server.stop(0.1).wait(10)
+
+
+@pytest.fixture
+def room():
+    found = Room()
+    yield found
+    found.close()
+
+
+@contextlib.contextmanager
+def mesh(room: Room, name: str = "rollout 0", executes=None, tls: Tls | None = None):
+    """A mesh in a thread of this process: (its stream, what its loop has raised)."""
+    stream = Following(Wire(IDENTITY, tls), room.address, pb.Hello(mesh=name, devices=2), 20)
+    raised = []
+
+    def work():
+        try:
+            serve(stream, executes or mesh_process.Pretends())
+            stream.close("the run has ended")
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield stream, raised
+    stream.close("the test has ended", 0.1)
+    thread.join(30)
+    assert not thread.is_alive()
