@@ -98,6 +98,20 @@ class Meshes:
             self._driver.lost(name, "leaves, because it was asked to stop")
             self._leader.dismiss(name, "it was asked to stop")
 
+    def places(self) -> dict[str, dict[str, Any]]:
+        """Where the meshes are that are there, and when each was heard: see `records.status`."""
+        with self._changed:
+            members = [one.member for one in self._there.values()]
+        clock = time.time() - time.monotonic()
+        return {
+            one.name: {
+                "host": one.address.rpartition(":")[0],
+                "process": None,
+                "heard": clock + one.heard,
+            }
+            for one in members
+        }
+
     def close(self) -> None:
         """The driver has ended."""
         with self._changed:
