@@ -23,7 +23,7 @@ from digen_jax.errors import ConfigError, check_positive, check_range
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.leader import Leader
-from digen_jax.remote.member import Member
+from digen_jax.remote.mesh import Mesh
 from digen_jax.remote.messages import write
 from digen_jax.remote.server import STREAMS
 from digen_jax.remote.wire import GRACE, HELLO, OPTIONS, PACKAGE, Wire
@@ -119,7 +119,7 @@ def measure(meshes: int, rate: float, seconds: float = 10.0) -> Load:
         time.sleep(seconds)
         idle = (time.process_time() - used) / (time.perf_counter() - begin)
         begin = time.perf_counter()
-        for asked in [member.ask(_encode(member)) for member in members]:
+        for asked in [mesh.ask(_encode(mesh)) for mesh in members]:
             asked.result(LONGEST)
         at_once = time.perf_counter() - begin
         paced = _timed(members, rate, seconds)
@@ -128,9 +128,9 @@ def measure(meshes: int, rate: float, seconds: float = 10.0) -> Load:
 
 
 @contextmanager
-def _led(wire: Wire, meshes: int) -> Iterator[tuple[list[Member], float]]:
+def _led(wire: Wire, meshes: int) -> Iterator[tuple[list[Mesh], float]]:
     """(the members of a leader, seconds until they had joined)."""
-    ready: queue.SimpleQueue[Member] = queue.SimpleQueue()
+    ready: queue.SimpleQueue[Mesh] = queue.SimpleQueue()
     leader = Leader(wire.identity, ready.put)
     server, port = wire.server(f"{HOST}:0", [leader.service])
     begin = time.perf_counter()
@@ -141,7 +141,7 @@ def _led(wire: Wire, meshes: int) -> Iterator[tuple[list[Member], float]]:
         yield members, time.perf_counter() - begin
     except queue.Empty:
         raise ConfigError(
-            f"{len(leader.members)} of {meshes} meshes joined in {LONGEST:g} s: allow more open files (ulimit -n), or "
+            f"{len(leader.meshes)} of {meshes} meshes joined in {LONGEST:g} s: allow more open files (ulimit -n), or "
             "choose fewer by --meshes"
         ) from None
     finally:
@@ -161,11 +161,11 @@ def _begin(wire: Wire, address: str, share: range) -> subprocess.Popen:
     return process
 
 
-def _encode(member: Member) -> Callable[[int], Encode]:
-    return lambda serial: Encode(serial, member.name, 0)
+def _encode(mesh: Mesh) -> Callable[[int], Encode]:
+    return lambda serial: Encode(serial, mesh.name, 0)
 
 
-def _timed(members: Sequence[Member], rate: float | None, seconds: float) -> Rate:
+def _timed(members: Sequence[Mesh], rate: float | None, seconds: float) -> Rate:
     """Commands to the members in turn, at a rate; None: one for each of them on its way."""
     took: list[float] = []
     asked: collections.deque = collections.deque()
@@ -187,9 +187,9 @@ def _timed(members: Sequence[Member], rate: float | None, seconds: float) -> Rat
     return Rate(count / elapsed, 1000 * found[49], 1000 * found[98], 1000 * used / count)
 
 
-def _ask(member: Member, took: list[float]) -> object:
+def _ask(mesh: Mesh, took: list[float]) -> object:
     begin = time.perf_counter()
-    asked = member.ask(_encode(member))
+    asked = mesh.ask(_encode(mesh))
     asked.add_done_callback(lambda _: took.append(time.perf_counter() - begin))
     return asked
 

@@ -13,6 +13,7 @@ import grpc
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.member import Keepalive, Member
+from digen_jax.remote.mesh import Mesh
 from digen_jax.remote.messages import Unreadable
 from digen_jax.remote.server import STREAMS, loop
 from digen_jax.remote.wire import SILENCE, hello_of, service
@@ -23,12 +24,12 @@ NAME = 100  # characters of a mesh's name
 
 
 class Leader:
-    """The service Control, with the processes that have joined by name.
+    """The service Control, with the meshes whose processes have joined by name.
 
     Args:
       identity: of the run; a process with another one is refused.
-      joined, lost: called in one thread with a member that is ready for commands, and with such a one that is
-        lost, after its calls have ended, unless it was dismissed. `lost` gets a reason, too.
+      joined, lost: called in one thread with a mesh that is ready for commands, and with such a one that is lost,
+        after its calls have ended, unless it was dismissed. `lost` gets a reason, too.
       transfer: the address at which this process offers transfers between devices; "": it offers none.
       step: the present one.
     """
@@ -36,13 +37,13 @@ class Leader:
     def __init__(
         self,
         identity: Identity,
-        joined: Callable[[Member], None] = lambda member: None,
-        lost: Callable[[Member, str], None] = lambda member, why: None,
+        joined: Callable[[Mesh], None] = lambda mesh: None,
+        lost: Callable[[Mesh, str], None] = lambda mesh, why: None,
         keepalive: Keepalive | None = None,
         transfer: str = "",
         step: Callable[[], int] = lambda: 0,
     ):
-        self.members: dict[str, Member] = {}
+        self.meshes: dict[str, Mesh] = {}
         self._identity, self._joined, self._lost = identity, joined, lost
         self._keepalive, self._transfer = keepalive or Keepalive(), transfer
         self._step = step
@@ -64,36 +65,36 @@ class Leader:
         """Those of these meshes that are not ready in time."""
 
         def missing() -> set[str]:
-            return names - {name for name, member in self.members.items() if member.ready}
+            return names - {name for name, mesh in self.meshes.items() if mesh.ready}
 
         with self._changed:
             self._changed.wait_for(lambda: not missing(), seconds)
             return missing()
 
     def give_up(self, name: str, why: str) -> None:
-        """Ends a member's stream, without the call of `lost`; whatever waits for it gets an error."""
+        """Ends a mesh's streams, without the call of `lost`; whatever waits for it gets an error."""
         with self._changed:
-            member = self.members.get(name)
-        if member is not None:
-            self._ended(member, why, known=True)
+            mesh = self.meshes.get(name)
+        if mesh is not None:
+            self._ended(mesh, why, known=True)
 
     def dismiss(self, name: str, why: str) -> None:
-        """Tells a member to end after the commands that it works on; `lost` is not called for it."""
+        """Tells a mesh to end after the commands that it works on; `lost` is not called for it."""
         with self._changed:
-            member = self.members.get(name)
-        if member is not None:
-            member.dismiss(why)
+            mesh = self.meshes.get(name)
+        if mesh is not None:
+            mesh.dismiss(why)
 
     def close(self, reason: str = "the run has ended", seconds: float = 2.0) -> None:
         """Tells all processes that the run ends, and waits a little until they have left."""
         self._closed.set()
         with self._changed:
-            for member in self.members.values():
-                member.dismiss(reason)
-            self._changed.wait_for(lambda: not self.members, seconds)
-            left = list(self.members.values())
-        for member in left:
-            self._ended(member, "does not leave", known=True)
+            for mesh in self.meshes.values():
+                mesh.dismiss(reason)
+            self._changed.wait_for(lambda: not self.meshes, seconds)
+            left = list(self.meshes.values())
+        for mesh in left:
+            self._ended(mesh, "does not leave", known=True)
         self._calls.close()
 
     # ------------------------------------------------------------------------ in the servers' thread
@@ -109,7 +110,7 @@ class Leader:
             async for order in member.orders():
                 await context.write(order)
         except asyncio.CancelledError:
-            self._ended(member, "has lost its connection")
+            self._left(member, "has lost its connection")
             raise
         finally:
             del self._streams[member]
@@ -132,39 +133,53 @@ class Leader:
         sentence = self._identity.difference(hello.config, hello.code)
         if sentence is not None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-        if hello.process:
+        if hello.process >= max(1, hello.processes):
             await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"it is process {hello.process} of its mesh, but a mesh of several processes cannot be led yet",
+                grpc.StatusCode.INVALID_ARGUMENT, f"its mesh has no process {hello.process}"
             )
-        self._replaced(hello.mesh)
-        member = Member(hello, self._keepalive)
-        with self._changed:
-            there, full = hello.mesh in self.members, len(self.members) >= STREAMS
-            if not (there or full or self._closed.is_set()):
-                self.members[hello.mesh] = member
-                return member
-        if full or self._closed.is_set():
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"there are {STREAMS} meshes already, or the run ends",
-            )
+        self._replaced(hello)
+        member, why = self._entered(hello)
+        if member is not None:
+            return member
+        if why is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         # It may try again for so long: the other one is perhaps lost.
         context.set_trailing_metadata([(SILENCE, str(self._keepalive.silence))])
         return await context.abort(
             grpc.StatusCode.ALREADY_EXISTS,
-            f"{hello.mesh} has joined already: give each process a mesh of its own, or end the other one",
+            f"{Member(hello).name} has joined already: give each process a mesh of its own, or end the other one",
         )
 
-    def _replaced(self, name: str) -> None:
+    def _entered(self, hello: pb.Hello) -> tuple[Member | None, str | None]:
+        """(the member of a hello, why there cannot be one); neither: there is one already."""
+        member, processes = Member(hello, self._keepalive), max(1, hello.processes)
+        with self._changed:
+            if (
+                self._closed.is_set()
+                or sum(len(m.members) for m in self.meshes.values()) >= STREAMS
+            ):
+                return None, f"there are {STREAMS} processes already, or the run ends"
+            mesh = self.meshes.get(hello.mesh)
+            if mesh is None:
+                mesh = Mesh(hello.mesh, processes, self._keepalive.silence, self._ended)
+                self.meshes[hello.mesh] = mesh
+            if mesh.processes != processes:
+                return None, f"{hello.mesh} has {mesh.processes} processes, not {processes}"
+            if hello.process in mesh.members or mesh.dismissed is not None:
+                return None, None
+            mesh.members[hello.process] = member
+            return member, None
+
+    def _replaced(self, hello: pb.Hello) -> None:
         """Where another process comes in its place, half the silence is enough for a member to be lost."""
         with self._changed:
-            member = self.members.get(name)
+            mesh = self.meshes.get(hello.mesh)
+            member = mesh and mesh.members.get(hello.process)
         if member is None:
             return
         silent = time.monotonic() - member.heard
         if silent > self._keepalive.silence / 2:
-            self._ended(
+            self._left(
                 member,
                 f"has been silent for {silent:.1f} seconds, and another process comes in its place",
             )
@@ -192,37 +207,55 @@ class Leader:
         except Exception as error:  # a mistake of this code
             traceback.print_exception(error)
         finally:
-            self._ended(member, why)
+            self._left(member, why)
 
     async def _is_ready(self, member: Member) -> None:
-        if member.ready:
-            return
-        # Its first order: since its welcome steps may have ended.
         last = await asyncio.to_thread(self._step) - 1
-        member.tell(functools.partial(Update, worker=TRAINER, step=last, update=0))
         with self._changed:
-            if member.why is not None:
+            mesh = self.meshes.get(member.mesh)
+            if member.ready or member.why is not None or mesh is None:
                 return
             member.ready = True
-            self._calls.submit(self._joined, member)
+            if not mesh.ready:
+                return
+            # The first order of all: since their welcomes steps may have ended.
+            mesh.tell(functools.partial(Update, worker=TRAINER, step=last, update=0))
+            self._calls.submit(self._joined, mesh)
             self._changed.notify_all()
 
     # --------------------------------------------------------------------------- in other threads
 
-    def _ended(self, member: Member, why: str, known: bool = False) -> None:
-        """A member ends, unless it has; `known`: whoever calls knows it."""
+    def _left(self, member: Member, why: str) -> None:
+        """A process's stream ends, and with it its mesh, unless that has ended or is dismissed."""
         member.end(why)
         with self._changed:
-            if self.members.get(member.name) is not member:
+            mesh = self.meshes.get(member.mesh)
+            if mesh is None or mesh.members.get(member.process) is not member:
                 return
-            del self.members[member.name]
+            if mesh.dismissed is not None and len(mesh.members) > 1:
+                del mesh.members[member.process]
+                return
+        if mesh.processes > 1:
+            self._ended(mesh, f"has lost process {member.process}, which {member.why}")
+        else:
+            self._ended(mesh, member.why)
+
+    def _ended(self, mesh: Mesh, why: str, known: bool = False) -> None:
+        """A mesh ends, unless it has; `known`: whoever calls knows it."""
+        ready = mesh.ready
+        mesh.end(why)
+        with self._changed:
+            if self.meshes.get(mesh.name) is not mesh:
+                return
+            del self.meshes[mesh.name]
             self._changed.notify_all()
-        if member.ready and not known and member.dismissed is None:
-            self._calls.submit(self._lost, member, member.why)
-        # The stream ends with a sentence, unless the process does not read.
-        loop().call_soon_threadsafe(
-            loop().call_later, self._keepalive.ping, self._break_off, member
-        )
+        if ready and not known and mesh.dismissed is None:
+            self._calls.submit(self._lost, mesh, mesh.why)
+        # Their streams end with a sentence, unless a process does not read.
+        for member in mesh.members.values():
+            loop().call_soon_threadsafe(
+                loop().call_later, self._keepalive.ping, self._break_off, member
+            )
 
     def _break_off(self, member: Member) -> None:
         stream = self._streams.get(member)
@@ -238,13 +271,13 @@ class Leader:
             now = time.monotonic()
             slept, before = max(0.0, now - before - 2 * every), now
             with self._changed:
-                members = list(self.members.values())
+                members = [one for mesh in self.meshes.values() for one in mesh.members.values()]
             for member in members:
                 member.heard += slept
                 if member.why is not None:  # it does not read
-                    self._ended(member, member.why)
+                    self._left(member, member.why)
                 elif now - member.heard > silence:
-                    self._ended(member, f"has been silent for {silence:g} seconds")
+                    self._left(member, f"has been silent for {silence:g} seconds")
                 elif now - member.pinged >= ping:
                     member.ping()
 

@@ -3,10 +3,9 @@
 import asyncio
 import collections
 import dataclasses
-import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 
@@ -51,6 +50,8 @@ class Member:
     """A mesh's process, from its hello to its end. For any thread, but for `orders`.
 
     Attributes:
+      mesh: its mesh's name.
+      process: its number within the mesh.
       heard: when it said something last, by `time.monotonic`.
       pinged: when it was asked to say something.
       ready: for commands.
@@ -60,7 +61,9 @@ class Member:
     """
 
     def __init__(self, hello: pb.Hello, keepalive: Keepalive | None = None):
-        self.name, self.devices = hello.mesh, hello.devices
+        several = hello.processes > 1
+        self.name = f"{hello.mesh}, process {hello.process}," if several else hello.mesh
+        self.mesh, self.process, self.devices = hello.mesh, hello.process, hello.devices
         self.address, self.transfer = hello.address, hello.transfer
         self.heard = self.pinged = time.monotonic()
         self.ready, self.asked = False, 0
@@ -71,30 +74,27 @@ class Member:
         self._ping = False  # to send
         self._more = asyncio.Event()
         self._asked: dict[int, tuple[Command, Asked]] = {}
-        self._serials = itertools.count()
         self._lock = threading.Lock()
 
-    def ask(self, make: Callable[[int], Command]) -> Asked:
-        """Sends the command that `make` makes of its serial; the future has its `Completed`.
+    def ask(self, command: Command) -> Asked:
+        """Sends a command, whose serial no other one has; the future has its `Completed`.
 
         The future has an error as soon as the command has failed (see `failures`) or the process is lost (`Gone`).
         """
-        return self._send(make, Asked(self._keepalive.silence))
+        return self._send(command, Asked(self._keepalive.silence))
 
-    def tell(self, make: Callable[[int], Command]) -> None:
+    def tell(self, command: Command) -> None:
         """The same for a command that is not answered; a process that is lost gets none."""
         with suppress(Gone):
-            self._send(make, None)
+            self._send(command, None)
 
-    def _send(self, make: Callable[[int], Command], future: Asked | None) -> Asked | None:
+    def _send(self, command: Command, future: Asked | None) -> Asked | None:
         with self._lock:
             if self.why is not None or self.dismissed is not None:
                 raise Gone(f"{self.name} {self.why or f'was dismissed: {self.dismissed}'}")
             if len(self._orders) < WAITING:
-                serial = next(self._serials)
-                command = make(serial)
                 if future is not None:
-                    self._asked[serial] = command, future
+                    self._asked[command.serial] = command, future
                 self._put(pb.Order(command=write(command)))
                 return future
         self.end("does not read its commands")

@@ -58,9 +58,10 @@ def sample(recipe: Recipe, apart: Apart) -> None:
     _, family = recipe_model(recipe)
     known, pulls = known_nodes(recipe, family), open_pulls(apart.link, apart.host)
     where = role.mesh, role.devices, apart.host
+    within = dict(process=role.process, processes=role.processes)
     with (
         fitted(),
-        join(wire, apart.place.address, *where, known, pulls) as (following, link),
+        join(wire, apart.place.address, *where, known, pulls, **within) as (following, link),
         Interrupt(lambda number: _asked(following, number)),
         _rewards(recipe, role) as pool,
     ):

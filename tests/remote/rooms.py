@@ -36,7 +36,7 @@ class Room:
 
     def joined(self, name: str = "rollout 0"):
         assert self.said.get(timeout=30) == ("joined", name)
-        return self.leader.members[name]
+        return self.leader.meshes[name]
 
     def lost(self) -> tuple[str, str]:
         return self.said.get(timeout=30)

@@ -118,4 +118,4 @@ def test_a_mesh_that_comes_back_after_it_was_lost_changes_nothing(host, begin): 
         host.cable(True)
         code, errors = process.ends(10)
         assert code == STOPPED and "Traceback" not in errors
-        assert not room.leader.members and room.said.empty()
+        assert not room.leader.meshes and room.said.empty()
