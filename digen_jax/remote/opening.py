@@ -75,12 +75,15 @@ def lead(
 
     transfer = "" if pulls is None else pulls.address
     leader = Leader(wire.identity, met, lost, keepalive, transfer, step)
-    server = None
+    server, reason = None, "the run has ended"
     try:
         server, port = wire.server(address, [leader.service, link.lending.service, *others])
         yield leader, link, f"{address.rpartition(':')[0]}:{port}"
+    except BaseException:
+        reason = "the leader has failed"
+        raise
     finally:
-        leader.close()
+        leader.close(reason)
         link.close()
         if server is not None:
             server.stop(GRACE).wait(2 * GRACE)

@@ -68,7 +68,7 @@ def sample(recipe: Recipe, apart: Apart) -> None:
         rollout = build_rollout(recipe, own_devices(role), encoded)
         try_scorers(recipe, rollout.scorers)
         _serve(recipe, role, rollout, following, link, pool)
-    print("the run has ended", flush=True)
+    print(f"{role.mesh} ends: {following.reason}", flush=True)
 
 
 def _asked(following: Following, number: int) -> None:
