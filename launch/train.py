@@ -64,7 +64,7 @@ def main() -> int | None:
         join(*told)
     else:
         take_devices(apart.place)
-        prepare(apart.role.devices)
+        prepare(apart.role.own)
 
     from digen_jax.run.train import train
 

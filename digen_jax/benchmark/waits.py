@@ -4,12 +4,14 @@ import dataclasses
 import random
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from statistics import fmean
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from digen_jax.rewards import Scores
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.judging import Judged, then
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -94,15 +96,17 @@ class WaitingExecutors:
             time.sleep(max(0.0, end - time.perf_counter()))
             self.late.append(time.perf_counter() - end)
 
-    def to_score(self, command: Score) -> tuple[UInt8[np.ndarray, "b 1 1 3"], list[str], list]:
-        """The arguments of `score`."""
-        images = self._waits.images
-        seconds = self._waits.seconds(command)
-        return np.zeros((images, 1, 1, 3), np.uint8), [""] * images, [{"seconds": seconds}] * images
+    def score(self, command: Score, pool: RewardPool) -> Future[Judged]:
+        """Asks the reward below, which takes the command's seconds."""
+        images, seconds = self._waits.images, self._waits.seconds(command)
+        black = np.zeros((images, 1, 1, 3), np.uint8)
+        asked = pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
+        return then(
+            asked, lambda found: Judged(found.scores, found.scores.columns[:, 0], found.seconds)
+        )
 
-    def scored(self, command: Score, scores: Scores) -> Float[np.ndarray, "b"]:
-        """The scores, unchanged: only the scheduler reads them."""
-        return scores.columns[:, 0]
+    def scored(self, command: Score, judged: Judged) -> None:
+        """Only the scheduler reads the scores."""
 
     def end_step(self) -> dict[str, float]:
         """No metrics besides those that the driver measures."""

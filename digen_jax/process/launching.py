@@ -144,8 +144,16 @@ def join(
       ConfigError: as in `detected`, or the first process cannot be reached.
     """
     place = detected(coordinator, processes, process, seconds)
-    if place is None:
-        return
+    if place is not None:
+        join_job(place, seconds)
+
+
+def join_job(place: Place, seconds: float = MEETING) -> None:
+    """As `join`, of a place that is known.
+
+    Raises:
+      ConfigError: the first process cannot be reached.
+    """
     if place.process:
         reach(place.host, place.port, seconds)
     elif place.processes > 1:
@@ -167,7 +175,7 @@ def join(
             initialization_timeout=int(seconds) + 60,
         )
     except ValueError as error:
-        raise ConfigError(f"--coordinator={coordinator} does not work: {error}") from error
+        raise ConfigError(f"--coordinator={place.address} does not work: {error}") from error
     finally:
         late.cancel()
 

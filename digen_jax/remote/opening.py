@@ -1,7 +1,9 @@
 """Opens the two ends: the leader's, where its processes join, and that of a mesh's process."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+import grpc
 
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.remote import control_pb2 as pb
@@ -44,6 +46,7 @@ def lead(
     lost: Callable[[Member, str], None] = lambda member, why: None,
     keepalive: Keepalive | None = None,
     step: Callable[[], int] = lambda: 0,
+    others: Sequence[grpc.GenericRpcHandler] = (),
 ) -> Iterator[tuple[Leader, RemoteLink, str]]:
     """The leader's end: (who has joined, its link, the address at which it listens).
 
@@ -56,6 +59,7 @@ def lead(
       lost: as in `Leader`.
       keepalive: None: the usual one.
       step: the present one.
+      others: more services of its server.
 
     Raises:
       ConfigError: it cannot listen there.
@@ -71,7 +75,7 @@ def lead(
     leader = Leader(wire.identity, met, lost, keepalive, transfer, step)
     server = None
     try:
-        server, port = wire.server(address, [leader.service, link.lending.service])
+        server, port = wire.server(address, [leader.service, link.lending.service, *others])
         yield leader, link, f"{address.rpartition(':')[0]}:{port}"
     finally:
         leader.close()

@@ -2,7 +2,8 @@
 
 The structure travels with the arrays, and not from the taker's own programs: a fragment's samples depend on the
 algorithm, on what is stored and on how many images there are, and a taker need not have the sampler's programs. A node
-is a dict, a tuple, a list, None or one of the named tuples that the taker knows by name: nothing else can be made.
+is a dict, a tuple, a list, None, a text or one of the named tuples that the taker knows by name: nothing else can be
+made.
 """
 
 import json
@@ -15,11 +16,15 @@ import numpy as np
 from digen_jax.engine.packing import Endpoints
 from digen_jax.engine.sampler import EncodedPrompts
 from digen_jax.flow.sampling import Transitions
-from digen_jax.rewards.calling import Answer
+from digen_jax.rewards import Scores
+from digen_jax.rewards.exchanges import Exchange
+from digen_jax.runtime.image_statistics import Looks
+from digen_jax.runtime.judging import Judged
+from digen_jax.runtime.scores import Kept
 
 Tree = Any
 Leaf = jax.ShapeDtypeStruct
-OWN = (Transitions, Endpoints, EncodedPrompts, Answer)
+OWN = (Transitions, Endpoints, EncodedPrompts, Judged, Scores, Exchange, Looks, Kept)
 KEYS = ("fry", "rbg", "urbg")  # JAX's own generators, as their types' names have them
 TYPES = {
     name: jax.numpy.dtype(name)
@@ -84,6 +89,8 @@ def _outlined(tree: Tree, known: Mapping[str, type], arrays: list[Any]) -> Any:
         return {type(tree).__name__: [inside(part) for part in tree]}
     if type(tree) in (bool, int, float):
         return {"number": repr(tree), "type": type(tree).__name__}
+    if type(tree) is str:
+        return {"text": tree}
     return _leaf(tree, arrays)
 
 
@@ -146,6 +153,10 @@ class Outline:
             raise ValueError(f"an outline of more than {DEEPEST} levels")
         if described is None or "number" in described:
             return []
+        if "text" in described:
+            if not isinstance(described["text"], str):
+                raise ValueError("a text that is none")
+            return []
         if "array" not in described:
             found = described.get("dict")
             parts = found.values() if found is not None else _parts(described)
@@ -171,6 +182,8 @@ class Outline:
         if "number" in described:
             kinds = {"bool": lambda text: text == "True", "int": int, "float": float}
             return kinds[described["type"]](described["number"]) if number is None else number
+        if "text" in described:
+            return described["text"]
         if "dict" in described:
             return {k: self._made(v, leaves, number) for k, v in described["dict"].items()}
         parts = [self._made(part, leaves, number) for part in _parts(described)]

@@ -1,16 +1,19 @@
 """A sampling mesh in another process, with the interface of its executor."""
 
 import functools
+import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
-import numpy as np
-from jaxtyping import UInt8
-
-from digen_jax import rewards
 from digen_jax.remote.leader import Member
-from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.clock import elsewhere
-from digen_jax.runtime.link import ImagesOf
+from digen_jax.runtime.judging import Judge, Judged, failed, ready
+from digen_jax.runtime.link import ScoresOf
+from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
@@ -22,8 +25,11 @@ from digen_jax.scheduling.commands import (
     Generate,
     Publication,
     Publish,
+    Score,
     Update,
 )
+
+PAUSE = 1.0  # seconds before scores that have not come are asked for again
 
 
 class RemoteSampler:
@@ -32,8 +38,6 @@ class RemoteSampler:
     A call ends with an error as soon as the process is lost or `give_up` was called, so that no thread waits for it.
 
     Attributes:
-      images: of decoded fragments, not yet scored.
-      answers: what the rewards on its mesh have said of them.
       devices: of its mesh.
       member: its process.
 
@@ -45,8 +49,6 @@ class RemoteSampler:
     def __init__(self, member: Member, link: RemoteLink, give_up: Callable[[str, str], None]):
         """`give_up` ends a process's stream, by its name: `Leader.give_up`."""
         self.name, self.devices = member.name, member.devices
-        self.images: dict[Fragment, UInt8[np.ndarray, "b t h w 3"]] = {}
-        self.answers: dict[Fragment, rewards.Answers] = {}
         self.given_up = False
         self.member, self._link, self._give_up = member, link, give_up
 
@@ -64,18 +66,29 @@ class RemoteSampler:
         self._do(functools.partial(Generate, **of))
 
     def decode(self, fragment: Fragment) -> None:
-        """Has a fragment's images decoded, and fetches them; those of a dropped one are not there."""
+        """Has a fragment's images decoded, which stay there."""
         self._do(functools.partial(Decode, worker=self.name, fragment=fragment))
-        key = ImagesOf(self.name, fragment)
-        found = self._link.fetch(key, TRAINER)
-        if found is not None and not self.given_up:
-            self.images[fragment], self.answers[fragment] = found
-        self._link.withdraw(key)
+
+    def score(self, fragment: Fragment, judge: Judge | None = None) -> Future[Judged | None]:
+        """Has a decoded fragment scored by the rewards of its process, beside its other work; returns at once.
+
+        The future has None for a fragment that was dropped. It raises the errors of the rewards there as
+        `Judge.submit`'s does; Gone, if the process is lost.
+        """
+        found: Future = Future()
+        make = functools.partial(Score, fragment=fragment, maker=self.name)
+        try:
+            asked = self.member.ask(make)
+        except Gone as error:
+            return failed(error)
+        asked.add_done_callback(lambda done: self._answered(found, fragment, done))
+        return found
+
+    def scored(self, fragment: Fragment) -> None:
+        """The scores are here: the process has freed the images when it sent them."""
 
     def drop_fragment(self, fragment: Fragment) -> None:
         """Frees all data of a fragment."""
-        self.images.pop(fragment, None)
-        self.answers.pop(fragment, None)
         self.member.tell(functools.partial(DropFragments, fragments=(fragment,)))
 
     def drop_weights(self, publication: Publication) -> None:
@@ -97,3 +110,39 @@ class RemoteSampler:
         with elsewhere(asked.so_far) as counts:
             done = asked.result()  # it ends with the member at the latest
             counts(done.seconds, done.parts)
+
+    def _answered(self, found: Future, fragment: Fragment, done: Future) -> None:
+        """Completes a future of scores in a thread of its own: this one may be gRPC's."""
+        arrived = time.perf_counter()
+
+        def complete() -> None:
+            try:
+                found.set_result(self._taken(fragment, done, arrived))
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=complete, name=f"scores {self.name}", daemon=True).start()
+
+    def _taken(self, fragment: Fragment, done: Future, arrived: float) -> Judged | None:
+        """What the process has offered before its answer, which came at `arrived`."""
+        done.result()
+        key = ScoresOf(self.name, fragment)
+        found: Judged | None = self._fetched(key)
+        if found is None:
+            return None
+        self._link.withdraw(key)
+        exchanges = moved(found.exchanges, arrived)
+        return found._replace(looks=ready(found.looks), exchanges=exchanges)
+
+    def _fetched(self, key: ScoresOf) -> Judged | None:
+        """An offered tree; a process that does not give it twice in a row is lost."""
+        try:
+            return self._link.fetch(key, TRAINER)
+        except LinkError:
+            time.sleep(PAUSE)
+        try:
+            return self._link.fetch(key, TRAINER)
+        except LinkError as error:
+            print(f"{self.name} is given up: {error}", file=sys.stderr, flush=True)
+            self.member.break_off()
+            raise Gone(str(error)) from error

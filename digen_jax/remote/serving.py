@@ -5,6 +5,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
 from digen_jax.process.ending import Stopped, hangs
@@ -12,8 +13,10 @@ from digen_jax.process.exhausted import out_of_memory
 from digen_jax.remote.failures import failed
 from digen_jax.remote.following import Following
 from digen_jax.remote.link import RemoteLink
-from digen_jax.rewards.calling import Answer
-from digen_jax.runtime.link import ImagesOf
+from digen_jax.rewards.exchanges import moved
+from digen_jax.runtime.image_statistics import Looks
+from digen_jax.runtime.judging import Judge, Judged, then
+from digen_jax.runtime.link import ScoresOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.runtime.worker import Line
@@ -27,6 +30,7 @@ from digen_jax.scheduling.commands import (
     Generate,
     Publication,
     Publish,
+    Score,
     Update,
 )
 from digen_jax.scheduling.events import Completed
@@ -38,15 +42,18 @@ class Executes(Protocol):
     def do(self, command: Command) -> None:
         """Executes a command that is answered; returns when its work is done."""
 
+    def score(self, fragment: Fragment) -> Future[tuple[float, ...]]:
+        """Has a decoded fragment scored: the value of each image. Returns at once."""
+
     def drop(self, command: Command) -> None:
         """Executes a command that is not answered, at once, beside the others."""
 
 
 class Sampling:
-    """A `SamplingExecutor` and the steps of its process, as the leader's commands use them."""
+    """A `SamplingExecutor`, the steps of its process and its judge, as the leader's commands use them."""
 
-    def __init__(self, executor: SamplingExecutor, steps: Steps, link: RemoteLink):
-        self._executor, self._steps, self._link = executor, steps, link
+    def __init__(self, executor: SamplingExecutor, steps: Steps, link: RemoteLink, judge: Judge):
+        self._executor, self._steps, self._link, self._judge = executor, steps, link, judge
         self._receiving: set[Publication] = set()
         self._dropped: set[Publication] = set()  # while they were received
         self._lock = threading.Lock()
@@ -59,9 +66,18 @@ class Sampling:
             case Generate():
                 self._executor.generate(command.fragment, command.publication)
             case Decode():
-                self._decode(command.fragment)
+                self._executor.decode(command.fragment)
             case Publish():
                 self._receive(command.publication)
+
+    def score(self, fragment: Fragment) -> Future[tuple[float, ...]]:
+        """See `Executes`. The images stay here until the rewards have scored them."""
+        judged = self._executor.score(fragment, self._judge)
+
+        def seen(found: Judged) -> Future[tuple[float, ...]]:
+            return then(found.looks, lambda looks: self._scored(fragment, found, looks))
+
+        return then(judged, seen)
 
     def drop(self, command: Command) -> None:
         """See `Executes`."""
@@ -80,20 +96,24 @@ class Sampling:
             case Update():
                 self._steps.forget(command.step + 1)
 
-    def _decode(self, fragment: Fragment) -> None:
-        self._executor.decode(fragment)
-        images = self._executor.images.pop(fragment, None)
-        answers = self._executor.answers.pop(fragment, ())
-        if images is None:
-            return
-        sent = images, [(*of, _sent(answer)) for *of, answer in answers]
-        self._link.offer(ImagesOf(self._executor.name, fragment), sent)
-        if not fragment.evaluation and self._steps.find(fragment) is None:
+    def _scored(self, fragment: Fragment, found: Judged, looks: Looks) -> tuple[float, ...]:
+        """Offers what the leader needs of a fragment's images, which are freed."""
+        self._executor.scored(fragment)
+        if self._wanted(fragment):
+            # The leader's clock is another one: times are before now.
+            ago = moved(found.exchanges, -time.perf_counter())
+            sent = found._replace(looks=looks, exchanges=ago)
+            self._link.offer(ScoresOf(self._executor.name, fragment), sent)
+        if not self._wanted(fragment):
             self._forget(fragment)
+        return tuple(map(float, found.values))
+
+    def _wanted(self, fragment: Fragment) -> bool:
+        return fragment.evaluation or self._steps.find(fragment) is not None
 
     def _forget(self, fragment: Fragment) -> None:
         self._executor.drop_fragment(fragment)
-        self._link.withdraw(ImagesOf(self._executor.name, fragment))
+        self._link.withdraw(ScoresOf(self._executor.name, fragment))
 
     def _receive(self, publication: Publication) -> None:
         with self._lock:
@@ -107,11 +127,6 @@ class Sampling:
                 self._dropped.discard(publication)
             if dropped:
                 self._executor.drop_weights(publication)
-
-
-def _sent(answer: Answer) -> Answer:
-    """What a reward says as a tree that can be sent; one that runs on a mesh has asked no servers."""
-    return answer._replace(shown=dict(answer.shown), exchanges=())
 
 
 def serve(following: Following, executes: Executes) -> None:
@@ -129,6 +144,8 @@ def serve(following: Following, executes: Executes) -> None:
                     publisher.submit(_answer, following, executes.do, command)
                 case Encode() | Generate() | Decode():
                     main.submit(_answer, following, executes.do, command)
+                case Score():
+                    _answer_later(following, executes, command)
                 case DropVersion() | DropFragments() | Update():
                     executes.drop(command)
                 case _:
@@ -149,14 +166,39 @@ def _answer(following: Following, do: Callable[[Command], None], command: Comman
     try:
         with following.does(command) as stopwatch:
             do(command)
-    # Any error: the leader decides, as it does where a mesh of its own process fails.
     except Exception as error:
-        event = failed(command, error)
-        if event.kind or out_of_memory(error):
-            print(f"{following.name}: {event.reason}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exception(error)
-        following.report(event)
+        _fail(following, command, error)
     else:
         parts = stopwatch.parts_ago()
         following.report(Completed(time.monotonic(), command, stopwatch.seconds, parts=parts))
+
+
+def _answer_later(following: Following, executes: Executes, command: Score) -> None:
+    """Has a fragment scored, and reports what became of it when that is known."""
+    began = time.monotonic()
+
+    def scored(done: Future) -> None:
+        try:
+            values = done.result()
+        except CancelledError:
+            pass  # this process ends
+        except BaseException as error:
+            _fail(following, command, error)
+        else:
+            now = time.monotonic()
+            following.report(Completed(now, command, now - began, values))
+
+    try:
+        executes.score(command.fragment).add_done_callback(scored)
+    except Exception as error:
+        _fail(following, command, error)
+
+
+def _fail(following: Following, command: Command, error: BaseException) -> None:
+    """Reports an error of any type: the leader decides, as it does where a mesh of its own process fails."""
+    event = failed(command, error)
+    if event.kind or out_of_memory(error):
+        print(f"{following.name}: {event.reason}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+    following.report(event)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -158,11 +158,15 @@ class RewardPool:
         Raises:
           Exception: see `final`.
         """
+        return self.insist(lambda: self.submit(images, prompts, metadata, known)).scores
+
+    def insist(self, ask: Callable[[], Future]) -> Any:
+        """Waits for what a future of this pool has; asks again where a reward fails. Raises as `score`."""
         for left in reversed(range(self._retries + 1)):
-            future = self.submit(images, prompts, metadata, known)
+            future = ask()
             error = future.exception()
             if error is None:
-                return future.result().scores
+                return future.result()
             if not may_pass(error):
                 raise error
             if left:

@@ -1,4 +1,4 @@
-"""The other processes of a run: they execute the announcements of the first one, and keep no records."""
+"""The other processes of the trainer's mesh: they execute the announcements of the first one, and keep no records."""
 
 import functools
 import json
@@ -20,17 +20,24 @@ from digen_jax.process.interrupt import Interrupt
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.run.opening import place_here
+from digen_jax.run.own_mesh import build_trainer
 from digen_jax.run.positions import Position, Positions
+from digen_jax.run.roles import Trains
 from digen_jax.run.scorers import try_scorers
+from digen_jax.run.workdir import check_shared
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
+from digen_jax.runtime.judging import Judged
+from digen_jax.runtime.link import Link
 from digen_jax.runtime.orders import leave, orders
 from digen_jax.runtime.scores import received
 from digen_jax.scheduling.commands import Publication
 
 
-def follow_run(recipe: Recipe, workdir: pathlib.Path) -> int | None:
+def follow_run(recipe: Recipe, workdir: pathlib.Path, mesh: Trains | None = None) -> int | None:
     """Takes part in a run that the first process leads, and ends as `run.train` does there.
+
+    `mesh` is the trainer's where others sample; None: all devices of the run sample and train.
 
     Raises:
       ConfigError: the mistake that the first process found.
@@ -38,7 +45,7 @@ def follow_run(recipe: Recipe, workdir: pathlib.Path) -> int | None:
     jax.devices()  # in the other processes this call waits for this process
     with Interrupt() as interrupt:
         try:
-            error, code = _follow(recipe, workdir, orders(interrupt))
+            error, code = _follow(recipe, workdir, orders(interrupt), mesh)
         except BaseException as failure:
             leave(failure)
     if error is not None:
@@ -47,13 +54,16 @@ def follow_run(recipe: Recipe, workdir: pathlib.Path) -> int | None:
 
 
 def _follow(
-    recipe: Recipe, workdir: pathlib.Path, told: Iterator[tuple[str, Any]]
+    recipe: Recipe,
+    workdir: pathlib.Path,
+    told: Iterator[tuple[str, Any]],
+    mesh: Trains | None,
 ) -> tuple[str | None, int | None]:
     """Follows until the announced end: (the mistake, the exit code)."""
     kind, value = next(told)
     if kind == "end":
         return value
-    prepared, mistake = _tried(lambda: _prepared(recipe, workdir, json.loads(value)))
+    prepared, mistake = _tried(lambda: _prepared(recipe, workdir, *json.loads(value), mesh))
     # Most mistakes occur in all processes: then the first one reports them.
     kind, value = next(told)
     if kind == "end":
@@ -61,7 +71,7 @@ def _follow(
     if mistake is not None:
         raise mistake
     recipe, positions, encoding, scorers = prepared
-    _, mistake = _tried(lambda: try_scorers(recipe, scorers))
+    _, mistake = _tried(lambda: scorers and try_scorers(recipe, scorers))
     kind, value = next(told)
     if kind == "end":
         return value
@@ -69,13 +79,14 @@ def _follow(
         raise mistake
     if encoding is not None:
         encoding.run()
-    system, mistake = _tried(lambda: build(recipe, jax.devices()).with_scorers(scorers))
+    system, mistake = _tried(lambda: _built(recipe, scorers, mesh))
     kind, value = next(told)
     if kind == "end":
         return value
     if mistake is not None:
         raise mistake
-    with closing(Follower(recipe, workdir, system, positions)) as follower:
+    link = mesh and mesh.link
+    with closing(Follower(recipe, workdir, system, positions, link)) as follower:
         for kind, value in told:
             if kind == "end":
                 return value
@@ -90,29 +101,59 @@ def _tried(call: Callable[[], Any]) -> tuple[Any, ConfigError | None]:
         return None, error
 
 
+def _built(recipe: Recipe, scorers: tuple[Scoring, ...], mesh: Trains | None) -> System:
+    if mesh is not None:
+        return build_trainer(recipe, mesh.devices)
+    return build(recipe, jax.devices()).with_scorers(scorers)
+
+
 def _prepared(
-    recipe: Recipe, workdir: pathlib.Path, first: dict[str, Any]
+    recipe: Recipe,
+    workdir: pathlib.Path,
+    first: dict[str, Any],
+    claim: str,
+    mesh: Trains | None,
 ) -> tuple[Recipe, Positions, Encoding | None, tuple[Scoring, ...]]:
-    """What is there before the model, in a process that follows; `first` is the leader's config.
+    """What is there before the model, in a process that follows.
+
+    Args:
+      recipe: as this process has it.
+      workdir: as this process sees it.
+      first: the leader's config.
+      claim: what the leader has written into the workdir.
+      mesh: as in `follow_run`.
 
     Returns:
       (the recipe on these devices, the run's positions, the prompts to encode, the rewards on the mesh).
     """
-    recipe = place_here(recipe)
+    recipe = place_here(recipe) if mesh is None else recipe
+    check_shared(workdir, claim)
     if recipe.as_json() != first:
         raise ConfigError(
             "this process got another config than the first one: start all processes with the same command"
         )
     positions = Positions(workdir, recipe)
     drawn = functools.partial(reached, recipe, workdir / "prompts", positions.oldest() or 0)
+    if mesh is not None:
+        return recipe, positions, prepare(recipe, mesh.devices, drawn, "trainer"), ()
     encoding = prepare(recipe, jax.devices(), drawn)
     return recipe, positions, encoding, read_scorers(recipe, jax.devices())
 
 
 class Follower:
-    """A process's part in a run: the parts of the first process without rewards, scheduler and records."""
+    """A process's part in a run: the parts of the first process without rewards, scheduler and records.
 
-    def __init__(self, recipe: Recipe, workdir: pathlib.Path, system: System, positions: Positions):
+    `link` reaches the first process where others sample; None: all devices of the run sample and train.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        workdir: pathlib.Path,
+        system: System,
+        positions: Positions,
+        link: Link | None = None,
+    ):
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
         self._positions = positions
         prompts = prompt_batches(
@@ -136,16 +177,17 @@ class Follower:
             prompts,
             found.done,
             kept,
+            link,
         )
 
     def do(self, kind: str, value: Any) -> None:
         """Executes one entry of the log."""
         match kind:
-            case "do":
+            case "do" | "delivered":
                 follow(self._executors, value)
             case "scored":
                 command, columns = value
-                self._executors.scored(command, received(columns))
+                self._executors.scored(command, Judged(received(columns)))
             case "save":
                 self._save(*value)
             case _:

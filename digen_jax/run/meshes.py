@@ -1,5 +1,6 @@
 """The leader's view of sampling meshes in other processes: they come before a run begins or later, and may go."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,18 +10,22 @@ from typing import Any
 from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError
-from digen_jax.process.launching import MEETING
+from digen_jax.process.launching import MEETING, Place, join_job
 from digen_jax.prompt_store import is_ahead, stored
+from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity, job_token
 from digen_jax.remote.leader import Leader, Member
 from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.meeting import Meeting, free_port, meet
 from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.sampling import RemoteSampler
+from digen_jax.remote.sharing import TrainerLink
 from digen_jax.remote.wire import Wire
 from digen_jax.run.own_mesh import known_nodes
-from digen_jax.run.roles import Apart
+from digen_jax.run.roles import Apart, Trains, own_devices
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.link import RowsOf
+from digen_jax.scheduling.commands import TRAINER
 
 LOOK = 0.5  # seconds between two looks at signals while meshes are waited for
 
@@ -29,11 +34,11 @@ class Meshes:
     """Sampling meshes by name, until a driver has them; from then on it is told who joins and who is lost.
 
     Attributes:
-      link: to their processes.
+      own: the trainer's mesh.
     """
 
     def __init__(self, names: list[str]):
-        self.link: RemoteLink | None = None
+        self.own: Trains | None = None
         self.step = 0  # the present one, at which a mesh that joins begins
         self._leader: Leader | None = None
         self._names = names  # that the config has
@@ -41,9 +46,9 @@ class Meshes:
         self._driver: Driver | None = None
         self._changed = threading.Condition()
 
-    def open(self, leader: Leader, link: RemoteLink) -> None:
-        """From now on meshes may join."""
-        self._leader, self.link = leader, link
+    def open(self, leader: Leader, own: Trains) -> None:
+        """The trainer's mesh is there."""
+        self._leader, self.own = leader, own
 
     def wait(self, seconds: float = MEETING, stops: Callable[[], Any] = lambda: None) -> None:
         """Waits until the config's meshes are ready for commands; goes on without those that do not come in time.
@@ -126,23 +131,75 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
     Raises:
       ConfigError: the token is missing, the address cannot be used, or the model's folder.
     """
-    wire = Wire(Identity.of(recipe.as_json(), job_token()), apart.tls)
+    wire, role = make_wire(recipe, apart), apart.role
     folder, family = recipe_model(recipe)
-    pulls = open_pulls(apart.link, apart.host)
     workers = recipe.placement.rollout.workers
     meshes = Meshes([f"rollout {number}" for number in range(workers)])
+    meeting, known = Meeting(wire.identity), {}
     with lead(
         wire,
         apart.bound,
-        known_nodes(recipe, family),
-        pulls,
+        known,
+        open_pulls(apart.link, apart.host),
         joined=meshes.joined,
-        lost=meshes.lost,
+        lost=functools.partial(_lost, meshes, meeting),
         step=lambda: meshes.step,
-    ) as (leader, link, address):
-        meshes.open(leader, link)
+        others=[meeting.service],
+    ) as (leader, link, _):
+        print(f"leads at {apart.place.address}: sampling meshes may join", flush=True)
+        if role.processes > 1:
+            job = Place(apart.host, free_port(), role.processes, 0, apart.place.devices)
+            meeting.note(TRAINER, job.address)
+            join_job(job)
+        # Not before: it may start JAX.
+        known.update(known_nodes(recipe, family))
         if is_ahead(recipe, family):
             encoded = stored(recipe, folder, family)
             link.make(RowsOf, lambda key: encoded.read(key.texts))
-        print(f"leads at {address}: sampling meshes may join", flush=True)
+        own = TrainerLink(link, 0, role.processes) if role.processes > 1 else link
+        meshes.open(leader, Trains(own_devices(role), own))
         yield meshes
+
+
+def _lost(meshes: Meshes, meeting: Meeting, member: Member, why: str) -> None:
+    meeting.forget(member.name)
+    meshes.lost(member, why)
+
+
+def join_trainer(recipe: Recipe, apart: Apart) -> Trains:
+    """Joins the trainer's mesh, whose first process leads.
+
+    Raises:
+      ConfigError: the leader refuses this process or does not come, or devices that do not suffice.
+    """
+    wire, role = make_wire(recipe, apart), apart.role
+    _, family = recipe_model(recipe)
+    become_one(wire, apart)
+    link = RemoteLink(wire, known_nodes(recipe, family))
+    link.meet(TRAINER, apart.place.address)
+    return Trains(own_devices(role), TrainerLink(link, role.process, role.processes))
+
+
+def make_wire(recipe: Recipe, apart: Apart) -> Wire:
+    """How a process of a run connects to the others.
+
+    Raises:
+      ConfigError: the token is missing.
+    """
+    return Wire(Identity.of(recipe.as_json(), job_token()), apart.tls)
+
+
+def become_one(wire: Wire, apart: Apart) -> None:
+    """Makes the processes of a mesh one job of JAX, which must not have started; nothing where there is one process.
+
+    Raises:
+      ConfigError: the leader refuses this process, or the others do not come.
+    """
+    role = apart.role
+    if role.processes == 1:
+        return
+    own = f"{apart.host}:{free_port()}" if not role.process else ""
+    hello = pb.Hello(mesh=role.mesh, process=role.process)
+    host, _, port = meet(wire, apart.place.address, hello, own, MEETING).rpartition(":")
+    place = Place(host.strip("[]"), int(port), role.processes, role.process, apart.place.devices)
+    join_job(place)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import jax
 
 from digen_jax.engine.placement import MeshSizes, OwnMesh
 from digen_jax.errors import ConfigError
@@ -15,16 +17,32 @@ from digen_jax.process.launching import (
     reach,
 )
 from digen_jax.remote.wire import Tls
+from digen_jax.runtime.link import Link
 from digen_jax.scheduling.commands import TRAINER
 
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """A process's mesh: its worker's name, which of the config's meshes it is, and its number of devices."""
+    """A process's part in a mesh.
+
+    Attributes:
+      mesh: the worker's name.
+      kind: which of the config's meshes it is.
+      devices: of the whole mesh.
+      process: its number within the mesh.
+      processes: of the mesh, each with the same number of devices.
+    """
 
     mesh: str
     kind: OwnMesh
     devices: int
+    process: int = 0
+    processes: int = 1
+
+    @property
+    def own(self) -> int:
+        """The devices of this process."""
+        return self.devices // self.processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,26 +120,70 @@ def _tls(files: Mapping[str, str | None]) -> Tls | None:
     return found
 
 
-def cast(sizes: MeshSizes, processes: int, process: int) -> Role:
-    """The role of a process by its number: the first one trains and leads, each of the others has a rollout mesh.
+@dataclasses.dataclass(frozen=True)
+class Trains:
+    """A process of the trainer's mesh where other processes sample: the mesh's devices, and the way to the others."""
+
+    devices: Sequence[jax.Device]
+    link: Link
+
+
+def own_devices(role: Role) -> list[jax.Device]:
+    """The devices of a process's mesh, after its processes have become one job of JAX.
 
     Raises:
-      ConfigError: there are more or fewer processes than meshes.
+      ConfigError: a process has too few.
     """
-    workers = sizes.rollout.workers
+    found = []
+    for process in range(role.processes):
+        its = [device for device in jax.devices() if device.process_index == process]
+        if len(its) < role.own:
+            raise ConfigError(
+                f"config.placement.{role.kind} has {role.devices} devices, so that each process of {role.mesh} needs "
+                f"{role.own}, and process {process} of it has {len(its)}: make it smaller, or start the processes "
+                "where they have more"
+            )
+        found += its[: role.own]
+    return found
+
+
+def cast(sizes: MeshSizes, processes: int, process: int) -> Role:
+    """The role of a process by its number: first come those of the trainer's mesh, then those of each rollout mesh.
+
+    With as many processes as meshes, each has one. Else all processes have equally many devices.
+
+    Raises:
+      ConfigError: the meshes cannot be divided so.
+    """
+    workers, trainer, rollout = sizes.rollout.workers, sizes.trainer.devices, sizes.rollout.devices
+    first, each = 1, 1
     if processes != 1 + workers:
-        raise ConfigError(
-            f"config.placement.rollout.workers = {workers}: start {1 + workers} processes, one that trains and one for "
-            f"each rollout mesh, not {processes}; or set config.placement.rollout.data = 0, and all processes sample "
-            "and train in turn"
-        )
-    if not process:
-        return Role(TRAINER, "trainer", sizes.trainer.devices)
-    return sampling(sizes, f"rollout {process - 1}")
+        total = trainer + workers * rollout
+        own = total // processes
+        if not own or total % processes or trainer % own or rollout % own:
+            raise ConfigError(
+                f"{processes} processes cannot share the meshes of config.placement, {_words(workers, rollout)} and "
+                f"one of {trainer} that trains: start {1 + workers}, one for each mesh, or so many that every one "
+                "has the same number of devices and all of them in one mesh; or set config.placement.rollout.data = "
+                "0, and all processes sample and train in turn"
+            )
+        first, each = trainer // own, rollout // own
+    if process < first:
+        return Role(TRAINER, "trainer", trainer, process, first)
+    number, within = divmod(process - first, each)
+    return sampling(sizes, f"rollout {number}", within, each)
 
 
-def sampling(sizes: MeshSizes, name: str) -> Role:
-    """The role of a rollout mesh; `name` is any that no other mesh of the run has.
+def _words(workers: int, devices: int) -> str:
+    return (
+        f"{workers} of {devices} devices that sample"
+        if workers > 1
+        else f"one of {devices} that samples"
+    )
+
+
+def sampling(sizes: MeshSizes, name: str, process: int = 0, processes: int = 1) -> Role:
+    """A part in a rollout mesh; `name` is any that no other mesh of the run has.
 
     Raises:
       ConfigError: the config has no rollout meshes.
@@ -131,4 +193,4 @@ def sampling(sizes: MeshSizes, name: str) -> Role:
             "config.placement.rollout.data = 0, so that the trainer's devices sample: there is no rollout mesh to "
             "start apart; set it to 1 or more"
         )
-    return Role(name, "rollout", sizes.rollout.devices)
+    return Role(name, "rollout", sizes.rollout.devices, process, processes)

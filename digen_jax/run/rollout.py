@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
-import jax
-
 from digen_jax.assemble import recipe_model, scheduled
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.encoding import Rows, Stored
@@ -22,19 +20,19 @@ from digen_jax.prompt_store import encoder_shapes, is_ahead
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.remote.following import Following
-from digen_jax.remote.identity import Identity, job_token
 from digen_jax.remote.link import LinkError, RemoteLink
 from digen_jax.remote.opening import join, open_pulls
 from digen_jax.remote.serving import Sampling, serve
-from digen_jax.remote.wire import Wire
 from digen_jax.rewards.built_in import on_mesh, resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
+from digen_jax.run.meshes import become_one, make_wire
 from digen_jax.run.own_mesh import build_rollout, known_nodes
-from digen_jax.run.roles import Apart
+from digen_jax.run.roles import Apart, own_devices
 from digen_jax.run.scorers import try_scorers
 from digen_jax.runtime.evaluation import HeldOut
+from digen_jax.runtime.judging import Judge
 from digen_jax.runtime.link import RowsOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
@@ -54,7 +52,8 @@ def sample(recipe: Recipe, apart: Apart) -> None:
       Stopped: the leader is lost.
     """
     role = apart.role
-    wire = Wire(Identity.of(recipe.as_json(), job_token()), apart.tls)
+    wire = make_wire(recipe, apart)
+    become_one(wire, apart)
     _, family = recipe_model(recipe)
     known, pulls = known_nodes(recipe, family), open_pulls(apart.link, apart.host)
     where = role.mesh, role.devices, apart.host
@@ -65,7 +64,7 @@ def sample(recipe: Recipe, apart: Apart) -> None:
         closing(_rewards(recipe)) as pool,
     ):
         encoded = _encoded(recipe, family, link, role.mesh) if is_ahead(recipe, family) else None
-        rollout = build_rollout(recipe, jax.local_devices(), encoded)
+        rollout = build_rollout(recipe, own_devices(role), encoded)
         try_scorers(recipe, rollout.scorers)
         _serve(recipe, rollout, following, link, pool)
     print("the run has ended", flush=True)
@@ -121,11 +120,12 @@ def _serve(
             recipe.algorithm.set_steps,
         )
         scorers = named(on_mesh(recipe.rewards), rollout.scorers)
-        executor = SamplingExecutor(
-            following.name, rollout, steps, HeldOut(held_out, settings), link, scorers
-        )
+        of_evaluation = HeldOut(held_out, settings)
+        executor = SamplingExecutor(following.name, rollout, steps, of_evaluation, link, scorers)
+        weights = recipe.advantages.reward_weights
+        judge = Judge(pool, weights, steps, of_evaluation, settings)
         print(f"{following.name} is ready, on {rollout.group.mesh.size} devices", flush=True)
-        serve(following, Sampling(executor, steps, link))
+        serve(following, Sampling(executor, steps, link, judge))
 
 
 def _batches(recipe: Recipe, cache: str, first: int) -> Iterator[list[dict[str, Any]]]:

@@ -29,7 +29,7 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.run.following import follow_run
-from digen_jax.run.meshes import Meshes, led
+from digen_jax.run.meshes import Meshes, join_trainer, led
 from digen_jax.run.opening import place_apart, place_run
 from digen_jax.run.own_mesh import build_trainer
 from digen_jax.run.positions import Position, Positions
@@ -38,7 +38,13 @@ from digen_jax.run.roles import Apart
 from digen_jax.run.rollout import sample
 from digen_jax.run.scorers import try_scorers
 from digen_jax.run.stopping import reason_to_stop
-from digen_jax.run.workdir import changes, claim_workdir, finished_step, mark_finished
+from digen_jax.run.workdir import (
+    changes,
+    claim_workdir,
+    claimed_by,
+    finished_step,
+    mark_finished,
+)
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Samples
 from digen_jax.runtime.log import read_log
@@ -65,14 +71,22 @@ def train(recipe: Recipe, workdir: pathlib.Path, apart: Apart | None = None) -> 
             recipe = place_apart(recipe)
             if apart.role.kind == "rollout":
                 return sample(recipe, apart)
+            if apart.role.process:
+                return follow_run(recipe, workdir, join_trainer(recipe, apart))
             with led(recipe, apart) as meshes:
-                return lead(recipe, workdir, Orders(), meshes)
+                return _lead(recipe, workdir, meshes)
         if not is_first():
             return follow_run(recipe, workdir)
-        with leading() as orders:
-            code = lead(place_run(recipe, workdir), workdir, orders)
-            orders.announce("end", (None, code))
-        return code
+        return _lead(recipe, workdir)
+
+
+def _lead(recipe: Recipe, workdir: pathlib.Path, meshes: Meshes | None = None) -> int | None:
+    with leading() as orders:
+        if meshes is None:
+            recipe = place_run(recipe, workdir)
+        code = lead(recipe, workdir, orders, meshes)
+        orders.announce("end", (None, code))
+    return code
 
 
 def lead(
@@ -113,18 +127,19 @@ class Run:
     ):
         self.recipe, self.workdir, self.orders, self.meshes = recipe, workdir, orders, meshes
         self.positions = Positions(workdir, recipe)
-        orders.announce("begin", json.dumps(recipe.as_json()))
+        devices = jax.devices() if meshes is None else meshes.own.devices
+        orders.announce("begin", json.dumps([recipe.as_json(), claimed_by(workdir)]))
         drawn = functools.partial(
             reached, recipe, workdir / "prompts", self.positions.oldest() or 0
         )
-        encoding = prepare(recipe, jax.devices(), drawn, "trainer" if meshes else None)
+        encoding = prepare(recipe, devices, drawn, "trainer" if meshes else None)
         found, pool = resolve(recipe.rewards, meshes=True), recipe.reward_pool
         deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(found, pool.processes, pool.retries, deadline.seconds)
         held_out = read_prompt_file(recipe.evaluation.prompts)
         files = *read_prompt_files(recipe.prompts.paths), held_out
         try:
-            scorers = () if meshes else read_scorers(recipe, jax.devices())
+            scorers = () if meshes else read_scorers(recipe, devices)
             check_canaries(found, self.rewards.score)
             try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
             orders.announce("try")
@@ -136,9 +151,9 @@ class Run:
                 if encoding is not None:
                     encoding.run()
             self.system = (
-                build_trainer(recipe, jax.devices())
+                build_trainer(recipe, devices)
                 if meshes
-                else build(recipe, jax.devices()).with_scorers(scorers)
+                else build(recipe, devices).with_scorers(scorers)
             )
             if encoding is None:
                 tell_prompts(recipe, self.system.policy.family)
@@ -285,7 +300,7 @@ class Run:
             self.watch,
             self.held_out,
             self.report.evaluated,
-            self.meshes and self.meshes.link,
+            self.meshes and self.meshes.own.link,
             samplers,
         )
 

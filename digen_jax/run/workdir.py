@@ -74,6 +74,28 @@ def _lock(workdir: Path) -> IO[str]:
     return claim
 
 
+def claimed_by(workdir: Path | str) -> str:
+    """The process that has claimed a workdir, in words."""
+    return (Path(workdir) / ".lock").read_text()
+
+
+def check_shared(workdir: Path | str, claim: str) -> None:
+    """Whether this process sees the workdir that another one has claimed, who says `claim`.
+
+    Raises:
+      ConfigError: it sees another folder.
+    """
+    try:
+        found = claimed_by(workdir)
+    except OSError:
+        found = "nobody"
+    if found != claim:
+        raise ConfigError(
+            f"{workdir} is another folder here, in use by {found}, than for the first process, where it is in use by "
+            f"{claim}: give all processes that train a --workdir on a disk that they share"
+        )
+
+
 def changes(workdir: Path | str, config: dict[str, Any]) -> dict[str, str]:
     """Differences to the config of the run in a workdir: by field, "before -> now".
 

@@ -20,6 +20,7 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch
 from digen_jax.runtime.executors import Executor, Samples
+from digen_jax.runtime.judging import Judged
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
 from digen_jax.runtime.scores import sent
@@ -230,9 +231,9 @@ class Driver:
     def _send(self, command: Command) -> None:
         worker = getattr(command, "worker", None)
         if isinstance(command, Score):
-            asked, begin = self.executor.to_score(command), self.now()
-            future = self._rewards.submit(*asked)
-            future.add_done_callback(lambda done: self._scored(command, begin, done))
+            asked = self.now()
+            future = self.executor.score(command, self._rewards)
+            future.add_done_callback(lambda done: self._scored(command, asked, done))
         elif worker == TRAINER or isinstance(command, Evaluate):
             self._inbox.put(command)
         elif worker is None:
@@ -289,6 +290,9 @@ class Driver:
                 return self._failed(worker, line, command, error)
             if isinstance(command, Decode | Deliver | Publish):
                 worker.failed[line] = 0
+            if isinstance(command, Deliver):
+                # The trainer's other processes take it from this one, before they train on it.
+                self._orders.announce("delivered", command)
             self._completed(command, begin, stopwatch.seconds, parts=stopwatch.parts)
         except BaseException as error:
             self._stop(error)
@@ -337,15 +341,24 @@ class Driver:
         """Takes scores; the timeline shows the reward's own time, the scheduler uses the whole waiting time."""
         try:
             error = done.exception()
+            if isinstance(error, Gone):
+                return  # `lost` follows, or has been called, after which the fragment is made again
             if error is not None and may_pass(error):
                 return self._not_scored(command, error)
-            found = done.result()
-            values = tuple(map(float, self.executor.scored(command, found.scores)))
-            now = self.now()
+            found: Judged | None = done.result()
             with self._lock:
-                self._summary.asked(command, moved(found.exchanges, -self._start))
-            self._orders.announce("scored", (command, sent(found.scores.columns)))
-            self._completed(command, max(asked, now - found.seconds), now - asked, values)
+                # Scores of a lost mesh may come when another one makes their fragment again.
+                if not self._scheduler.awaits(command):
+                    return
+                self.executor.scored(command, found)
+                now = self.now()
+                if found is not None:
+                    self._summary.asked(command, moved(found.exchanges, -self._start))
+            values, seconds = (), 0.0
+            if found is not None:
+                self._orders.announce("scored", (command, sent(found.scores.columns)))
+                values, seconds = tuple(map(float, found.values)), found.seconds
+            self._completed(command, max(asked, now - seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)
 

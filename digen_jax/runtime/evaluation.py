@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, Num, UInt8
+from jaxtyping import Float, UInt8
 
 from digen_jax import rewards
 from digen_jax.engine.hosts import fetch
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.flow.sampling import Trajectory, image_keys
-from digen_jax.images import as_judged, stills, to_uint8
+from digen_jax.images import as_judged, to_uint8
 from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
-from digen_jax.runtime.image_statistics import Looks, diversity, joined, look_beside
+from digen_jax.runtime.image_statistics import Looks, diversity, joined
 from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.settings import Settings
 
@@ -34,10 +34,13 @@ class TaskScore(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """One clip a prompt and its score, which for several rewards is their weighted sum."""
+    """One clip a prompt and its score, which for several rewards is their weighted sum.
+
+    A run keeps those of the first clips that it shows, and of these only the middle frame where no picture is due.
+    """
 
     records: list[dict[str, Any]]
-    clips: UInt8[np.ndarray, "n t h w 3"]
+    clips: UInt8[np.ndarray, "k t h w 3"]
     scores: Float[np.ndarray, "n"]
     # By name, NaN where the reward does not apply: see `rewards.each`.
     each: Mapping[str, Float[np.ndarray, "n"]] = MappingProxyType({})
@@ -172,28 +175,35 @@ class HeldOut:
 
 
 class Gathering:
-    """Collects clips and scores of evaluations, fragment by fragment, until a version is complete; on the leader."""
+    """Collects scores and clips of evaluations, fragment by fragment, until a version is complete; on the leader."""
 
     def __init__(self, held_out: HeldOut, names: tuple[str, ...], weights: Sequence[float]):
         self._held_out, self._names, self._weights = held_out, names, weights
-        self._found: dict[int, dict[int, tuple[np.ndarray, rewards.Scores, Future[Looks]]]] = (
+        self._found: dict[int, dict[int, tuple[rewards.Scores, np.ndarray, Future[Looks]]]] = (
             defaultdict(dict)
         )
 
     def note(
-        self, fragment: Fragment, clips: Num[np.ndarray, "b t h w 3"], scores: rewards.Scores
+        self,
+        fragment: Fragment,
+        scores: rewards.Scores,
+        clips: UInt8[np.ndarray, "k t h w 3"],
+        looks: Future[Looks],
     ) -> None:
-        """Stores a scored fragment."""
-        made = to_uint8(clips)
-        self._found[fragment.step][fragment.index] = made, scores, look_beside(stills(made))
+        """Stores a scored fragment, and those of its first clips that are shown."""
+        self._found[fragment.step][fragment.index] = scores, clips, looks
 
     def take(self, version: int) -> Evaluation:
         """Returns a version's whole evaluation and forgets it."""
         parts = [part for _, part in sorted(self._found.pop(version).items())]
-        clips, scores, looks = zip(*parts, strict=True)
-        records = self._held_out.records[: sum(map(len, clips))]
+        scores, clips, looks = zip(*parts, strict=True)
+        records = self._held_out.records[: sum(len(part.columns) for part in scores)]
         found = _evaluation(records, clips, scores, self._names, self._weights)
         return found._replace(looks=joined([one.result() for one in looks]))
+
+    def forget(self, version: int) -> None:
+        """Forgets a version's evaluation, of which nothing need be there."""
+        self._found.pop(version, None)
 
 
 def by_tag(

@@ -4,22 +4,18 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-from jaxtyping import Float32
-
 from digen_jax import rewards
-from digen_jax.engine.divergence import check_images
 from digen_jax.engine.system import Rollout, System
 from digen_jax.engine.trainer import TrainState
-from digen_jax.images import as_judged, stills
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.clock import paused
 from digen_jax.runtime.evaluation import Evaluation, Gathering, HeldOut
+from digen_jax.runtime.judging import Judge, Judged
 from digen_jax.runtime.link import Link, LocalLink
-from digen_jax.runtime.orders import is_first
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.scores import Extremes, StepScores
 from digen_jax.runtime.steps import Steps
@@ -62,11 +58,14 @@ class Executor(Protocol):
     def do(self, command: Command) -> None:
         """Executes a command other than a Score or an Evaluate; returns when its work is done."""
 
-    def to_score(self, command: Score) -> tuple[Any, ...]:
-        """The arguments of `RewardPool.submit`: images or clips as bytes, prompts, metadata, and what is known."""
+    def score(self, command: Score, pool: RewardPool) -> Future[Judged | None]:
+        """Has a fragment scored where it was decoded, by `pool` if that is in this process; returns at once.
 
-    def scored(self, command: Score, scores: rewards.Scores) -> Float32[np.ndarray, "b"]:
-        """Takes scores; returns the value of each image by which the scheduler compares images."""
+        The future has None for a fragment that was dropped. It raises what `Judge.submit`'s does, and Gone.
+        """
+
+    def scored(self, command: Score, judged: Judged | None) -> None:
+        """Notes what `score` has found, which is needed no longer where it was decoded."""
 
     def evaluated(self, command: Evaluate) -> Any:
         """The result of a version's evaluation, all of whose fragments are scored."""
@@ -88,14 +87,10 @@ class Samples(Protocol):
     Attributes:
       name: the worker's.
       devices: of its mesh.
-      images: of decoded fragments, not yet scored.
-      answers: what the rewards on its mesh have said of them.
     """
 
     name: str
     devices: int
-    images: dict[Fragment, np.ndarray]
-    answers: dict[Fragment, rewards.Answers]
 
     def receive(self, publication: Publication) -> None:
         """Takes published weights."""
@@ -107,7 +102,13 @@ class Samples(Protocol):
         """Generates a fragment's trajectories."""
 
     def decode(self, fragment: Fragment) -> None:
-        """Decodes a fragment's images."""
+        """Decodes a fragment's images, which stay where they are."""
+
+    def score(self, fragment: Fragment, judge: Judge) -> Future[Judged | None]:
+        """Has them scored, by `judge` if they are in this process; returns at once. See `Executor.score`."""
+
+    def scored(self, fragment: Fragment) -> None:
+        """Frees them: nobody asks for them again."""
 
     def drop_fragment(self, fragment: Fragment) -> None:
         """Frees all data of a fragment."""
@@ -218,12 +219,13 @@ class Executors:
         """Executes a command. The cases are in the order of a fragment's path, from its prompts to the next version."""
         match command:
             case Encode():
+                _ = self.steps[command.step]  # drawn here, too, where another process encodes it
                 self.sampling(command.worker).encode(command.step)
             case Generate():
                 self.sampling(command.worker).generate(command.fragment, command.publication)
             case Decode():
                 self.sampling(command.worker).decode(command.fragment)
-            # Between these, the rewards score the images: `to_score`, `scored`.
+            # Between these, the rewards score the images: `score`, `scored`.
             case Deliver():
                 self.trainer.deliver(command)
             case Train():
@@ -264,52 +266,38 @@ class Executors:
             found = self._scores.setdefault(step, begun)
         return found
 
-    def to_score(self, command: Score) -> tuple[Any, ...]:
-        """See `Executor`; the rewards on the mesh that made the images have scored them already.
+    def score(self, command: Score, pool: RewardPool) -> Future[Judged | None]:
+        """See `Executor`; the rewards on the mesh that made the images have scored them already."""
+        weights = self.system.advantages.reward_weights
+        judge = Judge(pool, weights, self.steps, self._held_out, self._settings)
+        return self.sampling(command.maker).score(command.fragment, judge)
 
-        Raises:
-          DivergedError: the images contain NaN, for which no reward is to blame.
-        """
+    def scored(self, command: Score, judged: Judged | None) -> None:
+        """See `Executor`. A process that follows knows the scores only."""
         fragment = command.fragment
-        maker = self.sampling(command.maker)
-        clips = maker.images[fragment]
-        check_images(clips)
-        images = as_judged(clips)
-        held_out, steps = self._held_out, self.steps
-        shown = (
-            held_out.of(fragment)
-            if fragment.evaluation
-            else steps.of(fragment).shown(fragment.index)
-        )
-        known = maker.answers.get(fragment, ())
-        return images, [record["prompt"] for record in shown], shown, known
-
-    def scored(self, command: Score, scores: rewards.Scores) -> Float32[np.ndarray, "b"]:
-        """See `Executor`; for several rewards the value is their weighted sum. Frees the images."""
-        fragment = command.fragment
-        at_maker = command.maker == TRAINER or command.maker in self.rollouts
-        images = None
-        if at_maker:
-            maker = self.sampling(command.maker)
-            maker.answers.pop(fragment, None)
-            images = maker.images.pop(fragment, None)
-        if fragment.evaluation and images is not None:
-            self._gathering.note(fragment, images, scores)
-        elif not fragment.evaluation and self.steps.find(fragment) is not None:
-            known = self.scores(fragment.step)
-            known.note(fragment.index, scores)
-            if images is not None and is_first():
-                known.see(fragment.index, stills(images), self._kept_images(fragment.step))
-        return rewards.total(scores.columns, self.system.advantages.reward_weights)
-
-    def _kept_images(self, step: int) -> int:
-        """How many of a step's best images, and of its worst, are shown."""
-        settings = self._settings
-        return settings.shown_images if settings.is_shown(step + 1) else 0
+        if command.maker == TRAINER or command.maker in self.rollouts:
+            self.sampling(command.maker).scored(fragment)
+        if not fragment.evaluation and self.steps.find(fragment) is None:
+            return  # it was dropped
+        if judged is None:
+            raise RuntimeError(f"{command.maker} has no scores of {fragment}")
+        scores, looks = judged.scores, judged.looks
+        if fragment.evaluation:
+            if looks is not None:
+                self._gathering.note(fragment, scores, judged.clips, looks)
+            return
+        known = self.scores(fragment.step)
+        known.note(fragment.index, scores)
+        if looks is not None:
+            known.see(fragment.index, looks, judged.kept)
 
     def evaluated(self, command: Evaluate) -> Evaluation:
         """See `Executor`."""
         return self._gathering.take(command.version)
+
+    def forget_evaluation(self, version: int) -> None:
+        """Forgets an evaluation that nobody asks for."""
+        self._gathering.forget(version)
 
     def end_step(self) -> dict[str, float]:
         """See `Executor`."""
@@ -348,8 +336,8 @@ def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainS
             if command.fragment in scored:
                 continue  # the reward had failed
             scored.add(command.fragment)
-            scores = pool.score(*executors.to_score(command))
-            executors.scored(command, scores)
+            judged = pool.insist(functools.partial(executors.score, command, pool))
+            executors.scored(command, judged)
             continue
         follow(executors, command)
     return executors.state
@@ -358,7 +346,7 @@ def replay(executors: Executors, pool: RewardPool, log: list[Command]) -> TrainS
 def follow(executors: Executors, command: Command) -> None:
     """Executes a command of a log; after its last command a step or an evaluation is forgotten."""
     if isinstance(command, Evaluate):
-        executors.evaluated(command)
+        executors.forget_evaluation(command.version)
         return
     executors.do(command)
     if isinstance(command, Update) and command.update == executors.last_update:

@@ -31,8 +31,8 @@ class ConditioningOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class ImagesOf:
-    """The key of a fragment's images, and of what rewards on its mesh say of them, for another process."""
+class ScoresOf:
+    """The key of what is known of a fragment's images where they are, for another process (`judging.Judged`)."""
 
     worker: str
     fragment: Fragment
@@ -46,7 +46,16 @@ class RowsOf:
     texts: tuple[str, ...]  # keys of the store
 
 
-Key = Publication | SamplesOf | ConditioningOf | ImagesOf | RowsOf
+@dataclasses.dataclass(frozen=True)
+class SharedOf:
+    """The key of what one process of the trainer's mesh has taken, for another one."""
+
+    worker: str
+    key: str  # of what was taken, as text
+    process: int  # that takes it
+
+
+Key = Publication | SamplesOf | ConditioningOf | ScoresOf | RowsOf | SharedOf
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """A sampling mesh's executor: holds weights by version, prompts by step, and fragments in progress."""
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from digen_jax.flow.sampling import Trajectory
 from digen_jax.images import as_judged, bytes_or_nan
 from digen_jax.runtime.clock import part
 from digen_jax.runtime.evaluation import HeldOut, sample_fixed
+from digen_jax.runtime.judging import Judge, Judged
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import Fragment, Publication
@@ -137,11 +139,19 @@ class SamplingExecutor:
                 self.answers[fragment] = rewards.answers(self._scorers, batch)
         self.images[fragment] = made
 
+    def score(self, fragment: Fragment, judge: Judge) -> Future[Judged]:
+        """Has the rewards score a decoded fragment, whose images stay here until `scored`; see `Judge.submit`."""
+        return judge.submit(fragment, self.images[fragment], self.answers.get(fragment, ()))
+
+    def scored(self, fragment: Fragment) -> None:
+        """Frees a fragment's images, which nobody will ask for again."""
+        self.images.pop(fragment, None)
+        self.answers.pop(fragment, None)
+
     def drop_fragment(self, fragment: Fragment) -> None:
         """Frees all data of a fragment."""
         self._begun.pop(fragment, None)
-        self.images.pop(fragment, None)
-        self.answers.pop(fragment, None)
+        self.scored(fragment)
         self._link.withdraw(SamplesOf(self.name, fragment))
 
     def drop_weights(self, publication: Publication) -> None:

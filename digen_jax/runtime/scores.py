@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Float32, Int, UInt8
 
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings, advantages, ranking, trained_images
-from digen_jax.runtime.image_statistics import Looks, joined, look_beside
+from digen_jax.runtime.image_statistics import Looks, joined
 from digen_jax.runtime.steps import StepImages
 
 
@@ -46,11 +46,36 @@ class Extremes(NamedTuple):
     worst: Sample
 
 
+class Kept(NamedTuple):
+    """Those pictures of a fragment that may be the step's best and worst."""
+
+    places: Int[np.ndarray, "k"]  # within the fragment
+    pictures: UInt8[np.ndarray, "k h w 3"]
+
+
 class Seen(NamedTuple):
     """A fragment's pictures: what they look like, and those that may be the step's best and worst, by their places."""
 
     looks: Future[Looks]
     kept: dict[int, UInt8[np.ndarray, "h w 3"]]
+
+
+def order(
+    values: Float32[np.ndarray, "k"], rows: Int[np.ndarray, "k"], sign: int
+) -> Int[np.ndarray, "k"]:
+    """An order of images, for 1 the best first, for -1 the worst; of equal values first one of each group."""
+    turn = np.zeros(len(values), int)
+    for row, value in set(zip(rows, values, strict=True)):
+        same = np.flatnonzero((rows == row) & (values == value))
+        turn[same] = np.arange(len(same))
+    return np.lexsort((np.arange(len(values)), turn, -sign * values))
+
+
+def ends(
+    values: Float32[np.ndarray, "b"], rows: Int[np.ndarray, "b"], keep: int
+) -> Int[np.ndarray, "k"]:
+    """The places of a fragment's best images and of its worst, so many of each, in ascending order."""
+    return np.unique(np.concatenate([order(values, rows, sign)[:keep] for sign in (1, -1)]))
 
 
 @dataclasses.dataclass
@@ -80,13 +105,11 @@ class StepScores:
             empty = np.full(len(self.scored), np.nan, np.float32)
             self.shown.setdefault(name, empty)[cut] = found
 
-    def see(self, index: int, stills: UInt8[np.ndarray, "b h w 3"], keep: int) -> None:
-        """Looks at the pictures of a scored fragment; keeps this many of the best and of the worst."""
-        cut = self.images.cut(index)
-        places = np.arange(cut.start, cut.stop)
-        ends = {*self._order(places, 1)[:keep], *self._order(places, -1)[:keep]}
-        kept = {int(place): stills[place - cut.start].copy() for place in ends}
-        self.seen[index] = Seen(look_beside(stills), kept)
+    def see(self, index: int, looks: Future[Looks], kept: Kept) -> None:
+        """Notes what the pictures of a scored fragment look like, and holds those that may be shown."""
+        start = self.images.cut(index).start
+        pictures = zip(kept.places, kept.pictures, strict=True)
+        self.seen[index] = Seen(looks, {start + int(place): one for place, one in pictures})
 
     def looks(self) -> tuple[Looks, Int[np.ndarray, "m"]] | None:
         """(what the members look like, the group of each); None where no picture was seen."""
@@ -114,13 +137,8 @@ class StepScores:
         return Extremes(sample(best), sample(worst))
 
     def _order(self, places: Int[np.ndarray, "k"], sign: int) -> Int[np.ndarray, "k"]:
-        """Places of images, for 1 the best first, for -1 the worst; of equal values first one of each group."""
-        values, rows = self.values[places], self.images.rows[places]
-        turn = np.zeros(len(places), int)
-        for row, value in set(zip(rows, values, strict=True)):
-            same = np.flatnonzero((rows == row) & (values == value))
-            turn[same] = np.arange(len(same))
-        return places[np.lexsort((places, turn, -sign * values))]
+        """Places of images in the order of `order`."""
+        return places[order(self.values[places], self.images.rows[places], sign)]
 
     @property
     def members(self) -> Bool[np.ndarray, "n"]:

@@ -105,6 +105,10 @@ class Scheduler:
         """Whether a command sends a version that the worker no longer needs because a newer one exists."""
         return isinstance(command, Publish) and self.state.is_superseded(command)
 
+    def awaits(self, command: Command) -> bool:
+        """Whether a command is in flight: after its worker's loss it no longer is."""
+        return command.serial in self.state.in_flight
+
     @property
     def has_rollout(self) -> bool:
         """Whether there is a rollout worker at present."""

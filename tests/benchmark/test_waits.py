@@ -70,8 +70,7 @@ def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
     executors = WaitingExecutors(EXACT, Layout(Mesh()))
     with closing(RewardPool(alone("waits", score), 0)) as rewards:
         found = [
-            rewards.submit(*executors.to_score(Score(0, FRAGMENT, "rollout 0"))).result()
-            for _ in range(5)
+            executors.score(Score(0, FRAGMENT, "rollout 0"), rewards).result() for _ in range(5)
         ]
     assert found[0].scores.columns.shape == (4, 1)
     assert 0.024 <= min(scored.seconds for scored in found) < 0.054

@@ -24,7 +24,12 @@ from digen_jax.remote.messages import write_key
 from digen_jax.remote.outline import Outline, nodes, write_outline
 from digen_jax.remote.pull import Pulls, layout_of, read_layouts, write_layouts
 from digen_jax.remote.wire import Peer, PeerError, Wire
-from digen_jax.runtime.link import ConditioningOf, ImagesOf, Link, LocalLink, SamplesOf
+from digen_jax.rewards import Scores
+from digen_jax.rewards.exchanges import Exchange
+from digen_jax.runtime.image_statistics import look
+from digen_jax.runtime.judging import Judged
+from digen_jax.runtime.link import ConditioningOf, Link, LocalLink, SamplesOf, ScoresOf
+from digen_jax.runtime.scores import Kept
 from digen_jax.scheduling.commands import TRAINER, Fragment, Publication
 from tests.remote.mesh_process import IDENTITY
 
@@ -90,6 +95,14 @@ def assert_same(found, expected) -> None:
         assert bits(leaf) == bits(other)
 
 
+def assert_same_on_host(found, expected) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        leaf, other = np.asarray(leaf), np.asarray(other)
+        assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape)
+        assert leaf.tobytes() == other.tobytes()
+
+
 @contextlib.contextmanager
 def ends(patience: float = 20.0):
     """(the trainer's link, the rollout's, their servers): each takes from the other."""
@@ -141,15 +154,19 @@ def test_what_is_offered_here_is_taken_here(pair):
     assert pair[0].take(key, onto(0), TRAINER) is None
 
 
-def test_images_are_fetched_to_the_host(pair):
-    key, images = (
-        ImagesOf("rollout 0", FRAGMENT),
-        np.arange(24, dtype=np.uint8).reshape(2, 1, 2, 2, 3),
-    )
-    pair[1].offer(key, images)
+def test_scores_are_fetched_to_the_host(pair):
+    key, pictures = ScoresOf("rollout 0", FRAGMENT), np.arange(24, dtype=np.uint8)
+    pictures = pictures.reshape(2, 2, 2, 3)
+    scores = Scores(np.float32([[1, np.nan], [3, 4]]), {"mine/shown": np.float32([5, 6])})
+    asked = Exchange("judge é", -2.5, -0.5, 2, None), Exchange("judge é", -4.0, -3.0, 2, "late")
+    kept = Kept(np.array([1]), pictures[1:])
+    sent = Judged(scores, np.float32([0.5, 7]), 0.25, asked, look(pictures), kept, pictures[:0])
+    pair[1].offer(key, sent)
     found = pair[0].fetch(key, TRAINER)
-    assert isinstance(found, np.ndarray) and np.array_equal(found, images)
-    assert pair[0].fetch(ImagesOf("rollout 0", Fragment(9, 9)), TRAINER) is None
+    assert isinstance(found, Judged) and found.exchanges == asked and found.seconds == 0.25
+    assert_same_on_host(found._replace(exchanges=()), sent._replace(exchanges=()))
+    assert isinstance(found.clips, np.ndarray) and found.clips.shape == (0, 2, 2, 3)
+    assert pair[0].fetch(ScoresOf("rollout 0", Fragment(9, 9)), TRAINER) is None
 
 
 @pytest.fixture
@@ -264,9 +281,9 @@ def test_strangers_and_nonsense_are_refused(pair):
 def test_only_known_nodes_are_sent_and_made():
     known = nodes(trees())
     for tree, sentence in [
-        (Unknown(1), "a Unknown cannot be sent: it is none of Answer, Conditioning"),
+        (Unknown(1), "a Unknown cannot be sent: it is none of Conditioning, EncodedPrompts"),
         ({1: 2}, "keys that are no strings"),
-        ("text", "a str cannot be sent"),
+        (b"bytes", "a bytes cannot be sent"),
         (np.array(["x"]), "an array of str"),
         (np.zeros(2, ml_dtypes.float8_e4m3fn), "an array of float8_e4m3fn cannot be sent"),
     ]:
@@ -280,6 +297,7 @@ def test_only_known_nodes_are_sent_and_made():
         text.replace("array", "pickle"),
         '{"list": [' * 100 + "null" + "]}" * 100,
         *("", "[", '{"named": "Endpoints", "parts": []}', '{"number": "x", "type": "int"}'),
+        '{"text": ["x"]}',
     ]:
         with pytest.raises(ValueError):
             Outline(strange, known)

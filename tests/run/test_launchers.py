@@ -95,7 +95,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2
+SlurmdParameters=config_overrides
+NodeName={host} NodeAddr=127.0.0.1 CPUs=4
 PartitionName=all Nodes={host} Default=YES
 """
 
@@ -148,18 +149,41 @@ def slurm(tmp_path_factory):
                 process.wait()
 
 
-def test_under_slurm(folder, slurm):
-    """By the batch script of docs/launching.md."""
+def batch(folder: pathlib.Path, slurm: dict[str, str], *words: str | pathlib.Path) -> str:
+    """What the batch script of docs/launching.md prints; `words` are sbatch's options, then train.py's."""
+    options = [word for word in words if str(word).startswith("--ntasks")]
     script = ROOT / "docs" / "launching" / "slurm.sh"
-    options = ["--ntasks-per-node=2", "--output=said"]
     said = subprocess.run(
-        ["sbatch", "--wait", *options, script, *RUN],
+        ["sbatch", "--wait", "--output=said", *options, script, *words[len(options) :]],
         cwd=folder,
         env=slurm,
         capture_output=True,
         text=True,
         timeout=300,
     )
+    assert "Submitted batch job" in said.stdout, said.stderr
     shown = (folder / "said").read_text()
     assert said.returncode == 0, shown + said.stderr
-    assert_trained(folder, shown)
+    return shown
+
+
+def test_under_slurm(folder, slurm):
+    assert_trained(folder, batch(folder, slurm, "--ntasks-per-node=2", *RUN))
+
+
+def test_rollout_apart_under_slurm(tmp_path, slurm):
+    """Two processes sample for the first one, with the embedded model."""
+    for name in ("launch", "configs", "assets"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shown = batch(
+        tmp_path,
+        slurm,
+        "--ntasks-per-node=3",
+        *("--config=configs/shapes_demo.py", "--workdir=run", "--config.steps=1"),
+        *("--config.placement.sizes=given", "--config.placement.rollout.data=1"),
+        *("--config.placement.rollout.workers=2", "--config.evaluation.images=24"),
+        *("--config.placement.trainer.data=1", "--config.placement.trainer.fsdp=1"),
+    )
+    assert "2 meshes sample elsewhere" in shown and shown.count("the run has ended") == 2, shown
+    assert all(f"rollout {number} joins" in shown for number in range(2))
+    assert finished_step(tmp_path / "run") == 1

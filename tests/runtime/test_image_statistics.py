@@ -1,13 +1,20 @@
 """The statistics of pictures, against scipy and sums over pairs."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from scipy import ndimage
 
 from digen_jax.runtime import image_statistics
-from digen_jax.runtime.image_statistics import diversity, group_diversity, joined, look
+from digen_jax.runtime.image_statistics import (
+    diversity,
+    group_diversity,
+    joined,
+    look,
+    look_beside,
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +102,13 @@ def test_no_picture_depends_on_its_batch(images, monkeypatch):
 def test_pictures_too_small_for_a_filter_have_no_edges():
     found = look(np.full((2, 2, 1, 3), 9, np.uint8))
     assert found.sharpness.tolist() == found.edge_density.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_in_other_threads_they_are_the_same(monkeypatch, threads, count):
+    monkeypatch.setattr(image_statistics, "THREADS", threads)
+    monkeypatch.setattr(image_statistics, "_beside", ThreadPoolExecutor(threads))
+    images = np.random.default_rng(0).integers(0, 256, (count, 9, 7, 3), dtype=np.uint8)
+    for found, expected in zip(look_beside(images).result(30), look(images), strict=True):
+        assert np.array_equal(found, expected)

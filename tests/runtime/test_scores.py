@@ -6,7 +6,8 @@ import pytest
 from digen_jax import rewards
 from digen_jax.algorithms.advantages import AdvantageSettings
 from digen_jax.engine.draws import Draws
-from digen_jax.runtime.scores import StepScores, received, sent
+from digen_jax.runtime.image_statistics import look_beside
+from digen_jax.runtime.scores import Kept, StepScores, ends, received, sent
 from digen_jax.runtime.steps import StepImages
 from digen_jax.runtime.summary import image_metrics
 
@@ -35,8 +36,10 @@ def grey(levels: list[int]) -> np.ndarray:
 def scored(known: StepScores, index: int, values: list[float], keep: int) -> None:
     """A fragment whose pictures have their places as levels."""
     known.note(index, rewards.Scores(np.float32(values)[:, None], {}))
-    first = index * len(values)
-    known.see(index, grey(list(range(first, first + len(values)))), keep)
+    cut = known.images.cut(index)
+    pictures = grey(list(range(cut.start, cut.stop)))
+    places = ends(np.float32(values), known.images.rows[cut], keep)
+    known.see(index, look_beside(pictures), Kept(places, pictures[places]))
 
 
 def test_the_best_and_worst_images_of_a_step_have_their_prompts_and_values():

@@ -2,19 +2,23 @@
 
 import json
 import re
+import threading
 import time
+from concurrent.futures import Future
 
 import jax
 import numpy as np
 import pytest
 
-from digen_jax.rewards import alone
+from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun
-from digen_jax.runtime.executors import replay
+from digen_jax.runtime.executors import Executors, replay
+from digen_jax.runtime.judging import Judged, failed
 from digen_jax.runtime.link import LocalLink
 from digen_jax.runtime.log import CommandLog, read_log
 from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
     TRAINER,
     Generate,
@@ -153,6 +157,43 @@ def test_what_fails_everywhere_ends_the_run_with_its_reason(system, monkeypatch)
     monkeypatch.setattr(SamplingExecutor, "generate", generate)
     with pytest.raises((SchedulerError, RuntimeError), match="a picture that cannot be drawn"):
         toy.drive(system, config(), 1)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_scores_of_a_lost_mesh_do_not_count(system, undisturbed, monkeypatch, capfd, late):
+    """They fail as the mesh's, or come when another mesh has made their fragment again."""
+    real, held, lost, drivers, noted = SamplingExecutor.score, [], [], [], []
+    there, note = threading.Event(), Executors.scored
+
+    def score(executor, fragment, judge):
+        found = real(executor, fragment, judge)
+        if executor.name == "rollout 1" and not lost:
+            lost.append(fragment)
+            held.append(Future() if late else failed(Gone("it has lost its connection")))
+            assert there.wait(60)
+            driver = drivers[0]
+            dead = driver._workers[executor.name], "is lost"
+            threading.Thread(target=driver._give_up, args=dead, daemon=True).start()
+            return held[0]
+        if late and [fragment] == lost:
+            wrong = Scores(np.full((4, 1), 7, np.float32), {})
+            held[0].set_result(Judged(wrong, wrong.columns[:, 0]))
+        return found
+
+    def scored(executors, command, judged):
+        noted.append((command.fragment, command.maker))
+        note(executors, command, judged)
+
+    monkeypatch.setattr(SamplingExecutor, "score", score)
+    monkeypatch.setattr(Executors, "scored", scored)
+    with toy.driver(system, config()) as driver:
+        drivers.append(driver)
+        there.set()
+        history = [driver.step() for _ in range(3)]
+        equal_bits(driver.executor.state, undisturbed[0])
+    assert [m["reward"] for m in history] == [m["reward"] for m in undisturbed[1]]
+    assert [maker for fragment, maker in noted if fragment == lost[0]] == ["rollout 0"]
+    assert "it is asked again" not in capfd.readouterr().err
 
 
 # --------------------------------------------------------------------------------- replay, order

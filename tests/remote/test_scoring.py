@@ -1,0 +1,167 @@
+"""Scores of a mesh in another process: they come beside its other work, and fail as the leader's own would."""
+
+import threading
+import time
+from concurrent.futures import CancelledError, Future
+
+import numpy as np
+import pytest
+
+from digen_jax.engine.divergence import DivergedError
+from digen_jax.process.ending import Stopped
+from digen_jax.remote import sampling
+from digen_jax.remote.failures import NotDone
+from digen_jax.remote.link import LinkError
+from digen_jax.remote.sampling import RemoteSampler
+from digen_jax.rewards import Scores
+from digen_jax.rewards.exchanges import Exchange
+from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
+from digen_jax.rewards.process import Late
+from digen_jax.runtime.image_statistics import look
+from digen_jax.runtime.judging import Judged
+from digen_jax.runtime.link import ScoresOf
+from digen_jax.runtime.scores import Kept
+from digen_jax.runtime.worker import Gone
+from digen_jax.scheduling.commands import Fragment
+from tests.remote.mesh_process import Pretends
+from tests.remote.rooms import mesh, room  # noqa: F401
+
+FRAGMENT = Fragment(0, 3)
+PICTURES = np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3)
+SENT = Judged(
+    Scores(np.float32([[1], [2]]), {}),
+    np.float32([1, 2]),
+    0.25,
+    (Exchange("judge", -2.5, -0.5, 2, None),),
+    look(PICTURES),
+    Kept(np.array([0]), PICTURES[:1]),
+)
+
+
+class Scoring(Pretends):
+    """Scores when the test says what."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked: list[Future] = []
+
+    def score(self, fragment):
+        assert fragment == FRAGMENT
+        if not self.asked:
+            raise KeyError(fragment)
+        return self.asked[-1]
+
+
+class Fetches:
+    """A link that fetches what it is given; None: it fails."""
+
+    def __init__(self, *given):
+        self.given, self.withdrawn = list(given), []
+
+    def fetch(self, key, taker):
+        assert (key, taker) == (ScoresOf("rollout 0", FRAGMENT), "trainer")
+        found = self.given.pop(0)
+        if found == "fails":
+            raise LinkError(f"{key} has not come from rollout 0: it is late")
+        return found
+
+    def withdraw(self, key):
+        self.withdrawn.append(key)
+
+
+def sampler(room, link):  # noqa: F811
+    return RemoteSampler(room.joined(), link, room.leader.give_up)
+
+
+def test_scores_come_beside_other_work_and_in_no_thread_of_the_stream(room):  # noqa: F811
+    work, link = Scoring(), Fetches(SENT)
+    work.asked.append(Future())
+    with mesh(room, executes=work):
+        found, threads = sampler(room, link), []
+        scores = found.score(FRAGMENT)
+        said = threading.Event()
+
+        def note(_):
+            threads.append(threading.current_thread().name)
+            said.set()
+
+        scores.add_done_callback(note)
+        found.encode(7)
+        assert work.steps == [7] and not scores.done()
+        work.asked[0].set_result((1.0, 2.0))
+        judged = scores.result(30)
+        assert said.wait(30)
+        assert threads == ["scores rollout 0"]
+    assert link.withdrawn == [ScoresOf("rollout 0", FRAGMENT)]
+    assert judged.looks.result(0) is SENT.looks and judged.kept is SENT.kept
+    # The exchange lies half a second before the answer, on this clock.
+    (exchange,) = judged.exchanges
+    assert exchange.end - exchange.begin == pytest.approx(2.0)
+
+    assert 0.5 <= time.perf_counter() - exchange.end < 20
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RewardFailed("reward 'mine' raised ValueError"),
+        RewardMistake("reward 'mine' returned None: return one number an image"),
+        Late("reward 'mine' took more than 2 seconds and was killed", "fix it, or raise the limit"),
+        Stopped("it hangs"),
+        DivergedError("an image that the trained model drew holds NaN"),
+    ],
+)
+def test_what_fails_there_is_the_same_error_here_and_costs_no_mesh(room, error):  # noqa: F811
+    work, link = Scoring(), Fetches(SENT)
+    with mesh(room, executes=work):
+        found = sampler(room, link)
+        with pytest.raises(NotDone, match="KeyError"):
+            found.score(FRAGMENT).result(30)
+        work.asked.append(Future())
+        work.asked[-1].set_exception(error)
+        here = found.score(FRAGMENT).exception(30)
+        assert type(here) is type(error) and str(here) == str(error)
+        assert getattr(here, "advice", "") == getattr(error, "advice", "")
+        work.asked.append(Future())
+        work.asked[-1].set_result((1.0, 2.0))
+        assert found.score(FRAGMENT).result(30).values is SENT.values
+    assert not link.given
+
+
+def test_of_a_fragment_that_was_dropped_there_are_no_scores(room):  # noqa: F811
+    work, link = Scoring(), Fetches(None)
+    work.asked.append(Future())
+    work.asked[0].set_result(())
+    with mesh(room, executes=work):
+        assert sampler(room, link).score(FRAGMENT).result(30) is None
+
+
+def test_a_mesh_that_ends_or_is_lost_fails_no_score(room):  # noqa: F811
+    work = Scoring()
+    work.asked.append(Future())
+    with mesh(room, executes=work):
+        found = sampler(room, Fetches())
+        scores = found.score(FRAGMENT)
+        work.asked[0].set_exception(CancelledError())
+        found.encode(1)
+        assert not scores.done()
+        room.leader.give_up("rollout 0", "was given up")
+        assert isinstance(scores.exception(30), Gone)
+        assert isinstance(found.score(FRAGMENT).exception(30), Gone)
+
+
+def test_a_mesh_whose_scores_do_not_come_is_asked_twice_and_then_lost(
+    room,  # noqa: F811
+    monkeypatch,
+    capfd,
+):
+    monkeypatch.setattr(sampling, "PAUSE", 0.01)
+    work = Scoring()
+    work.asked.append(Future())
+    work.asked[0].set_result((1.0, 2.0))
+    with mesh(room, executes=work):
+        found = sampler(room, Fetches("fails", SENT, "fails", "fails"))
+        assert found.score(FRAGMENT).result(30).seconds == 0.25
+        assert isinstance(found.score(FRAGMENT).exception(30), Gone)
+        assert room.lost() == ("rollout 0", "has lost its connection")
+    assert "rollout 0 is given up: ScoresOf" in capfd.readouterr().err
