@@ -22,9 +22,13 @@ from digen_jax.remote.opening import join, lead
 from digen_jax.remote.outline import nodes
 from digen_jax.remote.serving import Sampling, serve
 from digen_jax.remote.wire import Wire
+from digen_jax.rewards import alone
+from digen_jax.rewards.pool import RewardPool
 from digen_jax.run.meshes import Meshes
+from digen_jax.run.roles import Trains
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.evaluation import HeldOut
+from digen_jax.runtime.judging import Judge
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from tests.engine import toy
@@ -55,10 +59,11 @@ class Mesh:
         """Samples for the leader at an address until it ends the run."""
         size = self._rollout.group.mesh.size
         joining = join(Wire(IDENTITY), leader, self._name, size, "127.0.0.1", KNOWN, None, SECONDS)
-        with joining as (following, link):
-            serve(following, self._sampling(link, following.welcome.step))
+        opened = contextlib.closing(RewardPool(alone("mine", self._reward), 0))
+        with opened as pool, joining as (following, link):
+            serve(following, self._sampling(link, following.welcome.step, pool))
 
-    def _sampling(self, link: RemoteLink, first: int) -> Sampling:
+    def _sampling(self, link: RemoteLink, first: int, pool: RewardPool) -> Sampling:
         recipe = self._recipe
         settings = assemble.scheduled(recipe, self._held_out)
         batches = itertools.islice(toy.batches(recipe.drawn_groups), first, None)
@@ -66,7 +71,8 @@ class Mesh:
         steps = Steps(batches, *shape, recipe.draws, first, recipe.algorithm.set_steps)
         held_out = HeldOut(self._held_out, settings)
         executor = SamplingExecutor(self._name, self._rollout, steps, held_out, link)
-        return Sampling(executor, steps, link)
+        weights = recipe.advantages.reward_weights
+        return Sampling(executor, steps, link, Judge(pool, weights, steps, held_out, settings))
 
 
 @contextlib.contextmanager
@@ -91,7 +97,7 @@ def driver(
         ),
         contextlib.ExitStack() as stack,
     ):
-        joined.open(leader, link)
+        joined.open(leader, Trains((), link))
         for mesh in meshes:
             threads.enter_context(_thread(mesh.sample, address, raised))
         joined.wait(SECONDS, stops=lambda: raised)

@@ -1,4 +1,7 @@
-"""Rollout meshes apart, over gRPC and a link by bytes: the same gradients and updates as in one process."""
+"""Rollout meshes apart, over gRPC and a link by bytes: the same gradients and updates as in one process.
+
+They are the same bits where the order of sums is the same, and where each image is made on a mesh of the same shape.
+"""
 
 import runpy
 import threading
@@ -92,12 +95,12 @@ def replayed(system, c: ConfigDict, log):
     return change(system, state)
 
 
-def assert_same(found, expected) -> None:
-    """Up to rounding; and no fragment failed and was made twice."""
+def assert_same(found, expected, rounding=0.0) -> None:
+    """Up to `rounding`, as a sum has whose order differs; and no fragment failed and was made twice."""
     (gradient, moved, _, log), (of_one, moved_by_one, *_) = found, expected
     assert norm(of_one) > 1e-4 and norm(moved_by_one) > 1e-3
-    assert toy.difference(gradient, of_one) < 1e-5
-    assert toy.difference(moved, moved_by_one) < 1e-4
+    assert toy.difference(gradient, of_one) <= rounding
+    assert toy.difference(moved, moved_by_one) <= 10 * rounding
     begun = [c.fragment for c in log if isinstance(c, Generate)]
     assert len(begun) == len(set(begun))
 
@@ -175,7 +178,7 @@ def test_a_trainer_that_generates_beside_meshes_apart(monkeypatch, weights, tuni
     c.sampler.fragment = c.trainer.micro_batch = 4
     system = toy.system(c, 3)
     expected, found = run(toy.drive, system, c), run(apart.drive, system, c)
-    assert_same(found, expected)
+    assert_same(found, expected, rounding=1e-5)  # who makes which image is chance
     assert makers(found[3]) == {"rollout 0", TRAINER}
     assert sum(metrics["tag_share"] for metrics in found[2]) > 0
 
@@ -196,7 +199,7 @@ def test_groups_that_are_trained_before_they_are_complete(monkeypatch, std):
     c.trainer.updates, c.sampler.fragment, c.trainer.micro_batch = 1, 2, 2
     system = toy.system(c, 3)
     expected, found = run(toy.drive, system, c), run(apart.drive, system, c)
-    assert_same(found, expected)
+    assert_same(found, expected, rounding=1e-5)
     assert any(command.early for command in found[3] if isinstance(command, Train))
 
 
@@ -214,9 +217,8 @@ def test_dynamic_sampling(layout):
 @pytest.mark.parametrize("tuning", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 def test_evaluations_of_the_tuned_weights_and_of_their_average(ema, tuning):
-    c = config(
-        "flow_grpo", TWO, evaluation__every=1, evaluation__batch=4, trainer__ema=ema, **tuning
-    )
+    evaluated = dict(evaluation__every=1, evaluation__batch=4, pictures__images=6)
+    c = config("flow_grpo", TWO, **evaluated, trainer__ema=ema, **tuning)
     system, seen = toy.system(c, 3), []
     for drive in (toy.drive, apart.drive):
         evaluations = {}
@@ -228,6 +230,7 @@ def test_evaluations_of_the_tuned_weights_and_of_their_average(ema, tuning):
     for version, one in evaluated_apart.items():
         other = evaluated[version]
         np.testing.assert_allclose(one.scores, other.scores, atol=ROUNDED / 4)
-        assert one.records == other.records and one.clips.shape == other.clips.shape
+        assert one.records == other.records
+        assert one.clips.shape == other.clips.shape == (6, 1, 4, 4, 3)
         assert np.abs(one.clips.astype(int) - other.clips).max() <= 1
     assert np.abs(evaluated[2].scores - evaluated[0].scores).max() > ROUNDED
