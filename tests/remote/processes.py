@@ -29,6 +29,7 @@ class Begun:
         module: str,
         folder: pathlib.Path,
         devices: int,
+        before: Sequence[str] = (),
         arguments: Sequence[str] = (),
         **variables: str,
     ):
@@ -39,7 +40,7 @@ class Begun:
         self._mark = f"BEGUN={os.getpid()}.{number}"
         always = dict([self._mark.split("=")], PYTHONPATH=str(ROOT), DIGEN_JAX_TOKEN=TOKEN)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*before, sys.executable, "-m", module, *arguments],
             cwd=ROOT,
             env=environment(devices, **always | variables),
             stdout=subprocess.PIPE,
@@ -91,13 +92,11 @@ class Begun:
 
 @pytest.fixture
 def begin(tmp_path):
-    """Starts `python -m MODULE` with arguments and variables; at the end no process of its group is left."""
+    """Starts `python -m MODULE` with variables, `before` it a command, and arguments; at the end its group is gone."""
     begun: list[Begun] = []
 
-    def one(
-        module: str, devices: int = 1, arguments: Sequence[str] = (), **variables: str
-    ) -> Begun:
-        begun.append(Begun(module, tmp_path, devices, arguments, **variables))
+    def one(module: str, devices: int = 1, before=(), arguments=(), **variables: str) -> Begun:
+        begun.append(Begun(module, tmp_path, devices, before, arguments, **variables))
         return begun[-1]
 
     yield one

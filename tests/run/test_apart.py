@@ -47,7 +47,7 @@ class Job:
     def begin(self, *options: str, workdir: pathlib.Path | None = None, devices=1, **variables):
         arguments = [*self._options, f"--workdir={workdir or self.workdir}", *options]
         variables = dict(BASE=str(self._base), HOLDS=str(self.holds)) | variables
-        self.begun.append(self._start("launch.train", devices, arguments, **variables))
+        self.begun.append(self._start("launch.train", devices, (), arguments, **variables))
         return self.begun[-1]
 
     def process(self, number: int, *options: str, **settings) -> Begun:
@@ -132,8 +132,8 @@ def unbroken(base, tmp_path_factory):
     return one
 
 
-def start_in(folder, module, devices, arguments, **variables) -> Begun:
-    return Begun(module, folder, devices, arguments, **variables)
+def start_in(folder, module, devices, *command, **variables) -> Begun:
+    return Begun(module, folder, devices, *command, **variables)
 
 
 def tuned(workdir: pathlib.Path, step: int):
