@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import pathlib
 import shutil
 import signal
@@ -40,14 +41,18 @@ class Job:
             (f"--config={CONFIG}:{kind}", *options),
         )
         self.workdir, self.holds = folder / "run", folder / "holds"
-        self.holds.mkdir(exist_ok=True)
+        self.holds.mkdir(parents=True)
         self.port = free_port()
         self.begun: list[Begun] = []
 
-    def begin(self, *options: str, workdir: pathlib.Path | None = None, devices=1, **variables):
+    def begin(
+        self, *options: str, workdir: pathlib.Path | None = None, devices=1, here=None, **variables
+    ) -> Begun:
+        """A process; `here` is the folder that it is started in."""
         arguments = [*self._options, f"--workdir={workdir or self.workdir}", *options]
         variables = dict(BASE=str(self._base), HOLDS=str(self.holds)) | variables
-        self.begun.append(self._start("launch.train", devices, (), arguments, **variables))
+        before = ("env", "-C", str(here)) if here else ()
+        self.begun.append(self._start("launch.train", devices, before, arguments, **variables))
         return self.begun[-1]
 
     def process(self, number: int, *options: str, **settings) -> Begun:
@@ -63,9 +68,9 @@ class Job:
     def together(self, *options: str) -> list[Begun]:
         return [self.process(number, *options) for number in range(3)]
 
-    def alone(self, *options: str) -> Begun:
+    def alone(self, *options: str, **settings) -> Begun:
         """On one process, with the devices of all meshes."""
-        return self.begin(*options, devices=3)
+        return self.begin(*options, devices=3, **settings)
 
     @property
     def _address(self) -> str:
@@ -110,7 +115,12 @@ class Job:
 @pytest.fixture
 def job(begin, base, tmp_path):  # noqa: F811
     pipeline(base), prompt_file(base)
-    return lambda *options, **settings: Job(begin, base, tmp_path, *options, **settings)
+    numbers = map(str, itertools.count())
+
+    def one(*options: str, **settings) -> Job:
+        return Job(begin, base, tmp_path / next(numbers), *options, **settings)
+
+    return one
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +131,6 @@ def unbroken(base, tmp_path_factory):
 
     def one(kind: str = "lora") -> pathlib.Path:
         if kind not in found:
-            (folder / kind).mkdir()
             start = functools.partial(start_in, folder)
             job = Job(start, base, folder / kind, kind=kind)
             job.alone()
@@ -164,6 +173,11 @@ def wait_for(happens: Callable[[], bool], seconds: float = 30) -> None:
     while not happens():
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def without_waiting(errors: str) -> list[str]:
+    """What was said beside the line that the leader was not there yet."""
+    return [line for line in errors.splitlines() if not line.startswith("waiting for the first")]
 
 
 def printed(process: Begun) -> list[str]:
@@ -295,11 +309,102 @@ def test_without_its_leader_every_process_ends_and_the_run_continues(job, unbrok
     lost = time.monotonic()
     for number, one in enumerate(rollouts):
         code, said = one.ends(10 - (time.monotonic() - lost))
-        assert code == STOPPED and len(said.splitlines()) == 1, said
-        assert f"rollout {number} ends with code 75; start the whole job again" in said
+        assert code == STOPPED, said
+        (sentence,) = without_waiting(said)
+        assert f"rollout {number} ends with code 75; start the whole job again" in sentence
     job.ends(-signal.SIGKILL, STOPPED, STOPPED)
     job.release(2)
     leader, *_ = job.together()
     leader.until("continuing after step 1")
     job.ends(0, 0, 0)
     assert_same_run(job.workdir, unbroken())
+
+
+def test_prompts_that_the_trainers_process_has_encoded_come_over_the_link(job, base, tmp_path):
+    """Rollout processes have neither the store nor the text encoders' weights."""
+    trains, samples = tmp_path / "trains", tmp_path / "samples"
+    for folder in (trains, samples):
+        shutil.copytree(base / "tiny-pipeline", folder / "tiny-pipeline")
+        shutil.copy(base / "tiny-prompts.jsonl", folder)
+    removed = [*samples.glob("tiny-pipeline/text_encoder*/*.safetensors")]
+    for weights in removed:
+        weights.unlink()
+    assert len(removed) == 2
+    ahead = "--config.prompts.encoding=ahead", "--config.prompts.store=store"
+    apart, alone = job(*ahead), job(*ahead)
+    leader = apart.process(0, here=trains, BASE=".")
+    for number in (1, 2):
+        apart.process(number, here=samples, BASE=".")
+    apart.ends(0, 0, 0)
+    assert any("are to be encoded" in line for line in printed(leader)), leader.said
+    assert (trains / "store").exists() and not (samples / "store").exists()
+    alone.alone(here=trains, BASE=".")
+    alone.ends(0)
+    assert_same_run(apart.workdir, alone.workdir)
+
+
+# What is wrong, and a part of the sentence about it. No leader is there: nobody waits for it.
+WRONG = [
+    (
+        ["--processes=3", "--process=1"],
+        dict(DIGEN_JAX_TOKEN=""),
+        "DIGEN_JAX_TOKEN must be a secret",
+    ),
+    (["--processes=4", "--process=3"], {}, "4 processes cannot share the meshes"),
+    (["--processes=2", "--process=1"], {}, "2 processes cannot share the meshes"),
+    (["--mesh=spare", "--process=1"], {}, "--mesh joins a run that another process leads"),
+    (
+        ["--processes=3", "--process=1", "--config.placement=auto"],
+        {},
+        "config.placement = 'auto' plans for one process only",
+    ),
+    (
+        ["--mesh=spare", "--config.placement.rollout.data=0"],
+        {},
+        "config.placement.rollout.data = 0, so that the trainer's devices sample",
+    ),
+    (
+        ["--processes=3", "--process=0", "--config.placement.trainer.data=2"],
+        {},
+        "config.placement.trainer has 2 devices",
+    ),
+]
+
+
+def test_what_is_wrong_is_one_sentence_at_once(job):
+    job = job()
+    address = f"--coordinator=127.0.0.1:{job.port}"
+    for options, variables, _ in WRONG:
+        job.begin(address, *options, workdir=job.holds / "nowhere", **variables)
+    job.begin("--mesh=spare", workdir=job.holds / "nowhere")
+    sentences = [
+        *(sentence for *_, sentence in WRONG),
+        "--mesh joins a run that another process leads",
+    ]
+    for errors, sentence in zip(
+        job.ends(*[2] * len(sentences), seconds=60), sentences, strict=True
+    ):
+        assert errors.startswith("train.py: ") and len(errors.splitlines()) == 1
+        assert sentence in errors
+
+
+def test_a_leader_refuses_what_does_not_fit_and_waits_for_what_does(job):
+    job = job("--config.placement.rollout.data=2")
+    leader = job.process(0)
+    leader.until("sampling meshes may join")
+    job.process(1, "--config.seed=5", devices=2)
+    job.process(1, devices=2, DIGEN_JAX_TOKEN="of-another-job-that-runs")
+    job.process(2, devices=1)
+    found = [one.ends(60) for one in job.begun[1:]]
+    for (code, errors), sentence in zip(
+        found,
+        ["its config is", "token", "config.placement.rollout has 2 devices"],
+        strict=True,
+    ):
+        assert code == 2, errors
+        (said,) = without_waiting(errors)
+        assert sentence in said
+    assert leader.process.poll() is None
+    leader.until("waiting for rollout 0, rollout 1")
+    leader.signal(signal.SIGTERM)
+    job.ends(128 + signal.SIGTERM, 2, 2, 2)
