@@ -18,6 +18,7 @@ from digen_jax.process.launching import (
     reach,
 )
 from digen_jax.remote.identity import job_token
+from digen_jax.remote.opening import TRANSFER
 from digen_jax.remote.wire import Tls
 from digen_jax.runtime.link import Link
 from digen_jax.scheduling.commands import TRAINER
@@ -99,6 +100,10 @@ def take_part(placement: PlacementSection, told: Told) -> Apart | None:
                 "and neither --processes nor --process"
             )
         _check_given(placement)
+        if told.mesh == TRAINER:
+            raise ConfigError(
+                f"--mesh: {TRAINER!r} is the name of the mesh that trains: give a rollout mesh another one"
+            )
         role, place = sampling(sizes, told.mesh), detected(told.coordinator, 2, 1)
     else:
         place = detected(told.coordinator, told.processes, told.process)
@@ -106,6 +111,12 @@ def take_part(placement: PlacementSection, told: Told) -> Apart | None:
             return None
         _check_given(placement)
         role = cast(sizes, place.processes, place.process)
+    if told.link == TRANSFER and (
+        told.mesh is None and place.processes != 1 + sizes.rollout.workers
+    ):
+        raise ConfigError(
+            "--link=transfer moves arrays between meshes of one process each: leave it out, or start one process a mesh"
+        )
     tls = _tls(told.tls)
     job_token()
     if place.process:  # the leader's name may not be known before it has started
