@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from digen_jax.assemble import recipe_model, scheduled
+from digen_jax.assemble import drawn_prompts, recipe_model, scheduled
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.encoding import Rows, Stored
 from digen_jax.engine.system import Rollout
@@ -19,7 +19,6 @@ from digen_jax.process.ending import STOPPED, Stopped, leave
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.process.terminal import complain, fitted
 from digen_jax.prompt_store import encoder_shapes, is_ahead
-from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.remote.following import Following
 from digen_jax.remote.link import LinkError, RemoteLink
@@ -163,12 +162,5 @@ def _serve(
 
 def _batches(recipe: Recipe, cache: str, first: int) -> Iterator[list[dict[str, Any]]]:
     """The prompt records of every step from `first` on."""
-    batches = prompt_batches(
-        recipe.prompts.paths,
-        recipe.drawn_groups,
-        recipe.seed,
-        cache,
-        set_steps=recipe.algorithm.set_steps,
-        weights=recipe.prompts.weights,
-    )
+    batches = drawn_prompts(recipe, cache)
     return map(batches.at, itertools.count(first))
