@@ -72,10 +72,13 @@ class Leader:
             return missing()
 
     def give_up(self, name: str, why: str) -> None:
-        """Ends a mesh's streams, without the call of `lost`; whatever waits for it gets an error."""
+        """Ends a mesh's streams, without the call of `lost`; whatever waits for it gets an error.
+
+        A dismissed one ends by itself.
+        """
         with self._changed:
             mesh = self.meshes.get(name)
-        if mesh is not None:
+        if mesh is not None and mesh.dismissed is None:
             self._ended(mesh, why, known=True)
 
     def dismiss(self, name: str, why: str) -> None:

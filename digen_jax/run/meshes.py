@@ -95,8 +95,9 @@ class Meshes:
             for name in leaving:
                 del self._there[name]
         for name in leaving:
-            self._driver.lost(name, "leaves, because it was asked to stop")
+            # In this order: a mesh that is given up does not hear that it may leave.
             self._leader.dismiss(name, "it was asked to stop")
+            self._driver.lost(name, "leaves, because it was asked to stop")
 
     def places(self) -> dict[str, dict[str, Any]]:
         """Where the meshes are that are there, and when each was heard: see `records.status`."""
