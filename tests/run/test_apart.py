@@ -146,9 +146,12 @@ def start_in(folder, module, devices, *command, **variables) -> Begun:
 
 
 def tuned(workdir: pathlib.Path, step: int):
+    """The tuned parameters of a checkpoint, whatever devices had them."""
     arrays = workdir / "checkpoints" / str(step) / "arrays"
     with ocp.PyTreeCheckpointer() as reader:
-        return jax.tree.map(np.asarray, reader.restore(arrays)["tuned"])
+        there = reader.metadata(arrays).item_metadata.tree
+        whole = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), there)
+        return reader.restore(arrays, restore_args=whole)["tuned"]
 
 
 def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, left_out=()) -> None:
