@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.mesh import Mesh
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.clock import elsewhere
 from digen_jax.runtime.judging import Judge, Judged, failed, ready
-from digen_jax.runtime.link import ScoresOf
+from digen_jax.runtime.link import LinkError, ScoresOf
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
     TRAINER,

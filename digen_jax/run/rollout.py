@@ -21,7 +21,7 @@ from digen_jax.process.terminal import complain, fitted
 from digen_jax.prompt_store import encoder_shapes, is_ahead
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.remote.following import Following
-from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.opening import join, open_pulls
 from digen_jax.remote.serving import Sampling, serve
 from digen_jax.remote.sharing import RolloutLink
@@ -35,7 +35,7 @@ from digen_jax.run.roles import Apart, Role, own_devices
 from digen_jax.run.scorers import try_scorers
 from digen_jax.runtime.evaluation import HeldOut
 from digen_jax.runtime.judging import Judge
-from digen_jax.runtime.link import RowsOf
+from digen_jax.runtime.link import LinkError, RowsOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import TRAINER

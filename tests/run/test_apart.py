@@ -308,6 +308,7 @@ def test_without_its_leader_every_process_ends_and_the_run_continues(job, unbrok
     job.hold(2)
     leader, *rollouts = job.together()
     job.held(2)
+    wait_for(lambda: (job.workdir / "checkpoints" / "1").exists())  # it is saved beside step 2
     leader.signal(signal.SIGKILL)
     lost = time.monotonic()
     for number, one in enumerate(rollouts):
