@@ -7,6 +7,7 @@ import grpc
 
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.fanout import Fanout
 from digen_jax.remote.following import MEETING, Following
 from digen_jax.remote.leader import Leader
 from digen_jax.remote.link import PATIENCE, RemoteLink
@@ -67,14 +68,16 @@ def lead(
       ConfigError: it cannot listen there.
     """
     link = RemoteLink(wire, known, pulls)
+    fanout = Fanout() if pulls is None else None  # between devices the trainer gives to all
 
     def met(mesh: Mesh) -> None:
         link.meet(mesh.name, mesh.first.address, mesh.first.transfer)
         print(f"{mesh.name} joins: its arrays come as {link.describe(mesh.name)}", flush=True)
-        joined(RemoteSampler(mesh, link, leader.give_up))
+        joined(RemoteSampler(mesh, link, leader.give_up, fanout))
 
     transfer = "" if pulls is None else pulls.address
-    leader = Leader(wire.identity, met, lost, keepalive, transfer, step)
+    missed = (lambda *_: None) if fanout is None else fanout.missed
+    leader = Leader(wire.identity, met, lost, keepalive, transfer, step, missed)
     server, reason = None, "the run has ended"
     try:
         server, port = wire.server(address, [leader.service, link.lending.service, *others])

@@ -13,6 +13,7 @@ from digen_jax.process.exhausted import out_of_memory
 from digen_jax.remote.failures import failed
 from digen_jax.remote.following import Following
 from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.relay import Relay
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.image_statistics import Looks
 from digen_jax.runtime.judging import Judge, Judged, then
@@ -53,10 +54,19 @@ class Sampling:
     """A `SamplingExecutor`, the steps of its process and its judge, as the leader's commands use them."""
 
     def __init__(
-        self, executor: SamplingExecutor, steps: Steps, link: RemoteLink, judge: Judge | None
+        self,
+        executor: SamplingExecutor,
+        steps: Steps,
+        link: RemoteLink,
+        judge: Judge | None,
+        relay: Relay | None = None,
     ):
-        """`judge` is None in all but the first of a mesh's processes: the first one scores."""
+        """`judge` is None in all but the first of a mesh's processes: the first one scores.
+
+        `relay` is the executor's link; None: it takes weights from the trainer alone.
+        """
         self._executor, self._steps, self._link, self._judge = executor, steps, link, judge
+        self._relay = relay
         self._receiving: set[Publication] = set()
         self._dropped: set[Publication] = set()  # while they were received
         self._lock = threading.Lock()
@@ -91,7 +101,7 @@ class Sampling:
                 with self._lock:
                     if command.publication in self._receiving:
                         self._dropped.add(command.publication)
-                self._executor.drop_weights(command.publication)
+                self._drop_weights(command.publication)
             case DropFragments():
                 # First of all: a fragment in generation is then not kept.
                 here = [f for f in command.fragments if self._steps.find(f) is not None]
@@ -131,7 +141,12 @@ class Sampling:
                 dropped = publication in self._dropped
                 self._dropped.discard(publication)
             if dropped:
-                self._executor.drop_weights(publication)
+                self._drop_weights(publication)
+
+    def _drop_weights(self, publication: Publication) -> None:
+        self._executor.drop_weights(publication)
+        if self._relay is not None:
+            self._relay.drop(publication)
 
 
 def serve(following: Following, executes: Executes, in_order: bool = False) -> None:

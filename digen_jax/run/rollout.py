@@ -23,6 +23,7 @@ from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.remote.following import Following
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.opening import join, open_pulls
+from digen_jax.remote.relay import Relay
 from digen_jax.remote.serving import Sampling, serve
 from digen_jax.remote.sharing import RolloutLink
 from digen_jax.rewards.built_in import on_mesh, resolve
@@ -152,12 +153,13 @@ def _serve(
         of_evaluation = HeldOut(held_out, settings)
         several = role.processes > 1
         own = RolloutLink(link, not role.process) if several else link
-        executor = SamplingExecutor(role.mesh, rollout, steps, of_evaluation, own, scorers)
+        relay = Relay(own, link, following, gives=not several)
+        executor = SamplingExecutor(role.mesh, rollout, steps, of_evaluation, relay, scorers)
         weights = recipe.advantages.reward_weights
         judge = pool and Judge(pool, weights, steps, of_evaluation, settings)
         words = f", process {role.process} of {role.processes}" if several else ""
         print(f"{role.mesh} is ready, on {role.devices} devices{words}", flush=True)
-        serve(following, Sampling(executor, steps, link, judge), in_order=several)
+        serve(following, Sampling(executor, steps, link, judge, relay), in_order=several)
 
 
 def _batches(recipe: Recipe, cache: str, first: int) -> Iterator[list[dict[str, Any]]]:

@@ -127,8 +127,7 @@ def pair():
 def test_every_tree_arrives_as_in_one_process(pair, key, monkeypatch):
     tree, local, taker = trees()[key], LocalLink(), "anyone"
     # Small frames, so that arrays are cut.
-    monkeypatch.setattr(frames.plan, "__defaults__", (300,))
-    monkeypatch.setattr(frames.gathered, "__defaults__", (300,))
+    monkeypatch.setattr(frames, "FRAME", 300)
     here, there = (pair[0], pair[1]) if isinstance(key, Publication) else (pair[1], pair[0])
     assert isinstance(here, Link)
     for link in (local, here):
