@@ -15,6 +15,7 @@ python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --wo
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
 python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
 python launch/benchmark.py cluster [--step_seconds=8 --output=cluster.json]
+python launch/benchmark.py fan_out --config configs/qwen_image.py:ocr,4 [--takers=1,2,4 --links=25,100,400 --rounds=5]
 python launch/benchmark.py link [--rounds=5 --commands=5000 --meshes=1024 --rate=300 --output=link.json]
 """
 
@@ -85,6 +86,12 @@ _STEP_SECONDS = flags.DEFINE_float(
     "step_seconds", 8.0, "Seconds for which the rollout meshes generate in a step."
 )
 _LAYOUTS = flags.DEFINE_list("layouts", [], "Numbers of the cluster's layouts; none: all.")
+
+# Options of "fan_out", with --config and --rounds.
+_TAKERS = flags.DEFINE_list("takers", ["1", "2", "4"], "Numbers of processes that take a LoRA.")
+_LINKS = flags.DEFINE_list(
+    "links", ["25", "100", "400"], "Gbit/s of each host's link, for the computed tables."
+)
 
 # Options of "link", with --rounds.
 _COMMANDS = flags.DEFINE_integer("commands", 5000, "Commands to another process, for their rate.")
@@ -248,6 +255,35 @@ def cluster() -> None:
     _write(output, {"run": dataclasses.asdict(run), "layouts": [one.record() for one in found]})
 
 
+def fan_out() -> None:
+    """Time a LoRA's way to several processes of this host, and compute that of weights to many hosts."""
+    output, recipe = _output(), _recipe()
+    takers, links = _numbers("--takers", _TAKERS.value, int), _numbers("--links", _LINKS.value)
+    from digen_jax.benchmark.fan_out import bytes_of, check, computed, measure, sizes
+    from digen_jax.process.launching import prepare
+
+    check(takers, _ROUNDS.value, links)
+    prepare()
+    lora, whole = sizes(recipe)
+    size = bytes_of(lora)
+    print(
+        f"A LoRA of rank {recipe.lora.rank}, {size / 1e9:.2f} GB in bfloat16, by bytes over gRPC",
+        flush=True,
+    )
+    found = []
+    for count in takers:
+        found.append(measure(lora, count, _ROUNDS.value))
+        print(found[-1].describe(size), flush=True)
+    reached = found[0].gigabits
+    print(
+        "\nSeconds until the last of so many rollout meshes has them, as far as links permit; bytes over gRPC take all "
+        f"of a processor at {reached:.1f} Gbit/s:"
+    )
+    rates = [reached, *links]
+    print(f"\n{computed(size, 'LoRA', rates)}\n\n{computed(whole, 'All weights', rates)}")
+    _write(output, {"lora": size, "whole": whole, "measured": list(map(dataclasses.asdict, found))})
+
+
 def link() -> None:
     """Time commands and arrays between two processes of this host, by both transports; and a leader under load."""
     output = _output()
@@ -323,6 +359,13 @@ def _ratio(text: str) -> tuple[float, float]:
     return generate, train
 
 
+def _numbers(flag: str, given: list[str], kind: type = float) -> list:
+    try:
+        return [kind(text) for text in given]
+    except ValueError:
+        raise ConfigError(f"{flag}={','.join(given)}: give numbers such as 1,2,4") from None
+
+
 def _output() -> pathlib.Path | None:
     """The file for the numbers, checked before anything is measured."""
     if _OUTPUT.value is None:
@@ -348,6 +391,7 @@ if __name__ == "__main__":
             "algorithms": algorithms,
             "rewards": rewards,
             "cluster": cluster,
+            "fan_out": fan_out,
             "link": link,
         }
     )
