@@ -1,5 +1,6 @@
 """Benchmarks: the runtime's speed with waits in place of device work, real compute on two cores and against torch, what
-asynchrony costs, which algorithms learn, reward servers under load and faults, and what lies between two processes.
+asynchrony costs, which algorithms learn, reward servers under load and faults, what lies between two processes, and
+what faults do to a run of several.
 
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
@@ -15,6 +16,7 @@ python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --wo
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
 python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
 python launch/benchmark.py link [--rounds=5 --commands=5000 --output=link.json]
+python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
 
 import dataclasses
@@ -45,7 +47,7 @@ _PUBLISH = flags.DEFINE_float(
 )
 _SCORE = flags.DEFINE_float("score", 0.1, "Duration of scoring a step, as a share of --seconds.")
 _JITTER = flags.DEFINE_float("jitter", 0.2, "Random variation of every wait, as a share of it.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the jitter.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the jitter, or of what is drawn.")
 _LEARN = flags.DEFINE_integer("learn", 3, "First steps, from which the simulator takes the costs.")
 _STEPS = flags.DEFINE_integer("steps", 5, "Measured steps after the first ones.")
 
@@ -77,6 +79,9 @@ _REWARD_SECONDS = flags.DEFINE_float("reward_seconds", 0.001, "Seconds of the re
 
 # An option of "link", with --rounds.
 _COMMANDS = flags.DEFINE_integer("commands", 5000, "Commands to another process, for their rate.")
+
+# An option of "kills", with --config, --workdir and --seed.
+_KILLS = flags.DEFINE_integer("kills", 100, "Faults, one after the other.")
 
 
 def runtime() -> None:
@@ -228,6 +233,29 @@ def link() -> None:
     _write(output, dataclasses.asdict(found))
 
 
+def kills() -> None:
+    """Let faults happen in a run of several processes, and compare it with the same one without."""
+    output, workdir = _output(), _workdir("kills")
+    if _CONFIG.value is None:
+        raise ConfigError("say what to run, by --config=configs/shapes_demo.py for example")
+    from digen_jax.benchmark.kills import compare
+    from digen_jax.process.progress import watched
+
+    flag = flags.FLAGS["config"]
+    path = config_flags.get_config_filename(flag)
+    found = compare(
+        path,
+        config_flags.get_override_values(flag),
+        workdir,
+        _KILLS.value,
+        _SEED.value,
+        lambda faults: watched(faults, "kills", "fault"),
+        lambda line: print(line, flush=True),
+    )
+    print(f"\n{found.describe()}")
+    _write(output, found.record())
+
+
 def _redraw(cells: pathlib.Path, workdir: pathlib.Path) -> None:
     from digen_jax.benchmark.algorithms import read_cells
 
@@ -312,5 +340,6 @@ if __name__ == "__main__":
             "algorithms": algorithms,
             "rewards": rewards,
             "link": link,
+            "kills": kills,
         }
     )

@@ -209,10 +209,13 @@ class Leader:
             return missing()
 
     def give_up(self, name: str, why: str) -> None:
-        """Ends a member's stream, without the call of `lost`; whatever waits for it gets an error."""
+        """Ends a member's stream, without the call of `lost`; whatever waits for it gets an error.
+
+        One that was dismissed ends its work and leaves by itself.
+        """
         with self._changed:
             member = self.members.get(name)
-        if member is not None:
+        if member is not None and member.dismissed is None:
             self._ended(member, why, known=True)
 
     def dismiss(self, name: str, why: str) -> None:

@@ -94,8 +94,9 @@ class Meshes:
             for name in leaving:
                 del self._there[name]
         for name in leaving:
-            self._driver.lost(name, "leaves, because it was asked to stop")
+            # First, so that giving it up does not end its stream, and with it the process as one that is lost.
             self._leader.dismiss(name, "it was asked to stop")
+            self._driver.lost(name, "leaves, because it was asked to stop")
 
     def close(self) -> None:
         """The driver has ended."""
