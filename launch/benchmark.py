@@ -15,7 +15,7 @@ python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --wo
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
 python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
-python launch/benchmark.py link [--rounds=5 --commands=5000 --output=link.json]
+python launch/benchmark.py link [--rounds=5 --commands=5000 --meshes=1024 --rate=300 --output=link.json]
 python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
 
@@ -77,8 +77,10 @@ _IMAGES = flags.DEFINE_integer("images", 4, "Images of a request.")
 _SIDE = flags.DEFINE_integer("side", 64, "Height and width of an image.")
 _REWARD_SECONDS = flags.DEFINE_float("reward_seconds", 0.001, "Seconds of the reward for an image.")
 
-# An option of "link", with --rounds.
+# Options of "link", with --rounds.
 _COMMANDS = flags.DEFINE_integer("commands", 5000, "Commands to another process, for their rate.")
+_MESHES = flags.DEFINE_integer("meshes", 1024, "Pretended meshes that one leader has.")
+_RATE = flags.DEFINE_float("rate", 300.0, "Commands a second to them, besides as many as possible.")
 
 # An option of "kills", with --config, --workdir and --seed.
 _KILLS = flags.DEFINE_integer("kills", 100, "Faults, one after the other.")
@@ -222,15 +224,19 @@ def rewards() -> None:
 
 
 def link() -> None:
-    """Time commands and arrays between two processes of this host, by both transports."""
+    """Time commands and arrays between two processes of this host, by both transports; and a leader under load."""
     output = _output()
+    from digen_jax.benchmark.control import check, measure
     from digen_jax.benchmark.link import compare
     from digen_jax.process.launching import prepare
 
+    check(_MESHES.value, _RATE.value)
     prepare()
+    load = measure(_MESHES.value, _RATE.value)  # first, for its memory
+    print(load.describe(), flush=True)
     found = compare(_ROUNDS.value, _COMMANDS.value)
     print(found.describe())
-    _write(output, dataclasses.asdict(found))
+    _write(output, dataclasses.asdict(found) | {"load": dataclasses.asdict(load)})
 
 
 def kills() -> None:

@@ -84,6 +84,7 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
             ("export.py", "--workdir=x", "--output=FILE/x"),
             "--output = 'FILE/x' lies in FILE, which",
         ),
+        (("status.py", "--workdir=FOLDER"), "--workdir = 'FOLDER' has no status: give the workdir"),
         (("cluster.py", "-n", "2"), "there is no command: write it after --"),
         (("cluster.py", "-n", "2", "--", "FILE"), "the command begins with 'FILE', which is no"),
     ],

@@ -23,8 +23,8 @@ from jax.sharding import SingleDeviceSharding
 
 from digen_jax.errors import check_positive
 from digen_jax.remote.identity import TOKEN, Identity, job_token
-from digen_jax.remote.leader import Member
 from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.mesh import Mesh
 from digen_jax.remote.opening import BYTES, TRANSFER, join, lead, open_pulls
 from digen_jax.remote.outline import nodes
 from digen_jax.remote.sampling import RemoteSampler
@@ -79,10 +79,10 @@ def compare(rounds: int, commands: int) -> Speed:
     os.environ[TOKEN] = secrets.token_hex(16)
     seconds = {}
     for transport in (BYTES, TRANSFER):
-        with other_process(transport) as (member, link):
+        with other_process(transport) as (mesh, link):
             if transport == BYTES:
-                round_trip = _median(lambda: member.ask(NOTHING).result(LONGEST), 50 * rounds)
-                rate = commands / _median(lambda: _many(member, commands), rounds)
+                round_trip = _median(lambda: mesh.ask(NOTHING).result(LONGEST), 50 * rounds)
+                rate = commands / _median(lambda: _many(mesh, commands), rounds)
             seconds[transport] = {
                 name: _median(functools.partial(_take, link, number), rounds)
                 for number, name in enumerate(TREES)
@@ -108,7 +108,7 @@ def other_process(transport: str) -> Iterator[tuple[Member, RemoteLink]]:
     wire, pulls = _wire(), open_pulls(transport, HOST)
 
     def ready(sampler: RemoteSampler) -> None:
-        joined.put(sampler.member)
+        joined.put(sampler.mesh)
 
     with lead(wire, f"{HOST}:0", nodes(None), pulls, ready) as (_, link, address):
         command = [sys.executable, "-m", __name__, address, transport]
@@ -147,14 +147,14 @@ def _take(link: RemoteLink, number: int) -> None:
     link.take(key, lambda tree: jax.tree.map(lambda _: here, tree), TRAINER)
 
 
-def _many(member: Member, count: int) -> None:
+def _many(mesh: Mesh, count: int) -> None:
     """Sends commands, of which some are always on their way, and waits for their events."""
     asked: collections.deque = collections.deque()
     for number in range(count + WINDOW):
         if number >= WINDOW:
             asked.popleft().result(LONGEST)
         if number < count:
-            asked.append(member.ask(NOTHING))
+            asked.append(mesh.ask(NOTHING))
 
 
 def _median(call: Callable[[], Any], count: int) -> float:

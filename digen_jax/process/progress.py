@@ -1,5 +1,6 @@
 """Progress: on a terminal a bar, elsewhere a line from time to time."""
 
+import re
 import shutil
 import sys
 import time
@@ -12,6 +13,7 @@ Item = TypeVar("Item")
 
 EVERY = 20.0  # seconds between two lines without a terminal
 BAR = 4  # characters of a bar at least
+STEP_LINE = re.compile(r"step \d+ of \d+: ")  # how the plain lines of `Progress` begin
 
 
 def watched(

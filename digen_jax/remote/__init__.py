@@ -4,3 +4,8 @@
 `sampling` asks for here. `link` moves arrays both ways: `outline` says how a tree looks, `frames` and `pull` move it,
 `lending` gives it away. Nothing is unpickled.
 """
+
+import os
+
+# Before gRPC starts: its notes on closed connections are no mistakes.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

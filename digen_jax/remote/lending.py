@@ -17,6 +17,7 @@ from digen_jax.remote.frames import Cut, frame, plan, to_bytes
 from digen_jax.remote.messages import Unreadable, read_key
 from digen_jax.remote.outline import Outline, write_outline
 from digen_jax.remote.pull import Pulls, read_layouts, write_layouts
+from digen_jax.remote.server import Context
 from digen_jax.remote.wire import service, unary
 from digen_jax.runtime.link import Key, LocalLink
 
@@ -113,7 +114,7 @@ class Lending:
 
     # ------------------------------------------------------------------------- in gRPC's threads
 
-    def _open(self, ask: pb.Ask, context: grpc.ServicerContext) -> pb.Lent:
+    def _open(self, ask: pb.Ask, context: Context) -> pb.Lent:
         self.expire()
         key = _key(ask.key, context)
         tree = self._tree(key, ask.taker, context)
@@ -131,7 +132,7 @@ class Lending:
             self._tickets[ticket] = found
         return pb.Lent(ticket=ticket, outline=text)
 
-    def _tree(self, key: Key, taker: str, context: grpc.ServicerContext) -> Any:
+    def _tree(self, key: Key, taker: str, context: Context) -> Any:
         make = self.made.get(type(key))
         if make is None:
             return self._link.lend(key, taker)
@@ -140,7 +141,7 @@ class Lending:
         except Stopped as error:
             return context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
-    def _read(self, piece: pb.Piece, context: grpc.ServicerContext) -> bytes:
+    def _read(self, piece: pb.Piece, context: Context) -> bytes:
         found = self._used(piece.ticket, context)
         try:
             if piece.number >= len(found.frames):
@@ -149,7 +150,7 @@ class Lending:
         finally:
             self._unused(found)
 
-    def _stage(self, wanted: pb.Wanted, context: grpc.ServicerContext) -> pb.Staged:
+    def _stage(self, wanted: pb.Wanted, context: Context) -> pb.Staged:
         found = self._used(wanted.ticket, context)
         try:
             if self._pulls is None:
@@ -163,16 +164,16 @@ class Lending:
         finally:
             self._unused(found)
 
-    def _close(self, piece: pb.Piece, context: grpc.ServicerContext) -> pb.Nothing:
+    def _close(self, piece: pb.Piece, context: Context) -> pb.Nothing:
         self._end(piece.ticket, done=True)
         return NOTHING
 
-    def _withdraw(self, ask: pb.Ask, context: grpc.ServicerContext) -> pb.Nothing:
+    def _withdraw(self, ask: pb.Ask, context: Context) -> pb.Nothing:
         self._link.withdraw(_key(ask.key, context))
         self.expire()
         return NOTHING
 
-    def _used(self, ticket: str, context: grpc.ServicerContext) -> Ticket:
+    def _used(self, ticket: str, context: Context) -> Ticket:
         with self._lock:
             found = self._tickets.get(ticket)
             if found is not None:
@@ -187,7 +188,7 @@ class Lending:
             found.used = time.monotonic()
 
 
-def _key(text: str, context: grpc.ServicerContext) -> Any:
+def _key(text: str, context: Context) -> Any:
     try:
         return read_key(text)
     except Unreadable as error:

@@ -12,6 +12,7 @@ import grpc
 from digen_jax.errors import ConfigError
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity
+from digen_jax.remote.server import Context
 from digen_jax.remote.wire import PACKAGE, Wire, service, unary
 
 LOOK = 0.5  # seconds between two questions
@@ -40,7 +41,7 @@ class Meeting:
         with self._lock:
             self._jobs.pop(mesh, None)
 
-    def _meet(self, coming: pb.Coming, context: grpc.ServicerContext) -> pb.Met:
+    def _meet(self, coming: pb.Coming, context: Context) -> pb.Met:
         hello = coming.hello
         if sentence := self._identity.difference(hello.config, hello.code):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)
@@ -76,6 +77,9 @@ def meet(wire: Wire, leader: str, hello: pb.Hello, job: str, seconds: float) -> 
                 request = pb.Coming(hello=hello, job=job)
                 found = call(request, timeout=left, metadata=wire.metadata).job
             except grpc.RpcError as error:
+                if error.code() == grpc.StatusCode.UNAVAILABLE:  # it is about to start
+                    time.sleep(LOOK)
+                    continue
                 raise ConfigError(
                     f"the leader at {leader} refuses process {hello.process} of {hello.mesh}: {error.details()}"
                 ) from error

@@ -8,8 +8,10 @@ import grpc
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.following import MEETING, Following
-from digen_jax.remote.leader import Keepalive, Leader, Member
+from digen_jax.remote.leader import Leader
 from digen_jax.remote.link import PATIENCE, RemoteLink
+from digen_jax.remote.member import Keepalive
+from digen_jax.remote.mesh import Mesh
 from digen_jax.remote.pull import Pulls
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.wire import GRACE, Wire
@@ -43,7 +45,7 @@ def lead(
     known: Mapping[str, type],
     pulls: Pulls | None = None,
     joined: Callable[[RemoteSampler], None] = lambda sampler: None,
-    lost: Callable[[Member, str], None] = lambda member, why: None,
+    lost: Callable[[Mesh, str], None] = lambda mesh, why: None,
     keepalive: Keepalive | None = None,
     step: Callable[[], int] = lambda: 0,
     others: Sequence[grpc.GenericRpcHandler] = (),
@@ -66,10 +68,10 @@ def lead(
     """
     link = RemoteLink(wire, known, pulls)
 
-    def met(member: Member) -> None:
-        link.meet(member.name, member.address, member.transfer)
-        print(f"{member.name} joins: its arrays come as {link.describe(member.name)}", flush=True)
-        joined(RemoteSampler(member, link, leader.give_up))
+    def met(mesh: Mesh) -> None:
+        link.meet(mesh.name, mesh.first.address, mesh.first.transfer)
+        print(f"{mesh.name} joins: its arrays come as {link.describe(mesh.name)}", flush=True)
+        joined(RemoteSampler(mesh, link, leader.give_up))
 
     transfer = "" if pulls is None else pulls.address
     leader = Leader(wire.identity, met, lost, keepalive, transfer, step)
@@ -94,6 +96,8 @@ def join(
     known: Mapping[str, type],
     pulls: Pulls | None = None,
     seconds: float = MEETING,
+    process: int = 0,
+    processes: int = 1,
 ) -> Iterator[tuple[Following, RemoteLink]]:
     """A mesh's end: (the stream to the leader, its link). What is slow, such as reading a model, comes after.
 
@@ -106,6 +110,8 @@ def join(
       known: as in `lead`.
       pulls: as in `lead`.
       seconds: for the leader to come.
+      process: of the mesh, this one's number.
+      processes: of the mesh.
 
     Raises:
       ConfigError: the leader refuses this process, or does not come.
@@ -117,6 +123,7 @@ def join(
         transfer = "" if pulls is None else pulls.address
         address = f"{host}:{port}"
         hello = pb.Hello(mesh=mesh, address=address, transfer=transfer, devices=devices)
+        hello.process, hello.processes = process, processes
         following = Following(wire, leader, hello, seconds)
         link.meet(TRAINER, leader, following.welcome.transfer)
         print(f"{mesh} joins {leader}: weights come as {link.describe(TRAINER)}", flush=True)

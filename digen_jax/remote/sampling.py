@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from digen_jax.remote.leader import Member
 from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.remote.mesh import Mesh
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.clock import elsewhere
 from digen_jax.runtime.judging import Judge, Judged, failed, ready
@@ -39,18 +39,18 @@ class RemoteSampler:
 
     Attributes:
       devices: of its mesh.
-      member: its process.
+      mesh: its processes.
 
     Raises (every method that works):
       NotDone: the work failed there; or a `RewardMistake` or the like, as in one process (`failures`).
       Gone: the process is lost, or was given up.
     """
 
-    def __init__(self, member: Member, link: RemoteLink, give_up: Callable[[str, str], None]):
-        """`give_up` ends a process's stream, by its name: `Leader.give_up`."""
-        self.name, self.devices = member.name, member.devices
+    def __init__(self, mesh: Mesh, link: RemoteLink, give_up: Callable[[str, str], None]):
+        """`give_up` ends a mesh's streams, by its name: `Leader.give_up`."""
+        self.name, self.devices = mesh.name, mesh.devices
         self.given_up = False
-        self.member, self._link, self._give_up = member, link, give_up
+        self.mesh, self._link, self._give_up = mesh, link, give_up
 
     def receive(self, publication: Publication) -> None:
         """Has published weights taken."""
@@ -78,7 +78,7 @@ class RemoteSampler:
         found: Future = Future()
         make = functools.partial(Score, fragment=fragment, maker=self.name)
         try:
-            asked = self.member.ask(make)
+            asked = self.mesh.ask_first(make)
         except Gone as error:
             return failed(error)
         asked.add_done_callback(lambda done: self._answered(found, fragment, done))
@@ -89,15 +89,15 @@ class RemoteSampler:
 
     def drop_fragment(self, fragment: Fragment) -> None:
         """Frees all data of a fragment."""
-        self.member.tell(functools.partial(DropFragments, fragments=(fragment,)))
+        self.mesh.tell(functools.partial(DropFragments, fragments=(fragment,)))
 
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""
-        self.member.tell(functools.partial(DropVersion, publication=publication))
+        self.mesh.tell(functools.partial(DropVersion, publication=publication))
 
     def end_step(self, step: int) -> None:
         """The step has ended: its process forgets it and those before it, too."""
-        self.member.tell(functools.partial(Update, worker=TRAINER, step=step, update=0))
+        self.mesh.tell(functools.partial(Update, worker=TRAINER, step=step, update=0))
 
     def give_up(self) -> None:
         """Another mesh repeats its work; whoever waits for it gets an error."""
@@ -105,7 +105,7 @@ class RemoteSampler:
         self._give_up(self.name, "was given up")
 
     def _do(self, make: Callable[[int], Command]) -> None:
-        asked = self.member.ask(make)
+        asked = self.mesh.ask(make)
         # There it may compile, or pause.
         with elsewhere(asked.so_far) as counts:
             done = asked.result()  # it ends with the member at the latest
@@ -144,5 +144,5 @@ class RemoteSampler:
             return self._link.fetch(key, TRAINER)
         except LinkError as error:
             print(f"{self.name} is given up: {error}", file=sys.stderr, flush=True)
-            self.member.break_off()
+            self.mesh.lose("does not give its scores")
             raise Gone(str(error)) from error

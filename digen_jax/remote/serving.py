@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
-from digen_jax.process.ending import Stopped, hangs
+from digen_jax.process.ending import Stopped, hangs, leave
 from digen_jax.process.exhausted import out_of_memory
 from digen_jax.remote.failures import failed
 from digen_jax.remote.following import Following
@@ -52,7 +52,10 @@ class Executes(Protocol):
 class Sampling:
     """A `SamplingExecutor`, the steps of its process and its judge, as the leader's commands use them."""
 
-    def __init__(self, executor: SamplingExecutor, steps: Steps, link: RemoteLink, judge: Judge):
+    def __init__(
+        self, executor: SamplingExecutor, steps: Steps, link: RemoteLink, judge: Judge | None
+    ):
+        """`judge` is None in all but the first of a mesh's processes: the first one scores."""
         self._executor, self._steps, self._link, self._judge = executor, steps, link, judge
         self._receiving: set[Publication] = set()
         self._dropped: set[Publication] = set()  # while they were received
@@ -67,6 +70,8 @@ class Sampling:
                 self._executor.generate(command.fragment, command.publication)
             case Decode():
                 self._executor.decode(command.fragment)
+                if self._judge is None:
+                    self._executor.scored(command.fragment)
             case Publish():
                 self._receive(command.publication)
 
@@ -129,8 +134,10 @@ class Sampling:
                 self._executor.drop_weights(publication)
 
 
-def serve(following: Following, executes: Executes) -> None:
+def serve(following: Following, executes: Executes, in_order: bool = False) -> None:
     """Executes commands until the leader says that the run ends: weights arrive beside the other work.
+
+    `in_order`: what is dropped is dropped after the commands before, as all processes of a mesh must do the same.
 
     Raises:
       Stopped: the leader is lost. The work in progress is left alone.
@@ -147,7 +154,10 @@ def serve(following: Following, executes: Executes) -> None:
                 case Score():
                     _answer_later(following, executes, command)
                 case DropVersion() | DropFragments() | Update():
-                    executes.drop(command)
+                    if in_order:
+                        main.submit(_drop, executes, command)
+                    else:
+                        executes.drop(command)
                 case _:
                     raise Stopped(
                         f"the leader sends {command.kind!r}, which is not for {following.name}"
@@ -159,6 +169,15 @@ def serve(following: Following, executes: Executes) -> None:
         raise
     for line in lines.values():
         line.close()
+
+
+def _drop(executes: Executes, command: Command) -> None:
+    """Drops in a thread, where a mistake would not be seen."""
+    try:
+        executes.drop(command)
+    except BaseException as error:
+        traceback.print_exception(error)
+        leave(1)
 
 
 def _answer(following: Following, do: Callable[[Command], None], command: Command) -> None:

@@ -97,6 +97,8 @@ class TrainerLink:
         self._here.withdraw(key)
         if not self._process:
             self._link.withdraw(key)
+        elif not _is_own(key):
+            self._link.withdraw(_shared(key, self._process))
 
     def settle(self, key: Key) -> bool:
         """See `Link`: what has left the mesh are copies."""

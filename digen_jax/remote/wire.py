@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -12,12 +11,12 @@ import grpc
 from digen_jax.errors import ConfigError
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity
+from digen_jax.remote.server import Server
 
 PACKAGE = "digen_jax.remote"
 FRAME = 4 * 2**20  # bytes of arrays in a message
 MESSAGE = FRAME + 2**16  # the largest message
 TOKEN, HELLO, SILENCE = "digen-token", "digen-hello-bin", "digen-silence"
-STREAMS, CALLS = 64, 32  # that a server answers at the same time, each in a thread
 GRACE = 1.0  # seconds for calls at a server's end
 
 OPTIONS = [
@@ -62,33 +61,34 @@ class Wire:
 
     def server(
         self, address: str, services: Sequence[grpc.GenericRpcHandler]
-    ) -> tuple[grpc.Server, int]:
+    ) -> tuple[Server, int]:
         """(a server that has started, its port); the port 0 chooses a free one.
 
         Raises:
           ConfigError: it cannot listen there.
         """
-        server = grpc.server(
-            ThreadPoolExecutor(STREAMS + CALLS, "grpc"),
-            interceptors=[_Doorkeeper(self.identity)],
-            options=OPTIONS,
-            maximum_concurrent_rpcs=STREAMS + CALLS,
-        )
-        server.add_generic_rpc_handlers(services)
-        try:
+
+        def open_port(server: grpc.aio.Server) -> int:
             if self.tls is None:
-                port = server.add_insecure_port(address)
-            else:
-                certificate, key, authority = self.tls.read()
-                pair = [(key, certificate)]
-                secure = grpc.ssl_server_credentials(pair, authority, require_client_auth=True)
-                port = server.add_secure_port(address, secure)
+                return server.add_insecure_port(address)
+            certificate, key, authority = self.tls.read()
+            pair = [(key, certificate)]
+            secure = grpc.ssl_server_credentials(pair, authority, require_client_auth=True)
+            return server.add_secure_port(address, secure)
+
+        try:
+            server = Server(services, self._stranger, OPTIONS, open_port)
         except RuntimeError as error:
             raise ConfigError(
                 f"this process cannot listen at {address}: give an address of this host and a free port"
             ) from error
-        server.start()
-        return server, port
+        return server, server.port
+
+    def _stranger(self, metadata: Sequence[tuple[str, Any]]) -> str | None:
+        """Why a call is refused; None: it has the job's token."""
+        if self.identity.knows(dict(metadata).get(TOKEN, "")):
+            return None
+        return "its job token differs from this job's: start all processes of a job with the same DIGEN_JAX_TOKEN"
 
     def channel(self, address: str) -> grpc.Channel:
         """To another process's server; it connects at its first call."""
@@ -167,36 +167,11 @@ def unary(call: Callable[[Any, Any], Any], request: Any, raw: bool = False) -> A
     )
 
 
-def refused(code: grpc.StatusCode, sentence: str) -> grpc.RpcMethodHandler:
-    """A method that does nothing; one of streams, which does not wait for a message before."""
-
-    def refuse(_: Any, context: grpc.ServicerContext) -> Any:
-        context.abort(code, sentence)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-class _Doorkeeper(grpc.ServerInterceptor):
-    """Refuses calls without the job's token before anything of them is read."""
-
-    def __init__(self, identity: Identity):
-        self._identity = identity
-        self._refused = refused(
-            grpc.StatusCode.UNAUTHENTICATED,
-            "its job token differs from this job's: start all processes of a job with the same DIGEN_JAX_TOKEN",
-        )
-
-    def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """Looks for the token among the call's metadata."""
-        given = dict(details.invocation_metadata).get(TOKEN, "")
-        return continuation(details) if self._identity.knows(given) else self._refused
-
-
 def _text(message: Any) -> bytes:
     return message.SerializeToString()
 
 
-def hello_of(context: grpc.ServicerContext) -> pb.Hello | None:
+def hello_of(context: grpc.aio.ServicerContext) -> pb.Hello | None:
     """The hello of a call, None: it has none that can be read."""
     given = dict(context.invocation_metadata()).get(HELLO)
     try:

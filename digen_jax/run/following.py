@@ -183,10 +183,15 @@ class Follower:
     def do(self, kind: str, value: Any) -> None:
         """Executes one entry of the log."""
         match kind:
-            case "do" | "delivered":
+            case "do":
                 follow(self._executors, value)
+            case "delivered":
+                self._executors.steps.draw(value.fragment.step)
+                self._executors.do(value)
             case "scored":
                 command, columns = value
+                if not command.fragment.evaluation:
+                    self._executors.steps.draw(command.fragment.step)
                 self._executors.scored(command, Judged(received(columns)))
             case "save":
                 self._save(*value)

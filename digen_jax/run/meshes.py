@@ -14,9 +14,10 @@ from digen_jax.process.launching import MEETING, Place, join_job
 from digen_jax.prompt_store import is_ahead, stored
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity, job_token
-from digen_jax.remote.leader import Leader, Member
+from digen_jax.remote.leader import Leader
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.meeting import Meeting, free_port, meet
+from digen_jax.remote.mesh import Mesh
 from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.sharing import TrainerLink
@@ -90,13 +91,27 @@ class Meshes:
         """`done` steps are done: meshes whose processes were asked to stop leave."""
         self.step = done
         with self._changed:
-            leaving = [name for name, one in self._there.items() if one.member.asked]
+            leaving = [name for name, one in self._there.items() if one.mesh.asked]
             for name in leaving:
                 del self._there[name]
         for name in leaving:
             # First, so that giving it up does not end its stream, and with it the process as one that is lost.
             self._leader.dismiss(name, "it was asked to stop")
             self._driver.lost(name, "leaves, because it was asked to stop")
+
+    def places(self) -> dict[str, dict[str, Any]]:
+        """Where the meshes are that are there, and when each was heard: see `records.status`."""
+        with self._changed:
+            meshes = [one.mesh for one in self._there.values()]
+        clock = time.time() - time.monotonic()
+        return {
+            one.name: {
+                "host": one.first.address.rpartition(":")[0],
+                "process": None,
+                "heard": clock + one.heard,
+            }
+            for one in meshes
+        }
 
     def close(self) -> None:
         """The driver has ended."""
@@ -114,15 +129,15 @@ class Meshes:
             if driver is not None:
                 driver.join(sampler)
 
-    def lost(self, member: Member, why: str) -> None:
+    def lost(self, mesh: Mesh, why: str) -> None:
         """See `Leader`."""
         with self._changed:
-            self._there.pop(member.name, None)
+            self._there.pop(mesh.name, None)
             driver = self._driver
         if driver is not None:
-            driver.lost(member.name, why)
+            driver.lost(mesh.name, why)
         else:
-            print(f"{member.name} {why}: it is given up", flush=True)
+            print(f"{mesh.name} {why}: it is given up", flush=True)
 
 
 @contextmanager
@@ -162,9 +177,9 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
         yield meshes
 
 
-def _lost(meshes: Meshes, meeting: Meeting, member: Member, why: str) -> None:
-    meeting.forget(member.name)
-    meshes.lost(member, why)
+def _lost(meshes: Meshes, meeting: Meeting, mesh: Mesh, why: str) -> None:
+    meeting.forget(mesh.name)
+    meshes.lost(mesh, why)
 
 
 def join_trainer(recipe: Recipe, apart: Apart) -> Trains:

@@ -100,7 +100,7 @@ def take_part(sizes: MeshSizes, told: Told) -> Apart | None:
             return None
         role = cast(sizes, place.processes, place.process)
     tls = _tls(told.tls)
-    if role.kind == "rollout":  # the leader's name may not be known before it has started
+    if place.process:  # the leader's name may not be known before it has started
         reach(place.host, place.port, MEETING)
     host = told.host or own_address(place.host, place.port)
     bound = listen_at(place.host, place.port)

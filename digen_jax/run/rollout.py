@@ -4,7 +4,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 from digen_jax.assemble import recipe_model, scheduled
@@ -23,13 +23,14 @@ from digen_jax.remote.following import Following
 from digen_jax.remote.link import LinkError, RemoteLink
 from digen_jax.remote.opening import join, open_pulls
 from digen_jax.remote.serving import Sampling, serve
+from digen_jax.remote.sharing import RolloutLink
 from digen_jax.rewards.built_in import on_mesh, resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.run.meshes import become_one, make_wire
 from digen_jax.run.own_mesh import build_rollout, known_nodes
-from digen_jax.run.roles import Apart, own_devices
+from digen_jax.run.roles import Apart, Role, own_devices
 from digen_jax.run.scorers import try_scorers
 from digen_jax.runtime.evaluation import HeldOut
 from digen_jax.runtime.judging import Judge
@@ -57,16 +58,17 @@ def sample(recipe: Recipe, apart: Apart) -> None:
     _, family = recipe_model(recipe)
     known, pulls = known_nodes(recipe, family), open_pulls(apart.link, apart.host)
     where = role.mesh, role.devices, apart.host
+    within = dict(process=role.process, processes=role.processes)
     with (
         fitted(),
-        join(wire, apart.place.address, *where, known, pulls) as (following, link),
+        join(wire, apart.place.address, *where, known, pulls, **within) as (following, link),
         Interrupt(lambda number: _asked(following, number)),
-        closing(_rewards(recipe)) as pool,
+        _rewards(recipe, role) as pool,
     ):
         encoded = _encoded(recipe, family, link, role.mesh) if is_ahead(recipe, family) else None
         rollout = build_rollout(recipe, own_devices(role), encoded)
         try_scorers(recipe, rollout.scorers)
-        _serve(recipe, rollout, following, link, pool)
+        _serve(recipe, role, rollout, following, link, pool)
     print("the run has ended", flush=True)
 
 
@@ -75,19 +77,20 @@ def _asked(following: Following, number: int) -> None:
     following.asked(number)
 
 
-def _rewards(recipe: Recipe) -> RewardPool:
-    """The rewards of this process, which were tried; whoever opens them closes them."""
+@contextmanager
+def _rewards(recipe: Recipe, role: Role) -> Iterator[RewardPool | None]:
+    """The rewards of this process, which were tried; None: the first process of its mesh scores for all."""
+    if role.process:
+        yield None
+        return
     found, asked = resolve(recipe.rewards, meshes=True), recipe.reward_pool
     deadline = Deadline(recipe.runtime.deadline)
     pool = RewardPool(found, asked.processes, asked.retries, deadline.seconds)
     files = *read_prompt_files(recipe.prompts.paths), read_prompt_file(recipe.evaluation.prompts)
-    try:
+    with closing(pool):
         check_canaries(found, pool.score)
         try_out(pool.score, files, recipe.model.height, recipe.model.width)
-    except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
-        pool.close()
-        raise
-    return pool
+        yield pool
 
 
 def _encoded(recipe: Recipe, family: Family, link: RemoteLink, mesh: str) -> Stored:
@@ -104,7 +107,12 @@ def _encoded(recipe: Recipe, family: Family, link: RemoteLink, mesh: str) -> Sto
 
 
 def _serve(
-    recipe: Recipe, rollout: Rollout, following: Following, link: RemoteLink, pool: RewardPool
+    recipe: Recipe,
+    role: Role,
+    rollout: Rollout,
+    following: Following,
+    link: RemoteLink,
+    pool: RewardPool | None,
 ) -> None:
     held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
     settings = scheduled(recipe, held_out)
@@ -121,11 +129,14 @@ def _serve(
         )
         scorers = named(on_mesh(recipe.rewards), rollout.scorers)
         of_evaluation = HeldOut(held_out, settings)
-        executor = SamplingExecutor(following.name, rollout, steps, of_evaluation, link, scorers)
+        several = role.processes > 1
+        own = RolloutLink(link, not role.process) if several else link
+        executor = SamplingExecutor(role.mesh, rollout, steps, of_evaluation, own, scorers)
         weights = recipe.advantages.reward_weights
-        judge = Judge(pool, weights, steps, of_evaluation, settings)
-        print(f"{following.name} is ready, on {rollout.group.mesh.size} devices", flush=True)
-        serve(following, Sampling(executor, steps, link, judge))
+        judge = pool and Judge(pool, weights, steps, of_evaluation, settings)
+        words = f", process {role.process} of {role.processes}" if several else ""
+        print(f"{role.mesh} is ready, on {role.devices} devices{words}", flush=True)
+        serve(following, Sampling(executor, steps, link, judge), in_order=several)
 
 
 def _batches(recipe: Recipe, cache: str, first: int) -> Iterator[list[dict[str, Any]]]:

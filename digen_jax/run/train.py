@@ -17,12 +17,14 @@ from digen_jax.encoding.reached import reached
 from digen_jax.engine.divergence import DivergedError, check_metrics
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.records import full_disk, where
+from digen_jax.records.status import Status
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.mistakes import RewardMistake
@@ -41,9 +43,9 @@ from digen_jax.run.stopping import reason_to_stop
 from digen_jax.run.workdir import (
     changes,
     claim_workdir,
-    claimed_by,
     finished_step,
     mark_finished,
+    own_claim,
 )
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Samples
@@ -66,7 +68,7 @@ def train(recipe: Recipe, workdir: pathlib.Path, apart: Apart | None = None) -> 
       ConfigError: what the recipe asks for cannot work here, or a mistake in the values of the reward.
       Stopped: an indispensable part of the run hangs or dies, such as the reward.
     """
-    with fitted():
+    with remembering(), fitted():
         if apart is not None:
             recipe = place_apart(recipe)
             if apart.role.kind == "rollout":
@@ -128,7 +130,7 @@ class Run:
         self.recipe, self.workdir, self.orders, self.meshes = recipe, workdir, orders, meshes
         self.positions = Positions(workdir, recipe)
         devices = jax.devices() if meshes is None else meshes.own.devices
-        orders.announce("begin", json.dumps([recipe.as_json(), claimed_by(workdir)]))
+        orders.announce("begin", json.dumps([recipe.as_json(), own_claim()]))
         drawn = functools.partial(
             reached, recipe, workdir / "prompts", self.positions.oldest() or 0
         )
@@ -246,7 +248,7 @@ class Run:
 
     def go_on(self, position: Position, interrupt: Interrupt) -> Position:
         """As `advance`, without saving and messages after a failed write."""
-        with self.driving(position, interrupt) as driver:
+        with self.driving(position, interrupt) as driver, self.status(driver):
             try:
                 self.check_disk()
                 while position.done < self.recipe.steps and not (interrupt.asked or self.stopped):
@@ -283,6 +285,11 @@ class Run:
             closing(self.meshes.begin(functools.partial(self.drive, position))) as driver,
         ):
             yield driver
+
+    def status(self, driver: Driver) -> Status:
+        """Writes what all workers do, in a block."""
+        places = dict if self.meshes is None else self.meshes.places
+        return Status(self.workdir, driver.snapshot, places)
 
     def drive(self, position: Position, samplers: Sequence[Samples] = ()) -> Driver:
         """A driver for the steps after a position; `samplers` are meshes of other processes."""

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import socket
+import struct
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
@@ -13,6 +15,13 @@ from digen_jax.config.fields import MOVED
 from digen_jax.errors import ConfigError
 from digen_jax.files import replace
 from digen_jax.weights.folder import read_json
+
+# The C library's struct flock, by which a lock is asked for.
+FLOCK, FIELDS = (
+    ("hhqqi4x", ("type", "whence", "start", "length", "process"))
+    if sys.platform == "linux"
+    else ("qqihh", ("start", "length", "process", "type", "whence"))
+)
 
 
 def claim_workdir(
@@ -69,14 +78,30 @@ def _lock(workdir: Path) -> IO[str]:
             f"{workdir} cannot be locked ({error.strerror}): choose another one"
         ) from error
     claim.truncate(0)
-    claim.write(f"process {os.getpid()} on {socket.gethostname()}")
+    claim.write(own_claim())
     claim.flush()
     return claim
 
 
-def claimed_by(workdir: Path | str) -> str:
-    """The process that has claimed a workdir, in words."""
-    return (Path(workdir) / ".lock").read_text()
+def holder(workdir: Path | str) -> int | None:
+    """The process on this host that has claimed a workdir, 0 if it is in another container; None: there is none.
+
+    Nothing is claimed. Not for the process that has claimed it, whose claim would end as the file is closed.
+    """
+    path = Path(workdir, ".lock")
+    asked = struct.pack(FLOCK, *(fcntl.F_WRLCK if name == "type" else 0 for name in FIELDS))
+    try:
+        with path.open() as claim:
+            found = fcntl.fcntl(claim, fcntl.F_GETLK, asked)
+    except OSError:
+        return None
+    fields = dict(zip(FIELDS, struct.unpack(FLOCK, found), strict=True))
+    return None if fields["type"] == fcntl.F_UNLCK else fields["process"]
+
+
+def own_claim() -> str:
+    """The present process in words, as in a workdir that it has claimed; the claim ends if it closes that file."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def check_shared(workdir: Path | str, claim: str) -> None:
@@ -86,7 +111,7 @@ def check_shared(workdir: Path | str, claim: str) -> None:
       ConfigError: it sees another folder.
     """
     try:
-        found = claimed_by(workdir)
+        found = (Path(workdir) / ".lock").read_text()
     except OSError:
         found = "nobody"
     if found != claim:

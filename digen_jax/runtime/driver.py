@@ -23,6 +23,7 @@ from digen_jax.runtime.executors import Executor, Samples
 from digen_jax.runtime.judging import Judged
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
+from digen_jax.runtime.present import present
 from digen_jax.runtime.scores import sent
 from digen_jax.runtime.summary import Summary
 from digen_jax.runtime.watch import Watch, end_process
@@ -170,6 +171,11 @@ class Driver:
         """The intervals since the last step ended."""
         with self._lock:
             return self._summary.take(self.now())
+
+    def snapshot(self) -> dict[str, Any]:
+        """What every worker does or waits for at present, as JSON: see `present`. For any thread."""
+        with self._lock:
+            return present(self._scheduler, self._summary, self.executor.devices, self.now())
 
     def join(self, sampler: Samples) -> None:
         """Adds a sampling mesh, in mid-run, too; one of the same name was lost before. Any thread may call."""

@@ -101,6 +101,11 @@ class Steps:
         """The step of a fragment."""
         return self[fragment.step]
 
+    def draw(self, number: int) -> None:
+        """Draws the prompts of a step, unless it has ended: for a process in which no mesh encodes them."""
+        if number >= self.first:
+            self[number]
+
     def find(self, fragment: Fragment) -> StepImages | None:
         """The step of a fragment; None if the fragment was dropped (its step may have ended)."""
         with self._lock:

@@ -53,7 +53,8 @@ class Summary:
 
     def __init__(self, devices: Mapping[str, int], images: int):
         self.devices, self._images = dict(devices), images
-        self._lost: set[str] = set()  # since the step's beginning
+        # Workers that were lost: when, and their devices, which count to the end of that step.
+        self.lost: dict[str, tuple[float, int]] = {}
         self._recorder = Recorder()
         self._began = 0.0  # of the step
         self._under_way: dict[str, float] = {}  # worker: start of its present work
@@ -70,9 +71,9 @@ class Summary:
         if isinstance(event, Lost):
             self._recorder.end_wait(event.worker, now)
             self._under_way.pop(event.worker, None)
-            self._lost.add(event.worker)
+            self.lost[event.worker] = now, self.devices.get(event.worker, 0)
         if isinstance(event, Joined):
-            self._lost.discard(event.worker)
+            self.lost.pop(event.worker, None)
         if isinstance(event, Joined | Completed) and worker and scheduler.is_there(worker):
             self._recorder.look_at(scheduler, worker, now)
         if scheduler.is_there(TRAINER):
@@ -129,6 +130,10 @@ class Summary:
             start = finish
         self._recorder.work(worker, kind, start, end, fragment)
 
+    def since(self, worker: str) -> float | None:
+        """When the present work or wait of a worker began; None: unknown."""
+        return self._recorder.waits_since.get(worker, self._under_way.get(worker))
+
     def asked(self, command: Score, exchanges: Sequence[Exchange]) -> None:
         """Records the requests to servers by which a batch was scored; each server is a worker of its own."""
         # An evaluation is not a part of the step in which it happens.
@@ -172,9 +177,8 @@ class Summary:
         }
         self._began, self._ages, self._queued = now, [], []
         self._made.clear()
-        for worker in self._lost:
+        for worker in self.lost:
             self.devices.pop(worker, None)
-        self._lost.clear()
         return done
 
     def take(self, now: float) -> list[Interval]:

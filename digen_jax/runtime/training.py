@@ -57,6 +57,7 @@ class TrainingExecutor:
         group, fragment = self._system.placement.trainer, command.fragment
         step, key = self._steps.find(fragment), SamplesOf(command.worker, command.fragment)
         if step is None:
+            self._link.withdraw(key)
             return
         with self._taking:  # one lock for the fragments of all workers
             if fragment.step not in self._prompts:

@@ -18,7 +18,9 @@ from digen_jax.scheduling.commands import (
     Publication,
     Publish,
     Score,
+    Switch,
     Train,
+    Update,
 )
 from digen_jax.scheduling.costs import CostModel
 from digen_jax.scheduling.settings import Costs, Settings
@@ -314,6 +316,10 @@ class SchedulerState:
             fragment = self.worker(command.worker).task.fragment
         elif isinstance(command, Generate | Decode | Deliver | Score | Train):
             fragment = command.fragment
+        elif isinstance(command, Update):
+            return f"update {command.update} of step {command.step}"
+        elif isinstance(command, Switch):
+            return f"making the trainer's devices {command.role}"
         else:
             return f"the command {command.kind!r}"
         owner = "the evaluation of version" if fragment.evaluation else "step"

@@ -40,6 +40,7 @@ class Recorder:
     def __init__(self):
         self.intervals: list[Interval] = []
         self._waiting: dict[str, tuple[float, str]] = {}  # worker: since when, for what
+        self.waits_since: dict[str, float] = {}  # worker: begin of its wait, wherever that was cut
 
     def work(
         self, worker: str, kind: str, start: float, end: float, fragment: Fragment | None = None
@@ -59,6 +60,7 @@ class Recorder:
         if since is None or since[1] != cause:
             self.end_wait(worker, now)
             self._waiting[worker] = (now, cause)
+            self.waits_since[worker] = now
 
     def waits(self, worker: str) -> bool:
         """Whether a worker waits."""
@@ -67,14 +69,17 @@ class Recorder:
     def end_wait(self, worker: str, now: float) -> None:
         """Records a wait that is over."""
         since, cause = self._waiting.pop(worker, (now, ""))
+        self.waits_since.pop(worker, None)
         if now > since:
             self.intervals.append(Interval(worker, "wait", since, now, None, cause))
 
     def cut(self, now: float) -> None:
         """Ends every wait at `now`; those that continue begin again."""
+        begun = dict(self.waits_since)
         for worker, (_, cause) in list(self._waiting.items()):
             self.end_wait(worker, now)
             self._waiting[worker] = (now, cause)
+        self.waits_since.update(begun)
 
 
 def busy_seconds(

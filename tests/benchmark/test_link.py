@@ -10,7 +10,8 @@ from tests.scripts import run_script
 @pytest.mark.slow
 def test_both_transports_are_measured(tmp_path):
     output = tmp_path / "link.json"
-    done = run_script("benchmark.py", "link", "--rounds=1", "--commands=50", f"--output={output}")
+    asked = "--rounds=1", "--commands=50", "--meshes=1024", "--rate=200"
+    done = run_script("benchmark.py", "link", *asked, f"--output={output}")
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
     assert 0 < found["round_trip"] < 1000 and found["rate"] > 1
@@ -18,3 +19,7 @@ def test_both_transports_are_measured(tmp_path):
     for transport in ("bytes", "transfer"):
         for tree, seconds in found["seconds"][transport].items():
             assert seconds > 0 and f"{transport}: {tree}, " in done.stdout
+    load = found["load"]
+    assert load["meshes"] == 1024 and load["threads"] < 64 and load["memory"] < 200
+    for kind in ("paced", "full"):
+        assert load[kind]["rate"] > 50 and load[kind]["worst"] < 5000, load

@@ -19,7 +19,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.records import checkpoint
 from digen_jax.records.checkpoint import Checkpointer, template_of
 from digen_jax.records.checkpoint_folder import read_checkpoint
-from digen_jax.run.workdir import claim_workdir, finished_step, mark_finished
+from digen_jax.run.workdir import claim_workdir, finished_step, holder, mark_finished
 
 ROOT = pathlib.Path(checkpoint.__file__).parents[2]
 
@@ -264,7 +264,9 @@ def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_pa
         assert process.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=rf"in use by process {process.pid} on .*: wait"):
             claim_workdir(tmp_path, {"seed": 0})
+        assert holder(tmp_path) == process.pid
         process.kill()
+    assert holder(tmp_path) is holder(tmp_path / "none") is None
     claim_workdir(tmp_path, {"seed": 0}).close()
     assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
 

@@ -13,7 +13,8 @@ from digen_jax.config.command_line import run_main
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity
-from digen_jax.remote.leader import Keepalive, Leader
+from digen_jax.remote.leader import Leader
+from digen_jax.remote.member import Keepalive
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Wire
 from digen_jax.runtime.clock import part, paused

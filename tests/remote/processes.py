@@ -18,11 +18,18 @@ from tests.remote.mesh_process import TOKEN
 class Begun:
     """A process of its own group; what it prints is read as it comes."""
 
-    def __init__(self, module: str, folder: pathlib.Path, devices: int, **variables: str):
+    def __init__(
+        self,
+        module: str,
+        folder: pathlib.Path,
+        devices: int,
+        before: tuple[str, ...] = (),
+        **variables: str,
+    ):
         self.lines: queue.Queue[str] = queue.Queue()
         self.errors = folder / f"{module}.{len(list(folder.iterdir()))}.stderr"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [*before, sys.executable, "-m", module],
             cwd=ROOT,
             env=environment(devices, PYTHONPATH=str(ROOT), DIGEN_JAX_TOKEN=TOKEN, **variables),
             stdout=subprocess.PIPE,
@@ -52,11 +59,11 @@ class Begun:
 
 @pytest.fixture
 def begin(tmp_path):
-    """Starts `python -m MODULE` with variables; at the end no process of its group is left."""
+    """Starts `python -m MODULE` with variables, `before` it a command; at the end no process of its group is left."""
     begun: list[Begun] = []
 
-    def one(module: str, devices: int = 1, **variables: str) -> Begun:
-        begun.append(Begun(module, tmp_path, devices, **variables))
+    def one(module: str, devices: int = 1, before: tuple[str, ...] = (), **variables: str) -> Begun:
+        begun.append(Begun(module, tmp_path, devices, before, **variables))
         return begun[-1]
 
     yield one

@@ -8,7 +8,8 @@ import pytest
 
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.following import Following
-from digen_jax.remote.leader import Keepalive, Leader
+from digen_jax.remote.leader import Leader
+from digen_jax.remote.member import Keepalive
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Tls, Wire
 from tests.remote import mesh_process
@@ -18,7 +19,9 @@ from tests.remote.mesh_process import FAST, IDENTITY
 class Room:
     """A leader with its server, and what became of its members."""
 
-    def __init__(self, keepalive: Keepalive = FAST, tls: Tls | None = None):
+    def __init__(
+        self, keepalive: Keepalive = FAST, tls: Tls | None = None, host: str = "localhost"
+    ):
         self.said: queue.Queue[tuple[str, str]] = queue.Queue()
         self.step = 0
         self.leader = Leader(
@@ -28,12 +31,12 @@ class Room:
             keepalive,
             step=lambda: self.step,
         )
-        self.server, port = Wire(IDENTITY, tls).server("localhost:0", [self.leader.service])
-        self.address = f"localhost:{port}"
+        self.server, port = Wire(IDENTITY, tls).server(f"{host}:0", [self.leader.service])
+        self.address = f"{host}:{port}"
 
     def joined(self, name: str = "rollout 0"):
         assert self.said.get(timeout=30) == ("joined", name)
-        return self.leader.members[name]
+        return self.leader.meshes[name]
 
     def lost(self) -> tuple[str, str]:
         return self.said.get(timeout=30)

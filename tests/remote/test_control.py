@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -17,12 +16,12 @@ from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError, FieldError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
-from digen_jax.remote import following, leader
+from digen_jax.remote import following, member
 from digen_jax.remote.failures import NotDone
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
-from digen_jax.remote.leader import Gone, Keepalive
 from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.member import Gone, Keepalive, Member
 from digen_jax.remote.messages import Unreadable, read_command, read_event, read_key, write
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.serving import serve
@@ -130,7 +129,7 @@ def test_a_run_that_ends_is_told_to_its_meshes():
     with mesh(found) as (_, raised):
         member = found.joined()
         found.close()
-        assert not found.leader.members and not raised and found.said.empty()
+        assert not found.leader.meshes and not raised and found.said.empty()
         with pytest.raises(Gone):
             member.ask(encode(1))
 
@@ -160,10 +159,10 @@ def test_a_mesh_that_was_asked_to_end_is_dismissed_and_not_lost(room):
         free.set()
         assert present.result(30).command.step == mesh_process.WAITS
         for _ in range(100):
-            if list(room.leader.members) == ["rollout 0"]:
+            if list(room.leader.meshes) == ["rollout 0"]:
                 break
             time.sleep(0.05)
-        assert list(room.leader.members) == ["rollout 0"] and not raised
+        assert list(room.leader.meshes) == ["rollout 0"] and not raised
         room.leader.dismiss("rollout 1", "again")
     assert room.lost() == ("rollout 0", "has left: the test has ended") and room.said.empty()
 
@@ -224,7 +223,7 @@ def test_a_restarted_mesh_waits_until_its_predecessor_is_lost(room):
         (Identity("", "c", "v"), {}, "its job token differs from this job's"),
         (Identity(TOKEN, "d", "v"), {}, "its config is 'd' and the leader's 'c'"),
         (Identity(TOKEN, "c", "w"), {}, "its code is 'w' and the leader's 'v'"),
-        (IDENTITY, {"process": 1}, "a mesh of several processes cannot be led yet"),
+        (IDENTITY, {"process": 1}, "its mesh has no process 1"),
         (IDENTITY, {"mesh": ""}, "its hello has no name of a sampling mesh"),
         (IDENTITY, {"mesh": "x" * 200}, "its hello has no name of a sampling mesh"),
         (IDENTITY, {"mesh": "trainer"}, "its hello has no name of a sampling mesh"),
@@ -238,7 +237,7 @@ def test_a_process_of_another_job_is_refused_by_name(room, other, hello, sentenc
             Following(Wire(other), room.address, pb.Hello(**fields), 20)
         assert sentence in str(error.value) and room.address in str(error.value)
         assert isinstance(member.ask(encode(1)).result(30), Completed)
-        assert list(room.leader.members) == ["rollout 0"] and room.said.empty()
+        assert list(room.leader.meshes) == ["rollout 0"] and room.said.empty()
 
 
 STRANGE = {
@@ -294,10 +293,10 @@ def test_a_mesh_that_sends_nonsense_is_lost_and_the_others_work(room, reports):
             list(answers)
         channel.close()
         for _ in range(100):
-            if list(room.leader.members) == ["rollout 0"]:
+            if list(room.leader.meshes) == ["rollout 0"]:
                 break
             time.sleep(0.05)
-        assert list(room.leader.members) == ["rollout 0"]
+        assert list(room.leader.meshes) == ["rollout 0"]
         # Where its first message could be read, it had joined.
         assert {room.lost()[0] for _ in range(room.said.qsize())} <= {"joined", "broken"}
         assert isinstance(member.ask(encode(1)).result(30), Completed)
@@ -334,29 +333,28 @@ def test_a_silent_mesh_is_lost_in_time(room):
 
 
 def test_a_mesh_that_does_not_read_is_lost(room, monkeypatch):
-    monkeypatch.setattr(leader, "WAITING", 4)
-    member = leader.Member(pb.Hello(mesh="slow"), None)
-    asked = [member.ask(encode(i)) for i in range(4)]
+    monkeypatch.setattr(member, "WAITING", 4)
+    slow = Member(pb.Hello(mesh="slow"))
+    asked = [slow.ask(encode(i)(i)) for i in range(4)]
     with pytest.raises(Gone, match="slow does not read its commands"):
-        member.ask(encode(4))
+        slow.ask(encode(4)(4))
     assert all(isinstance(one.exception(1), Gone) for one in asked)
 
 
 def test_a_member_that_does_not_read_is_told_to_be_lost(room):
     with mesh(room):
-        member = room.joined()
-        member._orders = queue.Queue(1)  # which nobody reads
-        member.ask(encode(1))
+        full = room.joined()
+        full.first._orders.extend([None] * member.WAITING)  # which nobody reads
         with pytest.raises(Gone, match="rollout 0 does not read its commands"):
-            member.ask(encode(2))
+            full.ask(encode(2))
         assert room.lost() == ("rollout 0", "does not read its commands")
-        assert not room.leader.members
+        assert not room.leader.meshes
 
 
 def test_a_mesh_that_reads_its_model_is_neither_lost_nor_joined(room):
     stream = Following(Wire(IDENTITY), room.address, pb.Hello(mesh="rollout 0"), 20)
     time.sleep(FAST.silence + 0.5)
-    assert "rollout 0" in room.leader.members and room.said.empty()
+    assert "rollout 0" in room.leader.meshes and room.said.empty()
     assert room.leader.wait_for({"rollout 0"}, 0.1) == {"rollout 0"}
     commands = stream.commands()
     threading.Thread(target=list, args=(commands,), daemon=True).start()

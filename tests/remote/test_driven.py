@@ -9,8 +9,8 @@ import pytest
 
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
 from digen_jax.remote import serving
-from digen_jax.remote.leader import Asked
 from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.member import Asked
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.wire import Wire
 from digen_jax.rewards import alone
@@ -94,7 +94,7 @@ def test_a_mistake_of_a_reward_there_ends_the_run_and_costs_no_mesh(room):
     with driven(room, Works(Decode, returns_nonsense)) as driver:
         with pytest.raises(RewardMistake, match="returned 3 values\n  for 4 images"):
             driver.step()
-        assert not driver.executor.gone and NAME in room.leader.members
+        assert not driver.executor.gone and NAME in room.leader.meshes
 
 
 def test_a_reward_on_the_mesh_there_is_shown_apart(room):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from digen_jax.process.ending import STOPPED
-from digen_jax.remote.leader import Gone, Keepalive
+from digen_jax.remote.member import Gone, Keepalive
 from tests.remote.mesh_process import FAST, IDENTITY, WAITS, encode
 from tests.remote.processes import begin  # noqa: F401
 from tests.remote.rooms import Room
@@ -47,7 +47,7 @@ def test_a_stopped_mesh_is_lost_and_ends_when_it_goes_on(room, begin):  # noqa: 
     sentence = errors.splitlines()[-1]
     assert code == STOPPED and "Traceback" not in errors
     assert "counts rollout 0 as lost" in sentence or "has been silent" in sentence
-    assert not room.leader.members
+    assert not room.leader.meshes
 
 
 def test_a_mesh_that_is_started_again_beside_a_stopped_one_takes_its_place(begin):  # noqa: F811

@@ -16,8 +16,8 @@ from digen_jax.images import stills
 from digen_jax.process.ending import STOPPED, Stopped
 from digen_jax.remote.failures import NotDone
 from digen_jax.remote.identity import Identity
-from digen_jax.remote.leader import Gone, Keepalive
 from digen_jax.remote.link import LinkError
+from digen_jax.remote.member import Gone, Keepalive
 from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.wire import Wire
 from digen_jax.rewards.mistakes import RewardMistake

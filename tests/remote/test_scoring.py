@@ -163,5 +163,5 @@ def test_a_mesh_whose_scores_do_not_come_is_asked_twice_and_then_lost(
         found = sampler(room, Fetches("fails", SENT, "fails", "fails"))
         assert found.score(FRAGMENT).result(30).seconds == 0.25
         assert isinstance(found.score(FRAGMENT).exception(30), Gone)
-        assert room.lost() == ("rollout 0", "has lost its connection")
+        assert room.lost() == ("rollout 0", "does not give its scores")
     assert "rollout 0 is given up: ScoresOf" in capfd.readouterr().err

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from digen_jax.engine import divergence
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import TIMING, read_metrics, without_timing
+from digen_jax.records.status import describe, read_status
 from digen_jax.rewards import trial
 from digen_jax.run import train as run
 from digen_jax.run.workdir import finished_step
@@ -197,6 +199,8 @@ def test_a_run_trains_and_shows_its_results(unbroken):
         "timeline.json",
     ):
         assert named in said and (workdir / named).stat().st_size > 0
+    status = describe(workdir, read_status(workdir), None, time.time())
+    assert "6 of 6 steps are done" in status and "which has ended its steps" in status
 
 
 def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
@@ -366,8 +370,20 @@ KINDS_OF_STATE = [
 ]
 
 
+LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
 def test_what_is_turned_between_two_starts_is_said_and_noted(tmp_path, train, capfd):
-    assert train("run", config(tmp_path, steps=1)) is None
+    others = []
+
+    def tries(scores):
+        """Another process tries to claim the workdir."""
+        command = [sys.executable, "-S", "-c", LOCK, tmp_path / "run" / ".lock"]
+        others.append(subprocess.run(command, capture_output=True, text=True).stderr)
+        return scores
+
+    assert train("run", config(tmp_path, steps=1), at(1, tries)) is None
+    assert others and all("BlockingIOError" in said for said in others)
     turned = dict(trainer__learning_rate=0.01, evaluation__every=1)
     assert train("run", config(tmp_path, steps=2, **turned)) is None
     change = "config.trainer.learning_rate: 0.1 -> 0.01"

@@ -1,0 +1,61 @@
+"""What a training run does at present: how far it is, which workers are there, what each does or waits for.
+
+python launch/status.py --workdir runs/shapes
+python launch/status.py --workdir runs/shapes --follow
+
+The run writes it every 2 seconds into its workdir, wherever its processes are.
+"""
+
+import pathlib
+import shutil
+import sys
+import time
+
+from absl import flags
+
+from digen_jax.config.command_line import run_main
+from digen_jax.errors import ConfigError, check_folder
+
+CLEAR = "\x1b[H\x1b[J"  # the terminal
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
+_FOLLOW = flags.DEFINE_bool("follow", False, "Show it again every 2 seconds, until Ctrl-C.")
+flags.mark_flags_as_required(["workdir"])
+
+
+def main() -> None:
+    """Read the run's file and show it."""
+    workdir = pathlib.Path(_WORKDIR.value)
+    check_folder("--workdir", workdir)
+
+    from digen_jax.records.status import EVERY
+
+    if not _FOLLOW.value:
+        print(_shown(workdir))
+        return
+    while True:
+        try:
+            text = _shown(workdir)
+        except ConfigError as error:  # the run may begin
+            text = str(error)
+        print(CLEAR + text if sys.stdout.isatty() else f"{text}\n", flush=True)
+        time.sleep(EVERY)
+
+
+def _shown(workdir: pathlib.Path) -> str:
+    from digen_jax.records.status import describe, read_status
+    from digen_jax.run.workdir import holder
+
+    found, owner = read_status(workdir), holder(workdir)
+    if found is not None:
+        columns = shutil.get_terminal_size().columns
+        return describe(workdir, found, owner, time.time(), columns)
+    if owner is not None:
+        return f"{workdir}: process {owner} prepares the run, and has not begun its steps"
+    raise ConfigError(
+        f"--workdir = {str(workdir)!r} has no status: give the workdir of a run that has begun its steps"
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

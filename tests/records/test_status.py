@@ -1,0 +1,165 @@
+"""A run's state in its workdir, and as a table."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from digen_jax.errors import ConfigError
+from digen_jax.process import remembering
+from digen_jax.records import status
+from digen_jax.records.status import FILE, Status, describe, read_status, write_status
+
+HERE = socket.gethostname()
+TRAINER = dict(
+    devices=4,
+    lost=None,
+    does="training on fragment 3 of step 12",
+    waits=None,
+    since=998.0,
+    holds=[11, 12],
+    arrives=[],
+)
+AWAY = TRAINER | dict(devices=16, does=None, waits="publish", since=880.0, arrives=[13])
+SNAPSHOT = dict(
+    step=12,
+    steps=60,
+    scoring=2,
+    workers={
+        "trainer": TRAINER,
+        "rollout 0": AWAY | dict(holds=[9, 10, 11, 12]),
+        "rollout 1": dict(devices=16, lost=940.0),
+    },
+)
+PLACES = {
+    "rollout 0": dict(host="host-of-a-rather-long-name", process=77, heard=993.5),
+    "rollout 1": dict(host="other", process=78, heard=900.0),
+}
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A state that was written at 1000 s."""
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    remembering._lines.clear()
+    remembering._lines.append(
+        (939.0, "rollout 1 hangs: generating fragment 2 of step 12 " + "for long " * 5)
+    )
+    write_status(tmp_path, SNAPSHOT, PLACES)
+    yield read_status(tmp_path)
+    remembering._lines.clear()
+
+
+def test_the_table_fits_a_terminal(written):
+    me = os.getpid()
+    text = describe("runs/x", written, me, 1001.5)
+    assert text.splitlines() == [
+        "runs/x: 12 of 60 steps are done",
+        f"written 1.5 s ago by process {me} on {HERE}; it still has the workdir",
+        "worker     process                     devices  weights        for",
+        "  at that time",
+        f"trainer    {me:<26}  4        11 12          2.0 s",
+        "  training on fragment 3 of step 12",
+        "rollout 0  77 on host-of-a-rather-...  16       ... 11 12 +13  2 min",
+        "  not heard for 6.5 s; waits for publish",
+        "rollout 1  78 on other                 16                      60 s",
+        "  lost",
+        "reward",
+        "  scoring 2 batches",
+        "the last lines of its standard error:",
+        "  62 s ago: rollout 1 hangs: generating fragment 2 of step 12 for long for long",
+        "    for long for long for long",
+    ]
+    lines = describe("runs/x", written, me, 1001.5, 200).splitlines()
+    assert lines[3].endswith("2.0 s  training on fragment 3 of step 12")
+    assert lines[4].endswith("2 min  not heard for 6.5 s; waits for publish")
+    assert lines[6] == f"reward{'scoring 2 batches':>81}"
+
+
+def test_a_long_cell_is_broken_under_itself(written):
+    long = TRAINER | dict(does="generating fragment 12 of the evaluation of version 120", holds=[])
+    workers = {"trainer": {"host": HERE, "process": 5, "heard": None, **long}}
+    text = describe("x", {**written, "workers": workers, "scoring": 0, "lines": []}, 5, 1001.5)
+    assert text.splitlines()[2:] == [
+        "worker   process  devices  weights  for    at that time",
+        "trainer  5        4                 2.0 s  generating fragment 12 of the",
+        "                                           evaluation of version 120",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "holder", "words"),
+    [
+        ({}, 5, "; it still has the workdir"),
+        ({}, 0, "; it still has the workdir"),
+        ({}, 6, "; process 6 has the workdir now"),
+        ({}, None, ", which has died"),
+        ({"ended": ""}, None, ", which has ended its steps"),
+        ({"ended": "SaveFailed: the disk is full"}, 5, ", which was ended by SaveFailed: the"),
+        ({"host": "other"}, None, ": ask there whether that still runs"),
+    ],
+)
+def test_the_table_says_whether_its_process_is_alive(written, changed, holder, words):
+    text = describe("x", {**written, "process": 5, **changed}, holder, 1001.5, 200)
+    who = f"by process 5 on {changed.get('host', HERE)}"
+    assert who + words in text.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.06, "0.1 s"),
+        (-1, "0.0 s"),
+        (30, "30 s"),
+        (600, "10 min"),
+        (9000, "2 h"),
+        (9e5, "10 days"),
+    ],
+)
+def test_a_span_has_its_unit(written, seconds, words):
+    assert f"written {words} ago" in describe("x", written, 1, 1000.0 + seconds)
+
+
+def test_the_state_is_written_again_and_again_and_at_the_end(tmp_path):
+    calls, path = [], tmp_path / FILE
+
+    def snapshot():
+        calls.append(1)
+        return SNAPSHOT | {"step": len(calls)}
+
+    with Status(tmp_path, snapshot, lambda: PLACES, every=0.01):
+        deadline = time.monotonic() + 20
+        while len(calls) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found = read_status(tmp_path)
+        assert found["ended"] is None and found["process"] == os.getpid()
+        assert found["workers"]["rollout 0"]["host"] == PLACES["rollout 0"]["host"]
+        assert found["workers"]["trainer"]["host"] == HERE
+    ended = read_status(tmp_path)
+    assert ended["ended"] == "" and ended["step"] == len(calls) >= 5
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+    with pytest.raises(RuntimeError), Status(tmp_path, snapshot):
+        raise RuntimeError("no more")
+    assert read_status(tmp_path)["ended"] == "RuntimeError: no more"
+
+
+def test_a_state_that_cannot_be_written_or_taken_holds_up_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "PATIENCE", 0.1)
+    with Status(tmp_path / "none", lambda: SNAPSHOT):
+        pass
+    free, begin = threading.Event(), time.monotonic()
+    with Status(tmp_path, lambda: free.wait(60) and SNAPSHOT):
+        pass
+    assert time.monotonic() - begin < 10
+    free.set()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"step": 3}', "{"])
+def test_a_file_of_another_kind_is_named(tmp_path, content):
+    assert read_status(tmp_path) is None
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(ConfigError, match=r"status\.json is no status of this version"):
+        read_status(tmp_path)

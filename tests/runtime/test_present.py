@@ -1,0 +1,133 @@
+"""What a driver says of its workers while they work, wait, and are lost; they only wait for a gate."""
+
+import re
+import threading
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from digen_jax.benchmark.waits import WaitingExecutors, Waits
+from digen_jax.rewards import alone
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.driver import Driver
+from digen_jax.scheduling.commands import TRAINER, Generate, Publish, Train, Update
+from digen_jax.scheduling.planner.simulate import Layout, Mesh
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.settings import Costs, Settings
+
+COSTS = Costs(generate=0.01, train=0.01, decode=0.01, encode=0.01, score=0.01, update=0.01)
+SETTINGS = Settings(steps=3, groups=2, images=2, fragment_images=2, staleness=0, ordered=True)
+GENERATING = "generating fragment [01] of step 0"  # either of them, by whose weights came first
+
+
+class Gates(WaitingExecutors):
+    """Commands of some kinds wait for their gates."""
+
+    def __init__(self):
+        layout = Layout(Mesh(4, 4.0), (Mesh(2, 2.0), Mesh(2, 2.0)))
+        super().__init__(Waits(COSTS, images=2, unit=2, jitter=0.0, seed=0), layout)
+        self.gates = {kind: threading.Event() for kind in (Generate, Train, Update, Publish)}
+        self.scores = threading.Event()
+        self.gates[Publish].set()
+
+    def do(self, command):
+        if type(command) in self.gates:
+            assert self.gates[type(command)].wait(60)
+
+    def reward(self, images, prompts, metadata):
+        assert self.scores.wait(60)
+        return np.arange(len(images), dtype=np.float32)
+
+
+@pytest.fixture
+def gates():
+    return Gates()
+
+
+@pytest.fixture
+def driver(gates):
+    with (
+        closing(RewardPool(alone("mine", gates.reward), 0)) as rewards,
+        closing(Driver(gates, Scheduler(SETTINGS, COSTS), rewards)) as driver,
+    ):
+        yield driver
+        for gate in (*gates.gates.values(), gates.scores):
+            gate.set()
+
+
+def awaited(driver, worker, does=".*", **fields):
+    """The snapshot as soon as a worker's fields have these values, and its present command is such."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = driver.snapshot()
+        own = found["workers"][worker]
+        if fields.items() <= own.items() and re.fullmatch(does, own["does"] or ""):
+            return found
+        time.sleep(0.01)
+    raise AssertionError(own)
+
+
+def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates, driver):
+    begin = time.time()
+    found = awaited(driver, "rollout 0", GENERATING)
+    assert (found["step"], found["steps"], found["scoring"]) == (0, 3, 0)
+    assert list(found["workers"]) == ["rollout 0", "rollout 1", TRAINER]
+    first, trainer = found["workers"]["rollout 0"], found["workers"][TRAINER]
+    assert first | {"since": 0, "does": 0} == {
+        **dict(devices=2, lost=None, does=0, waits=None, since=0, holds=[0], arrives=[]),
+    }
+    assert begin - 1 < first["since"] <= time.time()
+    assert trainer | {"since": 0} == {
+        **dict(devices=4, lost=None, does=None, waits="generation", since=0, holds=[0], arrives=[]),
+    }
+    again = driver.snapshot()["workers"][TRAINER]["since"]
+    assert again == pytest.approx(trainer["since"], abs=0.05)
+
+    gates.gates[Generate].set()
+    found = awaited(driver, TRAINER, waits="reward")
+    assert found["scoring"] == 2
+    gates.scores.set()
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: [driver.step(), ended.set()], daemon=True)
+    thread.start()
+    awaited(driver, TRAINER, "training on fragment 0 of step 0", waits=None)
+    gates.gates[Train].set()
+    found = awaited(driver, TRAINER, "update 0 of step 0")
+    assert found["workers"]["rollout 1"]["waits"] == "trainer"
+    gates.gates[Publish].clear()
+    gates.gates[Generate].clear()
+    gates.gates[Update].set()
+    assert ended.wait(30)
+    thread.join()
+    found = awaited(driver, "rollout 0", arrives=[1])
+    assert found["step"] == 1 and found["workers"]["rollout 0"]["waits"] == "publish"
+    gates.gates[Publish].set()
+    awaited(driver, "rollout 0", "generating fragment [01] of step 1", holds=[1])
+
+
+def test_a_wait_is_as_old_as_it_is_over_a_steps_end(gates, driver):
+    found = awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"]
+    time.sleep(0.3)
+    driver.rest()  # cuts the timeline
+    assert awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"] < found + 0.1
+
+
+def test_a_lost_worker_stays_in_view_over_a_steps_end(gates, driver):
+    awaited(driver, "rollout 1", GENERATING)
+    driver._give_up(driver._workers["rollout 1"], "is away")
+    when = time.time()
+    lost = driver.snapshot()["workers"]["rollout 1"]
+    assert set(lost) == {"devices", "lost"} and lost["devices"] == 2
+    time.sleep(0.2)
+    again = driver.snapshot()["workers"]["rollout 1"]["lost"]
+    assert lost["lost"] == pytest.approx(when, abs=1) and again == pytest.approx(
+        lost["lost"], abs=0.05
+    )
+    for gate in (*gates.gates.values(), gates.scores):
+        gate.set()
+    driver.step()
+    assert driver.snapshot()["workers"]["rollout 1"] == lost | {
+        "lost": pytest.approx(again, abs=0.05)
+    }
