@@ -16,6 +16,7 @@ from digen_jax.process.launching import (
     own_address,
     reach,
 )
+from digen_jax.remote.opening import TRANSFER
 from digen_jax.remote.wire import Tls
 from digen_jax.runtime.link import Link
 from digen_jax.scheduling.commands import TRAINER
@@ -93,12 +94,22 @@ def take_part(sizes: MeshSizes, told: Told) -> Apart | None:
                 "--mesh joins a run that another process leads: give that one's address as --coordinator=host:port, "
                 "and neither --processes nor --process"
             )
+        if told.mesh == TRAINER:
+            raise ConfigError(
+                f"--mesh: {TRAINER!r} is the name of the mesh that trains: give a rollout mesh another one"
+            )
         role, place = sampling(sizes, told.mesh), detected(told.coordinator, 2, 1)
     else:
         place = detected(told.coordinator, told.processes, told.process)
         if place is None or place.processes == 1 or not sizes.rollout.data:
             return None
         role = cast(sizes, place.processes, place.process)
+    if told.link == TRANSFER and (
+        told.mesh is None and place.processes != 1 + sizes.rollout.workers
+    ):
+        raise ConfigError(
+            "--link=transfer moves arrays between meshes of one process each: leave it out, or start one process a mesh"
+        )
     tls = _tls(told.tls)
     if place.process:  # the leader's name may not be known before it has started
         reach(place.host, place.port, MEETING)

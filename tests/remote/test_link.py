@@ -241,7 +241,7 @@ def test_a_taker_that_says_nothing_more_is_forgotten():
 def test_a_giver_that_hangs_or_is_gone_is_an_error_in_time(monkeypatch):
     with ends(patience=0.5) as (trainer, rollout, servers):
         trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
-        monkeypatch.setattr(lending, "frame", lambda *_: time.sleep(2))
+        monkeypatch.setattr(lending, "frame", lambda *_: time.sleep(2) or b"")
         begin = time.monotonic()
         with pytest.raises(
             LinkError, match=r"version=3.* has not come from trainer: Deadline Exceeded"
