@@ -9,6 +9,7 @@ import pathlib
 import random
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,12 +34,16 @@ class Begun:
     """One start of a process; what it prints lies in a file of its own."""
 
     def __init__(
-        self, name: str, command: Sequence[str], log: pathlib.Path, environment: Mapping[str, str]
+        self,
+        name: str,
+        command: Sequence[str],
+        log: pathlib.Path,
+        environment: Mapping[str, str],
     ):
         self.name, self.log, self.since = name, log, time.monotonic()
         self.stopped = False  # by SIGSTOP
         # The kernel kills it with the thread that starts it, which therefore is the main one.
-        launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), sys.executable]
+        launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [*launcher, *command],
@@ -113,25 +118,26 @@ class Job:
         self._environment |= {TOKEN: self.token}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def start(self, name: str, *options: str) -> Begun:
-        """Starts the trainer's process, that of one of the config's meshes, or of a mesh that is added."""
-        return self.start_as(name, self.given(name), *options)
+    def start(self, name: str, *options: str, before: Sequence[str] = ()) -> Begun:
+        """Starts the trainer's process, that of one of the config's meshes, or of a mesh that is added.
 
-    def given(self, name: str) -> list[str]:
-        """The options by which a process takes its part."""
+        `before` is a command that runs its command, such as `ip netns exec`.
+        """
         names = [TRAINER, *self.rollouts]
         part = [f"--mesh={name}"]
         if name in names:
             part = [f"--processes={len(names)}", f"--process={names.index(name)}"]
-        return [f"--coordinator={self.address}", *part]
-
-    def start_as(self, name: str, given: Sequence[str], *options: str) -> Begun:
-        """Starts a process that takes its part by other options."""
         log = self._folder / f"{len(self.all):03d} {name}.txt"
-        begun = Begun(name, [*self._command, *given, *options], log, self._environment)
+        own = [*self._python(before), *self._command, f"--coordinator={self.address}", *part]
+        begun = Begun(name, [*own, *options], log, self._environment)
         self.now[name] = begun
         self.all.append(begun)
         return begun
+
+    def _python(self, before: Sequence[str]) -> list[str]:
+        if not before:
+            return [sys.executable]
+        return [shutil.which(before[0]) or before[0], *before[1:], sys.executable]
 
     def start_all(self, *options: str) -> None:
         """Starts the trainer and the config's meshes."""

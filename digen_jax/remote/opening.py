@@ -71,7 +71,7 @@ def lead(
     def met(mesh: Mesh) -> None:
         link.meet(mesh.name, mesh.first.address, mesh.first.transfer)
         print(f"{mesh.name} joins: its arrays come as {link.describe(mesh.name)}", flush=True)
-        joined(RemoteSampler(mesh, link, leader.give_up))
+        joined(RemoteSampler(mesh, link))
 
     transfer = "" if pulls is None else pulls.address
     leader = Leader(wire.identity, met, lost, keepalive, transfer, step)

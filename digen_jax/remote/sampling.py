@@ -46,11 +46,10 @@ class RemoteSampler:
       Gone: the process is lost, or was given up.
     """
 
-    def __init__(self, mesh: Mesh, link: RemoteLink, give_up: Callable[[str, str], None]):
-        """`give_up` ends a mesh's streams, by its name: `Leader.give_up`."""
+    def __init__(self, mesh: Mesh, link: RemoteLink):
         self.name, self.devices = mesh.name, mesh.devices
         self.given_up = False
-        self.mesh, self._link, self._give_up = mesh, link, give_up
+        self.mesh, self._link = mesh, link
 
     def receive(self, publication: Publication) -> None:
         """Has published weights taken."""
@@ -102,7 +101,8 @@ class RemoteSampler:
     def give_up(self) -> None:
         """Another mesh repeats its work; whoever waits for it gets an error."""
         self.given_up = True
-        self._give_up(self.name, "was given up")
+        # Not by its name, which another mesh may have by now.
+        self.mesh.give_up("was given up")
 
     def _do(self, make: Callable[[int], Command]) -> None:
         asked = self.mesh.ask(make)
