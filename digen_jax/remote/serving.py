@@ -12,7 +12,7 @@ from digen_jax.process.ending import Stopped, hangs, leave
 from digen_jax.process.exhausted import out_of_memory
 from digen_jax.remote.failures import failed
 from digen_jax.remote.following import Following
-from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.link import LinkError, RemoteLink
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.image_statistics import Looks
 from digen_jax.runtime.judging import Judge, Judged, then
@@ -216,7 +216,7 @@ def _answer_later(following: Following, executes: Executes, command: Score) -> N
 def _fail(following: Following, command: Command, error: BaseException) -> None:
     """Reports an error of any type: the leader decides, as it does where a mesh of its own process fails."""
     event = failed(command, error)
-    if event.kind or out_of_memory(error):
+    if event.kind or out_of_memory(error) or isinstance(error, LinkError):
         print(f"{following.name}: {event.reason}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

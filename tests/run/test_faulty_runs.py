@@ -156,16 +156,15 @@ def test_a_mesh_that_is_ten_times_slower_is_not_given_up(job, unbroken):
 def test_a_mesh_whose_reward_process_dies_is_not_lost(job, unbroken):
     job = begin(job())
     process, killed = job.now["rollout 1"], 0
-    while "it is asked again" not in process.said():
+    while "died in its process (SIGKILL)" not in process.said():  # one that was idle is not missed
         assert job.leader.alive, job.tails()
         for one in job.rewards(process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
                 killed += 1
-        time.sleep(0.5)
+        time.sleep(1)
     said = assert_ends_well(job, unbroken)
-    assert killed and "given up" not in said
-    assert "died in its process (SIGKILL)" in process.said()
+    assert killed and "it is asked again" in said and "given up" not in said
 
 
 # ------------------------------------------------------------------------------------ the network
