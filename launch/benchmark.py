@@ -244,8 +244,12 @@ def kills() -> None:
     output, workdir = _output(), _workdir("kills")
     if _CONFIG.value is None:
         raise ConfigError("say what to run, by --config=configs/shapes_demo.py for example")
-    from digen_jax.benchmark.kills import compare
+    from digen_jax.benchmark.kills import check, compare
+    from digen_jax.process.launching import prepare
     from digen_jax.process.progress import watched
+
+    check(workdir, _KILLS.value)
+    prepare()
 
     flag = flags.FLAGS["config"]
     path = config_flags.get_config_filename(flag)

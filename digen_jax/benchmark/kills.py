@@ -163,8 +163,7 @@ def compare(
       ConfigError: what was asked for cannot work.
       Wrong: a fault had a consequence that it must not have.
     """
-    check_positive("--kills", kills)
-    check(workdir)
+    check(workdir, kills)
     fields = SMALL | {**overrides} | PLACED
     options = [f"--config={config}", *map(_option, fields, fields.values())]
     begin = time.monotonic()
@@ -200,8 +199,9 @@ def _option(field: str, value: Any) -> str:
     return f"--config.{field}={value}"
 
 
-def check(workdir: pathlib.Path) -> None:
-    """Raises ConfigError where the processes cannot be watched, or the folder is there."""
+def check(workdir: pathlib.Path, kills: int) -> None:
+    """Raises ConfigError where the processes cannot be watched, the folder is there, or nothing is to happen."""
+    check_positive("--kills", kills)
     if sys.platform != "linux":
         raise ConfigError("faults need Linux, whose /proc tells which processes are left")
     if workdir.exists():
@@ -255,6 +255,7 @@ class Kills:
         self._added = 0
         self.kinds: dict[str, tuple[int, Callable[[], bool]]] = {
             "rollout process killed": (4, self._kill),
+            "all rollout processes killed": (1, self._kill_all),
             "rollout process stopped, goes on too late": (2, self._stop),
             "rollout process stopped, then killed": (1, self._stop_and_kill),
             "rollout process replaced while stopped": (1, self._replace),
@@ -338,6 +339,18 @@ class Kills:
         one.ends(END)
         self._again(one.name)
         return True
+
+    def _kill_all(self) -> bool:
+        """The trainer generates until one is back."""
+        meshes = self._job.meshes()
+        for one in meshes:
+            self._expect(one, -signal.SIGKILL)
+            one.signal(signal.SIGKILL)
+        for one in meshes:
+            one.ends(END)
+        for one in meshes:
+            self._again(one.name)
+        return bool(meshes)
 
     def _stop(self) -> bool:
         one = self._stopped()
