@@ -1,5 +1,6 @@
 """Benchmarks: the runtime's speed with waits in place of device work, real compute on two cores and against torch, what
-asynchrony costs, which algorithms learn, reward servers under load and faults, and what lies between two processes.
+asynchrony costs, which algorithms learn, reward servers under load and faults, what lies between two processes, and
+what faults do to a run of several.
 
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
@@ -17,6 +18,7 @@ python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --out
 python launch/benchmark.py cluster [--step_seconds=8 --output=cluster.json]
 python launch/benchmark.py fan_out --config configs/qwen_image.py:ocr,4 [--takers=1,2,4 --links=25,100,400 --rounds=5]
 python launch/benchmark.py link [--rounds=5 --commands=5000 --meshes=1024 --rate=300 --output=link.json]
+python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
 
 import dataclasses
@@ -51,7 +53,7 @@ _JITTER = flags.DEFINE_float(
     0.2,
     "Random variation of every wait, as a share of it; cluster: 0.",
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the jitter.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the jitter, or of what is drawn.")
 _LEARN = flags.DEFINE_integer("learn", 3, "First steps, from which the simulator takes the costs.")
 _STEPS = flags.DEFINE_integer("steps", 5, "Measured steps after the first ones.")
 
@@ -97,6 +99,9 @@ _LINKS = flags.DEFINE_list(
 _COMMANDS = flags.DEFINE_integer("commands", 5000, "Commands to another process, for their rate.")
 _MESHES = flags.DEFINE_integer("meshes", 1024, "Pretended meshes that one leader has.")
 _RATE = flags.DEFINE_float("rate", 300.0, "Commands a second to them, besides as many as possible.")
+
+# An option of "kills", with --config, --workdir and --seed.
+_KILLS = flags.DEFINE_integer("kills", 100, "Faults, one after the other.")
 
 
 def runtime() -> None:
@@ -300,6 +305,33 @@ def link() -> None:
     _write(output, dataclasses.asdict(found) | {"load": dataclasses.asdict(load)})
 
 
+def kills() -> None:
+    """Let faults happen in a run of several processes, and compare it with the same one without."""
+    output, workdir = _output(), _workdir("kills")
+    if _CONFIG.value is None:
+        raise ConfigError("say what to run, by --config=configs/shapes_demo.py for example")
+    from digen_jax.benchmark.kills import check, compare
+    from digen_jax.process.launching import prepare
+    from digen_jax.process.progress import watched
+
+    check(workdir, _KILLS.value)
+    prepare()
+
+    flag = flags.FLAGS["config"]
+    path = config_flags.get_config_filename(flag)
+    found = compare(
+        path,
+        config_flags.get_override_values(flag),
+        workdir,
+        _KILLS.value,
+        _SEED.value,
+        lambda faults: watched(faults, "kills", "fault"),
+        lambda line: print(line, flush=True),
+    )
+    print(f"\n{found.describe()}")
+    _write(output, found.record())
+
+
 def _redraw(cells: pathlib.Path, workdir: pathlib.Path) -> None:
     from digen_jax.benchmark.algorithms import read_cells
 
@@ -393,5 +425,6 @@ if __name__ == "__main__":
             "cluster": cluster,
             "fan_out": fan_out,
             "link": link,
+            "kills": kills,
         }
     )

@@ -73,7 +73,7 @@ def lead(
     def met(mesh: Mesh) -> None:
         link.meet(mesh.name, mesh.first.address, mesh.first.transfer)
         print(f"{mesh.name} joins: its arrays come as {link.describe(mesh.name)}", flush=True)
-        joined(RemoteSampler(mesh, link, leader.give_up, fanout))
+        joined(RemoteSampler(mesh, link, fanout))
 
     transfer = "" if pulls is None else pulls.address
     missed = (lambda *_: None) if fanout is None else fanout.missed

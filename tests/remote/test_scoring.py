@@ -69,7 +69,7 @@ class Fetches:
 
 
 def sampler(room, link):  # noqa: F811
-    return RemoteSampler(room.joined(), link, room.leader.give_up)
+    return RemoteSampler(room.joined(), link)
 
 
 def test_scores_come_beside_other_work_and_in_no_thread_of_the_stream(room):  # noqa: F811
@@ -144,7 +144,7 @@ def test_a_mesh_that_ends_or_is_lost_fails_no_score(room):  # noqa: F811
         work.asked[0].set_exception(CancelledError())
         found.encode(1)
         assert not scores.done()
-        room.leader.give_up("rollout 0", "was given up")
+        room.leader.meshes["rollout 0"].give_up("was given up")
         assert isinstance(scores.exception(30), Gone)
         assert isinstance(found.score(FRAGMENT).exception(30), Gone)
 
