@@ -219,8 +219,9 @@ def rewards() -> None:
 
 
 def link() -> None:
-    """Time commands and arrays between two processes of this host, by both transports; and a leader under load."""
+    """Time commands and arrays between two processes of this host, weights to several, and a leader under load."""
     output = _output()
+    from digen_jax.benchmark import fanning
     from digen_jax.benchmark.control import check, measure
     from digen_jax.benchmark.link import compare
     from digen_jax.process.launching import prepare
@@ -230,8 +231,11 @@ def link() -> None:
     load = measure(_MESHES.value, _RATE.value)  # first, for its memory
     print(load.describe(), flush=True)
     found = compare(_ROUNDS.value, _COMMANDS.value)
-    print(found.describe())
-    _write(output, dataclasses.asdict(found) | {"load": dataclasses.asdict(load)})
+    print(found.describe(), flush=True)
+    fan = fanning.measure(_ROUNDS.value)
+    print(fan.describe())
+    parts = {"load": dataclasses.asdict(load), "fan": dataclasses.asdict(fan)}
+    _write(output, dataclasses.asdict(found) | parts)
 
 
 def _redraw(cells: pathlib.Path, workdir: pathlib.Path) -> None:
