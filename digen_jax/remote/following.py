@@ -65,6 +65,7 @@ class Following:
         self._over, self._told = threading.Event(), threading.Event()
         self._leaving, self._signal = False, 0
         self._doing: dict[int, Stopwatch] = {}  # by the serials of the commands in progress
+        self.reason = ""  # of the leader, for the end of its commands
         self.welcome = self._meet(wire, hello, seconds)
         for work in (self._watch, self._read):
             threading.Thread(target=work, name="leader", daemon=True).start()
@@ -199,6 +200,7 @@ class Following:
                         self.givers[command.publication] = order.giver
                     self._commands.put_nowait(command)
                 case "end":
+                    self.reason = order.end
                     return None
         return Stopped(self._lost("has ended its connection"))
 

@@ -73,13 +73,6 @@ class Leader:
             self._changed.wait_for(lambda: not missing(), seconds)
             return missing()
 
-    def give_up(self, name: str, why: str) -> None:
-        """Ends a mesh's streams, without the call of `lost`; whatever waits for it gets an error."""
-        with self._changed:
-            mesh = self.meshes.get(name)
-        if mesh is not None:
-            self._ended(mesh, why, known=True)
-
     def dismiss(self, name: str, why: str) -> None:
         """Tells a mesh to end after the commands that it works on; `lost` is not called for it."""
         with self._changed:

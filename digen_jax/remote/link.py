@@ -21,17 +21,13 @@ from digen_jax.remote.messages import write_key
 from digen_jax.remote.outline import Outline
 from digen_jax.remote.pull import Pulls, layout_of, read_layouts, write_layouts
 from digen_jax.remote.wire import FRAME, Peer, PeerError, Wire, result
-from digen_jax.runtime.link import Key, LocalLink, Shardings, Tree
+from digen_jax.runtime.link import Key, LinkError, LocalLink, Shardings, Tree
 from digen_jax.scheduling.commands import TRAINER, Publication
 
 WINDOW = 4  # frames that a taker has asked for and not got
 PATIENCE = 60.0  # seconds for a frame, and for a transfer between devices
 GIVING = 10.0  # seconds for a frame of a giver in whose place another one is asked
 WAIT = 0.1  # seconds between two looks at transfers to other processes
-
-
-class LinkError(RuntimeError):
-    """A tree has not come; its command may be repeated."""
 
 
 class _Met(NamedTuple):

@@ -64,6 +64,11 @@ class Mesh:
         """Ends it: its work is done again elsewhere."""
         self._lose(self, why)
 
+    def give_up(self, why: str) -> None:
+        """As `lose`, by somebody who needs not be told. One that was dismissed ends its work and leaves by itself."""
+        if self.dismissed is None:
+            self._lose(self, why, True)
+
     def ask(self, make: Callable[[int], Command], giver: pb.Giver | None = None) -> Asked:
         """Sends the command that `make` makes of its serial to all processes; the future has a `Completed`.
 

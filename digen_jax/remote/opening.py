@@ -75,17 +75,20 @@ def lead(
     def met(mesh: Mesh) -> None:
         link.meet(mesh.name, mesh.first.address, mesh.first.transfer)
         print(f"{mesh.name} joins: its arrays come as {link.describe(mesh.name)}", flush=True)
-        joined(RemoteSampler(mesh, link, leader.give_up, fanout))
+        joined(RemoteSampler(mesh, link, fanout))
 
     transfer = "" if pulls is None else pulls.address
     missed = (lambda *_: None) if fanout is None else fanout.missed
     leader = Leader(wire.identity, met, lost, keepalive, transfer, step, missed)
-    server = None
+    server, reason = None, "the run has ended"
     try:
         server, port = wire.server(address, [leader.service, link.lending.service, *others])
         yield leader, link, f"{address.rpartition(':')[0]}:{port}"
+    except BaseException:
+        reason = "the leader has failed"
+        raise
     finally:
-        leader.close()
+        leader.close(reason)
         link.close()
         if server is not None:
             server.stop(GRACE).wait(2 * GRACE)

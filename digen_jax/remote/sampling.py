@@ -9,12 +9,12 @@ from concurrent.futures import Future
 
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.fanout import Fanout, Slot, Taker
-from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.mesh import Mesh
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.clock import elsewhere, paused
 from digen_jax.runtime.judging import Judge, Judged, failed, ready
-from digen_jax.runtime.link import ScoresOf
+from digen_jax.runtime.link import LinkError, ScoresOf
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -48,21 +48,11 @@ class RemoteSampler:
       Gone: the process is lost, or was given up.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        link: RemoteLink,
-        give_up: Callable[[str, str], None],
-        fanout: Fanout | None = None,
-    ):
-        """`give_up` ends a mesh's streams, by its name: `Leader.give_up`.
-
-        `fanout` names who gives it weights; None: always the trainer.
-        """
+    def __init__(self, mesh: Mesh, link: RemoteLink, fanout: Fanout | None = None):
+        """`fanout` names who gives it weights; None: always the trainer."""
         self.name, self.devices = mesh.name, mesh.devices
         self.given_up = False
-        self.mesh, self._link, self._give_up = mesh, link, give_up
-        self._fanout = fanout
+        self.mesh, self._link, self._fanout = mesh, link, fanout
         # The parts of several processes cannot be given by one.
         self._taker = Taker(self.name, mesh.first.address if mesh.processes == 1 else "")
         if fanout is not None:
@@ -133,7 +123,8 @@ class RemoteSampler:
         self.given_up = True
         if self._fanout is not None:
             self._fanout.leave(self._taker)
-        self._give_up(self.name, "was given up")
+        # Not by its name, which another mesh may have by now.
+        self.mesh.give_up("was given up")
 
     def _do(self, make: Callable[[int], Command], giver: pb.Giver | None = None) -> None:
         asked = self.mesh.ask(make, giver)

@@ -17,7 +17,7 @@ from digen_jax.remote.relay import Relay
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.image_statistics import Looks
 from digen_jax.runtime.judging import Judge, Judged, then
-from digen_jax.runtime.link import ScoresOf
+from digen_jax.runtime.link import LinkError, ScoresOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.runtime.worker import Line
@@ -231,7 +231,8 @@ def _answer_later(following: Following, executes: Executes, command: Score) -> N
 def _fail(following: Following, command: Command, error: BaseException) -> None:
     """Reports an error of any type: the leader decides, as it does where a mesh of its own process fails."""
     event = failed(command, error)
-    if event.kind or out_of_memory(error):
+    # What another process that is gone was to send does not come.
+    if event.kind or out_of_memory(error) or isinstance(error, LinkError):
         print(f"{following.name}: {event.reason}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

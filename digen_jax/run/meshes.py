@@ -14,7 +14,6 @@ from digen_jax.process.launching import MEETING, Place, join_job
 from digen_jax.prompt_store import is_ahead, stored
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity, job_token
-from digen_jax.remote.leader import Leader
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.meeting import Meeting, free_port, meet
 from digen_jax.remote.mesh import Mesh
@@ -41,15 +40,14 @@ class Meshes:
     def __init__(self, names: list[str]):
         self.own: Trains | None = None
         self.step = 0  # the present one, at which a mesh that joins begins
-        self._leader: Leader | None = None
         self._names = names  # that the config has
         self._there: dict[str, RemoteSampler] = {}
         self._driver: Driver | None = None
         self._changed = threading.Condition()
 
-    def open(self, leader: Leader, own: Trains) -> None:
+    def open(self, own: Trains) -> None:
         """The trainer's mesh is there."""
-        self._leader, self.own = leader, own
+        self.own = own
 
     def wait(self, seconds: float = MEETING, stops: Callable[[], Any] = lambda: None) -> None:
         """Waits until the config's meshes are ready for commands; goes on without those that do not come in time.
@@ -91,12 +89,12 @@ class Meshes:
         """`done` steps are done: meshes whose processes were asked to stop leave."""
         self.step = done
         with self._changed:
-            leaving = [name for name, one in self._there.items() if one.mesh.asked]
-            for name in leaving:
-                del self._there[name]
-        for name in leaving:
-            self._driver.lost(name, "leaves, because it was asked to stop")
-            self._leader.dismiss(name, "it was asked to stop")
+            # Another mesh cannot take the name of one that leaves before the driver has given that up.
+            for one in [one for one in self._there.values() if one.mesh.asked]:
+                del self._there[one.name]
+                # First, so that giving it up does not end its stream, and with it the process as one that is lost.
+                one.mesh.dismiss("it was asked to stop")
+                self._driver.lost(one.name, "leaves, because it was asked to stop")
 
     def places(self) -> dict[str, dict[str, Any]]:
         """Where the meshes are that are there, and when each was heard: see `records.status`."""
@@ -160,7 +158,7 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
         lost=functools.partial(_lost, meshes, meeting),
         step=lambda: meshes.step,
         others=[meeting.service],
-    ) as (leader, link, _):
+    ) as (_, link, _):
         print(f"leads at {apart.place.address}: sampling meshes may join", flush=True)
         if role.processes > 1:
             job = Place(apart.host, free_port(), role.processes, 0, apart.place.devices)
@@ -172,7 +170,7 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
             encoded = stored(recipe, folder, family)
             link.make(RowsOf, lambda key: encoded.read(key.texts))
         own = TrainerLink(link, 0, role.processes) if role.processes > 1 else link
-        meshes.open(leader, Trains(own_devices(role), own))
+        meshes.open(Trains(own_devices(role), own))
         yield meshes
 
 

@@ -66,6 +66,10 @@ class SharedOf:
 Key = Publication | CopyOf | SamplesOf | ConditioningOf | ScoresOf | RowsOf | SharedOf
 
 
+class LinkError(RuntimeError):
+    """A tree has not come from another process; its command may be repeated."""
+
+
 @runtime_checkable
 class Link(Protocol):
     """Moves trees of arrays between meshes. Any thread may call."""

@@ -80,7 +80,7 @@ def test_what_the_run_must_know_fails_here_as_it_did_there(room):
 
 def test_what_the_timeline_shows_apart_there_it_shows_here(room):
     with mesh(room):
-        sampler = RemoteSampler(room.joined(), RemoteLink(Wire(IDENTITY), {}), room.leader.give_up)
+        sampler = RemoteSampler(room.joined(), RemoteLink(Wire(IDENTITY), {}))
         with measured() as stopwatch:
             sampler.encode(mesh_process.PARTS)
             end = time.perf_counter()
@@ -92,7 +92,7 @@ def test_what_the_timeline_shows_apart_there_it_shows_here(room):
 def test_what_does_not_count_there_does_not_count_here(room):
     with mesh(room):
         link = RemoteLink(Wire(IDENTITY), {})
-        sampler = RemoteSampler(room.joined(), link, room.leader.give_up)
+        sampler = RemoteSampler(room.joined(), link)
         begin = time.perf_counter()
         with measured() as stopwatch:
             sampler.encode(mesh_process.COMPILES)
@@ -172,7 +172,7 @@ def test_a_given_up_mesh_keeps_nobody_waiting(room):
     with mesh(room, executes=mesh_process.Pretends(free)) as (_, raised):
         member = room.joined()
         slow = member.ask(encode(mesh_process.WAITS))
-        room.leader.give_up("rollout 0", "was given up")
+        room.leader.meshes["rollout 0"].give_up("was given up")
         with pytest.raises(Gone, match="rollout 0 was given up"):
             slow.result(1)
         with pytest.raises(Gone):
@@ -187,6 +187,30 @@ def test_a_given_up_mesh_keeps_nobody_waiting(room):
             error
         )
     assert room.said.empty()
+
+
+def test_giving_up_a_mesh_leaves_the_one_that_came_in_its_place_alone(room):
+    """The driver hears of a loss after the next mesh of that name has joined."""
+    with mesh(room):
+        old = RemoteSampler(room.joined(), RemoteLink(Wire(IDENTITY), {}))
+        room.leader.meshes["rollout 0"].lose("is lost")
+        assert room.lost() == ("rollout 0", "is lost")
+        with mesh(room):
+            new = room.joined()
+            old.give_up()
+            assert new.why is None and new.ask(encode(1)).result(30)
+
+
+def test_a_dismissed_mesh_that_is_given_up_ends_as_one_that_was_told_to(room):
+    with mesh(room) as (_, raised):
+        member = room.joined()
+        member.dismiss("it was asked to stop")
+        RemoteSampler(member, RemoteLink(Wire(IDENTITY), {})).give_up()
+        for _ in range(100):
+            if not room.leader.meshes:
+                break
+            time.sleep(0.05)
+        assert not raised and member.why == "has left: the run has ended"
 
 
 def test_a_mesh_that_leaves_may_come_again_but_not_twice(room, monkeypatch, capsys):

@@ -81,7 +81,7 @@ def driven(room, works, **options):
         contextlib.closing(RewardPool(alone("waits", score), 0)) as rewards,
     ):
         link = RemoteLink(Wire(IDENTITY), {})
-        sampler = RemoteSampler(room.joined(NAME), link, room.leader.give_up)
+        sampler = RemoteSampler(room.joined(NAME), link)
         made = Driver(Beyond(sampler), Scheduler(SETTINGS, COSTS), rewards, **options)
         with contextlib.closing(made):
             yield made

@@ -112,7 +112,7 @@ def test_a_mesh_that_comes_back_after_it_was_lost_changes_nothing(host, begin): 
         slow = member.ask(encode(WAITS))
         host.cable(False)
         time.sleep(0.5)
-        room.leader.give_up("rollout 0", "was given up")
+        room.leader.meshes["rollout 0"].give_up("was given up")
         with pytest.raises(Gone, match="was given up"):
             slow.result(1)
         host.cable(True)

@@ -11,7 +11,6 @@ from digen_jax.engine.divergence import DivergedError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import sampling
 from digen_jax.remote.failures import NotDone
-from digen_jax.remote.link import LinkError
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.rewards import Scores
 from digen_jax.rewards.exchanges import Exchange
@@ -19,7 +18,7 @@ from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
 from digen_jax.rewards.process import Late
 from digen_jax.runtime.image_statistics import look
 from digen_jax.runtime.judging import Judged
-from digen_jax.runtime.link import ScoresOf
+from digen_jax.runtime.link import LinkError, ScoresOf
 from digen_jax.runtime.scores import Kept
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import Fragment
@@ -70,7 +69,7 @@ class Fetches:
 
 
 def sampler(room, link):  # noqa: F811
-    return RemoteSampler(room.joined(), link, room.leader.give_up)
+    return RemoteSampler(room.joined(), link)
 
 
 def test_scores_come_beside_other_work_and_in_no_thread_of_the_stream(room):  # noqa: F811
@@ -145,7 +144,7 @@ def test_a_mesh_that_ends_or_is_lost_fails_no_score(room):  # noqa: F811
         work.asked[0].set_exception(CancelledError())
         found.encode(1)
         assert not scores.done()
-        room.leader.give_up("rollout 0", "was given up")
+        room.leader.meshes["rollout 0"].give_up("was given up")
         assert isinstance(scores.exception(30), Gone)
         assert isinstance(found.score(FRAGMENT).exception(30), Gone)
 

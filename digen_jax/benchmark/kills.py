@@ -1,0 +1,510 @@
+"""Random faults in a real run of several processes, at random moments, against the same run without any.
+
+The run trains by what is nearly plain gradient descent, with a smooth reward, so that rounding stays rounding.
+"""
+
+import dataclasses
+import os
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from digen_jax.benchmark import witness
+from digen_jax.benchmark.equality import STEP as STEP_OF
+from digen_jax.benchmark.equality import lines, metrics_off, steps, tuned, update_off
+from digen_jax.benchmark.job import Begun, Job, Wrong, memory
+from digen_jax.errors import ConfigError, check_positive
+from digen_jax.process.ending import STOPPED
+from digen_jax.records.metrics import CLOCK
+
+# Seconds: without a word from a mesh until it is lost, for all to end without the leader, for a step with a start
+# before it, and for a process to end.
+SILENCE, LEADERLESS, STEP, END = 8.0, 10.0, 300.0, 60.0
+BUSY = 5.0  # seconds that a busy machine may take in addition
+ENDLESS = 10**6  # steps of a run that a signal ends
+WORKERS, ADDED = 2, "added"
+TOLERANCE = 1e-3  # of metrics and of the whole update
+HURRY = 0.25  # share of the faults after which the next one does not wait
+# The run, unless the command line says otherwise.
+SMALL = {
+    "batch.groups": 2,
+    "batch.images": 4,
+    "sampler.fragment": 2,
+    "sampler.steps": 4,
+    "rewards": ("digen_jax.benchmark.kills:brightness",),
+    "reward_pool.processes": 1,
+    "trainer.micro_batch": 2,
+    "trainer.learning_rate": 0.03,
+    "trainer.decay": 0,
+    "trainer.eps": 1.0,
+    "trainer.clip_norm": 1e3,
+    "runtime.tag_fragments": 4,
+    "evaluation.images": 4,
+    "evaluation.batch": 4,
+    "evaluation.every": ENDLESS,
+    "pictures.every": ENDLESS,
+    "pictures.images": 2,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 2,
+}
+PLACED = {
+    "placement.sizes": "given",
+    "placement.rollout.data": 1,
+    "placement.rollout.fsdp": 1,
+    "placement.rollout.workers": WORKERS,
+    "placement.trainer.data": 1,
+    "placement.trainer.fsdp": 1,
+}
+# The run without faults.
+ALONE = {"placement.rollout.data": 0, "placement.cpu_devices": 1}
+
+
+def brightness(images: Any, prompts: list[str], metadata: list[dict]) -> Any:
+    """A reward that changes little where images do."""
+    return images.mean(tuple(range(1, images.ndim)), dtype=np.float64) / 255
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault and its consequences; seconds are None where another fault came before.
+
+    Attributes:
+      kind: a key of `Kills.faults`.
+      went_on: seconds until a step that began after the fault had ended.
+      whole: seconds until all meshes were there.
+      ended: seconds until all processes had ended, where the trainer was killed.
+    """
+
+    kind: str
+    went_on: float | None
+    whole: float | None
+    ended: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """All faults, and what was found at the end."""
+
+    faults: tuple[Fault, ...]
+    seconds: float
+    steps: int
+    metrics: float  # see `equality.metrics_off`
+    update: float  # see `equality.update_off`
+    taken: int  # weights by meshes
+    starts: int  # of processes
+    memory: dict[str, int]  # largest bytes of the leader and of a rollout process
+
+    def describe(self) -> str:
+        """The table, and sentences on the rest."""
+        kinds = sorted({fault.kind for fault in self.faults})
+        head = f"{'fault':<44}{'times':>6}{'goes on after':>20}{'whole after':>20}"
+        rows = [head, f"{'':<50}{'median, longest s':>20}{'median, longest s':>20}"]
+        for kind in kinds:
+            its = [fault for fault in self.faults if fault.kind == kind]
+            cells = [_spread([getattr(f, name) for f in its]) for name in ("went_on", "whole")]
+            rows.append(f"{kind:<44}{len(its):>6}{cells[0]:>20}{cells[1]:>20}")
+        ended = [fault.ended for fault in self.faults if fault.ended is not None]
+        sentences = [
+            f"{len(self.faults)} faults in {self.steps} steps and {self.seconds:.0f} s; {self.starts} processes were "
+            "started, and none was left.",
+            f"Every step once and in order; metrics within {self.metrics:.1e}, the whole update within "
+            f"{self.update:.1e} of a run without faults in one process.",
+            f"Meshes took weights {self.taken} times, each time the bits of a published version.",
+            *(f"{name}: at most {size / 2**20:.0f} MiB." for name, size in self.memory.items()),
+        ]
+        if ended:
+            sentences.append(
+                f"Without the leader all processes had ended after at most {max(ended):.1f} s."
+            )
+        return "\n".join([*rows, *sentences])
+
+    def record(self) -> dict[str, Any]:
+        """All numbers, for a JSON file."""
+        return dataclasses.asdict(self)
+
+
+def _spread(seconds: list[float | None]) -> str:
+    found = [one for one in seconds if one is not None]
+    return f"{statistics.median(found):.1f}, {max(found):.1f}" if found else "-"
+
+
+def compare(
+    config: str,
+    overrides: Mapping[str, Any],
+    workdir: pathlib.Path,
+    kills: int,
+    seed: int,
+    watched: Callable[[range], Iterator[int]] = iter,
+    told: Callable[[str], None] = print,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Runs a job with faults, and the same in one process without.
+
+    Args:
+      config: a configs/*.py file.
+      overrides: of its fields, by their names; they go before `SMALL`.
+      workdir: a folder that is not there yet.
+      kills: the number of faults.
+      seed: of the draws of faults and moments.
+      watched: shows progress over the faults.
+      told: a line at every fault.
+      environment: variables of the processes in addition.
+
+    Raises:
+      ConfigError: what was asked for cannot work.
+      Wrong: a fault had a consequence that it must not have.
+    """
+    check(workdir, kills)
+    fields = SMALL | {**overrides} | PLACED
+    options = [f"--config={config}", *map(_option, fields, fields.values())]
+    begin = time.monotonic()
+    notes = workdir / "weights"
+    notes.mkdir(parents=True)
+    variables = {**(environment or {}), witness.FOLDER: str(notes.absolute())}
+    command = ["-m", witness.__name__, *options, f"--workdir={workdir / 'faults'}"]
+    with closing(Job(command, workdir / "said", WORKERS, variables)) as job:
+        run = Kills(job, workdir / "faults", seed, told)
+        run.begin()
+        for _ in watched(range(kills)):
+            run.next()
+        done = run.conclude()
+    options += map(_option, ALONE, ALONE.values())
+    alone = Alone(options, workdir / "unbroken", variables)
+    start = alone.run(1)
+    expected = alone.run(done)
+    update = update_off(tuned(workdir / "faults"), expected, start)
+    metrics = metrics_off(workdir / "faults", workdir / "unbroken")
+    taken, wrong = witness.torn(notes)
+    if wrong or not taken:
+        raise Wrong(f"of {taken} weights that meshes took these were never published: {wrong}")
+    if not max(metrics, update) < TOLERANCE:
+        raise Wrong(
+            f"the run is another one than without faults: metrics differ by {metrics:.1e}, updates by {update:.1e}"
+        )
+    seconds = time.monotonic() - begin
+    of = tuple(run.faults)
+    return Outcome(of, seconds, done, metrics, update, taken, len(job.all), run.memory)
+
+
+def _option(field: str, value: Any) -> str:
+    return f"--config.{field}={value}"
+
+
+def check(workdir: pathlib.Path, kills: int) -> None:
+    """Raises ConfigError where the processes cannot be watched, the folder is there, or nothing is to happen."""
+    check_positive("--kills", kills)
+    if sys.platform != "linux":
+        raise ConfigError("faults need Linux, whose /proc tells which processes are left")
+    if workdir.exists():
+        raise ConfigError(f"--workdir={workdir} exists: give a new folder, or delete it")
+
+
+class Alone:
+    """The same run without faults, in one process that samples and trains in turn."""
+
+    def __init__(self, options: list[str], workdir: pathlib.Path, environment: Mapping[str, str]):
+        script = [sys.executable, "-m", witness.__name__, *options, f"--workdir={workdir}"]
+        self._command, self._workdir = script, workdir
+        self._environment = os.environ | environment
+
+    def run(self, count: int) -> dict[str, np.ndarray]:
+        """Runs up to so many steps; returns what is tuned.
+
+        Raises:
+          Wrong: it fails.
+        """
+        with (self._workdir.with_suffix(".txt")).open("a") as out:
+            done = subprocess.run(
+                [*self._command, f"--config.steps={count}"],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        if done.returncode:
+            raise Wrong(f"the run without faults ends with {done.returncode}: see {out.name}")
+        return tuned(self._workdir)
+
+
+class Kills:
+    """A job in which faults happen.
+
+    Attributes:
+      faults: those that have happened.
+      memory: the largest bytes of the leader and of a rollout process so far.
+    """
+
+    def __init__(
+        self, job: Job, workdir: pathlib.Path, seed: int, told: Callable[[str], None] = print
+    ):
+        self.faults: list[Fault] = []
+        self.memory = {"the leader": 0, "a rollout process": 0}
+        self._job, self._workdir, self._told = job, workdir, told
+        self._random = random.Random(seed)
+        self._ended: float | None = None
+        self._expected: dict[Begun, set[int]] = {}  # exit codes of processes that may have ended
+        self._added = 0
+        self.kinds: dict[str, tuple[int, Callable[[], bool]]] = {
+            "rollout process killed": (4, self._kill),
+            "all rollout processes killed": (1, self._kill_all),
+            "rollout process stopped, goes on too late": (2, self._stop),
+            "rollout process stopped, then killed": (1, self._stop_and_kill),
+            "rollout process replaced while stopped": (1, self._replace),
+            "rollout process asked to end": (2, self._ask),
+            "mesh added, or killed if it is there": (3, self._add),
+            "reward's process killed": (3, self._kill_reward),
+            "trainer's process killed": (2, self._kill_trainer),
+            "trainer's process asked to end": (1, self._ask_trainer),
+        }
+
+    def begin(self) -> None:
+        """Starts the job, and waits for its second step."""
+        self._job.start_all(f"--config.steps={ENDLESS}")
+        self._wait_for(2)
+        self._job.wait(self._whole, STEP, "all meshes are ready")
+
+    def next(self) -> Fault:
+        """A fault of a random kind after a random time, and what follows.
+
+        Raises:
+          Wrong: it had a consequence that it must not have.
+        """
+        self._sleep(self._random.uniform(0, 4))
+        hurry = self._random.random() < HURRY
+        while True:  # some kinds need what is not always there
+            names, weights = zip(*((k, w) for k, (w, _) in self.kinds.items()), strict=True)
+            kind = self._random.choices(names, weights)[0]
+            done, begin, self._ended = self._done(), time.time(), None
+            if self.kinds[kind][1]():
+                break
+            self._sleep(0.5)
+        # Without its trainer the step in progress is begun again.
+        count = done + (1 if "trainer" in kind else 2)
+        seconds = (None, None) if hurry else self._aftermath(begin, count)
+        fault = Fault(kind, *seconds, self._ended)
+        self.check()
+        self.faults.append(fault)
+        shown = "the next one follows" if hurry else f"went on after {seconds[0]:.1f} s"
+        self._told(f"{len(self.faults)}: in step {done + 1}: {kind}: {shown}")
+        return fault
+
+    def check(self) -> None:
+        """Raises Wrong where a process is left or has ended as it must not, or a step is missing or there twice."""
+        self._job.check_no_orphans()
+        self._check_steps()
+        self._measure()
+        for one in self._job.all:
+            code = one.process.poll()
+            if code is not None and code not in self._expected.get(one, {None}):
+                raise Wrong(f"{one.name} has ended with {code}; it said:\n{one.said()[-3000:]}")
+            if "Traceback" in one.said():
+                raise Wrong(f"{one.name} has a traceback:\n{one.said()[-3000:]}")
+
+    def conclude(self) -> int:
+        """Stops the job, and continues it to its end, with two more steps; returns the number of all.
+
+        Raises:
+          Wrong: as `next`.
+        """
+        self._ask_trainer(start=False)
+        last = self._done() + 2
+        self._start_all(last)
+        for one in (self._job.leader, *self._job.meshes()):
+            self._expect(one, 0)
+            one.ends(STEP)
+        self.check()
+        if self._done() != last:
+            raise Wrong(f"the run has ended after {self._done()} steps of {last}")
+        return last
+
+    # ------------------------------------------------------------------------------- the faults
+
+    def _kill(self) -> bool:
+        return self._killed(self._victim(self._job.meshes()))
+
+    def _killed(self, one: Begun | None) -> bool:
+        if one is None:
+            return False
+        self._expect(one, -signal.SIGKILL)
+        one.signal(signal.SIGKILL)
+        one.ends(END)
+        self._again(one.name)
+        return True
+
+    def _kill_all(self) -> bool:
+        """The trainer generates until one is back."""
+        meshes = self._job.meshes()
+        for one in meshes:
+            self._expect(one, -signal.SIGKILL)
+            one.signal(signal.SIGKILL)
+        for one in meshes:
+            one.ends(END)
+        for one in meshes:
+            self._again(one.name)
+        return bool(meshes)
+
+    def _stop(self) -> bool:
+        one = self._stopped()
+        if one is None:
+            return False
+        self._expect(one, STOPPED)
+        one.signal(signal.SIGCONT)
+        one.ends(LEADERLESS + BUSY)
+        self._again(one.name)
+        return True
+
+    def _stop_and_kill(self) -> bool:
+        return self._killed(self._stopped())
+
+    def _replace(self) -> bool:
+        """The other one of the same name waits until the stopped one is lost."""
+        one = self._victim([one for one in self._ready() if one.name in self._job.rollouts])
+        if one is None:
+            return False
+        one.signal(signal.SIGSTOP)
+        self._again(one.name)
+        self._job.wait(lambda: self._job.now[one.name].joined, STEP, f"another {one.name} joins")
+        self._expect(one, STOPPED)
+        one.signal(signal.SIGCONT)
+        one.ends(LEADERLESS + BUSY)
+        return True
+
+    def _ask(self) -> bool:
+        one = self._victim(self._ready())
+        if one is None:
+            return False
+        self._expect(one, 0)
+        one.signal(signal.SIGTERM)
+        one.ends(END)
+        self._again(one.name)
+        return True
+
+    def _add(self) -> bool:
+        there = [one for one in self._job.meshes() if one.name.startswith(ADDED)]
+        if there:
+            return self._killed(there[0])
+        self._added += 1
+        self._job.start(f"{ADDED} {self._added}", f"--config.steps={ENDLESS}")
+        return True
+
+    def _kill_reward(self) -> bool:
+        of = self._victim([self._job.leader, *self._ready()])
+        found = self._job.rewards(of)
+        if not found:
+            return False
+        os.kill(self._random.choice(found), signal.SIGKILL)
+        return True
+
+    def _kill_trainer(self) -> bool:
+        leader, meshes = self._job.leader, self._job.meshes()
+        joined = [one for one in meshes if one.joined]
+        for one in meshes:
+            # One that has not joined yet waits for a leader, and would join the next one.
+            self._expect(one, *((STOPPED,) if one in joined else (STOPPED, 2, -signal.SIGKILL)))
+        self._expect(leader, -signal.SIGKILL)
+        begin = time.monotonic()
+        leader.signal(signal.SIGKILL)
+        for one in joined:
+            one.ends(max(0.1, begin + LEADERLESS + BUSY - time.monotonic()))
+        self._ended = time.monotonic() - begin if joined else None
+        for one in meshes:
+            if one.alive:
+                one.signal(signal.SIGKILL)
+                one.ends(END)
+        leader.ends(END)
+        self._start_all(ENDLESS)
+        return True
+
+    def _ask_trainer(self, start: bool = True) -> bool:
+        leader, meshes = self._job.leader, self._job.meshes()
+        self._job.wait(lambda: self._done() > 0 and all(m.joined for m in meshes), STEP, "all join")
+        self._expect(leader, 128 + signal.SIGTERM)
+        for one in meshes:
+            self._expect(one, 0, STOPPED)
+        before = self._done()
+        leader.signal(signal.SIGTERM)
+        if leader.ends(STEP) != 128 + signal.SIGTERM:
+            raise Wrong(f"the leader has ended with {leader.process.returncode}:\n{leader.said()}")
+        for one in meshes:
+            one.ends(LEADERLESS + BUSY)
+        if self._done() < before:
+            raise Wrong("a stopped run has lost a step")
+        if start:
+            self._start_all(ENDLESS)
+        return True
+
+    # ------------------------------------------------------------------------------ what it uses
+
+    def _stopped(self) -> Begun | None:
+        """A process that was stopped for longer than the silence."""
+        one = self._victim(self._ready())
+        if one is not None:
+            one.signal(signal.SIGSTOP)
+            self._sleep(SILENCE + self._random.uniform(1, 3))
+        return one
+
+    def _victim(self, of: list[Begun]) -> Begun | None:
+        return self._random.choice(of) if of else None
+
+    def _ready(self) -> list[Begun]:
+        return [one for one in self._job.meshes() if one.ready]
+
+    def _again(self, name: str) -> None:
+        """Starts a process of the config again after a while, as a launcher does."""
+        if name in self._job.rollouts:
+            self._sleep(self._random.uniform(0, 3))
+            self._job.start(name, f"--config.steps={ENDLESS}")
+
+    def _start_all(self, count: int) -> None:
+        self._job.start_all(f"--config.steps={count}")
+
+    def _expect(self, one: Begun, *codes: int) -> None:
+        self._expected[one] = self._expected.get(one, set()) | set(codes)
+
+    def _done(self) -> int:
+        return len(steps(self._workdir))
+
+    def _wait_for(self, count: int) -> None:
+        self._job.wait(lambda: self._done() >= count, STEP, f"step {count} has ended")
+
+    def _whole(self) -> bool:
+        return all(one.ready for one in self._job.meshes()) and len(self._job.meshes()) >= WORKERS
+
+    def _aftermath(self, begin: float, count: int) -> tuple[float, float]:
+        """(seconds from `begin` until a step had ended, until all meshes were ready), both of which it waits for."""
+        whole: list[float] = []
+
+        def over() -> bool:
+            if not whole and self._whole():
+                whole.append(time.time() - begin)
+            return bool(whole) and self._done() >= count
+
+        self._job.wait(over, STEP, f"step {count} has ended and all meshes are ready")
+        (line,) = [one for one in lines(self._workdir) if STEP_OF in one and one["step"] == count]
+        return line[CLOCK] - begin, whole[0]
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self._measure()
+
+    def _measure(self) -> None:
+        for name, ones in {
+            "the leader": [self._job.leader],
+            "a rollout process": self._job.meshes(),
+        }.items():
+            sizes = [memory(one.process.pid) for one in ones]
+            self.memory[name] = max(self.memory[name], *sizes, 0)
+
+    def _check_steps(self) -> None:
+        found = steps(self._workdir)
+        if found != list(range(1, len(found) + 1)):
+            raise Wrong(f"the metrics have these steps: {found}")
