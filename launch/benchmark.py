@@ -264,7 +264,7 @@ def fan_out() -> None:
     """Time a LoRA's way to several processes of this host, and compute that of weights to many hosts."""
     output, recipe = _output(), _recipe()
     takers, links = _numbers("--takers", _TAKERS.value, int), _numbers("--links", _LINKS.value)
-    from digen_jax.benchmark.fan_out import bytes_of, check, computed, measure, sizes
+    from digen_jax.benchmark.fan_out import AT_ONCE, bytes_of, check, computed, measure, sizes
     from digen_jax.process.launching import prepare
 
     check(takers, _ROUNDS.value, links)
@@ -277,8 +277,9 @@ def fan_out() -> None:
     )
     found = []
     for count in takers:
-        found.append(measure(lora, count, _ROUNDS.value))
-        print(found[-1].describe(size), flush=True)
+        for at_once in sorted({count, min(count, AT_ONCE)}, reverse=True):
+            found.append(measure(lora, count, _ROUNDS.value, at_once))
+            print(found[-1].describe(size), flush=True)
     reached = found[0].gigabits
     print(
         "\nSeconds until the last of so many rollout meshes has them, as far as links permit; bytes over gRPC take all "
@@ -290,9 +291,8 @@ def fan_out() -> None:
 
 
 def link() -> None:
-    """Time commands and arrays between two processes of this host, weights to several, and a leader under load."""
+    """Time commands and arrays between two processes of this host, by both transports; and a leader under load."""
     output = _output()
-    from digen_jax.benchmark import fanning
     from digen_jax.benchmark.control import check, measure
     from digen_jax.benchmark.link import compare
     from digen_jax.process.launching import prepare
@@ -302,11 +302,8 @@ def link() -> None:
     load = measure(_MESHES.value, _RATE.value)  # first, for its memory
     print(load.describe(), flush=True)
     found = compare(_ROUNDS.value, _COMMANDS.value)
-    print(found.describe(), flush=True)
-    fan = fanning.measure(_ROUNDS.value)
-    print(fan.describe())
-    parts = {"load": dataclasses.asdict(load), "fan": dataclasses.asdict(fan)}
-    _write(output, dataclasses.asdict(found) | parts)
+    print(found.describe())
+    _write(output, dataclasses.asdict(found) | {"load": dataclasses.asdict(load)})
 
 
 def kills() -> None:

@@ -23,5 +23,3 @@ def test_both_transports_are_measured(tmp_path):
     assert load["meshes"] == 1024 and load["threads"] < 64 and load["memory"] < 200
     for kind in ("paced", "full"):
         assert load[kind]["rate"] > 50 and load[kind]["worst"] < 5000, load
-    fan = found["fan"]
-    assert fan["meshes"] == 4 and len(fan["seconds"]) == 2 and min(fan["seconds"].values()) > 0
