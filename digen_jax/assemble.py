@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from digen_jax.policies import (
     trained_policy,
 )
 from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
+from digen_jax.prompts.dataset import PromptBatches, prompt_batches
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
@@ -343,6 +345,18 @@ def make_driver(
         costs = None if begun.layout == recipe.layout else GUESSED
         scheduler = Scheduler.resume(begun.scheduler, settings, costs)
     return Driver(executors, scheduler, rewards, begun, log, orders, watch, evaluated)
+
+
+def drawn_prompts(recipe: Recipe, cache: str | os.PathLike[str]) -> PromptBatches:
+    """The prompt records of each step of a run; the data set of the prompt files is kept in `cache`."""
+    return prompt_batches(
+        recipe.prompts.paths,
+        recipe.drawn_groups,
+        recipe.seed,
+        cache,
+        set_steps=recipe.algorithm.set_steps,
+        weights=recipe.prompts.weights,
+    )
 
 
 def duties(recipe: Recipe, held_out: Sequence[dict[str, Any]] = ()) -> Duties:

@@ -15,6 +15,8 @@ python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --wo
     [--only=cispo,topr --seeds=3 --output=algorithms.json]
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
 python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
+python launch/benchmark.py cluster [--step_seconds=8 --output=cluster.json]
+python launch/benchmark.py fan_out --config configs/qwen_image.py:ocr,4 [--takers=1,2,4 --links=25,100,400 --rounds=5]
 python launch/benchmark.py link [--rounds=5 --commands=5000 --meshes=1024 --rate=300 --output=link.json]
 python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
@@ -34,7 +36,7 @@ from digen_jax.errors import ConfigError, check_positive, user_input
 
 _OUTPUT = flags.DEFINE_string("output", None, "A JSON file for all numbers.")
 
-# Options of "runtime".
+# Options of "runtime"; the last four also of "cluster".
 _DEVICES = flags.DEFINE_integer("devices", 8, "Number of devices to split.")
 _RATIOS = flags.DEFINE_list(
     "ratios",
@@ -46,7 +48,11 @@ _PUBLISH = flags.DEFINE_float(
     "publish", 0.02, "Duration of a publication of weights, as a share of --seconds."
 )
 _SCORE = flags.DEFINE_float("score", 0.1, "Duration of scoring a step, as a share of --seconds.")
-_JITTER = flags.DEFINE_float("jitter", 0.2, "Random variation of every wait, as a share of it.")
+_JITTER = flags.DEFINE_float(
+    "jitter",
+    0.2,
+    "Random variation of every wait, as a share of it; cluster: 0.",
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the jitter, or of what is drawn.")
 _LEARN = flags.DEFINE_integer("learn", 3, "First steps, from which the simulator takes the costs.")
 _STEPS = flags.DEFINE_integer("steps", 5, "Measured steps after the first ones.")
@@ -76,6 +82,18 @@ _REQUESTS = flags.DEFINE_integer("requests", 20, "Requests of each client.")
 _IMAGES = flags.DEFINE_integer("images", 4, "Images of a request.")
 _SIDE = flags.DEFINE_integer("side", 64, "Height and width of an image.")
 _REWARD_SECONDS = flags.DEFINE_float("reward_seconds", 0.001, "Seconds of the reward for an image.")
+
+# Options of "cluster".
+_STEP_SECONDS = flags.DEFINE_float(
+    "step_seconds", 8.0, "Seconds for which the rollout meshes generate in a step."
+)
+_LAYOUTS = flags.DEFINE_list("layouts", [], "Numbers of the cluster's layouts; none: all.")
+
+# Options of "fan_out", with --config and --rounds.
+_TAKERS = flags.DEFINE_list("takers", ["1", "2", "4"], "Numbers of processes that take a LoRA.")
+_LINKS = flags.DEFINE_list(
+    "links", ["25", "100", "400"], "Gbit/s of each host's link, for the computed tables."
+)
 
 # Options of "link", with --rounds.
 _COMMANDS = flags.DEFINE_integer("commands", 5000, "Commands to another process, for their rate.")
@@ -223,6 +241,55 @@ def rewards() -> None:
     _write(output, dataclasses.asdict(found) | {"overhead": found.overhead})
 
 
+def cluster() -> None:
+    """Run real processes that wait in place of device work, and the simulator with the same costs."""
+    output = _output()
+    from digen_jax.benchmark.cluster import check, chosen, describe, introduction, measure
+    from digen_jax.benchmark.runtime import TimedRun
+
+    jitter = _JITTER.value if flags.FLAGS["jitter"].present else 0.0
+    run = TimedRun(_LEARN.value, _STEPS.value, jitter, _SEED.value)
+    check(_STEP_SECONDS.value, run)
+    cases = chosen(_LAYOUTS.value)
+    print(introduction(_STEP_SECONDS.value, run), flush=True)
+    found = []
+    with _bar(len(cases) * (run.learn + run.steps), "step") as bar:
+        for case in cases:
+            found.append(measure(case, _STEP_SECONDS.value, run, bar.update))
+    print(describe(found))
+    _write(output, {"run": dataclasses.asdict(run), "layouts": [one.record() for one in found]})
+
+
+def fan_out() -> None:
+    """Time a LoRA's way to several processes of this host, and compute that of weights to many hosts."""
+    output, recipe = _output(), _recipe()
+    takers, links = _numbers("--takers", _TAKERS.value, int), _numbers("--links", _LINKS.value)
+    from digen_jax.benchmark.fan_out import AT_ONCE, bytes_of, check, computed, measure, sizes
+    from digen_jax.process.launching import prepare
+
+    check(takers, _ROUNDS.value, links)
+    prepare()
+    lora, whole = sizes(recipe)
+    size = bytes_of(lora)
+    print(
+        f"A LoRA of rank {recipe.lora.rank}, {size / 1e9:.2f} GB in bfloat16, by bytes over gRPC",
+        flush=True,
+    )
+    found = []
+    for count in takers:
+        for at_once in sorted({count, min(count, AT_ONCE)}, reverse=True):
+            found.append(measure(lora, count, _ROUNDS.value, at_once))
+            print(found[-1].describe(size), flush=True)
+    reached = found[0].gigabits
+    print(
+        "\nSeconds until the last of so many rollout meshes has them, as far as links permit; bytes over gRPC take all "
+        f"of a processor at {reached:.1f} Gbit/s:"
+    )
+    rates = [reached, *links]
+    print(f"\n{computed(size, 'LoRA', rates)}\n\n{computed(whole, 'All weights', rates)}")
+    _write(output, {"lora": size, "whole": whole, "measured": list(map(dataclasses.asdict, found))})
+
+
 def link() -> None:
     """Time commands and arrays between two processes of this host, by both transports; and a leader under load."""
     output = _output()
@@ -325,6 +392,13 @@ def _ratio(text: str) -> tuple[float, float]:
     return generate, train
 
 
+def _numbers(flag: str, given: list[str], kind: type = float) -> list:
+    try:
+        return [kind(text) for text in given]
+    except ValueError:
+        raise ConfigError(f"{flag}={','.join(given)}: give numbers such as 1,2,4") from None
+
+
 def _output() -> pathlib.Path | None:
     """The file for the numbers, checked before anything is measured."""
     if _OUTPUT.value is None:
@@ -349,6 +423,8 @@ if __name__ == "__main__":
             "asynchrony": asynchrony,
             "algorithms": algorithms,
             "rewards": rewards,
+            "cluster": cluster,
+            "fan_out": fan_out,
             "link": link,
             "kills": kills,
         }

@@ -54,9 +54,7 @@ def main() -> int | None:
     recipe = open_recipe(_CONFIG.value)
     told = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
     tls = {name: flag.value for name, flag in _TLS.items()}
-    apart = take_part(
-        recipe.placement.meshes, Told(*told, _MESH.value, _HOST.value, _LINK.value, tls)
-    )
+    apart = take_part(recipe.placement, Told(*told, _MESH.value, _HOST.value, _LINK.value, tls))
     if apart is None or apart.role.kind == "trainer":
         check_output("--workdir", _WORKDIR.value, folder=True)
     if apart is None:

@@ -59,3 +59,14 @@ def between(before: Reading, after: Reading, own: float, cores: int) -> Load:
     available = (after.clock - before.clock) * cores
     others = max(0.0, after.busy - before.busy - own)
     return Load(others / available, (after.stolen - before.stolen) / available)
+
+
+def used(process: int) -> float:
+    """CPU-seconds of a process so far; 0 where there is none."""
+    try:
+        text = pathlib.Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return 0.0
+    # Behind its name, which may have spaces: the fields from the third on; utime and stime are the 14th and 15th.
+    fields = text.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

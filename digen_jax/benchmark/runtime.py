@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from statistics import fmean
+from typing import NamedTuple
 
 from digen_jax.benchmark.variants import VARIANTS, Variant, Work, best_split
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
@@ -22,9 +23,11 @@ from digen_jax.scheduling.planner import proposal as of
 from digen_jax.scheduling.planner.learned import learned
 from digen_jax.scheduling.planner.problem import Problem
 from digen_jax.scheduling.planner.proposal import Proposal
-from digen_jax.scheduling.planner.simulate import Disturbance, simulate
+from digen_jax.scheduling.planner.report import Report
+from digen_jax.scheduling.planner.simulate import Disturbance, Layout, simulate
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.state import SchedulerState
 
 SIMULATED = 8  # runs of the simulator with other random draws, whose mean is the prediction
 
@@ -126,6 +129,30 @@ def driving(problem: Problem, proposal: Proposal, run: TimedRun) -> Iterator[Dri
         yield driver
 
 
+class Timed(NamedTuple):
+    """Seconds of the measured steps of a run, their metrics, and the scheduler after the first steps."""
+
+    step_times: tuple[float, ...]
+    told: list[dict[str, float]]
+    learned: SchedulerState
+
+    def mean(self, name: str) -> float:
+        """Of a metric over the measured steps."""
+        return fmean(line[name] for line in self.told)
+
+
+def timed(driver: Driver, run: TimedRun, stepped: Callable[[], object] = lambda: None) -> Timed:
+    """Drives through a run's steps; calls `stepped` after each."""
+    ends, told, saved = [0.0], [], {}
+    for step in range(run.learn + run.steps):
+        told.append(driver.step())
+        ends.append(driver.now())
+        saved[step] = driver.begun.scheduler
+        stepped()
+    times = tuple(ends[n + 1] - ends[n] for n in run.measured)
+    return Timed(times, told[run.learn :], Scheduler.restore(saved[run.learn - 1]).state)
+
+
 def measure(
     problem: Problem,
     proposal: Proposal,
@@ -133,24 +160,18 @@ def measure(
     stepped: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Drives the runtime through a run of waits; calls `stepped` after every step."""
-    ends, told, saved = [0.0], [], {}
     with driving(problem, proposal, run) as driver:
-        for step in range(run.learn + run.steps):
-            told.append(driver.step())
-            ends.append(driver.now())
-            saved[step] = driver.begun.scheduler
-            stepped()
-    known = Scheduler.restore(saved[run.learn - 1]).state
-    told = told[run.learn :]
+        found = timed(driver, run, stepped)
+    known = found.learned
     return Measured(
         proposal,
         known.settings.groups * known.settings.images,
-        tuple(ends[n + 1] - ends[n] for n in run.measured),
-        fmean(line["utilisation"] for line in told),
+        found.step_times,
+        found.mean("utilisation"),
         bound(problem, run),
         predict(known.costs, driver.executor.devices, known.settings, run),
-        fmean(line["tag_share"] for line in told),
-        fmean(line["staleness"] for line in told),
+        found.mean("tag_share"),
+        found.mean("staleness"),
         fmean(driver.executor.late),
     )
 
@@ -159,16 +180,18 @@ def predict(
     model: CostModel, devices: Mapping[str, int], settings: Settings, run: TimedRun
 ) -> float:
     """Mean seconds of the measured steps by the simulator, with the scheduler's average costs and the jitter."""
-    layout, costs = learned(model, devices)
+    reports = simulations(*learned(model, devices), settings, run)
+    return fmean(report.step_times[n] for report in reports for n in run.measured)
+
+
+def simulations(layout: Layout, costs: Costs, settings: Settings, run: TimedRun) -> list[Report]:
+    """Runs of the simulator with the jitter, which draw differently."""
     # Of a fragment: that of the mean of its draws.
     jitter = run.jitter / math.sqrt(settings.fragment_images / run.unit)
-    times = []
-    for number in range(SIMULATED):
-        # Other draws than the run's own, which a prediction cannot know.
-        disturbance = Disturbance(jitter=jitter, seed=number)
-        report = simulate(layout, costs, settings, settings.steps, disturbance)
-        times += [report.step_times[n] for n in run.measured]
-    return fmean(times)
+    # Other draws than the run's own, which a prediction cannot know.
+    numbers = range(SIMULATED if jitter else 1)
+    drawn = [Disturbance(jitter=jitter, seed=number) for number in numbers]
+    return [simulate(layout, costs, settings, settings.steps, one) for one in drawn]
 
 
 def bound(problem: Problem, run: TimedRun) -> float:

@@ -1,24 +1,30 @@
 """Executors whose commands wait for a stated time in place of device work."""
 
 import dataclasses
+import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from statistics import fmean
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.judging import Judged, then
+from digen_jax.runtime.executors import Samples
+from digen_jax.runtime.judging import Judged, ready, then
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
     Decode,
     Deliver,
+    DropFragments,
+    DropVersion,
     Encode,
     Evaluate,
+    Fragment,
     Generate,
     Publication,
     Publish,
@@ -26,7 +32,7 @@ from digen_jax.scheduling.commands import (
     Train,
     Update,
 )
-from digen_jax.scheduling.planner.simulate import Layout
+from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.settings import Costs
 
 
@@ -73,40 +79,151 @@ class Waits:
                 return [(command.serial, 0)]  # role switches differ between placements
 
 
+@contextmanager
+def lasting(seconds: float, late: list[float]) -> Iterator[None]:
+    """A block that lasts so long at least; how much later it ends, from work in it or the timer, goes to `late`."""
+    end = time.perf_counter() + seconds
+    yield
+    time.sleep(max(0.0, end - time.perf_counter()))
+    late.append(time.perf_counter() - end)
+
+
+class WaitingJudge:
+    """Has fragments scored by a pool whose reward is `score` below, which takes a command's seconds."""
+
+    def __init__(self, waits: Waits, pool: RewardPool):
+        self._waits, self._pool = waits, pool
+
+    def submit(self, fragment: Fragment) -> Future[Judged]:
+        """The future scores of a fragment, all equal; nobody looks at pictures."""
+        images, seconds = self._waits.images, self._waits.seconds(Score(0, fragment, ""))
+        black = np.zeros((images, 1, 1, 3), np.uint8)
+        asked = self._pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
+        looks = ready(None)
+        return then(
+            asked, lambda f: Judged(f.scores, f.scores.columns[:, 0], f.seconds, looks=looks)
+        )
+
+
+class WaitingSampler:
+    """A sampling mesh that only waits, with the interface of `SamplingExecutor`."""
+
+    def __init__(self, name: str, mesh: Mesh, waits: Waits):
+        self.name, self.devices = name, mesh.devices
+        self.late: list[float] = []  # of each wait, in seconds
+        self._speed, self._waits = mesh.speed, waits
+
+    def receive(self, publication: Publication) -> None:
+        """A transfer of weights."""
+        with self.lasting(Publish(0, self.name, publication)):
+            pass
+
+    def encode(self, number: int) -> None:
+        """A step's prompts."""
+        with self.lasting(Encode(0, self.name, number)):
+            pass
+
+    def generate(self, fragment: Fragment, publication: Publication) -> None:
+        """A fragment's trajectories."""
+        with self.lasting(Generate(0, self.name, fragment, publication)):
+            pass
+
+    def decode(self, fragment: Fragment) -> None:
+        """A fragment's images."""
+        with self.lasting(Decode(0, self.name, fragment)):
+            pass
+
+    def score(self, fragment: Fragment, judge: WaitingJudge) -> Future[Judged]:
+        """See `WaitingJudge`."""
+        return judge.submit(fragment)
+
+    def scored(self, fragment: Fragment) -> None:
+        """There are no images."""
+
+    def drop_fragment(self, fragment: Fragment) -> None:
+        """A mesh that only waits holds nothing."""
+
+    def drop_weights(self, publication: Publication) -> None:
+        """Likewise."""
+
+    def end_step(self, step: int) -> None:
+        """Likewise."""
+
+    def give_up(self) -> None:
+        """Likewise."""
+
+    def lasting(self, command: Command) -> AbstractContextManager[None]:
+        """A block that lasts as long as a command on this mesh."""
+        return lasting(self._waits.seconds(command, self._speed), self.late)
+
+
 class WaitingExecutors:
     """Executors for a `Driver` that only wait.
 
     The driver, its threads, the scheduler and the reward pool are the real ones.
+
+    Attributes:
+      samplers: by worker, the trainer's, too; those of rollout meshes may be in other processes.
+      late: seconds by which the trainer's waits and transfers ended too late.
     """
 
     extremes = None
 
-    def __init__(self, waits: Waits, layout: Layout):
-        meshes = {f"rollout {i}": mesh for i, mesh in enumerate(layout.rollout)}
-        meshes[TRAINER] = layout.trainer
-        self.devices: Mapping[str, int] = {name: mesh.devices for name, mesh in meshes.items()}
-        self._speeds = {name: mesh.speed for name, mesh in meshes.items()}
+    def __init__(self, waits: Waits, layout: Layout, rollouts: Iterable[Samples] | None = None):
+        """`rollouts` are the executors of the rollout meshes; None: they wait in this process."""
         self._waits = waits
-        self.late: list[float] = []  # timer wake-up delay of each wait, in seconds
+        if rollouts is None:
+            meshes = ((f"rollout {i}", mesh) for i, mesh in enumerate(layout.rollout))
+            rollouts = [WaitingSampler(*one, waits) for one in meshes]
+        self._assistant = WaitingSampler(TRAINER, layout.trainer, waits)
+        self.samplers: dict[str, Samples] = {one.name: one for one in (*rollouts, self._assistant)}
+
+    @property
+    def devices(self) -> dict[str, int]:
+        """The number of devices of every worker."""
+        return {name: one.devices for name, one in self.samplers.items()}
+
+    @property
+    def late(self) -> list[float]:
+        """The delay of each wait of this process, in seconds."""
+        samplers = [one for one in self.samplers.values() if isinstance(one, WaitingSampler)]
+        return [delay for one in samplers for delay in one.late]
 
     def do(self, command: Command) -> None:
-        """Waits for the duration of a command."""
-        if command.answered:
-            end = time.perf_counter() + self._waits.seconds(command, self._speeds[command.worker])
-            time.sleep(max(0.0, end - time.perf_counter()))
-            self.late.append(time.perf_counter() - end)
+        """Waits for the duration of a command, or has its worker do it."""
+        match command:
+            case Encode():
+                self.samplers[command.worker].encode(command.step)
+            case Generate():
+                self.samplers[command.worker].generate(command.fragment, command.publication)
+            case Decode():
+                self.samplers[command.worker].decode(command.fragment)
+            case Publish():
+                self.samplers[command.worker].receive(command.publication)
+            case DropVersion():
+                for one in list(self.samplers.values()):
+                    one.drop_weights(command.publication)
+            case DropFragments():
+                holders = itertools.product(list(self.samplers.values()), command.fragments)
+                for one, fragment in holders:
+                    one.drop_fragment(fragment)
+            case _ if command.answered:
+                with self.working(command):
+                    pass
+
+    def working(self, command: Command) -> AbstractContextManager[None]:
+        """A block that lasts as long as a command of the trainer, or as a transfer to it."""
+        return self._assistant.lasting(command)
 
     def score(self, command: Score, pool: RewardPool) -> Future[Judged]:
         """Asks the reward below, which takes the command's seconds."""
-        images, seconds = self._waits.images, self._waits.seconds(command)
-        black = np.zeros((images, 1, 1, 3), np.uint8)
-        asked = pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
-        return then(
-            asked, lambda found: Judged(found.scores, found.scores.columns[:, 0], found.seconds)
-        )
+        judge = WaitingJudge(self._waits, pool)
+        return self.samplers[command.maker].score(command.fragment, judge)
 
     def scored(self, command: Score, judged: Judged) -> None:
         """Only the scheduler reads the scores."""
+        if command.maker in self.samplers:
+            self.samplers[command.maker].scored(command.fragment)
 
     def end_step(self) -> dict[str, float]:
         """No metrics besides those that the driver measures."""
@@ -120,6 +237,7 @@ class WaitingExecutors:
 
     def give_up(self, worker: str) -> None:
         """A worker that only waits holds nothing."""
+        self.samplers.pop(worker).give_up()
 
 
 def score(

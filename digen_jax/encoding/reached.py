@@ -4,9 +4,9 @@ import itertools
 import pathlib
 from typing import Any
 
+from digen_jax.assemble import drawn_prompts
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import blame
-from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 
 
@@ -25,14 +25,7 @@ def reached(recipe: Recipe, cache: pathlib.Path, first: int = 0) -> list[dict[st
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
     with blame("config.prompts.file: "):
         left = set(map(_content, itertools.chain(*read_prompt_files(recipe.prompts.paths))))
-        steps = prompt_batches(
-            recipe.prompts.paths,
-            recipe.drawn_groups,
-            recipe.seed,
-            cache,
-            set_steps=recipe.algorithm.set_steps,
-            weights=recipe.prompts.weights,
-        )
+        steps = drawn_prompts(recipe, cache)
     found = {_content(record): record for record in held_out}
     for records in itertools.islice(steps, first, recipe.steps):
         drawn = {_content(record): record for record in records}

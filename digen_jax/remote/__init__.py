@@ -2,7 +2,8 @@
 
 `leader` holds one stream to each mesh's process, which `following` is the other end of; `serving` executes there what
 `sampling` asks for here. `link` moves arrays both ways: `outline` says how a tree looks, `frames` and `pull` move it,
-`lending` gives it away. Nothing is unpickled.
+`lending` gives it away. `fanout` names who gives published weights to which mesh, and `relay` takes them from there.
+Nothing is unpickled.
 """
 
 import os

@@ -16,7 +16,7 @@ from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.messages import Unreadable, read_command, write
 from digen_jax.remote.wire import HELLO, PACKAGE, SILENCE, Wire
 from digen_jax.runtime.clock import Stopwatch, measured
-from digen_jax.scheduling.commands import Command
+from digen_jax.scheduling.commands import Command, Publication, Publish
 from digen_jax.scheduling.events import Completed, Failed
 
 WAITING = 1024  # reports that the leader has not read
@@ -45,6 +45,9 @@ class Following:
       hello: what this process is; the hashes are filled in.
       seconds: for the leader to come and to answer.
 
+    Attributes:
+      givers: by publication, who is to give weights that were ordered and not taken yet; without one: the trainer.
+
     Raises:
       ConfigError: the leader refuses this process, or does not come. Where another process has its name, which may be
         lost without the leader knowing it yet, that is so only after a while.
@@ -52,6 +55,7 @@ class Following:
 
     def __init__(self, wire: Wire, leader: str, hello: pb.Hello, seconds: float = MEETING):
         self.name, self._leader = hello.mesh, leader
+        self.givers: dict[Publication, pb.Giver] = {}
         hello.config, hello.code = wire.identity.config, wire.identity.code
         self._reports: queue.Queue[pb.Report | None]
         # Commands, then None at the run's end, or the reason why there are no more.
@@ -61,6 +65,7 @@ class Following:
         self._over, self._told = threading.Event(), threading.Event()
         self._leaving, self._signal = False, 0
         self._doing: dict[int, Stopwatch] = {}  # by the serials of the commands in progress
+        self.reason = ""  # of the leader, for the end of its commands
         self.welcome = self._meet(wire, hello, seconds)
         for work in (self._watch, self._read):
             threading.Thread(target=work, name="leader", daemon=True).start()
@@ -145,6 +150,10 @@ class Following:
         """Has the leader told soon that a signal asks this process to end. For a signal's handler, too."""
         self._signal = signal
 
+    def missed(self, giver: str, failed: bool) -> None:
+        """Tells the leader that weights are taken from the trainer: this giver has failed, or has them no longer."""
+        self._put(pb.Report(missed=pb.Missed(giver=giver, failed=failed)))
+
     def close(self, reason: str, seconds: float = 1.0) -> None:
         """Leaves the leader, who is told why if it is still there; waits a little until it knows."""
         if reason and not self._over.is_set():
@@ -186,8 +195,12 @@ class Following:
                 case "ping":
                     self._put(pb.Report(pong=self._progress()))
                 case "command":
-                    self._commands.put_nowait(read_command(order.command))
+                    command = read_command(order.command)
+                    if isinstance(command, Publish) and order.HasField("giver"):
+                        self.givers[command.publication] = order.giver
+                    self._commands.put_nowait(command)
                 case "end":
+                    self.reason = order.end
                     return None
         return Stopped(self._lost("has ended its connection"))
 

@@ -24,8 +24,9 @@ class Cut(NamedTuple):
     stop: int
 
 
-def plan(arrays: Sequence[jax.ShapeDtypeStruct], size: int = FRAME) -> list[list[Cut]]:
-    """The pieces of every frame; giver and taker make the same of the same arrays."""
+def plan(arrays: Sequence[jax.ShapeDtypeStruct], size: int | None = None) -> list[list[Cut]]:
+    """The pieces of every frame, of `size` or FRAME bytes; giver and taker make the same of the same arrays."""
+    size = FRAME if size is None else size
     frames: list[list[Cut]] = []
     room = 0
     for number, array in enumerate(arrays):
@@ -47,7 +48,7 @@ def frame(cuts: Sequence[Cut], bytes_of: Callable[[int], UInt8[np.ndarray, "_"]]
 
 
 def gathered(
-    arrays: Sequence[jax.ShapeDtypeStruct], frames: Iterator[bytes], size: int = FRAME
+    arrays: Sequence[jax.ShapeDtypeStruct], frames: Iterator[bytes], size: int | None = None
 ) -> Iterator[tuple[int, Shaped[np.ndarray, "..."]]]:
     """(number, array) of each array as soon as its last byte has come.
 

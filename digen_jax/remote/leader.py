@@ -32,6 +32,7 @@ class Leader:
         after its calls have ended, unless it was dismissed. `lost` gets a reason, too.
       transfer: the address at which this process offers transfers between devices; "": it offers none.
       step: the present one.
+      missed: called where a mesh has not got published weights from another one: see `Fanout.missed`.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class Leader:
         keepalive: Keepalive | None = None,
         transfer: str = "",
         step: Callable[[], int] = lambda: 0,
+        missed: Callable[[str, str, bool], None] = lambda taker, giver, failed: None,
     ):
         self.meshes: dict[str, Mesh] = {}
         self._identity, self._joined, self._lost = identity, joined, lost
         self._keepalive, self._transfer = keepalive or Keepalive(), transfer
-        self._step = step
+        self._step, self._missed = step, missed
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._calls = Line("members")
@@ -192,6 +194,8 @@ class Leader:
                         await self._is_ready(member)
                     case "asked":
                         member.asked = report.asked
+                    case "missed":
+                        self._missed(member.mesh, report.missed.giver, report.missed.failed)
                     case "leaving":
                         why = f"has left: {report.leaving}"
                         break

@@ -1,10 +1,12 @@
 """The link between processes: trees are offered here, and taken from whichever process offers them."""
 
 import collections
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import jax
@@ -19,16 +21,26 @@ from digen_jax.remote.messages import write_key
 from digen_jax.remote.outline import Outline
 from digen_jax.remote.pull import Pulls, layout_of, read_layouts, write_layouts
 from digen_jax.remote.wire import FRAME, Peer, PeerError, Wire, result
-from digen_jax.runtime.link import Key, LocalLink, Shardings, Tree
+from digen_jax.runtime.link import Key, LinkError, LocalLink, Shardings, Tree
 from digen_jax.scheduling.commands import TRAINER, Publication
 
 WINDOW = 4  # frames that a taker has asked for and not got
 PATIENCE = 60.0  # seconds for a frame, and for a transfer between devices
+GIVING = 10.0  # seconds for a frame of a giver in whose place another one is asked
 WAIT = 0.1  # seconds between two looks at transfers to other processes
 
 
-class LinkError(RuntimeError):
-    """A tree has not come; its command may be repeated."""
+class _Met(NamedTuple):
+    """Another process: `transfer` is its address of transfers, `until` when it is to have given what it gives."""
+
+    peer: Peer
+    transfer: str = ""
+    patience: float = PATIENCE
+    until: float = math.inf
+
+    def seconds(self) -> float:
+        """For the next answer."""
+        return min(self.patience, max(0.001, self.until - time.monotonic()))
 
 
 class RemoteLink:
@@ -51,13 +63,32 @@ class RemoteLink:
         self.known = known
         self.lending = Lending(here := LocalLink(), known, patience, pulls)
         self._here, self._wire, self._pulls, self._patience = here, wire, pulls, patience
-        self._peers: dict[str, tuple[Peer, str]] = {}  # and their addresses of transfers
+        self._peers: dict[str, _Met] = {}
         self._lock = threading.Lock()
 
     def meet(self, name: str, address: str, transfer: str = "") -> None:
         """From now on what `name` offers is taken from another process, at this address."""
+        self.part(name)
         with self._lock:
-            self._peers[name] = Peer(self._wire, address), transfer
+            self._peers[name] = _Met(Peer(self._wire, address), transfer, self._patience)
+
+    def meet_giver(self, name: str, address: str, seconds: float) -> None:
+        """The same, but it has only so many seconds to give what is asked for next, and 10 for a frame."""
+        with self._lock:
+            met = self._peers.get(name)
+        if met is None or met.peer.address != address:
+            self.part(name)
+            met = _Met(Peer(self._wire, address))
+        limits = min(self._patience, GIVING), time.monotonic() + seconds
+        with self._lock:
+            self._peers[name] = met._replace(patience=limits[0], until=limits[1])
+
+    def part(self, name: str) -> None:
+        """Ends the connection by which is taken from a process; that one may still take from here."""
+        with self._lock:
+            met = self._peers.pop(name, None)
+        if met is not None:
+            met.peer.close()
 
     def make(self, kind: type, tree: Callable[[Any], Tree]) -> None:
         """From now on trees whose keys are of this type are made from the key when another process asks for them."""
@@ -84,14 +115,14 @@ class RemoteLink:
         name = _owner(key)
         if name not in self._peers:
             return self._here.take(key, shardings, taker)
-        with self._opened(name, key, taker) as (peer, ticket, outline):
+        with self._opened(name, key, taker) as (met, ticket, outline):
             if outline is None:
                 return None
             wanted = outline.of_arrays(shardings(outline.tree))
             if self._transfer(name):
-                arrays = self._pulled(name, peer, ticket, outline, wanted)
+                arrays = self._pulled(met, ticket, outline, wanted)
             else:
-                arrays = self._read(peer, ticket, outline, lambda i, a: put(a, wanted[i]))
+                arrays = self._read(met, ticket, outline, lambda i, a: put(a, wanted[i]))
             tree = outline.filled(arrays)
             if not outline.plain:
                 # Numbers, too, become arrays, as they do in one process, and keys lie as asked.
@@ -100,19 +131,19 @@ class RemoteLink:
 
     def fetch(self, key: Key, taker: str) -> Tree | None:
         """A tree of another process with its arrays on this host; raises the same errors as `take`."""
-        with self._opened(_owner(key), key, taker) as (peer, ticket, outline):
+        with self._opened(_owner(key), key, taker) as (met, ticket, outline):
             if outline is None:
                 return None
-            return outline.filled(self._read(peer, ticket, outline, lambda _, array: array))
+            return outline.filled(self._read(met, ticket, outline, lambda _, array: array))
 
     def withdraw(self, key: Key) -> None:
         """See `Link`. Another process is told without waiting for it."""
         with self._lock:
-            peer, _ = self._peers.get(_owner(key), (None, ""))
-        if peer is None:
+            met = self._peers.get(_owner(key))
+        if met is None:
             self._here.withdraw(key)
             return
-        peer.tell("Withdraw", pb.Ask(key=write_key(key)), self._patience)
+        met.peer.tell("Withdraw", pb.Ask(key=write_key(key)), self._patience)
 
     def settle(self, key: Key) -> bool:
         """See `Link`. A taker in another process that has not read for `patience` seconds is not waited for."""
@@ -127,10 +158,8 @@ class RemoteLink:
         """See `Link`. Whoever takes from its process at this moment gets an error."""
         self._here.give_up(worker)
         self.lending.forget(worker)
-        with self._lock:
-            peer, transfer = self._peers.pop(worker, (None, ""))
-        if peer is not None:
-            peer.close()
+        transfer = self._transfer(worker)
+        self.part(worker)
         if self._pulls is not None:
             self._pulls.give_up(transfer)
 
@@ -138,61 +167,61 @@ class RemoteLink:
         """Ends the connections to all other processes."""
         with self._lock:
             peers, self._peers = self._peers, {}
-        for peer, _ in peers.values():
-            peer.close()
+        for met in peers.values():
+            met.peer.close()
 
     def _transfer(self, name: str) -> str:
         """The address of a process's transfers between devices; "": bytes."""
         with self._lock:
-            return self._peers.get(name, (None, ""))[1] if self._pulls is not None else ""
+            met = self._peers.get(name)
+        return met.transfer if met is not None and self._pulls is not None else ""
 
     @contextmanager
     def _opened(
         self, name: str, key: Key, taker: str
-    ) -> Iterator[tuple[Peer, str, Outline | None]]:
+    ) -> Iterator[tuple[_Met, str, Outline | None]]:
         """A transfer, from its beginning to its end: (its giver, its ticket, the tree or None)."""
         with self._lock:
-            peer, _ = self._peers.get(name, (None, ""))
-        if peer is None:
+            met = self._peers.get(name)
+        if met is None:
             raise LinkError(f"{key} has not come from {name}, which was given up")
         ticket = ""
         try:
             ask = pb.Ask(key=write_key(key), taker=taker)
-            lent = peer.call("Open", ask, pb.Lent, self._patience)
+            lent = met.peer.call("Open", ask, pb.Lent, met.seconds())
             ticket = lent.ticket
-            yield peer, ticket, Outline(lent.outline, self.known) if ticket else None
+            yield met, ticket, Outline(lent.outline, self.known) if ticket else None
         except (PeerError, TimeoutError, jax.errors.JaxRuntimeError) as error:
             raise LinkError(f"{key} has not come from {name}: {error}") from error
         finally:
             if ticket:
-                peer.tell("Close", pb.Piece(ticket=ticket), self._patience)
+                met.peer.tell("Close", pb.Piece(ticket=ticket), self._patience)
 
     def _pulled(
-        self, name: str, peer: Peer, ticket: str, outline: Outline, wanted: list[Sharding]
+        self, met: _Met, ticket: str, outline: Outline, wanted: list[Sharding]
     ) -> list[jax.Array]:
         shapes = [array.shape for array in outline.raw]
         layouts = write_layouts([layout_of(*pair) for pair in zip(wanted, shapes, strict=True)])
         asked = pb.Wanted(ticket=ticket, layouts=layouts)
-        staged = peer.call("Stage", asked, pb.Staged, self._patience)
+        staged = met.peer.call("Stage", asked, pb.Staged, met.seconds())
         lying = read_layouts(staged.layouts, len(wanted))
-        address = self._transfer(name)
-        return self._pulls.pull(address, staged.number, outline.raw, lying, wanted)
+        return self._pulls.pull(met.transfer, staged.number, outline.raw, lying, wanted)
 
     def _read(
         self,
-        peer: Peer,
+        met: _Met,
         ticket: str,
         outline: Outline,
         place: Callable[[int, np.ndarray], Any],
     ) -> list[Any]:
         """The arrays of a tree, each of them placed as soon as it is here."""
         found: dict[int, Any] = {}
-        with closing(self._frames(peer, ticket, len(plan(outline.raw)))) as frames:
+        with closing(self._frames(met, ticket, len(plan(outline.raw)))) as frames:
             for number, array in gathered(outline.raw, frames):
                 found[number] = place(number, array)
         return [found[number] for number in range(len(outline.raw))]
 
-    def _frames(self, peer: Peer, ticket: str, count: int) -> Iterator[bytes]:
+    def _frames(self, met: _Met, ticket: str, count: int) -> Iterator[bytes]:
         """The frames in order; so many are asked for before the first has come."""
         asked: collections.deque[grpc.Future] = collections.deque()
         try:
@@ -201,7 +230,7 @@ class RemoteLink:
                     yield result(asked.popleft())
                 if number < count:
                     piece = pb.Piece(ticket=ticket, number=number)
-                    asked.append(peer.begin("Read", piece, None, self._patience))
+                    asked.append(met.peer.begin("Read", piece, None, met.seconds()))
         finally:
             for call in asked:
                 call.cancel()

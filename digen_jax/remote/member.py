@@ -76,26 +76,28 @@ class Member:
         self._asked: dict[int, tuple[Command, Asked]] = {}
         self._lock = threading.Lock()
 
-    def ask(self, command: Command) -> Asked:
-        """Sends a command, whose serial no other one has; the future has its `Completed`.
+    def ask(self, command: Command, giver: pb.Giver | None = None) -> Asked:
+        """Sends a command, whose serial no other one has; the future has its `Completed`. `giver`: see `Mesh.ask`.
 
         The future has an error as soon as the command has failed (see `failures`) or the process is lost (`Gone`).
         """
-        return self._send(command, Asked(self._keepalive.silence))
+        return self._send(command, Asked(self._keepalive.silence), giver)
 
     def tell(self, command: Command) -> None:
         """The same for a command that is not answered; a process that is lost gets none."""
         with suppress(Gone):
             self._send(command, None)
 
-    def _send(self, command: Command, future: Asked | None) -> Asked | None:
+    def _send(
+        self, command: Command, future: Asked | None, giver: pb.Giver | None = None
+    ) -> Asked | None:
         with self._lock:
             if self.why is not None or self.dismissed is not None:
                 raise Gone(f"{self.name} {self.why or f'was dismissed: {self.dismissed}'}")
             if len(self._orders) < WAITING:
                 if future is not None:
                     self._asked[command.serial] = command, future
-                self._put(pb.Order(command=write(command)))
+                self._put(pb.Order(command=write(command), giver=giver))
                 return future
         self.end("does not read its commands")
         raise Gone(f"{self.name} {self.why}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 
+from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.member import Asked, Gone, Member
 from digen_jax.remote.server import loop
 from digen_jax.scheduling.commands import Command
@@ -68,15 +69,17 @@ class Mesh:
         if self.dismissed is None:
             self._lose(self, why, True)
 
-    def ask(self, make: Callable[[int], Command]) -> Asked:
+    def ask(self, make: Callable[[int], Command], giver: pb.Giver | None = None) -> Asked:
         """Sends the command that `make` makes of its serial to all processes; the future has a `Completed`.
+
+        `giver` goes with a command that publishes; None: the trainer.
 
         The future has an error as soon as the command has failed (see `failures`) or the mesh is lost (`Gone`). A mesh
         of which some processes fail and the others do not answer is lost.
         """
         with self._lock:
             command = make(next(self._serials))
-            asked = [member.ask(command) for member in self._all()]
+            asked = [member.ask(command, giver) for member in self._all()]
         return asked[0] if len(asked) == 1 else _Together(asked, self._silence, self.lose)
 
     def ask_first(self, make: Callable[[int], Command]) -> Asked:

@@ -7,6 +7,7 @@ import grpc
 
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.fanout import MOST, Fanout
 from digen_jax.remote.following import MEETING, Following
 from digen_jax.remote.leader import Leader
 from digen_jax.remote.link import PATIENCE, RemoteLink
@@ -49,6 +50,7 @@ def lead(
     keepalive: Keepalive | None = None,
     step: Callable[[], int] = lambda: 0,
     others: Sequence[grpc.GenericRpcHandler] = (),
+    most: int = MOST,
 ) -> Iterator[tuple[Leader, RemoteLink, str]]:
     """The leader's end: (who has joined, its link, the address at which it listens).
 
@@ -62,25 +64,31 @@ def lead(
       keepalive: None: the usual one.
       step: the present one.
       others: more services of its server.
+      most: meshes that take published weights from one giver at a time: see `Fanout`. Between devices all may.
 
     Raises:
       ConfigError: it cannot listen there.
     """
     link = RemoteLink(wire, known, pulls)
+    fanout = Fanout(most) if pulls is None else None  # between devices the trainer gives to all
 
     def met(mesh: Mesh) -> None:
         link.meet(mesh.name, mesh.first.address, mesh.first.transfer)
         print(f"{mesh.name} joins: its arrays come as {link.describe(mesh.name)}", flush=True)
-        joined(RemoteSampler(mesh, link))
+        joined(RemoteSampler(mesh, link, fanout))
 
     transfer = "" if pulls is None else pulls.address
-    leader = Leader(wire.identity, met, lost, keepalive, transfer, step)
-    server = None
+    missed = (lambda *_: None) if fanout is None else fanout.missed
+    leader = Leader(wire.identity, met, lost, keepalive, transfer, step, missed)
+    server, reason = None, "the run has ended"
     try:
         server, port = wire.server(address, [leader.service, link.lending.service, *others])
         yield leader, link, f"{address.rpartition(':')[0]}:{port}"
+    except BaseException:
+        reason = "the leader has failed"
+        raise
     finally:
-        leader.close()
+        leader.close(reason)
         link.close()
         if server is not None:
             server.stop(GRACE).wait(2 * GRACE)

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.fanout import Fanout, Slot, Taker
+from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.mesh import Mesh
 from digen_jax.rewards.exchanges import moved
-from digen_jax.runtime.clock import elsewhere
+from digen_jax.runtime.clock import elsewhere, paused
 from digen_jax.runtime.judging import Judge, Judged, failed, ready
-from digen_jax.runtime.link import ScoresOf
+from digen_jax.runtime.link import LinkError, ScoresOf
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -46,14 +48,30 @@ class RemoteSampler:
       Gone: the process is lost, or was given up.
     """
 
-    def __init__(self, mesh: Mesh, link: RemoteLink):
+    def __init__(self, mesh: Mesh, link: RemoteLink, fanout: Fanout | None = None):
+        """`fanout` names who gives it weights; None: always the trainer."""
         self.name, self.devices = mesh.name, mesh.devices
         self.given_up = False
-        self.mesh, self._link = mesh, link
+        self.mesh, self._link, self._fanout = mesh, link, fanout
+        # The parts of several processes cannot be given by one.
+        self._taker = Taker(self.name, mesh.first.address if mesh.processes == 1 else "")
+        if fanout is not None:
+            fanout.join(self._taker)
 
     def receive(self, publication: Publication) -> None:
-        """Has published weights taken."""
-        self._do(functools.partial(Publish, worker=self.name, publication=publication))
+        """Has published weights taken, as soon as a giver is free."""
+        make = functools.partial(Publish, worker=self.name, publication=publication)
+        if self._fanout is None:
+            self._do(make)
+            return
+        with paused():  # it is not this mesh that is late
+            slot = self._fanout.ask(publication, self._taker).result()
+        received = False
+        try:
+            self._do(make, _giver(slot))
+            received = True
+        finally:
+            self._fanout.ended(slot, received)
 
     def encode(self, number: int) -> None:
         """Has a step's prompts encoded."""
@@ -93,6 +111,8 @@ class RemoteSampler:
     def drop_weights(self, publication: Publication) -> None:
         """Frees published weights."""
         self.mesh.tell(functools.partial(DropVersion, publication=publication))
+        if self._fanout is not None:
+            self._fanout.drop(publication)  # the others drop it, too
 
     def end_step(self, step: int) -> None:
         """The step has ended: its process forgets it and those before it, too."""
@@ -101,11 +121,13 @@ class RemoteSampler:
     def give_up(self) -> None:
         """Another mesh repeats its work; whoever waits for it gets an error."""
         self.given_up = True
+        if self._fanout is not None:
+            self._fanout.leave(self._taker)
         # Not by its name, which another mesh may have by now.
         self.mesh.give_up("was given up")
 
-    def _do(self, make: Callable[[int], Command]) -> None:
-        asked = self.mesh.ask(make)
+    def _do(self, make: Callable[[int], Command], giver: pb.Giver | None = None) -> None:
+        asked = self.mesh.ask(make, giver)
         # There it may compile, or pause.
         with elsewhere(asked.so_far) as counts:
             done = asked.result()  # it ends with the member at the latest
@@ -146,3 +168,9 @@ class RemoteSampler:
             print(f"{self.name} is given up: {error}", file=sys.stderr, flush=True)
             self.mesh.lose("does not give its scores")
             raise Gone(str(error)) from error
+
+
+def _giver(slot: Slot) -> pb.Giver | None:
+    if slot.giver is None:
+        return None
+    return pb.Giver(mesh=slot.giver.name, address=slot.giver.address, seconds=slot.seconds)

@@ -12,11 +12,12 @@ from digen_jax.process.ending import Stopped, hangs, leave
 from digen_jax.process.exhausted import out_of_memory
 from digen_jax.remote.failures import failed
 from digen_jax.remote.following import Following
-from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.remote.link import RemoteLink
+from digen_jax.remote.relay import Relay
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.image_statistics import Looks
 from digen_jax.runtime.judging import Judge, Judged, then
-from digen_jax.runtime.link import ScoresOf
+from digen_jax.runtime.link import LinkError, ScoresOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.runtime.worker import Line
@@ -53,10 +54,19 @@ class Sampling:
     """A `SamplingExecutor`, the steps of its process and its judge, as the leader's commands use them."""
 
     def __init__(
-        self, executor: SamplingExecutor, steps: Steps, link: RemoteLink, judge: Judge | None
+        self,
+        executor: SamplingExecutor,
+        steps: Steps,
+        link: RemoteLink,
+        judge: Judge | None,
+        relay: Relay | None = None,
     ):
-        """`judge` is None in all but the first of a mesh's processes: the first one scores."""
+        """`judge` is None in all but the first of a mesh's processes: the first one scores.
+
+        `relay` is the executor's link; None: it takes weights from the trainer alone.
+        """
         self._executor, self._steps, self._link, self._judge = executor, steps, link, judge
+        self._relay = relay
         self._receiving: set[Publication] = set()
         self._dropped: set[Publication] = set()  # while they were received
         self._lock = threading.Lock()
@@ -91,7 +101,7 @@ class Sampling:
                 with self._lock:
                     if command.publication in self._receiving:
                         self._dropped.add(command.publication)
-                self._executor.drop_weights(command.publication)
+                self._drop_weights(command.publication)
             case DropFragments():
                 # First of all: a fragment in generation is then not kept.
                 here = [f for f in command.fragments if self._steps.find(f) is not None]
@@ -131,7 +141,12 @@ class Sampling:
                 dropped = publication in self._dropped
                 self._dropped.discard(publication)
             if dropped:
-                self._executor.drop_weights(publication)
+                self._drop_weights(publication)
+
+    def _drop_weights(self, publication: Publication) -> None:
+        self._executor.drop_weights(publication)
+        if self._relay is not None:
+            self._relay.drop(publication)
 
 
 def serve(following: Following, executes: Executes, in_order: bool = False) -> None:
@@ -216,6 +231,7 @@ def _answer_later(following: Following, executes: Executes, command: Score) -> N
 def _fail(following: Following, command: Command, error: BaseException) -> None:
     """Reports an error of any type: the leader decides, as it does where a mesh of its own process fails."""
     event = failed(command, error)
+    # What another process that is gone was to send does not come.
     if event.kind or out_of_memory(error) or isinstance(error, LinkError):
         print(f"{following.name}: {event.reason}", file=sys.stderr, flush=True)
     else:

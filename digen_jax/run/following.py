@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from digen_jax.assemble import build, duties, read_scorers, scheduled
+from digen_jax.assemble import build, drawn_prompts, duties, read_scorers, scheduled
 from digen_jax.config.recipe import Recipe
 from digen_jax.encoding.ahead import Encoding, prepare
 from digen_jax.encoding.reached import reached
@@ -17,7 +17,6 @@ from digen_jax.engine.scoring import Scoring
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
-from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.run.opening import place_here
 from digen_jax.run.own_mesh import build_trainer
@@ -156,14 +155,7 @@ class Follower:
     ):
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
         self._positions = positions
-        prompts = prompt_batches(
-            recipe.prompts.paths,
-            recipe.drawn_groups,
-            recipe.seed,
-            workdir / "prompts",
-            set_steps=recipe.algorithm.set_steps,
-            weights=recipe.prompts.weights,
-        )
+        prompts = drawn_prompts(recipe, workdir / "prompts")
         state = system.trainer.init(system.start)
         found = self._positions.newest(state) or Position(0, state, None, {})
         if found.host:

@@ -60,15 +60,9 @@ def place_apart(recipe: Recipe) -> Recipe:
     """A recipe whose meshes have processes of their own: none of them is made smaller for its devices.
 
     Raises:
-      ConfigError: a setting cannot work, or the planner was to choose the meshes.
+      ConfigError: a setting cannot work.
     """
-    placement = recipe.placement
-    if placement.sizes == AUTO:
-        raise ConfigError(
-            "config.placement = 'auto' plans for one process only: give config.placement.rollout and "
-            "config.placement.trainer their sizes"
-        )
-    rollout, trainer = placement.meshes
+    rollout, trainer = recipe.placement.meshes
     return place(recipe, rollout.devices * rollout.workers + trainer.devices)
 
 

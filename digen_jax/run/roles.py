@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from digen_jax.config.sections import AUTO, PlacementSection
 from digen_jax.engine.placement import MeshSizes, OwnMesh
 from digen_jax.errors import ConfigError
 from digen_jax.process.launching import (
@@ -16,6 +17,7 @@ from digen_jax.process.launching import (
     own_address,
     reach,
 )
+from digen_jax.remote.identity import job_token
 from digen_jax.remote.opening import TRANSFER
 from digen_jax.remote.wire import Tls
 from digen_jax.runtime.link import Link
@@ -82,18 +84,22 @@ class Told:
     )  # files by `Tls`'s names
 
 
-def take_part(sizes: MeshSizes, told: Told) -> Apart | None:
+def take_part(placement: PlacementSection, told: Told) -> Apart | None:
     """How this process takes part in a run; None: alone, or with others that sample and train in turn with it.
+
+    What is wrong at every process shows here, before any waits for another one.
 
     Raises:
       ConfigError: names the option or the field to change.
     """
+    sizes = placement.meshes
     if told.mesh is not None:
         if told.coordinator in (None, "auto") or (told.processes, told.process) != (None, None):
             raise ConfigError(
                 "--mesh joins a run that another process leads: give that one's address as --coordinator=host:port, "
                 "and neither --processes nor --process"
             )
+        _check_given(placement)
         if told.mesh == TRAINER:
             raise ConfigError(
                 f"--mesh: {TRAINER!r} is the name of the mesh that trains: give a rollout mesh another one"
@@ -103,6 +109,7 @@ def take_part(sizes: MeshSizes, told: Told) -> Apart | None:
         place = detected(told.coordinator, told.processes, told.process)
         if place is None or place.processes == 1 or not sizes.rollout.data:
             return None
+        _check_given(placement)
         role = cast(sizes, place.processes, place.process)
     if told.link == TRANSFER and (
         told.mesh is None and place.processes != 1 + sizes.rollout.workers
@@ -111,11 +118,20 @@ def take_part(sizes: MeshSizes, told: Told) -> Apart | None:
             "--link=transfer moves arrays between meshes of one process each: leave it out, or start one process a mesh"
         )
     tls = _tls(told.tls)
+    job_token()
     if place.process:  # the leader's name may not be known before it has started
         reach(place.host, place.port, MEETING)
     host = told.host or own_address(place.host, place.port)
     bound = listen_at(place.host, place.port)
     return Apart(role, place, bound, host, told.link, tls)
+
+
+def _check_given(placement: PlacementSection) -> None:
+    if placement.sizes == AUTO:
+        raise ConfigError(
+            "config.placement = 'auto' plans for one process only: give config.placement.rollout and "
+            "config.placement.trainer their sizes"
+        )
 
 
 def _tls(files: Mapping[str, str | None]) -> Tls | None:

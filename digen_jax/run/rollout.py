@@ -1,27 +1,29 @@
 """A sampling mesh's process in a run: it joins the trainer's process, builds its mesh and does what it is told."""
 
 import itertools
+import pathlib
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from digen_jax.assemble import recipe_model, scheduled
+from digen_jax.assemble import drawn_prompts, recipe_model, scheduled
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.encoding import Rows, Stored
 from digen_jax.engine.system import Rollout
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.models.family import Family
-from digen_jax.process.ending import Stopped
+from digen_jax.process.ending import STOPPED, Stopped, leave
 from digen_jax.process.interrupt import Interrupt
-from digen_jax.process.terminal import fitted
+from digen_jax.process.terminal import complain, fitted
 from digen_jax.prompt_store import encoder_shapes, is_ahead
-from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.remote.following import Following
-from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.opening import join, open_pulls
+from digen_jax.remote.relay import Relay
 from digen_jax.remote.serving import Sampling, serve
 from digen_jax.remote.sharing import RolloutLink
 from digen_jax.rewards.built_in import on_mesh, resolve
@@ -34,11 +36,13 @@ from digen_jax.run.roles import Apart, Role, own_devices
 from digen_jax.run.scorers import try_scorers
 from digen_jax.runtime.evaluation import HeldOut
 from digen_jax.runtime.judging import Judge
-from digen_jax.runtime.link import RowsOf
+from digen_jax.runtime.link import LinkError, RowsOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import TRAINER
 from digen_jax.scheduling.deadlines import Deadline
+
+UNFINISHED = 2.0  # seconds for what a process does when it has lost its leader
 
 
 def sample(recipe: Recipe, apart: Apart) -> None:
@@ -64,12 +68,30 @@ def sample(recipe: Recipe, apart: Apart) -> None:
         join(wire, apart.place.address, *where, known, pulls, **within) as (following, link),
         Interrupt(lambda number: _asked(following, number)),
         _rewards(recipe, role) as pool,
+        _ends_soon(),
     ):
         encoded = _encoded(recipe, family, link, role.mesh) if is_ahead(recipe, family) else None
         rollout = build_rollout(recipe, own_devices(role), encoded)
         try_scorers(recipe, rollout.scorers)
         _serve(recipe, role, rollout, following, link, pool)
-    print("the run has ended", flush=True)
+    print(f"{role.mesh} ends: {following.reason}", flush=True)
+
+
+@contextmanager
+def _ends_soon() -> Iterator[None]:
+    """Where this block ends because the leader is lost, a reward in a thread is not waited for."""
+    try:
+        yield
+    except Stopped as error:
+        late = threading.Timer(UNFINISHED, _end, (str(error),))
+        late.daemon = True
+        late.start()
+        raise
+
+
+def _end(why: str) -> None:
+    complain(f"{pathlib.Path(sys.argv[0]).name}: {why}")
+    leave(STOPPED)
 
 
 def _asked(following: Following, number: int) -> None:
@@ -131,22 +153,16 @@ def _serve(
         of_evaluation = HeldOut(held_out, settings)
         several = role.processes > 1
         own = RolloutLink(link, not role.process) if several else link
-        executor = SamplingExecutor(role.mesh, rollout, steps, of_evaluation, own, scorers)
+        relay = Relay(own, link, following, gives=not several)
+        executor = SamplingExecutor(role.mesh, rollout, steps, of_evaluation, relay, scorers)
         weights = recipe.advantages.reward_weights
         judge = pool and Judge(pool, weights, steps, of_evaluation, settings)
         words = f", process {role.process} of {role.processes}" if several else ""
         print(f"{role.mesh} is ready, on {role.devices} devices{words}", flush=True)
-        serve(following, Sampling(executor, steps, link, judge), in_order=several)
+        serve(following, Sampling(executor, steps, link, judge, relay), in_order=several)
 
 
 def _batches(recipe: Recipe, cache: str, first: int) -> Iterator[list[dict[str, Any]]]:
     """The prompt records of every step from `first` on."""
-    batches = prompt_batches(
-        recipe.prompts.paths,
-        recipe.drawn_groups,
-        recipe.seed,
-        cache,
-        set_steps=recipe.algorithm.set_steps,
-        weights=recipe.prompts.weights,
-    )
+    batches = drawn_prompts(recipe, cache)
     return map(batches.at, itertools.count(first))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from digen_jax.assemble import build, make_driver, read_scorers, scheduled
+from digen_jax.assemble import build, drawn_prompts, make_driver, read_scorers, scheduled
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.encoding.ahead import prepare
 from digen_jax.encoding.reached import reached
@@ -19,7 +19,6 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
-from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.metrics import read_metrics
@@ -174,20 +173,13 @@ class Run:
         except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
             self.rewards.close()
             raise
-        # With several processes, one may wait long for another one's compilation.
-        self.watch = Watch(Deadline(0) if several() else deadline)
+        # Where all processes sample and train, one may wait long for another one's compilation.
+        self.watch = Watch(Deadline(0) if several() and meshes is None else deadline)
         orders.announce("built")
         self.saved: int | None = None  # the steps of the newest checkpoint
         self.stopped: str | None = None  # why the run ends early
         self.held_out = held_out[: recipe.evaluation.images or None]
-        self.prompts = prompt_batches(
-            recipe.prompts.paths,
-            recipe.drawn_groups,
-            recipe.seed,
-            workdir / "prompts",
-            set_steps=recipe.algorithm.set_steps,
-            weights=recipe.prompts.weights,
-        )
+        self.prompts = drawn_prompts(recipe, workdir / "prompts")
         self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
         settings = scheduled(recipe, self.held_out)
         release = self.positions.release_room

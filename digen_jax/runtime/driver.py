@@ -21,6 +21,7 @@ from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch
 from digen_jax.runtime.executors import Executor, Samples
 from digen_jax.runtime.judging import Judged
+from digen_jax.runtime.link import LinkError
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
 from digen_jax.runtime.present import present
@@ -307,11 +308,12 @@ class Driver:
         self, worker: WorkerThreads, line: Line, command: Command, error: Exception
     ) -> None:
         with self._lock:
-            if worker.name not in self._workers:
+            if self._workers.get(worker.name) is not worker:  # it may have come again
                 return None
             if self._scheduler.is_superseded(command):
                 return self._post(Failed(self.now(), command, repr(error)))
-        if sentence := out_of_memory(error):
+        # What a process that is gone was to send does not come.
+        if sentence := str(error) if isinstance(error, LinkError) else out_of_memory(error):
             print(f"{worker.name}: {sentence}", file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)

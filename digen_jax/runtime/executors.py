@@ -202,11 +202,11 @@ class Executors:
         with paused():  # it may have to read components, and compiles
             return self._sampling(TRAINER, self.system.assistant(self._duties.tag_weights))
 
-    def join(self, sampler: "Samples") -> None:
+    def join(self, sampler: Samples) -> None:
         """Adds a sampling mesh."""
         self.rollouts[sampler.name] = sampler
 
-    def sampling(self, worker: str) -> "Samples":
+    def sampling(self, worker: str) -> Samples:
         """A worker's executor; the trainer's is its assistant."""
         return self.assistant if worker == TRAINER else self.rollouts[worker]
 
@@ -315,7 +315,7 @@ class Executors:
         """See `Executor`."""
         return self.versions[publication]
 
-    def _samplers(self) -> Iterator["Samples"]:
+    def _samplers(self) -> Iterator[Samples]:
         """The sampling executors that exist at present."""
         return filter(None, (self.__dict__.get("assistant"), *self.rollouts.values()))
 

@@ -31,6 +31,14 @@ class ConditioningOf:
 
 
 @dataclasses.dataclass(frozen=True)
+class CopyOf:
+    """The key of published weights on a worker that has received them, for other ones."""
+
+    worker: str
+    publication: Publication
+
+
+@dataclasses.dataclass(frozen=True)
 class ScoresOf:
     """The key of what is known of a fragment's images where they are, for another process (`judging.Judged`)."""
 
@@ -55,7 +63,11 @@ class SharedOf:
     process: int  # that takes it
 
 
-Key = Publication | SamplesOf | ConditioningOf | ScoresOf | RowsOf | SharedOf
+Key = Publication | CopyOf | SamplesOf | ConditioningOf | ScoresOf | RowsOf | SharedOf
+
+
+class LinkError(RuntimeError):
+    """A tree has not come from another process; its command may be repeated."""
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from digen_jax.benchmark.load import Load, between, parse, read
+from digen_jax.benchmark.load import Load, between, parse, read, used
 
 BEFORE = """cpu  999 999 999 999 999 0 0 999 0 0
 cpu0 100 20 30 5000 10 5 5 40 7 0
@@ -48,3 +48,11 @@ def test_the_kernels_counters_rise_by_what_is_used():
     after = read(cores)
     assert after.busy - before.busy >= 0.25  # ticks of 10 ms
     assert after.clock > before.clock
+
+
+def test_the_time_of_a_process_is_that_which_it_counts_itself():
+    before, own = used(os.getpid()), time.process_time()
+    while time.process_time() - own < 0.2:
+        pass
+    assert used(os.getpid()) - before == pytest.approx(time.process_time() - own, abs=0.05)
+    assert used(2**30) == 0.0

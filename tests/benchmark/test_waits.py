@@ -67,7 +67,7 @@ def test_a_command_takes_its_cost(command, seconds):
 
 
 def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
-    executors = WaitingExecutors(EXACT, Layout(Mesh()))
+    executors = WaitingExecutors(EXACT, Layout(Mesh(), (Mesh(),)))
     with closing(RewardPool(alone("waits", score), 0)) as rewards:
         found = [
             executors.score(Score(0, FRAGMENT, "rollout 0"), rewards).result() for _ in range(5)

@@ -1,6 +1,7 @@
 """Processes that a test starts, and that are gone when it ends."""
 
 import contextlib
+import itertools
 import os
 import pathlib
 import queue
@@ -8,11 +9,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from tests.pipelines import ROOT, environment
 from tests.remote.mesh_process import TOKEN
+from tests.scripts import is_alive
+
+NUMBERS = itertools.count()  # of processes
 
 
 class Begun:
@@ -23,15 +29,20 @@ class Begun:
         module: str,
         folder: pathlib.Path,
         devices: int,
-        before: tuple[str, ...] = (),
+        before: Sequence[str] = (),
+        arguments: Sequence[str] = (),
         **variables: str,
     ):
         self.lines: queue.Queue[str] = queue.Queue()
-        self.errors = folder / f"{module}.{len(list(folder.iterdir()))}.stderr"
+        self.said: list[str] = []  # what was read of them
+        number = next(NUMBERS)
+        self.errors = folder / f"{module}.{number}.stderr"
+        self._mark = f"BEGUN={os.getpid()}.{number}"
+        always = dict([self._mark.split("=")], PYTHONPATH=str(ROOT), DIGEN_JAX_TOKEN=TOKEN)
         self.process = subprocess.Popen(
-            [*before, sys.executable, "-m", module],
+            [*before, sys.executable, "-m", module, *arguments],
             cwd=ROOT,
-            env=environment(devices, PYTHONPATH=str(ROOT), DIGEN_JAX_TOKEN=TOKEN, **variables),
+            env=environment(devices, **always | variables),
             stdout=subprocess.PIPE,
             stderr=self.errors.open("w"),
             text=True,
@@ -45,9 +56,17 @@ class Begun:
 
     def line(self, seconds: float = 60) -> str:
         try:
-            return self.lines.get(timeout=seconds)
+            self.said.append(self.lines.get(timeout=seconds))
+            return self.said[-1]
         except queue.Empty:
             raise AssertionError(f"nothing was printed: {self.errors.read_text()}") from None
+
+    def until(self, text: str, seconds: float = 240) -> str:
+        """The next line that has a text."""
+        end = time.monotonic() + seconds
+        while text not in self.line(max(0.0, end - time.monotonic())):
+            pass
+        return self.said[-1]
 
     def signal(self, number: int) -> None:
         os.killpg(self.process.pid, number)
@@ -56,14 +75,28 @@ class Begun:
         """(exit code, stderr)."""
         return self.process.wait(seconds), self.errors.read_text()
 
+    def leaves_nothing(self, seconds: float = 10) -> None:
+        """What it has started, such as a reward's process, ends with it, or soon after."""
+        end = time.monotonic() + seconds
+        while left := [number for number in self._started() if is_alive(number)]:
+            assert time.monotonic() < end, left
+            time.sleep(0.1)
+
+    def _started(self) -> Iterator[int]:
+        """All processes with its mark, which what it starts inherits."""
+        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if self._mark.encode() in path.read_bytes().split(b"\0"):
+                    yield int(path.parent.name)
+
 
 @pytest.fixture
 def begin(tmp_path):
-    """Starts `python -m MODULE` with variables, `before` it a command; at the end no process of its group is left."""
+    """Starts `python -m MODULE` with variables, `before` it a command, and arguments; at the end its group is gone."""
     begun: list[Begun] = []
 
-    def one(module: str, devices: int = 1, before: tuple[str, ...] = (), **variables: str) -> Begun:
-        begun.append(Begun(module, tmp_path, devices, before, **variables))
+    def one(module: str, devices: int = 1, before=(), arguments=(), **variables: str) -> Begun:
+        begun.append(Begun(module, tmp_path, devices, before, arguments, **variables))
         return begun[-1]
 
     yield one

@@ -21,6 +21,7 @@ from digen_jax.engine.system import System
 from digen_jax.remote.identity import Identity, job_token
 from digen_jax.remote.opening import join, open_pulls
 from digen_jax.remote.outline import nodes
+from digen_jax.remote.relay import Relay
 from digen_jax.remote.serving import Sampling, serve
 from digen_jax.remote.wire import Wire
 from digen_jax.rewards import NamedReward, Rewards, alone
@@ -143,8 +144,9 @@ def main() -> None:
         closing(RewardPool(found, int(os.environ["PROCESSES"]))) as pool,
         joining(parts.known, pulls, 60) as (following, link),
     ):
-        executor, judge = parts.executor(link, found), parts.judge(pool, weights)
-        serve(following, Sampling(executor, parts.steps, link, judge))
+        relay = Relay(link, link, following, gives=True)
+        executor, judge = parts.executor(relay, found), parts.judge(pool, weights)
+        serve(following, Sampling(executor, parts.steps, link, judge, relay))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from digen_jax.process import ending
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote import frames, lending
 from digen_jax.remote.identity import Identity
-from digen_jax.remote.link import LinkError, RemoteLink
+from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.messages import write_key
 from digen_jax.remote.outline import Outline, nodes, write_outline
 from digen_jax.remote.pull import Pulls, layout_of, read_layouts, write_layouts
@@ -28,7 +28,7 @@ from digen_jax.rewards import Scores
 from digen_jax.rewards.exchanges import Exchange
 from digen_jax.runtime.image_statistics import look
 from digen_jax.runtime.judging import Judged
-from digen_jax.runtime.link import ConditioningOf, Link, LocalLink, SamplesOf, ScoresOf
+from digen_jax.runtime.link import ConditioningOf, Link, LinkError, LocalLink, SamplesOf, ScoresOf
 from digen_jax.runtime.scores import Kept
 from digen_jax.scheduling.commands import TRAINER, Fragment, Publication
 from tests.remote.mesh_process import IDENTITY
@@ -127,8 +127,7 @@ def pair():
 def test_every_tree_arrives_as_in_one_process(pair, key, monkeypatch):
     tree, local, taker = trees()[key], LocalLink(), "anyone"
     # Small frames, so that arrays are cut.
-    monkeypatch.setattr(frames.plan, "__defaults__", (300,))
-    monkeypatch.setattr(frames.gathered, "__defaults__", (300,))
+    monkeypatch.setattr(frames, "FRAME", 300)
     here, there = (pair[0], pair[1]) if isinstance(key, Publication) else (pair[1], pair[0])
     assert isinstance(here, Link)
     for link in (local, here):

@@ -16,13 +16,12 @@ from digen_jax.images import stills
 from digen_jax.process.ending import STOPPED, Stopped
 from digen_jax.remote.failures import NotDone
 from digen_jax.remote.identity import Identity
-from digen_jax.remote.link import LinkError
 from digen_jax.remote.member import Gone, Keepalive
 from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.wire import Wire
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.link import ConditioningOf, LocalLink, SamplesOf, ScoresOf
+from digen_jax.runtime.link import ConditioningOf, LinkError, LocalLink, SamplesOf, ScoresOf
 from digen_jax.runtime.training import shardings
 from digen_jax.scheduling.commands import TRAINER, Fragment, Publication
 from tests.engine import toy

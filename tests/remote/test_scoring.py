@@ -11,7 +11,6 @@ from digen_jax.engine.divergence import DivergedError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import sampling
 from digen_jax.remote.failures import NotDone
-from digen_jax.remote.link import LinkError
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.rewards import Scores
 from digen_jax.rewards.exchanges import Exchange
@@ -19,7 +18,7 @@ from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
 from digen_jax.rewards.process import Late
 from digen_jax.runtime.image_statistics import look
 from digen_jax.runtime.judging import Judged
-from digen_jax.runtime.link import ScoresOf
+from digen_jax.runtime.link import LinkError, ScoresOf
 from digen_jax.runtime.scores import Kept
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import Fragment

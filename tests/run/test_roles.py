@@ -5,13 +5,20 @@ import socket
 
 import pytest
 
+from digen_jax.config.sections import PlacementSection
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from digen_jax.run.roles import Told, cast, take_part
+from tests.remote.mesh_process import TOKEN
+from tests.run.test_hosts import free_port
 
 
 def sizes(rollout: int, workers: int, trainer: int) -> MeshSizes:
     return MeshSizes(RolloutAxes(data=rollout, workers=workers), TrainerAxes(data=trainer))
+
+
+def placement(*counts: int, **fields) -> PlacementSection:
+    return PlacementSection(**sizes(*counts)._asdict(), **fields)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +59,9 @@ def test_processes_that_cannot_share_the_meshes_are_refused(processes):
         cast(sizes(4, 2, 2), processes, 0)
 
 
-def test_the_command_line_says_which_part_a_process_takes(tmp_path):
-    apart, together = sizes(1, 1, 2), sizes(0, 1, 2)
+def test_the_command_line_says_which_part_a_process_takes(tmp_path, monkeypatch):
+    apart, together = placement(1, 1, 2), placement(0, 1, 2)
+    monkeypatch.setenv("DIGEN_JAX_TOKEN", TOKEN)
     with socket.socket() as leader:
         leader.bind(("127.0.0.1", 0))
         leader.listen()
@@ -79,12 +87,21 @@ def test_the_command_line_says_which_part_a_process_takes(tmp_path):
             (Told(address, 4, 1, link="transfer"), "--link=transfer"),
         ):
             with pytest.raises(ConfigError, match=sentence):
-                take_part(sizes(2, 1, 2), told)
+                take_part(placement(2, 1, 2), told)
         with pytest.raises(ConfigError, match=r"config\.placement\.rollout\.data = 0"):
             take_part(together, Told(address, mesh="x"))
+        for told in (Told(address, 2, 1), Told(address, mesh="x")):
+            with pytest.raises(ConfigError, match="'auto' plans for one process only"):
+                take_part(placement(1, 1, 2, sizes="auto"), told)
         files = {name: str(tmp_path / name) for name in ("certificate", "key", "authority")}
         with pytest.raises(ConfigError, match="a file for TLS cannot be read"):
             take_part(apart, Told(address, 2, 0, tls=files))
         for name in files:
             pathlib.Path(files[name]).write_text(name)
         assert take_part(apart, Told(address, 2, 0, tls=files)).tls.key.name == "key"
+
+
+def test_a_process_without_the_token_waits_for_nobody(monkeypatch):
+    monkeypatch.delenv("DIGEN_JAX_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="DIGEN_JAX_TOKEN must be a secret"):
+        take_part(placement(1, 1, 2), Told(f"127.0.0.1:{free_port()}", 2, 1))

@@ -15,9 +15,10 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, replay
 from digen_jax.runtime.judging import Judged, failed
-from digen_jax.runtime.link import LocalLink
+from digen_jax.runtime.link import LinkError, LocalLink
 from digen_jax.runtime.log import CommandLog, read_log
 from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.runtime.training import TrainingExecutor
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -145,6 +146,23 @@ def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, mon
     assert "rollout 1 has failed 2 times in a row: given up" in capfd.readouterr().err
     late = [c for c in log if isinstance(c, Generate) and c.fragment.step > 0]
     assert {c.worker for c in late} == {"rollout 0"}
+
+
+def test_what_another_process_does_not_send_is_one_line(system, undisturbed, monkeypatch, capfd):
+    real, failed = TrainingExecutor.deliver, []
+
+    def deliver(executor, command):
+        if not failed:
+            failed.append(command.worker)
+            raise LinkError("the samples have not come: the connection is refused")
+        return real(executor, command)
+
+    monkeypatch.setattr(TrainingExecutor, "deliver", deliver)
+    state, *_ = toy.drive(system, config(), 3)
+    equal_bits(state, undisturbed[0])
+    said = capfd.readouterr().err
+    line = f"{failed[0]}: the samples have not come: the connection is refused\n"
+    assert line in said and "Traceback" not in said and "given up" not in said
 
 
 def test_what_fails_everywhere_ends_the_run_with_its_reason(system, monkeypatch):

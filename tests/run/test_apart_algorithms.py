@@ -1,0 +1,236 @@
+"""Rollout meshes apart, over gRPC and a link by bytes: the same gradients and updates as in one process.
+
+They are the same bits where the order of sums is the same, and where each image is made on a mesh of the same shape.
+"""
+
+import runpy
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from digen_jax.engine.early import settled
+from digen_jax.rewards import alone
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.executors import replay
+from digen_jax.runtime.sampling import SamplingExecutor
+from digen_jax.scheduling import dispatch
+from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
+from tests.engine import toy
+from tests.pipelines import ROOT
+from tests.remote import apart
+from tests.runtime import test_candidates as candidates
+from tests.runtime.test_evaluation import ROUNDED
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+STEPS = 3
+GROUPS, IMAGES = 4, 4
+ALGORITHMS = runpy.run_path(str(ROOT / "configs" / "shapes_algorithms.py"))["ALGORITHMS"]
+# Adam with a large eps is nearly SGD: rounding stays rounding.
+PLAIN = dict(learning_rate=3.0, eps=1.0, clip_norm=1e3)
+LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
+# (rollout mesh, trainer's, number of rollout meshes)
+ONE, TWO, SPLIT = ((1, 1), (1, 1), 1), ((1, 1), (1, 1), 2), ((1, 2), (2, 1, 2), 1)
+
+
+def config(name: str, meshes=ONE, **fields) -> ConfigDict:
+    """One of the configs of configs/shapes_algorithms.py, for the toy family, with few images and larger steps."""
+    c = ConfigDict(
+        dict(
+            batch=dict(groups=GROUPS, images=IMAGES),
+            sampler=dict(steps=6, window=dict(first=0, length=3), guidance=1.0, fragment=8),
+            trainer=dict(micro_batch=8, updates=2) | PLAIN,
+        )
+    )
+    c.update(ALGORITHMS[name])
+    c.update(dict(batch=dict(groups=GROUPS, images=IMAGES), trainer=PLAIN))
+    stale, few = "runtime" in c, "advantages" in c or c.algorithm.get("beta")
+    c.sampler.fragment = 4 if stale else 8
+    # Of some only two images of each group are trained.
+    c.trainer.micro_batch = 4 if stale or few else 8
+    if "advantages" in c:
+        c.advantages.best_and_worst = 1
+    if "set_steps" in c.algorithm:
+        c.algorithm.set_steps = 2
+    if c.sampler.window.get("interval"):
+        c.sampler.window.interval = 1
+    return toy.config(**c.to_dict(), **toy.meshes(*meshes), **fields)
+
+
+def run(drive, system, c: ConfigDict, **options):
+    """(gradient of the first update, the change of what is tuned, metrics, commands) of a run."""
+    gradients, update = [], system.trainer.update
+
+    def spy(state, totals, std):
+        whole = totals if std is None else settled(totals, jnp.float32(1 / (std + 1e-4)))
+        gradients.append(jax.tree.map(lambda g: g / totals.sums["weight"], whole.gradient))
+        return update(state, totals, std)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(system.trainer, "update", spy)
+        state, history, log = drive(system, c, STEPS, **options)
+    return jax.device_get(gradients[0]), change(system, state), history, log
+
+
+def change(system, state):
+    start = jax.device_get(system.start)
+    return jax.tree.map(np.subtract, jax.device_get(state.tuned), start)
+
+
+def norm(tree) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(tree))))
+
+
+def replayed(system, c: ConfigDict, log):
+    """The change of what is tuned, by the commands of a run in one process."""
+    executors = toy.executors(system, c, toy.fresh(system), toy.batches(toy.opened(c).drawn_groups))
+    last = max(i for i, command in enumerate(log) if isinstance(command, Update))
+    pool = RewardPool(alone("mine", toy.brightness), 0)
+    state = replay(executors, pool, log[: last + 1])
+    pool.close()
+    return change(system, state)
+
+
+def assert_same(found, expected, rounding=0.0) -> None:
+    """Up to `rounding`, as a sum has whose order differs; and no fragment failed and was made twice."""
+    (gradient, moved, _, log), (of_one, moved_by_one, *_) = found, expected
+    assert norm(of_one) > 1e-4 and norm(moved_by_one) > 1e-3
+    assert toy.difference(gradient, of_one) <= rounding
+    assert toy.difference(moved, moved_by_one) <= 10 * rounding
+    begun = [c.fragment for c in log if isinstance(c, Generate)]
+    assert len(begun) == len(set(begun))
+
+
+def makers(log) -> set[str]:
+    return {command.worker for command in log if isinstance(command, Generate)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_computes_apart_what_it_does_in_one_process(name):
+    c = config(name)
+    system = toy.system(c, 2)
+    expected, found = run(toy.drive, system, c), run(apart.drive, system, c)
+    if c.runtime.staleness:  # which images are stale is chance
+        expected = expected[0], replayed(system, c, found[3])
+        assert max(metrics["staleness"] for metrics in found[2]) > 0
+    assert_same(found, expected)
+    assert makers(found[3]) == {"rollout 0"}
+
+
+OTHERS = {
+    "two meshes, LoRA": ("flow_grpo", TWO, LORA),
+    "two meshes": ("flow_cps", TWO, {}),
+    "LoRA, forward process": ("diffusion_nft", ONE, LORA),
+    "LoRA, pairs of a set": ("dpo_offline", ONE, LORA),
+    "bfloat16": ("flow_grpo", ONE, dict(precision__published="bfloat16")),
+    "bfloat16, LoRA": ("awm", ONE, LORA | dict(precision__published="bfloat16")),
+    "old log-probabilities recomputed": (
+        "flow_grpo",
+        ONE,
+        dict(algorithm__old_log_probs="recomputed", algorithm__kl_coefficient=0.1),
+    ),
+    "meshes that split differently": ("flow_grpo", SPLIT, dict(trainer__pack=2)),
+    "meshes that split differently, LoRA": ("diffusion_nft", SPLIT, LORA | dict(trainer__pack=2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "meshes", "fields"),
+    [
+        pytest.param(*case, id=what, marks=[] if place == 0 else pytest.mark.slow)
+        for place, (what, case) in enumerate(OTHERS.items())
+    ],
+)
+def test_meshes_and_types_apart_are_those_of_one_process(name, meshes, fields):
+    c = config(name, meshes, **fields)
+    system = toy.system(c, 6)
+    expected, found = run(toy.drive, system, c), run(apart.drive, system, c)
+    assert_same(found, expected)
+    assert makers(found[3]) == {f"rollout {number}" for number in range(meshes[2])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["flow_grpo", "diffusion_nft"])
+def test_with_asynchrony_the_log_of_a_run_apart_is_that_of_one_process(name, tuning):
+    stale = dict(runtime__staleness=1, runtime__stale_share=0.5)
+    c = config(name, **tuning, **stale)
+    c.sampler.fragment = c.trainer.micro_batch = 4
+    system = toy.system(c, 2)
+    found = run(apart.drive, system, c)
+    assert max(metrics["staleness"] for metrics in found[2]) > 0
+    expected = run(toy.drive, system, c)[0], replayed(system, c, found[3])
+    assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("weights", ["in place", "resharded"])
+def test_a_trainer_that_generates_beside_meshes_apart(monkeypatch, weights, tuning):
+    monkeypatch.setattr(dispatch, "tag_pays", lambda state: True)
+    tag = dict(runtime__tag_fragments=16, runtime__tag_weights=weights)
+    c = config("flow_grpo", ((1, 1), (1, 2), 1), **tag, **tuning)
+    c.sampler.fragment = c.trainer.micro_batch = 4
+    system = toy.system(c, 3)
+    expected, found = run(toy.drive, system, c), run(apart.drive, system, c)
+    assert_same(found, expected, rounding=1e-5)  # who makes which image is chance
+    assert makers(found[3]) == {"rollout 0", TRAINER}
+    assert sum(metrics["tag_share"] for metrics in found[2]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("std", ["group", "global"])
+def test_groups_that_are_trained_before_they_are_complete(monkeypatch, std):
+    real = SamplingExecutor.generate
+
+    def generate(executor, fragment, version):
+        real(executor, fragment, version)
+        if fragment.index % 2 == 0:  # the first halves come after the second ones
+            threading.Event().wait(0.05)
+
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    early = dict(runtime__early_groups=2, algorithm__old_log_probs="current")
+    c = config("flow_grpo", TWO, advantages__std=std, **early)
+    c.trainer.updates, c.sampler.fragment, c.trainer.micro_batch = 1, 2, 2
+    system = toy.system(c, 3)
+    expected, found = run(toy.drive, system, c), run(apart.drive, system, c)
+    assert_same(found, expected, rounding=1e-5)
+    assert any(command.early for command in found[3] if isinstance(command, Train))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["two workers, half groups", "a mesh each"])
+def test_dynamic_sampling(layout):
+    c, system = candidates.config(layout), candidates.system(layout)
+    rewarded = dict(reward=candidates.some_equal)
+    expected, found = (run(drive, system, c, **rewarded) for drive in (toy.drive, apart.drive))
+    assert_same(found, expected)
+    assert [metrics["zero_std_groups"] for metrics in found[2]] == [0, pytest.approx(1 / 3), 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+def test_evaluations_of_the_tuned_weights_and_of_their_average(ema, tuning):
+    evaluated = dict(evaluation__every=1, evaluation__batch=4, pictures__images=6)
+    c = config("flow_grpo", TWO, **evaluated, trainer__ema=ema, **tuning)
+    system, seen = toy.system(c, 3), []
+    for drive in (toy.drive, apart.drive):
+        evaluations = {}
+        options = dict(held_out=toy.records(10), evaluated=evaluations.__setitem__)
+        seen.append((run(drive, system, c, **options), evaluations))
+    (expected, evaluated), (found, evaluated_apart) = seen
+    assert_same(found, expected)
+    assert set(evaluated_apart) == set(evaluated) == {0, 1, 2}
+    for version, one in evaluated_apart.items():
+        other = evaluated[version]
+        np.testing.assert_allclose(one.scores, other.scores, atol=ROUNDED / 4)
+        assert one.records == other.records
+        assert one.clips.shape == other.clips.shape == (6, 1, 4, 4, 3)
+        assert np.abs(one.clips.astype(int) - other.clips).max() <= 1
+    assert np.abs(evaluated[2].scores - evaluated[0].scores).max() > ROUNDED

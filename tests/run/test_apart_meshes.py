@@ -1,0 +1,86 @@
+"""Meshes of two processes each, started by launch/train.py: as one process with all devices, and lost as a whole."""
+
+import signal
+
+import pytest
+
+from digen_jax.process.ending import STOPPED
+from tests.remote.processes import begin  # noqa: F401
+from tests.run.test_apart import Job, assert_same_run, job  # noqa: F401
+
+pytestmark = pytest.mark.slow
+# A trainer of two devices in two processes, whose parameters are split over both; one such rollout mesh.
+WIDE = (
+    "--config.placement.rollout.workers=1",
+    "--config.placement.rollout.fsdp=2",
+    "--config.placement.trainer.fsdp=2",
+    "--config.placement.rules=(('.*', 'fsdp'),)",
+)
+
+
+@pytest.fixture(scope="module")
+def unbroken(base, tmp_path_factory):
+    """The workdir of a run of one process with four devices."""
+    from tests.run.test_apart import pipeline, prompt_file, start_in
+
+    pipeline(base), prompt_file(base)
+    folder = tmp_path_factory.mktemp("wide")
+    alone = Job(lambda *given, **named: start_in(folder, *given, **named), base, folder, *WIDE)
+    alone.begin(devices=4)
+    alone.ends(0)
+    return alone.workdir
+
+
+def begin_mesh(made: Job) -> list:
+    """The two processes of the rollout mesh."""
+    place = f"--coordinator=127.0.0.1:{made.port}", "--processes=4"
+    nowhere = made.holds / "nowhere"
+    return [made.begin(*place, f"--process={number}", workdir=nowhere) for number in (2, 3)]
+
+
+def begin_all(made: Job) -> list:
+    """The trainer's two processes, and those of the rollout mesh."""
+    place = f"--coordinator=127.0.0.1:{made.port}", "--processes=4"
+    return [made.begin(*place, f"--process={number}") for number in (0, 1)] + begin_mesh(made)
+
+
+def test_two_meshes_of_two_processes_train_as_one_process_does(job, unbroken):  # noqa: F811
+    made = job(*WIDE)
+    begin_all(made)
+    made.ends(0, 0, 0, 0)
+    assert_same_run(made.workdir, unbroken)
+
+
+def test_a_lost_process_costs_its_mesh_which_comes_again(job, unbroken):  # noqa: F811
+    """First the second process, then the first one, at which the mesh's processes meet."""
+    made = job(*WIDE)
+    made.hold(2), made.hold(3)
+    *trainer, first, second = begin_all(made)
+    for step, lost in ((2, 1), (3, 0)):
+        made.held(step)
+        killed, other = (first, second)[lost], (first, second)[1 - lost]
+        killed.signal(signal.SIGKILL)
+        code, errors = other.ends(30)
+        # By its own sentence, or by JAX's, which may notice the loss before.
+        assert code == STOPPED or code < 0, errors
+        made.release(step)
+        made.begun = list(trainer)
+        first, second = begin_mesh(made)
+    made.ends(0, 0, 0, 0)
+    assert_same_run(made.workdir, unbroken)
+
+
+def test_a_lost_process_of_the_trainer_ends_the_job_which_continues(job, unbroken):  # noqa: F811
+    made = job(*WIDE)
+    made.hold(3)
+    leader, other, *rollout = begin_all(made)
+    made.held(3)
+    other.signal(signal.SIGKILL)
+    made.release(3)
+    for one in (leader, *rollout):
+        code, errors = one.ends(150)
+        assert code not in (0, 2), errors
+    made.begun.clear()
+    begin_all(made)
+    made.ends(0, 0, 0, 0)
+    assert_same_run(made.workdir, unbroken)
