@@ -231,11 +231,11 @@ def measure(
     with driving(case.layout, waits, settings) as (driver, meshes):
         before, used = load.read(cores), _used(meshes)
         found = timed(driver, run, stepped)
-        after, used = load.read(cores), _used(meshes) - used
+        after, used = load.read(cores), (_used(meshes) - used).tolist()
         there = len(driver.executor.devices) - 1
     if there < len(case.speeds):
         raise RuntimeError(f"{len(case.speeds) - there} rollout meshes were lost: see above")
-    shares = used / (after.clock - before.clock)
+    shares = [seconds / (after.clock - before.clock) for seconds in used]
     reports = simulations(case.layout, costs, settings, run)
     return Emulated(
         case.name,

@@ -6,6 +6,7 @@ computed is what links permit, from the trainer alone and by a tree. The other p
 
 import dataclasses
 import functools
+import io
 import math
 import os
 import queue
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 import jax
@@ -134,7 +135,7 @@ class Fanned:
         """A line for the console."""
         rate = self.takers * size / self.seconds
         return (
-            f"{self.takers} takers: {self.seconds:.2f} s, {rate / 2**20:.0f} MiB/s in all; a GiB takes the giver "
+            f"takers: {self.takers}, {self.seconds:.2f} s, {rate / 2**20:.0f} MiB/s in all; a GiB takes the giver "
             f"{self.giver:.2f} s of a processor, a taker {self.taker:.2f} s; others had "
             f"{self.load.others + self.load.stolen:.0%} of the cores"
         )
@@ -191,8 +192,8 @@ def measure(tree: Tree, takers: int, rounds: int) -> Fanned:
             link.settle(publication)
             for one in samplers:
                 one.drop_weights(publication)
-        after, used = load.read(cores), _used(processes) - used
-    giver, *others = np.median(worked[1:], axis=0) * GIB / size
+        after, used = load.read(cores), (_used(processes) - used).tolist()
+    giver, *others = (np.median(worked[1:], axis=0) * GIB / size).tolist()
     return Fanned(
         takers,
         statistics.median(took[1:]),
@@ -216,6 +217,7 @@ def _others(
     joined: queue.Queue[RemoteSampler] = queue.Queue()
     with (
         ExitStack() as stack,
+        redirect_stdout(io.StringIO()),  # a line for each mesh
         lead(_wire(), f"{HOST}:0", nodes(None), joined=joined.put) as (_, link, address),
     ):
         command = [sys.executable, "-m", __name__, address]

@@ -1,6 +1,7 @@
 """The emulated cluster: its layouts, and that real processes take as long as the simulator says."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -78,6 +79,7 @@ def test_real_processes_take_as_long_as_the_simulator_says():
     for seconds in (4.0, 12.0):
         found.append(measure(CASES[5], seconds, RUN))
         print(describe(found[-1:]))
+        assert json.loads(json.dumps(found[-1].record()))["deviation"] == found[-1].deviation
         if abs(found[-1].deviation) < (0.1 if found[-1].busy else 0.05):
             return
     raise AssertionError(found)
