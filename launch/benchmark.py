@@ -264,7 +264,7 @@ def fan_out() -> None:
     """Time a LoRA's way to several processes of this host, and compute that of weights to many hosts."""
     output, recipe = _output(), _recipe()
     takers, links = _numbers("--takers", _TAKERS.value, int), _numbers("--links", _LINKS.value)
-    from digen_jax.benchmark.fan_out import bytes_of, check, computed, measure, sizes
+    from digen_jax.benchmark.fan_out import AT_ONCE, bytes_of, check, computed, measure, sizes
     from digen_jax.process.launching import prepare
 
     check(takers, _ROUNDS.value, links)
@@ -277,8 +277,9 @@ def fan_out() -> None:
     )
     found = []
     for count in takers:
-        found.append(measure(lora, count, _ROUNDS.value))
-        print(found[-1].describe(size), flush=True)
+        for at_once in sorted({count, min(count, AT_ONCE)}, reverse=True):
+            found.append(measure(lora, count, _ROUNDS.value, at_once))
+            print(found[-1].describe(size), flush=True)
     reached = found[0].gigabits
     print(
         "\nSeconds until the last of so many rollout meshes has them, as far as links permit; bytes over gRPC take all "

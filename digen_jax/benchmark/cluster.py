@@ -17,6 +17,7 @@ from digen_jax.benchmark import load
 from digen_jax.benchmark.linked import PROMPTS, SAMPLES, WEIGHTS, driving
 from digen_jax.benchmark.runtime import TimedRun, simulations, timed
 from digen_jax.errors import check_choice, check_positive
+from digen_jax.remote.fanout import MOST
 from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.settings import Costs, Settings
 
@@ -236,7 +237,7 @@ def measure(
     if there < len(case.speeds):
         raise RuntimeError(f"{len(case.speeds) - there} rollout meshes were lost: see above")
     shares = [seconds / (after.clock - before.clock) for seconds in used]
-    reports = simulations(case.layout, costs, settings, run)
+    reports = simulations(case.layout, costs, settings, run, MOST)
     return Emulated(
         case.name,
         found.step_times,

@@ -30,18 +30,19 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.planning.slices import configured
 from digen_jax.policies import trained_of
+from digen_jax.remote.fanout import MOST as AT_ONCE
 from digen_jax.remote.identity import TOKEN, Identity, job_token
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.opening import join, lead
 from digen_jax.remote.outline import nodes
+from digen_jax.remote.relay import Relay
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import FRAME, Wire
-from digen_jax.scheduling.commands import Command, Publication
+from digen_jax.scheduling.commands import Command, DropVersion, Publication, Publish
 
 HOST = "127.0.0.1"
 LONGEST = 120.0  # seconds for the other processes to start
-AT_ONCE = 2  # takers that a giver of a tree has at the same time
 MANY = (1, 4, 16, 64, 256, 1024)  # takers of the computed table
 GIB, GB = 2**30, 1e9
 Tree = Any
@@ -115,12 +116,15 @@ class Fanned:
 
     Attributes:
       takers: their number.
+      at_once: takers that one giver has at the same time; fewer than `takers`: a tree.
       seconds: until the last one has all.
-      giver, taker: CPU-seconds of the process that gives, and of one that takes, for a GiB that one takes.
+      giver, taker: CPU-seconds of the process that gives, and of one that takes, for a GiB that one takes; in a tree
+        the former are those of the first giver, and takers give, too.
       load: what other processes took of the cores.
     """
 
     takers: int
+    at_once: int
     seconds: float
     giver: float
     taker: float
@@ -134,10 +138,13 @@ class Fanned:
     def describe(self, size: float) -> str:
         """A line for the console."""
         rate = self.takers * size / self.seconds
+        took = f"{self.seconds:.2f} s, {rate / 2**20:.0f} MiB/s in all"
+        others = f"others had {self.load.others + self.load.stolen:.0%} of the cores"
+        if self.at_once < self.takers:
+            return f"{self.takers} takers, as a tree: {took}; {others}"
         return (
-            f"takers: {self.takers}, {self.seconds:.2f} s, {rate / 2**20:.0f} MiB/s in all; a GiB takes the giver "
-            f"{self.giver:.2f} s of a processor, a taker {self.taker:.2f} s; others had "
-            f"{self.load.others + self.load.stolen:.0%} of the cores"
+            f"{self.takers} takers: {took}; a GiB takes the giver {self.giver:.2f} s of a processor, a taker "
+            f"{self.taker:.2f} s; {others}"
         )
 
 
@@ -175,11 +182,18 @@ def check(takers: Sequence[int], rounds: int, gigabits: Sequence[float]) -> None
         check_positive("--links", link)
 
 
-def measure(tree: Tree, takers: int, rounds: int) -> Fanned:
-    """Has so many processes take a tree at the same time, by bytes; after a first time."""
+def measure(tree: Tree, takers: int, rounds: int, at_once: int | None = None) -> Fanned:
+    """Has so many processes take a tree at the same time, by bytes; after a first time.
+
+    At most `at_once` of them take from one giver at the same time; None: all from this process.
+    """
+    at_once = at_once or takers
     cores, size = os.sched_getaffinity(0), bytes_of(tree)
     took, worked = [], []
-    with _others(takers) as (link, samplers, processes), ThreadPoolExecutor(takers) as threads:
+    with (
+        _others(takers, at_once) as (link, samplers, processes),
+        ThreadPoolExecutor(takers) as threads,
+    ):
         for version in range(rounds + 1):
             publication = Publication(version)
             link.offer(publication, tree)
@@ -196,6 +210,7 @@ def measure(tree: Tree, takers: int, rounds: int) -> Fanned:
     giver, *others = (np.median(worked[1:], axis=0) * GIB / size).tolist()
     return Fanned(
         takers,
+        at_once,
         statistics.median(took[1:]),
         giver / takers,
         statistics.fmean(others),
@@ -210,15 +225,16 @@ def _used(processes: Sequence[subprocess.Popen]) -> np.ndarray:
 
 @contextmanager
 def _others(
-    count: int,
+    count: int, at_once: int
 ) -> Iterator[tuple[RemoteLink, list[RemoteSampler], list[subprocess.Popen]]]:
     """(the link of this process, meshes in other processes, these)."""
     os.environ.setdefault(TOKEN, secrets.token_hex(16))
     joined: queue.Queue[RemoteSampler] = queue.Queue()
+    options = dict(joined=joined.put, most=at_once)
     with (
         ExitStack() as stack,
         redirect_stdout(io.StringIO()),  # a line for each mesh
-        lead(_wire(), f"{HOST}:0", nodes(None), joined=joined.put) as (_, link, address),
+        lead(_wire(), f"{HOST}:0", nodes(None), **options) as (_, link, address),
     ):
         command = [sys.executable, "-m", __name__, address]
         processes = [
@@ -239,26 +255,29 @@ def _wire() -> Wire:
 
 
 class _Takes:
-    """Takes published weights, and forgets them."""
+    """Takes published weights, which others may take from it until they are dropped."""
 
-    def __init__(self, name: str, link: RemoteLink):
-        self._name, self._link = name, link
+    def __init__(self, name: str, relay: Relay):
+        self._name, self._relay = name, relay
 
     def do(self, command: Command) -> None:
         """See `serving.Executes`."""
         here = SingleDeviceSharding(jax.devices()[0])
-        self._link.take(
-            command.publication, lambda tree: jax.tree.map(lambda _: here, tree), self._name
-        )
+        if isinstance(command, Publish):
+            self._relay.take(
+                command.publication, lambda tree: jax.tree.map(lambda _: here, tree), self._name
+            )
 
     def drop(self, command: Command) -> None:
         """See `serving.Executes`."""
+        if isinstance(command, DropVersion):
+            self._relay.drop(command.publication)
 
 
 def main(leader: str, name: str) -> None:
     """A rollout mesh."""
     with join(_wire(), leader, name, 1, HOST, nodes(None), None, LONGEST) as (following, link):
-        serve(following, _Takes(name, link))
+        serve(following, _Takes(name, Relay(link, link, following, gives=True)))
 
 
 if __name__ == "__main__":

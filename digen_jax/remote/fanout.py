@@ -101,19 +101,20 @@ class Fanout:
             self._grant()
         return future
 
-    def missed(self, taker: str, giver: str) -> None:
-        """A giver has failed, and its taker, by name, takes from the trainer now."""
+    def missed(self, taker: str, giver: str, failed: bool) -> None:
+        """A taker takes from the trainer now: its giver has failed, or else has these weights no longer. By name."""
         with self._lock:
             names = taker, giver
             of = (one for one in self._slots if (one.taker.name, one.name) == names)
             slot = next(of, None)
             if slot is None or slot.giver is None:
                 return
-            failed = slot.giver
-            if failed in self._takers:
-                _, seconds = self._rests.get(failed, (0.0, 0.0))
+            if not failed:
+                self._holders.get(slot.publication, {}).pop(slot.giver, None)
+            elif slot.giver in self._takers:
+                _, seconds = self._rests.get(slot.giver, (0.0, 0.0))
                 seconds = min(max(REST[0], 2 * seconds), REST[1])
-                self._rests[failed] = self._clock() + seconds, seconds
+                self._rests[slot.giver] = self._clock() + seconds, seconds
             self._free(slot)
             slot.giver = None
             self._use(slot)  # the trainer has perhaps one too many now

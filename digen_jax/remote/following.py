@@ -150,9 +150,9 @@ class Following:
         """Has the leader told soon that a signal asks this process to end. For a signal's handler, too."""
         self._signal = signal
 
-    def missed(self, giver: str) -> None:
-        """Tells the leader that weights are taken from the trainer, because this giver has failed."""
-        self._put(pb.Report(missed=giver))
+    def missed(self, giver: str, failed: bool) -> None:
+        """Tells the leader that weights are taken from the trainer: this giver has failed, or has them no longer."""
+        self._put(pb.Report(missed=pb.Missed(giver=giver, failed=failed)))
 
     def close(self, reason: str, seconds: float = 1.0) -> None:
         """Leaves the leader, who is told why if it is still there; waits a little until it knows."""

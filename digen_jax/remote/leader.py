@@ -32,7 +32,7 @@ class Leader:
         after its calls have ended, unless it was dismissed. `lost` gets a reason, too.
       transfer: the address at which this process offers transfers between devices; "": it offers none.
       step: the present one.
-      missed: called with the names of a mesh and of the one that has not given it published weights: see `Fanout`.
+      missed: called where a mesh has not got published weights from another one: see `Fanout.missed`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Leader:
         keepalive: Keepalive | None = None,
         transfer: str = "",
         step: Callable[[], int] = lambda: 0,
-        missed: Callable[[str, str], None] = lambda taker, giver: None,
+        missed: Callable[[str, str, bool], None] = lambda taker, giver, failed: None,
     ):
         self.meshes: dict[str, Mesh] = {}
         self._identity, self._joined, self._lost = identity, joined, lost
@@ -195,7 +195,7 @@ class Leader:
                     case "asked":
                         member.asked = report.asked
                     case "missed":
-                        self._missed(member.mesh, report.missed)
+                        self._missed(member.mesh, report.missed.giver, report.missed.failed)
                     case "leaving":
                         why = f"has left: {report.leaving}"
                         break

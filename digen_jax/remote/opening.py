@@ -7,7 +7,7 @@ import grpc
 
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.remote import control_pb2 as pb
-from digen_jax.remote.fanout import Fanout
+from digen_jax.remote.fanout import MOST, Fanout
 from digen_jax.remote.following import MEETING, Following
 from digen_jax.remote.leader import Leader
 from digen_jax.remote.link import PATIENCE, RemoteLink
@@ -50,6 +50,7 @@ def lead(
     keepalive: Keepalive | None = None,
     step: Callable[[], int] = lambda: 0,
     others: Sequence[grpc.GenericRpcHandler] = (),
+    most: int = MOST,
 ) -> Iterator[tuple[Leader, RemoteLink, str]]:
     """The leader's end: (who has joined, its link, the address at which it listens).
 
@@ -63,12 +64,13 @@ def lead(
       keepalive: None: the usual one.
       step: the present one.
       others: more services of its server.
+      most: meshes that take published weights from one giver at a time: see `Fanout`. Between devices all may.
 
     Raises:
       ConfigError: it cannot listen there.
     """
     link = RemoteLink(wire, known, pulls)
-    fanout = Fanout() if pulls is None else None  # between devices the trainer gives to all
+    fanout = Fanout(most) if pulls is None else None  # between devices the trainer gives to all
 
     def met(mesh: Mesh) -> None:
         link.meet(mesh.name, mesh.first.address, mesh.first.transfer)

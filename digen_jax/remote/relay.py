@@ -48,17 +48,17 @@ class Relay:
         self._remote.meet_giver(giver.mesh, giver.address, giver.seconds)
         try:
             tree = self._link.take(CopyOf(giver.mesh, publication), shardings, taker)
-            why = "it has it no longer"
         except (LinkError, ValueError) as error:  # the latter: what it sends cannot be read
-            tree, why = None, str(error)
-        if tree is None:
-            self._following.missed(giver.mesh)
+            self._following.missed(giver.mesh, failed=True)
+            version = f"version {publication.version}"
             print(
-                f"{self._following.name} takes version {publication.version} from the trainer, not from {giver.mesh}: "
-                f"{why}",
+                f"{self._following.name} takes {version} from the trainer, not from {giver.mesh}: {error}",
                 file=sys.stderr,
                 flush=True,
             )
+            return None
+        if tree is None:
+            self._following.missed(giver.mesh, failed=False)
         return tree
 
     def drop(self, publication: Publication) -> None:

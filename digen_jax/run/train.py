@@ -113,6 +113,18 @@ def lead(
     return None
 
 
+@contextlib.contextmanager
+def whole(positions: Positions) -> Iterator[None]:
+    """After this block the last checkpoint is whole. An error of the block says more than that its save failed, too."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(SaveFailed):
+            positions.close()
+        raise
+    positions.close()
+
+
 class Run:
     """The loop of a run, from its beginning or its last checkpoint to its results.
 
@@ -181,7 +193,7 @@ class Run:
         """
         self.report.begin(self.system)
         with closing(self.watch), closing(self.rewards):
-            with Interrupt() as interrupt, closing(self.report), closing(self.positions):
+            with Interrupt() as interrupt, closing(self.report), whole(self.positions):
                 position = self.resume()
                 self.report.start(position.done, changed)
                 position = self.advance(position, interrupt)

@@ -136,5 +136,7 @@ def test_processes_take_a_tree_at_the_same_time():
     one, two = (measure(tree, takers, 2) for takers in (1, 2))
     for found in (one, two):
         assert 0 < found.seconds < 60 and found.giver > 0 and found.taker > 0
-        assert "MiB/s in all" in found.describe(2**23)
+        assert "MiB/s in all; a GiB" in found.describe(2**23)
         assert json.loads(json.dumps(dataclasses.asdict(found)))["takers"] == found.takers
+    tree = measure(tree, 3, 1, at_once=1)
+    assert 0 < tree.seconds < 60 and "3 takers, as a tree: " in tree.describe(2**23)

@@ -61,7 +61,7 @@ class Begun:
         except queue.Empty:
             raise AssertionError(f"nothing was printed: {self.errors.read_text()}") from None
 
-    def until(self, text: str, seconds: float = 120) -> str:
+    def until(self, text: str, seconds: float = 240) -> str:
         """The next line that has a text."""
         end = time.monotonic() + seconds
         while text not in self.line(max(0.0, end - time.monotonic())):

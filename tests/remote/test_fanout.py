@@ -57,7 +57,7 @@ class Simulated:
         (9, 2, 3),
         (26, 2, 3),
         (1024, 2, 7),
-        (1023, 1, 10),
+        (255, 1, 8),
     ],
 )
 def test_a_publication_reaches_all_meshes_in_logarithmic_time(count, most, rounds):
@@ -111,7 +111,7 @@ def test_whatever_is_lost_or_fails_all_that_are_left_receive_what_is_not_dropped
         of.tick(most=30)  # more than usual take from the trainer after failures
         for slot in rng.sample(list(of.running), min(2, len(of.running))):
             if slot.giver is not None:
-                of.fanout.missed(slot.taker.name, slot.name)
+                of.fanout.missed(slot.taker.name, slot.name, rng.random() < 0.5)
                 assert slot.name == TRAINER
         if len(left) > 15 and rng.random() < 0.7:
             lost = rng.choice(sorted(left, key=lambda taker: taker.name))
@@ -150,9 +150,9 @@ def test_a_giver_that_failed_rests_ever_longer_until_it_gives_again():
     for rests in (REST[0], 2 * REST[0], 4 * REST[0]):
         slot = waiting.result(0)
         assert slot.giver is giver and slot.seconds == 20 > LEAST
-        fanout.missed("taker", "giver")
+        fanout.missed("taker", "giver", failed=True)
         assert slot.giver is None
-        fanout.missed("taker", "giver")  # once more from another process of the mesh
+        fanout.missed("taker", "giver", failed=True)  # once more from another process of the mesh
         fanout.ended(slot, False)
         waiting = fanout.ask(ONE, taker)
         of.now += rests - 1
@@ -182,6 +182,20 @@ def test_who_is_lost_neither_waits_nor_gives():
     assert waiting.result(0).giver is None
     with pytest.raises(Gone):
         of.fanout.ask(ONE, first).result(0)
+
+
+def test_a_mesh_that_has_weights_no_longer_gives_others():
+    of = Simulated(3, most=1)
+    first, second, third = of.takers
+    of.fanout.ended(of.fanout.ask(ONE, first).result(0), True)
+    of.fanout.ended(of.fanout.ask(TWO, first).result(0), True)
+    of.fanout.ask(Publication(3), third).result(0)  # the trainer's only place
+    slot = of.fanout.ask(ONE, second).result(0)
+    assert slot.giver is first
+    of.fanout.missed(second.name, first.name, failed=False)
+    of.fanout.ended(slot, True)
+    assert of.fanout.ask(TWO, second).result(0).giver is first
+    assert first not in of.fanout._holders[ONE]
 
 
 def test_whoever_waits_for_what_is_dropped_finds_that_out_at_once():

@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 import subprocess
+import threading
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from digen_jax.engine import sharding
 from digen_jax.errors import ConfigError
+from digen_jax.records import checkpoint
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.metrics import read_metrics
 from digen_jax.runtime.log import read_log
@@ -202,6 +204,30 @@ def test_a_full_disk_costs_no_step_and_the_same_command_goes_on(
     assert lines(run) == lines(tmp_path / "unbroken")
     assert arrays(run) == arrays(tmp_path / "unbroken")
     assert not list(run.rglob("*unfinished*")) and not list(run.rglob("room*"))
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_while_a_checkpoint_is_written_is_one_sentence_that_says_what_to_do(
+    tmp_path, train, small_disk, monkeypatch
+):
+    """Then no space is reserved for what the run still writes at its end."""
+    c = config(tmp_path, steps=4, checkpoint__every=1, **RARELY)
+    save = checkpoint.Checkpointer.save
+
+    def saved_late(self, step, *rest):
+        if step == 2:
+            threading.Timer(0.02, fill, (small_disk,)).start()
+        save(self, step, *rest)
+
+    monkeypatch.setattr(checkpoint.Checkpointer, "save", saved_late)
+    with pytest.raises(SaveFailed, match="make room, and the same command continues"):
+        train("disk/run", c)
+    (small_disk / "ballast").unlink()
+    monkeypatch.undo()
+    assert train("disk/run", c) is None
+    assert [line["step"] for line in read_metrics(small_disk / "run" / "metrics.jsonl")] == [
+        *range(5)
+    ]
 
 
 # -------------------------------------------------------------------------------- the workdir
