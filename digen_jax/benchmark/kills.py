@@ -251,6 +251,7 @@ class Kills:
         self._job, self._workdir, self._told = job, workdir, told
         self._random = random.Random(seed)
         self._ended: float | None = None
+        self._left: int | None = None  # the steps of the metrics when the trainer ended
         self._expected: dict[Begun, set[int]] = {}  # exit codes of processes that may have ended
         self._added = 0
         self.kinds: dict[str, tuple[int, Callable[[], bool]]] = {
@@ -283,12 +284,12 @@ class Kills:
         while True:  # some kinds need what is not always there
             names, weights = zip(*((k, w) for k, (w, _) in self.kinds.items()), strict=True)
             kind = self._random.choices(names, weights)[0]
-            done, begin, self._ended = self._done(), time.time(), None
+            done, begin, self._ended, self._left = self._done(), time.time(), None, None
             if self.kinds[kind][1]():
                 break
             self._sleep(0.5)
-        # Without its trainer the step in progress is begun again.
-        count = done + (1 if "trainer" in kind else 2)
+        # The step after the one in progress, or the first one that a new trainer adds.
+        count = done + 2 if self._left is None else self._left + 1
         seconds = (None, None) if hurry else self._aftermath(begin, count)
         fault = Fault(kind, *seconds, self._ended)
         self.check()
@@ -465,6 +466,7 @@ class Kills:
             self._job.start(name, f"--config.steps={ENDLESS}")
 
     def _start_all(self, count: int) -> None:
+        self._left = self._done()
         self._job.start_all(f"--config.steps={count}")
 
     def _expect(self, one: Begun, *codes: int) -> None:
