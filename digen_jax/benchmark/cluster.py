@@ -17,6 +17,7 @@ from digen_jax.benchmark import load
 from digen_jax.benchmark.linked import PROMPTS, SAMPLES, WEIGHTS, driving
 from digen_jax.benchmark.runtime import TimedRun, simulations, timed
 from digen_jax.errors import check_choice, check_positive
+from digen_jax.remote.fanout import MOST
 from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.settings import Costs, Settings
 
@@ -231,12 +232,12 @@ def measure(
     with driving(case.layout, waits, settings) as (driver, meshes):
         before, used = load.read(cores), _used(meshes)
         found = timed(driver, run, stepped)
-        after, used = load.read(cores), _used(meshes) - used
+        after, used = load.read(cores), (_used(meshes) - used).tolist()
         there = len(driver.executor.devices) - 1
     if there < len(case.speeds):
         raise RuntimeError(f"{len(case.speeds) - there} rollout meshes were lost: see above")
-    shares = used / (after.clock - before.clock)
-    reports = simulations(case.layout, costs, settings, run)
+    shares = [seconds / (after.clock - before.clock) for seconds in used]
+    reports = simulations(case.layout, costs, settings, run, MOST)
     return Emulated(
         case.name,
         found.step_times,

@@ -6,6 +6,7 @@ computed is what links permit, from the trainer alone and by a tree. The other p
 
 import dataclasses
 import functools
+import io
 import math
 import os
 import queue
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 import jax
@@ -205,8 +206,8 @@ def measure(tree: Tree, takers: int, rounds: int, at_once: int | None = None) ->
             link.settle(publication)
             for one in samplers:
                 one.drop_weights(publication)
-        after, used = load.read(cores), _used(processes) - used
-    giver, *others = np.median(worked[1:], axis=0) * GIB / size
+        after, used = load.read(cores), (_used(processes) - used).tolist()
+    giver, *others = (np.median(worked[1:], axis=0) * GIB / size).tolist()
     return Fanned(
         takers,
         at_once,
@@ -232,6 +233,7 @@ def _others(
     options = dict(joined=joined.put, most=at_once)
     with (
         ExitStack() as stack,
+        redirect_stdout(io.StringIO()),  # a line for each mesh
         lead(_wire(), f"{HOST}:0", nodes(None), **options) as (_, link, address),
     ):
         command = [sys.executable, "-m", __name__, address]

@@ -18,7 +18,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from digen_jax.benchmark.waits import (
     WaitingExecutors,
@@ -33,12 +35,12 @@ from digen_jax.remote.identity import TOKEN, Identity, job_token
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.opening import join, lead
 from digen_jax.remote.outline import nodes
+from digen_jax.remote.relay import Relay
 from digen_jax.remote.serving import Sampling, serve
 from digen_jax.remote.wire import Wire
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.run.meshes import Meshes
-from digen_jax.run.roles import Trains
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Samples
 from digen_jax.runtime.link import ConditioningOf, SamplesOf
@@ -76,12 +78,11 @@ def driving(
         ExitStack() as stack,
         redirect_stdout(io.StringIO()),  # a line for each mesh
         lead(_wire(), f"{HOST}:0", nodes(None), joined=meshes.joined, lost=meshes.lost) as (
-            leader,
+            _,
             link,
             address,
         ),
     ):
-        meshes.open(leader, Trains((), link))
         pairs = zip(names, layout.rollout, strict=True)
         processes = [_begin(stack, address, *pair, waits, settings) for pair in pairs]
         meshes.wait(LONGEST)
@@ -177,15 +178,20 @@ def _tree(size: int) -> dict[str, np.ndarray]:
 class LinkedSampler(WaitingSampler):
     """Waits of a rollout mesh, during which it takes weights, and after which it offers what it has made."""
 
-    def __init__(self, name: str, mesh: Mesh, waits: Waits, steps: Steps, link: RemoteLink):
+    def __init__(
+        self, name: str, mesh: Mesh, waits: Waits, steps: Steps, link: RemoteLink, relay: Relay
+    ):
         super().__init__(name, mesh, waits)
-        self._steps, self._link = steps, link
+        self._steps, self._link, self._relay = steps, link, relay
         self._prompts: set[int] = set()  # steps
 
     def receive(self, publication: Publication) -> None:
         """See `SamplingExecutor`."""
         with self.lasting(Publish(0, self.name, publication)):
-            self._link.fetch(publication, self.name)
+            here = SingleDeviceSharding(jax.devices()[0])
+            self._relay.take(
+                publication, lambda tree: jax.tree.map(lambda _: here, tree), self.name
+            )
 
     def encode(self, number: int) -> None:
         """See `SamplingExecutor`."""
@@ -208,7 +214,7 @@ class LinkedSampler(WaitingSampler):
 
 
 class _NoDraws:
-    """In place of `engine.draws.Draws`: nothing is drawn, and JAX does not start."""
+    """In place of `engine.draws.Draws`: nothing is drawn, and nothing compiled."""
 
     def of(self, step: int, serials: np.ndarray, images: np.ndarray) -> Drawn:
         """Zeros."""
@@ -228,8 +234,9 @@ def main(leader: str, name: str, what: str) -> None:
         first = following.welcome.step
         shape = settings.images, settings.fragment_images
         steps = Steps(_records(settings.groups, first), *shape, _NoDraws(), first)
-        sampler = LinkedSampler(name, Mesh(**mesh), waits, steps, link)
-        serve(following, Sampling(sampler, steps, link, WaitingJudge(waits, pool)))
+        relay = Relay(link, link, following, gives=True)
+        sampler = LinkedSampler(name, Mesh(**mesh), waits, steps, link, relay)
+        serve(following, Sampling(sampler, steps, link, WaitingJudge(waits, pool), relay))
 
 
 def _records(groups: int, first: int) -> Iterator[list[dict[str, Any]]]:

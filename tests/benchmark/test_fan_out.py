@@ -1,6 +1,8 @@
 """Weights to many hosts: the formulas against simulations of every chunk, and processes that really take."""
 
+import dataclasses
 import heapq
+import json
 import math
 import runpy
 
@@ -135,5 +137,6 @@ def test_processes_take_a_tree_at_the_same_time():
     for found in (one, two):
         assert 0 < found.seconds < 60 and found.giver > 0 and found.taker > 0
         assert "MiB/s in all; a GiB" in found.describe(2**23)
+        assert json.loads(json.dumps(dataclasses.asdict(found)))["takers"] == found.takers
     tree = measure(tree, 3, 1, at_once=1)
     assert 0 < tree.seconds < 60 and "3 takers, as a tree: " in tree.describe(2**23)
