@@ -203,7 +203,8 @@ def test_a_run_apart_is_that_of_one_process(job, unbroken, kind):
         assert joined.startswith(
             f"rollout {number} joins 127.0.0.1:{job.port}: weights come as bytes"
         )
-        assert rest[-2:] == [f"rollout {number} is ready, on 1 devices", "the run has ended"]
+        ended = f"rollout {number} ends: the run has ended"
+        assert rest[-2:] == [f"rollout {number} is ready, on 1 devices", ended]
     assert set(job.generated()) == {"rollout 0", "rollout 1"}
     assert_same_run(job.workdir, unbroken(kind))
 
@@ -221,7 +222,7 @@ def test_a_mesh_that_is_killed_is_done_without_and_joins_again(job, unbroken):
     errors, *_ = job.ends(0, 0, -signal.SIGKILL, 0)
     assert "rollout 1 has lost its connection: given up" in errors
     assert "no sampling mesh is left" not in errors
-    assert printed(again)[-1] == "the run has ended"
+    assert printed(again)[-1].endswith(" ends: the run has ended")
     assert set(job.generated(since=3)) == {"rollout 0", "rollout 1"}
     assert_same_run(job.workdir, unbroken())
 
@@ -243,7 +244,8 @@ def test_without_meshes_the_trainer_generates_until_another_one_joins(job, unbro
     job.release(4)
     errors, *_ = job.ends(0, -signal.SIGKILL, -signal.SIGKILL, 0)
     assert "no sampling mesh is left: the trainer generates until one joins" in errors
-    assert printed(spare)[-2:] == ["spare is ready, on 1 devices", "the run has ended"]
+    ended = "spare ends: the run has ended"
+    assert printed(spare)[-2:] == ["spare is ready, on 1 devices", ended]
     assert "spare" in job.generated()
     assert_same_run(job.workdir, unbroken(), left_out=["tag_share"])
 
@@ -279,7 +281,7 @@ def test_a_leader_that_is_asked_to_stop_saves_and_the_run_continues_anywhere(job
     stopped, *_ = job.ends(128 + signal.SIGTERM, 0, 0)
     assert "finishing this step, then saving" in stopped
     assert printed(leader)[-1] == "Stopped and saved after step 2; the same command continues."
-    assert all(printed(one)[-1] == "the run has ended" for one in rollouts)
+    assert all(printed(one)[-1].endswith(" ends: the run has ended") for one in rollouts)
 
     job.hold(3)
     leader, *_ = job.together()
