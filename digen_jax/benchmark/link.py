@@ -102,9 +102,9 @@ def trees() -> tuple[Any, ...]:
 
 
 @contextmanager
-def other_process(transport: str) -> Iterator[tuple[Member, RemoteLink]]:
+def other_process(transport: str) -> Iterator[tuple[Mesh, RemoteLink]]:
     """A process that offers `trees` and does nothing for every command."""
-    joined: queue.Queue[Member] = queue.Queue()
+    joined: queue.Queue[Mesh] = queue.Queue()
     wire, pulls = _wire(), open_pulls(transport, HOST)
 
     def ready(sampler: RemoteSampler) -> None:
