@@ -8,7 +8,7 @@ import time
 
 from tests.pipelines import ROOT
 
-SECONDS = 1.0
+SECONDS = 0.5
 
 
 def slow(call):

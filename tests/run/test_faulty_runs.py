@@ -259,7 +259,7 @@ def test_a_full_disk_of_the_leader_ends_all_and_the_same_command_goes_on(job, un
 
 
 def test_a_slow_disk_of_the_leader_costs_no_mesh(job, unbroken):
-    """Every rename and every sync takes a second."""
+    """Every rename and every sync takes half a second."""
     job = begin(job(module="tests.run.slow_disk"), 1)
     assert "given up" not in assert_ends_well(job, unbroken)
 
