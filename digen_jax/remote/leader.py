@@ -33,6 +33,7 @@ class Leader:
       transfer: the address at which this process offers transfers between devices; "": it offers none.
       step: the present one.
       missed: called where a mesh has not got published weights from another one: see `Fanout.missed`.
+      ended: called with the name of every mesh that ends, ready or not; must be short.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class Leader:
         transfer: str = "",
         step: Callable[[], int] = lambda: 0,
         missed: Callable[[str, str, bool], None] = lambda taker, giver, failed: None,
+        ended: Callable[[str], None] = lambda name: None,
     ):
         self.meshes: dict[str, Mesh] = {}
         self._identity, self._joined, self._lost = identity, joined, lost
         self._keepalive, self._transfer = keepalive or Keepalive(), transfer
-        self._step, self._missed = step, missed
+        self._step, self._missed, self._has_ended = step, missed, ended
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._calls = Line("members")
@@ -245,6 +247,7 @@ class Leader:
             if self.meshes.get(mesh.name) is not mesh:
                 return
             del self.meshes[mesh.name]
+            self._has_ended(mesh.name)
             self._changed.notify_all()
         if ready and not known and mesh.dismissed is None:
             self._calls.submit(self._lost, mesh, mesh.why)

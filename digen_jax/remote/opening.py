@@ -50,6 +50,7 @@ def lead(
     keepalive: Keepalive | None = None,
     step: Callable[[], int] = lambda: 0,
     others: Sequence[grpc.GenericRpcHandler] = (),
+    ended: Callable[[str], None] = lambda name: None,
     most: int = MOST,
 ) -> Iterator[tuple[Leader, RemoteLink, str]]:
     """The leader's end: (who has joined, its link, the address at which it listens).
@@ -64,6 +65,7 @@ def lead(
       keepalive: None: the usual one.
       step: the present one.
       others: more services of its server.
+      ended: as in `Leader`.
       most: meshes that take published weights from one giver at a time: see `Fanout`. Between devices all may.
 
     Raises:
@@ -79,7 +81,7 @@ def lead(
 
     transfer = "" if pulls is None else pulls.address
     missed = (lambda *_: None) if fanout is None else fanout.missed
-    leader = Leader(wire.identity, met, lost, keepalive, transfer, step, missed)
+    leader = Leader(wire.identity, met, lost, keepalive, transfer, step, missed, ended)
     server, reason = None, "the run has ended"
     try:
         server, port = wire.server(address, [leader.service, link.lending.service, *others])

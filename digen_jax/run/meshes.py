@@ -1,6 +1,5 @@
 """The leader's view of sampling meshes in other processes: they come before a run begins or later, and may go."""
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -155,7 +154,8 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
         known,
         open_pulls(apart.link, apart.host),
         joined=meshes.joined,
-        lost=functools.partial(_lost, meshes, meeting),
+        lost=meshes.lost,
+        ended=meeting.forget,
         step=lambda: meshes.step,
         others=[meeting.service],
     ) as (_, link, _):
@@ -172,11 +172,6 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
         own = TrainerLink(link, 0, role.processes) if role.processes > 1 else link
         meshes.open(Trains(own_devices(role), own))
         yield meshes
-
-
-def _lost(meshes: Meshes, meeting: Meeting, mesh: Mesh, why: str) -> None:
-    meeting.forget(mesh.name)
-    meshes.lost(mesh, why)
 
 
 def join_trainer(recipe: Recipe, apart: Apart) -> Trains:

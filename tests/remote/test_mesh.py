@@ -49,6 +49,16 @@ class Process:
         self.thread.join(30)
 
 
+def test_a_mesh_that_ends_before_it_is_ready_is_told_to_be_forgotten(room):  # noqa: F811
+    """Its processes have to meet again; it has not joined, so that nobody loses it."""
+    ended = []
+    room.leader._has_ended = ended.append
+    first, second = Process(room, 0).begin(), Process(room, 1)
+    second.stream.close("it cannot read its model", 0.1)
+    first.thread.join(10)
+    assert isinstance(first.raised[0], Stopped) and ended == ["rollout 0"] and room.said.empty()
+
+
 @pytest.fixture
 def two(room):  # noqa: F811
     """(the mesh, its processes)."""
