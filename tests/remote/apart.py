@@ -91,13 +91,13 @@ def driver(
     with (
         contextlib.ExitStack() as threads,
         lead(Wire(IDENTITY), "127.0.0.1:0", KNOWN, joined=joined.joined, lost=joined.lost) as (
-            leader,
+            _,
             link,
             address,
         ),
         contextlib.ExitStack() as stack,
     ):
-        joined.open(leader, Trains((), link))
+        joined.open(Trains((), link))
         for mesh in meshes:
             threads.enter_context(_thread(mesh.sample, address, raised))
         joined.wait(SECONDS, stops=lambda: raised)
