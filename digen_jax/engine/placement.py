@@ -276,9 +276,10 @@ def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
     rollout, trainer = mesh_sizes(sizes, len(devices))
     if rollout:
         raise ConfigError(
-            f"config.placement.rollout.data = {sizes.rollout.data} would sample apart from training, which "
-            f"several processes (here {processes}) cannot do yet: set config.placement.rollout.data = 0, and "
-            f"the axes of config.placement.trainer so that they take all {len(devices)} devices"
+            f"config.placement.rollout.data = {sizes.rollout.data} samples apart from training, which {processes} "
+            "processes of one job of JAX cannot do: launch/train.py with --coordinator makes each mesh a job of its "
+            "own; or set config.placement.rollout.data = 0, and the axes of config.placement.trainer so that they take "
+            f"all {len(devices)} devices"
         )
     if trainer != len(devices):
         raise ConfigError(

@@ -241,14 +241,15 @@ class Leader:
 
     def _ended(self, mesh: Mesh, why: str, known: bool = False) -> None:
         """A mesh ends, unless it has; `known`: whoever calls knows it."""
-        ready = mesh.ready
-        mesh.end(why)
         with self._changed:
+            # Whoever comes first ends it: its processes' streams, too, notice that it ends.
             if self.meshes.get(mesh.name) is not mesh:
                 return
+            ready = mesh.ready
             del self.meshes[mesh.name]
             self._has_ended(mesh.name)
             self._changed.notify_all()
+        mesh.end(why)
         if ready and not known and mesh.dismissed is None:
             self._calls.submit(self._lost, mesh, mesh.why)
         # Their streams end with a sentence, unless a process does not read.

@@ -10,6 +10,7 @@ import time
 import grpc
 
 from digen_jax.errors import ConfigError
+from digen_jax.process.terminal import complain
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.server import Context
@@ -65,7 +66,7 @@ def meet(wire: Wire, leader: str, hello: pb.Hello, job: str, seconds: float) -> 
       ConfigError: the leader refuses this process, or the mesh's first process does not come.
     """
     hello.config, hello.code = wire.identity.config, wire.identity.code
-    begin = time.monotonic()
+    begin, waits = time.monotonic(), False
     with wire.channel(leader) as channel:
         call = channel.unary_unary(
             f"/{PACKAGE}.Meeting/Meet",
@@ -77,7 +78,10 @@ def meet(wire: Wire, leader: str, hello: pb.Hello, job: str, seconds: float) -> 
                 request = pb.Coming(hello=hello, job=job)
                 found = call(request, timeout=left, metadata=wire.metadata).job
             except grpc.RpcError as error:
-                if error.code() == grpc.StatusCode.UNAVAILABLE:  # it is about to start
+                if error.code() == grpc.StatusCode.UNAVAILABLE:  # about to start, or gone
+                    if not waits:
+                        complain(f"waiting for the leader at {leader}, at most {left:.0f} s")
+                    waits = True
                     time.sleep(LOOK)
                     continue
                 raise ConfigError(
@@ -85,9 +89,12 @@ def meet(wire: Wire, leader: str, hello: pb.Hello, job: str, seconds: float) -> 
                 ) from error
             if found:
                 return found
+            waits = False
             time.sleep(LOOK)
     raise ConfigError(
-        f"the first process of {hello.mesh} has not come in {seconds:g} s: start all processes of the job"
+        f"the leader at {leader} was not reached in {seconds:g} s: start the whole job again"
+        if waits
+        else f"the first process of {hello.mesh} has not come in {seconds:g} s: start all processes of the job"
     )
 
 

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from digen_jax.engine.placement import (
     MeshSizes,
     RolloutAxes,
     TrainerAxes,
+    check_processes,
     fitted,
     make_placement,
     mesh_sizes,
@@ -174,6 +176,19 @@ def test_colocated_a_sampler_splits_images_over_what_splits_time_in_training():
     assert shape_of(found.rollout.mesh) == {"data": 4, "fsdp": 2}
     assert local_shape(jax.device_put(np.zeros((8, 3)), found.rollout.batch)) == (1, 3)
     assert found.describe() == "colocated: 8 devices (cpu) sample and train in turn"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sentence"),
+    [
+        (1, "config.placement.rollout.data = 1 samples apart from training, which 2 processes of "),
+        (0, "config.placement.trainer takes 3 of the 4 devices of 2 processes"),
+    ],
+)
+def test_processes_of_one_job_sample_and_train_in_turn_on_all_devices(rollout, sentence):
+    devices = [SimpleNamespace(process_index=number // 2) for number in range(4)]
+    with pytest.raises(ConfigError, match=sentence):
+        check_processes(timed((rollout, 1), (3, 1), 1).meshes, devices)
 
 
 @pytest.mark.parametrize(("rollout", "trainer"), [((4, 1), (5, 1)), ((0, 1), (3, 3))])

@@ -56,6 +56,7 @@ def test_a_lost_process_costs_its_mesh_which_comes_again(job, unbroken):  # noqa
     made = job(*WIDE)
     made.hold(2), made.hold(3)
     *trainer, first, second = begin_all(made)
+    trainer[0].until("rollout 0 joins")
     for step, lost in ((2, 1), (3, 0)):
         made.held(step)
         killed, other = (first, second)[lost], (first, second)[1 - lost]
@@ -63,9 +64,10 @@ def test_a_lost_process_costs_its_mesh_which_comes_again(job, unbroken):  # noqa
         code, errors = other.ends(30)
         # By its own sentence, or by JAX's, which may notice the loss before.
         assert code == STOPPED or code < 0, errors
-        made.release(step)
         made.begun = list(trainer)
         first, second = begin_mesh(made)
+        trainer[0].until("rollout 0 joins")
+        made.release(step)
     made.ends(0, 0, 0, 0)
     assert_same_run(made.workdir, unbroken)
 
