@@ -34,12 +34,18 @@ LONG = 240.0  # seconds for a process to start, or for a run
 class Job:
     """The processes of a run, and the steps that it holds."""
 
-    def __init__(self, start, base: pathlib.Path, folder: pathlib.Path, *options: str, kind="lora"):
-        self._start, self._base, self._options = (
-            start,
-            base,
-            (f"--config={CONFIG}:{kind}", *options),
-        )
+    def __init__(
+        self,
+        start,
+        base: pathlib.Path,
+        folder: pathlib.Path,
+        *options: str,
+        kind="lora",
+        processes=3,
+        module="launch.train",
+    ):
+        self._start, self._base, self._processes, self._module = start, base, processes, module
+        self._options = f"--config={CONFIG}:{kind}", *options
         self.workdir, self.holds = folder / "run", folder / "holds"
         self.holds.mkdir(parents=True)
         self.port = free_port()
@@ -52,12 +58,12 @@ class Job:
         arguments = [*self._options, f"--workdir={workdir or self.workdir}", *options]
         variables = dict(BASE=str(self._base), HOLDS=str(self.holds)) | variables
         before = ("env", "-C", str(here)) if here else ()
-        self.begun.append(self._start("launch.train", devices, before, arguments, **variables))
+        self.begun.append(self._start(self._module, devices, before, arguments, **variables))
         return self.begun[-1]
 
     def process(self, number: int, *options: str, **settings) -> Begun:
         """The process of a number; 0 leads, and only that one has the workdir."""
-        place = self._address, "--processes=3", f"--process={number}"
+        place = self._address, f"--processes={self._processes}", f"--process={number}"
         workdir = self.holds / "nowhere" if number else None
         return self.begin(*place, *options, workdir=workdir, **settings)
 
@@ -66,7 +72,7 @@ class Job:
         return self.begin(self._address, f"--mesh={name}", *options, workdir=where, **settings)
 
     def together(self, *options: str) -> list[Begun]:
-        return [self.process(number, *options) for number in range(3)]
+        return [self.process(number, *options) for number in range(self._processes)]
 
     def alone(self, *options: str, **settings) -> Begun:
         """On one process, with the devices of all meshes."""
@@ -85,8 +91,9 @@ class Job:
         """Waits until some images of the step are to be scored."""
         end = time.monotonic() + LONG
         while not (self.holds / f"held {step}").exists():
-            ended = [one.errors.read_text() for one in self.begun if one.process.poll() is not None]
-            assert time.monotonic() < end, ended
+            ended = [one for one in self.begun if one.process.poll() is not None]
+            refused = any(one.process.returncode == 2 for one in ended)
+            assert time.monotonic() < end and not refused, [one.errors.read_text() for one in ended]
             time.sleep(0.1)
 
     def release(self, step: int) -> None:
@@ -248,6 +255,32 @@ def test_without_meshes_the_trainer_generates_until_another_one_joins(job, unbro
     assert printed(spare)[-2:] == ["spare is ready, on 1 devices", ended]
     assert "spare" in job.generated()
     assert_same_run(job.workdir, unbroken(), left_out=["tag_share"])
+
+
+def test_four_meshes_take_weights_from_one_another_also_when_one_is_lost(job, tmp_path):
+    small = "--config.sampler.fragment=2", "--config.trainer.micro_batch=2"
+    one = job(*small)
+    job = job(
+        "--config.placement.rollout.workers=4", *small, processes=5, module="tests.run.noted_gifts"
+    )
+    gifts = tmp_path / "gifts"
+    job.hold(2)
+    leader, *others = [job.process(number, GIFTS=str(gifts)) for number in range(5)]
+    job.held(2)
+    others[0].signal(signal.SIGKILL)
+    job.process(1, GIFTS=str(gifts))
+    for _ in range(5):
+        leader.until(" joins: ")
+    before = len(gifts.read_text().splitlines())
+    assert before > 0
+    job.release(2)
+    errors, *_ = job.ends(0, -signal.SIGKILL, 0, 0, 0, 0)
+    assert "rollout 0 has lost its connection: given up" in errors
+    given = gifts.read_text().splitlines()
+    assert len(given) > before and len(set(given)) > 1, given
+    one.alone()
+    one.ends(0)
+    assert_same_run(job.workdir, one.workdir)
 
 
 def test_a_mesh_that_is_asked_to_stop_leaves_at_the_end_of_the_step(job, unbroken):
