@@ -294,10 +294,12 @@ def link() -> None:
     """Time commands and arrays between two processes of this host, by both transports; and a leader under load."""
     output = _output()
     from digen_jax.benchmark.control import check, measure
+    from digen_jax.benchmark.link import check as check_speed
     from digen_jax.benchmark.link import compare
     from digen_jax.process.launching import prepare
 
     check(_MESHES.value, _RATE.value)
+    check_speed(_ROUNDS.value, _COMMANDS.value)
     prepare()
     load = measure(_MESHES.value, _RATE.value)  # first, for its memory
     print(load.describe(), flush=True)

@@ -72,10 +72,23 @@ class Speed:
         return "\n".join(lines)
 
 
-def compare(rounds: int, commands: int) -> Speed:
-    """Measures both transports; `commands` are sent at once for their rate."""
+def check(rounds: int, commands: int) -> None:
+    """Before anything slow.
+
+    Raises:
+      ConfigError: names the option to change.
+    """
     check_positive("--rounds", rounds)
     check_positive("--commands", commands)
+
+
+def compare(rounds: int, commands: int) -> Speed:
+    """Measures both transports; `commands` are sent at once for their rate.
+
+    Raises:
+      ConfigError: as `check`.
+    """
+    check(rounds, commands)
     os.environ[TOKEN] = secrets.token_hex(16)
     seconds = {}
     for transport in (BYTES, TRANSFER):

@@ -31,6 +31,7 @@ class Ticket:
 
     key: Key
     taker: str
+    session: str  # of the taker's process
     arrays: list[Any]
     frames: list[list[Cut]]
     used: float  # when it was last
@@ -66,6 +67,8 @@ class Lending:
         self.made: dict[type, Callable[[Any], Any]] = {}
         self._patience = patience
         self._tickets: dict[str, Ticket] = {}
+        self._sessions: dict[str, frozenset[str]] = {}  # by takers
+        self._lost: set[str] = set()  # sessions
         self._lock = threading.Lock()
 
     @property
@@ -92,10 +95,24 @@ class Lending:
         for ticket in old:
             self._end(ticket)
 
-    def forget(self, taker: str) -> None:
-        """Ends the tickets of a taker that is gone."""
+    def expect(self, taker: str, sessions: frozenset[str]) -> None:
+        """The processes of a taker are these from now on, and not those of before."""
+        self.forget(taker, sessions)
         with self._lock:
-            its = [ticket for ticket, found in self._tickets.items() if found.taker == taker]
+            self._sessions[taker] = sessions
+
+    def forget(self, taker: str, but: frozenset[str] = frozenset()) -> None:
+        """Ends the tickets of a taker that is gone; where it is not gone, but stopped, it gets no others later.
+
+        `but` has the sessions of those that come in its place and may have tickets already.
+        """
+        with self._lock:
+            self._lost |= self._sessions.pop(taker, frozenset()) - but
+            its = [
+                ticket
+                for ticket, found in self._tickets.items()
+                if found.taker == taker and found.session not in but
+            ]
         for ticket in its:
             self._end(ticket)
 
@@ -127,9 +144,14 @@ class Lending:
             self._link.returned(key, ask.taker)
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         ticket = secrets.token_hex(16)
+        found = Ticket(key, ask.taker, ask.session, arrays, frames, time.monotonic())
         with self._lock:
-            found = Ticket(key, ask.taker, arrays, frames, time.monotonic())
-            self._tickets[ticket] = found
+            lost = ask.session in self._lost
+            if not lost:
+                self._tickets[ticket] = found
+        if lost:
+            self._link.returned(key, ask.taker)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{ask.taker} counts as lost")
         return pb.Lent(ticket=ticket, outline=text)
 
     def _tree(self, key: Key, taker: str, context: Context) -> Any:

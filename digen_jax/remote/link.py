@@ -2,6 +2,7 @@
 
 import collections
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,9 @@ class RemoteLink:
       known: the named tuples that may be nodes of a tree (`outline.nodes`).
       pulls: transfers between devices; None: bytes.
       patience: seconds for a frame, and for a transfer between devices.
+
+    Attributes:
+      session: drawn at random, by which others know this process from one that had its name before.
     """
 
     def __init__(
@@ -61,14 +65,21 @@ class RemoteLink:
         patience: float = PATIENCE,
     ):
         self.known = known
+        self.session = secrets.token_hex(16)
         self.lending = Lending(here := LocalLink(), known, patience, pulls)
         self._here, self._wire, self._pulls, self._patience = here, wire, pulls, patience
         self._peers: dict[str, _Met] = {}
         self._lock = threading.Lock()
 
-    def meet(self, name: str, address: str, transfer: str = "") -> None:
-        """From now on what `name` offers is taken from another process, at this address."""
+    def meet(
+        self, name: str, address: str, transfer: str = "", sessions: frozenset[str] = frozenset()
+    ) -> None:
+        """From now on what `name` offers is taken from another process, at this address.
+
+        `sessions` are those of all processes that take under this name; who took under it before gets nothing more.
+        """
         self.part(name)
+        self.lending.expect(name, sessions)
         with self._lock:
             self._peers[name] = _Met(Peer(self._wire, address), transfer, self._patience)
 
@@ -187,7 +198,7 @@ class RemoteLink:
             raise LinkError(f"{key} has not come from {name}, which was given up")
         ticket = ""
         try:
-            ask = pb.Ask(key=write_key(key), taker=taker)
+            ask = pb.Ask(key=write_key(key), taker=taker, session=self.session)
             lent = met.peer.call("Open", ask, pb.Lent, met.seconds())
             ticket = lent.ticket
             yield met, ticket, Outline(lent.outline, self.known) if ticket else None

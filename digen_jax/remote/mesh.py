@@ -46,6 +46,11 @@ class Mesh:
         return self.first.devices
 
     @property
+    def sessions(self) -> frozenset[str]:
+        """Of its processes."""
+        return frozenset(member.session for member in list(self.members.values()))
+
+    @property
     def ready(self) -> bool:
         """Whether all its processes are ready for commands."""
         return len(self.members) == self.processes and all(m.ready for m in self.members.values())

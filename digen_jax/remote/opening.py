@@ -75,7 +75,7 @@ def lead(
     fanout = Fanout(most) if pulls is None else None  # between devices the trainer gives to all
 
     def met(mesh: Mesh) -> None:
-        link.meet(mesh.name, mesh.first.address, mesh.first.transfer)
+        link.meet(mesh.name, mesh.first.address, mesh.first.transfer, mesh.sessions)
         print(f"{mesh.name} joins: its arrays come as {link.describe(mesh.name)}", flush=True)
         joined(RemoteSampler(mesh, link, fanout))
 
@@ -133,7 +133,7 @@ def join(
         transfer = "" if pulls is None else pulls.address
         address = f"{host}:{port}"
         hello = pb.Hello(mesh=mesh, address=address, transfer=transfer, devices=devices)
-        hello.process, hello.processes = process, processes
+        hello.process, hello.processes, hello.session = process, processes, link.session
         following = Following(wire, leader, hello, seconds)
         link.meet(TRAINER, leader, following.welcome.transfer)
         print(f"{mesh} joins {leader}: weights come as {link.describe(TRAINER)}", flush=True)

@@ -217,6 +217,38 @@ def test_a_given_up_taker_is_not_waited_for(held):
     assert trainer.settle(WEIGHTS) is False and time.monotonic() - begin < 1
 
 
+def test_a_process_that_has_lost_its_name_gets_nothing_more(pair):
+    """It was stopped, and goes on when another one has come in its place: no update waits for it."""
+    trainer, stopped, servers = pair
+    trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
+    where = "localhost:1"
+    trainer.meet("rollout 0", where, sessions=frozenset({stopped.session}))
+    assert stopped.take(WEIGHTS, onto(1), "rollout 0")["a"].tolist() == [1] * 4
+    # Of a mesh of two processes, which come again.
+    again = [RemoteLink(Wire(IDENTITY), nodes(trees())) for _ in range(2)]
+    for link in again:
+        link.meet(TRAINER, f"localhost:{servers[0][1]}")
+    peer = Peer(Wire(IDENTITY), f"localhost:{servers[0][1]}")
+    for session in (stopped.session, again[0].session):  # both have begun
+        ask = pb.Ask(key=write_key(WEIGHTS), taker="rollout 0", session=session)
+        peer.call("Open", ask, pb.Lent, 5)
+    trainer.meet("rollout 0", where, sessions=frozenset(link.session for link in again))
+    with pytest.raises(LinkError, match="rollout 0 counts as lost"):
+        stopped.take(WEIGHTS, onto(1), "rollout 0")
+    assert [link.take(WEIGHTS, onto(1), "rollout 0")["a"].sum() for link in again] == [4, 4]
+    assert trainer.lending.lends(WEIGHTS)  # what the one that comes again has begun
+    trainer.give_up("rollout 0")
+    for link in (stopped, *again):
+        with pytest.raises(LinkError, match="rollout 0 counts as lost"):
+            link.take(WEIGHTS, onto(1), "rollout 0")
+    begin = time.monotonic()
+    trainer.settle(WEIGHTS)
+    assert time.monotonic() - begin < 1
+    for link in again:
+        link.close()
+    peer.close()
+
+
 def test_whoever_takes_from_a_given_up_process_gets_an_error_at_once(held):
     _, rollout, thread, found, _ = held
     rollout.give_up(TRAINER)
