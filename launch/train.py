@@ -32,6 +32,11 @@ _HOST = flags.DEFINE_string(
 _LINK = flags.DEFINE_enum(
     "link", "bytes", ["bytes", "transfer"], "How arrays come from other processes."
 )
+_ONE_JOB = flags.DEFINE_boolean(
+    "one_job",
+    None,
+    "All processes are one job of JAX, as on TPU slices, where it is found if it is not given.",
+)
 _TLS = {
     name: flags.DEFINE_string(
         f"tls_{name}", None, f"For TLS between processes: a PEM file, {what}."
@@ -54,7 +59,8 @@ def main() -> int | None:
     recipe = open_recipe(_CONFIG.value)
     told = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
     tls = {name: flag.value for name, flag in _TLS.items()}
-    apart = take_part(recipe.placement, Told(*told, _MESH.value, _HOST.value, _LINK.value, tls))
+    others = _MESH.value, _HOST.value, _LINK.value, tls, _ONE_JOB.value
+    apart = take_part(recipe.placement, Told(*told, *others))
     if apart is None or apart.role.kind == "trainer":
         check_output("--workdir", _WORKDIR.value, folder=True)
     if apart is None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import Shaped
 from tqdm import tqdm
 
@@ -31,7 +30,7 @@ from digen_jax.engine.encoding import (
     row_bytes,
     rows_of,
 )
-from digen_jax.engine.hosts import fetch
+from digen_jax.engine.hosts import any_of, fetch
 from digen_jax.engine.placement import DeviceGroup, OwnMesh
 from digen_jax.errors import ConfigError, blame, check_output
 from digen_jax.families import read_parts
@@ -143,7 +142,7 @@ class Encoding:
         Raises:
           ConfigError: the weights cannot be read, or what was encoded cannot be stored.
         """
-        texts = _missing_anywhere([*self.records], self.missing)
+        texts = self._missing_anywhere()
         if not texts:
             return
         # Smaller ones if there are few texts; all have the same size, so that there is one program.
@@ -192,6 +191,14 @@ class Encoding:
         records = [self.records[key] for key in block]
         of_nulls = block[0] in self.nulls
         return self.family.tokenize_null(records) if of_nulls else self.family.tokenize(records)
+
+    def _missing_anywhere(self) -> list[str]:
+        """The texts that some process lacks, in the same order in all processes."""
+        texts, lacking = [*self.records], set(self.missing)
+        mask = np.array([text in lacking for text in texts], bool)
+        if several() and texts:
+            mask = any_of(mask, self.group.mesh)
+        return [text for text, one in zip(texts, mask, strict=True) if one]
 
     def _keep(self, rows: dict[str, Rows]) -> None:
         """Stores rows, unless another process has stored them in the same folder."""
@@ -269,15 +276,6 @@ def encode_all(recipe: Recipe) -> None:
             "set it to 'ahead' here and in training"
         )
     found.run()
-
-
-def _missing_anywhere(texts: Sequence[str], missing: Sequence[str]) -> list[str]:
-    """Those of the texts that some process lacks, in the same order in all processes."""
-    lacking = set(missing)
-    mask = np.array([text in lacking for text in texts])
-    if several():
-        mask = multihost_utils.process_allgather(mask).any(0)
-    return [text for text, one in zip(texts, mask, strict=True) if one]
 
 
 def _blocks(texts: Sequence[str], count: int, nulls: Collection[str]) -> list[list[str]]:

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
-from jaxtyping import Array, Shaped
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Bool, Shaped
 
 
 def put(value: Any, sharding: Sharding) -> Array:
@@ -17,6 +17,16 @@ def put(value: Any, sharding: Sharding) -> Array:
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def any_of(mask: Bool[np.ndarray, "n"], mesh: Mesh) -> Bool[np.ndarray, "n"]:
+    """Where some process of a mesh has true; all of them must call."""
+    rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))  # one for each device
+    masks = jax.make_array_from_callback(
+        (mesh.size, len(mask)), rows, lambda index: mask[None, index[1]]
+    )
+    whole = NamedSharding(mesh, PartitionSpec())
+    return fetch(jax.jit(lambda masks: masks.any(0), out_shardings=whole)(masks))
 
 
 def fetch(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:

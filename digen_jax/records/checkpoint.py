@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from digen_jax.process import team
 from digen_jax.process.ending import Stopped
 from digen_jax.records.checkpoint_folder import (
     STAMPED,
@@ -61,16 +62,24 @@ class Checkpointer:
         self._newest, damaged = newest_whole(self._folder)
         self._saving: int | None = None  # the step that is being saved, or was saved last
         self._room, self._size = Room(self._folder / "room_for_the_next"), 0
-        if jax.process_index() == 0:
+        if team.is_first():
             for step in damaged:
                 put_aside(self._folder / str(step))
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
         """Created at its first use, which must be at the same time in all processes of a run."""
+        members = team.members() if team.size() > 1 else None
+        if members is not None:  # then orbax does not create it
+            self._folder.mkdir(parents=True, exist_ok=True)
         return ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
+                create=members is None,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    active_processes=members and set(members),
+                    barrier_sync_key_prefix=members and "trainer",
+                ),
                 max_to_keep=self._keep,
                 cleanup_tmp_directories=True,
                 # Called in the background by the first process, before the folder gets its name.
@@ -191,7 +200,7 @@ class Checkpointer:
         write_checksums(written, without=(STAMPED,))
 
     def _hold_room(self) -> None:
-        if not self._size or jax.process_index():
+        if not self._size or not team.is_first():
             return
         try:
             self._room.hold(self._size)

@@ -20,6 +20,7 @@ from digen_jax.remote.wire import SILENCE, hello_of, service
 from digen_jax.runtime.worker import Line
 from digen_jax.scheduling.commands import TRAINER, Update
 
+ENDED = "the run has ended"
 NAME = 100  # characters of a mesh's name
 
 
@@ -82,7 +83,7 @@ class Leader:
         if mesh is not None:
             mesh.dismiss(why)
 
-    def close(self, reason: str = "the run has ended", seconds: float = 2.0) -> None:
+    def close(self, reason: str = ENDED, seconds: float = 2.0) -> None:
         """Tells all processes that the run ends, and waits a little until they have left."""
         self._closed.set()
         with self._changed:

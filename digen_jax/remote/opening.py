@@ -9,7 +9,7 @@ from digen_jax.errors import ConfigError, check_choice
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.fanout import MOST, Fanout
 from digen_jax.remote.following import MEETING, Following
-from digen_jax.remote.leader import Leader
+from digen_jax.remote.leader import ENDED, Leader
 from digen_jax.remote.link import PATIENCE, RemoteLink
 from digen_jax.remote.member import Keepalive
 from digen_jax.remote.mesh import Mesh
@@ -82,7 +82,7 @@ def lead(
     transfer = "" if pulls is None else pulls.address
     missed = (lambda *_: None) if fanout is None else fanout.missed
     leader = Leader(wire.identity, met, lost, keepalive, transfer, step, missed, ended)
-    server, reason = None, "the run has ended"
+    server, reason = None, ENDED
     try:
         server, port = wire.server(address, [leader.service, link.lending.service, *others])
         yield leader, link, f"{address.rpartition(':')[0]}:{port}"

@@ -16,6 +16,7 @@ from digen_jax.encoding.reached import reached
 from digen_jax.engine.scoring import Scoring
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
+from digen_jax.process.ending import STOPPED, Stopped
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.run.opening import place_here
@@ -28,7 +29,7 @@ from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.judging import Judged
 from digen_jax.runtime.link import Link
-from digen_jax.runtime.orders import leave, orders
+from digen_jax.runtime.orders import answer, leave, orders
 from digen_jax.runtime.scores import received
 from digen_jax.scheduling.commands import Publication
 
@@ -40,6 +41,7 @@ def follow_run(recipe: Recipe, workdir: pathlib.Path, mesh: Trains | None = None
 
     Raises:
       ConfigError: the mistake that the first process found.
+      Stopped: why it cannot continue.
     """
     jax.devices()  # in the other processes this call waits for this process
     with Interrupt() as interrupt:
@@ -48,7 +50,7 @@ def follow_run(recipe: Recipe, workdir: pathlib.Path, mesh: Trains | None = None
         except BaseException as failure:
             leave(failure)
     if error is not None:
-        raise ConfigError(error)
+        raise Stopped(error) if code == STOPPED else ConfigError(error)
     return code
 
 
@@ -62,7 +64,12 @@ def _follow(
     kind, value = next(told)
     if kind == "end":
         return value
-    prepared, mistake = _tried(lambda: _prepared(recipe, workdir, *json.loads(value), mesh))
+    placed, mistake = _tried(lambda: _checked(recipe, workdir, *json.loads(value), mesh))
+    answer(str(mistake or ""))
+    if mistake is not None:  # which the first process tells all
+        _, ended = next(told)
+        return ended
+    prepared, mistake = _tried(lambda: _prepared(placed, workdir, mesh))
     # Most mistakes occur in all processes: then the first one reports them.
     kind, value = next(told)
     if kind == "end":
@@ -106,14 +113,10 @@ def _built(recipe: Recipe, scorers: tuple[Scoring, ...], mesh: Trains | None) ->
     return build(recipe, jax.devices()).with_scorers(scorers)
 
 
-def _prepared(
-    recipe: Recipe,
-    workdir: pathlib.Path,
-    first: dict[str, Any],
-    claim: str,
-    mesh: Trains | None,
-) -> tuple[Recipe, Positions, Encoding | None, tuple[Scoring, ...]]:
-    """What is there before the model, in a process that follows.
+def _checked(
+    recipe: Recipe, workdir: pathlib.Path, first: dict[str, Any], claim: str, mesh: Trains | None
+) -> Recipe:
+    """The recipe on the devices of a process that follows.
 
     Args:
       recipe: as this process has it.
@@ -122,8 +125,8 @@ def _prepared(
       claim: what the leader has written into the workdir.
       mesh: as in `follow_run`.
 
-    Returns:
-      (the recipe on these devices, the run's positions, the prompts to encode, the rewards on the mesh).
+    Raises:
+      ConfigError: this process has another config, or does not see the leader's workdir.
     """
     recipe = place_here(recipe) if mesh is None else recipe
     check_shared(workdir, claim)
@@ -131,6 +134,13 @@ def _prepared(
         raise ConfigError(
             "this process got another config than the first one: start all processes with the same command"
         )
+    return recipe
+
+
+def _prepared(
+    recipe: Recipe, workdir: pathlib.Path, mesh: Trains | None
+) -> tuple[Recipe, Positions, Encoding | None, tuple[Scoring, ...]]:
+    """(the recipe, the run's positions, the prompts to encode, the rewards on the mesh), before the model."""
     positions = Positions(workdir, recipe)
     drawn = functools.partial(reached, recipe, workdir / "prompts", positions.oldest() or 0)
     if mesh is not None:

@@ -9,7 +9,10 @@ from typing import Any
 from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError
+from digen_jax.process import team
+from digen_jax.process.ending import STOPPED, Stopped, hangs, leave
 from digen_jax.process.launching import MEETING, Place, join_job
+from digen_jax.process.terminal import complain
 from digen_jax.prompt_store import is_ahead, stored
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity, job_token
@@ -36,10 +39,11 @@ class Meshes:
       own: the trainer's mesh.
     """
 
-    def __init__(self, names: list[str]):
+    def __init__(self, names: list[str], one_job: bool = False):
+        """`one_job`: see `Apart`."""
         self.own: Trains | None = None
         self.step = 0  # the present one, at which a mesh that joins begins
-        self._names = names  # that the config has
+        self._names, self._one_job = names, one_job  # the names that the config has
         self._there: dict[str, RemoteSampler] = {}
         self._driver: Driver | None = None
         self._changed = threading.Condition()
@@ -84,9 +88,18 @@ class Meshes:
             self._driver = make(list(self._there.values()))
             return self._driver
 
+    @property
+    def asked(self) -> int:
+        """The signal by which a process of this one's job was asked to stop, which ends the job; 0: none."""
+        with self._changed:
+            asked = [one.mesh.asked for one in self._there.values() if self._one_job]
+        return max(asked, default=0)
+
     def step_ended(self, done: int) -> None:
-        """`done` steps are done: meshes whose processes were asked to stop leave."""
+        """`done` steps are done: meshes whose processes were asked to stop leave, unless all end."""
         self.step = done
+        if self._one_job:
+            return
         with self._changed:
             # Another mesh cannot take the name of one that leaves before the driver has given that up.
             for one in [one for one in self._there.values() if one.mesh.asked]:
@@ -109,6 +122,18 @@ class Meshes:
             for one in meshes
         }
 
+    @staticmethod
+    def _end(driver: Driver | None, why: str) -> None:
+        """A process of this one's job is lost, and JAX would end all others of it."""
+        error = Stopped(
+            f"{why}, and all meshes are one job of JAX: start the same command on all again, which continues from the "
+            "last checkpoint"
+        )
+        if driver is None:
+            complain(str(error))
+            leave(STOPPED)
+        driver.fail(error)
+
     def close(self) -> None:
         """The driver has ended."""
         with self._changed:
@@ -130,7 +155,9 @@ class Meshes:
         with self._changed:
             self._there.pop(mesh.name, None)
             driver = self._driver
-        if driver is not None:
+        if self._one_job:
+            self._end(driver, f"{mesh.name} {why}")
+        elif driver is not None:
             driver.lost(mesh.name, why)
         else:
             print(f"{mesh.name} {why}: it is given up", flush=True)
@@ -146,7 +173,7 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
     wire, role = make_wire(recipe, apart), apart.role
     folder, family = recipe_model(recipe)
     workers = recipe.placement.rollout.workers
-    meshes = Meshes([f"rollout {number}" for number in range(workers)])
+    meshes = Meshes([f"rollout {number}" for number in range(workers)], apart.one_job)
     meeting, known = Meeting(wire.identity), {}
     with lead(
         wire,
@@ -160,10 +187,11 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
         others=[meeting.service],
     ) as (_, link, _):
         print(f"leads at {apart.place.address}: sampling meshes may join", flush=True)
-        if role.processes > 1:
-            job = Place(apart.host, free_port(), role.processes, 0, apart.place.devices)
-            meeting.note(TRAINER, job.address)
-            join_job(job)
+        name, processes, _ = _job_of(apart)
+        if processes > 1:
+            job = Place(apart.host, free_port(), processes, 0, apart.place.devices)
+            meeting.note(name, job.address)
+            _join(job, apart)
         # Not before: it may start JAX.
         known.update(known_nodes(recipe, family))
         if is_ahead(recipe, family):
@@ -198,16 +226,40 @@ def make_wire(recipe: Recipe, apart: Apart) -> Wire:
 
 
 def become_one(wire: Wire, apart: Apart) -> None:
-    """Makes the processes of a mesh one job of JAX, which must not have started; nothing where there is one process.
+    """Makes the processes of a mesh, or of all, one job of JAX, which must not have started; one process needs none.
 
     Raises:
       ConfigError: the leader refuses this process, or the others do not come.
     """
-    role = apart.role
-    if role.processes == 1:
+    name, processes, number = _job_of(apart)
+    if processes == 1:
         return
-    own = f"{apart.host}:{free_port()}" if not role.process else ""
-    hello = pb.Hello(mesh=role.mesh, process=role.process)
+    own = f"{apart.host}:{free_port()}" if not number else ""
+    hello = pb.Hello(mesh=name, process=number)
     host, _, port = meet(wire, apart.place.address, hello, own, MEETING).rpartition(":")
-    place = Place(host.strip("[]"), int(port), role.processes, role.process, apart.place.devices)
-    join_job(place)
+    _join(Place(host.strip("[]"), int(port), processes, number, apart.place.devices), apart)
+
+
+@contextmanager
+def one_job(apart: Apart) -> Iterator[None]:
+    """Where this block fails, this process does not wait for the others of a job that all meshes share."""
+    try:
+        yield
+    except BaseException:
+        if apart.one_job:
+            hangs("JAX's end of the job")
+        raise
+
+
+def _job_of(apart: Apart) -> tuple[str, int, int]:
+    """(the name of this process's job of JAX, its processes, the number of this one)."""
+    role, place = apart.role, apart.place
+    if apart.one_job:
+        return "the job", place.processes, place.process
+    return role.mesh, role.processes, role.process
+
+
+def _join(job: Place, apart: Apart) -> None:
+    join_job(job)
+    if apart.one_job:
+        team.form(apart.role.offset, apart.role.processes)

@@ -9,6 +9,7 @@ import jax
 from digen_jax.config.sections import AUTO, PlacementSection
 from digen_jax.engine.placement import MeshSizes, OwnMesh
 from digen_jax.errors import ConfigError
+from digen_jax.process.clusters import on_tpus
 from digen_jax.process.launching import (
     MEETING,
     Place,
@@ -34,6 +35,7 @@ class Role:
       devices: of the whole mesh.
       process: its number within the mesh.
       processes: of the mesh, each with the same number of devices.
+      offset: the number of the mesh's first process within its job of JAX.
     """
 
     mesh: str
@@ -41,6 +43,7 @@ class Role:
     devices: int
     process: int = 0
     processes: int = 1
+    offset: int = 0
 
     @property
     def own(self) -> int:
@@ -59,6 +62,7 @@ class Apart:
       host: this host's address for the other processes.
       link: how arrays come to this process, "bytes" or "transfer".
       tls: files; None: connections are not encrypted.
+      one_job: all meshes share a job of JAX, as on a TPU slice; else each has one of its own.
     """
 
     role: Role
@@ -67,11 +71,12 @@ class Apart:
     host: str
     link: str
     tls: Tls | None = None
+    one_job: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What the command line says of the other processes; None: nothing."""
+    """What the command line says of the other processes; None: nothing. `one_job` is that of `Apart`."""
 
     coordinator: str | None = None
     processes: int | None = None
@@ -82,6 +87,7 @@ class Told:
     tls: Mapping[str, str | None] = dataclasses.field(
         default_factory=dict
     )  # files by `Tls`'s names
+    one_job: bool | None = None
 
 
 def take_part(placement: PlacementSection, told: Told) -> Apart | None:
@@ -111,6 +117,14 @@ def take_part(placement: PlacementSection, told: Told) -> Apart | None:
             return None
         _check_given(placement)
         role = cast(sizes, place.processes, place.process)
+    one_job = on_tpus() if told.one_job is None else told.one_job
+    if one_job:
+        if told.mesh is not None:
+            raise ConfigError(
+                "--mesh adds a mesh to a run whose meshes are jobs of JAX of their own: where all are one job, as on "
+                "TPUs, give --processes and --process at the start"
+            )
+        role = dataclasses.replace(role, offset=place.process - role.process)
     if told.link == TRANSFER and (
         told.mesh is None and place.processes != 1 + sizes.rollout.workers
     ):
@@ -123,7 +137,7 @@ def take_part(placement: PlacementSection, told: Told) -> Apart | None:
         reach(place.host, place.port, MEETING)
     host = told.host or own_address(place.host, place.port)
     bound = listen_at(place.host, place.port)
-    return Apart(role, place, bound, host, told.link, tls)
+    return Apart(role, place, bound, host, told.link, tls, one_job)
 
 
 def _check_given(placement: PlacementSection) -> None:
@@ -159,11 +173,16 @@ def own_devices(role: Role) -> list[jax.Device]:
     """The devices of a process's mesh, after its processes have become one job of JAX.
 
     Raises:
-      ConfigError: a process has too few.
+      ConfigError: a process has too few, or the platform counts the processes in another way.
     """
-    found = []
+    found, number = [], role.offset + role.process
+    if jax.process_index() != number:
+        raise ConfigError(
+            f"this process is number {number}, but {jax.process_index()} in the platform's order: give each process "
+            "that number by --process, or set --coordinator=auto"
+        )
     for process in range(role.processes):
-        its = [device for device in jax.devices() if device.process_index == process]
+        its = [d for d in jax.devices() if d.process_index == role.offset + process]
         if len(its) < role.own:
             raise ConfigError(
                 f"config.placement.{role.kind} has {role.devices} devices, so that each process of {role.mesh} needs "

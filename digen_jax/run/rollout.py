@@ -15,12 +15,13 @@ from digen_jax.engine.encoding import Rows, Stored
 from digen_jax.engine.system import Rollout
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.models.family import Family
-from digen_jax.process.ending import STOPPED, Stopped, leave
+from digen_jax.process.ending import STOPPED, Stopped, hangs, leave
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.process.terminal import complain, fitted
 from digen_jax.prompt_store import encoder_shapes, is_ahead
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.remote.following import Following
+from digen_jax.remote.leader import ENDED
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.opening import join, open_pulls
 from digen_jax.remote.relay import Relay
@@ -75,6 +76,8 @@ def sample(recipe: Recipe, apart: Apart) -> None:
         try_scorers(recipe, rollout.scorers)
         _serve(recipe, role, rollout, following, link, pool)
     print(f"{role.mesh} ends: {following.reason}", flush=True)
+    if apart.one_job and following.reason != ENDED:
+        hangs("JAX's end of the job")  # it would wait for the leader
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from digen_jax.encoding.reached import reached
 from digen_jax.engine.divergence import DivergedError, check_metrics
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.launching import MEETING
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
@@ -30,7 +31,7 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.run.following import follow_run
-from digen_jax.run.meshes import Meshes, join_trainer, led
+from digen_jax.run.meshes import Meshes, join_trainer, led, one_job
 from digen_jax.run.opening import place_apart, place_run
 from digen_jax.run.own_mesh import build_trainer
 from digen_jax.run.positions import Position, Positions
@@ -69,16 +70,20 @@ def train(recipe: Recipe, workdir: pathlib.Path, apart: Apart | None = None) -> 
     """
     with remembering(), fitted():
         if apart is not None:
-            recipe = place_apart(recipe)
-            if apart.role.kind == "rollout":
-                return sample(recipe, apart)
-            if apart.role.process:
-                return follow_run(recipe, workdir, join_trainer(recipe, apart))
-            with led(recipe, apart) as meshes:
-                return _lead(recipe, workdir, meshes)
+            with one_job(apart):
+                return _take_part(place_apart(recipe), workdir, apart)
         if not is_first():
             return follow_run(recipe, workdir)
         return _lead(recipe, workdir)
+
+
+def _take_part(recipe: Recipe, workdir: pathlib.Path, apart: Apart) -> int | None:
+    if apart.role.kind == "rollout":
+        return sample(recipe, apart)
+    if apart.role.process:
+        return follow_run(recipe, workdir, join_trainer(recipe, apart))
+    with led(recipe, apart) as meshes:
+        return _lead(recipe, workdir, meshes)
 
 
 def _lead(recipe: Recipe, workdir: pathlib.Path, meshes: Meshes | None = None) -> int | None:
@@ -142,6 +147,7 @@ class Run:
         self.positions = Positions(workdir, recipe)
         devices = jax.devices() if meshes is None else meshes.own.devices
         orders.announce("begin", json.dumps([recipe.as_json(), own_claim()]))
+        orders.hear(MEETING)
         drawn = functools.partial(
             reached, recipe, workdir / "prompts", self.positions.oldest() or 0
         )
@@ -261,7 +267,7 @@ class Run:
                         check_metrics(line)
                     position = self.stepped(position.done + 1, line, driver)
                     self.check_disk()
-                    interrupt.asked = interrupt.asked or self.orders.asked_to_stop()
+                    interrupt.asked = interrupt.asked or self.asked_elsewhere()
                     if position.done < self.recipe.steps:
                         self.stopped = reason_to_stop(self.recipe.stopping, self.workdir)
                 if not (interrupt.asked or self.stopped):
@@ -274,6 +280,10 @@ class Run:
                     self.save(position)
                 self.report.rest(driver)
         return position
+
+    def asked_elsewhere(self) -> int:
+        """The signal that asks another process to stop, where this ends the run; else 0."""
+        return self.orders.asked_to_stop() or (self.meshes.asked if self.meshes else 0)
 
     @contextlib.contextmanager
     def driving(self, position: Position, interrupt: Interrupt) -> Iterator[Driver]:

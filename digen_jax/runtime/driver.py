@@ -198,6 +198,10 @@ class Driver:
         except BaseException as error:
             self._stop(error)
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the run with an error. Any thread may call."""
+        self._stop(error)
+
     def close(self) -> None:
         """Ends the threads after their present work."""
         with self._lock:

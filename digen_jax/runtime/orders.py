@@ -17,13 +17,14 @@ import jax
 from jax._src import distributed  # JAX has no public way to its key-value store
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import ending
+from digen_jax.process import ending, team
 from digen_jax.process.ending import Stopped
 from digen_jax.process.exhausted import out_of_memory
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.scheduling.saving import pack, unpack
 
 LOG, STOP, MEETING = "digen_jax/log", "digen_jax/stop", "digen_jax/meeting"
+ANSWER = "digen_jax/answer"
 LONGEST_WAIT = 10**6  # seconds, for waits without a deadline
 WAIT = 1000  # milliseconds: between two waits a process checks for signals
 
@@ -32,14 +33,12 @@ _meetings = itertools.count()  # a name for each, as all processes come to the s
 
 def is_first() -> bool:
     """Whether this process decides; always true in a run of one process."""
-    return distributed.global_state.process_id == 0
+    return team.is_first()
 
 
 def several() -> bool:
     """Whether this run has more than one process."""
-    return (
-        distributed.global_state.client is not None and distributed.global_state.num_processes > 1
-    )
+    return team.size() > 1
 
 
 def meet(what: str, seconds: float) -> None:
@@ -56,7 +55,8 @@ def meet(what: str, seconds: float) -> None:
         return
     limit = int(min(seconds, LONGEST_WAIT) * 1000)
     try:
-        distributed.global_state.client.wait_at_barrier(f"{MEETING}/{next(_meetings)}", limit)
+        name, client = f"{MEETING}/{next(_meetings)}", distributed.global_state.client
+        client.wait_at_barrier(name, limit, process_ids=team.members())
     except jax.errors.JaxRuntimeError as error:
         late = "DEADLINE_EXCEEDED" in str(error)
         why = f"not there within {seconds:g} seconds (config.runtime.deadline)" if late else "gone"
@@ -84,6 +84,27 @@ class Orders:
             self._client.key_value_set(f"{LOG}/{self._written}", text)
             self._written += 1
 
+    def hear(self, seconds: float) -> None:
+        """Waits until every other process has answered: see `answer`.
+
+        Raises:
+          ConfigError: the mistake that one of them has found.
+          Stopped: one of them does not answer.
+        """
+        if self._client is None:
+            return
+        limit = int(min(seconds, LONGEST_WAIT) * 1000)
+        for number in (team.members() or range(team.size()))[1:]:
+            try:
+                mistake = self._client.blocking_key_value_get(f"{ANSWER}/{number}", limit)
+            except jax.errors.JaxRuntimeError as error:
+                raise Stopped(
+                    f"process {number} has not looked at the run within {seconds:g} seconds: look at what it printed, "
+                    "and start the same command on all again"
+                ) from error
+            if mistake:
+                raise ConfigError(mistake)
+
     @contextlib.contextmanager
     def together(self, kind: str, value: Any = None) -> Iterator[None]:
         """Announces a block that all processes execute. If it fails here, the others remain inside it."""
@@ -109,6 +130,12 @@ class Orders:
             return 0
         found = self._client.key_value_dir_get(STOP)
         return int(found[0][1]) if found else 0
+
+
+def answer(mistake: str) -> None:
+    """Tells the first process, once, the mistake that this one has found before any common work; "": none."""
+    state = distributed.global_state
+    state.client.key_value_set(f"{ANSWER}/{state.process_id}", mistake)
 
 
 def orders(interrupt: Interrupt) -> Iterator[tuple[str, Any]]:
@@ -148,7 +175,7 @@ def leading() -> Iterator[Orders]:
             leave(error)
         known = isinstance(error, ConfigError | Stopped)
         text = str(error) if known else f"the first process: {out_of_memory(error) or repr(error)}"
-        orders.announce("end", (text, None))
+        orders.announce("end", (text, ending.STOPPED if isinstance(error, Stopped) else None))
         raise
 
 

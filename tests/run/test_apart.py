@@ -42,9 +42,11 @@ class Job:
         *options: str,
         kind="lora",
         processes=3,
+        trainers=1,
         module="launch.train",
     ):
         self._start, self._base, self._processes, self._module = start, base, processes, module
+        self._trainers = trainers
         self._options = f"--config={CONFIG}:{kind}", *options
         self.workdir, self.holds = folder / "run", folder / "holds"
         self.holds.mkdir(parents=True)
@@ -62,9 +64,9 @@ class Job:
         return self.begun[-1]
 
     def process(self, number: int, *options: str, **settings) -> Begun:
-        """The process of a number; 0 leads, and only that one has the workdir."""
+        """The process of a number; 0 leads, and only those that train have the workdir."""
         place = self._address, f"--processes={self._processes}", f"--process={number}"
-        workdir = self.holds / "nowhere" if number else None
+        workdir = self.holds / "nowhere" if number >= self._trainers else None
         return self.begin(*place, *options, workdir=workdir, **settings)
 
     def mesh(self, name: str, *options: str, **settings) -> Begun:
@@ -92,7 +94,7 @@ class Job:
         end = time.monotonic() + LONG
         while not (self.holds / f"held {step}").exists():
             ended = [one for one in self.begun if one.process.poll() is not None]
-            refused = any(one.process.returncode == 2 for one in ended)
+            refused = any(one.process.returncode not in (0, -signal.SIGKILL) for one in ended)
             assert time.monotonic() < end and not refused, [one.errors.read_text() for one in ended]
             time.sleep(0.1)
 

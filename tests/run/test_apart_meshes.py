@@ -1,12 +1,13 @@
 """Meshes of two processes each, started by launch/train.py: as one process with all devices, and lost as a whole."""
 
 import signal
+import time
 
 import pytest
 
 from digen_jax.process.ending import STOPPED
 from tests.remote.processes import begin  # noqa: F401
-from tests.run.test_apart import Job, assert_same_run, job  # noqa: F401
+from tests.run.test_apart import Job, assert_same_run, job, printed, start_in, wait_for  # noqa: F401
 
 pytestmark = pytest.mark.slow
 # A trainer of two devices in two processes, whose parameters are split over both; one such rollout mesh.
@@ -21,7 +22,7 @@ WIDE = (
 @pytest.fixture(scope="module")
 def unbroken(base, tmp_path_factory):
     """The workdir of a run of one process with four devices."""
-    from tests.run.test_apart import pipeline, prompt_file, start_in
+    from tests.run.test_apart import pipeline, prompt_file
 
     pipeline(base), prompt_file(base)
     folder = tmp_path_factory.mktemp("wide")
@@ -29,6 +30,56 @@ def unbroken(base, tmp_path_factory):
     alone.begin(devices=4)
     alone.ends(0)
     return alone.workdir
+
+
+@pytest.mark.parametrize("processes", [3, 4])
+def test_meshes_may_share_one_job_of_jax(job, unbroken, request, processes):  # noqa: F811
+    """As on a TPU slice, with a process for each mesh, or two. It ends with each of its processes, and continues."""
+    wide, trainers = processes == 4, processes - 2
+    made = job("--one_job", *(WIDE if wide else ()), processes=processes, trainers=trainers)
+    made.hold(3)
+    leader, *others = made.together()
+    made.held(3)
+    others[-1].signal(signal.SIGKILL)
+    made.release(3)
+    codes = [one.ends(30)[0] for one in made.begun]
+    # A process that samples is told that the run ends, unless it notices the loss before.
+    assert codes[:trainers] == [STOPPED] * trainers and codes[-1] == -signal.SIGKILL, codes
+    assert set(codes[trainers:-1]) <= {0, STOPPED}
+    assert "all meshes are one job of JAX: start the same command" in leader.errors.read_text()
+    made.begun.clear()
+
+    made.hold(4)
+    leader, *others = made.together()
+    made.held(4)
+    if wide:
+        others[-1].signal(signal.SIGTERM)
+        wait_for(lambda: "leaving at the end of this step" in others[-1].errors.read_text())
+        time.sleep(1.5)  # until the leader knows
+        made.release(4)
+        made.ends(*[128 + signal.SIGTERM] * trainers, 0, 0)
+        assert "Stopped and saved after step 4" in printed(leader)[-1]
+    else:
+        leader.signal(signal.SIGKILL)
+        for one in others:
+            code, _ = one.ends(10)
+            assert code == STOPPED or code < 0, code
+        made.begun.clear()
+        made.release(4)
+    made.together()
+    made.ends(*[0] * processes)
+    whole = unbroken if wide else request.getfixturevalue("alone")
+    assert_same_run(made.workdir, whole)
+
+
+@pytest.fixture(scope="module")
+def alone(base, tmp_path_factory):
+    """The same of a run whose meshes have one device each."""
+    folder = tmp_path_factory.mktemp("alone")
+    one = Job(lambda *given, **named: start_in(folder, *given, **named), base, folder)
+    one.alone()
+    one.ends(0)
+    return one.workdir
 
 
 def begin_mesh(made: Job) -> list:

@@ -47,8 +47,13 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def together(folder: pathlib.Path, command: list[str | pathlib.Path], event: str = "-1 0 0"):
-    """A command in two processes of two devices each: [(exit code, stdout, stderr), ...]."""
+def together(
+    folder: pathlib.Path, command: list[str | pathlib.Path], event: str = "-1 0 0", apart=False
+):
+    """A command in two processes of two devices each: [(exit code, stdout, stderr), ...].
+
+    Both are started in the folder, or, if `apart`, in folders of their own there.
+    """
     port = free_port()
     begun = [
         subprocess.Popen(
@@ -56,7 +61,7 @@ def together(folder: pathlib.Path, command: list[str | pathlib.Path], event: str
                 *(sys.executable, *command),
                 *(f"--coordinator=127.0.0.1:{port}", "--processes=2", f"--process={process}"),
             ],
-            cwd=folder,
+            cwd=folder / str(process) if apart else folder,
             env=environment(
                 2,
                 TOLD=event,
@@ -203,3 +208,16 @@ def test_what_several_processes_cannot_do_is_one_sentence_from_each(folder):
         sentence = errors.splitlines()[-1]
         assert sentence.startswith("train.py: config.placement.trainer takes 2 of the 4 devices")
         assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_processes_that_see_other_workdirs_are_refused(folder):
+    for process in range(2):
+        (folder / str(process)).mkdir()
+        shutil.copy(folder / "prompts.jsonl", folder / str(process))
+    said = together(folder, toy_run("mine"), apart=True)
+    for code, _, errors in said:
+        assert code == 2 and "Traceback" not in errors, said
+        sentence = errors.splitlines()[-1]
+        assert "mine is another folder here, in use by nobody, than for the first" in sentence
+        assert "give all processes that train a --workdir on a disk that they share" in sentence

@@ -1,5 +1,6 @@
 """Which mesh a process has, from its number and the command line."""
 
+import dataclasses
 import pathlib
 import socket
 
@@ -47,6 +48,22 @@ def test_every_process_has_a_part_of_one_mesh(meshes, expected):
     found = [cast(meshes, count, process) for process in range(count)]
     assert [(role.mesh, role.process, role.processes, role.own) for role in found] == expected
     assert all(role.kind == role.mesh.split()[0] for role in found)
+
+
+def test_meshes_that_share_a_job_of_jax_count_its_processes(monkeypatch):
+    monkeypatch.setenv("DIGEN_JAX_TOKEN", TOKEN)
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        for process, (offset, within) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
+            told = Told(f"127.0.0.1:{port}", 4, process)
+            shared = dataclasses.replace(told, one_job=True)
+            apart, found = (take_part(placement(2, 1, 2), one) for one in (told, shared))
+            assert (apart.one_job, apart.role.offset) == (False, 0)
+            assert found.one_job and found.role.processes == 2
+            assert (found.role.offset, found.role.process) == (offset, within)
+        joins = Told(f"127.0.0.1:{port}", mesh="spare", one_job=True)
+        with pytest.raises(ConfigError, match="--mesh adds a mesh to a run whose meshes are jobs"):
+            take_part(placement(2, 1, 2), joins)
 
 
 @pytest.mark.parametrize("processes", [2, 4, 7, 100])

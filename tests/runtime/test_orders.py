@@ -8,6 +8,8 @@ import types
 import jax
 import pytest
 
+from digen_jax.errors import ConfigError
+from digen_jax.process import team
 from digen_jax.process.ending import Stopped
 from digen_jax.runtime import orders
 from tests.pipelines import ROOT, environment
@@ -43,7 +45,8 @@ except Stopped as error:
 def test_a_process_that_does_not_come_is_told(monkeypatch, said, sentence):
     waits = []
 
-    def wait(name, milliseconds):
+    def wait(name, milliseconds, process_ids):
+        assert process_ids is None
         waits.append((name, milliseconds))
         if milliseconds == 5000:
             raise jax.errors.JaxRuntimeError(said)
@@ -59,6 +62,68 @@ def test_a_process_that_does_not_come_is_told(monkeypatch, said, sentence):
     state.num_processes = 1
     orders.meet("storing prompts", 5)
     assert len(waits) == 2
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """The answers that are there, by process, of a job of four."""
+    found = {}
+
+    def get(key, milliseconds):
+        number = int(key.rpartition("/")[2])
+        if number not in found:
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED after {milliseconds} ms")
+        return found[number]
+
+    def put(key, text):
+        found[int(key.rpartition("/")[2])] = text
+
+    client = types.SimpleNamespace(blocking_key_value_get=get, key_value_set=put)
+    state = types.SimpleNamespace(client=client, num_processes=4, process_id=0)
+    monkeypatch.setattr(orders.distributed, "global_state", state)
+    return found, state
+
+
+def test_the_first_process_hears_all_others_before_common_work(answers):
+    found, state = answers
+    first = orders.Orders()
+    for state.process_id in (1, 2):
+        orders.answer("")
+    with pytest.raises(Stopped, match="process 3 has not looked at the run within 5 seconds"):
+        first.hear(5)
+    state.process_id = 3
+    orders.answer("another folder")
+    with pytest.raises(ConfigError, match="another folder"):
+        first.hear(5)
+    found[3] = ""
+    first.hear(5)
+
+
+def test_meshes_that_share_a_job_do_not_wait_for_one_another(answers, monkeypatch):
+    """Of four processes two train and two sample."""
+    found, state = answers
+    for name in ("_first", "_count"):
+        monkeypatch.setattr(team, name, getattr(team, name))
+    count = jax.process_count
+    monkeypatch.setattr(jax, "process_count", count)
+    team.form(0, 2)
+    assert orders.several() and orders.is_first() and team.members() == [0, 1]
+    found[1] = ""
+    orders.Orders().hear(5)
+    waits = []
+    state.client.wait_at_barrier = lambda *_, process_ids: waits.append(process_ids)
+    orders.meet("storing prompts", 5)
+    assert waits == [[0, 1]]
+    state.process_id = 2
+    assert not orders.is_first()
+    team.form(2, 2)
+    assert orders.is_first()
+    # The mesh of one process: there is nobody to wait for, also not for libraries.
+    assert jax.process_count is count
+    team.form(0, 1)
+    assert not orders.several() and jax.process_count() == 1
+    orders.meet("storing prompts", 5)
+    assert len(waits) == 1
 
 
 @pytest.mark.slow
