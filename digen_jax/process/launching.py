@@ -241,6 +241,26 @@ def own_address(host: str, port: int) -> str:
     return _bracketed(found)
 
 
+def by_number(host: str) -> str:
+    """The address that a host's name stands for here; jax.experimental.transfer would call a name 0.0.0.0 to others.
+
+    Raises:
+      ConfigError: the name is not known, or others know this host by another address.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_DGRAM)[0][4][0]
+    except (OSError, UnicodeError) as error:
+        reason = str(error)
+    else:
+        if not _is_local(str(found)) or _is_local(host.strip("[]")):
+            return _bracketed(str(found))
+        reason = f"here it is {found}"
+    raise ConfigError(
+        f"--host={host} is not an address at which others reach this host ({reason}): with --link=transfer give the "
+        "address as a number"
+    )
+
+
 def _way(host: str, port: int) -> str:
     ((family, kind, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind) as way:

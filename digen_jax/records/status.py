@@ -31,7 +31,7 @@ class Status:
     Args:
       workdir: the run's folder.
       snapshot: the state as JSON: see `runtime.present`. It may wait, which makes the file old.
-      places: for workers in other processes, by name: "host", "process" (its number, or None) and "heard", when it
+      places: for workers in other processes, by name: "host", "process" (its number there) and "heard", when it
         was heard by the system's clock. The others are in this process.
     """
 
@@ -162,9 +162,9 @@ def _alive(found: Mapping[str, Any], holder: int | None, now: float) -> str:
 
 def _row(name: str, one: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
     """A worker's cells; spans are up to the time of the writing."""
-    now, process = found["written"], str(one["process"] or "")
+    now, process = found["written"], str(one["process"])
     if one["host"] != found["host"]:
-        process = f"{process} on {_cut(one['host'], HOST)}".strip()
+        process = f"{process} on {_cut(one['host'], HOST)}"
     cells = name, process, str(one["devices"])
     if one["lost"] is not None:
         return *cells, "", _span(now - one["lost"]), "lost"

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64igen_jax/remote/control.proto\x12\x10\x64igen_jax.remote\"\x9c\x01\n\x05Hello\x12\x0c\n\x04mesh\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\r\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\t\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x10\n\x08transfer\x18\x06 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x07 \x01(\r\x12\x11\n\tprocesses\x18\x08 \x01(\r\x12\x0f\n\x07session\x18\t \x01(\t\"\xb2\x01\n\x05Order\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.digen_jax.remote.WelcomeH\x00\x12\x11\n\x07\x63ommand\x18\x02 \x01(\tH\x00\x12)\n\x04ping\x18\x03 \x01(\x0b\x32\x19.digen_jax.remote.NothingH\x00\x12\r\n\x03\x65nd\x18\x04 \x01(\tH\x00\x12&\n\x05giver\x18\x05 \x01(\x0b\x32\x17.digen_jax.remote.GiverB\x06\n\x04kind\"7\n\x05Giver\x12\x0c\n\x04mesh\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\":\n\x07Welcome\x12\x0f\n\x07silence\x18\x01 \x01(\x01\x12\x10\n\x08transfer\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\r\"\xc5\x01\n\x06Report\x12\x0f\n\x05\x65vent\x18\x01 \x01(\tH\x00\x12&\n\x04pong\x18\x02 \x01(\x0b\x32\x16.digen_jax.remote.PongH\x00\x12\x11\n\x07leaving\x18\x03 \x01(\tH\x00\x12*\n\x05ready\x18\x04 \x01(\x0b\x32\x19.digen_jax.remote.NothingH\x00\x12\x0f\n\x05\x61sked\x18\x05 \x01(\rH\x00\x12*\n\x06missed\x18\x06 \x01(\x0b\x32\x18.digen_jax.remote.MissedH\x00\x42\x06\n\x04kind\"\'\n\x06Missed\x12\r\n\x05giver\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x08\".\n\x04Pong\x12&\n\x05\x64oing\x18\x01 \x03(\x0b\x32\x17.digen_jax.remote.Doing\"(\n\x05\x44oing\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\t\n\x07Nothing\"2\n\x03\x41sk\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05taker\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\"\'\n\x04Lent\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07outline\x18\x02 \x01(\t\"\'\n\x05Piece\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\")\n\x06Wanted\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07layouts\x18\x02 \x01(\t\")\n\x06Staged\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07layouts\x18\x02 \x01(\t\"=\n\x06\x43oming\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.digen_jax.remote.Hello\x12\x0b\n\x03job\x18\x02 \x01(\t\"\x12\n\x03Met\x12\x0b\n\x03job\x18\x01 \x01(\t2J\n\x07\x43ontrol\x12?\n\x06\x46ollow\x12\x18.digen_jax.remote.Report\x1a\x17.digen_jax.remote.Order(\x01\x30\x01\x32\xb4\x02\n\x07Lending\x12\x35\n\x04Open\x12\x15.digen_jax.remote.Ask\x1a\x16.digen_jax.remote.Lent\x12:\n\x04Read\x12\x17.digen_jax.remote.Piece\x1a\x19.digen_jax.remote.Nothing\x12;\n\x05Stage\x12\x18.digen_jax.remote.Wanted\x1a\x18.digen_jax.remote.Staged\x12;\n\x05\x43lose\x12\x17.digen_jax.remote.Piece\x1a\x19.digen_jax.remote.Nothing\x12<\n\x08Withdraw\x12\x15.digen_jax.remote.Ask\x1a\x19.digen_jax.remote.Nothing2B\n\x07Meeting\x12\x37\n\x04Meet\x12\x18.digen_jax.remote.Coming\x1a\x15.digen_jax.remote.Metb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64igen_jax/remote/control.proto\x12\x10\x64igen_jax.remote\"\xa9\x01\n\x05Hello\x12\x0c\n\x04mesh\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\r\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\t\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x10\n\x08transfer\x18\x06 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x07 \x01(\r\x12\x11\n\tprocesses\x18\x08 \x01(\r\x12\x0f\n\x07session\x18\t \x01(\t\x12\x0b\n\x03pid\x18\n \x01(\r\"\xb2\x01\n\x05Order\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.digen_jax.remote.WelcomeH\x00\x12\x11\n\x07\x63ommand\x18\x02 \x01(\tH\x00\x12)\n\x04ping\x18\x03 \x01(\x0b\x32\x19.digen_jax.remote.NothingH\x00\x12\r\n\x03\x65nd\x18\x04 \x01(\tH\x00\x12&\n\x05giver\x18\x05 \x01(\x0b\x32\x17.digen_jax.remote.GiverB\x06\n\x04kind\"7\n\x05Giver\x12\x0c\n\x04mesh\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\":\n\x07Welcome\x12\x0f\n\x07silence\x18\x01 \x01(\x01\x12\x10\n\x08transfer\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\r\"\xc5\x01\n\x06Report\x12\x0f\n\x05\x65vent\x18\x01 \x01(\tH\x00\x12&\n\x04pong\x18\x02 \x01(\x0b\x32\x16.digen_jax.remote.PongH\x00\x12\x11\n\x07leaving\x18\x03 \x01(\tH\x00\x12*\n\x05ready\x18\x04 \x01(\x0b\x32\x19.digen_jax.remote.NothingH\x00\x12\x0f\n\x05\x61sked\x18\x05 \x01(\rH\x00\x12*\n\x06missed\x18\x06 \x01(\x0b\x32\x18.digen_jax.remote.MissedH\x00\x42\x06\n\x04kind\"\'\n\x06Missed\x12\r\n\x05giver\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x08\".\n\x04Pong\x12&\n\x05\x64oing\x18\x01 \x03(\x0b\x32\x17.digen_jax.remote.Doing\"(\n\x05\x44oing\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\t\n\x07Nothing\"2\n\x03\x41sk\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05taker\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\"\'\n\x04Lent\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07outline\x18\x02 \x01(\t\"\'\n\x05Piece\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\")\n\x06Wanted\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07layouts\x18\x02 \x01(\t\")\n\x06Staged\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07layouts\x18\x02 \x01(\t\"=\n\x06\x43oming\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.digen_jax.remote.Hello\x12\x0b\n\x03job\x18\x02 \x01(\t\"\x12\n\x03Met\x12\x0b\n\x03job\x18\x01 \x01(\t2J\n\x07\x43ontrol\x12?\n\x06\x46ollow\x12\x18.digen_jax.remote.Report\x1a\x17.digen_jax.remote.Order(\x01\x30\x01\x32\xb4\x02\n\x07Lending\x12\x35\n\x04Open\x12\x15.digen_jax.remote.Ask\x1a\x16.digen_jax.remote.Lent\x12:\n\x04Read\x12\x17.digen_jax.remote.Piece\x1a\x19.digen_jax.remote.Nothing\x12;\n\x05Stage\x12\x18.digen_jax.remote.Wanted\x1a\x18.digen_jax.remote.Staged\x12;\n\x05\x43lose\x12\x17.digen_jax.remote.Piece\x1a\x19.digen_jax.remote.Nothing\x12<\n\x08Withdraw\x12\x15.digen_jax.remote.Ask\x1a\x19.digen_jax.remote.Nothing2B\n\x07Meeting\x12\x37\n\x04Meet\x12\x18.digen_jax.remote.Coming\x1a\x15.digen_jax.remote.Metb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,41 +32,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'digen_jax.remote.control_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO']._serialized_start=53
-  _globals['_HELLO']._serialized_end=209
-  _globals['_ORDER']._serialized_start=212
-  _globals['_ORDER']._serialized_end=390
-  _globals['_GIVER']._serialized_start=392
-  _globals['_GIVER']._serialized_end=447
-  _globals['_WELCOME']._serialized_start=449
-  _globals['_WELCOME']._serialized_end=507
-  _globals['_REPORT']._serialized_start=510
-  _globals['_REPORT']._serialized_end=707
-  _globals['_MISSED']._serialized_start=709
-  _globals['_MISSED']._serialized_end=748
-  _globals['_PONG']._serialized_start=750
-  _globals['_PONG']._serialized_end=796
-  _globals['_DOING']._serialized_start=798
-  _globals['_DOING']._serialized_end=838
-  _globals['_NOTHING']._serialized_start=840
-  _globals['_NOTHING']._serialized_end=849
-  _globals['_ASK']._serialized_start=851
-  _globals['_ASK']._serialized_end=901
-  _globals['_LENT']._serialized_start=903
-  _globals['_LENT']._serialized_end=942
-  _globals['_PIECE']._serialized_start=944
-  _globals['_PIECE']._serialized_end=983
-  _globals['_WANTED']._serialized_start=985
-  _globals['_WANTED']._serialized_end=1026
-  _globals['_STAGED']._serialized_start=1028
-  _globals['_STAGED']._serialized_end=1069
-  _globals['_COMING']._serialized_start=1071
-  _globals['_COMING']._serialized_end=1132
-  _globals['_MET']._serialized_start=1134
-  _globals['_MET']._serialized_end=1152
-  _globals['_CONTROL']._serialized_start=1154
-  _globals['_CONTROL']._serialized_end=1228
-  _globals['_LENDING']._serialized_start=1231
-  _globals['_LENDING']._serialized_end=1539
-  _globals['_MEETING']._serialized_start=1541
-  _globals['_MEETING']._serialized_end=1607
+  _globals['_HELLO']._serialized_end=222
+  _globals['_ORDER']._serialized_start=225
+  _globals['_ORDER']._serialized_end=403
+  _globals['_GIVER']._serialized_start=405
+  _globals['_GIVER']._serialized_end=460
+  _globals['_WELCOME']._serialized_start=462
+  _globals['_WELCOME']._serialized_end=520
+  _globals['_REPORT']._serialized_start=523
+  _globals['_REPORT']._serialized_end=720
+  _globals['_MISSED']._serialized_start=722
+  _globals['_MISSED']._serialized_end=761
+  _globals['_PONG']._serialized_start=763
+  _globals['_PONG']._serialized_end=809
+  _globals['_DOING']._serialized_start=811
+  _globals['_DOING']._serialized_end=851
+  _globals['_NOTHING']._serialized_start=853
+  _globals['_NOTHING']._serialized_end=862
+  _globals['_ASK']._serialized_start=864
+  _globals['_ASK']._serialized_end=914
+  _globals['_LENT']._serialized_start=916
+  _globals['_LENT']._serialized_end=955
+  _globals['_PIECE']._serialized_start=957
+  _globals['_PIECE']._serialized_end=996
+  _globals['_WANTED']._serialized_start=998
+  _globals['_WANTED']._serialized_end=1039
+  _globals['_STAGED']._serialized_start=1041
+  _globals['_STAGED']._serialized_end=1082
+  _globals['_COMING']._serialized_start=1084
+  _globals['_COMING']._serialized_end=1145
+  _globals['_MET']._serialized_start=1147
+  _globals['_MET']._serialized_end=1165
+  _globals['_CONTROL']._serialized_start=1167
+  _globals['_CONTROL']._serialized_end=1241
+  _globals['_LENDING']._serialized_start=1244
+  _globals['_LENDING']._serialized_end=1552
+  _globals['_MEETING']._serialized_start=1554
+  _globals['_MEETING']._serialized_end=1620
 # @@protoc_insertion_point(module_scope)

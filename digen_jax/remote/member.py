@@ -53,6 +53,7 @@ class Member:
       mesh: its mesh's name.
       process: its number within the mesh.
       session: drawn by it, so that it is not taken for another one of its name.
+      pid: its number on its host.
       heard: when it said something last, by `time.monotonic`.
       pinged: when it was asked to say something.
       ready: for commands.
@@ -66,7 +67,7 @@ class Member:
         self.name = f"{hello.mesh}, process {hello.process}," if several else hello.mesh
         self.mesh, self.process, self.devices = hello.mesh, hello.process, hello.devices
         self.address, self.transfer = hello.address, hello.transfer
-        self.session = hello.session
+        self.session, self.pid = hello.session, hello.pid
         self.heard = self.pinged = time.monotonic()
         self.ready, self.asked = False, 0
         self.dismissed: str | None = None

@@ -1,5 +1,6 @@
 """Opens the two ends: the leader's, where its processes join, and that of a mesh's process."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -134,6 +135,7 @@ def join(
         address = f"{host}:{port}"
         hello = pb.Hello(mesh=mesh, address=address, transfer=transfer, devices=devices)
         hello.process, hello.processes, hello.session = process, processes, link.session
+        hello.pid = os.getpid()
         following = Following(wire, leader, hello, seconds)
         link.meet(TRAINER, leader, following.welcome.transfer)
         print(f"{mesh} joins {leader}: weights come as {link.describe(TRAINER)}", flush=True)

@@ -116,7 +116,7 @@ class Meshes:
         return {
             one.name: {
                 "host": one.first.address.rpartition(":")[0],
-                "process": None,
+                "process": one.first.pid,
                 "heard": clock + one.heard,
             }
             for one in meshes

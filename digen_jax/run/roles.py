@@ -13,6 +13,7 @@ from digen_jax.process.clusters import on_tpus
 from digen_jax.process.launching import (
     MEETING,
     Place,
+    by_number,
     detected,
     listen_at,
     own_address,
@@ -136,6 +137,8 @@ def take_part(placement: PlacementSection, told: Told) -> Apart | None:
     if place.process:  # the leader's name may not be known before it has started
         reach(place.host, place.port, MEETING)
     host = told.host or own_address(place.host, place.port)
+    if told.link == TRANSFER:
+        host = by_number(host)
     bound = listen_at(place.host, place.port)
     return Apart(role, place, bound, host, told.link, tls, one_job)
 

@@ -28,7 +28,7 @@ def tiny(base):
     config = complete(tiny_config(base, "full"))
     config.model.height = config.model.width = 64
     config.batch.update(groups=4, images=4)
-    config.sampler.fragment = config.trainer.micro_batch = config.evaluation.batch = 16
+    config.sampler.fragment = config.trainer.micro_batch = config.evaluation.batch = 4
     config.placement.sizes = "given"
     config.placement.rollout.data = 0
     config.placement.trainer.data = 2
@@ -37,12 +37,17 @@ def tiny(base):
 
 @pytest.fixture(scope="module")
 def small_slice(tmp_path_factory):
-    """Two virtual devices as a slice whose programs are compiled, not run; each program once."""
-    devices = jax.devices()[:2]
+    """Two virtual devices as a slice whose programs are compiled, not run; each recipe once."""
+    devices, known = jax.devices()[:2], {}
     answers = Answers("two devices", tmp_path_factory.mktemp("answers"), lambda text: None)
-    return Slice(
-        "small", devices, CHIP, None, lambda recipe: assess(recipe, devices, CHIP, answers), answers
-    )
+
+    def assessed(recipe):
+        of = str(recipe.as_json())
+        if of not in known:
+            known[of] = assess(recipe, devices, CHIP, answers)
+        return known[of]
+
+    return Slice("small", devices, CHIP, None, assessed, answers)
 
 
 def plan(base, where, memory):

@@ -6,6 +6,7 @@
 import functools
 import hashlib
 import os
+import sys
 import time
 import types
 
@@ -72,7 +73,8 @@ def main() -> None:
     slow, real = float(os.environ["SLOW"]), lending.frame
 
     def frame(*arguments):
-        print("gives", flush=True)
+        sys.stdout.write("gives\n")  # one write: several threads give
+        sys.stdout.flush()
         time.sleep(slow)
         return real(*arguments)
 

@@ -16,6 +16,7 @@ import pytest
 
 from digen_jax.process.ending import STOPPED
 from digen_jax.records.metrics import read_metrics, without_timing
+from digen_jax.records.status import read_status
 from digen_jax.runtime.log import read_log
 from digen_jax.scheduling.commands import TRAINER, Generate
 from tests.engine import toy
@@ -215,6 +216,10 @@ def test_a_run_apart_is_that_of_one_process(job, unbroken, kind):
         ended = f"rollout {number} ends: the run has ended"
         assert rest[-2:] == [f"rollout {number} is ready, on 1 devices", ended]
     assert set(job.generated()) == {"rollout 0", "rollout 1"}
+    shown = read_status(job.workdir)["workers"]
+    assert [shown[f"rollout {number}"]["process"] for number in (0, 1)] == [
+        one.process.pid for one in rollouts
+    ]
     assert_same_run(job.workdir, unbroken(kind))
 
 

