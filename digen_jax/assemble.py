@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.engine.scoring import Scoring
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import Rollout, System, in_dtype, lying, reshard
-from digen_jax.engine.trainer import Trainer, TrainState
+from digen_jax.engine.trainer import Trainer
 from digen_jax.errors import blame
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
 from digen_jax.flow.steps import Ode, make_step
@@ -41,18 +41,6 @@ from digen_jax.policies import (
 from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
 from digen_jax.prompts.dataset import PromptBatches, prompt_batches
 from digen_jax.rewards.built_in import on_mesh
-from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.driver import Begun, Driver
-from digen_jax.runtime.evaluation import Evaluation
-from digen_jax.runtime.executors import Duties, Executors, Samples
-from digen_jax.runtime.link import Link
-from digen_jax.runtime.log import CommandLog
-from digen_jax.runtime.orders import Orders
-from digen_jax.runtime.watch import Watch
-from digen_jax.scheduling.commands import Command
-from digen_jax.scheduling.costs import GUESSED
-from digen_jax.scheduling.scheduler import Scheduler
-from digen_jax.scheduling.settings import Settings
 from digen_jax.weights.folder import has_weights
 from digen_jax.weights.lora import LoraConfig
 from digen_jax.weights.lora_start import read_start
@@ -298,55 +286,6 @@ def make_system(
     )
 
 
-def make_driver(
-    system: System,
-    recipe: Recipe,
-    state: TrainState,
-    batches: Iterator[list[dict[str, Any]]],
-    rewards: RewardPool,
-    first: int = 0,
-    begun: Begun | None = None,
-    log: CommandLog | list[Command] | None = None,
-    orders: Orders | None = None,
-    watch: Watch | None = None,
-    held_out: Sequence[dict[str, Any]] = (),
-    evaluated: Callable[[int, Evaluation], None] = lambda version, found: None,
-    link: Link | None = None,
-    samplers: Sequence[Samples] = (),
-) -> Driver:
-    """What drives a run from a step on.
-
-    Args:
-      system: the parts of the run.
-      recipe: of the run.
-      state: of the trainer before the step `first`.
-      batches: the prompt records of every step from `first` on.
-      rewards: scores; closed by who opened it.
-      first: the number of steps that are done.
-      begun: what was in flight when `state` was saved; None: nothing, as before the first step.
-      log: gets all commands in their order.
-      orders: tells other processes what is done as it begins.
-      watch: has what takes too long given up; None: nothing is.
-      held_out: the prompts of evaluations; none: nothing is evaluated.
-      evaluated: is called with a version and its evaluation.
-      link: to other processes; None: all meshes are in this one.
-      samplers: the sampling meshes in other processes that are there already.
-    """
-    if begun is None and first:
-        raise ValueError(f"{first} steps are done, but what the scheduler knew of them is missing")
-    kept, settings = begun.kept if begun else {}, scheduled(recipe, held_out)
-    told = duties(recipe, held_out)
-    executors = Executors(system, settings, told, state, batches, first, kept, link)
-    for sampler in samplers:
-        executors.join(sampler)
-    if begun is None:
-        scheduler = Scheduler(settings, GUESSED)
-    else:
-        costs = None if begun.layout == recipe.layout else GUESSED
-        scheduler = Scheduler.resume(begun.scheduler, settings, costs)
-    return Driver(executors, scheduler, rewards, begun, log, orders, watch, evaluated)
-
-
 def drawn_prompts(recipe: Recipe, cache: str | os.PathLike[str]) -> PromptBatches:
     """The prompt records of each step of a run; the data set of the prompt files is kept in `cache`."""
     return prompt_batches(
@@ -356,31 +295,6 @@ def drawn_prompts(recipe: Recipe, cache: str | os.PathLike[str]) -> PromptBatche
         cache,
         set_steps=recipe.algorithm.set_steps,
         weights=recipe.prompts.weights,
-    )
-
-
-def duties(recipe: Recipe, held_out: Sequence[dict[str, Any]] = ()) -> Duties:
-    """What the executors are told beside the scheduler's settings."""
-    names = tuple(name for one in recipe.rewards for name in one.entries.values())
-    return Duties(names, held_out, recipe.runtime.tag_weights, on_mesh(recipe.rewards))
-
-
-def scheduled(recipe: Recipe, held_out: Sequence[dict[str, Any]]) -> Settings:
-    """The scheduler's settings of a run that evaluates on these prompts; none: it does not."""
-    settings, algorithm = recipe.scheduler, recipe.algorithm
-    if not held_out:
-        return settings
-    return dataclasses.replace(
-        settings,
-        evaluate_every=recipe.evaluation.every,
-        evaluation_images=len(held_out),
-        show_every=recipe.pictures.every,
-        shown_images=recipe.pictures.images,
-        evaluation_batch=recipe.evaluation.batch,
-        # The trained parameters are not what samples, or their average is evaluated.
-        evaluated_apart=recipe.trainer.ema > 0
-        or algorithm.publishes_copy
-        or algorithm.set_steps > 0,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from digen_jax.assemble import build, drawn_prompts, duties, read_scorers, scheduled
+from digen_jax.assemble import build, drawn_prompts, read_scorers
 from digen_jax.config.recipe import Recipe
 from digen_jax.encoding.ahead import Encoding, prepare
 from digen_jax.encoding.reached import reached
@@ -19,6 +19,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.ending import STOPPED, Stopped
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.prompts.files import read_prompt_file
+from digen_jax.run.driving import duties, scheduled
 from digen_jax.run.opening import place_here
 from digen_jax.run.own_mesh import build_trainer
 from digen_jax.run.positions import Position, Positions

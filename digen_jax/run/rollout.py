@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from digen_jax.assemble import drawn_prompts, recipe_model, scheduled
+from digen_jax.assemble import drawn_prompts, recipe_model
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.encoding import Rows, Stored
 from digen_jax.engine.system import Rollout
@@ -31,6 +31,7 @@ from digen_jax.rewards.built_in import on_mesh, resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
+from digen_jax.run.driving import scheduled
 from digen_jax.run.meshes import become_one, make_wire
 from digen_jax.run.own_mesh import build_rollout, known_nodes
 from digen_jax.run.roles import Apart, Role, own_devices

@@ -10,7 +10,7 @@ from digen_jax.benchmark.asynchrony import AsynchronyOutcome, Comparison, check,
 from digen_jax.config.door import open_recipe
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import read_metrics
-from digen_jax.run import train as run
+from digen_jax.run import loop
 from tests.benchmark.conftest import brightness
 from tests.engine import toy
 from tests.tiny_runs import prompt_file
@@ -42,7 +42,7 @@ def built(monkeypatch):
         seen.append((config.seed, config.runtime.staleness))
         return toy.system(config, 2)
 
-    monkeypatch.setattr(run, "build", build)
+    monkeypatch.setattr(loop, "build", build)
     return seen
 
 

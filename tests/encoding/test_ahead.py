@@ -27,7 +27,8 @@ from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.process.ending import Stopped
 from digen_jax.prompts import encoded
 from digen_jax.records.metrics import read_metrics, without_timing
-from digen_jax.run import train as run
+from digen_jax.run import loop
+from digen_jax.run.train import train
 from tests.cases import quick, said
 from tests.models.flux.folders import flux_folder
 from tests.models.flux2.folders import klein_folder
@@ -83,7 +84,7 @@ def redness(images, prompts, metadata):
 
 def trained(config, workdir: pathlib.Path) -> list[dict]:
     """The metrics of a whole run."""
-    assert run.train(open_recipe(config), workdir) is None
+    assert train(open_recipe(config), workdir) is None
     return [without_timing(line) for line in read_metrics(workdir / "metrics.jsonl")]
 
 
@@ -163,7 +164,7 @@ def test_a_run_that_was_begun_with_text_encoders_continues_without(runs, store, 
 
 def test_a_limit_that_is_too_small_is_refused_before_anything_slow(config, tmp_path, monkeypatch):
     LIVE.clear()
-    monkeypatch.setattr(run, "build", None)
+    monkeypatch.setattr(loop, "build", None)
     c = config(prompts__store=str(tmp_path / "store"), prompts__store_limit=1e-4)
     with pytest.raises(
         ConfigError,
@@ -191,7 +192,7 @@ def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
     config, store, tmp_path, monkeypatch
 ):
     """It is read on a rollout mesh's own thread."""
-    monkeypatch.setattr(run, "reached", lambda *given: said(*TEXTS[:1]))
+    monkeypatch.setattr(loop, "reached", lambda *given: said(*TEXTS[:1]))
     with pytest.raises(
         Stopped, match=r"does not hold '.*' encoded: encode it first; the same command encodes"
     ):
@@ -400,7 +401,7 @@ def test_two_processes_encode_together_and_train_as_one_does(config, tmp_path):
     assert [len(encoded._about(b)["texts"]) for b in encoded._blocks(tmp_path / "store")] == [6]
     two = [without_timing(line) for line in read_metrics(tmp_path / "two" / "metrics.jsonl")]
     c.prompts.encoding = "each_step"
-    assert run.train(place(open_recipe(c), 8), tmp_path / "one") is None
+    assert train(place(open_recipe(c), 8), tmp_path / "one") is None
     one = [without_timing(line) for line in read_metrics(tmp_path / "one" / "metrics.jsonl")]
     # As above.
     assert_same(two, one, rel=1e-2)

@@ -29,6 +29,7 @@ from digen_jax.models.logical_axes import logical_axes
 from digen_jax.models.sd3 import network as sd3
 from digen_jax.rewards import Rewards, alone
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.run import driving
 from digen_jax.runtime import training
 from digen_jax.runtime.executors import Executors
 from digen_jax.runtime.link import ConditioningOf, LocalLink, SamplesOf
@@ -336,7 +337,7 @@ def executors(
 ) -> Executors:
     """The executors of a run from the beginning."""
     asked = opened(config)
-    settings, duties = asked.scheduler, assemble.duties(asked)
+    settings, duties = asked.scheduler, driving.duties(asked)
     return Executors(system, settings, duties, state, batches, **options)
 
 
@@ -351,7 +352,7 @@ def driver(system: System, config: ConfigDict, reward=brightness, **options):
     given = options.pop("batches", None) or batches(asked.drawn_groups)
     watch = options.setdefault("watch", Watch(deadline))
     with contextlib.closing(watch), contextlib.closing(rewards):
-        found = assemble.make_driver(system, asked, batches=given, rewards=rewards, **options)
+        found = driving.make_driver(system, asked, batches=given, rewards=rewards, **options)
         with contextlib.closing(found):
             yield found
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from digen_jax import assemble
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.placement import Placement
 from digen_jax.engine.sampler import EncodedPrompts
@@ -24,6 +23,7 @@ from digen_jax.remote.serving import Sampling, serve
 from digen_jax.remote.wire import Wire
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.run.driving import scheduled
 from digen_jax.run.meshes import Meshes
 from digen_jax.run.roles import Trains
 from digen_jax.runtime.driver import Driver
@@ -65,7 +65,7 @@ class Mesh:
 
     def _sampling(self, link: RemoteLink, first: int, pool: RewardPool) -> Sampling:
         recipe = self._recipe
-        settings = assemble.scheduled(recipe, self._held_out)
+        settings = scheduled(recipe, self._held_out)
         batches = itertools.islice(toy.batches(recipe.drawn_groups), first, None)
         shape = settings.images, settings.fragment_images
         steps = Steps(batches, *shape, recipe.draws, first, recipe.algorithm.set_steps)

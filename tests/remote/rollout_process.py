@@ -27,6 +27,7 @@ from digen_jax.remote.wire import Wire
 from digen_jax.rewards import NamedReward, Rewards, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.settings import RewardSettings
+from digen_jax.run.driving import scheduled
 from digen_jax.runtime.evaluation import HeldOut
 from digen_jax.runtime.judging import Judge
 from digen_jax.runtime.link import Link
@@ -115,7 +116,7 @@ class Parts:
         batches = toy.batches(self.recipe.batch.groups)
         self.steps = Steps(batches, *shape, self.system.draws, 0)
         self.held_out = toy.records(3)
-        self.settings = assemble.scheduled(self.recipe, self.held_out)
+        self.settings = scheduled(self.recipe, self.held_out)
         self._of_evaluation = HeldOut(self.held_out, self.settings)
         # A family's conditioning, by its own encoder.
         self.known = nodes(

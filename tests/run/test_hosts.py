@@ -17,7 +17,8 @@ from digen_jax.config.door import open_recipe
 from digen_jax.engine import sharding
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.metrics import read_metrics, without_timing
-from digen_jax.run import train as run
+from digen_jax.run import loop
+from digen_jax.run.train import train
 from digen_jax.run.workdir import finished_step
 from tests.engine import toy
 from tests.learned_rewards.folders import write
@@ -91,8 +92,8 @@ def alone(folder: pathlib.Path, workdir: str, clip: str = "") -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sharding, "FSDP_MIN_SIZE", 16)
-        patch.setattr(run, "build", lambda config, devices: toy.system(config, 4))
-        assert run.train(open_recipe(toy_process.get_config(clip)), folder / workdir) is None
+        patch.setattr(loop, "build", lambda config, devices: toy.system(config, 4))
+        assert train(open_recipe(toy_process.get_config(clip)), folder / workdir) is None
 
 
 def tuned(workdir: pathlib.Path, like: dict) -> dict:

@@ -23,7 +23,8 @@ from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import TIMING, read_metrics, without_timing
 from digen_jax.records.status import describe, read_status
 from digen_jax.rewards import trial
-from digen_jax.run import train as run
+from digen_jax.run import loop
+from digen_jax.run.train import train as whole_run
 from digen_jax.run.workdir import finished_step
 from tests.cases import quick
 from tests.engine import toy
@@ -301,9 +302,9 @@ def train(tmp_path, monkeypatch):
     """train(workdir, config): a run of the toy family in this process, without state of earlier ones."""
 
     def train(workdir, config, event=None, devices=2):
-        monkeypatch.setattr(run, "build", lambda config, _: toy.system(config, devices))
+        monkeypatch.setattr(loop, "build", lambda config, _: toy.system(config, devices))
         monkeypatch.setattr(sys.modules[__name__], "happens", event)
-        return run.train(open_recipe(config), tmp_path / workdir)
+        return whole_run(open_recipe(config), tmp_path / workdir)
 
     return train
 
