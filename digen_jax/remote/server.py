@@ -76,9 +76,13 @@ class Server:
     def stop(self, grace: float) -> threading.Event:
         """Ends it; its calls have so many seconds. The event is set when it has ended."""
         ended = threading.Event()
+
+        def stopped(_: Any) -> None:
+            self._threads.shutdown(wait=False)  # not before: calls that have come in need a thread
+            ended.set()
+
         stopping = asyncio.run_coroutine_threadsafe(self._server.stop(grace), loop())
-        stopping.add_done_callback(lambda _: ended.set())
-        self._threads.shutdown(wait=False)
+        stopping.add_done_callback(stopped)
         return ended
 
 

@@ -23,6 +23,7 @@ from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.messages import write_key
 from digen_jax.remote.outline import Outline, nodes, write_outline
 from digen_jax.remote.pull import Pulls, layout_of, read_layouts, write_layouts
+from digen_jax.remote.server import loop
 from digen_jax.remote.wire import Peer, PeerError, Wire
 from digen_jax.rewards import Scores
 from digen_jax.rewards.exchanges import Exchange
@@ -282,6 +283,36 @@ def test_a_giver_that_hangs_or_is_gone_is_an_error_in_time(monkeypatch):
         with pytest.raises(LinkError, match="has not come from trainer"):
             rollout.take(WEIGHTS, onto(1), "rollout 0")
         assert time.monotonic() - begin < 2
+
+
+def test_a_server_that_ends_while_it_is_called_says_nothing(caplog):
+    """For a while calls still come in, and need a thread."""
+    with ends() as (trainer, _, servers):
+        trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
+        server, port = servers[0]
+        ended = threading.Event()
+
+        def call() -> None:
+            peer = Peer(Wire(IDENTITY), f"localhost:{port}")
+            with contextlib.suppress(PeerError):
+                while not ended.is_set():
+                    ask = pb.Ask(key=write_key(WEIGHTS), taker="x")
+                    lent = peer.call("Open", ask, pb.Lent, 5)
+                    peer.call("Close", pb.Piece(ticket=lent.ticket), pb.Nothing, 5)
+            peer.close()
+
+        callers = [threading.Thread(target=call) for _ in range(16)]
+        for thread in callers:
+            thread.start()
+        time.sleep(0.3)
+        loop().call_soon_threadsafe(time.sleep, 0.2)  # so that calls have come in that are not begun
+        time.sleep(0.1)
+        assert server.stop(0.5).wait(5)
+        ended.set()
+        for thread in callers:
+            thread.join(6)
+            assert not thread.is_alive()
+    assert not [line for line in caplog.messages if "raised by servicer" in line]
 
 
 def test_strangers_and_nonsense_are_refused(pair):
