@@ -13,7 +13,8 @@ from digen_jax.config.recipe import complete, replaced
 from digen_jax.errors import ConfigError
 from digen_jax.planning import step_costs
 from digen_jax.planning.plan import auto_placement, make_problem, meshes
-from digen_jax.run import train as run
+from digen_jax.run import loop
+from digen_jax.run.train import train
 from digen_jax.scheduling.planner import proposal as of
 from digen_jax.scheduling.planner.calibration import Calibration, read_calibration
 from digen_jax.scheduling.planner.plan import make_plan, table, why
@@ -275,12 +276,12 @@ def test_a_placement_that_no_batch_fits_is_not_chosen():
 def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     base, tmp_path, capsys, monkeypatch
 ):
-    for module in (step_costs, run):
+    for module in (step_costs, loop):
         monkeypatch.setattr(module, "build", lambda config, found: toy.system(config, len(found)))
     config = tiny_config(base, "full")
     config = replaced(config, placement="auto")
     config.steps = 1
-    assert run.train(open_recipe(config), tmp_path) is None
+    assert train(open_recipe(config), tmp_path) is None
     said = capsys.readouterr().out
     assert "placement chosen by a fragment timed on" in said
     assert said.startswith(
@@ -294,7 +295,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     used += rollout["workers"] * rollout["data"] * rollout["fsdp"]
     assert used == jax.device_count() == 8
     config.steps = 2
-    assert run.train(open_recipe(config), tmp_path) is None
+    assert train(open_recipe(config), tmp_path) is None
     said = capsys.readouterr().out
     assert "continuing after step 1" in said and "chosen" not in said
     assert json.loads((tmp_path / "config.json").read_text())["placement"] == placement

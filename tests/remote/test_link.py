@@ -305,7 +305,9 @@ def test_a_server_that_ends_while_it_is_called_says_nothing(caplog):
         for thread in callers:
             thread.start()
         time.sleep(0.3)
-        loop().call_soon_threadsafe(time.sleep, 0.2)  # so that calls have come in that are not begun
+        loop().call_soon_threadsafe(
+            time.sleep, 0.2
+        )  # so that calls have come in that are not begun
         time.sleep(0.1)
         assert server.stop(0.5).wait(5)
         ended.set()
