@@ -22,9 +22,8 @@ from digen_jax.scheduling.events import Completed, Failed
 WAITING = 1024  # reports that the leader has not read
 SILENCES = 3  # of the leader, until a name that another process has is refused
 MEETING = 300.0  # seconds for the leader to come
-UNNOTICED = (
-    1.0  # seconds in which the main thread, which may read a model, notices that the leader is lost
-)
+# Seconds in which the main thread, which may read a model, notices that the leader is lost.
+UNNOTICED = 1.0
 Status = grpc.StatusCode
 # The leader refuses this process, which can only be started differently.
 REFUSED = {

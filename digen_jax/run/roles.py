@@ -77,7 +77,10 @@ class Apart:
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What the command line says of the other processes; None: nothing. `one_job` is that of `Apart`."""
+    """What the command line says of the other processes; None: nothing.
+
+    `tls` has files by `Tls`'s names, and `one_job` is that of `Apart`.
+    """
 
     coordinator: str | None = None
     processes: int | None = None
@@ -85,9 +88,7 @@ class Told:
     mesh: str | None = None
     host: str | None = None
     link: str = "bytes"
-    tls: Mapping[str, str | None] = dataclasses.field(
-        default_factory=dict
-    )  # files by `Tls`'s names
+    tls: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     one_job: bool | None = None
 
 

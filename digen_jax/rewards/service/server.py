@@ -28,9 +28,8 @@ from digen_jax.rewards.service.scoring import Pool, Scorer
 from digen_jax.rewards.service.wire import decode_request, encode_answer
 
 DECODERS = 4  # requests whose pictures are decoded at the same time
-DRAINED = (
-    2.0  # seconds in which the rest of a refused body is read, so that its sender reads the answer
-)
+# Seconds in which the rest of a refused body is read, so that its sender reads the answer.
+DRAINED = 2.0
 GONE = 499  # of a sender that went away; nobody gets it
 
 
