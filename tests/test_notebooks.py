@@ -54,6 +54,16 @@ def rewards(outputs):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_it_takes_from_the_package_is_there(path):
+    """Here, because executing a notebook takes a minute."""
+    notebook = nbformat.read(path, nbformat.NO_CONVERT)
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    lines = [line for line in code.splitlines() if line.startswith("from digen_jax")]
+    assert "import digen_jax" in code
+    exec("\n".join(lines), {})
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_is_stored_valid_and_without_outputs(path):
     notebook = nbformat.read(path, nbformat.NO_CONVERT)
     nbformat.validate(notebook)
