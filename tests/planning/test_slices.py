@@ -10,7 +10,7 @@ import pytest
 from digen_jax.accelerators.answers import Answer, Answers
 from digen_jax.accelerators.chips import Chip
 from digen_jax.config.door import open_recipe
-from digen_jax.config.recipe import complete
+from digen_jax.config.recipe import Recipe, complete
 from digen_jax.errors import ConfigError
 from digen_jax.planning.assessment import Assessed, assess
 from digen_jax.planning.compiled import Program
@@ -122,11 +122,14 @@ def test_the_split_is_compiled_on_its_own_meshes(base, small_slice):
     )
     own = small_slice.assess(recipe)
     assert {one.program.devices for one in own} == {1}
-    before = small_slice.answers.compiled + small_slice.answers.found
+    asked: list[Recipe] = []
+    where = small_slice._replace(
+        assess=lambda changed: asked.append(changed) or small_slice.assess(changed)
+    )
     costs = calibrated(recipe, own, CHIP, "a test")
-    verdict, _ = proposed(recipe, costs, small_slice, own, print)
+    verdict, _ = proposed(recipe, costs, where, own, print)
     assert verdict.plan.choice.proposal.trainer == 2
-    assert small_slice.answers.compiled + small_slice.answers.found == before + len(own)
+    assert [one.placement.trainer.data for one in asked] == [2]
 
 
 def test_a_model_is_a_folder_or_a_shipped_configuration(base):
