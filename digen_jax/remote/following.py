@@ -149,6 +149,11 @@ class Following:
         """Has the leader told soon that a signal asks this process to end. For a signal's handler, too."""
         self._signal = signal
 
+    @property
+    def ends(self) -> bool:
+        """Whether this process has been asked to end, by a signal or by the leader."""
+        return bool(self._signal or self.reason)
+
     def missed(self, giver: str, failed: bool) -> None:
         """Tells the leader that weights are taken from the trainer: this giver has failed, or has them no longer."""
         self._put(pb.Report(missed=pb.Missed(giver=giver, failed=failed)))

@@ -30,6 +30,7 @@ from digen_jax.rewards import process
 from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
 from digen_jax.rewards.pool import Hung, may_pass
 from digen_jax.runtime.clock import measured
+from digen_jax.runtime.link import LinkError
 from digen_jax.scheduling.commands import Encode, Publication, Publish, Update
 from digen_jax.scheduling.events import Completed, Failed
 from tests.pipelines import ROOT
@@ -76,6 +77,16 @@ def test_what_the_run_must_know_fails_here_as_it_did_there(room):
             assert may_pass(found) is may_pass(error)
             assert getattr(found, "advice", None) == getattr(error, "advice", None)
         assert type(member.ask(encode(-1)).exception(30)) is NotDone
+
+
+def test_arrays_that_do_not_come_are_a_sentence_unless_the_mesh_ends(room, capfd):
+    errors = [LinkError(f"weights {n} have not come from trainer") for n in range(2)]
+    with mesh(room, executes=mesh_process.Pretends(errors=errors)) as (stream, _):
+        member = room.joined()
+        assert member.ask(encode(-1)).exception(30) is not None
+        stream.asked(signal.SIGTERM)
+        assert member.ask(encode(-1)).exception(30) is not None
+    assert capfd.readouterr().err == "rollout 0: weights 0 have not come from trainer\n"
 
 
 def test_what_the_timeline_shows_apart_there_it_shows_here(room):
