@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run: the one module that sees models, meshes and executors together."""
+"""From a recipe to the parts of a run: the one module that sees models and meshes together."""
 
 import dataclasses
 import functools

@@ -18,8 +18,8 @@ import numpy as np
 
 from digen_jax.benchmark import witness
 from digen_jax.benchmark.equality import metrics_off, tuned, update_off
+from digen_jax.benchmark.fault_injection import ENDLESS, WORKERS, Fault, FaultInjection
 from digen_jax.benchmark.job import Job, Wrong
-from digen_jax.benchmark.killing import ENDLESS, WORKERS, Fault, Kills
 from digen_jax.errors import ConfigError, check_positive
 
 TOLERANCE = 1e-3  # of metrics and of the whole update
@@ -144,7 +144,7 @@ def compare(
     variables = {**(environment or {}), witness.FOLDER: str(notes.absolute())}
     command = ["-m", witness.__name__, *options, f"--workdir={workdir / 'faults'}"]
     with closing(Job(command, workdir / "said", WORKERS, variables)) as job:
-        run = Kills(job, workdir / "faults", seed, told)
+        run = FaultInjection(job, workdir / "faults", seed, told)
         run.begin()
         for _ in watched(range(kills)):
             run.next()

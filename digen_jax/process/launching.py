@@ -241,8 +241,8 @@ def own_address(host: str, port: int) -> str:
     return _bracketed(found)
 
 
-def by_number(host: str) -> str:
-    """The address that a host's name stands for here; jax.experimental.transfer would call a name 0.0.0.0 to others.
+def ip_address(host: str) -> str:
+    """The IP address of a host; jax.experimental.transfer tells other processes 0.0.0.0 in place of a name.
 
     Raises:
       ConfigError: the name is not known, or others know this host by another address.
@@ -256,8 +256,8 @@ def by_number(host: str) -> str:
             return _bracketed(str(found))
         reason = f"here it is {found}"
     raise ConfigError(
-        f"--host={host} is not an address at which others reach this host ({reason}): with --link=transfer give the "
-        "address as a number"
+        f"--host={host} is not an address at which others reach this host ({reason}): with --link=transfer give its "
+        "IP address"
     )
 
 

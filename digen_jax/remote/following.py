@@ -150,7 +150,7 @@ class Following:
         self._signal = signal
 
     @property
-    def ends(self) -> bool:
+    def asked_to_end(self) -> bool:
         """Whether this process has been asked to end, by a signal or by the leader."""
         return bool(self._signal or self.reason)
 

@@ -13,8 +13,8 @@ from digen_jax.process.clusters import on_tpus
 from digen_jax.process.launching import (
     MEETING,
     Place,
-    by_number,
     detected,
+    ip_address,
     listen_at,
     own_address,
     reach,
@@ -139,7 +139,7 @@ def take_part(placement: PlacementSection, told: Told) -> Apart | None:
         reach(place.host, place.port, MEETING)
     host = told.host or own_address(place.host, place.port)
     if told.link == TRANSFER:
-        host = by_number(host)
+        host = ip_address(host)
     bound = listen_at(place.host, place.port)
     return Apart(role, place, bound, host, told.link, tls, one_job)
 

@@ -13,8 +13,9 @@ import pytest
 
 from digen_jax.benchmark import witness
 from digen_jax.benchmark.equality import metrics_off, steps, update_off
+from digen_jax.benchmark.fault_injection import Fault
 from digen_jax.benchmark.job import Job, Wrong, memory
-from digen_jax.benchmark.kills import Fault, Outcome
+from digen_jax.benchmark.kills import Outcome
 from digen_jax.scheduling.commands import Publication
 
 LINE = {"seconds/clock": 1.0, "images_per_second": 2.0, "tag_share": 0.0}

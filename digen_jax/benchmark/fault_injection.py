@@ -28,7 +28,7 @@ class Fault:
     """A fault and its consequences; seconds are None where another fault came before.
 
     Attributes:
-      kind: a key of `Kills.kinds`.
+      kind: a key of `FaultInjection.kinds`.
       went_on: seconds until a step that began after the fault had ended.
       whole: seconds until all meshes were there.
       ended: seconds until all processes had ended, where the trainer was killed.
@@ -40,7 +40,7 @@ class Fault:
     ended: float | None = None
 
 
-class Kills:
+class FaultInjection:
     """A job in which faults happen.
 
     Attributes:
