@@ -14,9 +14,8 @@ from ml_collections import ConfigDict
 
 from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
-from digen_jax.process.ending import STOPPED, Stopped, without_the_hung
+from digen_jax.process.ending import STOPPED, Stopped, last_word, without_the_hung
 from digen_jax.process.exhausted import out_of_memory
-from digen_jax.process.terminal import complain
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
 # Groups of fields that may be given as one word, and the field that this word sets.
@@ -46,17 +45,18 @@ def run_main(main: Main) -> None:
                 flags_parser=lambda argv: parse_flags(argv, isinstance(main, Mapping)),
             )
         except (ConfigError, Stopped) as error:
-            text = error.shown() if isinstance(error, ConfigError) else str(error)
-            complain(f"{Path(sys.argv[0]).name}: {text}")
-            sys.exit(2 if isinstance(error, ConfigError) else STOPPED)
+            mistake = isinstance(error, ConfigError)
+            sys.exit(_end(error.shown() if mistake else str(error), 2 if mistake else STOPPED))
         except KeyboardInterrupt:
-            print(f"{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
-            sys.exit(128 + signal.SIGINT)
+            sys.exit(_end("stopped by Ctrl-C", 128 + signal.SIGINT))
         except Exception as error:
             if (sentence := out_of_memory(error)) is None:
                 raise
-            complain(f"{Path(sys.argv[0]).name}: {sentence}: {_smaller()}")
-            sys.exit(2)
+            sys.exit(_end(f"{sentence}: {_smaller()}", 2))
+
+
+def _end(why: str, code: int) -> int:
+    return last_word(f"{Path(sys.argv[0]).name}: {why}", code)
 
 
 def _smaller() -> str:

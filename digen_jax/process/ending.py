@@ -1,6 +1,7 @@
 """The end of a process in which a thread hangs or a child does not respond.
 
-`leave` ends the process without waiting for either, as Python's own exit would.
+`leave` ends the process without waiting for either, as Python's own exit would. `last_word` says why it ends: several
+threads may see the reason, and the first one speaks for all.
 """
 
 import contextlib
@@ -10,11 +11,16 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 
+from digen_jax.process.terminal import complain
+
 STOPPED = 75  # exit code of a run that cannot continue: EX_TEMPFAIL, as the same command may be tried again
 PATIENCE = 1.0  # seconds for the last actions
 
 _hung: list[str] = []
 _last: list[Callable[[], None]] = []
+_deciding = threading.Lock()
+# What the process's last word was: its exit code, and the thread that prints it.
+_said: list[tuple[int, threading.Thread]] = []
 
 
 class Stopped(RuntimeError):
@@ -29,6 +35,22 @@ def hangs(what: str) -> None:
 def at_leaving(call: Callable[[], None]) -> None:
     """Registers a short action for `leave` to do before it ends the process, such as ending its children."""
     _last.append(call)
+
+
+def last_word(text: str, code: int) -> int:
+    """Prints why this process ends to standard error, unless another thread has; for any thread.
+
+    Returns:
+      The exit code that belongs to what was said.
+    """
+    with _deciding:
+        if not _said:
+            # In a thread of its own, as a thread that hangs may hold a lock that this needs.
+            _said.append((code, threading.Thread(target=complain, args=(text,), daemon=True)))
+            _said[0][1].start()
+    code, printing = _said[0]
+    printing.join(PATIENCE)
+    return code
 
 
 def leave(code: int) -> None:

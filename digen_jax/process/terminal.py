@@ -1,4 +1,4 @@
-"""What is printed on a terminal: whole lines, broken between words where the terminal ends, above a progress bar."""
+"""What is printed: whole lines, which a terminal shows broken between words, above a progress bar."""
 
 import contextlib
 import re
@@ -18,29 +18,25 @@ CLEAR = "\r\x1b[K"  # to the begin of the line, which is emptied
 
 @contextlib.contextmanager
 def fitted(beside: bool = False) -> Iterator[None]:
-    """In this block all that Python code prints on a terminal is broken between words and leaves a bar whole.
-
-    Standard output and errors that are no terminal are left as they are.
+    """In this block printed lines stay whole, whichever thread prints, and fit a terminal, above its bar.
 
     Args:
       beside: another process has the terminal's progress bar, which it draws again by itself.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (Lines(one, beside) if one.isatty() else one for one in before)
+    sys.stdout, sys.stderr = streams = [Lines(one, beside) for one in before]
     try:
         yield
     finally:
-        for one in (sys.stdout, sys.stderr):
-            one.flush()
-            if isinstance(one, Lines):
-                one.end()
+        for one in streams:
+            one.end()
         sys.stdout, sys.stderr = before
 
 
 def complain(text: str) -> None:
     """Prints a text to standard error, whose lines are broken between words on a terminal."""
-    with fitted():
-        print(text, file=sys.stderr)
+    stream = sys.stderr if isinstance(sys.stderr, Lines) else Lines(sys.stderr)
+    stream.write(f"{text}\n")
 
 
 def broken(text: str, columns: int) -> str:
@@ -61,17 +57,18 @@ def broken(text: str, columns: int) -> str:
 
 
 class Lines:
-    """A terminal's stream, to which whole lines are written; what a bar writes passes through.
+    """A stream to which whole lines are written, each thread's own; what a bar writes passes through.
+
+    Python's print writes a line and its end one after the other, so that another thread's line may come between.
 
     Args:
-      stream: the terminal's.
+      stream: a terminal's, or any.
       beside: see `fitted`.
     """
 
     def __init__(self, stream: TextIO, beside: bool = False):
         self._stream, self._beside = stream, beside
-        self._begun = ""  # a line that has not ended
-        self._lock = threading.RLock()
+        self._begun: dict[int, str] = {}  # by thread: a line that has not ended
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -81,22 +78,24 @@ class Lines:
         if "\r" in text:
             self._stream.write(text)
             return len(text)
-        with self._lock:
-            *whole, self._begun = (self._begun + text).split("\n")
+        thread = threading.get_ident()
+        *whole, self._begun[thread] = (self._begun.get(thread, "") + text).split("\n")
         if whole:
-            columns = shutil.get_terminal_size().columns
-            self._show("".join(f"{broken(line, columns)}\n" for line in whole))
+            self._show(whole)
         return len(text)
 
     def end(self) -> None:
-        """Writes a line that has not ended."""
-        with self._lock:
-            begun, self._begun = self._begun, ""
-        if begun:
-            self._stream.write(begun)
-            self._stream.flush()
+        """Writes the lines that have not ended."""
+        begun, self._begun = self._begun, {}
+        self._stream.write("".join(begun.values()))
+        self._stream.flush()
 
-    def _show(self, lines: str) -> None:
+    def _show(self, lines: list[str]) -> None:
+        clear = ""
+        if self._stream.isatty():
+            columns = shutil.get_terminal_size().columns
+            lines = [broken(line, columns) for line in lines]
+            clear = CLEAR * self._beside
         with tqdm.external_write_mode(file=self):
-            self._stream.write(CLEAR + lines if self._beside else lines)
+            self._stream.write(clear + "".join(f"{line}\n" for line in lines))
             self._stream.flush()

@@ -1,7 +1,6 @@
 """A mesh's process's end of control: joins the leader, yields its commands, reports events."""
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 import grpc
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import STOPPED, Stopped, leave
+from digen_jax.process.ending import STOPPED, Stopped, last_word, leave
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.messages import Unreadable, read_command, write
 from digen_jax.remote.wire import HELLO, PACKAGE, SILENCE, Wire
@@ -189,8 +188,7 @@ class Following:
         with suppress(queue.Full):
             self._commands.put_nowait(found)
         if found is not None and not self._told.wait(UNNOTICED):
-            print(found, file=sys.stderr, flush=True)
-            leave(STOPPED)
+            leave(last_word(str(found), STOPPED))
 
     def _read_all(self) -> Stopped | None:
         for order in self._orders:

@@ -10,9 +10,8 @@ from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError
 from digen_jax.process import team
-from digen_jax.process.ending import STOPPED, Stopped, hangs, leave
+from digen_jax.process.ending import STOPPED, Stopped, hangs, last_word, leave
 from digen_jax.process.launching import MEETING, Place, join_job
-from digen_jax.process.terminal import complain
 from digen_jax.prompt_store import is_ahead, stored
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity, job_token
@@ -130,8 +129,7 @@ class Meshes:
             "last checkpoint"
         )
         if driver is None:
-            complain(str(error))
-            leave(STOPPED)
+            leave(last_word(str(error), STOPPED))
         driver.fail(error)
 
     def close(self) -> None:

@@ -15,9 +15,9 @@ from digen_jax.engine.encoding import Rows, Stored
 from digen_jax.engine.system import Rollout
 from digen_jax.learned_rewards.on_mesh import named
 from digen_jax.models.family import Family
-from digen_jax.process.ending import STOPPED, Stopped, hangs, leave
+from digen_jax.process.ending import STOPPED, Stopped, hangs, last_word, leave
 from digen_jax.process.interrupt import Interrupt
-from digen_jax.process.terminal import complain, fitted
+from digen_jax.process.terminal import fitted
 from digen_jax.prompt_store import encoder_shapes, is_ahead
 from digen_jax.prompts.files import read_prompt_file, read_prompt_files
 from digen_jax.remote.following import Following
@@ -94,8 +94,7 @@ def _ends_soon() -> Iterator[None]:
 
 
 def _end(why: str) -> None:
-    complain(f"{pathlib.Path(sys.argv[0]).name}: {why}")
-    leave(STOPPED)
+    leave(last_word(f"{pathlib.Path(sys.argv[0]).name}: {why}", STOPPED))
 
 
 def _asked(following: Following, number: int) -> None:

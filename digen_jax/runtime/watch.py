@@ -3,12 +3,11 @@
 import contextlib
 import dataclasses
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-from digen_jax.process.ending import STOPPED, leave
+from digen_jax.process.ending import STOPPED, last_word, leave
 from digen_jax.runtime.clock import Stopwatch, measured
 from digen_jax.scheduling.deadlines import Deadline
 
@@ -95,10 +94,8 @@ class Watch:
 
 def end_process(who: str, what: str, seconds: float) -> None:
     """Ends this process when its main work hangs, so that nothing can be saved; its last checkpoint remains."""
-    print(
-        f"\n{who} hangs: {what} has taken more than {seconds:g} seconds (config.runtime.deadline). The process "
-        f"ends with code {STOPPED}; the same command continues from the last checkpoint.",
-        file=sys.stderr,
-        flush=True,
+    why = (
+        f"{who} hangs: {what} has taken more than {seconds:g} seconds (config.runtime.deadline). The process ends with "
+        f"code {STOPPED}; the same command continues from the last checkpoint."
     )
-    leave(STOPPED)
+    leave(last_word(why, STOPPED))

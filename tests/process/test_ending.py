@@ -28,6 +28,18 @@ run_main(main)
 """
 
 
+def run(folder, script):
+    (folder / "script.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=environment(1, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 @pytest.mark.parametrize(
     ("what", "code", "said"),
     [
@@ -42,18 +54,65 @@ run_main(main)
 def test_a_script_ends_with_its_code_and_all_that_it_said_though_a_thread_hangs(
     tmp_path, what, code, said
 ):
-    (tmp_path / "script.py").write_text(SCRIPT.format(what=what))
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=environment(1, PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run(tmp_path, SCRIPT.format(what=what))
     assert (done.returncode, done.stdout) == (code, "done\nlast\n")
     assert done.stderr.endswith(said)
     assert ("Traceback" in done.stderr) == what.startswith("raise KeyError")
+
+
+RACE = """
+from digen_jax.process.ending import last_word, leave
+from digen_jax.config.command_line import run_main
+from digen_jax.errors import ConfigError
+
+def main():
+    last_word("a thread: the leader is lost", 75)
+    {what}
+
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "raise ConfigError('the leader is lost')",
+        "leave(last_word('another thread: the leader is lost', 2))",
+    ],
+)
+def test_the_first_thread_that_says_why_a_process_ends_says_it_for_all(tmp_path, what):
+    done = run(tmp_path, RACE.format(what=what))
+    assert (done.returncode, done.stderr) == (75, "a thread: the leader is lost\n")
+
+
+def test_the_last_word_is_one_line_however_many_threads_have_it(tmp_path):
+    done = run(
+        tmp_path,
+        "import sys, threading\n"
+        "from digen_jax.process.ending import last_word, leave\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "together = threading.Barrier(8)\n"
+        "def work():\n"
+        "    together.wait()\n"
+        "    leave(last_word('the leader is lost', 75))\n"
+        "threads = [threading.Thread(target=work) for _ in range(8)]\n"
+        "for one in threads: one.start()\n"
+        "for one in threads: one.join()\n",
+    )
+    assert (done.returncode, done.stderr) == (75, "the leader is lost\n")
+
+
+def test_the_last_word_does_not_wait_for_a_full_pipe(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "from digen_jax.process.ending import last_word, leave\nleave(last_word('x' * 2**20, 75))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment(1, PYTHONPATH=str(ROOT)),
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.wait(20) == 75  # nothing reads
 
 
 def test_leaving_waits_for_nobody(tmp_path):

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 
 import pytest
 from tqdm import tqdm
@@ -120,14 +121,31 @@ def test_another_process_writes_over_the_bar(monkeypatch):
     assert Screen(terminal.getvalue()).shown == ["a reward says this", ""]
 
 
-def test_what_is_no_terminal_is_left_as_it_is(monkeypatch, capsys):
+def test_what_is_no_terminal_has_the_lines_as_they_are(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
-    before = sys.stdout
-    with fitted():
-        assert sys.stdout is before
+    with fitted(beside=True):
         print("word " * 20)
     complain("word " * 20)
     assert capsys.readouterr() == ("word " * 20 + "\n",) * 2
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_a_line_of_a_thread_is_whole_wherever_others_print(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stdout", stream)
+
+    def say():
+        print("one", end=" ")
+        others.wait()
+        print("line")
+
+    others = threading.Barrier(3)
+    with fitted():
+        threads = [threading.Thread(target=say) for _ in range(3)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    assert stream.getvalue() == "one line\n" * 3
 
 
 def test_an_error_is_broken_on_a_terminal(monkeypatch):
