@@ -49,6 +49,7 @@ from digen_jax.scheduling.timeline import Interval
 
 SAMPLING = Encode | Generate | Decode | Deliver | Publish  # of a trainer that samples
 FAILURES = 2  # without a whole fragment or publication between them: a worker is given up
+LOSS = 2.0  # seconds in which `lost` is called for a process that is gone
 
 
 class Begun(NamedTuple):
@@ -311,6 +312,9 @@ class Driver:
     def _failed(
         self, worker: WorkerThreads, line: Line, command: Command, error: Exception
     ) -> None:
+        if isinstance(error, LinkError):
+            # Arrays that do not come are often the first sign of a lost process, which is no failure of the work.
+            worker.given_up.wait(LOSS)
         with self._lock:
             if self._workers.get(worker.name) is not worker:  # it may have come again
                 return None

@@ -15,14 +15,20 @@ class Gone(RuntimeError):
 
 
 class WorkerThreads:
-    """A sampling mesh's thread, and the threads of the transfers to and from it."""
+    """A sampling mesh's thread, and the threads of the transfers to and from it.
+
+    Attributes:
+      given_up: set when the mesh is lost or given up.
+      failed: for each thread how many calls in a row have failed.
+    """
 
     def __init__(self, name: str):
         self.name = name
+        self.given_up = threading.Event()
         self.thread = Line(name)
         self.publisher, self.deliverer = Line(f"publish {name}"), Line(f"deliver {name}")
         self._lines = self.thread, self.publisher, self.deliverer
-        self.failed = dict.fromkeys(self._lines, 0)  # failures in a row
+        self.failed = dict.fromkeys(self._lines, 0)
 
     def line(self, command: Command) -> "Line":
         """The thread that executes a command."""
@@ -40,6 +46,7 @@ class WorkerThreads:
 
     def give_up(self) -> None:
         """The same, without waiting for the present calls."""
+        self.given_up.set()
         for line in self._lines:
             line.give_up()
 

@@ -26,10 +26,10 @@ from digen_jax.families import load_family
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.process.ending import Stopped
 from digen_jax.prompts import encoded
-from digen_jax.records.metrics import read_metrics, without_timing
 from digen_jax.run import loop
 from digen_jax.run.train import train
 from tests.cases import quick, said
+from tests.metrics import assert_same_metrics, metrics
 from tests.models.flux.folders import flux_folder
 from tests.models.flux2.folders import klein_folder
 from tests.models.qwen_image.folders import qwen_image_folder
@@ -85,12 +85,7 @@ def redness(images, prompts, metadata):
 def trained(config, workdir: pathlib.Path) -> list[dict]:
     """The metrics of a whole run."""
     assert train(open_recipe(config), workdir) is None
-    return [without_timing(line) for line in read_metrics(workdir / "metrics.jsonl")]
-
-
-def assert_same(found: list[dict], expected: list[dict], rel: float = 3e-5) -> None:
-    for line, other in zip(found, expected, strict=True):
-        assert line == pytest.approx(other, rel=rel, abs=1e-7)
+    return metrics(workdir)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +112,7 @@ def test_a_run_that_encodes_ahead_is_the_same(runs):
     (_, each, _), (_, before, _) = runs["each_step"], runs["ahead"]
     assert len(each) == 3 and each[1]["gradient_norm"] > 0.001
     # Other programs round otherwise, which makes other bytes of some pixels, and so other rewards.
-    assert_same(before, each, rel=1e-2)
+    assert_same_metrics(before, each, rel=1e-2)
 
 
 def test_text_encoders_leave_the_devices_before_it_samples(runs, folder):
@@ -141,7 +136,7 @@ def test_a_later_run_encodes_nothing_and_needs_no_weights(
         for file in (bare / part).glob("*.safetensors"):
             file.unlink()
     c = config(prompts__store=store, model__folder=str(bare))
-    assert_same(trained(c, tmp_path / "run"), runs["ahead"][1])
+    assert_same_metrics(trained(c, tmp_path / "run"), runs["ahead"][1])
     assert f"all 6 prompts are encoded in {store}\n" in capsys.readouterr().out
 
     with pytest.raises(
@@ -399,9 +394,7 @@ def test_two_processes_encode_together_and_train_as_one_does(config, tmp_path):
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert "of 6 prompts 6 are to be encoded" in first[1] and second[1] == ""
     assert [len(encoded._about(b)["texts"]) for b in encoded._blocks(tmp_path / "store")] == [6]
-    two = [without_timing(line) for line in read_metrics(tmp_path / "two" / "metrics.jsonl")]
     c.prompts.encoding = "each_step"
     assert train(place(open_recipe(c), 8), tmp_path / "one") is None
-    one = [without_timing(line) for line in read_metrics(tmp_path / "one" / "metrics.jsonl")]
     # As above.
-    assert_same(two, one, rel=1e-2)
+    assert_same_metrics(metrics(tmp_path / "two"), metrics(tmp_path / "one"), rel=1e-2)

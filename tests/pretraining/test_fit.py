@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from digen_jax.pretraining.fit import FitSettings, _matrices, fit
-from digen_jax.records.metrics import read_metrics, without_timing
+from tests.metrics import metrics
 
 SETTINGS = FitSettings(
     steps=12,
@@ -72,11 +72,7 @@ def by_hand(steps: int) -> tuple[dict, list[float]]:
 def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
     with jax.default_matmul_precision("highest"):
-        return fit(start(), loss, batch, SETTINGS, folder, KEY), lines(folder)
-
-
-def lines(folder) -> list[dict]:
-    return [without_timing(line) for line in read_metrics(folder / "metrics.jsonl")]
+        return fit(start(), loss, batch, SETTINGS, folder, KEY), metrics(folder)
 
 
 def test_steps_averages_and_rates_are_as_by_hand(unbroken):
@@ -109,7 +105,7 @@ def test_stopped_and_started_again_it_ends_as_if_it_had_not(tmp_path, unbroken, 
         found = fit(start(), loss, noted, SETTINGS, tmp_path, KEY)
         assert asked == list(range(last // 4 * 4, 12))
         jax.tree.map(np.testing.assert_array_equal, found, unbroken[0])
-        assert lines(tmp_path) == unbroken[1]
+        assert metrics(tmp_path) == unbroken[1]
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["12"]
         # A stage that is done is only read back.
         again = fit(start(), loss, lambda step: pytest.fail("it trains"), SETTINGS, tmp_path, KEY)
@@ -157,5 +153,5 @@ def test_muon_learns_and_resumes(tmp_path):
     found = fit(copies[1], nested, batch, settings, tmp_path / "a", KEY)
     expected = fit(copies[2], nested, batch, settings, tmp_path / "b", KEY)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    errors = [line["mse"] for line in lines(tmp_path / "b")]
+    errors = [line["mse"] for line in metrics(tmp_path / "b")]
     assert np.mean(errors[-5:]) < 0.5 * np.mean(errors[:5])

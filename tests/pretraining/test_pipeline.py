@@ -19,8 +19,9 @@ from digen_jax.pretraining import stages
 from digen_jax.pretraining.pipeline import pretrain
 from digen_jax.pretraining.pool import Pool, cached_pool
 from digen_jax.pretraining.settings import read_settings
-from digen_jax.records.metrics import read_metrics, without_timing
+from digen_jax.records.metrics import read_metrics
 from tests.cases import said
+from tests.metrics import metrics
 from tests.pipelines import ROOT, environment
 from tests.pretraining.tiny_config import get_config
 
@@ -87,7 +88,7 @@ def the_pool(trained: pathlib.Path) -> Pool:
 
 
 def history(workdir: pathlib.Path, stage: str) -> list[dict]:
-    return [without_timing(line) for line in read_metrics(workdir / stage / "metrics.jsonl")]
+    return metrics(workdir / stage)
 
 
 def test_both_stages_learn(trained):

@@ -15,11 +15,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 from digen_jax.process.ending import STOPPED
-from digen_jax.records.metrics import read_metrics, without_timing
 from digen_jax.records.status import read_status
 from digen_jax.runtime.log import read_log
 from digen_jax.scheduling.commands import TRAINER, Generate
 from tests.engine import toy
+from tests.metrics import assert_same_metrics, metrics
 from tests.pipelines import ROOT
 from tests.remote.processes import Begun, begin  # noqa: F401
 from tests.run.apart_config import STEPS
@@ -166,16 +166,13 @@ def tuned(workdir: pathlib.Path, step: int):
 
 def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, left_out=()) -> None:
     """Up to float32's rounding: every number of every line, and the changes of the parameters."""
-    found, expected = (
-        [without_timing(line) for line in read_metrics(one / "metrics.jsonl")]
-        for one in (workdir, unbroken)
-    )
+    found, expected = metrics(workdir), metrics(unbroken)
     assert [line["step"] for line in found] == [*range(STEPS + 1)]
     assert sum("evaluation/reward" in line for line in expected) == 3
-    for line, other in zip(found, expected, strict=True):
+    for line in (*found, *expected):
         for name in left_out:
-            line.pop(name, None), other.pop(name, None)
-        assert line == pytest.approx(other, rel=1e-5, abs=1e-7)
+            line.pop(name, None)
+    assert_same_metrics(found, expected, rel=1e-5)
     start = tuned(unbroken, 1)
     moves = [jax.tree.map(np.subtract, tuned(one, STEPS), start) for one in (workdir, unbroken)]
     assert toy.difference(*moves) < 1e-3

@@ -12,7 +12,8 @@ from digen_jax.records.metrics import MetricsLog
 from digen_jax.report.reading import read_run
 from digen_jax.run.stopping import has_fallen, reason_to_stop
 from digen_jax.run.workdir import finished_step
-from tests.run.test_train import config, lines, saved, train  # noqa: F401
+from tests.metrics import metrics
+from tests.run.test_train import config, saved, train  # noqa: F401
 
 TRAINED = "tests.run.test_train:reward"
 WATCHED = f"{__name__}:falling"
@@ -98,17 +99,17 @@ def test_a_run_ends_early_as_finished_and_goes_on_where_that_is_switched_off(
     said = capsys.readouterr().out
     assert f"The run has stopped early: {WATCHED} on the held-out prompts was " in said
     assert "reward on 5 held-out prompts" in said
-    history = lines(tmp_path / "run")
+    history = metrics(tmp_path / "run")
     assert history[1]["images/sharpness"] > 0 and "evaluation/images/diversity" in history[1]
     assert read_run(tmp_path / "run").finished
 
     assert train("run", watching) is None
     said = capsys.readouterr().out
     assert f"This run is finished: {done} steps are done. It has stopped early" in said
-    assert lines(tmp_path / "run") == history
+    assert metrics(tmp_path / "run") == history
 
     assert train("run", both(tmp_path, steps=6)) is None
-    assert finished_step(tmp_path / "run") == 6 and lines(tmp_path / "run")[-1]["step"] == 6
+    assert finished_step(tmp_path / "run") == 6 and metrics(tmp_path / "run")[-1]["step"] == 6
     changes = json.loads((tmp_path / "run" / "starts.jsonl").read_text().splitlines()[-1])[
         "changes"
     ]

@@ -16,12 +16,13 @@ import pytest
 from digen_jax.config.door import open_recipe
 from digen_jax.engine import sharding
 from digen_jax.records.checkpoint_folder import read_checkpoint
-from digen_jax.records.metrics import read_metrics, without_timing
+from digen_jax.records.metrics import read_metrics
 from digen_jax.run import loop
 from digen_jax.run.train import train
 from digen_jax.run.workdir import finished_step
 from tests.engine import toy
 from tests.learned_rewards.folders import write
+from tests.metrics import assert_same_metrics, metrics
 from tests.pipelines import ROOT, environment
 from tests.run import toy_process
 from tests.tiny_runs import PROMPTS
@@ -107,13 +108,9 @@ def tuned(workdir: pathlib.Path, like: dict) -> dict:
 
 def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, start: dict) -> None:
     """Up to float32's rounding: every number of every line, and the changes of the parameters."""
-    found, expected = (
-        [without_timing(line) for line in read_metrics(one / "metrics.jsonl")]
-        for one in (workdir, unbroken)
-    )
+    found, expected = metrics(workdir), metrics(unbroken)
     assert len(expected) == 4 and [line["step"] for line in found] == [0, 1, 2, 3]
-    for line, other in zip(found, expected, strict=True):
-        assert line == pytest.approx(other, rel=1e-5, abs=1e-7)
+    assert_same_metrics(found, expected, rel=1e-5)
     ends = [tuned(one, start) for one in (workdir, unbroken)]
     moves = [jax.tree.map(lambda end, begin: end - begin, end, start) for end in ends]
     assert toy.difference(*moves) < 1e-3
@@ -152,13 +149,9 @@ def test_a_reward_on_the_mesh_of_two_processes_scores_as_on_that_of_one(folder, 
     monkeypatch.setenv("CLIP", clip)
     first, second = together(folder, toy_run("judged"))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    found, expected = (
-        [without_timing(line) for line in read_metrics(folder / name / "metrics.jsonl")]
-        for name in ("judged", "judged alone")
-    )
+    found, expected = metrics(folder / "judged"), metrics(folder / "judged alone")
     assert len(found) == len(expected) == 4 and "reward_of/pickscore" in found[1]
-    for line, other in zip(found, expected, strict=True):
-        assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
+    assert_same_metrics(found, expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -17,8 +17,9 @@ from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.metrics import read_metrics
 from digen_jax.runtime.log import read_log
 from tests.engine import toy
+from tests.metrics import assert_same_metrics, metrics
 from tests.run import test_train
-from tests.run.test_train import arrays, at, config, lines, saved
+from tests.run.test_train import arrays, at, config, saved
 
 train = test_train.train
 
@@ -73,13 +74,12 @@ def test_a_run_goes_on_with_other_meshes_cuts_and_processes_to_the_same_result(
     assert train("unbroken", config(tmp_path, **PLAIN)) is None
     stopped(train, "broken", config(tmp_path, **PLAIN), 2)
     assert saved(tmp_path / "broken") == ["1"]
-    expected, history = moves(tmp_path / "unbroken"), lines(tmp_path / "unbroken")
+    expected, history = moves(tmp_path / "unbroken"), metrics(tmp_path / "unbroken")
     norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in expected.values()))
     assert norm > 0.01
     c = config(tmp_path, **PLAIN | fields)
     assert train("broken", c, devices=devices) is None
-    for line, other in zip(lines(tmp_path / "broken"), history, strict=True):
-        assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
+    assert_same_metrics(metrics(tmp_path / "broken"), history, rel=1e-4, abs=1e-6)
     found = moves(tmp_path / "broken")
     off = sum(np.sum(np.square(found[leaf] - expected[leaf])) for leaf in expected)
     assert 0 < np.sqrt(off) < 1e-4 * norm
@@ -102,7 +102,7 @@ def test_what_was_begun_by_two_meshes_is_done_by_others(tmp_path, train):
     (step,) = map(int, saved(tmp_path / "run"))
     c = config(tmp_path, **fields, reward_pool__processes=0)
     assert train("run", c, devices=2) is None
-    history = lines(tmp_path / "run")
+    history = metrics(tmp_path / "run")
     assert [line["step"] for line in history] == list(range(5))
     assert history[step + 1]["staleness"] == 0.5
     # The step after that may have been begun; nothing is in progress any more.
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_files_are_cut_back(tmp_path, t
     assert said[0].endswith("is not what was written): 3 is used")
     assert "continuing after step 3\n" in out
     assert "before.npz is missing or damaged: nothing is compared with it\n" in out
-    assert lines(tmp_path / "broken") == lines(tmp_path / "unbroken")
+    assert metrics(tmp_path / "broken") == metrics(tmp_path / "unbroken")
     assert (folder / "damaged_4").is_dir()
     shutil.rmtree(folder / "damaged_4")
     assert arrays(tmp_path / "broken") == arrays(tmp_path / "unbroken")
@@ -201,7 +201,7 @@ def test_a_full_disk_costs_no_step_and_the_same_command_goes_on(
         train("disk/run", c)
     (small_disk / "ballast").unlink()
     assert train("disk/run", c) is None
-    assert lines(run) == lines(tmp_path / "unbroken")
+    assert metrics(run) == metrics(tmp_path / "unbroken")
     assert arrays(run) == arrays(tmp_path / "unbroken")
     assert not list(run.rglob("*unfinished*")) and not list(run.rglob("room*"))
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from digen_jax.process.ending import STOPPED
-from digen_jax.records.metrics import read_metrics, without_timing
+from tests.metrics import metrics
 from tests.pipelines import ROOT, environment
 from tests.run.test_train import arrays
 from tests.tiny_runs import PROMPTS
@@ -125,10 +125,7 @@ def unbroken(folder) -> pathlib.Path:
 
 
 def assert_same(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
-    found, expected = (
-        [without_timing(line) for line in read_metrics(one / "metrics.jsonl")]
-        for one in (workdir, unbroken)
-    )
+    found, expected = metrics(workdir), metrics(unbroken)
     assert found == expected and len(expected) == 5
     assert arrays(workdir) == arrays(unbroken)
 

@@ -20,7 +20,7 @@ from digen_jax.config.door import open_recipe
 from digen_jax.engine import divergence
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError
-from digen_jax.records.metrics import TIMING, read_metrics, without_timing
+from digen_jax.records.metrics import TIMING, read_metrics
 from digen_jax.records.status import describe, read_status
 from digen_jax.rewards import trial
 from digen_jax.run import loop
@@ -28,6 +28,7 @@ from digen_jax.run.train import train as whole_run
 from digen_jax.run.workdir import finished_step
 from tests.cases import quick
 from tests.engine import toy
+from tests.metrics import metrics
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
 from tests.records.test_metrics import scalars
 from tests.tiny_runs import PROMPTS
@@ -132,10 +133,6 @@ def saved(workdir: pathlib.Path) -> list[str]:
     return sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
 
 
-def lines(workdir: pathlib.Path) -> list[dict]:
-    return [without_timing(line) for line in read_metrics(workdir / "metrics.jsonl")]
-
-
 def arrays(workdir: pathlib.Path):
     """The newest checkpoint's arrays as bytes, by their names."""
     newest = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
@@ -153,12 +150,12 @@ def arrays(workdir: pathlib.Path):
 
 def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
     """Metrics, TensorBoard, the last checkpoint and the pictures, down to the last bit."""
-    assert lines(workdir) == lines(unbroken)
+    assert metrics(workdir) == metrics(unbroken)
     events, expected = (
         [event for event in scalars(one) if not event[1].startswith(TIMING)]
         for one in (workdir, unbroken)
     )
-    assert len(expected) > len(lines(unbroken)) and events == expected
+    assert len(expected) > len(metrics(unbroken)) and events == expected
     assert saved(workdir)[-1] == saved(unbroken)[-1]
     assert arrays(workdir) == arrays(unbroken)
     for picture in ("before_after.png", "curve.png"):
@@ -177,7 +174,7 @@ def unbroken(folder) -> tuple[pathlib.Path, str]:
 
 def test_a_run_trains_and_shows_its_results(unbroken):
     workdir, said = unbroken
-    history = lines(workdir)
+    history = metrics(workdir)
     assert [line["step"] for line in history] == list(range(7))
     assert [line["step"] for line in history if "evaluation/reward" in line] == [0, 2, 4, 6]
     assert history[6]["evaluation/reward"] > history[0]["evaluation/reward"] + 0.01
@@ -231,7 +228,7 @@ def test_killed_in_the_middle_of_a_save_a_run_equals_an_unbroken_one(folder):
 
     code, said = launch(folder, *killed, event="os.rename checkpoints/2")
     assert code == -signal.SIGKILL, said
-    assert len(lines(folder / "killed")) == 3 and saved(folder / "killed") == ["1"]
+    assert len(metrics(folder / "killed")) == 3 and saved(folder / "killed") == ["1"]
 
     code, said = launch(folder, *killed)
     assert (code, "continuing after step 1" in said) == (0, True), said
@@ -246,14 +243,14 @@ def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder):
     workdir, short = folder / "broken", (*longer, "--config.steps=4")
 
     assert launch(folder, *short, event="SIGKILL 1")[0] == -signal.SIGKILL
-    assert len(lines(workdir)) <= 1 and saved(workdir) == []
+    assert len(metrics(workdir)) <= 1 and saved(workdir) == []
 
     code, said = launch(folder, *short, event="SIGINT 3")
     assert code == 128 + signal.SIGINT
     assert "finishing this step, then saving" in said
     # While step 2 is evaluated and recorded, pictures of step 3 are sampled and scored.
     (stopped,) = re.findall(r"Stopped and saved after step ([23]); the same command cont", said)
-    assert len(lines(workdir)) == int(stopped) + 1 and saved(workdir)[-1] == stopped
+    assert len(metrics(workdir)) == int(stopped) + 1 and saved(workdir)[-1] == stopped
 
     code, said = launch(folder, *short, event="open before_after.png")
     assert (code, f"continuing after step {stopped}" in said) == (-signal.SIGKILL, True)
@@ -262,7 +259,7 @@ def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder):
     # It had done all of its steps, and gets more; now it is killed in the middle of a save.
     code, said = launch(folder, *longer, event="os.rename checkpoints/6")
     assert (code, "continuing after step 4" in said) == (-signal.SIGKILL, True)
-    assert len(lines(workdir)) == 7 and saved(workdir) == [stopped, "4"]
+    assert len(metrics(workdir)) == 7 and saved(workdir) == [stopped, "4"]
     assert any(path.name.startswith("6.") for path in (workdir / "checkpoints").iterdir())
 
     code, said = launch(folder, *longer, event="nan 6")
@@ -271,7 +268,7 @@ def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder):
     assert len(found) == 1
     assert found[0].startswith("train.py: reward 'blueness:mean' returned nan for image 1")
     assert "Traceback" not in said
-    assert len(lines(workdir)) == 6 and saved(workdir) == ["4", "5"]
+    assert len(metrics(workdir)) == 6 and saved(workdir) == ["4", "5"]
 
     code, said = launch(folder, *longer)
     assert (code, "continuing after step 5" in said) == (0, True)
@@ -431,8 +428,8 @@ def test_every_kind_of_state_is_resumed(tmp_path, train, fields):
         train("broken", c, at(0, lambda scores: scores[:-1]))
     assert saved(tmp_path / "broken") == ["1", "2"]
     assert train("broken", c) is None
-    history = lines(tmp_path / "broken")
-    assert history == lines(tmp_path / "unbroken") and history[-1]["step"] == 4
+    history = metrics(tmp_path / "broken")
+    assert history == metrics(tmp_path / "unbroken") and history[-1]["step"] == 4
     ends = [arrays(tmp_path / workdir) for workdir in ("broken", "unbroken")]
     assert ends[0] == ends[1]
     assert any("ema" in name for name in ends[0]) == ("trainer__ema" in fields)
@@ -465,8 +462,8 @@ def test_with_dynamic_sampling_a_resumed_run_equals_an_unbroken_one(tmp_path, tr
         train("broken", c, broken)
     assert saved(tmp_path / "broken") == ["1"]
     assert train("broken", c, flat) is None
-    history = lines(tmp_path / "broken")
-    assert history == lines(tmp_path / "unbroken") and history[-1]["step"] == 4
+    history = metrics(tmp_path / "broken")
+    assert history == metrics(tmp_path / "unbroken") and history[-1]["step"] == 4
     assert all(line["zero_std_groups"] == 0 for line in history[1:])
     assert arrays(tmp_path / "broken") == arrays(tmp_path / "unbroken")
     for line in read_metrics(tmp_path / "broken" / "metrics.jsonl")[1:]:
@@ -486,7 +483,7 @@ def test_a_run_with_asynchrony_goes_on_with_what_it_had_begun(tmp_path, train):
     older = str(int(step) - 1)
     assert any(f"['kept']['{older}']" in name for name in names)
     assert train("run", c) is None
-    history = lines(tmp_path / "run")
+    history = metrics(tmp_path / "run")
     assert [line["step"] for line in history] == list(range(5))
     assert history[int(step) + 1]["staleness"] == 0.5
     assert history[1]["staleness"] == 0 and max(line["staleness"] for line in history[1:]) == 0.5
@@ -523,7 +520,7 @@ def test_one_device_does_everything_and_says_so(tmp_path, train, capsys):
     train("run", config(tmp_path, steps=1), devices=1)
     said = capsys.readouterr().out
     assert said.startswith("colocated: the one device (cpu) samples and trains in turn\n")
-    history = lines(tmp_path / "run")
+    history = metrics(tmp_path / "run")
     assert history[1]["gradient_norm"] > 0 and history[1]["ratio"] == pytest.approx(1, abs=1e-5)
 
 
@@ -551,13 +548,13 @@ def test_a_run_whose_ratios_are_rounding_stops_before_its_first_update(tmp_path,
     )
     assert all(f"'{other}'" in sentence for other in ("recomputed", "float32"))
     # Nothing was updated, and with another limit the same workdir continues from there.
-    assert [line["step"] for line in lines(tmp_path / "run")] == [0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0]
     assert saved(tmp_path / "run") == ["0"]
     capsys.readouterr()
     again = rounded(tmp_path, algorithm__clip_range=1e-5, algorithm__spread_limit=1e5)
     assert train("run", again) is None
     assert "rounding moves them by" in capsys.readouterr().out
-    (line,) = lines(tmp_path / "run")[1:]
+    (line,) = metrics(tmp_path / "run")[1:]
     moved = float(re.search(r"moves them by (\S+)", sentence)[1])
     assert line["ratio_spread"] == pytest.approx(moved, rel=0.05) and line["over_spread_limit"] == 0
 
@@ -581,7 +578,7 @@ def test_ratios_of_stale_samples_are_not_taken_for_rounding(tmp_path, train):
     with pytest.raises(ConfigError, match="shape"):
         train("run", c, at(3, lambda scores: scores[:-1]))
     assert train("run", c) is None
-    last = lines(tmp_path / "run")[-1]
+    last = metrics(tmp_path / "run")[-1]
     assert last["staleness"] > 0 and last["over_spread_limit"] > 0.1
 
 
@@ -593,7 +590,7 @@ def test_a_run_that_diverges_stops_by_name(tmp_path, train):
         "Lower config.trainer.learning_rate = 1e+38 or config.trainer.clip_norm = 1.0, and begin in another "
         "workdir"
     )
-    assert [line["step"] for line in lines(tmp_path / "run")] == [0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0]
 
 
 def test_what_is_not_finite_is_named():

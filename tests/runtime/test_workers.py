@@ -12,6 +12,7 @@ import pytest
 
 from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime import driver as runtime_driver
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, replay
 from digen_jax.runtime.judging import Judged, failed
@@ -158,11 +159,35 @@ def test_what_another_process_does_not_send_is_one_line(system, undisturbed, mon
         return real(executor, command)
 
     monkeypatch.setattr(TrainingExecutor, "deliver", deliver)
+    monkeypatch.setattr(runtime_driver, "LOSS", 0.01)
     state, *_ = toy.drive(system, config(), 3)
     equal_bits(state, undisturbed[0])
     said = capfd.readouterr().err
     line = f"{failed[0]}: the samples have not come: the connection is refused\n"
     assert line in said and "Traceback" not in said and "given up" not in said
+
+
+def test_arrays_that_do_not_come_from_a_lost_process_are_no_failure(
+    system, undisturbed, monkeypatch, capfd
+):
+    """Its connections break before the leader knows that it is lost."""
+    real, drivers = TrainingExecutor.deliver, []
+
+    def deliver(executor, command):
+        if command.worker == "rollout 1":
+            threading.Timer(0.2, drivers[0].lost, (command.worker, "is lost")).start()
+            raise LinkError("the samples have not come: the connection is refused")
+        return real(executor, command)
+
+    monkeypatch.setattr(TrainingExecutor, "deliver", deliver)
+    with toy.driver(system, config()) as driver:
+        drivers.append(driver)
+        for _ in range(3):
+            driver.step()
+        equal_bits(driver.executor.state, undisturbed[0])
+    said = capfd.readouterr().err
+    assert "rollout 1 is lost: given up\n" in said
+    assert "have not come" not in said and "times in a row" not in said
 
 
 def test_what_fails_everywhere_ends_the_run_with_its_reason(system, monkeypatch):

@@ -32,12 +32,12 @@ from digen_jax.models.family import Size
 from digen_jax.prompt_store import stored
 from digen_jax.prompts.encoded import _about, _blocks
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.records.metrics import read_metrics, without_timing
 from digen_jax.run.train import train
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.engine import toy
 from tests.engine.test_axes import ADVANTAGES, ROWS, check, config, system_of
+from tests.metrics import assert_same_metrics, metrics
 from tests.models.flux.folders import flux_folder, packed
 from tests.models.flux.kontext_folders import (
     SOURCE,
@@ -63,10 +63,6 @@ def trained(base):
     """The workdir of two steps with prompts that were encoded before."""
     recipe = open_recipe(edit_config(base, encoding="ahead", store=store(base)))
     return once(base / "tiny-kontext-run", functools.partial(train, recipe))
-
-
-def metrics(workdir):
-    return [without_timing(line) for line in read_metrics(workdir / "metrics.jsonl")]
 
 
 def test_equal_texts_with_other_pictures_stay_apart(base, tmp_path, capsys):
@@ -154,8 +150,7 @@ def test_encoding_in_each_step_gives_the_same_run(base, tmp_path):
         c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
         assert train(open_recipe(c), tmp_path / encoding) is None
     each, before = (metrics(tmp_path / encoding) for encoding in ("each_step", "ahead"))
-    for line, other in zip(each, before, strict=True):
-        assert line == pytest.approx(other, rel=3e-5, abs=1e-7)
+    assert_same_metrics(each, before)
 
 
 @pytest.mark.slow
@@ -176,8 +171,7 @@ def test_a_run_with_two_passes_has_ratio_one_and_is_the_same_encoded_ahead(
         c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
         assert train(open_recipe(c), tmp_path / encoding) is None
     each, before = (metrics(tmp_path / encoding) for encoding in ("each_step", "ahead"))
-    for line, other in zip(each, before, strict=True):
-        assert line == pytest.approx(other, rel=3e-5, abs=1e-7)
+    assert_same_metrics(each, before)
     first = next(line for line in each if "ratio" in line)
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
     # A null conditioning of each negative prompt and picture, beside the prompts' own.
@@ -212,8 +206,7 @@ def test_a_killed_run_continues_to_the_same_end(base, tmp_path):
     assert resumed.returncode == 0, resumed.stderr
     expected = metrics(tmp_path / "unbroken")
     assert [line["step"] for line in expected if "ratio" in line] == [1, 2, 3, 4]
-    for line, other in zip(metrics(tmp_path / "broken"), expected, strict=True):
-        assert line == pytest.approx(other, rel=3e-5, abs=1e-7)
+    assert_same_metrics(metrics(tmp_path / "broken"), expected)
 
 
 # ------------------------------------------------------------------------------------ in diffusers
