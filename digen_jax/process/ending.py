@@ -5,7 +5,9 @@ threads may see the reason, and the first one speaks for all.
 """
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -60,6 +62,17 @@ def leave(code: int) -> None:
     last.start()
     last.join(PATIENCE)
     os._exit(code)
+
+
+def abort_later() -> None:
+    """From now on an abort of this process (SIGABRT) takes some seconds, in which another thread may `leave`.
+
+    JAX aborts a process as soon as its job's first one is lost, before the thread that hears of the loss can say so.
+    The handler is C's `sleep`, which takes the signal's number for seconds: 6. No Python runs in it, so that nothing
+    keeps the process from its end, and then it ends as without this.
+    """
+    library = ctypes.CDLL(None)
+    library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
 
 
 def _do_last() -> None:

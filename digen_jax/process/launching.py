@@ -15,6 +15,7 @@ from absl import logging
 
 from digen_jax.errors import ConfigError
 from digen_jax.process import clusters
+from digen_jax.process.ending import abort_later
 from digen_jax.process.memory import keep_freed_memory
 
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "digen_jax/xla"
@@ -162,6 +163,7 @@ def join_job(place: Place, seconds: float = MEETING) -> None:
     # A process that gets a signal to stop tells the first one, which decides when (see runtime.orders).
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    abort_later()
     # JAX aborts the process with a page of text where the others do not come in time: this ends it before.
     late = threading.Timer(seconds, _give_up, (place.address, seconds))
     late.daemon = True

@@ -59,12 +59,13 @@ class Following:
         # Commands, then None at the run's end, or the reason why there are no more.
         self._commands: queue.Queue[Command | Exception | None] = queue.Queue(WAITING)
         self._channel = wire.channel(leader)
-        self._heard, self._why = time.monotonic(), ""
+        self._why = ""
         self._over, self._told = threading.Event(), threading.Event()
         self._leaving, self._signal = False, 0
         self._doing: dict[int, Stopwatch] = {}  # by the serials of the commands in progress
         self.reason = ""  # of the leader, for the end of its commands
         self.welcome = self._meet(wire, hello, seconds)
+        self._heard = time.monotonic()
         for work in (self._watch, self._read):
             threading.Thread(target=work, name="leader", daemon=True).start()
 

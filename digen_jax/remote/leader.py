@@ -34,7 +34,8 @@ class Leader:
       transfer: the address at which this process offers transfers between devices; "": it offers none.
       step: the present one.
       missed: called where a mesh has not got published weights from another one: see `Fanout.missed`.
-      ended: called with the name of every mesh that ends, ready or not; must be short.
+      ended: called with every mesh that ends, ready or not; must be short.
+      trainers: processes of the trainer's mesh; those that do not lead join as any others.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class Leader:
         transfer: str = "",
         step: Callable[[], int] = lambda: 0,
         missed: Callable[[str, str, bool], None] = lambda taker, giver, failed: None,
-        ended: Callable[[str], None] = lambda name: None,
+        ended: Callable[[Mesh], None] = lambda mesh: None,
+        trainers: int = 1,
     ):
         self.meshes: dict[str, Mesh] = {}
         self._identity, self._joined, self._lost = identity, joined, lost
         self._keepalive, self._transfer = keepalive or Keepalive(), transfer
         self._step, self._missed, self._has_ended = step, missed, ended
+        self._trainers = trainers
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._calls = Line("members")
@@ -124,9 +127,12 @@ class Leader:
     async def _admitted(self, context: grpc.aio.ServicerContext) -> Member:
         """The member of a hello; the call ends here if it is refused."""
         hello = hello_of(context)
-        if hello is None or not 0 < len(hello.mesh) <= NAME or hello.mesh == TRAINER:
+        if hello is None or not 0 < len(hello.mesh) <= NAME:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "its hello has no mesh's name")
+        if hello.mesh == TRAINER and (not hello.process or hello.processes != self._trainers):
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "its hello has no name of a sampling mesh"
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"it is none of the trainer's {self._trainers - 1} other processes",
             )
         sentence = self._identity.difference(hello.config, hello.code)
         if sentence is not None:
@@ -220,10 +226,17 @@ class Leader:
                 return
             # The first order of all: since their welcomes steps may have ended.
             mesh.tell(functools.partial(Update, worker=TRAINER, step=last, update=0))
-            self._calls.submit(self._joined, mesh)
+            self._calls.submit(self._tell_joined, mesh)
             self._changed.notify_all()
 
     # --------------------------------------------------------------------------- in other threads
+
+    def _tell_joined(self, mesh: Mesh) -> None:
+        try:
+            self._joined(mesh)
+        except Exception as error:  # such as files of TLS that cannot be read any more
+            traceback.print_exception(error)
+            mesh.lose(f"cannot be used ({error!r})")
 
     def _left(self, member: Member, why: str) -> None:
         """A process's stream ends, and with it its mesh, unless that has ended or is dismissed."""
@@ -248,7 +261,7 @@ class Leader:
                 return
             ready = mesh.ready
             del self.meshes[mesh.name]
-            self._has_ended(mesh.name)
+            self._has_ended(mesh)
             self._changed.notify_all()
         mesh.end(why)
         if ready and not known and mesh.dismissed is None:

@@ -3,6 +3,7 @@
 Each mesh of several processes is a job of `jax.distributed` of its own, which they form before JAX starts.
 """
 
+import math
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.terminal import complain
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.identity import Identity
+from digen_jax.remote.mesh import Mesh
 from digen_jax.remote.server import Context
 from digen_jax.remote.wire import PACKAGE, Wire, service, unary
 
@@ -24,7 +26,7 @@ class Meeting:
 
     def __init__(self, identity: Identity):
         self._identity = identity
-        self._jobs: dict[str, str] = {}
+        self._jobs: dict[str, tuple[str, float]] = {}  # and when it was noted
         self._lock = threading.Lock()
 
     @property
@@ -35,21 +37,23 @@ class Meeting:
     def note(self, mesh: str, job: str) -> None:
         """Where a mesh's first process listens."""
         with self._lock:
-            self._jobs[mesh] = job
+            self._jobs[mesh] = job, time.monotonic()
 
-    def forget(self, mesh: str) -> None:
-        """A mesh is lost: its processes have to meet again."""
+    def forget(self, mesh: Mesh) -> None:
+        """A mesh has ended: its processes have to meet again, unless its successor's first one has come already."""
         with self._lock:
-            self._jobs.pop(mesh, None)
+            _, noted = self._jobs.get(mesh.name, ("", math.inf))
+            if noted < mesh.began:
+                del self._jobs[mesh.name]
 
     def _meet(self, coming: pb.Coming, context: Context) -> pb.Met:
         hello = coming.hello
         if sentence := self._identity.difference(hello.config, hello.code):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)
+        if coming.job:
+            self.note(hello.mesh, coming.job)
         with self._lock:
-            if coming.job:
-                self._jobs[hello.mesh] = coming.job
-            return pb.Met(job=self._jobs.get(hello.mesh, ""))
+            return pb.Met(job=self._jobs.get(hello.mesh, ("", 0.0))[0])
 
 
 def meet(wire: Wire, leader: str, hello: pb.Hello, job: str, seconds: float) -> str:

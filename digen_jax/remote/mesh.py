@@ -1,7 +1,8 @@
-"""A sampling mesh, as the leader sees it: its processes, which get the same commands in the same order."""
+"""A mesh, as the leader sees it: its processes, which get the same commands in the same order."""
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
@@ -9,11 +10,13 @@ from contextlib import suppress
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.member import Asked, Gone, Member
 from digen_jax.remote.server import loop
-from digen_jax.scheduling.commands import Command
+from digen_jax.scheduling.commands import TRAINER, Command
 
 
 class Mesh:
     """The processes of a mesh, from the first one's hello to the end of all. For any thread.
+
+    Of the trainer's mesh those that do not lead: what they do is told to them within their job of JAX.
 
     Attributes:
       name: the worker's.
@@ -21,6 +24,7 @@ class Mesh:
       processes: that it has when it is whole.
       dismissed: it gets no more commands, for this reason.
       why: it has ended.
+      began: when its first hello came, by `time.monotonic`.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class Mesh:
         self.members: dict[int, Member] = {}
         self.dismissed: str | None = None
         self.why: str | None = None
+        self.began = time.monotonic()
         self._silence, self._lose = silence, lose
         self._serials = itertools.count()
         self._lock = threading.Lock()
@@ -53,7 +58,8 @@ class Mesh:
     @property
     def ready(self) -> bool:
         """Whether all its processes are ready for commands."""
-        return len(self.members) == self.processes and all(m.ready for m in self.members.values())
+        joined = self.processes - (self.name == TRAINER)
+        return len(self.members) == joined and all(m.ready for m in self.members.values())
 
     @property
     def asked(self) -> int:
@@ -103,7 +109,7 @@ class Mesh:
         """Sends, after all commands, that there are no more."""
         with self._lock:
             self.dismissed = reason
-            for member in self.members.values():
+            for member in list(self.members.values()):
                 member.dismiss(reason)
 
     def end(self, why: str) -> None:

@@ -51,8 +51,9 @@ def lead(
     keepalive: Keepalive | None = None,
     step: Callable[[], int] = lambda: 0,
     others: Sequence[grpc.GenericRpcHandler] = (),
-    ended: Callable[[str], None] = lambda name: None,
+    ended: Callable[[Mesh], None] = lambda mesh: None,
     most: int = MOST,
+    trainers: int = 1,
 ) -> Iterator[tuple[Leader, RemoteLink, str]]:
     """The leader's end: (who has joined, its link, the address at which it listens).
 
@@ -61,13 +62,14 @@ def lead(
       address: host:port to listen at; the port 0 chooses a free one.
       known: the named tuples that may be nodes of a tree.
       pulls: transfers between devices; None: bytes.
-      joined: as in `Leader`, called with the mesh's executor.
+      joined: as in `Leader`, called with the executor of a sampling mesh.
       lost: as in `Leader`.
       keepalive: None: the usual one.
       step: the present one.
       others: more services of its server.
       ended: as in `Leader`.
       most: meshes that take published weights from one giver at a time: see `Fanout`. Between devices all may.
+      trainers: as in `Leader`.
 
     Raises:
       ConfigError: it cannot listen there.
@@ -76,13 +78,15 @@ def lead(
     fanout = Fanout(most) if pulls is None else None  # between devices the trainer gives to all
 
     def met(mesh: Mesh) -> None:
+        if mesh.name == TRAINER:
+            return
         link.meet(mesh.name, mesh.first.address, mesh.first.transfer, mesh.sessions)
         print(f"{mesh.name} joins: its arrays come as {link.describe(mesh.name)}", flush=True)
         joined(RemoteSampler(mesh, link, fanout))
 
     transfer = "" if pulls is None else pulls.address
     missed = (lambda *_: None) if fanout is None else fanout.missed
-    leader = Leader(wire.identity, met, lost, keepalive, transfer, step, missed, ended)
+    leader = Leader(wire.identity, met, lost, keepalive, transfer, step, missed, ended, trainers)
     server, reason = None, ENDED
     try:
         server, port = wire.server(address, [leader.service, link.lending.service, *others])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.failures import NotDone
 from digen_jax.remote.fanout import Fanout, Slot, Taker
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.mesh import Mesh
@@ -146,8 +147,15 @@ class RemoteSampler:
         threading.Thread(target=complete, name=f"scores {self.name}", daemon=True).start()
 
     def _taken(self, fragment: Fragment, done: Future, arrived: float) -> Judged | None:
-        """What the process has offered before its answer, which came at `arrived`."""
-        done.result()
+        """What the process has offered before its answer, which came at `arrived`.
+
+        Where its rewards could not work for a reason of its own, the mesh is lost: another one scores.
+        """
+        try:
+            done.result()
+        except NotDone as error:
+            self.mesh.lose(f"cannot score ({error})")
+            raise Gone(str(error)) from error
         key = ScoresOf(self.name, fragment)
         found: Judged | None = self._fetched(key)
         if found is None:

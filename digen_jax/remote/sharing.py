@@ -12,7 +12,7 @@ import numpy as np
 from digen_jax.engine.hosts import fetch, put
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.messages import write_key
-from digen_jax.runtime.link import Key, LocalLink, Shardings, SharedOf, Tree
+from digen_jax.runtime.link import ConditioningOf, Key, LocalLink, Shardings, SharedOf, Tree
 from digen_jax.scheduling.commands import TRAINER, Publication
 
 
@@ -99,6 +99,9 @@ class TrainerLink:
             self._link.withdraw(key)
         elif not _is_own(key):
             self._link.withdraw(_shared(key, self._process))
+        if isinstance(key, ConditioningOf) and not self._process:
+            for other in self._others:
+                self._link.withdraw(_shared(key, other))
 
     def settle(self, key: Key) -> bool:
         """See `Link`: what has left the mesh are copies."""
@@ -116,6 +119,9 @@ def _is_own(key: Key) -> bool:
 
 
 def _shared(key: Key, process: int) -> SharedOf:
+    """What the first process has for another one. Of a step's prompts there is one, whichever mesh encoded them."""
+    if isinstance(key, ConditioningOf):
+        key = ConditioningOf(TRAINER, key.step)
     return SharedOf(TRAINER, write_key(key), process)
 
 

@@ -71,9 +71,11 @@ class Run:
         devices = jax.devices() if meshes is None else meshes.own.devices
         orders.announce("begin", json.dumps([recipe.as_json(), own_claim()]))
         orders.hear(MEETING)
-        drawn = functools.partial(
-            reached, recipe, workdir / "prompts", self.positions.oldest() or 0
-        )
+        oldest = self.positions.oldest() or 0
+        if meshes is not None:
+            # For those that are ready before the model is read here: they need not draw the steps before.
+            meshes.step = oldest
+        drawn = functools.partial(reached, recipe, workdir / "prompts", oldest)
         encoding = prepare(recipe, devices, drawn, "trainer" if meshes else None)
         found, pool = resolve(recipe.rewards, meshes=True), recipe.reward_pool
         deadline = Deadline(recipe.runtime.deadline)

@@ -1,5 +1,6 @@
 """The leader's view of sampling meshes in other processes: they come before a run begins or later, and may go."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +12,10 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError
 from digen_jax.process import team
 from digen_jax.process.ending import STOPPED, Stopped, hangs, last_word, leave
-from digen_jax.process.launching import MEETING, Place, join_job
+from digen_jax.process.launching import MEETING, Place, join_job, reach
 from digen_jax.prompt_store import is_ahead, stored
 from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.meeting import Meeting, free_port, meet
@@ -29,6 +31,11 @@ from digen_jax.runtime.link import RowsOf
 from digen_jax.scheduling.commands import TRAINER
 
 LOOK = 0.5  # seconds between two looks at signals while meshes are waited for
+LISTENING = (
+    20.0  # seconds for a mesh's first process to listen; then its address is asked for again
+)
+ENDING = 10.0  # seconds between a run's end in two processes of the trainer
+AGAIN = "start the same command on all again, which continues from the last checkpoint"
 
 
 class Meshes:
@@ -124,10 +131,7 @@ class Meshes:
     @staticmethod
     def _end(driver: Driver | None, why: str) -> None:
         """A process of this one's job is lost, and JAX would end all others of it."""
-        error = Stopped(
-            f"{why}, and all meshes are one job of JAX: start the same command on all again, which continues from the "
-            "last checkpoint"
-        )
+        error = Stopped(f"{why}, and all meshes are one job of JAX: {AGAIN}")
         if driver is None:
             leave(last_word(str(error), STOPPED))
         driver.fail(error)
@@ -151,9 +155,13 @@ class Meshes:
     def lost(self, mesh: Mesh, why: str) -> None:
         """See `Leader`."""
         with self._changed:
-            self._there.pop(mesh.name, None)
-            driver = self._driver
-        if self._one_job:
+            sampler, driver = self._there.pop(mesh.name, None), self._driver
+        if sampler is not None and driver is None:
+            sampler.give_up()
+        if mesh.name == TRAINER:
+            # All devices of the trainer do the same work: it does not end, and nothing of it can be saved.
+            leave(last_word(f"{mesh.name} {why}: {AGAIN}", STOPPED))
+        elif self._one_job:
             self._end(driver, f"{mesh.name} {why}")
         elif driver is not None:
             driver.lost(mesh.name, why)
@@ -183,6 +191,7 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
         ended=meeting.forget,
         step=lambda: meshes.step,
         others=[meeting.service],
+        trainers=role.processes,
     ) as (_, link, _):
         print(f"leads at {apart.place.address}: sampling meshes may join", flush=True)
         name, processes, _ = _job_of(apart)
@@ -200,8 +209,9 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
         yield meshes
 
 
-def join_trainer(recipe: Recipe, apart: Apart) -> Trains:
-    """Joins the trainer's mesh, whose first process leads.
+@contextmanager
+def join_trainer(recipe: Recipe, apart: Apart) -> Iterator[Trains]:
+    """Joins the trainer's mesh, whose first process leads; in this block the process ends where that one is lost.
 
     Raises:
       ConfigError: the leader refuses this process or does not come, or devices that do not suffice.
@@ -209,9 +219,27 @@ def join_trainer(recipe: Recipe, apart: Apart) -> Trains:
     wire, role = make_wire(recipe, apart), apart.role
     _, family = recipe_model(recipe)
     become_one(wire, apart)
-    link = RemoteLink(wire, known_nodes(recipe, family))
-    link.meet(TRAINER, apart.place.address)
-    return Trains(own_devices(role), TrainerLink(link, role.process, role.processes))
+    within = dict(process=role.process, processes=role.processes, pid=os.getpid())
+    following = Following(wire, apart.place.address, pb.Hello(mesh=role.mesh, **within))
+    heeds = threading.Thread(target=_heed, args=(following,), name="leader's end", daemon=True)
+    heeds.start()
+    try:
+        link = RemoteLink(wire, known_nodes(recipe, family))
+        link.meet(TRAINER, apart.place.address)
+        yield Trains(own_devices(role), TrainerLink(link, role.process, role.processes))
+    finally:
+        # Whoever leaves before the leader says so is lost.
+        heeds.join(ENDING)
+        following.close("it has ended")
+
+
+def _heed(following: Following) -> None:
+    """Waits until the leader says that the run ends; its commands come within the job of JAX."""
+    try:
+        for _ in following.commands():
+            pass
+    except (ConfigError, Stopped) as error:
+        leave(last_word(str(error), STOPPED))
 
 
 def make_wire(recipe: Recipe, apart: Apart) -> Wire:
@@ -233,9 +261,19 @@ def become_one(wire: Wire, apart: Apart) -> None:
     if processes == 1:
         return
     own = f"{apart.host}:{free_port()}" if not number else ""
-    hello = pb.Hello(mesh=name, process=number)
-    host, _, port = meet(wire, apart.place.address, hello, own, MEETING).rpartition(":")
-    _join(Place(host.strip("[]"), int(port), processes, number, apart.place.devices), apart)
+    hello, until = pb.Hello(mesh=name, process=number), time.monotonic() + MEETING
+    while True:
+        left = until - time.monotonic()
+        host, _, port = meet(wire, apart.place.address, hello, own, left).rpartition(":")
+        job = Place(host.strip("[]"), int(port), processes, number, apart.place.devices)
+        try:
+            if number:
+                reach(job.host, job.port, min(left, LISTENING))
+            break
+        except ConfigError:  # the first process may have been lost, and come again elsewhere
+            if time.monotonic() >= until:
+                raise
+    _join(job, apart)
 
 
 @contextmanager

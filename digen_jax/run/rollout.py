@@ -38,7 +38,7 @@ from digen_jax.run.roles import Apart, Role, own_devices
 from digen_jax.run.scorers import try_scorers
 from digen_jax.runtime.evaluation import HeldOut
 from digen_jax.runtime.judging import Judge
-from digen_jax.runtime.link import LinkError, RowsOf
+from digen_jax.runtime.link import RowsOf
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.scheduling.commands import TRAINER
@@ -122,11 +122,7 @@ def _encoded(recipe: Recipe, family: Family, link: RemoteLink, mesh: str) -> Sto
     """Prompts that the trainer's process has encoded, which are fetched from there."""
 
     def read(texts: Sequence[str]) -> list[Rows]:
-        try:
-            rows = link.fetch(RowsOf(TRAINER, tuple(texts)), mesh)
-        except LinkError as error:
-            raise Stopped(str(error)) from error
-        return list(rows)
+        return list(link.fetch(RowsOf(TRAINER, tuple(texts)), mesh))
 
     return Stored(family, encoder_shapes(recipe, family), read)
 

@@ -45,7 +45,8 @@ def _take_part(recipe: Recipe, workdir: pathlib.Path, apart: Apart) -> int | Non
     if apart.role.kind == "rollout":
         return sample(recipe, apart)
     if apart.role.process:
-        return follow_run(recipe, workdir, join_trainer(recipe, apart))
+        with join_trainer(recipe, apart) as mesh:
+            return follow_run(recipe, workdir, mesh)
     with led(recipe, apart) as meshes:
         return _lead(recipe, workdir, meshes)
 

@@ -21,7 +21,7 @@ from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch
 from digen_jax.runtime.executors import Executor, Samples
 from digen_jax.runtime.judging import Judged
-from digen_jax.runtime.link import LinkError
+from digen_jax.runtime.link import LOSS, LinkError
 from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.orders import Orders
 from digen_jax.runtime.present import present
@@ -49,7 +49,6 @@ from digen_jax.scheduling.timeline import Interval
 
 SAMPLING = Encode | Generate | Decode | Deliver | Publish  # of a trainer that samples
 FAILURES = 2  # without a whole fragment or publication between them: a worker is given up
-LOSS = 2.0  # seconds in which `lost` is called for a process that is gone
 
 
 class Begun(NamedTuple):
@@ -181,13 +180,16 @@ class Driver:
 
     def join(self, sampler: Samples) -> None:
         """Adds a sampling mesh, in mid-run, too; one of the same name was lost before. Any thread may call."""
-        with self._lock:
-            if self._closed:
-                return
-            self.executor.join(sampler)
-            self._workers[sampler.name] = WorkerThreads(sampler.name)
-            self._summary.devices[sampler.name] = sampler.devices
-            self._post(Joined(self.now(), sampler.name))
+        try:
+            with self._lock:
+                if self._closed:
+                    return
+                self.executor.join(sampler)
+                self._workers[sampler.name] = WorkerThreads(sampler.name)
+                self._summary.devices[sampler.name] = sampler.devices
+                self._post(Joined(self.now(), sampler.name))
+        except BaseException as error:
+            self._stop(error)
 
     def lost(self, name: str, why: str) -> None:
         """A sampling mesh's process is gone: the others repeat its work. Any thread may call."""
@@ -297,7 +299,8 @@ class Driver:
                 return None
             # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
             except Exception as error:
-                if isinstance(error, Stopped | RewardMistake) and not may_pass(error):
+                ends = isinstance(error, Stopped | RewardMistake) and not may_pass(error)
+                if ends and self._is_current(worker):
                     raise  # no other device can do it either
                 return self._failed(worker, line, command, error)
             if isinstance(command, Decode | Deliver | Publish):
@@ -316,7 +319,7 @@ class Driver:
             # Arrays that do not come are often the first sign of a lost process, which is no failure of the work.
             worker.given_up.wait(LOSS)
         with self._lock:
-            if self._workers.get(worker.name) is not worker:  # it may have come again
+            if not self._is_current(worker):
                 return None
             if self._scheduler.is_superseded(command):
                 return self._post(Failed(self.now(), command, repr(error)))
@@ -340,10 +343,15 @@ class Driver:
         except BaseException as error:
             self._stop(error)
 
+    def _is_current(self, worker: WorkerThreads) -> bool:
+        """Whether it was not given up; its name may have come again."""
+        with self._lock:
+            return self._workers.get(worker.name) is worker
+
     def _give_up(self, worker: WorkerThreads, why: str) -> None:
         with self._lock:
-            if self._workers.get(worker.name) is not worker:
-                return  # it was given up before
+            if not self._is_current(worker):
+                return
             print(f"{worker.name} {why}: given up", file=sys.stderr, flush=True)
             del self._workers[worker.name]
             self.executor.give_up(worker.name)
@@ -359,12 +367,14 @@ class Driver:
             error = done.exception()
             if isinstance(error, Gone):
                 return  # `lost` follows, or has been called, after which the fragment is made again
+            if error is not None and not self._awaits(command):
+                return
             if error is not None and may_pass(error):
                 return self._not_scored(command, error)
             found: Judged | None = done.result()
             with self._lock:
                 # Scores of a lost mesh may come when another one makes their fragment again.
-                if not self._scheduler.awaits(command):
+                if not self._awaits(command):
                     return
                 self.executor.scored(command, found)
                 now = self.now()
@@ -377,6 +387,10 @@ class Driver:
             self._completed(command, max(asked, now - seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)
+
+    def _awaits(self, command: Command) -> bool:
+        with self._lock:
+            return self._scheduler.awaits(command)
 
     def _not_scored(self, command: Score, error: BaseException) -> None:
         """The reward failed: the scheduler decides whether to ask it again."""

@@ -12,6 +12,8 @@ from digen_jax.scheduling.commands import Fragment, Publication
 
 Tree = Any
 Shardings = Callable[[Tree], Tree]  # of a tree: the sharding of each of its arrays
+# Seconds in which the loss of a process becomes known. Its connections break at once, which may be noticed before.
+LOSS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ writes an entry; the others execute the entries in order, so that all enqueue th
 import contextlib
 import itertools
 import json
-import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -18,9 +18,10 @@ from jax._src import distributed  # JAX has no public way to its key-value store
 
 from digen_jax.errors import ConfigError
 from digen_jax.process import ending, team
-from digen_jax.process.ending import Stopped
+from digen_jax.process.ending import STOPPED, Stopped
 from digen_jax.process.exhausted import out_of_memory
 from digen_jax.process.interrupt import Interrupt
+from digen_jax.runtime.link import LOSS, LinkError
 from digen_jax.scheduling.saving import pack, unpack
 
 LOG, STOP, MEETING = "digen_jax/log", "digen_jax/stop", "digen_jax/meeting"
@@ -175,24 +176,28 @@ def leading() -> Iterator[Orders]:
             leave(error)
         known = isinstance(error, ConfigError | Stopped)
         text = str(error) if known else f"the first process: {out_of_memory(error) or repr(error)}"
-        orders.announce("end", (text, ending.STOPPED if isinstance(error, Stopped) else None))
+        orders.announce("end", (text, STOPPED if isinstance(error, Stopped) else None))
         raise
 
 
 def leave(error: BaseException) -> None:
-    """Ends a failed process immediately, because the others may wait for it in common work.
+    """Ends a failed process without waiting for the others, because they may wait for it in common work.
 
-    JAX notices its absence and ends them, with a message.
+    They notice its absence, and end, too. Its exit code is `run_main`'s for the same error.
     """
-    if isinstance(error, ConfigError | Stopped):
-        print(error, file=sys.stderr)
-    elif sentence := out_of_memory(error):
-        print(sentence, file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    number = distributed.global_state.process_id
-    print(
-        f"process {number} has failed, which ends the run: the same command continues from the last checkpoint",
-        file=sys.stderr,
+    sentence, code = out_of_memory(error), 1
+    if isinstance(error, ConfigError) or sentence:
+        code = 2
+    elif isinstance(error, Stopped):
+        code = STOPPED
+    elif isinstance(error, LinkError | jax.errors.JaxRuntimeError):
+        # Common work fails in this way where another process is lost: who hears of that says so and ends this process.
+        time.sleep(LOSS)
+        code = STOPPED
+    known = isinstance(error, ConfigError | Stopped | LinkError)
+    text = sentence or (
+        str(error) if known else "".join(traceback.format_exception(error)).rstrip()
     )
-    ending.leave(1)
+    number = distributed.global_state.process_id
+    ends = f"process {number} has failed, which ends the run: the same command continues from the last checkpoint"
+    ending.leave(ending.last_word(f"{text}\n{ends}", code))

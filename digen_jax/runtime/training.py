@@ -140,7 +140,9 @@ class TrainingExecutor:
         self._history.append(metrics)
         jax.block_until_ready(self.state)
         if version is not None:
-            self._prompts = {step: held for step, held in self._prompts.items() if step >= version}
+            for step in [step for step in self._prompts if step < version]:
+                del self._prompts[step]
+                self._link.withdraw(ConditioningOf(TRAINER, step))
             updates = version * self._settings.updates
             self.state = self._system.trainer.end_step(self.state, updates)
             self.publish(version)

@@ -1,5 +1,6 @@
 """How a process ends whose threads do not: in processes of their own, in which one hangs that Python would wait for."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -100,6 +101,22 @@ def test_the_last_word_is_one_line_however_many_threads_have_it(tmp_path):
         "for one in threads: one.join()\n",
     )
     assert (done.returncode, done.stderr) == (75, "the leader is lost\n")
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_process_that_a_library_aborts_has_time_to_say_why(tmp_path, heard):
+    """Whether a thread says it or not, it ends."""
+    done = run(
+        tmp_path,
+        "import ctypes, threading, time\n"
+        "from digen_jax.process.ending import abort_later, last_word, leave\n"
+        "abort_later()\n"
+        "threading.Thread(target=ctypes.CDLL(None).abort).start()\n"
+        f"time.sleep({1 if heard else 60})\n"
+        "leave(last_word('the leader is lost', 75))\n",
+    )
+    found = done.returncode, done.stderr
+    assert found == ((75, "the leader is lost\n") if heard else (-signal.SIGABRT, ""))
 
 
 def test_the_last_word_does_not_wait_for_a_full_pipe(tmp_path):

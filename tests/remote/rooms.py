@@ -20,7 +20,11 @@ class Room:
     """A leader with its server, and what became of its members."""
 
     def __init__(
-        self, keepalive: Keepalive = FAST, tls: Tls | None = None, host: str = "localhost"
+        self,
+        keepalive: Keepalive = FAST,
+        tls: Tls | None = None,
+        host: str = "localhost",
+        trainers: int = 1,
     ):
         self.said: queue.Queue[tuple[str, str]] = queue.Queue()
         self.step = 0
@@ -30,6 +34,7 @@ class Room:
             lambda member, why: self.said.put((member.name, why)),
             keepalive,
             step=lambda: self.step,
+            trainers=trainers,
         )
         self.server, port = Wire(IDENTITY, tls).server(f"{host}:0", [self.leader.service])
         self.address = f"{host}:{port}"

@@ -252,6 +252,40 @@ def test_a_restarted_mesh_waits_until_its_predecessor_is_lost(room):
     end()
 
 
+def test_a_mesh_that_has_waited_long_for_its_name_works(room):
+    """Longer than the silence after which a leader counts as lost."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(contextlib.ExitStack())
+        first.enter_context(mesh(room))
+        room.joined()
+        threading.Timer(1.2 * FAST.silence, first.close).start()
+        begin = time.monotonic()
+        stack.enter_context(mesh(room))
+        assert time.monotonic() - begin > FAST.silence
+        assert room.lost()[0] == "rollout 0"
+        member = room.joined()
+        time.sleep(FAST.silence / 8)
+        member.ask(encode(1)).result(30)
+
+
+def test_a_mesh_that_cannot_be_taken_up_is_lost(room, capfd):
+    def joined(mesh):
+        raise OSError("no space left for what is printed")
+
+    room.leader._joined = joined
+    with mesh(room) as (_, raised):
+        assert room.lost() == (
+            "rollout 0",
+            "cannot be used (OSError('no space left for what is printed'))",
+        )
+        for _ in range(100):
+            if raised:
+                break
+            time.sleep(0.05)
+        assert isinstance(raised[0], Stopped)
+    assert "Traceback" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("other", "hello", "sentence"),
     [
@@ -260,9 +294,9 @@ def test_a_restarted_mesh_waits_until_its_predecessor_is_lost(room):
         (Identity(TOKEN, "d", "v"), {}, "its config is 'd' and the leader's 'c'"),
         (Identity(TOKEN, "c", "w"), {}, "its code is 'w' and the leader's 'v'"),
         (IDENTITY, {"process": 1}, "its mesh has no process 1"),
-        (IDENTITY, {"mesh": ""}, "its hello has no name of a sampling mesh"),
-        (IDENTITY, {"mesh": "x" * 200}, "its hello has no name of a sampling mesh"),
-        (IDENTITY, {"mesh": "trainer"}, "its hello has no name of a sampling mesh"),
+        (IDENTITY, {"mesh": ""}, "its hello has no mesh's name"),
+        (IDENTITY, {"mesh": "x" * 200}, "its hello has no mesh's name"),
+        (IDENTITY, {"mesh": "trainer"}, "it is none of the trainer's 0 other processes"),
     ],
 )
 def test_a_process_of_another_job_is_refused_by_name(room, other, hello, sentence):
@@ -460,7 +494,7 @@ def test_the_jobs_token_is_a_secret(monkeypatch):
 def certificates(tmp_path_factory) -> list[Tls]:
     """Of this job, and of a stranger whom the same authority has not signed."""
     folder = tmp_path_factory.mktemp("tls")
-    config = "subjectAltName=DNS:localhost"
+    config = "subjectAltName=DNS:localhost,IP:127.0.0.1"
 
     def openssl(*words):
         subprocess.run(["openssl", *map(str, words)], cwd=folder, check=True, capture_output=True)

@@ -14,18 +14,20 @@ from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.meeting import Meeting, meet
 from digen_jax.remote.member import Gone
+from digen_jax.remote.mesh import Mesh
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Wire
+from digen_jax.scheduling.commands import TRAINER
 from tests.remote import mesh_process
 from tests.remote.mesh_process import FAST, IDENTITY, TOKEN, WAITS, encode
-from tests.remote.rooms import room  # noqa: F401
+from tests.remote.rooms import Room, room  # noqa: F401
 
 
 class Process:
     """A process of a mesh, in a thread."""
 
-    def __init__(self, room, number: int, of: int = 2):  # noqa: F811
-        hello = pb.Hello(mesh="rollout 0", process=number, processes=of, devices=4)
+    def __init__(self, room, number: int, of: int = 2, mesh: str = "rollout 0"):  # noqa: F811
+        hello = pb.Hello(mesh=mesh, process=number, processes=of, devices=4)
         self.free = threading.Event()
         self.work = mesh_process.Pretends(self.free)
         self.stream = Following(Wire(IDENTITY), room.address, hello, 20)
@@ -56,7 +58,8 @@ def test_a_mesh_that_ends_before_it_is_ready_is_told_to_be_forgotten(room):  # n
     first, second = Process(room, 0).begin(), Process(room, 1)
     second.stream.close("it cannot read its model", 0.1)
     first.thread.join(10)
-    assert isinstance(first.raised[0], Stopped) and ended == ["rollout 0"] and room.said.empty()
+    assert isinstance(first.raised[0], Stopped) and room.said.empty()
+    assert [mesh.name for mesh in ended] == ["rollout 0"]
 
 
 @pytest.fixture
@@ -147,6 +150,25 @@ def test_a_process_that_does_not_fit_its_mesh_is_refused(room, two):  # noqa: F8
         Process(room, 2)
 
 
+def test_the_trainers_processes_that_do_not_lead_are_a_mesh_of_their_own():
+    with contextlib.closing(Room(trainers=3)) as leader, contextlib.ExitStack() as stack:
+        for number, of in ((0, 3), (1, 2), (1, 1), (3, 4)):
+            with pytest.raises(
+                ConfigError, match=r"none of the trainer's 2 other processes|no process"
+            ):
+                Process(leader, number, of, TRAINER)
+        first, second = Process(leader, 1, 3, TRAINER), Process(leader, 2, 3, TRAINER)
+        for one in (first, second):
+            stack.callback(one.close)
+            assert leader.said.empty()
+            one.begin()
+        leader.joined(TRAINER)
+        second.stream.close("it is broken", 0.1)
+        assert leader.lost() == (TRAINER, "has lost process 2, which has left: it is broken")
+        first.thread.join(10)
+        assert "counts trainer, process 1, as lost" in str(first.raised[0])
+
+
 def test_processes_of_a_mesh_meet_where_its_first_one_says():
     meeting = Meeting(IDENTITY)
     server, port = Wire(IDENTITY).server("localhost:0", [meeting.service])
@@ -162,7 +184,11 @@ def test_processes_of_a_mesh_meet_where_its_first_one_says():
     assert not found and of(0, "10.0.0.1:99") == "10.0.0.1:99"
     second.join(10)
     assert found == ["10.0.0.1:99"]
-    meeting.forget("rollout 0")
+    before = Mesh("rollout 0", 2, 1.0, lambda mesh, why: None)
+    meeting.note("rollout 0", "10.0.0.1:100")
+    meeting.forget(before)
+    assert of(1) == "10.0.0.1:100"
+    meeting.forget(Mesh("rollout 0", 2, 1.0, lambda mesh, why: None))
     with pytest.raises(ConfigError, match=r"the first process of rollout 0 has not come in 0\.6 s"):
         of(1, seconds=0.6)
     with pytest.raises(ConfigError, match="refuses process 1 of rollout 0: its config is"):

@@ -10,7 +10,6 @@ import pytest
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import sampling
-from digen_jax.remote.failures import NotDone
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.rewards import Scores
 from digen_jax.rewards.exchanges import Exchange
@@ -114,8 +113,6 @@ def test_what_fails_there_is_the_same_error_here_and_costs_no_mesh(room, error):
     work, link = Scoring(), Fetches(SENT)
     with mesh(room, executes=work):
         found = sampler(room, link)
-        with pytest.raises(NotDone, match="KeyError"):
-            found.score(FRAGMENT).result(30)
         work.asked.append(Future())
         work.asked[-1].set_exception(error)
         here = found.score(FRAGMENT).exception(30)
@@ -125,6 +122,14 @@ def test_what_fails_there_is_the_same_error_here_and_costs_no_mesh(room, error):
         work.asked[-1].set_result((1.0, 2.0))
         assert found.score(FRAGMENT).result(30).values is SENT.values
     assert not link.given
+
+
+def test_a_mesh_that_cannot_score_for_a_reason_of_its_own_is_lost(room):  # noqa: F811
+    """Such as no memory for a reward's process: another mesh may have it."""
+    with mesh(room, executes=Scoring()):
+        assert isinstance(sampler(room, Fetches()).score(FRAGMENT).exception(30), Gone)
+        name, why = room.lost()
+        assert name == "rollout 0" and why.startswith("cannot score (rollout 0: KeyError(")
 
 
 def test_of_a_fragment_that_was_dropped_there_are_no_scores(room):  # noqa: F811

@@ -198,9 +198,12 @@ def printed(process: Begun) -> list[str]:
     return process.said
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_run_apart_is_that_of_one_process(job, unbroken, kind):
-    job = job("--config.reward_pool.processes=1", kind=kind)
+COMES = {"bytes": "bytes over gRPC", "transfer": "jax.experimental.transfer"}
+
+
+@pytest.mark.parametrize(("kind", "link"), [("full", "transfer"), ("lora", "bytes")])
+def test_a_run_apart_is_that_of_one_process(job, unbroken, kind, link):
+    job = job("--config.reward_pool.processes=1", f"--link={link}", kind=kind)
     leader, *rollouts = job.together()
     job.ends(0, 0, 0)
     said = printed(leader)
@@ -208,7 +211,7 @@ def test_a_run_apart_is_that_of_one_process(job, unbroken, kind):
     for number, one in enumerate(rollouts):
         joined, *rest = printed(one)
         assert joined.startswith(
-            f"rollout {number} joins 127.0.0.1:{job.port}: weights come as bytes"
+            f"rollout {number} joins 127.0.0.1:{job.port}: weights come as {COMES[link]}"
         )
         ended = f"rollout {number} ends: the run has ended"
         assert rest[-2:] == [f"rollout {number} is ready, on 1 devices", ended]
@@ -309,24 +312,25 @@ def test_a_mesh_that_is_asked_to_stop_leaves_at_the_end_of_the_step(job, unbroke
 
 
 def test_a_leader_that_is_asked_to_stop_saves_and_the_run_continues_anywhere(job, unbroken):
+    """From one process to three, to one and to three again."""
     job = job()
     job.hold(2)
-    leader, *rollouts = job.together()
+    leader = job.alone()
     job.held(2)
     leader.signal(signal.SIGTERM)
     job.release(2)
-    stopped, *_ = job.ends(128 + signal.SIGTERM, 0, 0)
-    assert "finishing this step, then saving" in stopped
-    assert printed(leader)[-1] == "Stopped and saved after step 2; the same command continues."
-    assert all(printed(one)[-1].endswith(" ends: the run has ended") for one in rollouts)
+    job.ends(128 + signal.SIGTERM)
 
     job.hold(3)
-    leader, *_ = job.together()
+    leader, *rollouts = job.together()
     leader.until("continuing after step 2")
     job.held(3)
     leader.signal(signal.SIGTERM)
     job.release(3)
-    job.ends(128 + signal.SIGTERM, 0, 0)
+    stopped, *_ = job.ends(128 + signal.SIGTERM, 0, 0)
+    assert "finishing this step, then saving" in stopped
+    assert printed(leader)[-1] == "Stopped and saved after step 3; the same command continues."
+    assert all(printed(one)[-1].endswith(" ends: the run has ended") for one in rollouts)
     apart = job.workdir.with_name("apart")
     shutil.copytree(job.workdir, apart)
 

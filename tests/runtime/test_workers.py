@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from digen_jax.process.ending import Stopped
 from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import driver as runtime_driver
@@ -188,6 +189,36 @@ def test_arrays_that_do_not_come_from_a_lost_process_are_no_failure(
     said = capfd.readouterr().err
     assert "rollout 1 is lost: given up\n" in said
     assert "have not come" not in said and "times in a row" not in said
+
+
+def test_a_mesh_that_is_lost_already_does_not_end_the_run(system, undisturbed, monkeypatch):
+    """What it was at fails by that, in words that would end the run."""
+    real, drivers = SamplingExecutor.generate, []
+
+    def generate(executor, fragment, version):
+        if executor.name == "rollout 1":
+            drivers[0].lost(executor.name, "leaves, because it was asked to stop")
+            raise Stopped("its prompts have not come")
+        real(executor, fragment, version)
+
+    monkeypatch.setattr(SamplingExecutor, "generate", generate)
+    with toy.driver(system, config()) as driver:
+        drivers.append(driver)
+        for _ in range(3):
+            driver.step()
+        equal_bits(driver.executor.state, undisturbed[0])
+
+
+def test_a_mesh_that_cannot_be_added_ends_the_run_with_the_reason(system, monkeypatch):
+    def join(executors, sampler):
+        raise RuntimeError("there is no room for it")
+
+    monkeypatch.setattr(Executors, "join", join)
+    with toy.driver(system, config()) as driver:
+        driver.join(object())
+        with pytest.raises(RuntimeError, match="there is no room for it"):
+            for _ in range(3):
+                driver.step()
 
 
 def test_what_fails_everywhere_ends_the_run_with_its_reason(system, monkeypatch):
