@@ -31,8 +31,9 @@ class Status:
     Args:
       workdir: the run's folder.
       snapshot: the state as JSON: see `runtime.present`. It may wait, which makes the file old.
-      places: for workers in other processes, by name: "host", "process" (its number there) and "heard", when it
-        was heard by the system's clock. The others are in this process.
+      places: for workers in other processes, by name: "host", "process" (the first one's number there), "processes"
+        and "heard", when the one that has been silent longest was heard, by the system's clock. The others are in
+        this process; of the trainer's there may be more.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ def write_status(
     """
     here = {"host": socket.gethostname(), "process": os.getpid()}
     workers = {
-        name: {**here, "heard": None, **places.get(name, {}), **found}
+        name: {**here, "processes": 1, "heard": None, **places.get(name, {}), **found}
         for name, found in snapshot["workers"].items()
     }
     told = {"written": time.time(), **here, "ended": ended, "lines": last_lines()[-SHOWN:]}
@@ -163,6 +164,8 @@ def _alive(found: Mapping[str, Any], holder: int | None, now: float) -> str:
 def _row(name: str, one: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, ...]:
     """A worker's cells; spans are up to the time of the writing."""
     now, process = found["written"], str(one["process"])
+    if one["processes"] > 1:
+        process = f"{process} and {one['processes'] - 1} more"
     if one["host"] != found["host"]:
         process = f"{process} on {_cut(one['host'], HOST)}"
     cells = name, process, str(one["devices"])

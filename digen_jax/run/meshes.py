@@ -45,11 +45,11 @@ class Meshes:
       own: the trainer's mesh.
     """
 
-    def __init__(self, names: list[str], one_job: bool = False):
-        """`one_job`: see `Apart`."""
+    def __init__(self, names: list[str], one_job: bool = False, trainers: int = 1):
+        """`names` are those that the config has, `trainers` the processes that train; `one_job`: see `Apart`."""
         self.own: Trains | None = None
         self.step = 0  # the present one, at which a mesh that joins begins
-        self._names, self._one_job = names, one_job  # the names that the config has
+        self._names, self._one_job, self._trainers = names, one_job, trainers
         self._there: dict[str, RemoteSampler] = {}
         self._driver: Driver | None = None
         self._changed = threading.Condition()
@@ -115,18 +115,20 @@ class Meshes:
                 self._driver.lost(one.name, "leaves, because it was asked to stop")
 
     def places(self) -> dict[str, dict[str, Any]]:
-        """Where the meshes are that are there, and when each was heard: see `records.status`."""
+        """Where the meshes are that are there, and when each was heard: see `Status`."""
         with self._changed:
             meshes = [one.mesh for one in self._there.values()]
         clock = time.time() - time.monotonic()
-        return {
+        found = {
             one.name: {
                 "host": one.first.address.rpartition(":")[0],
                 "process": one.first.pid,
+                "processes": one.processes,
                 "heard": clock + one.heard,
             }
             for one in meshes
         }
+        return found | {TRAINER: {"processes": self._trainers}}
 
     @staticmethod
     def _end(driver: Driver | None, why: str) -> None:
@@ -179,7 +181,8 @@ def led(recipe: Recipe, apart: Apart) -> Iterator[Meshes]:
     wire, role = make_wire(recipe, apart), apart.role
     folder, family = recipe_model(recipe)
     workers = recipe.placement.rollout.workers
-    meshes = Meshes([f"rollout {number}" for number in range(workers)], apart.one_job)
+    names = [f"rollout {number}" for number in range(workers)]
+    meshes = Meshes(names, apart.one_job, role.processes)
     meeting, known = Meeting(wire.identity), {}
     with lead(
         wire,

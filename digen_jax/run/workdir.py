@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import socket
 import struct
 import sys
@@ -22,6 +23,7 @@ FLOCK, FIELDS = (
     if sys.platform == "linux"
     else ("qqihh", ("start", "length", "process", "type", "whence"))
 )
+DRAWN = secrets.token_hex(3)
 
 
 def claim_workdir(
@@ -67,7 +69,7 @@ def _lock(workdir: Path) -> IO[str]:
         fcntl.lockf(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         claim.seek(0)
-        owner = claim.read().strip()
+        owner = claim.read().partition(" (")[0].strip()
         claim.close()
         raise ConfigError(
             f"{workdir} is in use by {owner}: wait until that ends, or choose another workdir"
@@ -80,6 +82,7 @@ def _lock(workdir: Path) -> IO[str]:
     claim.truncate(0)
     claim.write(own_claim())
     claim.flush()
+    os.fsync(claim.fileno())  # other hosts read it: see `check_shared`
     return claim
 
 
@@ -100,8 +103,11 @@ def holder(workdir: Path | str) -> int | None:
 
 
 def own_claim() -> str:
-    """The present process in words, as in a workdir that it has claimed; the claim ends if it closes that file."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    """The present process in words, as in a workdir that it has claimed; the claim ends if it closes that file.
+
+    In containers many processes have the same number on hosts of the same name: `DRAWN` tells them apart.
+    """
+    return f"process {os.getpid()} on {socket.gethostname()} ({DRAWN})"
 
 
 def check_shared(workdir: Path | str, claim: str) -> None:

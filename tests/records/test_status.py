@@ -34,6 +34,7 @@ SNAPSHOT = dict(
     },
 )
 PLACES = {
+    "trainer": dict(processes=2),
     "rollout 0": dict(host="host-of-a-rather-long-name", process=77, heard=993.5),
     "rollout 1": dict(host="other", process=78, heard=900.0),
 }
@@ -60,7 +61,7 @@ def test_the_table_fits_a_terminal(written):
         f"written 1.5 s ago by process {me} on {HERE}; it still has the workdir",
         "worker     process                     devices  weights        for",
         "  at that time",
-        f"trainer    {me:<26}  4        11 12          2.0 s",
+        f"trainer    {f'{me} and 1 more':<26}  4        11 12          2.0 s",
         "  training on fragment 3 of step 12",
         "rollout 0  77 on host-of-a-rather-...  16       ... 11 12 +13  2 min",
         "  not heard for 6.5 s; waits for publish",
@@ -80,7 +81,7 @@ def test_the_table_fits_a_terminal(written):
 
 def test_a_long_cell_is_broken_under_itself(written):
     long = TRAINER | dict(does="generating fragment 12 of the evaluation of version 120", holds=[])
-    workers = {"trainer": {"host": HERE, "process": 5, "heard": None, **long}}
+    workers = {"trainer": {"host": HERE, "process": 5, "processes": 1, "heard": None, **long}}
     text = describe("x", {**written, "workers": workers, "scoring": 0, "lines": []}, 5, 1001.5)
     assert text.splitlines()[2:] == [
         "worker   process  devices  weights  for    at that time",
