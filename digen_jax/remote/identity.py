@@ -47,7 +47,7 @@ class Identity:
         if config != self.config:
             return (
                 f"its config is {config[:12]!r} and the leader's {self.config[:12]!r}: start all processes with the "
-                "same command"
+                "same command and the same prompt files"
             )
         return None
 

@@ -14,6 +14,8 @@ from digen_jax.process import team
 from digen_jax.process.ending import STOPPED, Stopped, hangs, last_word, leave
 from digen_jax.process.launching import MEETING, Place, join_job, reach
 from digen_jax.prompt_store import is_ahead, stored
+from digen_jax.prompts.dataset import content_hash
+from digen_jax.prompts.files import read_bytes
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
@@ -246,12 +248,14 @@ def _heed(following: Following) -> None:
 
 
 def make_wire(recipe: Recipe, apart: Apart) -> Wire:
-    """How a process of a run connects to the others.
+    """How a process of a run connects to the others, whose config and prompt files must be the same.
 
     Raises:
       ConfigError: the token is missing.
     """
-    return Wire(Identity.of(recipe.as_json(), job_token()), apart.tls)
+    files = *recipe.prompts.paths, recipe.evaluation.prompts
+    read = {str(path): content_hash(path, read_bytes(path)) for path in files}
+    return Wire(Identity.of({"config": recipe.as_json(), "read": read}, job_token()), apart.tls)
 
 
 def become_one(wire: Wire, apart: Apart) -> None:

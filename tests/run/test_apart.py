@@ -368,9 +368,9 @@ def test_without_its_leader_every_process_ends_and_the_run_continues(job, unbrok
 
 
 def test_prompts_that_the_trainers_process_has_encoded_come_over_the_link(job, base, tmp_path):
-    """Rollout processes have neither the store nor the text encoders' weights."""
-    trains, samples = tmp_path / "trains", tmp_path / "samples"
-    for folder in (trains, samples):
+    """Rollout processes have neither the store nor the text encoders' weights; another prompt file is refused."""
+    trains, samples, other = (tmp_path / name for name in ("trains", "samples", "other"))
+    for folder in (trains, samples, other):
         shutil.copytree(base / "tiny-pipeline", folder / "tiny-pipeline")
         shutil.copy(base / "tiny-prompts.jsonl", folder)
     removed = [*samples.glob("tiny-pipeline/text_encoder*/*.safetensors")]
@@ -380,9 +380,13 @@ def test_prompts_that_the_trainers_process_has_encoded_come_over_the_link(job, b
     ahead = "--config.prompts.encoding=ahead", "--config.prompts.store=store"
     apart, alone = job(*ahead), job(*ahead)
     leader = apart.process(0, here=trains, BASE=".")
+    prompts = other / "tiny-prompts.jsonl"
+    prompts.write_text(prompts.read_text().replace("red", "green"))
+    code, errors = apart.process(1, here=other, BASE=".").ends(60)
+    assert code == 2 and "with the same command and the same prompt files" in errors
     for number in (1, 2):
         apart.process(number, here=samples, BASE=".")
-    apart.ends(0, 0, 0)
+    apart.ends(0, 2, 0, 0)
     assert any("are to be encoded" in line for line in printed(leader)), leader.said
     assert (trains / "store").exists() and not (samples / "store").exists()
     alone.alone(here=trains, BASE=".")
