@@ -151,11 +151,16 @@ class Member:
             if self.why is not None:
                 return
             self.why = why
+        self.let_go(why)
+        self._put()
+
+    def let_go(self, why: str) -> None:
+        """Ends whatever waits for an answer."""
+        with self._lock:
             waiting, self._asked = self._asked, {}
         for _, future in waiting.values():
             with suppress(InvalidStateError):
                 future.set_exception(Gone(f"{self.name} {why}"))
-        self._put()
 
     async def orders(self) -> AsyncIterator[pb.Order]:
         """What to send, until the end."""

@@ -112,6 +112,11 @@ class Mesh:
             for member in list(self.members.values()):
                 member.dismiss(reason)
 
+    def let_go(self, why: str) -> None:
+        """Ends whatever waits for an answer to a command; its processes go on with it."""
+        for member in list(self.members.values()):
+            member.let_go(why)
+
     def end(self, why: str) -> None:
         """Ends its streams, and whatever waits for an answer, unless it has ended before."""
         self.why = self.why or why

@@ -127,6 +127,12 @@ class RemoteSampler:
         # Not by its name, which another mesh may have by now.
         self.mesh.give_up("was given up")
 
+    def let_go(self) -> None:
+        """The run ends, and nobody needs what it is at."""
+        if self._fanout is not None:
+            self._fanout.leave(self._taker)
+        self.mesh.let_go("is not waited for: the run ends")
+
     def _do(self, make: Callable[[int], Command], giver: pb.Giver | None = None) -> None:
         asked = self.mesh.ask(make, giver)
         # There it may compile, or pause.

@@ -219,11 +219,13 @@ class Run:
             return
         self.meshes.step = position.done
         self.meshes.wait(stops=lambda: interrupt.asked)
-        with (
-            closing(self.meshes),
-            closing(self.meshes.begin(functools.partial(self.drive, position))) as driver,
-        ):
-            yield driver
+        with closing(self.meshes):
+            driver = self.meshes.begin(functools.partial(self.drive, position))
+            try:
+                yield driver
+            finally:
+                with self.meshes.let_go():
+                    driver.close()
 
     def status(self, driver: Driver) -> Status:
         """Writes what all workers do, in a block."""

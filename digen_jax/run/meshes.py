@@ -36,6 +36,7 @@ LOOK = 0.5  # seconds between two looks at signals while meshes are waited for
 LISTENING = (
     20.0  # seconds for a mesh's first process to listen; then its address is asked for again
 )
+UNFINISHED = 5.0  # seconds at the run's end for what meshes are at
 ENDING = 10.0  # seconds between a run's end in two processes of the trainer
 AGAIN = "start the same command on all again, which continues from the last checkpoint"
 
@@ -139,6 +140,27 @@ class Meshes:
         if driver is None:
             leave(last_word(str(error), STOPPED))
         driver.fail(error)
+
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
+        """In this block, at the run's end, what meshes are at is waited for for a few seconds at most.
+
+        A mesh may generate what nobody will train, or take weights that it will not need, for minutes.
+        """
+
+        def over() -> None:
+            with self._changed:
+                samplers = list(self._there.values())
+            for one in samplers:
+                one.let_go()
+
+        late = threading.Timer(UNFINISHED, over)
+        late.daemon = True
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
 
     def close(self) -> None:
         """The driver has ended."""

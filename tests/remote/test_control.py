@@ -18,6 +18,7 @@ from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote import following, member
 from digen_jax.remote.failures import NotDone
+from digen_jax.remote.fanout import Fanout, Taker
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
 from digen_jax.remote.link import RemoteLink
@@ -35,7 +36,7 @@ from digen_jax.scheduling.commands import Encode, Publication, Publish, Update
 from digen_jax.scheduling.events import Completed, Failed
 from tests.pipelines import ROOT
 from tests.remote import mesh_process
-from tests.remote.mesh_process import FAST, IDENTITY, TOKEN, encode
+from tests.remote.mesh_process import FAST, IDENTITY, TOKEN, WAITS, encode
 from tests.remote.rooms import Room, mesh
 
 
@@ -266,6 +267,38 @@ def test_a_mesh_that_has_waited_long_for_its_name_works(room):
         member = room.joined()
         time.sleep(FAST.silence / 8)
         member.ask(encode(1)).result(30)
+
+
+def test_a_mesh_that_is_let_go_works_on_and_leaves_at_the_end(room):
+    """Where the run ends, nobody waits for what it is at, and it is not lost."""
+    free = threading.Event()
+    work = mesh_process.Pretends(free)
+    with mesh(room, executes=work) as (stream, raised):
+        fanout, other = Fanout(1), Taker("rollout 1", "host:1")
+        fanout.join(other)
+        assert fanout.ask(Publication(1), other).result(5).giver is None
+        sampler = RemoteSampler(room.joined(), None, fanout)
+        calls = [lambda: sampler.encode(WAITS), lambda: sampler.receive(Publication(1))]
+        found: list[BaseException] = []
+
+        def ends(call):
+            try:
+                call()
+            except BaseException as error:
+                found.append(error)
+
+        threads = [threading.Thread(target=ends, args=(call,), daemon=True) for call in calls]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        assert not found
+        sampler.let_go()
+        for thread in threads:
+            thread.join(5)
+        assert [type(error) for error in found] == [Gone, Gone] and room.said.empty()
+        room.leader.dismiss("rollout 0", "the run has ended")
+        free.set()
+    assert not raised and stream.reason == "the run has ended" and WAITS in work.steps
 
 
 def test_a_mesh_that_cannot_be_taken_up_is_lost(room, capfd):

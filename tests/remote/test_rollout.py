@@ -23,7 +23,7 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.link import ConditioningOf, LinkError, LocalLink, SamplesOf, ScoresOf
 from digen_jax.runtime.training import shardings
-from digen_jax.scheduling.commands import TRAINER, Fragment, Publication
+from digen_jax.scheduling.commands import TRAINER, Fragment, Publication, Score
 from tests.engine import toy
 from tests.remote.mesh_process import TOKEN
 from tests.remote.processes import begin  # noqa: F401
@@ -124,8 +124,9 @@ def test_another_process_makes_the_same_bits(kind, way, base, begin):  # noqa: F
                                   for one in (judged, other)))  # fmt: skip
             assert judged.seconds > 0
         # Once more, it is gone there.
+        again = sampler.mesh.ask_first(functools.partial(Score, fragment=FRAGMENT, maker=NAME))
         with pytest.raises(NotDone, match="KeyError"):
-            sampler.score(FRAGMENT).result(30)
+            again.result(30)
         # A fragment that is dropped is gone there, too, and a step that ends.
         sampler.generate(FRAGMENT, WEIGHTS)
         sampler.drop_fragment(FRAGMENT)

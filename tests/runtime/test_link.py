@@ -1,12 +1,14 @@
 """The link of one process: who takes what was offered, and when its arrays may be overwritten."""
 
+import gc
+import sys
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from digen_jax.runtime import link as links
 from digen_jax.runtime.link import ConditioningOf, Link, LocalLink, SamplesOf
@@ -88,3 +90,31 @@ def test_the_offers_of_a_given_up_worker_end():
     link.give_up("rollout 0")
     found = [link.take(key, on(0), "trainer") is not None for key in (*keys, WEIGHTS)]
     assert found == [False, False, True, True, True]
+
+
+def test_what_is_offered_may_be_read_by_several_threads_at_once():
+    """JAX lists an array's shards at their first use, twice where two threads come together."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
+    arrays = [jax.device_put(np.float32([n, 1]), sharding) for n in range(200)]
+    LocalLink().offer(Publication(1), {"weights": arrays})
+    together, found = threading.Barrier(2), []
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+
+    def read():
+        for array in arrays:
+            together.wait()
+            found.append(len(array.addressable_shards))
+
+    # Threads that meet so often change turns in the middle of it.
+    gc.set_threshold(1)
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+    assert found == [1] * 400
