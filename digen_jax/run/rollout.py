@@ -32,7 +32,7 @@ from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.trial import try_out
 from digen_jax.run.driving import scheduled
-from digen_jax.run.meshes import become_one, make_wire
+from digen_jax.run.joining import become_one, make_wire
 from digen_jax.run.own_mesh import build_rollout, known_nodes
 from digen_jax.run.roles import Apart, Role, own_devices
 from digen_jax.run.scorers import try_scorers

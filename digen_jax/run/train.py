@@ -8,8 +8,9 @@ from digen_jax.process.terminal import fitted
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.records import full_disk, where
 from digen_jax.run.following import follow_run
+from digen_jax.run.joining import join_trainer, one_job
 from digen_jax.run.loop import Run
-from digen_jax.run.meshes import Meshes, join_trainer, led, one_job
+from digen_jax.run.meshes import Meshes, led
 from digen_jax.run.opening import place_apart, place_run
 from digen_jax.run.roles import Apart
 from digen_jax.run.rollout import sample

@@ -367,15 +367,13 @@ class Driver:
             error = done.exception()
             if isinstance(error, Gone):
                 return  # `lost` follows, or has been called, after which the fragment is made again
-            if error is not None and not self._awaits(command):
-                return
-            if error is not None and may_pass(error):
-                return self._not_scored(command, error)
-            found: Judged | None = done.result()
             with self._lock:
-                # Scores of a lost mesh may come when another one makes their fragment again.
-                if not self._awaits(command):
+                # What becomes of a lost mesh's images may come when another one makes their fragment again.
+                if not self._scheduler.awaits(command):
                     return
+                if error is not None and may_pass(error):
+                    return self._not_scored(command, error)
+                found: Judged | None = done.result()
                 self.executor.scored(command, found)
                 now = self.now()
                 if found is not None:
@@ -387,10 +385,6 @@ class Driver:
             self._completed(command, max(asked, now - seconds), now - asked, values)
         except BaseException as error:
             self._stop(error)
-
-    def _awaits(self, command: Command) -> bool:
-        with self._lock:
-            return self._scheduler.awaits(command)
 
     def _not_scored(self, command: Score, error: BaseException) -> None:
         """The reward failed: the scheduler decides whether to ask it again."""
