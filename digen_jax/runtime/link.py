@@ -107,8 +107,9 @@ class LocalLink:
     def offer(self, key: Key, tree: Tree) -> None:
         """See `Link`."""
         for leaf in jax.tree.leaves(tree):
-            if isinstance(leaf, jax.Array):
-                # JAX (0.10.2) lists them at their first use, and lists each twice for two threads that come at once.
+            # JAX (0.10.2) lists the shards at their first use, and lists each twice for two threads that come at once.
+            # Of an array with parts in other processes only copies leave.
+            if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
                 _ = leaf.addressable_shards
         with self._changed:
             self._offered[key] = tree

@@ -300,7 +300,7 @@ def test_a_compiler_at_work_is_not_late(monkeypatch):
     with measured() as stopwatch:
         compiles(0.2)
         time.sleep(0.1)
-    assert 0.1 <= stopwatch.seconds < 0.2
+    assert 0.1 <= stopwatch.seconds < 0.29  # 0.3 with the compilation
     watch.close()
 
 
