@@ -212,16 +212,17 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_is_one_sentence_that_sa
 ):
     """Then no space is reserved for what the run still writes at its end."""
     c = config(tmp_path, steps=4, checkpoint__every=1, **RARELY)
-    save = checkpoint.Checkpointer.save
+    save, filling = checkpoint.Checkpointer.save, threading.Timer(0.02, fill, (small_disk,))
 
     def saved_late(self, step, *rest):
         if step == 2:
-            threading.Timer(0.02, fill, (small_disk,)).start()
+            filling.start()
         save(self, step, *rest)
 
     monkeypatch.setattr(checkpoint.Checkpointer, "save", saved_late)
     with pytest.raises(SaveFailed, match="make room, and the same command continues"):
         train("disk/run", c)
+    filling.join()  # while it writes, the file takes space without a name, too
     (small_disk / "ballast").unlink()
     monkeypatch.undo()
     assert train("disk/run", c) is None
