@@ -128,7 +128,7 @@ class RemoteSampler:
         self.mesh.give_up("was given up")
 
     def let_go(self) -> None:
-        """The run ends, and nobody needs what it is at."""
+        """Ends all waits for its work: the run ends, and nobody needs the results."""
         if self._fanout is not None:
             self._fanout.leave(self._taker)
         self.mesh.let_go("is not waited for: the run ends")

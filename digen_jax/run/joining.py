@@ -1,6 +1,6 @@
 """How a process joins the others of its mesh: as one job of JAX, and where it trains and does not lead.
 
-Where the leader is, all of them know from their command line; the others of their job they find by it.
+Every process knows the leader's address from its command line, and finds the others of its job through the leader.
 """
 
 import os
@@ -64,7 +64,7 @@ def become_one(wire: Wire, apart: Apart) -> None:
                 reach(job.host, job.port, min(left, LISTENING))
             break
         except ConfigError:  # the first process may have been lost, and come again elsewhere
-            if time.monotonic() >= until:
+            if left <= LISTENING:
                 raise
     join_own(job, apart)
 

@@ -73,7 +73,7 @@ class Run:
         orders.hear(MEETING)
         oldest = self.positions.oldest() or 0
         if meshes is not None:
-            # For those that are ready before the model is read here: they need not draw the steps before.
+            # A mesh may be ready before the model is read here: it need not draw the steps before the checkpoint.
             meshes.step = oldest
         drawn = functools.partial(reached, recipe, workdir / "prompts", oldest)
         encoding = prepare(recipe, devices, drawn, "trainer" if meshes else None)

@@ -25,7 +25,7 @@ from digen_jax.runtime.link import RowsOf
 from digen_jax.scheduling.commands import TRAINER
 
 LOOK = 0.5  # seconds between two looks at signals while meshes are waited for
-UNFINISHED = 5.0  # seconds at the run's end for what meshes are at
+UNFINISHED = 5.0  # seconds at the run's end for the work that meshes have begun
 AGAIN = "start the same command on all again, which continues from the last checkpoint"
 
 
@@ -131,7 +131,7 @@ class Meshes:
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
-        """In this block, at the run's end, a few seconds are the limit for the work that meshes have begun.
+        """Limits how long this block, which ends the driver, waits for the work that meshes have begun.
 
         A mesh may generate what nobody will train, or take weights that it will not need, for minutes.
         """
@@ -173,7 +173,7 @@ class Meshes:
         if sampler is not None and driver is None:
             sampler.give_up()
         if mesh.name == TRAINER:
-            # All devices of the trainer do the same work: it does not end, and nothing of it can be saved.
+            # This process may wait for it in common work, and a checkpoint needs its part of the state.
             leave(last_word(f"{mesh.name} {why}: {AGAIN}", STOPPED))
         elif self._one_job:
             self._end(driver, f"{mesh.name} {why}")
