@@ -150,9 +150,9 @@ class Following:
         self._signal = signal
 
     @property
-    def asked_to_end(self) -> bool:
-        """Whether this process has been asked to end, by a signal or by the leader."""
-        return bool(self._signal or self.reason)
+    def ends(self) -> bool:
+        """Whether this process was asked to end, by a signal or by the leader, has lost it, or has left it."""
+        return bool(self._signal or self.reason or self._over.is_set())
 
     def missed(self, giver: str, failed: bool) -> None:
         """Tells the leader that weights are taken from the trainer: this giver has failed, or has them no longer."""

@@ -50,12 +50,13 @@ class Relay:
             tree = self._link.take(CopyOf(giver.mesh, publication), shardings, taker)
         except (LinkError, ValueError) as error:  # the latter: what it sends cannot be read
             self._following.missed(giver.mesh, failed=True)
-            version = f"version {publication.version}"
-            print(
-                f"{self._following.name} takes {version} from the trainer, not from {giver.mesh}: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            if not self._following.ends:
+                version = f"version {publication.version}"
+                print(
+                    f"{self._following.name} takes {version} from the trainer, not from {giver.mesh}: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return None
         if tree is None:
             self._following.missed(giver.mesh, failed=False)

@@ -91,6 +91,37 @@ def test_arrays_that_do_not_come_are_a_sentence_unless_the_mesh_ends(room, capfd
     assert said == ["rollout 0: weights 0 have not come from trainer"]
 
 
+class Takes(mesh_process.Pretends):
+    """Arrays that it takes do not come."""
+
+    def do(self, command):
+        super().do(command)
+        raise LinkError("weights have not come from trainer: the channel is closed")
+
+
+@pytest.mark.parametrize("how", ["is lost", "leaves"])
+def test_a_mesh_without_its_leader_does_not_say_what_has_not_come(how, room, capfd):
+    """Its last word is why it ends."""
+    free, began = threading.Event(), threading.Event()
+    with mesh(room, executes=Takes(free)) as (stream, raised):
+        member = room.joined()
+        slow = member.ask(encode(mesh_process.WAITS))
+        while not stream._doing:
+            began.wait(0.01)
+        if how == "is lost":
+            member.give_up("was given up")
+        else:
+            stream.close("the test ends it")
+        assert isinstance(slow.exception(10), Gone)
+        while how == "is lost" and not raised:
+            began.wait(0.01)
+        free.set()
+        while stream._doing:
+            began.wait(0.01)
+        began.wait(0.1)
+    assert "have not come" not in capfd.readouterr().err
+
+
 def test_what_the_timeline_shows_apart_there_it_shows_here(room):
     with mesh(room):
         sampler = RemoteSampler(room.joined(), RemoteLink(Wire(IDENTITY), {}))

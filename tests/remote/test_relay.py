@@ -145,7 +145,7 @@ def test_a_mesh_that_waits_for_a_giver_is_not_late(monkeypatch):
 class Stream:
     """In place of `Following`: names a giver once."""
 
-    name = "rollout 1"
+    name, ends = "rollout 1", False
 
     def __init__(self, address: str, seconds: float = 5.0):
         giver = pb.Giver(mesh="rollout 0", address=address, seconds=seconds)
