@@ -231,7 +231,9 @@ def _answer_later(following: Following, executes: Executes, command: Score) -> N
 def _fail(following: Following, command: Command, error: BaseException) -> None:
     """Reports an error of any type: the leader decides, as it does where a mesh of its own process fails."""
     event = failed(command, error)
-    if isinstance(error, LinkError):  # where this process ends, what others were to send does not come
+    if isinstance(
+        error, LinkError
+    ):  # where this process ends, what others were to send does not come
         if not following.ends:
             print(f"{following.name}: {error}", file=sys.stderr, flush=True)
     elif event.kind or out_of_memory(error):

@@ -3,6 +3,9 @@
 import contextlib
 import queue
 import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -49,6 +52,14 @@ class Room:
     def close(self) -> None:
         self.leader.close(seconds=0.5)
         self.server.stop(0.1).wait(10)
+
+
+def soon(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Waits until something is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it is not so after {seconds:g} seconds"
+        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from digen_jax.scheduling.events import Completed, Failed
 from tests.pipelines import ROOT
 from tests.remote import mesh_process
 from tests.remote.mesh_process import FAST, IDENTITY, TOKEN, WAITS, encode
-from tests.remote.rooms import Room, mesh
+from tests.remote.rooms import Room, mesh, soon
 
 
 def test_commands_go_in_order_and_answers_come_back(room):
@@ -102,23 +102,20 @@ class Takes(mesh_process.Pretends):
 @pytest.mark.parametrize("how", ["is lost", "leaves"])
 def test_a_mesh_without_its_leader_does_not_say_what_has_not_come(how, room, capfd):
     """Its last word is why it ends."""
-    free, began = threading.Event(), threading.Event()
+    free = threading.Event()
     with mesh(room, executes=Takes(free)) as (stream, raised):
         member = room.joined()
         slow = member.ask(encode(mesh_process.WAITS))
-        while not stream._doing:
-            began.wait(0.01)
+        soon(lambda: stream._doing)
         if how == "is lost":
             member.give_up("was given up")
         else:
             stream.close("the test ends it")
         assert isinstance(slow.exception(10), Gone)
-        while how == "is lost" and not raised:
-            began.wait(0.01)
+        soon(lambda: raised or how == "leaves")
         free.set()
-        while stream._doing:
-            began.wait(0.01)
-        began.wait(0.1)
+        soon(lambda: not stream._doing)
+        time.sleep(0.1)
     assert "have not come" not in capfd.readouterr().err
 
 
@@ -187,26 +184,17 @@ def test_a_mesh_that_was_asked_to_end_is_dismissed_and_not_lost(room):
         member = room.joined("rollout 1")
         assert member.asked == 0
         stream.asked(signal.SIGTERM)
-        for _ in range(100):
-            if member.asked:
-                break
-            time.sleep(0.05)
+        soon(lambda: member.asked)
         assert member.asked == signal.SIGTERM
         present = member.ask(encode(mesh_process.WAITS))
-        for _ in range(100):
-            if done.steps:
-                break
-            time.sleep(0.05)
+        soon(lambda: done.steps)
         room.leader.dismiss("rollout 1", "SIGTERM")
         with pytest.raises(Gone, match="rollout 1 was dismissed: SIGTERM"):
             member.ask(encode(2))
         free.set()
         assert present.result(30).command.step == mesh_process.WAITS
-        for _ in range(100):
-            if list(room.leader.meshes) == ["rollout 0"]:
-                break
-            time.sleep(0.05)
-        assert list(room.leader.meshes) == ["rollout 0"] and not raised
+        soon(lambda: list(room.leader.meshes) == ["rollout 0"])
+        assert not raised
         room.leader.dismiss("rollout 1", "again")
     assert room.lost() == ("rollout 0", "has left: the test has ended") and room.said.empty()
 
@@ -222,10 +210,7 @@ def test_a_given_up_mesh_keeps_nobody_waiting(room):
         with pytest.raises(Gone):
             member.ask(encode(1))
         free.set()
-        for _ in range(100):
-            if raised:
-                break
-            time.sleep(0.05)
+        soon(lambda: raised)
         (error,) = raised
         assert isinstance(error, Stopped) and "counts rollout 0 as lost: it was given up" in str(
             error
@@ -250,10 +235,7 @@ def test_a_dismissed_mesh_that_is_given_up_ends_as_one_that_was_told_to(room):
         member = room.joined()
         member.dismiss("it was asked to stop")
         RemoteSampler(member, RemoteLink(Wire(IDENTITY), {})).give_up()
-        for _ in range(100):
-            if not room.leader.meshes:
-                break
-            time.sleep(0.05)
+        soon(lambda: not room.leader.meshes)
         assert not raised and member.why == "has left: the run has ended"
 
 
@@ -342,10 +324,7 @@ def test_a_mesh_that_cannot_be_taken_up_is_lost(room, capfd):
             "rollout 0",
             "cannot be used (OSError('no space left for what is printed'))",
         )
-        for _ in range(100):
-            if raised:
-                break
-            time.sleep(0.05)
+        soon(lambda: raised)
         assert isinstance(raised[0], Stopped)
     assert "Traceback" in capfd.readouterr().err
 
@@ -426,11 +405,7 @@ def test_a_mesh_that_sends_nonsense_is_lost_and_the_others_work(room, reports):
         with contextlib.suppress(grpc.RpcError):
             list(answers)
         channel.close()
-        for _ in range(100):
-            if list(room.leader.meshes) == ["rollout 0"]:
-                break
-            time.sleep(0.05)
-        assert list(room.leader.meshes) == ["rollout 0"]
+        soon(lambda: list(room.leader.meshes) == ["rollout 0"])
         # Where its first message could be read, it had joined.
         assert {room.lost()[0] for _ in range(room.said.qsize())} <= {"joined", "broken"}
         assert isinstance(member.ask(encode(1)).result(30), Completed)
@@ -505,10 +480,7 @@ def test_a_leader_that_is_not_there_or_silent_ends_the_mesh():
     still = Room(Keepalive(ping=60, silence=0.8))
     with mesh(still) as (_, raised):
         still.joined()
-        for _ in range(100):
-            if raised:
-                break
-            time.sleep(0.05)
+        soon(lambda: raised)
         # Without pings the leader hears nothing, either: one of the two is first.
         assert isinstance(raised[0], Stopped) and "silent for 0.8 seconds" in str(raised[0])
     still.close()
