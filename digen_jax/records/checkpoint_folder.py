@@ -62,15 +62,19 @@ def read_checkpoint(folder: Path | str, template: Any) -> Restored:
     return Restored(step, arrays, host)
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, the oldest first, whole or not."""
+    return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+
+
 def newest_whole(folder: Path) -> tuple[int | None, list[int]]:
     """(the newest whole checkpoint's step or None, the damaged ones after it); prints a line about damaged ones.
 
     Raises:
       ConfigError: there are checkpoints, and none is whole.
     """
-    steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
     damaged = {}
-    for step in sorted(steps, reverse=True):
+    for step in reversed(saved_steps(folder)):
         wrong = damage(folder / str(step)) or _unstamped(folder / str(step))
         if wrong is None:
             for other, why in damaged.items():

@@ -147,11 +147,6 @@ class Run:
         if found is None:
             self.records.cut_back(0)
             return Position(0, state, None, self.places(0))
-        if found.done > self.recipe.steps:
-            raise ConfigError(
-                f"config.steps = {self.recipe.steps}, but the run in {self.workdir} has done "
-                f"{found.done} steps already: give {found.done} or more"
-            )
         self.saved = found.done
         self.prompts.set_state(found.host["prompts"])
         self.records.cut_back(found.host["metrics"])

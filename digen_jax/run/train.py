@@ -3,8 +3,10 @@
 import pathlib
 
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
+from digen_jax.errors import ConfigError
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
+from digen_jax.records.checkpoint_folder import saved_steps
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.records import full_disk, where
 from digen_jax.run.following import follow_run
@@ -68,7 +70,7 @@ def lead(
     asked = recipe.as_json()
     # If another process uses the run's folder, or it is unusable, the claim below finds the reason.
     changed = changes(workdir, asked) if workdir.is_dir() else {}
-    with claim_workdir(workdir, asked, MAY_CHANGE):
+    with claim_workdir(workdir, asked, MAY_CHANGE, lambda: _check_steps(recipe, workdir)):
         finished = finished_step(workdir) or 0
         stopped = reason_to_stop(recipe.stopping, workdir) if finished else None
         if finished < recipe.steps and not stopped:
@@ -82,3 +84,13 @@ def lead(
     print(f"This run is finished: {finished} steps are done. {why}.")
     print(where(workdir))
     return None
+
+
+def _check_steps(recipe: Recipe, workdir: pathlib.Path) -> None:
+    """Raises ConfigError if a run has done more steps than it is asked for."""
+    done = max(saved_steps(workdir / "checkpoints"), default=0)
+    if done > recipe.steps:
+        raise ConfigError(
+            f"config.steps = {recipe.steps}, but the run in {workdir} has done "
+            f"{done} steps already: give {done} or more"
+        )

@@ -8,7 +8,7 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +27,10 @@ DRAWN = secrets.token_hex(3)
 
 
 def claim_workdir(
-    workdir: Path | str, config: dict[str, Any], may_change: Collection[str] = ()
+    workdir: Path | str,
+    config: dict[str, Any],
+    may_change: Collection[str] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> IO[str]:
     """Claims a workdir for this process and writes the run's config into `workdir`/config.json.
 
@@ -38,18 +41,21 @@ def claim_workdir(
       workdir: the run's folder, created if needed.
       config: the run's config as a nested dict.
       may_change: dotted names of fields, or groups of them, that a resumed run may change.
+      check: raises ConfigError where the run in the workdir, which is claimed, cannot go on with this config.
 
     Returns:
       An open file: the claim ends when it is closed or the process ends in any way.
 
     Raises:
       ConfigError: the folder cannot be written, another process has claimed it, or the run there has another
-        config (the message names the fields that differ) or an unreadable one.
+        config (the message names the fields that differ) or an unreadable one; what `check` raises. The run's config
+        stays as it was.
     """
     workdir = Path(workdir)
     claim = _lock(workdir)
     try:
         _check_same_config(workdir, config, may_change)
+        check()
     except ConfigError:
         claim.close()
         raise

@@ -498,6 +498,7 @@ def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, 
     assert "Stopped and saved after step 3" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"config\.steps = 2, but .* has done 3 steps already"):
         train("run", config(tmp_path, steps=2))
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 9
     # Step 3 has not been evaluated, and the first evaluation had more pictures.
     assert train("run", config(tmp_path, steps=3, pictures__images=2)) is None
     folder = tmp_path / "run" / "pictures"
