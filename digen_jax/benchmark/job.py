@@ -6,21 +6,19 @@ All of them have the job's token in their environment, by which also those are f
 import contextlib
 import os
 import pathlib
-import random
 import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from digen_jax.process.cluster import LAUNCHER, TOKEN
+from digen_jax.process.ports import free_port
 
 TRAINER = "trainer"
-PORTS = range(20_000, 32_000)  # below those that the kernel gives to clients
 LOOK = 0.1  # seconds between two looks
 PROC = pathlib.Path("/proc")
 REWARDS = b"digen_jax.rewards.process"  # on the command line of a process that scores
@@ -109,7 +107,7 @@ class Job:
         rollouts: int,
         environment: Mapping[str, str] | None = None,
     ):
-        self.token, self.address = secrets.token_hex(16), f"127.0.0.1:{quiet_port()}"
+        self.token, self.address = secrets.token_hex(16), f"127.0.0.1:{free_port()}"
         self.rollouts = [f"rollout {number}" for number in range(rollouts)]
         self.now: dict[str, Begun] = {}  # the last start of each process
         self.all: list[Begun] = []
@@ -227,18 +225,6 @@ def memory(process: int) -> int:
     """Bytes of a process that lie in memory; 0 if it has ended."""
     pages = _read(process, "statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
-
-
-def quiet_port() -> int:
-    """A port that is free now, and that no client gets from the kernel while a job is started again."""
-    for port in random.SystemRandom().sample(PORTS, 100):
-        with socket.socket() as found:
-            try:
-                found.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise Wrong("a hundred ports are taken")
 
 
 def _read(process: int, file: str) -> bytes:

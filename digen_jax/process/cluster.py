@@ -11,7 +11,6 @@ import pathlib
 import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import STOPPED
 from digen_jax.process.interrupt import SIGNALS
+from digen_jax.process.ports import free_port
 
 TOKEN = "DIGEN_JAX_TOKEN"  # the variable with the secret that the processes of a job share
 GIVEN = ("coordinator", "processes", "process")  # options that each process gets from here
@@ -298,13 +298,6 @@ class Cluster:
                 signal.signal(number, handler)
             os.close(reads)
             os.close(writes)
-
-
-def free_port() -> int:
-    """A port of this machine on which nobody listens."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def _counted(processes: int) -> str:

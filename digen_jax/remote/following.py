@@ -44,6 +44,7 @@ class Following:
       seconds: for the leader to come and to answer.
 
     Attributes:
+      several: whether its mesh has more processes than this one.
       givers: by publication, who is to give weights that were ordered and not taken yet; without one: the trainer.
 
     Raises:
@@ -53,6 +54,7 @@ class Following:
 
     def __init__(self, wire: Wire, leader: str, hello: pb.Hello, seconds: float = MEETING):
         self.name, self._leader = hello.mesh, leader
+        self.several = hello.processes > 1
         self.givers: dict[Publication, pb.Giver] = {}
         hello.config, hello.code = wire.identity.config, wire.identity.code
         self._reports: queue.Queue[pb.Report | None]
@@ -154,6 +156,11 @@ class Following:
         """Whether this process was asked to end, by a signal or by the leader, has lost it, or has left it."""
         return bool(self._signal or self.reason or self._over.is_set())
 
+    def ends_within(self, seconds: float) -> bool:
+        """As `ends`, after so many seconds, or as soon as the leader is lost or has been left."""
+        self._over.wait(seconds)
+        return self.ends
+
     def missed(self, giver: str, failed: bool) -> None:
         """Tells the leader that weights are taken from the trainer: this giver has failed, or has them no longer."""
         self._put(pb.Report(missed=pb.Missed(giver=giver, failed=failed)))
@@ -218,13 +225,20 @@ class Following:
             self._break_off("does not read the events of this process")
 
     def _watch(self) -> None:
-        """Ends the stream where the leader is silent; tells it of a signal."""
+        """Ends the stream where the leader is silent; tells it of a signal.
+
+        Time in which this process was suspended does not count: what the leader has said may not be read yet.
+        """
         silence, told = self.welcome.silence, 0
-        while not self._over.wait(silence / 16):
+        every, before = silence / 16, time.monotonic()
+        while not self._over.wait(every):
+            now = time.monotonic()
+            slept, before = max(0.0, now - before - 2 * every), now
+            self._heard += slept
             if self._signal != told:
                 told = self._signal
                 self._put(pb.Report(asked=told))
-            if time.monotonic() - self._heard > silence:
+            if now - self._heard > silence:
                 self._break_off(f"has been silent for {silence:g} seconds")
                 return
 

@@ -238,6 +238,10 @@ class Leader:
             traceback.print_exception(error)
             mesh.lose(f"cannot be used ({error!r})")
 
+    def _tell_lost(self, mesh: Mesh, why: str) -> None:
+        mesh.end(why)
+        self._lost(mesh, mesh.why)
+
     def _left(self, member: Member, why: str) -> None:
         """A process's stream ends, and with it its mesh, unless that has ended or is dismissed."""
         member.end(why)
@@ -259,13 +263,13 @@ class Leader:
             # Whoever comes first ends it: its processes' streams, too, notice that it ends.
             if self.meshes.get(mesh.name) is not mesh:
                 return
-            ready = mesh.ready
             del self.meshes[mesh.name]
             self._has_ended(mesh)
+            if mesh.ready and not known and mesh.dismissed is None:
+                # Before another mesh can get its name, whose coming is told after this.
+                self._calls.submit(self._tell_lost, mesh, why)
             self._changed.notify_all()
         mesh.end(why)
-        if ready and not known and mesh.dismissed is None:
-            self._calls.submit(self._lost, mesh, mesh.why)
         # Their streams end with a sentence, unless a process does not read.
         for member in mesh.members.values():
             loop().call_soon_threadsafe(

@@ -4,7 +4,6 @@ Each mesh of several processes is a job of `jax.distributed` of its own, which t
 """
 
 import math
-import socket
 import threading
 import time
 
@@ -88,6 +87,8 @@ def meet(wire: Wire, leader: str, hello: pb.Hello, job: str, seconds: float) -> 
                     waits = True
                     time.sleep(LOOK)
                     continue
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    break
                 raise ConfigError(
                     f"the leader at {leader} refuses process {hello.process} of {hello.mesh}: {error.details()}"
                 ) from error
@@ -100,10 +101,3 @@ def meet(wire: Wire, leader: str, hello: pb.Hello, job: str, seconds: float) -> 
         if waits
         else f"the first process of {hello.mesh} has not come in {seconds:g} s: start all processes of the job"
     )
-
-
-def free_port() -> int:
-    """A port on which nothing listens at present."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]

@@ -32,6 +32,7 @@ from digen_jax.scheduling.commands import (
     Update,
 )
 
+UNNEEDED = "is not waited for: the run ends"
 PAUSE = 1.0  # seconds before scores that have not come are asked for again
 
 
@@ -52,7 +53,7 @@ class RemoteSampler:
     def __init__(self, mesh: Mesh, link: RemoteLink, fanout: Fanout | None = None):
         """`fanout` names who gives it weights; None: always the trainer."""
         self.name, self.devices = mesh.name, mesh.devices
-        self.given_up = False
+        self.given_up = self._let_go = False
         self.mesh, self._link, self._fanout = mesh, link, fanout
         # The parts of several processes cannot be given by one.
         self._taker = Taker(self.name, mesh.first.address if mesh.processes == 1 else "")
@@ -128,13 +129,16 @@ class RemoteSampler:
         self.mesh.give_up("was given up")
 
     def let_go(self) -> None:
-        """Ends all waits for its work: the run ends, and nobody needs the results."""
+        """Ends all waits for its work, also those that begin later: the run ends, and nobody needs the results."""
+        self._let_go = True
         if self._fanout is not None:
             self._fanout.leave(self._taker)
-        self.mesh.let_go("is not waited for: the run ends")
+        self.mesh.let_go(UNNEEDED)
 
     def _do(self, make: Callable[[int], Command], giver: pb.Giver | None = None) -> None:
         asked = self.mesh.ask(make, giver)
+        if self._let_go:  # perhaps before it was asked
+            raise Gone(f"{self.name} {UNNEEDED}")
         # There it may compile, or pause.
         with elsewhere(asked.so_far) as counts:
             done = asked.result()  # it ends with the member at the latest

@@ -17,7 +17,7 @@ from digen_jax.remote.relay import Relay
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.image_statistics import Looks
 from digen_jax.runtime.judging import Judge, Judged, then
-from digen_jax.runtime.link import LinkError, ScoresOf
+from digen_jax.runtime.link import LOSS, LinkError, ScoresOf, may_be_a_loss
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.steps import Steps
 from digen_jax.runtime.worker import Line
@@ -231,13 +231,17 @@ def _answer_later(following: Following, executes: Executes, command: Score) -> N
 def _fail(following: Following, command: Command, error: BaseException) -> None:
     """Reports an error of any type: the leader decides, as it does where a mesh of its own process fails."""
     event = failed(command, error)
-    if isinstance(
-        error, LinkError
-    ):  # where this process ends, what others were to send does not come
-        if not following.ends:
+    if isinstance(error, LinkError):
+        if not following.ends:  # else what others were to send does not come
             print(f"{following.name}: {error}", file=sys.stderr, flush=True)
     elif event.kind or out_of_memory(error):
         print(f"{following.name}: {event.reason}", file=sys.stderr, flush=True)
+    elif following.several and may_be_a_loss(error):
+        following.report(event)
+        # Where another process of the mesh is lost, the leader ends this one, which says why.
+        if not following.ends_within(LOSS):
+            traceback.print_exception(error)
+        return
     else:
         traceback.print_exception(error)
     following.report(event)

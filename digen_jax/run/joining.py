@@ -15,13 +15,14 @@ from digen_jax.errors import ConfigError
 from digen_jax.process import team
 from digen_jax.process.ending import STOPPED, Stopped, hangs, last_word, leave
 from digen_jax.process.launching import MEETING, Place, join_job, reach
+from digen_jax.process.ports import free_port
 from digen_jax.prompts.dataset import content_hash
 from digen_jax.prompts.files import read_bytes
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
 from digen_jax.remote.link import RemoteLink
-from digen_jax.remote.meeting import free_port, meet
+from digen_jax.remote.meeting import meet
 from digen_jax.remote.sharing import TrainerLink
 from digen_jax.remote.wire import Wire
 from digen_jax.run.own_mesh import known_nodes
@@ -64,7 +65,7 @@ def become_one(wire: Wire, apart: Apart) -> None:
                 reach(job.host, job.port, min(left, LISTENING))
             break
         except ConfigError:  # the first process may have been lost, and come again elsewhere
-            if left <= LISTENING:
+            if time.monotonic() > until - LISTENING:
                 raise
     join_own(job, apart)
 

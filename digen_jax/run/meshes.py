@@ -11,8 +11,9 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import STOPPED, Stopped, last_word, leave
 from digen_jax.process.launching import MEETING, Place
+from digen_jax.process.ports import free_port
 from digen_jax.prompt_store import is_ahead, stored
-from digen_jax.remote.meeting import Meeting, free_port
+from digen_jax.remote.meeting import Meeting
 from digen_jax.remote.mesh import Mesh
 from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.sampling import RemoteSampler

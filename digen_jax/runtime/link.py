@@ -72,6 +72,14 @@ class LinkError(RuntimeError):
     """A tree has not come from another process; its command may be repeated."""
 
 
+def may_be_a_loss(error: BaseException) -> bool:
+    """Whether work has perhaps failed because another process is lost that takes part in it.
+
+    Collectives on CPUs that end while their result is read raise a ValueError (jaxlib 0.10.2).
+    """
+    return isinstance(error, LinkError | jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+
+
 @runtime_checkable
 class Link(Protocol):
     """Moves trees of arrays between meshes. Any thread may call."""

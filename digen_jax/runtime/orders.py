@@ -21,7 +21,7 @@ from digen_jax.process import ending, team
 from digen_jax.process.ending import STOPPED, Stopped
 from digen_jax.process.exhausted import out_of_memory
 from digen_jax.process.interrupt import Interrupt
-from digen_jax.runtime.link import LOSS, LinkError
+from digen_jax.runtime.link import LOSS, LinkError, may_be_a_loss
 from digen_jax.scheduling.saving import pack, unpack
 
 LOG, STOP, MEETING = "digen_jax/log", "digen_jax/stop", "digen_jax/meeting"
@@ -190,8 +190,8 @@ def leave(error: BaseException) -> None:
         code = 2
     elif isinstance(error, Stopped):
         code = STOPPED
-    elif isinstance(error, LinkError | jax.errors.JaxRuntimeError):
-        # Common work fails in this way where another process is lost: who hears of that says so and ends this process.
+    elif may_be_a_loss(error):
+        # Who hears of the loss says so and ends this process.
         time.sleep(LOSS)
         code = STOPPED
     known = isinstance(error, ConfigError | Stopped | LinkError)

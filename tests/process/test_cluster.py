@@ -159,7 +159,7 @@ def test_failed_processes_and_jobs_are_started_again(write, capfd, hurried):
             until("count1")
             while pathlib.Path("count1").read_text() != "2":
                 time.sleep(0.01)
-            time.sleep(0.3)
+            time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(75 if count == 1 else 0)
     """)
@@ -179,8 +179,13 @@ def test_failed_processes_and_jobs_are_started_again(write, capfd, hurried):
 def test_without_restarts_the_others_go_on(write, capfd):
     script = write("""
         if me == 1:
+            pathlib.Path("pid").write_text(str(os.getpid()))
+            os.rename("pid", "who")
             sys.exit(9)
-        time.sleep(0.2)
+        until("who")
+        while pathlib.Path("/proc", pathlib.Path("who").read_text()).exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
     """)
     assert Cluster([script], 2).run() == 0
     assert capfd.readouterr().err == "cluster.py: process 1 has ended with code 9\n"

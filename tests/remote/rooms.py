@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from digen_jax.remote import control_pb2 as pb
+from digen_jax.remote import following
 from digen_jax.remote.following import Following
 from digen_jax.remote.leader import Leader
 from digen_jax.remote.member import Keepalive
@@ -17,6 +18,9 @@ from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Tls, Wire
 from tests.remote import mesh_process
 from tests.remote.mesh_process import FAST, IDENTITY
+
+# A test that is late to hear of a loss must not end the process of all tests.
+following.UNNOTICED = 60.0
 
 
 class Room:
@@ -85,6 +89,6 @@ def mesh(room: Room, name: str = "rollout 0", executes=None, tls: Tls | None = N
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     yield stream, raised
-    stream.close("the test has ended", 0.1)
+    stream.close("the test has ended", 5)
     thread.join(30)
     assert not thread.is_alive()

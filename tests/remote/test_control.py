@@ -16,7 +16,7 @@ from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError, FieldError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
-from digen_jax.remote import following, member
+from digen_jax.remote import following, member, serving
 from digen_jax.remote.failures import NotDone
 from digen_jax.remote.fanout import Fanout, Taker
 from digen_jax.remote.following import Following
@@ -97,6 +97,31 @@ class Takes(mesh_process.Pretends):
     def do(self, command):
         super().do(command)
         raise LinkError("weights have not come from trainer: the channel is closed")
+
+
+BROKEN = ValueError(
+    "UNKNOWN: Gloo AllGather failed: Connection closed by peer"
+)  # by NumPy, of jax 0.10
+
+
+def test_common_work_that_breaks_says_nothing_where_a_process_is_lost(room, capfd, monkeypatch):
+    """The leader hears of the loss at about the same time, and ends the other processes of its mesh."""
+    with mesh(room, executes=mesh_process.Pretends(errors=[BROKEN])) as (stream, raised):
+        stream.several, member = True, room.joined()
+        assert isinstance(member.ask(encode(-1)).exception(10), NotDone)
+        member.give_up("has lost process 1")
+        soon(lambda: raised and not stream._doing)
+        time.sleep(0.1)
+    assert "Gloo" not in capfd.readouterr().err
+
+
+def test_common_work_that_breaks_without_a_loss_is_told_of(room, capfd, monkeypatch):
+    monkeypatch.setattr(serving, "LOSS", 0.1)
+    with mesh(room, executes=mesh_process.Pretends(errors=[BROKEN])) as (stream, _):
+        stream.several, member = True, room.joined()
+        assert isinstance(member.ask(encode(-1)).exception(10), NotDone)
+        soon(lambda: "Gloo AllGather failed" in capfd.readouterr().err)
+    assert stream.several
 
 
 @pytest.mark.parametrize("how", ["is lost", "leaves"])
@@ -303,13 +328,14 @@ def test_a_mesh_that_is_let_go_works_on_and_leaves_at_the_end(room):
         threads = [threading.Thread(target=ends, args=(call,), daemon=True) for call in calls]
         for thread in threads:
             thread.start()
-        time.sleep(0.2)
+        soon(lambda: stream._doing and fanout._waiting)
         assert not found
         sampler.let_go()
         for thread in threads:
             thread.join(5)
         assert [type(error) for error in found] == [Gone, Gone] and room.said.empty()
         room.leader.dismiss("rollout 0", "the run has ended")
+        soon(lambda: stream.reason)
         free.set()
     assert not raised and stream.reason == "the run has ended" and WAITS in work.steps
 
@@ -437,7 +463,7 @@ def test_a_silent_mesh_is_lost_in_time(room):
     _, end = silent(room, "silent")
     room.joined("silent")
     assert room.lost() == ("silent", f"has been silent for {FAST.silence:g} seconds")
-    assert FAST.silence <= time.monotonic() - begin < FAST.silence + 2
+    assert FAST.silence <= time.monotonic() - begin < FAST.silence + 10
     end()
 
 

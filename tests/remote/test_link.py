@@ -271,9 +271,10 @@ def test_a_taker_that_says_nothing_more_is_forgotten():
 
 
 def test_a_giver_that_hangs_or_is_gone_is_an_error_in_time(monkeypatch):
+    over = threading.Event()
     with ends(patience=0.5) as (trainer, rollout, servers):
         trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
-        monkeypatch.setattr(lending, "frame", lambda *_: time.sleep(2) or b"")
+        monkeypatch.setattr(lending, "frame", lambda *_: over.wait(60) and b"")
         begin = time.monotonic()
         with pytest.raises(
             LinkError, match=r"version=3.* has not come from trainer: Deadline Exceeded"
@@ -282,7 +283,8 @@ def test_a_giver_that_hangs_or_is_gone_is_an_error_in_time(monkeypatch):
         servers[0][0].stop(0).wait(5)
         with pytest.raises(LinkError, match="has not come from trainer"):
             rollout.take(WEIGHTS, onto(1), "rollout 0")
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
+        over.set()
 
 
 def test_a_server_that_ends_while_it_is_called_says_nothing(caplog):

@@ -9,9 +9,9 @@ import pytest
 from digen_jax.config.sections import PlacementSection
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
+from digen_jax.process.ports import free_port
 from digen_jax.run.roles import Told, cast, take_part
 from tests.remote.mesh_process import TOKEN
-from tests.run.test_hosts import free_port
 
 
 def sizes(rollout: int, workers: int, trainer: int) -> MeshSizes:

@@ -11,9 +11,9 @@ import pytest
 from digen_jax.errors import ConfigError
 from digen_jax.process import team
 from digen_jax.process.ending import Stopped
+from digen_jax.process.ports import free_port
 from digen_jax.runtime import orders
 from tests.pipelines import ROOT, environment
-from tests.run.test_hosts import free_port
 
 LATE = """
 import sys, time

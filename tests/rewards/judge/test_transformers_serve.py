@@ -3,7 +3,6 @@
 import hashlib
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
+from digen_jax.process.ports import free_port
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.settings import RewardSettings
@@ -117,9 +117,7 @@ def serving(tmp_path_factory):
     processor = tiny_processor()
     model = tiny_model(processor.tokenizer)
     in_cache(home, model, processor)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = pathlib.Path(sys.executable).parent / "transformers"
     process = subprocess.Popen(
         [command, "serve", NAME, "--host=127.0.0.1", f"--port={port}", "--device=cpu"],
