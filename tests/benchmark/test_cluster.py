@@ -77,7 +77,7 @@ def test_what_cannot_be_run_is_refused():
 def test_real_processes_take_as_long_as_the_simulator_says():
     """Within 5%, or 10% where others have the cores; if not, longer waits decide."""
     found = []
-    for seconds in (4.0, 12.0):
+    for seconds in (4.0, 12.0, 30.0):
         found.append(measure(CASES[5], seconds, RUN))
         print(describe(found[-1:]))
         assert json.loads(json.dumps(found[-1].record()))["deviation"] == found[-1].deviation

@@ -26,7 +26,7 @@ ASYNCHRONOUS = dataclasses.replace(APART, gap=True, tag=True, asynchrony=True)
 # Waits on a clock, which other load of the machine disturbs.
 pytestmark = pytest.mark.slow
 # On a busy machine sending commands takes time of its own. Then longer waits decide.
-LONGER = (1, 4)
+LONGER = (1, 4, 10)
 
 
 def plain(problem):
@@ -101,7 +101,7 @@ def test_every_placement_has_the_same_work_to_do():
     assert len(first) == 2 * FRAGMENTS and first.keys() == other.keys()
     assert len({round(value, 4) for value in first.values()}) > FRAGMENTS
     late = [abs(first[key] - other[key]) for key in first]
-    assert sorted(late)[len(late) // 2] < 0.004  # a median, as single ones may be late
+    assert sorted(late)[len(late) // 2] < 0.01  # a median, as single ones may be late
 
 
 # -------------------------------------------------------------------------------------- prediction

@@ -118,9 +118,10 @@ def test_a_judge_has_no_more_requests_at_a_time_than_connections():
 
 
 def test_what_failed_is_there_too():
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
+    # Bound, so that nobody else gets the port, and not listening.
+    with socket.socket() as nobody, stub() as address:
+        nobody.bind(("127.0.0.1", 0))
         dead = f"127.0.0.1:{nobody.getsockname()[1]}"
-    with stub() as address:
         settings = {"servers": (f"http://{dead}", address)}
         pool = RewardPool(resolve([RewardSettings("served", settings=settings)]), 0)
         found = pool.submit(pictures(1), ["a"], [{}]).result().exchanges

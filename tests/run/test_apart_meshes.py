@@ -57,7 +57,7 @@ def test_meshes_may_share_one_job_of_jax(job, unbroken, request, processes):  # 
     if wide:
         others[-1].signal(signal.SIGTERM)
         wait_for(lambda: "leaving at the end of this step" in others[-1].errors.read_text())
-        time.sleep(1.5)  # until the leader knows
+        time.sleep(5)  # until the leader knows
         made.release(4)
         made.ends(*[128 + signal.SIGTERM] * trainers, 0, 0)
         assert "Stopped and saved after step" in printed(leader)[-1]

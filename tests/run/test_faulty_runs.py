@@ -172,7 +172,7 @@ def test_a_mesh_whose_reward_process_dies_is_not_lost(job, unbroken):
 
 def test_a_mesh_that_is_cut_off_is_replaced_when_it_comes_back(job, unbroken, host):  # noqa: F811
     """In the meantime the other one does its work; it ends by itself, and its next start joins."""
-    job = job()
+    job = job(SLOW="1")
     job.address = f"{host.here}:{job.address.rpartition(':')[2]}"
     job.start("trainer")
     job.start("rollout 0")
@@ -193,8 +193,10 @@ def test_a_mesh_that_is_cut_off_is_replaced_when_it_comes_back(job, unbroken, ho
 
 def ports(process: int) -> list[int]:
     """At which a process listens."""
-    inodes = {os.readlink(one) for one in pathlib.Path(f"/proc/{process}/fd").iterdir()}
-    found = []
+    inodes, found = set(), []
+    for one in pathlib.Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            inodes.add(os.readlink(one))
     for table in ("tcp", "tcp6"):
         for row in pathlib.Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = row.split()
@@ -214,7 +216,7 @@ def garbage(port: int) -> None:
 
 
 def test_strangers_change_nothing(job, unbroken):
-    job = begin(job())
+    job = begin(job(SLOW="1"))
     strange = [
         Identity("another-token-of-16", "c", code_version()),
         Identity(job.token, "c", "old"),

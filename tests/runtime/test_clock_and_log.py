@@ -31,7 +31,7 @@ COMMANDS = [
 
 def test_compilation_does_not_count():
     def program(x):
-        for i in range(200):  # takes long to trace and to compile, and no time to run
+        for i in range(400):  # takes long to trace and to compile, and no time to run
             x = jnp.sin(x * i) @ x
         return x
 
@@ -39,7 +39,7 @@ def test_compilation_does_not_count():
     begin = time.perf_counter()
     with measured() as watch:
         jax.block_until_ready(jax.jit(program)(x))
-    assert 0 < watch.seconds < 0.3 * (time.perf_counter() - begin)
+    assert 0 < watch.seconds < 0.5 * (time.perf_counter() - begin)
     with measured() as watch:
         time.sleep(0.2)
     assert watch.seconds >= 0.2

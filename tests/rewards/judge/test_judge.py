@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 import threading
-import time
 
 import httpx
 import numpy as np
@@ -102,13 +101,14 @@ def test_pictures_as_jpeg_are_nearly_the_same():
 
 
 def test_several_requests_are_under_way_at_the_same_time_but_not_more_than_connections():
+    together = threading.Barrier(3)
     most, now, lock = [0], [0], threading.Lock()
 
     def slow(asked):
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
-        time.sleep(0.02)
+        together.wait(30)
         with lock:
             now[0] -= 1
         return said("Score: 1")

@@ -188,12 +188,13 @@ def test_a_dead_server_is_left_alone_and_comes_back():
             return response
 
     answering = OneDead()
-    reward = remote(answering, servers=(A, B), alone=(0.2, 0.2))
+    reward = remote(answering, servers=(A, B), alone=(60.0, 60.0))
     for _ in range(20):
         score(reward)
     assert [server for server, _ in answering.asked].count(A) == 1
     dead[0] = False
-    time.sleep(0.25)
+    for server in reward._asker.servers._servers:
+        server.free_at = 0.0
     for _ in range(4):
         score(reward)
     assert [server for server, _ in answering.asked[-4:]].count(A) >= 2

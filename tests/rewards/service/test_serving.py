@@ -1,5 +1,6 @@
 """Real servers and sockets: hostile senders, signals, ports, and what a client sees of a killed server."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -31,6 +32,9 @@ import os, time
 import numpy as np
 
 def mean(images, prompts, metadata):
+    for record in metadata:
+        if "begun" in record:
+            open(record["begun"], "w").close()
     if "hang" in prompts:
         time.sleep(600)
     if "die" in prompts:
@@ -229,17 +233,19 @@ def test_a_slow_head_is_ended(serve, monkeypatch):
 
 
 @pytest.mark.slow
-def test_sigterm_finishes_what_was_accepted(serve):
+def test_sigterm_finishes_what_was_accepted(serve, tmp_path):
     server = serve("--port=0")
     reward = RemoteReward([server.url], [NAME], retries=0)
-    images, found = pictures(2), []
+    images, found, begun = pictures(2), [], tmp_path / "begun"
 
     def ask():
-        found.append(reward(images, ["a", "b"], [{"seconds": 1.0}] * 2))
+        found.append(reward(images, ["a", "b"], [{"seconds": 1.0, "begun": str(begun)}] * 2))
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.7)
+    while not begun.exists():
+        assert thread.is_alive()
+        time.sleep(0.02)
     assert server.end() == 0
     thread.join()
     np.testing.assert_allclose(found[0][NAME], means(images), rtol=1e-5)
@@ -252,7 +258,12 @@ def test_a_server_in_its_trial_refuses_and_can_be_stopped(folder):
     with listen("127.0.0.1", 0) as place:
         port = place.getsockname()[1]
     server = Served(folder, "--reward=served_rewards:never_ready", f"--port={port}")
-    reward = RemoteReward([f"http://127.0.0.1:{port}"], [NAME], deadline=10.0, retries=1000)
+    for _ in range(600):
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{port}/health")
+            break
+        time.sleep(0.1)
+    reward = RemoteReward([f"http://127.0.0.1:{port}"], [NAME], deadline=3.0, retries=1000)
     with pytest.raises(Stopped, match="answered 503: the server has not tried its reward yet"):
         reward(pictures(1), ["a"], [{}])
     assert httpx.get(f"http://127.0.0.1:{port}/health").json()["tried"] is False
@@ -281,8 +292,8 @@ def test_sigterm_does_not_wait_for_ever(serve):
 
 @pytest.mark.slow
 def test_a_reward_that_hangs_or_dies_is_replaced(serve):
-    server = serve("--port=0", "--score=1")
-    for prompt, status, what in (("hang", 504, "took more than 1 s"), ("die", 500, "died in its")):
+    server = serve("--port=0", "--score=5")
+    for prompt, status, what in (("hang", 504, "took more than 5 s"), ("die", 500, "died in its")):
         kind, body = encode_request(pictures(1), [prompt], [{}])
         headers = {"Content-Type": kind}
         response = httpx.post(f"{server.url}/v1/score", content=body, headers=headers, timeout=30)
