@@ -7,6 +7,7 @@ import nbclient
 import nbformat
 import pytest
 
+from tests.compiling import quick_flags
 from tests.models.flux.folders import flux_folder
 from tests.models.flux2.folders import klein_folder
 from tests.models.qwen_image.folders import qwen_image_folder
@@ -25,15 +26,18 @@ TINY = {
 }
 
 
-def executed(name, **replaced):
-    """The cells' outputs as {cell id: [output]} after a run in its own folder; some cells have other code."""
+def executed(name, flags="", **replaced):
+    """The cells' outputs as {cell id: [output]} after a run in its own folder; some cells have other code.
+
+    `flags` are XLA's: by default programs are compiled as a reader's are, for one device.
+    """
     path = ROOT / "notebooks" / name
     notebook = nbformat.read(path, nbformat.NO_CONVERT)
     for cell in notebook.cells:
         cell.source = replaced.get(cell.id, cell.source)
     resources = {"metadata": {"path": str(path.parent)}}
     client = nbclient.NotebookClient(notebook, timeout=600, resources=resources)
-    client.execute(env={**os.environ, "XLA_FLAGS": ""})  # one device
+    client.execute(env={**os.environ, "XLA_FLAGS": flags})
     return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
 
 
@@ -128,7 +132,8 @@ prompts = ["a red circle", "two blue stars in the rain"]
 """
     folder = cell("folder").replace("runs/your_model", str(tmp_path / "work"))
     recipe = cell("recipe").replace("steps=20", "steps=2")
-    outputs = executed("your_model.ipynb", choose=chosen, folder=folder, recipe=recipe)
+    cells = dict(choose=chosen, folder=folder, recipe=recipe)
+    outputs = executed("your_model.ipynb", quick_flags(devices=1), **cells)
     pictures = [
         ["image/png" in output.data for output in outputs[name][-1:]]
         for name in ("before", "after")
