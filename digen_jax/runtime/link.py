@@ -1,6 +1,7 @@
 """Transfer of arrays between meshes: their owner offers them, the other mesh takes them."""
 
 import dataclasses
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,10 @@ Tree = Any
 Shardings = Callable[[Tree], Tree]  # of a tree: the sharding of each of its arrays
 # Seconds in which the loss of a process becomes known. Its connections break at once, which may be noticed before.
 LOSS = 2.0
+# How XLA's errors begin by which programs of several processes end.
+STATUS = re.compile(
+    "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): "
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +80,10 @@ class LinkError(RuntimeError):
 def may_be_a_loss(error: BaseException) -> bool:
     """Whether work has perhaps failed because another process is lost that takes part in it.
 
-    Collectives on CPUs that end while their result is read raise a ValueError (jaxlib 0.10.2).
+    A collective that fails while NumPy reads its result raises a ValueError with XLA's status (jaxlib 0.10.2).
     """
-    return isinstance(error, LinkError | jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+    known = isinstance(error, LinkError | jax.errors.JaxRuntimeError)
+    return known or (isinstance(error, ValueError) and STATUS.match(str(error)) is not None)
 
 
 @runtime_checkable

@@ -121,9 +121,9 @@ def end():
 def test_a_mesh_that_compiles_for_longer_than_the_deadline_is_not_late(room, kind):
     def compiles():
         with paused():
-            time.sleep(4)
+            time.sleep(2.5)
 
-    with contextlib.closing(Watch(Deadline(2.0))) as watch:
+    with contextlib.closing(Watch(Deadline(1.5))) as watch:
         works = Works(kind, compiles)
         with driven(room, works, watch=watch) as driver:
             driver.step()

@@ -274,7 +274,7 @@ def late_in(watch, seconds, block):
 
 def test_only_work_counts_until_a_deadline():
     watch = Watch(Deadline(0.4))
-    assert late_in(watch, 3.0, time.sleep) == [0.4]
+    assert late_in(watch, 2.0, time.sleep) == [0.4]
     assert late_in(watch, 0.01, time.sleep) == []
 
     def wait(seconds):
@@ -314,6 +314,6 @@ def test_a_process_that_was_stopped_for_a_while_is_not_late(monkeypatch):
         seen.append(seconds)
 
     monkeypatch.setattr("digen_jax.runtime.watch.time.sleep", sleep)
-    assert late_in(watch, 6.0, threading.Event().wait) == []
+    assert late_in(watch, 4.0, threading.Event().wait) == []
     assert len(seen) >= 3
     watch.close()
