@@ -5,6 +5,7 @@ A thread for each stream would do for a few meshes, not for a thousand: see docs
 
 import asyncio
 import functools
+import logging
 import resource
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +19,10 @@ CALLS = 32  # that take long, at the same time; others wait for these
 STREAMS = 2048
 Context = Any  # of a call in a thread: gRPC's, which may be ended by its `abort`
 MOST = 4 * STREAMS  # streams and calls, waiting ones included
+# Whoever called is lost while it is answered. gRPC logs this where it has not heard of the loss before.
+logging.getLogger("grpc._cython.cygrpc").addFilter(
+    lambda record: "ExecuteBatchError raised in core" not in record.getMessage()
+)
 
 
 @functools.cache

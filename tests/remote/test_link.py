@@ -5,11 +5,13 @@ import threading
 import time
 from typing import NamedTuple
 
+import grpc
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from grpc._cython import cygrpc
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from digen_jax.engine.packing import Endpoints
@@ -24,7 +26,7 @@ from digen_jax.remote.messages import write_key
 from digen_jax.remote.outline import Outline, nodes, write_outline
 from digen_jax.remote.pull import Pulls, layout_of, read_layouts, write_layouts
 from digen_jax.remote.server import loop
-from digen_jax.remote.wire import Peer, PeerError, Wire
+from digen_jax.remote.wire import Peer, PeerError, Wire, service
 from digen_jax.rewards import Scores
 from digen_jax.rewards.exchanges import Exchange
 from digen_jax.runtime.image_statistics import look
@@ -317,6 +319,29 @@ def test_a_server_that_ends_while_it_is_called_says_nothing(caplog):
             thread.join(6)
             assert not thread.is_alive()
     assert not [line for line in caplog.messages if "raised by servicer" in line]
+
+
+def test_a_caller_that_is_lost_while_it_is_answered_is_not_logged(caplog):
+    """As gRPC reports it: by an error that it logs, unless it has heard of the loss before."""
+
+    async def lost(request, context):
+        raise cygrpc.ExecuteBatchError("execute_batch")
+
+    async def mistaken(request, context):
+        raise ValueError("a mistake")
+
+    methods = {
+        name: grpc.unary_unary_rpc_method_handler(one)
+        for name, one in {"Lost": lost, "Mistaken": mistaken}.items()
+    }
+    found, port = Wire(IDENTITY).server("localhost:0", [service("Lending", methods)])
+    peer = Peer(Wire(IDENTITY), f"localhost:{port}")
+    for name, seconds in {"Lost": 0.5, "Mistaken": 20}.items():
+        with pytest.raises(PeerError):
+            peer.call(name, pb.Nothing(), pb.Nothing, seconds)
+    peer.close()
+    found.stop(0).wait(5)
+    assert "a mistake" in caplog.text and "ExecuteBatch" not in caplog.text
 
 
 def test_strangers_and_nonsense_are_refused(pair):
