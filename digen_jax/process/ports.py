@@ -8,7 +8,10 @@ TRIES = 100
 
 
 def free_port() -> int:
-    """A port at which nothing listens, and that no client gets from the kernel before the server does."""
+    """A port at which nothing listens.
+
+    It is one of QUIET, unless many of these are taken: no client gets it from the kernel before the server does.
+    """
     for port in (*random.SystemRandom().sample(QUIET, TRIES), 0):
         with socket.socket() as found:
             try:

@@ -15,7 +15,7 @@ Tree = Any
 Shardings = Callable[[Tree], Tree]  # of a tree: the sharding of each of its arrays
 # Seconds in which the loss of a process becomes known. Its connections break at once, which may be noticed before.
 LOSS = 2.0
-# How XLA's errors begin by which programs of several processes end.
+# How XLA's errors begin where a program of several processes cannot go on.
 STATUS = re.compile(
     "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): "
 )

@@ -99,12 +99,11 @@ class Takes(mesh_process.Pretends):
         raise LinkError("weights have not come from trainer: the channel is closed")
 
 
-BROKEN = ValueError(
-    "UNKNOWN: Gloo AllGather failed: Connection closed by peer"
-)  # by NumPy, of jax 0.10
+# As it was raised where NumPy read the result of a collective (jaxlib 0.10.2).
+BROKEN = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
 
 
-def test_common_work_that_breaks_says_nothing_where_a_process_is_lost(room, capfd, monkeypatch):
+def test_common_work_that_breaks_says_nothing_where_a_process_is_lost(room, capfd):
     """The leader hears of the loss at about the same time, and ends the other processes of its mesh."""
     with mesh(room, executes=mesh_process.Pretends(errors=[BROKEN])) as (stream, raised):
         stream.several, member = True, room.joined()
@@ -121,7 +120,6 @@ def test_common_work_that_breaks_without_a_loss_is_told_of(room, capfd, monkeypa
         stream.several, member = True, room.joined()
         assert isinstance(member.ask(encode(-1)).exception(10), NotDone)
         soon(lambda: "Gloo AllGather failed" in capfd.readouterr().err)
-    assert stream.several
 
 
 @pytest.mark.parametrize("how", ["is lost", "leaves"])
@@ -463,7 +461,7 @@ def test_a_silent_mesh_is_lost_in_time(room):
     _, end = silent(room, "silent")
     room.joined("silent")
     assert room.lost() == ("silent", f"has been silent for {FAST.silence:g} seconds")
-    assert FAST.silence <= time.monotonic() - begin < FAST.silence + 10
+    assert FAST.silence <= time.monotonic() - begin < 10
     end()
 
 

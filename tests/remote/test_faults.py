@@ -23,7 +23,7 @@ def test_a_killed_mesh_is_lost_and_may_come_again(room, begin):  # noqa: F811
     slow, killed = member.ask(encode(WAITS)), time.monotonic()
     process.signal(signal.SIGKILL)
     assert room.lost() == ("rollout 0", "has lost its connection")
-    assert time.monotonic() - killed < FAST.silence + 10
+    assert time.monotonic() - killed < 10
     with pytest.raises(Gone, match="rollout 0 has lost its connection"):
         slow.result(1)
     again = begin(MESH, LEADER=room.address)
@@ -37,7 +37,7 @@ def test_a_stopped_mesh_is_lost_and_ends_when_it_goes_on(room, begin):  # noqa: 
     slow, stopped = room.joined().ask(encode(WAITS)), time.monotonic()
     process.signal(signal.SIGSTOP)
     assert room.lost() == ("rollout 0", f"has been silent for {FAST.silence:g} seconds")
-    assert time.monotonic() - stopped < FAST.silence + 10
+    assert time.monotonic() - stopped < 10
     with pytest.raises(Gone):
         slow.result(1)
     time.sleep(1)

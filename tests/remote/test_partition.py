@@ -79,7 +79,7 @@ def test_a_mesh_that_is_cut_off_is_lost_ends_and_may_come_again(host, begin):  #
         host.cable(False)
         cut = time.monotonic()
         assert room.lost() == ("rollout 0", f"has been silent for {FAST.silence:g} seconds")
-        assert time.monotonic() - cut < FAST.silence + 5
+        assert time.monotonic() - cut < 10
         with pytest.raises(Gone):
             slow.result(1)
         code, errors = process.ends(10)
