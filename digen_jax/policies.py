@@ -72,8 +72,8 @@ def check_negative(given: str, policies: Sequence[Policy], prefix: str) -> None:
         )
     name = prefix + ("true_guidance" if kind == "both" else "guidance")
     raise ConfigError(
-        f"{given}, but {name} is 1, so that there is no second pass that would read it: set {name} to a larger number, "
-        "or leave the negative prompt out"
+        f"{given}, but {name} is not above 1, so that there is no second pass that would read it: set {name} to a "
+        "number above 1, or leave the negative prompt out"
     )
 
 

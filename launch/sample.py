@@ -47,7 +47,7 @@ _STEPS = flags.DEFINE_integer(
     "steps", None, "Denoising steps; default: the run's or the model's.", 1, 1000
 )
 _GUIDANCE = flags.DEFINE_float(
-    "guidance", None, "Guidance scale, 1 for none; default: as for steps."
+    "guidance", None, "Guidance scale, 1 or less for none; default: as for steps."
 )
 _TRUE_GUIDANCE = flags.DEFINE_float(
     "true_guidance",

@@ -71,7 +71,7 @@ class AWM(Matching):
     # largest distance from 1 to which rounding may move 99% of the ratios before the first update, as a share of
     # the distance to their bound; above 0; a run stops beyond it
     spread_limit: float = SPREAD_LIMIT
-    guidance: float = 1.0  # guidance scale in training, 1: none; 0: the sampler's
+    guidance: float = 1.0  # guidance scale in training, at most 1: none; 0: the sampler's
     reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: LogitNormalTimes = TIMES
 

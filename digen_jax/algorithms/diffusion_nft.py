@@ -49,7 +49,7 @@ class DiffusionNFT(Matching):
     kl_coefficient: float = 1e-4  # weight of the KL to the model before tuning; 0: no KL
     weight_floor: float = 1e-5  # the smallest mean |x0_hat - x0| by which the error is divided
     decay_type: Literal[0, 1, 2] = 1  # how the old policy follows: 0 at once, 1 faster than 2
-    guidance: float = 1.0  # guidance scale in training, 1: none; 0: the sampler's
+    guidance: float = 1.0  # guidance scale in training, at most 1: none; 0: the sampler's
     reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: ScheduleTimes = TIMES
 

@@ -1,7 +1,7 @@
 """The guidance of the velocities in a forward-process loss, which may differ from the sampler's.
 
-The loss is that of v = v(null) + guidance (v(prompt) - v(null)) (arXiv 2207.12598); with guidance 1 it is that of
-v(prompt) alone. One guidance holds for the trained policy, the behaviour policy and the slow copy, another one for
+The loss is that of v = v(null) + guidance (v(prompt) - v(null)) (arXiv 2207.12598); with guidance 1 or less it is that
+of v(prompt) alone. One guidance holds for the trained policy, the behaviour policy and the slow copy, another one for
 the reference. A policy gradient has none of its own: its ratio is to the sampled policy, so it replays with the
 sampler's guidance, also for the reference (yifan123/flow_grpo, scripts/train_sd3.py, ac4c86e, `train.cfg`).
 If guidance is an input of the model, these numbers are that input; if the model also has a second pass, every

@@ -45,7 +45,7 @@ class DiffusionDPO(Matching):
 
     beta: float = 100.0  # the inverse temperature of the preference; the paper's beta T omega
     set_steps: int = 0  # offline: number of steps whose images form the fixed set; 0: online
-    guidance: float = 1.0  # guidance scale in training, 1: none; 0: the sampler's
+    guidance: float = 1.0  # guidance scale in training, at most 1: none; 0: the sampler's
     reference_guidance: float = 1.0  # guidance scale of the reference; 0: as `guidance`
     times: LogitNormalTimes = TIMES
 

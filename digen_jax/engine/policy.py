@@ -30,10 +30,8 @@ class Policy:
     family: Family
     guidance: float = 1.0
     lora: LoraConfig | None = None
-    reference_guidance: float | None = None  # None: as `guidance`
-    true_guidance: float = (
-        1.0  # of the second pass, which there is if the family's guidance is "both"
-    )
+    reference_guidance: float | None = None  # None means `guidance`
+    true_guidance: float = 1.0  # of the second pass, if the family's guidance is "both"
 
     def __post_init__(self):
         kind = self.family.guidance
@@ -42,7 +40,7 @@ class Policy:
             ("reference_guidance", self.reference_guidance, GUIDED),
             ("true_guidance", self.true_guidance, ("both",)),
         ):
-            if value not in (None, 1) and kind not in kinds:
+            if value is not None and value > 1 and kind not in kinds:
                 raise ValueError(
                     f"{name} = {value}, but this model's guidance is {kind!r} and has no such number: set it to 1"
                 )
@@ -54,17 +52,17 @@ class Policy:
         The trainer's policy and the reference have a `guidance` of their own, but the sampler's `true_guidance`.
         """
         kind = self.family.guidance
-        return kind == "classifier-free" or (kind == "both" and self.true_guidance != 1)
+        return kind == "classifier-free" or (kind == "both" and self.true_guidance > 1)
 
     @property
     def sequences(self) -> int:
         """Sequences that the network takes for an image: 2 with a second pass, without the prompt."""
-        return 1 if self._scale(self.guidance) == 1 else 2
+        return 2 if self._scale(self.guidance) > 1 else 1
 
     @property
     def reference_sequences(self) -> int:
         """The same for the reference."""
-        return 1 if self._scale(self._of_reference) == 1 else 2
+        return 2 if self._scale(self._of_reference) > 1 else 1
 
     def split(self, key: Array, trained: Params, reference: bool) -> tuple[Params, Params]:
         """(tuned, base) before the first update; `reference`: whether the initial parameters are kept.
@@ -124,7 +122,11 @@ class Policy:
         return self.guidance if self.reference_guidance is None else self.reference_guidance
 
     def _scale(self, guidance: float) -> float:
-        """The weight of the prompt against a second pass without it; 1: there is no second pass."""
+        """Returns the weight of the prompt against a second pass without it; at 1 or less there is no second pass.
+
+        So it is in diffusers' pipelines (`do_classifier_free_guidance`, `do_true_cfg`), where model cards of few-step
+        models ask for a guidance of 0. Z-Image's weight is its pipeline's `guidance_scale` plus one.
+        """
         kind = self.family.guidance
         return {"classifier-free": guidance, "both": self.true_guidance}.get(kind, 1.0)
 
@@ -135,7 +137,7 @@ class Policy:
         scale = self._scale(guidance)
 
         def velocity(x: Float[Array, "b ..."], sigma: Float[Array, "b"]) -> Float[Array, "b ..."]:
-            if scale == 1:
+            if scale <= 1:
                 return self.family.velocity(variables, x, sigma, conditioning, embedded)
             pairs = jax.tree.map(
                 lambda n, c: _interleave(jnp.broadcast_to(n, c.shape), c), null, conditioning

@@ -61,7 +61,11 @@ KINDS = [
     ("embedded", 4.0, 1.0, PROMPT, 0.4),
     ("classifier-free", 5.0, 1.0, NULL + 5 * (PROMPT - NULL), 0.0),
     ("classifier-free", 1.0, 1.0, PROMPT, 0.0),
+    ("classifier-free", 0.0, 1.0, PROMPT, 0.0),
+    ("classifier-free", 0.9, 1.0, PROMPT, 0.0),
+    ("none", 0.0, 0.0, PROMPT, 0.0),
     ("both", 4.0, 1.0, PROMPT, 0.4),
+    ("both", 0.5, 0.0, PROMPT, 0.05),
     ("both", 4.0, 5.0, NULL + 5 * (PROMPT - NULL), 0.4),
 ]
 
@@ -71,7 +75,8 @@ def test_every_kind_of_guidance_samples_and_trains_by_its_formula(
     kind, guidance, true_guidance, c, e
 ):
     policy = Policy(Linear(guidance=kind), guidance, true_guidance=true_guidance)
-    assert policy.reads_null == (kind == "classifier-free" or true_guidance != 1)
+    assert policy.reads_null == (kind == "classifier-free" or true_guidance > 1)
+    assert policy.sequences == policy.reference_sequences == 1 + (c > PROMPT)
     start = {"transformer": {"w": jnp.float32(W)}}
     tuned, base = policy.split(jax.random.key(0), start, reference=True)
     sampler = Sampler(policy, all_devices(jax.devices()[:1]), SamplerSettings(Size(8, 8), 4, Ode()))
@@ -174,7 +179,8 @@ def test_a_step_of_a_family_without_guidance_is_that_of_one_at_guidance_1():
             "algorithm.reference_guidance = 2.0",
         ),
         ("classifier-free", dict(sampler__true_guidance=2.0), "sampler.true_guidance = 2.0"),
-        ("embedded", dict(evaluation__true_guidance=0.0), "evaluation.true_guidance = 0.0"),
+        ("embedded", dict(evaluation__true_guidance=2.0), "evaluation.true_guidance = 2.0"),
+        ("none", dict(sampler__guidance=0.0, evaluation__true_guidance=0.0), None),
         ("both", dict(sampler__true_guidance=2.0), None),
     ],
 )
@@ -199,8 +205,13 @@ def test_a_guidance_that_the_model_has_not_is_refused(kind, fields, field):
     [
         ("none", {}, "this model's guidance is 'none', without a second pass that would read it"),
         ("embedded", {}, "this model's guidance is 'embedded', without a second pass"),
-        ("both", {}, "config.sampler.true_guidance is 1, so that there is no second pass"),
-        ("classifier-free", {}, "config.sampler.guidance is 1, so that there is no second pass"),
+        (
+            "both",
+            {},
+            "config.sampler.true_guidance is not above 1, so that there is no second pass",
+        ),
+        ("classifier-free", {}, "config.sampler.guidance is not above 1, so that there is no"),
+        ("classifier-free", dict(sampler__guidance=0.5), "config.sampler.guidance is not above 1"),
         ("both", dict(evaluation__true_guidance=2.0), None),
         ("classifier-free", dict(algorithm=dict(NFT, reference_guidance=2.0)), None),
     ],

@@ -158,12 +158,12 @@ class Flux(ImageFamily):
 
     @property
     def guidance(self) -> Guidance:
-        """A number that the transformer is given and diffusers' `true_cfg_scale`, or nothing.
+        """Returns "both" for dev, whose inputs include a guidance, and "none" for schnell.
 
-        The pipeline makes the second pass where `true_cfg_scale` is above 1 and there is a negative prompt, be it
-        empty; here every true guidance but 1 makes it, and the negative prompt is empty by default. The pipeline takes
-        a `true_cfg_scale` for schnell too. Here schnell has none: it is distilled to be sampled without guidance, and
-        "classifier-free" would have every run of it encode and keep a null conditioning that none reads.
+        The pipeline makes a second pass if `true_cfg_scale` is above 1 and a negative prompt is given, which can be
+        empty. Here a true guidance above 1 suffices, and the negative prompt is empty by default. The pipeline takes a
+        `true_cfg_scale` for schnell, too. Here schnell has none: it is distilled to be sampled without guidance, and
+        with "classifier-free" each run of it would encode and keep a null conditioning that nothing reads.
         """
         return "both" if self.transformer.config.guidance_embeds else "none"
 

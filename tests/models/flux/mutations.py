@@ -173,7 +173,7 @@ MUTATIONS = (
     ),
     (
         "nulls without a second pass", "digen_jax/engine/policy.py",
-        'kind == "both" and self.true_guidance != 1',
+        'kind == "both" and self.true_guidance > 1',
         'kind == "both"',
         (f"{FAMILY}{TWO_PASSES}",),
     ),

@@ -246,7 +246,7 @@ def call(pipe, latents, images, **given):
 
 
 @pytest.mark.parametrize(
-    ("edited", "true"), [(True, 1.0), (True, 2.5), pytest.param(False, 1.0, marks=pytest.mark.slow)]
+    ("edited", "true"), [(True, 0.4), (True, 2.5), pytest.param(False, 1.0, marks=pytest.mark.slow)]
 )
 def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, edited, true):
     """With pictures, of another shape than the image, in one pass and in two, and without."""
@@ -264,6 +264,7 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, edi
     null, more = None, {}
     if true != 1:
         more = dict(true_cfg_scale=true, negative_prompt=NEGATIVES)
+    if true > 1:
         negatives = [r | {"negative_prompt": n} for r, n in zip(given, NEGATIVES, strict=True)]
         null = encode(params, family.tokenize_null(negatives))
     trained = {"transformer": params["transformer"]}
@@ -289,7 +290,7 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(folder, edi
     if more:
         more["negative_prompt"] = NEGATIVES[::-1]
         _, others = call(kontext_pipeline(folder), start, images, **more)
-        assert np.abs(others - pixels).max((1, 2, 3)).min() > 4 / 255
+        assert (np.abs(others - pixels).max((1, 2, 3)) > 4 / 255).all() == (true > 1)
 
 
 def test_without_a_picture_it_is_flux(base, folder):
