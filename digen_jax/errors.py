@@ -152,7 +152,7 @@ def check_output(name: str, path: str | Path, folder: bool = False) -> None:
     """
     if not str(path):
         raise ConfigError(f"{name} is empty: give the name of a {'folder' if folder else 'file'}")
-    path = Path(path).expanduser()
+    path = Path(path)
     above = next(p for p in (path, *path.absolute().parents) if p.exists())
     wrong = ""
     if above == path and path.is_dir() != folder:

@@ -49,7 +49,7 @@ def encoder_bytes(recipe: Recipe, family: Family) -> int:
 def store_folder(recipe: Recipe) -> pathlib.Path:
     """The folder of encoded prompts."""
     given = recipe.prompts.store
-    return pathlib.Path(given).expanduser() if given else CACHE.with_name("prompts")
+    return pathlib.Path(given) if given else CACHE.with_name("prompts")
 
 
 def open_store(recipe: Recipe, folder: pathlib.Path, family: Family) -> PromptStore:

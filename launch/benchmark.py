@@ -31,10 +31,10 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.config.command_line import run_main
+from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_positive, user_input
 
-_OUTPUT = flags.DEFINE_string("output", None, "A JSON file for all numbers.")
+_OUTPUT = define_path("output", None, "A JSON file for all numbers.")
 
 # Options of "runtime"; the last four also of "cluster".
 _DEVICES = flags.DEFINE_integer("devices", 8, "Number of devices to split.")
@@ -70,10 +70,10 @@ _WIDE = flags.DEFINE_integer(
 )
 
 # Options of "asynchrony" and "algorithms".
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all runs; give it again to continue.")
+_WORKDIR = define_path("workdir", None, "Folder for all runs; give it again to continue.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Number of runs of each kind.")
 _ONLY = flags.DEFINE_list("only", [], "Algorithms to train now; none: all.")
-_CELLS = flags.DEFINE_string("cells", None, "An algorithms.csv to draw again; nothing is trained.")
+_CELLS = define_path("cells", None, "An algorithms.csv to draw again; nothing is trained.")
 
 # Options of "rewards", with --seed.
 _CLIENTS = flags.DEFINE_integer("clients", 64, "Threads that ask for scores at the same time.")

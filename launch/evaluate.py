@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags
 
-from digen_jax.config.command_line import run_main
+from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import (
     LARGEST_SEED,
     LARGEST_SIDE,
@@ -26,9 +26,9 @@ from digen_jax.errors import (
 )
 from digen_jax.rewards.settings import RewardSettings
 
-_MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
-_LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
-_PROMPTS = flags.DEFINE_string(
+_MODEL = define_path("model", None, "A pipeline folder, a hub id, or a run's workdir.")
+_LORA = define_path("lora", None, "A folder with a LoRA for the model.")
+_PROMPTS = define_path(
     "prompts", None, "A .jsonl or .txt file; default: the run's held-out prompts."
 )
 _REWARD = flags.DEFINE_list(
@@ -68,8 +68,8 @@ _BATCH = flags.DEFINE_integer("batch", 32, "Images in one call.")
 _DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16"], "Type of the network's arithmetic."
 )
-_OUTPUT = flags.DEFINE_string("output", None, "A JSON file for the numbers.")
-_PICTURES = flags.DEFINE_string("pictures", None, "A folder for all pictures with their scores.")
+_OUTPUT = define_path("output", None, "A JSON file for the numbers.")
+_PICTURES = define_path("pictures", None, "A folder for all pictures with their scores.")
 flags.mark_flags_as_required(["model"])
 
 

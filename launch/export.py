@@ -7,11 +7,11 @@ import pathlib
 
 from absl import flags
 
-from digen_jax.config.command_line import run_main
+from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import blame
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
-_OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist yet.")
+_WORKDIR = define_path("workdir", None, "The workdir of a training run.")
+_OUTPUT = define_path("output", None, "The folder to write; it must not exist yet.")
 _LORA = flags.DEFINE_boolean(
     "lora",
     None,

@@ -15,7 +15,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.config.command_line import run_main
+from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_output, check_range
 
 # A search over more would take hours.
@@ -25,7 +25,7 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file."
 _DEVICES = flags.DEFINE_integer(
     "devices", None, "Number of devices to place; default: all of this machine.", 1, MOST_DEVICES
 )
-_COSTS = flags.DEFINE_string(
+_COSTS = define_path(
     "costs", None, 'Seconds on one device, {"generate": 0.5, ...} in JSON; or a run\'s workdir.'
 )
 _MEASURE = flags.DEFINE_bool(
@@ -48,7 +48,7 @@ _MEMORY = flags.DEFINE_float(
     None,
     "GiB of a device; placements that need more are excluded. Compiles the programs for their temporaries.",
 )
-_OUTPUT = flags.DEFINE_string("output", None, "A JSON file for the chosen placement.")
+_OUTPUT = define_path("output", None, "A JSON file for the chosen placement.")
 flags.mark_flags_as_required(["config"])
 
 

@@ -8,14 +8,14 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.config.command_line import run_main
+from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import check_output
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
-_WORKDIR = flags.DEFINE_string(
+_WORKDIR = define_path(
     "workdir", None, "Folder for pool, checkpoints and curves; give it again to continue."
 )
-_OUTPUT = flags.DEFINE_string("output", None, "The pipeline folder to write.")
+_OUTPUT = define_path("output", None, "The pipeline folder to write.")
 flags.mark_flags_as_required(["config", "workdir", "output"])
 
 

@@ -11,13 +11,13 @@ import pathlib
 
 from absl import flags
 
-from digen_jax.config.command_line import run_main
+from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import blame, check_folder, check_output
 
-_WORKDIR = flags.DEFINE_multi_string(
-    "workdir", None, "The workdir of a training run; again for each further one."
+_WORKDIR = define_path(
+    "workdir", None, "The workdir of a training run; again for each further one.", several=True
 )
-_OUTPUT = flags.DEFINE_string(
+_OUTPUT = define_path(
     "output", None, "The HTML file to write; by default report.html in the first workdir."
 )
 flags.mark_flags_as_required(["workdir"])
@@ -35,7 +35,7 @@ def main() -> None:
     from digen_jax.report.page import write_report
 
     with blame("--output: ", (OSError,)):
-        size = write_report(workdirs, pathlib.Path(output).expanduser())
+        size = write_report(workdirs, pathlib.Path(output))
     pictures = (size.whole - size.without_pictures) / 1e6
     print(f"{output}: {size.without_pictures / 1e6:.2f} MB and {pictures:.2f} MB of pictures")
 

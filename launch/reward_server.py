@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from digen_jax.config.command_line import run_main
+from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_range, user_input
 from digen_jax.rewards.service import TOKEN, installed
 from digen_jax.rewards.service.limits import Limits
@@ -28,7 +28,7 @@ _SETTINGS = flags.DEFINE_multi_string(
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0: all.")
 _PORT = flags.DEFINE_integer("port", 8100, "The port; 0: any free one, which is printed.")
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that score at the same time.")
-_PROMPTS = flags.DEFINE_string(
+_PROMPTS = define_path(
     "prompts", None, "A prompt file, whose first records the reward is tried on; default: a prompt."
 )
 _PATIENCE = flags.DEFINE_float("patience", 30, "Seconds to finish requests after SIGTERM.")

@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags
 
-from digen_jax.config.command_line import run_main
+from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import (
     LARGEST_SEED,
     LARGEST_SIDE,
@@ -22,16 +22,16 @@ from digen_jax.errors import (
     user_input,
 )
 
-_MODEL = flags.DEFINE_string("model", None, "A pipeline folder, a hub id, or a run's workdir.")
-_LORA = flags.DEFINE_string("lora", None, "A folder with a LoRA for the model.")
+_MODEL = define_path("model", None, "A pipeline folder, a hub id, or a run's workdir.")
+_LORA = define_path("lora", None, "A folder with a LoRA for the model.")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be given several times.")
-_PROMPTS = flags.DEFINE_string("prompts", None, "A .jsonl or .txt file of prompts instead.")
+_PROMPTS = define_path("prompts", None, "A .jsonl or .txt file of prompts instead.")
 _NEGATIVE = flags.DEFINE_string(
     "negative_prompt",
     None,
     "What the pass without the prompt is given, for all prompts, in place of a file's own.",
 )
-_IMAGE = flags.DEFINE_string(
+_IMAGE = define_path(
     "image", None, "The picture that the prompts edit; a file of prompts names its own."
 )
 _SOURCE_HEIGHT = flags.DEFINE_integer(
@@ -39,7 +39,7 @@ _SOURCE_HEIGHT = flags.DEFINE_integer(
 )
 _SOURCE_WIDTH = flags.DEFINE_integer("source_width", None, "Their width.")
 _IMAGES = flags.DEFINE_integer("images", 1, "Number of images of each prompt.")
-_OUTPUT = flags.DEFINE_string("output", None, "The folder for the images.")
+_OUTPUT = define_path("output", None, "The folder for the images.")
 _SEED = flags.DEFINE_integer(
     "seed", 0, "The same seed gives the same images for any batch.", 0, LARGEST_SEED
 )

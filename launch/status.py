@@ -13,12 +13,12 @@ import time
 
 from absl import flags
 
-from digen_jax.config.command_line import run_main
+from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_folder
 
 CLEAR = "\x1b[H\x1b[J"  # the terminal
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
+_WORKDIR = define_path("workdir", None, "The workdir of a training run.")
 _FOLLOW = flags.DEFINE_bool("follow", False, "Show it again every 2 seconds, until Ctrl-C.")
 flags.mark_flags_as_required(["workdir"])
 

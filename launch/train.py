@@ -11,11 +11,11 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from digen_jax.config.command_line import run_main
+from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import check_output
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A configs/*.py file.", lock_config=True)
-_WORKDIR = flags.DEFINE_string(
+_WORKDIR = define_path(
     "workdir", None, "Folder for everything that the run writes; give it again to continue."
 )
 _COORDINATOR = flags.DEFINE_string(
@@ -38,9 +38,7 @@ _ONE_JOB = flags.DEFINE_boolean(
     "All processes are one job of JAX, as on TPU slices, where it is found if it is not given.",
 )
 _TLS = {
-    name: flags.DEFINE_string(
-        f"tls_{name}", None, f"For TLS between processes: a PEM file, {what}."
-    )
+    name: define_path(f"tls_{name}", None, f"For TLS between processes: a PEM file, {what}.")
     for name, what in {
         "certificate": "this process's certificate",
         "key": "its key",

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
+from digen_jax.files import in_home
 from digen_jax.process.ending import STOPPED, Stopped, last_word, without_the_hung
 from digen_jax.process.exhausted import out_of_memory
 
@@ -23,6 +24,33 @@ IN_A_WORD = {"config.placement": "config.placement.sizes"}
 
 # What a script runs; by name, where it has several.
 Main = Callable[[], Any] | Mapping[str, Callable[[], Any]]
+
+
+class _PathParser(flags.ArgumentParser):
+    """Reads the name of a file or folder; see `in_home`."""
+
+    def parse(self, argument: str) -> str:
+        return in_home(argument)
+
+
+def define_path(
+    name: str, default: str | None, help_: str, several: bool = False
+) -> flags.FlagHolder[Any]:
+    """Defines a flag for the name of a file or folder, in which `~` is the home folder.
+
+    Args:
+      name: of the flag.
+      default: its value if it is not given.
+      help_: its text in --help.
+      several: whether it may be given several times; its value is a list then.
+    """
+    if several:
+        return flags.DEFINE_multi(_PathParser(), flags.ArgumentSerializer(), name, default, help_)
+    return flags.DEFINE(_PathParser(), name, default, help_)
+
+
+# --help lists a flag under the script that calls `define_path`.
+flags.disclaim_key_flags()
 
 
 def run_main(main: Main) -> None:
@@ -36,10 +64,10 @@ def run_main(main: Main) -> None:
     """
     # It has a line at the first start on a machine, on which no user can act.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
-    # In place, because config_flags looks for its overrides in this list.
-    sys.argv[:] = spelled_out(sys.argv)
     with without_the_hung():
         try:
+            # In place, because config_flags looks for its overrides in this list.
+            sys.argv[:] = spelled_out(sys.argv)
             app.run(
                 lambda argv: chosen(main, argv[1:])(),
                 flags_parser=lambda argv: parse_flags(argv, isinstance(main, Mapping)),
@@ -109,10 +137,12 @@ def parse_flags(argv: Sequence[str], with_words: bool) -> list[str]:
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """A command line in which one word for a group of fields is replaced by the field that it sets."""
+    """Replaces one word for a group of fields by the field that it sets, and `~` in --config=~/x.py."""
 
     def argument(text: str) -> str:
         name, _, value = text.partition("=")
+        if name.lstrip("-") == "config":
+            return f"{name}={in_home(value)}" if value else text
         field = IN_A_WORD.get(name.lstrip("-"))
         return f"--{field}={value}" if field and re.fullmatch(r"\w+", value) else text
 

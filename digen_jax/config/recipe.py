@@ -40,6 +40,7 @@ from digen_jax.config.sections import (
 from digen_jax.engine.draws import Draws
 from digen_jax.engine.placement import MeshSizes, fitted
 from digen_jax.errors import ConfigError
+from digen_jax.files import in_home
 from digen_jax.flow.windows import Window
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.settings import Settings
@@ -311,7 +312,10 @@ def replaced(config: ConfigDict, **sections: Any) -> ConfigDict:
 
 
 def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:
-    """`config` over `defaults`, section by section; unknown fields stay and are refused later."""
+    """`config` over `defaults`, section by section; unknown fields stay and are refused later.
+
+    `~` at the start of a text is the home folder.
+    """
     merged = ConfigDict(defaults)
     with merged.unlocked():
         for name, value in config.items():
@@ -326,8 +330,15 @@ def _filled(config: ConfigDict, defaults: ConfigDict) -> ConfigDict:
                 value = (value,)  # as on the command line
             if name in merged:
                 del merged[name]
-            merged[name] = value
+            merged[name] = _in_home(value)
     return merged
+
+
+def _in_home(value: Any) -> Any:
+    """A field's value, with `~` replaced in a text or in each of a list."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_in_home, value))
+    return in_home(value) if isinstance(value, str) else value
 
 
 def _check_window_is_a_section(config: ConfigDict) -> None:

@@ -68,7 +68,7 @@ def _read(number: int, asked: RewardSettings, group: DeviceGroup) -> Scoring:
 def _outlined(number: int, asked: RewardSettings, group: DeviceGroup) -> Scoring:
     learned = _learned(asked)
     files = [value for name, value in learned.settings if name in FILES and value]
-    here = all(pathlib.Path(file).expanduser().exists() for file in files)
+    here = all(pathlib.Path(file).exists() for file in files)
     with blame(f"config.rewards[{number}]: reward {asked.title!r}: "):
         opened = learned.opened() if here else published(learned)
         shapes = placed(asked.title, opened.shapes, group)

@@ -95,7 +95,7 @@ def configured(recipe: Recipe) -> Recipe:
       ConfigError: it is neither a local folder nor a hub id whose configuration is shipped.
     """
     name = recipe.model.folder
-    if pathlib.Path(name).expanduser().is_dir():
+    if pathlib.Path(name).is_dir():
         return recipe
     folder = published_folder(name)
     if folder is None:

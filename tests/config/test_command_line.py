@@ -25,7 +25,8 @@ from digen_jax.config import command_line
 from digen_jax.errors import ConfigError
 
 CONFIG = config_flags.DEFINE_config_file("config")
-flags.DEFINE_string("workdir", None, "where")
+WORKDIR = command_line.define_path("workdir", None, "where")
+FILES = command_line.define_path("file", [], "which", several=True)
 flags.mark_flags_as_required(["config", "workdir"])
 
 def main():
@@ -47,13 +48,15 @@ def main():
                 raise jax.errors.JaxRuntimeError(lines)
         except RuntimeError as error:
             raise RuntimeError("a piece of work failed too often") from error
+    if FILES.value:
+        print(WORKDIR.value, *FILES.value)
     print(config.sampler.guidance, config.seed, config.placement.sizes)
 
 command_line.run_main(main)
 """
 
 
-def launch(folder: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess:
+def launch(folder: pathlib.Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
     (folder / "config.py").write_text(CONFIG)
     (folder / "script.py").write_text(SCRIPT)
     root = pathlib.Path(command_line.__file__).parents[2]
@@ -61,7 +64,7 @@ def launch(folder: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess
         [sys.executable, folder / "script.py", *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
+        env=os.environ | {"PYTHONPATH": str(root)} | variables,
         check=False,
     )
 
@@ -113,6 +116,24 @@ def test_good_overrides_arrive_and_a_bug_keeps_its_traceback(tmp_path):
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ValueError: a bug" in done.stderr
+
+
+def test_a_tilde_in_a_flag_for_a_path_is_the_home_folder(tmp_path):
+    files = ("--file=~/a", "--file", "~/b", "--file=/c/~/d")
+    done = launch(
+        tmp_path, "--config=~/config.py", "--workdir=~/runs/x", *files, HOME=str(tmp_path)
+    )
+    home = f"{tmp_path}/"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split()[:4] == [f"{home}runs/x", f"{home}a", f"{home}b", "/c/~/d"]
+
+
+@pytest.mark.parametrize("argument", ["--config=~no-user/config.py", "--workdir=~no-user/x"])
+def test_a_home_folder_that_is_not_known_is_one_line(tmp_path, argument):
+    given = ("--config", str(tmp_path / "config.py"), "--workdir=w", argument)
+    done = launch(tmp_path, *given)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert argument.partition("=")[2] in done.stderr
 
 
 def test_a_device_without_memory_is_one_line_with_xlas_first_one(tmp_path):

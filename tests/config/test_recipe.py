@@ -80,6 +80,19 @@ def test_whole_numbers_become_floats_where_floats_belong(given):
     assert type(full.sampler.steps) is int
 
 
+def test_a_tilde_in_a_path_is_the_home_folder(given, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    reward = dict(name="clip_score", settings=dict(folder="~/clip", threads=2))
+    fields = dict(model__folder="~/sd3", prompts__files=("~/a.txt", "b~.txt"), rewards=(reward,))
+    full = recipe.complete(changed(given, **fields, prompts__store="~", lora__start="~x"))
+    assert full.model.folder == "/home/me/sd3"
+    assert tuple(full.prompts.files) == ("/home/me/a.txt", "b~.txt")
+    assert (full.prompts.store, full.lora.start) == ("/home/me", "~x")
+    assert full.rewards[0].settings.to_dict() == {"folder": "/home/me/clip", "threads": 2}
+    with pytest.raises(ConfigError):
+        recipe.complete(changed(given, model__folder="~no-user/sd3"))
+
+
 @pytest.mark.parametrize("tracker", ["wandb", "trackio"])
 def test_a_tracker_without_a_project_is_refused(given, tracker):
     full = changed(given, **{f"{tracker}__name": "first"})

@@ -17,6 +17,6 @@ def published_models() -> list[str]:
 
 def published_folder(name: str) -> pathlib.Path | None:
     """The folder of a hub id; None: it is not here, or `name` is a local folder."""
-    if pathlib.Path(name).expanduser().is_dir() or name not in published_models():
+    if pathlib.Path(name).is_dir() or name not in published_models():
         return None
     return ROOT / name
