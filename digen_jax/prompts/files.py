@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from digen_jax.files import in_home
 from digen_jax.images import check_picture
 from digen_jax.prompts import hub
 
@@ -63,7 +64,7 @@ def located(path: str | os.PathLike[str], record: dict[str, Any]) -> dict[str, A
     image = record.get("image")
     if not isinstance(image, str) or not image.strip() or "://" in image or hub.is_hub(path):
         return record
-    return record | {"image": str(pathlib.Path(path).parent / image)}
+    return record | {"image": str(pathlib.Path(path).parent / in_home(image))}
 
 
 def first_negative(path: str | os.PathLike[str]) -> str | None:

@@ -156,9 +156,11 @@ def edits(folder, *images):
 def test_a_picture_lies_relative_to_its_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
-    path = edits(pathlib.Path("own"), "a.png", "../b.png", "/c.png", "s://h/d.png", None, 3, " ")
+    monkeypatch.setenv("HOME", "/me")
+    images = ["a.png", "../b.png", "/c.png", "s://h/d.png", None, 3, " ", "~/e.png"]
+    path = edits(pathlib.Path("own"), *images)
     found = [record.get("image") for record in read_prompt_file(path)]
-    assert found == ["own/a.png", "own/../b.png", "/c.png", "s://h/d.png", None, 3, " "]
+    assert found == ["own/a.png", "own/../b.png", *images[2:-1], "/me/e.png"]
 
 
 def test_all_pictures_of_a_file_are_read(tmp_path):
