@@ -102,20 +102,3 @@ def test_a_short_cut_costs_nothing(host, begin):  # noqa: F811
         host.cable(True)
         assert [one.result(8).command.step for one in asked] == [*range(20)]
         assert room.said.empty() and process.process.poll() is None
-
-
-def test_a_mesh_that_comes_back_after_it_was_lost_changes_nothing(host, begin):  # noqa: F811
-    """The leader has forgotten it, and it has not noticed anything yet: its answers do not count."""
-    with contextlib.closing(Room(Keepalive(ping=0.2, silence=2.0), host=host.here)) as room:
-        process = begin(MESH, before=host.inside, LEADER=room.address)
-        member = room.joined()
-        slow = member.ask(encode(WAITS))
-        host.cable(False)
-        time.sleep(0.5)
-        room.leader.meshes["rollout 0"].give_up("was given up")
-        with pytest.raises(Gone, match="was given up"):
-            slow.result(1)
-        host.cable(True)
-        code, errors = process.ends(10)
-        assert code == STOPPED and "Traceback" not in errors
-        assert not room.leader.meshes and room.said.empty()

@@ -2,7 +2,6 @@
 
 import contextlib
 import queue
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +22,11 @@ from digen_jax.remote.wire import Wire
 from digen_jax.runtime.clock import measured
 from digen_jax.runtime.link import CopyOf, Link
 from digen_jax.scheduling.commands import Publication
-from tests.remote.fan_process import SMALL, digest, takes, tree
+from tests.remote.fan_process import SMALL, takes, tree
 from tests.remote.mesh_process import FAST, IDENTITY
 from tests.remote.processes import begin  # noqa: F401
 from tests.remote.test_link import WEIGHTS, assert_same, ends, onto
 
-MODULE = "tests.remote.fan_process"
 ONE, TWO = Publication(1), Publication(2)
 
 
@@ -195,42 +193,3 @@ def test_where_a_giver_fails_the_trainer_gives(how, monkeypatch, capfd):
         # Nobody is named for the next one: it comes from the trainer.
         again = relay.take(WEIGHTS, onto(1), stream.name)
         assert (again is None) == (how == "gives") and len(stream.said) < 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_giver_that_is_lost_in_mid_transfer_costs_its_takers_only_time(how, begin, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(frames, "FRAME", SMALL)
-    weights, joined, lost = tree(), queue.Queue(), queue.Queue()
-    options = dict(joined=joined.put, lost=lambda mesh, why: lost.put(mesh.name), keepalive=FAST)
-    with lead(Wire(IDENTITY), "127.0.0.1:0", nodes(None), **options) as (_, link, address):
-        of = dict(LEADER=address, SLOW="0.3")
-        meshes = {f"rollout {i}": begin(MODULE, NAME=f"rollout {i}", **of) for i in range(4)}
-        samplers = {one.name: one for one in (joined.get(timeout=60) for _ in meshes)}
-        for mesh in meshes.values():
-            mesh.line()  # that it joins
-        link.offer(ONE, weights)
-        samplers["rollout 0"].receive(ONE)
-        assert meshes["rollout 0"].line() == f"has {digest(weights)}"
-        # The trainer has no free place.
-        fanout = samplers["rollout 0"]._fanout
-        held = [fanout.ask(TWO, samplers["rollout 0"]._taker).result(5) for _ in range(2)]
-        takers = [
-            threading.Thread(target=samplers[f"rollout {i}"].receive, args=(ONE,)) for i in (1, 2)
-        ]
-        for thread in takers:
-            thread.start()
-        assert meshes["rollout 0"].line() == "gives"
-        meshes["rollout 0"].signal(how)
-        assert lost.get(timeout=10) == "rollout 0"
-        samplers["rollout 0"].give_up()
-        for thread in takers:
-            thread.join(30)
-            assert not thread.is_alive()
-        for name in ("rollout 1", "rollout 2"):
-            assert meshes[name].line() == f"has {digest(weights)}"
-            _, errors = meshes[name].process, meshes[name].errors.read_text()
-            assert f"{name} takes version 1 from the trainer, not from rollout 0: " in errors
-        samplers["rollout 3"].receive(ONE)
-        assert meshes["rollout 3"].line() == f"has {digest(weights)}"
-        assert lost.empty() and not fanout._slots, held

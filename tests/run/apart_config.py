@@ -30,9 +30,9 @@ def redness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.
     return tiny_runs.redness(images, prompts, metadata)
 
 
-def get_config(kind: str = "lora") -> ConfigDict:
+def get_config() -> ConfigDict:
     """Steps of two fragments, all of which are saved; two meshes sample."""
-    c = tiny_runs.tiny_config(pathlib.Path(os.environ["BASE"]), kind)
+    c = tiny_runs.tiny_config(pathlib.Path(os.environ["BASE"]), "lora")
     c.steps = STEPS
     c.rewards = ("tests.run.apart_config:redness", *c.rewards[1:])
     c.reward_pool = ConfigDict(dict(processes=0))

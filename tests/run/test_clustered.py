@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def test_a_job_whose_leader_is_killed_is_started_again_and_ends_as_one_process(job, unbroken):  # noqa: F811
     made: Job = job()
     made.hold(2)
-    command = "launch/train.py", f"--config={CONFIG}:lora", f"--workdir={made.workdir}"
+    command = "launch/train.py", f"--config={CONFIG}", f"--workdir={made.workdir}"
     given = dict(BASE=str(made._base), HOLDS=str(made.holds))
     started = made._start(
         "launch.cluster", 1, (), ["-n", "3", "--restarts=2", "--", *command], **given
@@ -39,4 +39,4 @@ def test_a_job_whose_leader_is_killed_is_started_again_and_ends_as_one_process(j
     assert "the whole job is started again (1 of 2)" in errors
     assert any(line.startswith("[0] continuing after step 1") for line in said), said
     assert any(line.startswith("[1] rollout 0 is ready") for line in said)
-    assert_same_run(made.workdir, unbroken())
+    assert_same_run(made.workdir, unbroken)

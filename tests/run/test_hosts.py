@@ -165,10 +165,6 @@ def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, un
     assert "Stopped and saved after step 2; the same command continues." in first[1]
     assert {"1", "2"} <= {path.name for path in (folder / "two" / "checkpoints").iterdir()}
 
-    shutil.copytree(folder / "two", folder / "two, then one")
-    alone(folder, "two, then one")
-    assert_same_run(folder / "two, then one", *unbroken)
-
     first, second = together(folder, toy_run("two"))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert "reward on 5 held-out prompts" in first[1] and second[1] == ""

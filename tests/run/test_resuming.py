@@ -32,21 +32,9 @@ PLAIN = dict(
     trainer__clip_norm=1e3,
     checkpoint__keep=9,
 )
-ELSEWHERE = [
-    pytest.param(
-        toy.meshes((1, 1), (1, 1, 2), workers=2)
-        | dict(sampler__fragment=2, trainer__micro_batch=2, trainer__pack=2),
-        4,
-        id="two meshes sample, steps split",
-    ),
-    pytest.param(
-        toy.meshes((2, 1), (1, 2)) | dict(sampler__fragment=4, reward_pool__processes=1),
-        4,
-        id="disaggregated, a process scores",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(dict(trainer__micro_batch=8), 1, id="one device", marks=pytest.mark.slow),
-]
+ELSEWHERE = toy.meshes((1, 1), (1, 1, 2), workers=2) | dict(
+    sampler__fragment=2, trainer__micro_batch=2, trainer__pack=2
+)
 
 
 def stopped(train, workdir, c, step, **options):
@@ -66,10 +54,7 @@ def moves(workdir: pathlib.Path) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize(("fields", "devices"), ELSEWHERE)
-def test_a_run_goes_on_with_other_meshes_cuts_and_processes_to_the_same_result(
-    tmp_path, train, monkeypatch, fields, devices
-):
+def test_a_run_goes_on_with_other_meshes_and_cuts_to_the_same_result(tmp_path, train, monkeypatch):
     monkeypatch.setattr(sharding, "FSDP_MIN_SIZE", 16)
     assert train("unbroken", config(tmp_path, **PLAIN)) is None
     stopped(train, "broken", config(tmp_path, **PLAIN), 2)
@@ -77,8 +62,8 @@ def test_a_run_goes_on_with_other_meshes_cuts_and_processes_to_the_same_result(
     expected, history = moves(tmp_path / "unbroken"), metrics(tmp_path / "unbroken")
     norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in expected.values()))
     assert norm > 0.01
-    c = config(tmp_path, **PLAIN | fields)
-    assert train("broken", c, devices=devices) is None
+    c = config(tmp_path, **PLAIN | ELSEWHERE)
+    assert train("broken", c, devices=4) is None
     assert_same_metrics(metrics(tmp_path / "broken"), history, rel=1e-4, abs=1e-6)
     found = moves(tmp_path / "broken")
     off = sum(np.sum(np.square(found[leaf] - expected[leaf])) for leaf in expected)

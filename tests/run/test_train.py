@@ -350,7 +350,6 @@ KINDS_OF_STATE = [
         dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3)
         | dict(advantages__best_and_worst=1, advantages__drop_zero_std=True),
     ),
-    (dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4) | GDPO,),
     (
         dict(
             sampler__window=dict(mode="progressive", length=2, end=4, fraction=0.5),
@@ -358,7 +357,11 @@ KINDS_OF_STATE = [
         ),
     ),
     (ODE | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2))),),
-    (ODE | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5),),
+    (
+        ODE
+        | dict(algorithm=dict(name="awm", times=dict(count=2)), trainer__ema=0.5)
+        | dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4),
+    ),
     (
         ODE
         | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2))
@@ -406,13 +409,12 @@ def test_a_wrong_reward_is_said_with_what_is_saved(tmp_path, train):
 
 @pytest.mark.parametrize(
     "fields",
-    quick(KINDS_OF_STATE, 0, 3),
+    quick(KINDS_OF_STATE, 0, 2),
     ids=[
         "average, reference, best and worst",
-        "lora, two updates, two rewards",
         "a window that moves, random steps",
         "DiffusionNFT",
-        "AWM",
+        "AWM, LoRA, two updates",
         "DPO, offline, two rewards",
     ],
 )
