@@ -73,7 +73,6 @@ CASES = [
     ("lora", (2, 2, 1), 0.0, "group"),
     ("lora", (1, 2, 1), 0.3, "global"),
     ("full", (2, 1, 2), 0.3, "group"),
-    ("full", (1, 1, 1), 0.0, "global"),
 ]
 
 

@@ -15,7 +15,6 @@ from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime import training
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.versions import Versions
-from tests.cases import quick
 from tests.engine import toy
 from tests.engine.test_trainer import LORA, adapted
 from tests.engine.toy import receive
@@ -328,8 +327,7 @@ def test_diffusion_nft_publishes_its_old_policy_which_follows(monkeypatch):
     assert all(line["old_deviation"] > 0 for line in history)  # of the second update
 
 
-@pytest.mark.parametrize("name", quick([("diffusion_nft",), ("awm",)], 0))
-def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch, name):
+def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch):
     seen, ages = [], []
     real = training.receive
 
@@ -338,7 +336,7 @@ def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch, 
         return real(system, prompts, images, *judged)
 
     fields = toy.meshes((1, 1), (1, 1)) | dict(runtime__staleness=1, fragment=3, micro=3, pack=3)
-    parts = toy.system(c := config(name, **OPTIMIZER | fields), 2)
+    parts = toy.system(c := config("diffusion_nft", **OPTIMIZER | fields), 2)
     accumulate, kept, add = parts.trainer.accumulate, {}, Versions.add
 
     def added(self, publication, tree, own=None):
@@ -370,9 +368,8 @@ def test_awms_copy_follows_and_is_not_what_is_published(monkeypatch):
     assert history[0]["ema_kl"] == pytest.approx(0, abs=1e-9) and history[1]["ema_kl"] > 0
 
 
-@pytest.mark.parametrize("tuning", quick([("full",), ("lora",)], 0))
-def test_offline_the_images_are_a_set_of_the_start(monkeypatch, tuning):
-    fields, keys, real = dict(algorithm__set_steps=2, tuning=tuning, micro=8), [], training.receive
+def test_offline_the_images_are_a_set_of_the_start(monkeypatch):
+    fields, keys, real = dict(algorithm__set_steps=2, tuning="lora", micro=8), [], training.receive
 
     def noted(system, prompts, images, judged):
         keys.append(jax.random.key_data(images.samples.keys))
@@ -393,16 +390,15 @@ def test_offline_the_images_are_a_set_of_the_start(monkeypatch, tuning):
     assert not np.isin(keys[2], keys[0]).any()
 
 
-@pytest.mark.parametrize("name", quick([("diffusion_nft",), ("diffusion_dpo",)], 1))
-def test_where_it_is_sampled_and_trained_changes_nothing(monkeypatch, name):
+def test_where_it_is_sampled_and_trained_changes_nothing(monkeypatch):
     """Of two updates a step, with fragments of two groups, or of all of an update's on one device."""
     apart = toy.meshes((2, 1), (1, 2), workers=1) | dict(fragment=6, micro=4, pack=3)
-    if name == "diffusion_nft":
-        apart |= dict(micro=6)
     found = []
     for devices, fields in ((1, dict(fragment=6, micro=2, pack=1)), (4, apart)):
         with monkeypatch.context() as patch:
-            parts, states, *_ = driven(patch, name, 2, devices, trainer__updates=2, **fields)
+            parts, states, *_ = driven(
+                patch, "diffusion_dpo", 2, devices, trainer__updates=2, **fields
+            )
         start = jax.device_get(parts.start)
         found.append(jax.tree.map(np.subtract, states[-1][0].tuned, start))
     assert toy.difference(*found) < 1e-4

@@ -19,16 +19,10 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 ALL = slice(0, 12)
 # Trained steps, pack, (time, data, fsdp), images of a pass.
 CASES = [
-    ("lora", "replicate", 4, 1, (1, 4, 1), 4),
     ("lora", "replicate", 4, 2, (1, 2, 2), 12),
-    ("lora", "replicate", 3, 2, (2, 2, 1), 4),
     ("lora", "replicate", 4, 4, (4, 2, 1), 6),
     ("lora", "fsdp", 3, 2, (2, 1, 2), 4),
-    ("lora", "fsdp", 4, 4, (1, 2, 2), 12),
-    ("full", "replicate", 4, 3, (1, 1, 1), 3),
     ("full", "replicate", 3, 4, (4, 1, 1), 4),
-    ("full", "replicate", 4, 4, (2, 2, 2), 4),
-    ("full", "fsdp", 4, 1, (1, 2, 2), 4),
     ("full", "fsdp", 4, 4, (2, 1, 2), 4),
     ("full", "fsdp", 3, 4, (4, 1, 2), 6),
 ]
@@ -41,7 +35,7 @@ def built(tuning, tactic, pack, mesh, images):
 
 
 @pytest.mark.parametrize(
-    ("tuning", "tactic", "steps", "pack", "mesh", "images"), quick(CASES, 1, 4, 7, 10)
+    ("tuning", "tactic", "steps", "pack", "mesh", "images"), quick(CASES, 0, 2, 3, 4)
 )
 def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
     tuning, tactic, steps, pack, mesh, images

@@ -52,11 +52,7 @@ def means(system, state, experience, behaviour):
 
 CASES = [
     ("rollout", {}),
-    ("recomputed", {}),
-    ("recomputed", dict(trainer__micro_batch=2)),
-    ("recomputed", dict(model__remat="blocks")),
-    ("recomputed", LORA),
-    ("rollout", LORA | dict(sampler__guidance=1.0)),
+    ("recomputed", LORA | dict(trainer__micro_batch=2, model__remat="blocks")),
 ]
 
 
@@ -185,9 +181,9 @@ class Embedded:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [0, 8])
-def test_on_the_embedded_model(monkeypatch, lora):
+def test_on_the_embedded_model(monkeypatch):
     """The numbers of `algorithms.old_log_probs`; `pytest -s` shows them."""
+    lora = 8
     monkeypatch.chdir(pathlib.Path(__file__).parents[2])
     cases = [("rollout", ""), ("recomputed", ""), ("rollout", "bfloat16")]
     samples = {}  # which do not depend on how the ratios are taken

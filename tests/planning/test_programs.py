@@ -127,40 +127,28 @@ def test_predicted_memory_is_that_of_the_compiled_programs(base):
     check(reopen_recipe(tiny(base, "lora", 16, data=2, fsdp=2)), training_bytes, sampling_bytes)
 
 
-# On four devices a pass takes 32 images of the tiny model or 48 of the embedded one, on one device a quarter.
-MESHES = (
-    {},
-    dict(data=4),
-    dict(fsdp=4),
-    dict(data=2, fsdp=2),
-    dict(data=2, time=2),
-    dict(data=4, tensor=2),
-    dict(data=4, sequence=2),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "blocks"])
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_predicted_memory_of_any_mesh_is_that_of_the_compiled_programs(base, mesh, kind, remat):
-    """Nothing is sampled with remat."""
-    config = tiny(base, kind, 8 * images_split(mesh), **mesh)
+@pytest.mark.parametrize(
+    ("kind", "images", "mesh", "remat"),
+    [
+        ("full", 16, dict(data=2, time=2), "none"),
+        ("full", 32, dict(data=4, tensor=2), "blocks"),
+        ("lora", 32, dict(data=4, sequence=2), "none"),
+    ],
+)
+def test_predicted_memory_of_any_mesh_is_that_of_the_compiled_programs(
+    base, kind, images, mesh, remat
+):
+    """Sampling does not depend on remat."""
+    config = tiny(base, kind, images, **mesh)
     config.model.remat = remat
     kinds = (training_bytes, sampling_bytes) if remat == "none" else (training_bytes,)
     check(reopen_recipe(config), *kinds)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_predicted_memory_of_the_embedded_model_is_that_of_the_compiled_programs(mesh, kind):
-    recipe = reopen_recipe(embedded(kind, 12 * images_split(mesh), **mesh))
-    check(recipe, training_bytes, sampling_bytes)
-
-
-def images_split(mesh):
-    return mesh.get("data", 1) * mesh.get("fsdp", 1)
+def test_predicted_memory_of_the_embedded_model_is_that_of_the_compiled_programs():
+    check(reopen_recipe(embedded("full", 48, fsdp=4)), training_bytes, sampling_bytes)
 
 
 def test_the_programs_are_those_that_a_run_calls(base):

@@ -114,7 +114,7 @@ def plain(std):
 
 @pytest.mark.parametrize(
     ("layout", "std"),
-    quick([*((layout, "group") for layout in LAYOUTS), ("one device", "global")], 1),
+    quick([("two workers, half groups", "group"), ("a mesh each", "global")], 0),
 )
 def test_a_step_is_that_of_the_chosen_groups_alone(late, layout, std):
     gradient, change, history, log = run(layout, std)

@@ -1,8 +1,6 @@
 """Waits of several processes for one another."""
 
 import math
-import subprocess
-import sys
 import types
 
 import jax
@@ -11,25 +9,7 @@ import pytest
 from digen_jax.errors import ConfigError
 from digen_jax.process import team
 from digen_jax.process.ending import Stopped
-from digen_jax.process.ports import free_port
 from digen_jax.runtime import orders
-from tests.pipelines import ROOT, environment
-
-LATE = """
-import sys, time
-from digen_jax.process.ending import Stopped
-from digen_jax.process.launching import join
-from digen_jax.runtime.orders import meet
-
-process = int(sys.argv[2])
-join(sys.argv[1], 2, process)
-meet("the start", 60)
-time.sleep(6 * process)
-try:
-    meet("storing prompts", 2)
-except Stopped as error:
-    print(error, flush=True)
-"""
 
 
 @pytest.mark.parametrize(
@@ -124,20 +104,3 @@ def test_meshes_that_share_a_job_do_not_wait_for_one_another(answers, monkeypatc
     assert not orders.several() and jax.process_count() == 1
     orders.meet("storing prompts", 5)
     assert len(waits) == 1
-
-
-@pytest.mark.slow
-def test_a_process_that_comes_late_is_told_of_by_the_other():
-    command = [sys.executable, "-c", LATE, f"127.0.0.1:{free_port()}"]
-    begun = [
-        subprocess.Popen(
-            [*command, str(process)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment(1, PYTHONPATH=str(ROOT)),
-        )
-        for process in range(2)
-    ]
-    said = [process.communicate()[0] for process in begun]
-    assert said[0].startswith("another process is not there within 2 seconds (config.runtime.")

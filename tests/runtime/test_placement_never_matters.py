@@ -25,12 +25,9 @@ LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
 LAYOUTS = {
     "one device": ((0, 1), (1, 1), 1, 24, 12, ""),
     "colocated": ((0, 1), (2, 1), 1, 4, 4, ""),
-    "disaggregated": ((1, 2), (2, 1), 1, 12, 6, ""),
     "two workers, fragments across groups": ((2, 1), (1, 2), 2, 6, 6, ""),
-    "colocated, steps split": ((0, 1), (1, 2, 2), 1, 12, 6, ""),
     "disaggregated, steps split": ((1, 2), (2, 1, 2), 1, 4, 4, ""),
     "TAG in place": ((2, 1), (1, 2), 1, 4, 4, "in place"),
-    "TAG resharded": ((2, 1), (1, 2), 1, 4, 2, "resharded"),
     "half groups": ((1, 1), (1, 2), 2, 2, 2, ""),
     "half groups, steps split": ((1, 2), (1, 2, 2), 1, 2, 2, ""),
     "tensor, TAG in place": ((1, 1, 4), (1, 2, 1, 2), 1, 4, 4, "in place"),
@@ -44,13 +41,12 @@ LAYOUTS = {
     ),
 }
 CASES = [
-    *(("full", 1, layout) for layout in LAYOUTS if layout != "one device"),
+    ("full", 1, "colocated"),
+    ("full", 1, "TAG in place"),
     ("full", 2, "two workers, fragments across groups"),
-    ("full", 2, "TAG in place"),
-    ("lora", 1, "TAG resharded"),
     ("lora", 1, "disaggregated, steps split"),
+    ("full", 1, "tensor on one side, steps split, TAG resharded"),
     ("lora", 1, "tensor, TAG in place"),
-    ("lora", 2, "two workers, fragments across groups"),
 ]
 
 
@@ -102,7 +98,7 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
     return jax.device_get(gradients[0]), change, log
 
 
-@pytest.mark.parametrize(("tuning", "updates", "layout"), quick(CASES, 0, 5, 11, 14))
+@pytest.mark.parametrize(("tuning", "updates", "layout"), quick(CASES, 0, 1, 2, 3))
 def test_the_result_is_that_of_one_device(tuning, updates, layout):
     gradient, change, _ = result(tuning, updates, layout)
     expected_gradient, expected_change, _ = result(tuning, updates, "one device")
@@ -113,20 +109,18 @@ def test_the_result_is_that_of_one_device(tuning, updates, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["TAG in place", "disaggregated, steps split"])
-def test_with_adam_as_it_is_the_updates_differ_little_more(layout):
+def test_with_adam_as_it_is_the_updates_differ_little_more():
     """Adam divides by the size of a gradient, so that rounding of small ones counts as much as of large ones."""
-    _, change, _ = result("full", 1, layout, adam=True)
+    _, change, _ = result("full", 1, "TAG in place", adam=True)
     _, expected, _ = result("full", 1, "one device", adam=True)
     assert toy.difference(change, expected) < 1e-3
     assert toy.difference(expected, result("full", 1, "one device")[1]) > 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["colocated", "two workers, fragments across groups"])
-def test_recomputed_log_probs_are_the_rollouts_own(layout):
+def test_recomputed_log_probs_are_the_rollouts_own():
     """Of two updates the second one's ratios are not 1: they need the version that the first one consumed."""
-    gradient, change, _ = result("full", 2, layout, "recomputed")
+    gradient, change, _ = result("full", 2, "two workers, fragments across groups", "recomputed")
     expected_gradient, expected_change, _ = result("full", 2, "one device")
     assert toy.difference(gradient, expected_gradient) < 1e-5
     assert toy.difference(change, expected_change) < 1e-4

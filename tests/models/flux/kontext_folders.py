@@ -2,10 +2,8 @@
 
 import functools
 import json
-import os
 import pathlib
 import shutil
-import signal
 from typing import Any
 
 import numpy as np
@@ -82,15 +80,6 @@ def likeness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np
         for record in metadata
     ]
     return 1 - np.abs(images / 255 - np.stack(sources)).mean((1, 2, 3))
-
-
-def deadly(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.ndarray:
-    """The same; the process is killed once, in the second step."""
-    done = pathlib.Path(os.environ["KILLED"])
-    if metadata[0].get("serial", 0) >= 2 and not done.exists():
-        done.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return likeness(images, prompts, metadata)
 
 
 def _write_prompts(folder: pathlib.Path) -> None:

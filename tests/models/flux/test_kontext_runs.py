@@ -4,9 +4,6 @@ import functools
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -14,7 +11,6 @@ import peft
 import pytest
 import torch
 from diffusers import FluxKontextPipeline
-from ml_collections import ConfigDict
 from PIL import Image
 
 from digen_jax.config.door import open_recipe, place
@@ -48,7 +44,6 @@ from tests.models.flux.kontext_folders import (
     kontext_pipeline,
     picture,
 )
-from tests.pipelines import ROOT, environment
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import once
 
@@ -144,21 +139,8 @@ def test_a_mistake_is_one_sentence_before_anything_slow(base, tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_encoding_in_each_step_gives_the_same_run(base, tmp_path):
-    for encoding in ("each_step", "ahead"):
-        c = edit_config(base, encoding=encoding, store=store(base))
-        c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
-        assert train(open_recipe(c), tmp_path / encoding) is None
-    each, before = (metrics(tmp_path / encoding) for encoding in ("each_step", "ahead"))
-    assert_same_metrics(each, before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trained_too", [True, False])
-def test_a_run_with_two_passes_has_ratio_one_and_is_the_same_encoded_ahead(
-    base, tmp_path, trained_too
-):
-    """With a negative prompt for some of the prompts; only an evaluation with two passes trains as without."""
+def test_a_run_with_two_passes_has_ratio_one_and_is_the_same_encoded_ahead(base, tmp_path):
+    """With a negative prompt for some of the prompts."""
     folder = shutil.copytree(edit_prompts(base).parent, tmp_path / "edits")
     records = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     for record, negative in zip(records[1:], ("four shapes", ""), strict=False):
@@ -167,7 +149,7 @@ def test_a_run_with_two_passes_has_ratio_one_and_is_the_same_encoded_ahead(
     for encoding in ("each_step", "ahead"):
         c = edit_config(base, encoding=encoding, store=str(tmp_path / "store"))
         c.prompts.file = c.evaluation.prompts = str(folder / "prompts.jsonl")
-        c.sampler.true_guidance, c.evaluation.true_guidance = 1 + 2.0 * trained_too, 2.0
+        c.sampler.true_guidance, c.evaluation.true_guidance = 3.0, 2.0
         c.trainer.eps = 1.0  # with less, Adam would enlarge rounding
         assert train(open_recipe(c), tmp_path / encoding) is None
     each, before = (metrics(tmp_path / encoding) for encoding in ("each_step", "ahead"))
@@ -178,35 +160,7 @@ def test_a_run_with_two_passes_has_ratio_one_and_is_the_same_encoded_ahead(
     (block,) = _blocks(tmp_path / "store")
     assert len(_about(block)["texts"]) == 8
     plain = next(line for line in metrics(trained(base)) if "ratio" in line)
-    assert (first["reward"] == pytest.approx(plain["reward"], abs=1e-6)) == (not trained_too)
-
-
-@pytest.mark.slow
-def test_a_killed_run_continues_to_the_same_end(base, tmp_path):
-    c = edit_config(base, encoding="ahead", store=store(base))
-    c.steps, c.trainer.eps = 4, 1.0
-    c.checkpoint = ConfigDict(dict(every=1))
-    c.rewards = ("tests.models.flux.kontext_folders:deadly",)
-    text = f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({c.to_dict()!r})\n"
-    (tmp_path / "config.py").write_text(text)
-    script = [sys.executable, ROOT / "launch" / "train.py", f"--config={tmp_path / 'config.py'}"]
-
-    def begin(workdir, killed):
-        variables = {"KILLED": str(killed), "PYTHONPATH": str(ROOT)}
-        given = environment(1, **variables)
-        command = [*script, f"--workdir={tmp_path / workdir}"]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=given)
-
-    (tmp_path / "never").touch()
-    unbroken = begin("unbroken", tmp_path / "never")
-    assert unbroken.returncode == 0, unbroken.stderr
-    killed = begin("broken", tmp_path / "killed")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    resumed = begin("broken", tmp_path / "killed")
-    assert resumed.returncode == 0, resumed.stderr
-    expected = metrics(tmp_path / "unbroken")
-    assert [line["step"] for line in expected if "ratio" in line] == [1, 2, 3, 4]
-    assert_same_metrics(metrics(tmp_path / "broken"), expected)
+    assert first["reward"] != pytest.approx(plain["reward"], abs=1e-6)
 
 
 # ------------------------------------------------------------------------------------ in diffusers
@@ -243,16 +197,13 @@ def by_diffusers(pipe, noise, records, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [True, False])
-def test_an_exported_run_gives_its_images_in_diffusers(base, tmp_path, lora):
-    """The LoRA by `load_lora_weights`, and merged into a whole pipeline."""
+def test_an_exported_run_gives_its_images_in_diffusers(base, tmp_path):
     workdir, records = trained(base), read_prompt_file(edit_prompts(base))
     images, noise = by_ours(workdir, records)
-    run = export(workdir, tmp_path / "tuned", lora)
+    run = export(workdir, tmp_path / "tuned", True)
     assert "FluxKontextPipeline.from_pretrained" in how_to_load(run, tmp_path / "tuned")
-    pipe = FluxKontextPipeline.from_pretrained(kontext_folder(base) if lora else tmp_path / "tuned")
-    if lora:
-        pipe.load_lora_weights(tmp_path / "tuned")
+    pipe = FluxKontextPipeline.from_pretrained(kontext_folder(base))
+    pipe.load_lora_weights(tmp_path / "tuned")
     found = by_diffusers(pipe, noise, records, TOKENS)
     np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
     before = by_diffusers(kontext_pipeline(kontext_folder(base)), noise, records, TOKENS)
@@ -286,19 +237,9 @@ def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_and_split")
-@pytest.mark.parametrize(
-    ("tuning", "mesh"),
-    [
-        ("full", "fsdp"),
-        ("full", "tensor"),
-        ("full", "sequence"),
-        ("full", "data x fsdp x tensor"),
-        ("lora", "tensor x sequence"),
-    ],
-)
-def test_images_and_gradients_are_those_of_one_device(base, tuning, mesh):
-    """Fifteen tokens of the image and twelve of the picture, together 27, which no axis divides."""
-    check(functools.partial(_result, base), tuning, mesh)
+def test_images_and_gradients_are_those_of_one_device(base):
+    """Fifteen tokens of the image and twelve of its source, together 27, which no axis divides."""
+    check(functools.partial(_result, base), "full", "tensor x sequence")
 
 
 @pytest.fixture(scope="module", autouse=True)

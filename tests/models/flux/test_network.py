@@ -16,7 +16,6 @@ from flax.traverse_util import flatten_dict
 from digen_jax.models.flux import network as flux
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.weights.names import file_shape, tensor_names
-from tests.cases import quick
 from tests.models import parity
 
 DEV = {
@@ -45,10 +44,6 @@ SCHNELL = DEV | {
 CASES = {"dev": (DEV, (3, 5), 5), "schnell": (SCHNELL, (5, 2), 4)}
 SWEEP = {
     "one token": (DEV, (1, 1), 1),
-    "a column": (SCHNELL, (9, 1), 3),
-    "a row": (DEV, (1, 13), 2),
-    "long text": (SCHNELL, (2, 3), 31),
-    "one head": (DEV | {"num_attention_heads": 1}, (3, 3), 7),
     "narrow axes": (DEV | {"axes_dims_rope": (2, 8, 2)}, (7, 4), 5),
     "deep": (SCHNELL | {"num_layers": 4, "num_single_layers": 6}, (3, 7), 6),
     "wide tokens": (DEV | {"in_channels": 64, "num_single_layers": 1}, (5, 7), 9),
@@ -193,9 +188,8 @@ def test_equal_blocks_are_scanned():
     assert blocks == {"transformer_blocks_0", "single_transformer_blocks_0to1"}
 
 
-@pytest.mark.parametrize("remat", quick([("blocks",), ("keep_attention",), ("keep_products",)], 0))
-def test_remat_gives_the_same_gradients(remat):
-    plain, rematerialised = (value_and_gradients("schnell", each) for each in ("none", remat))
+def test_remat_gives_the_same_gradients():
+    plain, rematerialised = (value_and_gradients("schnell", each) for each in ("none", "blocks"))
     error, path = parity.worst(rematerialised, plain, whole=True)
     assert error < 1e-5, path
 

@@ -47,13 +47,8 @@ CASES = {
     "tiny": (TINY, (3, 5), 4),
     "narrow": (NARROW, (5, 1), 6),
     "one token": (TINY, (1, 1), 1),
-    "a column": (NARROW, (9, 1), 3),
-    "a row": (TINY, (1, 13), 2),
-    "long text": (NARROW, (2, 3), 31),
-    "one head": (TINY | {"num_attention_heads": 1}, (3, 3), 7),
     "uneven axes": (TINY | {"axes_dims_rope": (2, 2, 2, 6)}, (7, 4), 5),
     "deep": (NARROW | {"num_layers": 4, "num_single_layers": 6}, (3, 7), 6),
-    "dual blocks alone are many": (TINY | {"num_layers": 5, "num_single_layers": 1}, (4, 3), 3),
     "another output": (TINY | {"out_channels": 9, "mlp_ratio": 4.0}, (2, 5), 5),
     "wide tokens": (TINY | {"in_channels": 64, "rope_theta": 10_000}, (5, 7), 9),
 }

@@ -41,13 +41,7 @@ CASES = {
     "tiny": (TINY, (3, 5), (4, 7)),
     "single": (SINGLE, (5, 2), (6, 1, 5)),
     "one token": (TINY, (1, 1), (1, 2)),
-    "a column": (SINGLE, (9, 1), (3, 8)),
-    "a row": (TINY, (1, 13), (5, 2)),
-    "no padding": (SINGLE | {"num_layers": 3}, (4, 4), (6, 6)),
-    "long text": (SINGLE, (2, 3), (31, 4)),
-    "one head": (TINY | {"num_attention_heads": 1}, (3, 3), (7, 3)),
     "narrow axes": (TINY | {"axes_dims_rope": (2, 8, 2)}, (7, 4), (5, 11)),
-    "deep": (SINGLE | {"num_layers": 8}, (3, 7), (6, 9)),
     "wide tokens": (TINY | {"in_channels": 64, "out_channels": 16}, (5, 7), (9, 1)),
     "without text": (TINY, (4, 3), (0, 6)),
 }
@@ -194,9 +188,8 @@ def test_rotary_tables_are_diffusers_in_published_sizes(sides):
             np.testing.assert_allclose(found, reference.numpy(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("remat", quick([("blocks",), ("keep_attention",), ("keep_products",)], 0))
-def test_remat_gives_the_same_gradients(remat):
-    plain, rematerialised = (value_and_gradients("single", each) for each in ("none", remat))
+def test_remat_gives_the_same_gradients():
+    plain, rematerialised = (value_and_gradients("single", each) for each in ("none", "blocks"))
     error, path = parity.worst(rematerialised, plain, whole=True)
     assert error < 1e-5, path
 

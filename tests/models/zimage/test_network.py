@@ -43,13 +43,9 @@ SINGLE = TINY | {
 CASES = {
     "tiny": (TINY, (6, 10), (7, 45)),
     "single": (SINGLE, (8, 16), (33, 96, 64)),
-    "one caption": (TINY, (2, 2), (1,)),
-    "equal captions": (TINY, (16, 12), (31, 31)),
-    "captions to fill up to the same": (TINY | {"n_layers": 1}, (10, 6), (33, 64, 50)),
     "no filling": (SINGLE | {"n_layers": 2}, (16, 16), (32, 96)),
     "more refiners": (TINY | {"n_refiner_layers": 3, "n_layers": 2}, (4, 14), (9, 90)),
     "large patches": (TINY | {"all_patch_size": [4]}, (12, 20), (5, 40)),
-    "many heads": (SINGLE | {"n_heads": 12, "n_kv_heads": 12, "dim": 96}, (6, 6), (70, 3)),
     "wide": (TINY | {"dim": 288, "axes_dims": [48, 48, 48], "in_channels": 16}, (8, 4), (40, 2)),
 }
 SWEEP = quick([(name,) for name in CASES], 0, 1)
@@ -185,9 +181,8 @@ def test_a_caption_alone_has_the_velocity_of_the_one_beside_a_longer():
     assert error < 1e-5
 
 
-@pytest.mark.parametrize("remat", quick([("blocks",), ("keep_attention",), ("keep_products",)], 0))
-def test_remat_gives_the_same_gradients(remat):
-    plain, rematerialised = (value_and_gradients("single", each) for each in ("none", remat))
+def test_remat_gives_the_same_gradients():
+    plain, rematerialised = (value_and_gradients("single", each) for each in ("none", "blocks"))
     error, path = parity.worst(rematerialised, plain, whole=True)
     assert error < 1e-5, path
 
