@@ -8,22 +8,10 @@ import nbformat
 import pytest
 
 from tests.compiling import quick_flags
-from tests.models.flux.folders import flux_folder
-from tests.models.flux2.folders import klein_folder
 from tests.models.qwen_image.folders import qwen_image_folder
-from tests.models.zimage.folders import zimage_folder
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
-# By pipeline class: a tiny folder, made under a path.
-TINY = {
-    "FluxPipeline": lambda base: flux_folder(base, "dev"),
-    "Flux2KleinPipeline": klein_folder,
-    "ZImagePipeline": zimage_folder,
-    "QwenImagePipeline": qwen_image_folder,
-}
 
 
 def executed(name, flags="", **replaced):
@@ -123,9 +111,8 @@ def test_quickstart_warns_of_nothing(quickstart):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TINY)
-def test_every_family_is_sampled_tuned_and_exported(tmp_path, tmp_path_factory, kind):
-    model = TINY[kind](tmp_path_factory.getbasetemp().parent)
+def test_your_model_is_sampled_tuned_and_exported(base, tmp_path):
+    model = qwen_image_folder(base)
     chosen = f"""
 model, size, steps, guidance, arithmetic = {str(model)!r}, 16, 4, 2.0, "float32"
 prompts = ["a red circle", "two blue stars in the rain"]

@@ -1,12 +1,9 @@
 """Weights to many hosts: the formulas against simulations of every chunk, and processes that really take."""
 
-import dataclasses
 import heapq
-import json
 import math
 import runpy
 
-import jax
 import pytest
 
 from digen_jax.benchmark.fan_out import (
@@ -14,7 +11,6 @@ from digen_jax.benchmark.fan_out import (
     bytes_of,
     check,
     computed,
-    measure,
     piped_tree,
     sizes,
     star,
@@ -128,15 +124,3 @@ def test_numbers_that_are_none_are_refused():
     config = "--config=configs/shapes_demo.py", "--takers=1,many"
     done = run_forked("benchmark.py", "fan_out", *config)
     assert done.returncode == 2 and "--takers=1,many: give numbers" in done.stderr
-
-
-@pytest.mark.slow
-def test_processes_take_a_tree_at_the_same_time():
-    tree = {str(i): jax.numpy.full((1024, 1024), i, jax.numpy.bfloat16) for i in range(4)}
-    one, two = (measure(tree, takers, 2) for takers in (1, 2))
-    for found in (one, two):
-        assert 0 < found.seconds < 60 and found.giver > 0 and found.taker > 0
-        assert "MiB/s in all; a GiB" in found.describe(2**23)
-        assert json.loads(json.dumps(dataclasses.asdict(found)))["takers"] == found.takers
-    tree = measure(tree, 3, 1, at_once=1)
-    assert 0 < tree.seconds < 60 and "3 takers, as a tree: " in tree.describe(2**23)

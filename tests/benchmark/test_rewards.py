@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from digen_jax.benchmark.rewards import Load, compare, drive, own_scores, run_local
+from digen_jax.benchmark.rewards import Load, compare, drive, own_scores
 from digen_jax.errors import ConfigError
 
 LOAD = Load(clients=4, servers=2, requests=3, images=2, side=8)
@@ -13,22 +13,17 @@ LOAD = Load(clients=4, servers=2, requests=3, images=2, side=8)
 
 @pytest.mark.slow
 def test_each_image_gets_its_score_whatever_happens():
-    load = Load(clients=64, servers=2, requests=8, images=2, side=32)
+    load = Load(clients=16, servers=2, requests=8, images=2, side=32)
     said = []
     found = compare(load, said.append)
-    assert found.faults.images == 1024 and found.servers.attempts == 512
+    assert found.faults.images == 256 and found.servers.attempts == 128
     assert set(found.faults.failures) == {"delay", "error", "disconnect", "lost", "spoilt"}
     assert (
         found.faults.attempts
-        > 512 + sum(found.faults.failures[name] for name in ("error", "disconnect", "lost")) * 0.5
+        > 128 + sum(found.faults.failures[name] for name in ("error", "disconnect", "lost")) * 0.5
     )
-    assert "1024 images got exactly one score each" in found.describe()
+    assert "256 images got exactly one score each" in found.describe()
     assert "ms an image" in said[0] and found.overhead == found.servers.each - found.local.each
-
-
-@pytest.mark.slow
-def test_a_pool_is_driven_in_the_same_way():
-    assert run_local(LOAD).images == 24
 
 
 def test_a_score_that_is_another_images_is_found():

@@ -5,9 +5,6 @@ import json
 import pathlib
 import re
 import shutil
-import signal
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +31,7 @@ from tests.models.flux.folders import flux_folder
 from tests.models.flux2.folders import klein_folder
 from tests.models.qwen_image.folders import qwen_image_folder
 from tests.models.sd3.t5_folders import add_t5
-from tests.models.zimage.folders import zimage_folder
-from tests.pipelines import ROOT, environment
+from tests.pipelines import ROOT
 from tests.run.test_hosts import together
 from tests.scripts import run_script
 from tests.tiny_runs import PROMPTS, pipeline, tiny_config
@@ -151,12 +147,6 @@ def test_a_later_run_encodes_nothing_and_needs_no_weights(
         trained(c, tmp_path / "more")
 
 
-@pytest.mark.slow
-def test_a_run_that_was_begun_with_text_encoders_continues_without(runs, store, config, tmp_path):
-    shutil.copytree(runs["each_step"][0], tmp_path / "run")
-    assert len(trained(config(prompts__store=store, steps=3), tmp_path / "run")) == 4
-
-
 def test_a_limit_that_is_too_small_is_refused_before_anything_slow(config, tmp_path, monkeypatch):
     LIVE.clear()
     monkeypatch.setattr(loop, "build", None)
@@ -194,21 +184,18 @@ def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
         trained(config(prompts__store=str(tmp_path / "store")), tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "model", quick([("sd3",), ("flux",), ("zimage",), ("qwen_image",), ("klein",)], 0, 1)
-)
+@pytest.mark.parametrize("model", quick([("sd3",), ("flux",), ("qwen_image",), ("klein",)], 0, 1))
 def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tmp_path, model):
     """In a block of the same size; a pass without the prompt is alone in a step, and FLUX has none by default.
 
-    That of Stable Diffusion 3 has a negative prompt for each prompt, of which one is its own. Z-Image and Qwen-Image
-    do not attend to padding, of which nothing is stored; klein does.
+    That of Stable Diffusion 3 has a negative prompt for each prompt, of which one is its own. Qwen-Image does not
+    attend to padding, of which nothing is stored; klein does.
     """
     systems, flux, given = [], model == "flux", said(*TEXTS)
     if model == "sd3":
         negatives = ["", *TEXTS[:0:-1]]
         given = [r | {"negative_prompt": n} for r, n in zip(given, negatives, strict=True)]
     models = {"sd3": lambda: folder, "flux": lambda: flux_folder(base, "dev")}
-    models["zimage"] = lambda: zimage_folder(base)
     models["qwen_image"] = lambda: qwen_image_folder(base)
     models["klein"] = lambda: klein_folder(base)
     for encoding_of in ("each_step", "ahead"):
@@ -230,7 +217,7 @@ def test_what_is_read_is_what_the_mesh_makes_bit_by_bit(base, folder, config, tm
     if model == "sd3":
         assert len(stored.null.context) == len(records)
         assert np.abs(np.diff(np.float32(stored.null.context[: len(TEXTS)]), axis=0)).max() > 0.01
-    if model in ("zimage", "qwen_image"):
+    if model == "qwen_image":
         on_mesh, padded = (jax.tree.map(_without_padding, on_mesh, is_leaf=_is_masked), on_mesh)
         assert np.any(padded.conditioning.context != on_mesh.conditioning.context)
     assert jax.tree.structure(on_mesh) == jax.tree.structure(stored)
@@ -338,48 +325,6 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
     assert done.stdout.endswith("imported: []\n")
     with pytest.raises(ConfigError, match="set it to 'ahead' here and in training"):
         ahead.encode_all(open_recipe(config(prompts__encoding="each_step")))
-
-
-KILLED = """
-import os, signal, sys
-from digen_jax.models.sd3.family import StableDiffusion3
-from digen_jax.encoding import ahead
-from ml_collections import ConfigDict
-
-StableDiffusion3.encoded_prompts = ahead.TOGETHER = 1
-seen = []
-
-def watch(event, arguments):
-    if event == "os.rename" and "encoded_prompts" in str(arguments[1]) and os.environ.get("KILL"):
-        seen.append(arguments)
-        if len(seen) > 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(watch)
-
-def get_config():
-    return ConfigDict({config})
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_encoding_continues_where_it_stopped(config, tmp_path):
-    c = config(prompts__store=str(tmp_path / "store"))
-    text = KILLED.replace("{config}", repr(c.to_dict()))
-    (tmp_path / "config.py").write_text(text)
-    script = [sys.executable, ROOT / "launch" / "encode_prompts.py"]
-    command = [*script, f"--config={tmp_path / 'config.py'}"]
-
-    def begin(**variables):
-        given = environment(1, **variables)
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=given)
-
-    killed = begin(KILL="1")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    whole = begin()
-    assert whole.returncode == 0, whole.stderr
-    left = int(re.match(r"of 6 prompts (\d) are to be encoded", whole.stdout)[1])
-    assert 0 < left < 6
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from digen_jax.config.door import open_recipe
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import open_model
-from digen_jax.inference.pictures import sample_to_folder
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run.train import train
 from tests.cases import said
@@ -118,9 +117,6 @@ def test_ratios_are_one_at_the_weights_that_sampled(base, kind):
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
 
 
-def test_pictures_of_a_folder_are_drawn_as_its_pipeline_samples(base, tmp_path):
-    """The size is the pipeline's 1024 x 1024 unless it is given."""
+def test_a_folder_is_sampled_by_its_pipelines_defaults(base):
     model = open_model(str(klein_folder(base)), jax.devices()[:1])
     assert model.defaults == (1024, 1024, 50, 4.0, 1.0)
-    sample_to_folder(model, model.sampler(None, 2, SIDE, SIDE), said(*SAID), tmp_path, 2, 7, 1)
-    assert len(list(tmp_path.glob("0*.png"))) == len(SAID)

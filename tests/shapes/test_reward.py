@@ -89,14 +89,13 @@ def replace_one(objects, rng, **fields):
     return objects
 
 
-@pytest.mark.parametrize("size", quick([(32,), (64,)], 0))
 @pytest.mark.parametrize("task", TASKS)
-def test_pictures_of_the_prompt_are_accepted(task, size):
-    rng = np.random.default_rng(size)
+def test_pictures_of_the_prompt_are_accepted(task):
+    rng = np.random.default_rng(32)
     records = records_of(task)
     scenes = [sample_scene(record, rng) for record in records]
     assert len(records) == COUNT
-    assert score(scenes, records, size).mean() >= 0.99
+    assert score(scenes, records, 32).mean() >= 0.99
 
 
 CHANGES = (
