@@ -73,21 +73,40 @@ def test_weights_are_exact_as_sums_of_a_dtypes_numbers(dtype):
     assert np.all(np.abs(found.sum(0, dtype=np.float64) - log_weights) <= smallest / 2)
 
 
-@pytest.mark.parametrize("width", [8, 40, 64])
-def test_cudnns_further_channels_weigh_keys(monkeypatch, width):
-    """cuDNN itself needs a GPU; XLA stands for it."""
+@pytest.mark.parametrize(("s", "t"), [(5, 7), (6, 7), (7, 8)])
+@pytest.mark.parametrize(
+    ("width", "dtype", "padded", "weighted"),
+    [(8, "float32", False, False), (40, "float32", True, True), (64, "bfloat16", True, True)],
+)
+def test_cudnn_gets_even_tokens_and_weights_as_channels(
+    monkeypatch, s, t, width, dtype, padded, weighted
+):
+    """For any tokens, the results and gradients of attention without padding.
+
+    cuDNN itself needs a GPU; XLA stands for it.
+    """
     compute = jax.nn.dot_product_attention
 
     def by_xla(q, k, v, *, implementation, **options):
         assert implementation == "cudnn" and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+        assert q.shape[1] % 2 == k.shape[1] % 2 == v.shape[1] % 2 == 0
         return compute(q, k, v, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
-    q, k, v, _ = draw(2, 5, 7, 2, 2, width, jnp.bfloat16)
-    lengths = jnp.array([7, 6])
-    found = cudnn.attend(q, k, v, lengths, weights(7))
-    assert found.dtype == jnp.bfloat16 and found.shape == q.shape
-    assert error(found, oracle.attention(q, k, v, lengths, weights(7))) < 0.01
+    q, k, v, direction = draw(2, s, t, 4, 2, width, dtype)
+    lengths = [t, max(1, t - 2)] if padded else None
+    rows = None if lengths is None else jnp.array(lengths)
+    log_weights = weights(t) if weighted else None
+    found = gradients_of(lambda *a: cudnn.attend(*a, rows, log_weights))(q, k, v, direction)
+    assert all(a.dtype == q.dtype for a in found)
+    expected = (
+        oracle.attention(q, k, v, lengths, log_weights),
+        *oracle.gradients(q, k, v, direction, lengths, log_weights),
+    )
+    bound = EXACT if dtype == "float32" else 0.02
+    for one, wanted in zip(found, expected, strict=True):
+        assert one.shape == wanted.shape
+        assert np.abs(one - wanted).max() <= bound * max(1, np.abs(wanted).max())
 
 
 @pytest.mark.parametrize(
