@@ -11,6 +11,37 @@ from digen_jax.process.ending import leave
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+_forking = threading.local()  # the signal mask of a thread that forks
+
+
+def _before_fork() -> None:
+    """Blocks `SIGNALS`: one that is sent to the child at once waits for the child's own handlers."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _after_fork_in_child() -> None:
+    """Restores the default handlers of `SIGNALS` in a forked child if this package has replaced them.
+
+    A child that a reward starts by `multiprocessing` must end by `terminate()`. What it would write to the wakeup
+    descriptor would be read as signals of the parent.
+    """
+    for number in SIGNALS:
+        module = getattr(signal.getsignal(number), "__module__", None) or ""
+        if module.startswith("digen_jax."):
+            signal.set_wakeup_fd(-1)
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+    _after_fork()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)
+
 
 def _finishing(number: int) -> None:
     print("\nfinishing this step, then saving; once more ends at once", file=sys.stderr)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from digen_jax import rewards
 from digen_jax.process.ending import at_leaving
+from digen_jax.process.interrupt import SIGNALS
 from digen_jax.process.terminal import fitted
 from digen_jax.rewards.mistakes import blamed
 
@@ -166,10 +167,12 @@ at_leaving(_kill_all)
 def serve(descriptor: int) -> None:
     """Scores batches as they come, until the asking process has gone."""
     # The run handles signals to all processes of a job. SIG_IGN is not used, as children would inherit it.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, lambda *_: None)
     os.set_inheritable(descriptor, False)
     link = multiprocessing.connection.Connection(descriptor)
+    # So that the asking process sees the end of this one although a child that the reward has forked lives on.
+    os.register_at_fork(after_in_child=link.close)
     told: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(link, told), daemon=True).start()
     payload, names = told.get()

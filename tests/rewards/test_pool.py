@@ -11,6 +11,7 @@ import pytest
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
+from digen_jax.process.interrupt import Interrupt
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.pool import RewardPool, for_ever
@@ -22,7 +23,7 @@ PROMPTS = ["one", "two", "three"]
 METADATA = [{"prompt": prompt} for prompt in PROMPTS]
 
 REWARDS = """
-import os, signal, subprocess, sys, threading, time
+import multiprocessing, os, signal, subprocess, sys, threading, time
 import numpy as np
 
 def mean(images, prompts, metadata):
@@ -80,6 +81,27 @@ def hangs(images, prompts, metadata):
     release.wait(60)
     return [0.0] * len(images)
 
+def handled(image):
+    # Whether signals are handled as in any other child, and what the pool is to compute.
+    plain = signal.default_int_handler, signal.SIG_DFL
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    return signal.set_wakeup_fd(-1) == -1 and handlers == plain, image.mean(dtype=np.float64)
+
+def forks(images, prompts, metadata):
+    context = multiprocessing.get_context("fork")
+    with context.Pool(2) as workers:  # whose exit terminates the children, and then waits for them
+        found = workers.map(handled, list(images))
+    idle = context.Process(target=time.sleep, args=(600,))
+    idle.start()
+    idle.terminate()
+    idle.join(60)
+    assert idle.exitcode == -signal.SIGTERM and all(plain for plain, _ in found)
+    return [mean for _, mean in found]
+
+def dies_with_a_child(images, prompts, metadata):
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+    os._exit(3)
+
 asked, release = [], threading.Event()
 """
 
@@ -116,6 +138,20 @@ def test_scores_are_the_rewards(pool, processes):
     (scores,) = pool("mean", processes).score(IMAGES, PROMPTS, METADATA).columns.T
     assert scores.dtype == np.float32
     np.testing.assert_allclose(scores, [IMAGES[i].mean() for i in range(3)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_reward_may_fork_and_terminate_children_while_a_run_handles_signals(
+    pool, monkeypatch, processes
+):
+    ended = []
+    monkeypatch.setattr("digen_jax.process.interrupt.leave", ended.append)
+    with Interrupt() as interrupt:
+        limited = pool("forks", processes, limit=lambda expected: 120.0)
+        scores = limited.score(IMAGES, PROMPTS, METADATA).columns[:, 0]
+        assert not interrupt.asked and not ended
+    np.testing.assert_allclose(scores, IMAGES.mean((1, 2, 3)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -197,8 +233,9 @@ def test_a_wrong_reward_is_named_with_the_users_own_lines(pool, processes, rewar
         pool(reward, processes).score(IMAGES, PROMPTS, METADATA)
 
 
-def test_a_process_that_dies_is_said_to_have_died(pool):
-    scorer = pool("dies")
+@pytest.mark.parametrize("reward", ["dies", "dies_with_a_child"])
+def test_a_process_that_dies_is_said_to_have_died(pool, reward):
+    scorer = pool(reward)
     for _ in range(2):
         with pytest.raises(Stopped, match=r"reward 'mine:f' died in its process \(exit code 3\)"):
             scorer.score(IMAGES, PROMPTS, METADATA)

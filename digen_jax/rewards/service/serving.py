@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from digen_jax.errors import ConfigError
+from digen_jax.process.interrupt import SIGNALS
 from digen_jax.rewards.service.server import Service, make_app
 
 HEADERS = 10.0  # seconds in which the head of a request must come
@@ -69,8 +70,7 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals ask the server to stop; they are not raised again, so that the exit code is 0."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
         try:
             yield
         finally:
