@@ -99,8 +99,28 @@ def _as_array(scores: object, name: str) -> np.ndarray:
     if scores is None:
         raise RewardMistake(f"reward {name!r} returned None: return one number an image")
     try:
-        return np.asarray(scores)
-    except ValueError as error:  # lists of different lengths
+        return np.asarray(_readable(scores))
+    # Lists of different lengths, and whatever the class of an object raises.
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
         raise RewardMistake(
-            f"reward {name!r} returned what is no array ({error}): return one number an image"
+            f"reward {name!r} returned a {type(scores).__name__} that cannot be read as an array ({why}): return one "
+            "number an image, such as a numpy array"
         ) from error
+
+
+def _readable(scores: Any) -> Any:
+    """Scores that numpy can read: tensors of torch from any device, of any dtype, with or without a gradient.
+
+    Those of bfloat16 and other dtypes that numpy itself does not have are widened; lists are converted item by item.
+    """
+    if isinstance(scores, list | tuple):
+        return [_readable(one) for one in scores]
+    if hasattr(scores, "detach") and hasattr(scores, "cpu"):
+        scores = scores.detach().cpu()
+        scores = scores.double() if scores.is_floating_point() else scores
+    if not hasattr(scores, "__array__"):
+        return scores
+    found = np.asarray(scores)
+    extended = found.dtype.kind == "V" and np.can_cast(found.dtype, np.float32)
+    return found.astype(np.float32) if extended else found

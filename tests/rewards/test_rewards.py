@@ -10,6 +10,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.rewards.built_in import BUILT_IN, find_canary, resolve
 from digen_jax.rewards.canary import check_canaries
+from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.shapes.reward import shapes_geneval
 
@@ -300,6 +301,71 @@ def test_scores_become_float32(scores):
     checked = call(scores)
     assert checked.dtype == np.float32
     np.testing.assert_array_equal(checked, np.float32(scores))
+
+
+class OnDevice:
+    """A tensor that numpy cannot read before it is on the host, as one of torch on a GPU."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy.\nUse Tensor.cpu()")
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self.tensor
+
+
+VALUES = [0.5, -2.0, 3.25]  # exact in every dtype
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "torch.tensor(VALUES, dtype=torch.bfloat16)",
+        "torch.tensor(VALUES, dtype=torch.float16)",
+        "torch.tensor(VALUES, requires_grad=True) * 1",
+        "torch.nn.Parameter(torch.tensor(VALUES))",
+        "OnDevice(torch.tensor(VALUES, dtype=torch.bfloat16))",
+        "[OnDevice(torch.tensor(one)) for one in VALUES]",
+        "list(torch.tensor(VALUES, dtype=torch.bfloat16, requires_grad=True))",
+        "tuple(torch.tensor(VALUES, requires_grad=True))",
+        "jnp.array(VALUES, jnp.bfloat16)",
+        "list(jnp.array(VALUES, jnp.bfloat16))",
+        "np.array(VALUES, jnp.float8_e4m3fn)",
+    ],
+)
+def test_tensors_of_other_dtypes_devices_and_with_gradients_are_converted(form):
+    import jax.numpy as jnp
+    import torch
+
+    scores = eval(form, globals() | {"torch": torch, "jnp": jnp})
+    np.testing.assert_array_equal(call(scores), np.float32(VALUES))
+    named = answer({"f": scores, "other": scores})
+    np.testing.assert_array_equal(named.columns[:, 0], np.float32(VALUES))
+    np.testing.assert_array_equal(named.shown["mine:f/other"], np.float32(VALUES))
+
+
+class Unreadable:
+    def __init__(self, error):
+        self.error = error
+
+    def __array__(self, *args, **kwargs):
+        raise self.error
+
+
+def test_what_cannot_be_converted_is_one_sentence_with_the_rewards_name():
+    import torch
+
+    wrong = [Unreadable(error) for error in (RuntimeError("no\narray"), TypeError(), KeyError(3))]
+    on_meta = torch.zeros(3, device="meta")
+    for scores in (*wrong, wrong[:1] * 3, on_meta, [on_meta] * 3, [[1, 2], [3], [4]], on_meta * 1j):
+        with pytest.raises(RewardMistake) as caught:
+            call(scores)
+        assert "'mine:f'" in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
