@@ -6,6 +6,7 @@ array that compares each of its element-wise operations with the same one in wid
 a tensor of torch, is not followed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,13 @@ class Watched(np.ndarray):
         return found.view(Watched) if type(found) is np.ndarray else found
 
 
-def watched(
-    name: str, reward: Any, images: Watched, prompts: list[str], metadata: list[dict]
-) -> Any:
-    """What a reward returns for watched pictures.
+def watched(name: str, score: Callable[[np.ndarray], Any], images: Watched) -> Any:
+    """What a reward returns for watched images.
+
+    Args:
+      name: the reward's.
+      score: calls it with a copy of images.
+      images: to score.
 
     An error that only watching causes is none: the reward is then called with plain pictures.
 
@@ -56,14 +60,14 @@ def watched(
       Exception: the reward's own.
     """
     try:
-        return reward(images, prompts, metadata)
+        return score(images)
     except Misread as error:
         said = f"reward {name!r} misreads its pictures: {error}. {ADVICE}"
         raise RewardMistake("\n".join([said, *own_lines(error)])) from error
     except (ConfigError, Stopped):
         raise  # said on purpose, such as of a server that does not answer
     except Exception:
-        return reward(_plain(images), prompts, metadata)
+        return score(_plain(images))
 
 
 def _plain(one: Any) -> Any:

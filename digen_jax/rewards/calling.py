@@ -1,5 +1,6 @@
 """Calls a reward and checks what it returns."""
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -33,16 +34,19 @@ def called(
 ) -> Answer:
     """The reward's scores as checked float32 numbers; errors say its name.
 
+    The reward gets copies of its arguments: it may write into them, and other rewards and the run read them later.
+
     Raises:
       RewardFailed: the reward raises an exception.
       RewardMistake: its scores are not one finite number an image, or one that has a weight is missing.
     """
+
+    def score(images: np.ndarray) -> Any:
+        return reward(images.copy(), [*prompts], copy.deepcopy(metadata))
+
     begin, name = time.perf_counter(), settings.title
     with blamed(name, "raised"):
-        if isinstance(images, Watched):
-            returned = watched(name, reward, images, prompts, metadata)
-        else:
-            returned = reward(images, prompts, metadata)
+        returned = watched(name, score, images) if isinstance(images, Watched) else score(images)
     seconds = time.perf_counter() - begin
     if not isinstance(returned, Mapping):
         if isinstance(settings.weight, Mapping):

@@ -13,6 +13,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.rewards.built_in import resolve
+from digen_jax.rewards.bytes_watch import Watched
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.pool import RewardPool, for_ever
 from digen_jax.rewards.settings import RewardSettings
@@ -46,6 +47,14 @@ def meets(images, prompts, metadata):
     while len(os.listdir(prompts[0])) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     return np.full(len(images), len(os.listdir(prompts[0])))
+
+def spoils(images, prompts, metadata):
+    found = mean(images, prompts, metadata)
+    images[:] = 0
+    prompts.reverse()
+    for record in metadata:
+        record.clear()
+    return found
 
 def nan(images, prompts, metadata):
     return [0.0, float("nan"), 1.0]
@@ -178,6 +187,22 @@ def named(*asked):
     return resolve(
         [one if isinstance(one, RewardSettings) else RewardSettings(one) for one in asked]
     )
+
+
+@pytest.mark.parametrize("processes", [None, 0, 1])
+def test_what_a_reward_writes_into_its_arguments_nothing_else_reads(mine, processes):
+    """None: as evaluate.py scores, without a pool."""
+    found = named("pooled_rewards:spoils", "pooled_rewards:mean")
+    scorer = found if processes is None else RewardPool(found, processes)
+    images, prompts, metadata = IMAGES.copy(), [*PROMPTS], [dict(one) for one in METADATA]
+    means = IMAGES.mean((1, 2, 3), dtype=np.float64).astype(np.float32)
+    for given in (images, images.view(Watched)):
+        scores = scorer.score(given, prompts, metadata).columns
+        np.testing.assert_array_equal(scores, np.stack([means, means], axis=1))
+    np.testing.assert_array_equal(images, IMAGES)
+    assert (prompts, metadata) == (PROMPTS, METADATA)
+    if processes is not None:
+        scorer.close()
 
 
 @pytest.mark.parametrize("processes", [0, 1])
