@@ -15,15 +15,16 @@ KINDS = 8  # of records, at most
 def try_out(
     score: Callable[..., Any], files: Iterable[Sequence[dict[str, Any]]], height: int, width: int
 ) -> None:
-    """Scores a made-up picture for the first record of each kind in every prompt file.
+    """Scores two made-up images for the first record of each kind in every prompt file.
 
-    Records are of one kind where they have the same task, the same rewards and the same fields. The pictures notice
-    a reward that reads them as something else than bytes: see `bytes_watch`.
+    Two, because a reward that returns one number for any batch would pass with one. Records are of one kind where
+    they have the same task, the same rewards and the same fields. The images notice a reward that reads them as
+    something else than bytes: see `bytes_watch`.
 
     Args:
       score: as `RewardPool.score`.
       files: the records of each.
-      height: of the pictures, in pixels.
+      height: of the images, in pixels.
       width: likewise.
 
     Raises:
@@ -31,14 +32,16 @@ def try_out(
     """
     for records in files:
         chosen = _kinds(records)
-        made_up = np.stack([picture(height, width)] * len(chosen)).view(Watched)
+        bright = picture(height, width)
+        made_up = np.stack([bright, bright // 2] * len(chosen)).view(Watched)
+        chosen = [record for record in chosen for _ in range(2)]
         prompts = [record["prompt"] for record in chosen]
         try:
             score(made_up, prompts, chosen)
         except ConfigError as error:
             what = (
-                "it was tried on made-up pictures (uint8, from 0 to 255) of the first prompts, before anything was "
-                "computed"
+                "it was tried on made-up images (uint8, from 0 to 255), two for each of the first prompts, before "
+                "anything was computed"
             )
             raise type(error)(f"{error}\n  {what}") from error
 

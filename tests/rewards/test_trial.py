@@ -7,7 +7,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.bytes_watch import Watched
-from digen_jax.rewards.mistakes import RewardFailed
+from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.rewards.trial import KINDS, picture, try_out
 
@@ -30,13 +30,21 @@ def test_a_record_of_each_kind_is_tried_on_pictures_of_the_runs_size():
     many = [{"prompt": f"{n}", f"field{n}": n} for n in range(KINDS + 3)]
     try_out(scored(reward), [[COLORS, COLORS, PLAIN, COLORS | {"prompt": "b"}], many], 16, 24)
     first, second = seen
-    assert first == ((2, 16, 24, 3), ["a red circle", "a cat"], [COLORS, PLAIN])
-    assert second[0] == (KINDS, 16, 24, 3) and second[2] == many[:KINDS]
+    expected = [COLORS, COLORS, PLAIN, PLAIN]
+    assert first == ((4, 16, 24, 3), [record["prompt"] for record in expected], expected)
+    assert second[0] == (2 * KINDS, 16, 24, 3) and second[2][::2] == second[2][1::2] == many[:KINDS]
+
+
+@pytest.mark.parametrize("scores", [[0.5], np.float32([0.5]), 0.5])
+@pytest.mark.parametrize("records", [[PLAIN], [COLORS, PLAIN | {"rewards": ["other"]}]])
+def test_one_number_for_any_batch_is_refused(scores, records):
+    with pytest.raises(RewardMistake):
+        try_out(scored(lambda *_: scores), [records], 8, 8)
 
 
 def test_what_a_reward_cannot_score_is_refused_before_anything_is_computed():
     with pytest.raises(
-        ConfigError, match=r"cannot score .a cat.: (?s:.*)it was tried on made-up pictures"
+        ConfigError, match=r"cannot score .a cat.: (?s:.*)it was tried on made-up images"
     ):
         try_out(resolve([RewardSettings()]).score, [[COLORS], [COLORS, PLAIN]], 32, 32)
 
@@ -53,7 +61,7 @@ def test_the_users_own_lines_are_said():
 
 def test_scores_are_checked():
     with pytest.raises(ConfigError, match="returned nan for image 0"):
-        try_out(scored(lambda *_: np.full(1, np.nan)), [[PLAIN]], 8, 8)
+        try_out(scored(lambda *_: np.full(2, np.nan)), [[PLAIN]], 8, 8)
 
 
 def test_prompts_of_other_rewards_are_of_another_kind():
@@ -67,7 +75,7 @@ def test_prompts_of_other_rewards_are_of_another_kind():
         PLAIN | {"prompt": f"{n}", "rewards": ["mine:f"] if n else ["other"]} for n in (0, 1, 1)
     ]
     try_out(scored(reward), [named], 8, 8)
-    assert seen == ["1"]
+    assert seen == ["1", "1"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +131,7 @@ def test_pictures_that_are_misread_are_noticed_with_the_line(line, what):
 def test_pictures_that_are_read_as_bytes_raise_no_alarm(line):
     def reward(images, prompts, metadata):
         eval(line, {"np": np, "images": images, "Image": Image})
-        return [0.0]
+        return np.zeros(len(images))
 
     try_out(scored(reward), [[PLAIN]], 16, 16)
 
@@ -151,7 +159,7 @@ def test_what_a_reward_says_on_purpose_is_said_once(error):
 
     with pytest.raises(error, match="does not answer"):
         try_out(scored(gone), [[{"prompt": "a"}]], 8, 8)
-    assert asked == [1]
+    assert asked == [2]
 
 
 def test_watched_pictures_give_the_same_scores():
