@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.service.asking import Passing, Unreadable
 
 TOP = 20  # tokens of which a server tells the logprobs: the most that vLLM tells by default
+DASHES = dict.fromkeys(map(ord, "‐‑‒–—−"), "-")
+MARKS = r"\\?[*`~]+|(?<![^\W_])_+|_+(?![^\W_])"
 SHOWN = 200  # characters of an answer in an error
 
 
@@ -57,13 +60,18 @@ def read(content: bytes, template: Template, wanted: str | None, again: int) -> 
 def by_patterns(answer: str, template: Template, unreadable: Callable[[str], Unreadable]) -> float:
     """The mean of the numbers that patterns find last in an answer, on the template's scale.
 
+    A pattern reads the answer's plain text (`plain`), or the answer as it is where it finds nothing in that.
+
     Raises:
       Unreadable: a pattern finds no number, or one outside of the scale.
     """
     low, high = template.scale
     numbers = []
     for pattern in template.patterns:
-        found = list(re.finditer(pattern, answer, re.IGNORECASE))
+        texts = (plain(answer, template.scale), answer)
+        found = next(
+            filter(None, (list(re.finditer(pattern, t, re.IGNORECASE)) for t in texts)), []
+        )
         if not found:
             raise unreadable(f"in which the pattern {pattern!r} finds no number")
         try:
@@ -74,6 +82,18 @@ def by_patterns(answer: str, template: Template, unreadable: Callable[[str], Unr
             raise unreadable(f"whose number {number:g} is not from {low:g} to {high:g}")
         numbers.append(number)
     return (sum(numbers) / len(numbers) - low) / (high - low)
+
+
+def plain(answer: str, scale: tuple[float, float]) -> str:
+    """An answer without Markdown's emphasis and code marks, in ASCII's colons, digits and signs, with decimal points.
+
+    Args:
+      answer: such as "**Score**：7,5".
+      scale: of its number; a comma between digits is a decimal one, or where the scale reaches 1000 one of thousands.
+    """
+    text = unicodedata.normalize("NFKC", answer).translate(DASHES)
+    text = re.sub(MARKS, "", text)
+    return re.sub(r"(?<=\d),(?=\d)", "" if max(map(abs, scale)) >= 1000 else ".", text)
 
 
 def probability(choice: dict[str, Any], unreadable: Callable[[str], Unreadable]) -> float:

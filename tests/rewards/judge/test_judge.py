@@ -138,6 +138,19 @@ def test_of_a_clip_every_fourth_frame_is_asked_for():
             "Style Score (1-5): 2.802500009536743\n",
             ((2.694700002670288 + 2.371500015258789 + 2.802500009536743) / 3 - 1) / 4,
         ),
+        ("rating", "**Score:** 8", 0.8),
+        ("rating", "Score: **8**", 0.8),
+        ("rating", "**Score**: 8/10", 0.8),
+        ("rating", "Score: 3 for colours.\n### __Score__: `9`", 0.9),
+        ("rating", "_Score:_ *7,5*", 0.75),
+        ("rating", "\\*\\*Score:\\*\\* 8", 0.8),
+        ("rating", "Score：８．５", 0.85),
+        ("rating", "Score : 7,25, as it is sharp", 0.725),
+        (
+            "unified_reward_2",
+            "- **Alignment Score (1–5):** 3,5\n- **Coherence Score**（1-5）： **2**\nStyle Score: 2",
+            0.375,
+        ),
         ("unified_reward", "cat (object): 1\nred (color): 0\nFinal Score: 2", 0.25),
     ],
 )
@@ -164,6 +177,21 @@ def test_a_text_of_ones_own_has_the_fields_of_a_record():
     assert text_of(asked) == 'gothic? a {style} dog {"points": 40}'
     assert asked["messages"][0] == {"role": "system", "content": "Be strict."}
     assert asked["max_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("answer", "pattern", "expected"),
+    [
+        ("**9** of *10*", r"\*\*(\d+)\*\*", 9),  # a pattern of the answer as it is
+        ("[7,8]", r"\[(\d+),", 7),
+        ("about 1,250 points", r"about ([\d.]+)", 1250),
+    ],
+)
+def test_a_pattern_of_ones_own_reads_the_answer_as_it_is_where_it_must(answer, pattern, expected):
+    server = Server([said(answer)])
+    scale = dict(scale=(0, 2000))
+    scores = ask(server, pictures(1), ["a"], template="{prompt}", pattern=pattern, **scale)
+    np.testing.assert_allclose(scores, [expected / 2000], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
