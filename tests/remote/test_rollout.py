@@ -4,23 +4,18 @@ import contextlib
 import functools
 import pathlib
 import queue
-import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 
 from digen_jax.images import stills
-from digen_jax.process.ending import STOPPED
 from digen_jax.remote.failures import NotDone
 from digen_jax.remote.identity import Identity
-from digen_jax.remote.member import Gone, Keepalive
 from digen_jax.remote.opening import lead, open_pulls
 from digen_jax.remote.wire import Wire
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.runtime.link import ConditioningOf, LinkError, LocalLink, SamplesOf, ScoresOf
+from digen_jax.runtime.link import ConditioningOf, LocalLink, SamplesOf, ScoresOf
 from digen_jax.runtime.training import shardings
 from digen_jax.scheduling.commands import TRAINER, Fragment, Publication, Score
 from tests.engine import toy
@@ -174,48 +169,3 @@ def test_a_step_has_the_scores_and_pictures_of_one_process(base, begin, capfd): 
         assert found[version].metrics() == seen[version].metrics()
         assert len(found[version].clips) == 2
     assert capfd.readouterr().err.count("it is asked again") == 2
-
-
-def test_a_mesh_that_is_killed_with_samples_is_lost_and_nobody_waits(base, begin):  # noqa: F811
-    of = parts("toy", base)
-    with remote("toy", base, "transfer", begin) as (sampler, link, process, lost):
-        made(sampler, link, of, of.system.start)
-        process.signal(signal.SIGKILL)
-        assert lost.get(timeout=10) == (NAME, "has lost its connection")
-        with pytest.raises(Gone):
-            sampler.encode(2)
-        with pytest.raises(Gone):
-            sampler.score(FRAGMENT).result(5)
-        with pytest.raises(LinkError):
-            link.take(ConditioningOf(NAME, 0), lambda tree: tree, TRAINER)
-        sampler.give_up()
-        link.give_up(NAME)
-        assert link.take(ConditioningOf(NAME, 0), lambda tree: tree, TRAINER) is None
-        assert link.settle(WEIGHTS)
-
-
-def test_a_mesh_that_is_stopped_with_samples_keeps_nobody_waiting(base, begin):  # noqa: F811
-    of = parts("toy", base)
-    quick = Keepalive(ping=0.2, silence=2.0)
-    with remote("toy", base, "bytes", begin, quick) as (sampler, link, process, lost):
-        sampler.encode(0)
-        process.signal(signal.SIGSTOP)
-        stopped = time.monotonic()
-        with ThreadPoolExecutor(2) as threads:
-            replicated = of.system.placement.trainer.replicated
-            taking = threads.submit(
-                link.take,
-                ConditioningOf(NAME, 0),
-                lambda tree: jax.tree.map(lambda _: replicated, tree),
-                TRAINER,
-            )
-            asking = threads.submit(sampler.encode, 1)
-            assert lost.get(timeout=10) == (NAME, "has been silent for 2 seconds")
-            sampler.give_up()
-            link.give_up(NAME)
-            assert isinstance(taking.exception(5), LinkError)
-            assert isinstance(asking.exception(5), Gone)
-        assert time.monotonic() - stopped < 8
-        process.signal(signal.SIGCONT)
-        code, errors = process.ends(10)
-        assert code == STOPPED and "Traceback" not in errors, errors
