@@ -19,7 +19,6 @@ from digen_jax.errors import ConfigError
 from digen_jax.scheduling.planner.proposal import Proposal
 
 WORK = Work(devices=4, seconds=0.3, publish=0.1, update=0.05, encode=0.05, score=0.25, groups=4)
-FRAGMENTS = 8  # of a step of `WORK`, of 4 images each; a group has two
 APART = Proposal(2, 1, 2)  # two workers of one device, and a trainer of two
 ASYNCHRONOUS = dataclasses.replace(APART, gap=True, tag=True, asynchrony=True)
 # On a busy machine sending commands takes time of its own. Then longer waits decide.

@@ -16,14 +16,12 @@ from digen_jax.engine.divergence import DivergedError
 from digen_jax.errors import ConfigError, FieldError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
-from digen_jax.remote import following, member, serving
+from digen_jax.remote import following
 from digen_jax.remote.failures import NotDone
-from digen_jax.remote.fanout import Fanout, Taker
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity, job_token
 from digen_jax.remote.link import RemoteLink
-from digen_jax.remote.member import Gone, Keepalive, Member
-from digen_jax.remote.messages import Unreadable, read_command, read_event, read_key, write
+from digen_jax.remote.member import Gone, Keepalive
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import HELLO, MESSAGE, PACKAGE, Tls, Wire
@@ -31,12 +29,11 @@ from digen_jax.rewards import process
 from digen_jax.rewards.mistakes import RewardFailed, RewardMistake
 from digen_jax.rewards.pool import Hung, may_pass
 from digen_jax.runtime.clock import measured
-from digen_jax.runtime.link import LinkError
-from digen_jax.scheduling.commands import Encode, Publication, Publish, Update
-from digen_jax.scheduling.events import Completed, Failed
+from digen_jax.scheduling.commands import Update
+from digen_jax.scheduling.events import Completed
 from tests.pipelines import ROOT
 from tests.remote import mesh_process
-from tests.remote.mesh_process import FAST, IDENTITY, TOKEN, WAITS, encode
+from tests.remote.mesh_process import FAST, IDENTITY, TOKEN, encode
 from tests.remote.rooms import Room, mesh, soon
 
 
@@ -80,68 +77,6 @@ def test_what_the_run_must_know_fails_here_as_it_did_there(room):
         assert type(member.ask(encode(-1)).exception(30)) is NotDone
 
 
-def test_arrays_that_do_not_come_are_a_sentence_unless_the_mesh_ends(room, capfd):
-    errors = [LinkError(f"weights {n} have not come from trainer") for n in range(2)]
-    with mesh(room, executes=mesh_process.Pretends(errors=errors)) as (stream, _):
-        member = room.joined()
-        assert member.ask(encode(-1)).exception(30) is not None
-        stream.asked(signal.SIGTERM)
-        assert member.ask(encode(-1)).exception(30) is not None
-    said = [line for line in capfd.readouterr().err.splitlines() if "have not come" in line]
-    assert said == ["rollout 0: weights 0 have not come from trainer"]
-
-
-class Takes(mesh_process.Pretends):
-    """Arrays that it takes do not come."""
-
-    def do(self, command):
-        super().do(command)
-        raise LinkError("weights have not come from trainer: the channel is closed")
-
-
-# As it was raised where NumPy read the result of a collective (jaxlib 0.10.2).
-BROKEN = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
-
-
-def test_common_work_that_breaks_says_nothing_where_a_process_is_lost(room, capfd):
-    """The leader hears of the loss at about the same time, and ends the other processes of its mesh."""
-    with mesh(room, executes=mesh_process.Pretends(errors=[BROKEN])) as (stream, raised):
-        stream.several, member = True, room.joined()
-        assert isinstance(member.ask(encode(-1)).exception(10), NotDone)
-        member.give_up("has lost process 1")
-        soon(lambda: raised and not stream._doing)
-        time.sleep(0.1)
-    assert "Gloo" not in capfd.readouterr().err
-
-
-def test_common_work_that_breaks_without_a_loss_is_told_of(room, capfd, monkeypatch):
-    monkeypatch.setattr(serving, "LOSS", 0.1)
-    with mesh(room, executes=mesh_process.Pretends(errors=[BROKEN])) as (stream, _):
-        stream.several, member = True, room.joined()
-        assert isinstance(member.ask(encode(-1)).exception(10), NotDone)
-        soon(lambda: "Gloo AllGather failed" in capfd.readouterr().err)
-
-
-@pytest.mark.parametrize("how", ["is lost", "leaves"])
-def test_a_mesh_without_its_leader_does_not_say_what_has_not_come(how, room, capfd):
-    """Its last word is why it ends."""
-    free = threading.Event()
-    with mesh(room, executes=Takes(free)) as (stream, raised):
-        member = room.joined()
-        slow = member.ask(encode(mesh_process.WAITS))
-        soon(lambda: stream._doing)
-        if how == "is lost":
-            member.give_up("was given up")
-        else:
-            stream.close("the test ends it")
-        assert isinstance(slow.exception(10), Gone)
-        soon(lambda: raised or how == "leaves")
-        free.set()
-        soon(lambda: not stream._doing)
-        time.sleep(0.1)
-    assert "have not come" not in capfd.readouterr().err
-
-
 def test_what_the_timeline_shows_apart_there_it_shows_here(room):
     with mesh(room):
         sampler = RemoteSampler(room.joined(), RemoteLink(Wire(IDENTITY), {}))
@@ -151,16 +86,6 @@ def test_what_the_timeline_shows_apart_there_it_shows_here(room):
     ((kind, start, finish),) = stopwatch.parts
     assert kind == "score" and 0.1 <= finish - start < end - start < end - stopwatch.began
     assert finish < end - 0.05 and start > stopwatch.began + 0.04
-
-
-def test_what_does_not_count_there_does_not_count_here(room):
-    with mesh(room):
-        link = RemoteLink(Wire(IDENTITY), {})
-        sampler = RemoteSampler(room.joined(), link)
-        begin = time.perf_counter()
-        with measured() as stopwatch:
-            sampler.encode(mesh_process.COMPILES)
-        assert time.perf_counter() - begin > 0.3 > 0.15 > stopwatch.seconds
 
 
 def test_a_mesh_that_joins_in_mid_run_knows_the_present_step(room):
@@ -175,17 +100,6 @@ def test_a_mesh_that_joins_in_mid_run_knows_the_present_step(room):
     room.leader.close(seconds=0.1)
     thread.join(30)
     stream.close("")
-
-
-def test_weights_arrive_beside_other_work(room):
-    free = threading.Event()
-    with mesh(room, executes=mesh_process.Pretends(free)):
-        member = room.joined()
-        slow = member.ask(encode(mesh_process.WAITS))
-        weights = member.ask(lambda n: Publish(n, "rollout 0", Publication(1)))
-        assert weights.result(30).command.version == 1 and not slow.done()
-        free.set()
-        slow.result(30)
 
 
 def test_a_run_that_ends_is_told_to_its_meshes():
@@ -241,27 +155,6 @@ def test_a_given_up_mesh_keeps_nobody_waiting(room):
     assert room.said.empty()
 
 
-def test_giving_up_a_mesh_leaves_the_one_that_came_in_its_place_alone(room):
-    """The driver hears of a loss after the next mesh of that name has joined."""
-    with mesh(room):
-        old = RemoteSampler(room.joined(), RemoteLink(Wire(IDENTITY), {}))
-        room.leader.meshes["rollout 0"].lose("is lost")
-        assert room.lost() == ("rollout 0", "is lost")
-        with mesh(room):
-            new = room.joined()
-            old.give_up()
-            assert new.why is None and new.ask(encode(1)).result(30)
-
-
-def test_a_dismissed_mesh_that_is_given_up_ends_as_one_that_was_told_to(room):
-    with mesh(room) as (_, raised):
-        member = room.joined()
-        member.dismiss("it was asked to stop")
-        RemoteSampler(member, RemoteLink(Wire(IDENTITY), {})).give_up()
-        soon(lambda: not room.leader.meshes)
-        assert not raised and member.why == "has left: the run has ended"
-
-
 def test_a_mesh_that_leaves_may_come_again_but_not_twice(room, monkeypatch, capsys):
     monkeypatch.setattr(following, "SILENCES", 0.4)
     with mesh(room):
@@ -287,55 +180,6 @@ def test_a_restarted_mesh_waits_until_its_predecessor_is_lost(room):
         room.joined().ask(encode(1)).result(30)
         assert FAST.silence / 2 < time.monotonic() - begin
     end()
-
-
-def test_a_mesh_that_has_waited_long_for_its_name_works(room):
-    """Longer than the silence after which a leader counts as lost."""
-    with contextlib.ExitStack() as stack:
-        first = stack.enter_context(contextlib.ExitStack())
-        first.enter_context(mesh(room))
-        room.joined()
-        threading.Timer(1.2 * FAST.silence, first.close).start()
-        begin = time.monotonic()
-        stack.enter_context(mesh(room))
-        assert time.monotonic() - begin > FAST.silence
-        assert room.lost()[0] == "rollout 0"
-        member = room.joined()
-        time.sleep(FAST.silence / 8)
-        member.ask(encode(1)).result(30)
-
-
-def test_a_mesh_that_is_let_go_works_on_and_leaves_at_the_end(room):
-    """Where the run ends, nobody waits for what it is at, and it is not lost."""
-    free = threading.Event()
-    work = mesh_process.Pretends(free)
-    with mesh(room, executes=work) as (stream, raised):
-        fanout, other = Fanout(1), Taker("rollout 1", "host:1")
-        fanout.join(other)
-        assert fanout.ask(Publication(1), other).result(5).giver is None
-        sampler = RemoteSampler(room.joined(), None, fanout)
-        calls = [lambda: sampler.encode(WAITS), lambda: sampler.receive(Publication(1))]
-        found: list[BaseException] = []
-
-        def ends(call):
-            try:
-                call()
-            except BaseException as error:
-                found.append(error)
-
-        threads = [threading.Thread(target=ends, args=(call,), daemon=True) for call in calls]
-        for thread in threads:
-            thread.start()
-        soon(lambda: stream._doing and fanout._waiting)
-        assert not found
-        sampler.let_go()
-        for thread in threads:
-            thread.join(5)
-        assert [type(error) for error in found] == [Gone, Gone] and room.said.empty()
-        room.leader.dismiss("rollout 0", "the run has ended")
-        soon(lambda: stream.reason)
-        free.set()
-    assert not raised and stream.reason == "the run has ended" and WAITS in work.steps
 
 
 def test_a_mesh_that_cannot_be_taken_up_is_lost(room, capfd):
@@ -465,25 +309,6 @@ def test_a_silent_mesh_is_lost_in_time(room):
     end()
 
 
-def test_a_mesh_that_does_not_read_is_lost(room, monkeypatch):
-    monkeypatch.setattr(member, "WAITING", 4)
-    slow = Member(pb.Hello(mesh="slow"))
-    asked = [slow.ask(encode(i)(i)) for i in range(4)]
-    with pytest.raises(Gone, match="slow does not read its commands"):
-        slow.ask(encode(4)(4))
-    assert all(isinstance(one.exception(1), Gone) for one in asked)
-
-
-def test_a_member_that_does_not_read_is_told_to_be_lost(room):
-    with mesh(room):
-        full = room.joined()
-        full.first._orders.extend([None] * member.WAITING)  # which nobody reads
-        with pytest.raises(Gone, match="rollout 0 does not read its commands"):
-            full.ask(encode(2))
-        assert room.lost() == ("rollout 0", "does not read its commands")
-        assert not room.leader.meshes
-
-
 def test_a_mesh_that_reads_its_model_is_neither_lost_nor_joined(room):
     stream = Following(Wire(IDENTITY), room.address, pb.Hello(mesh="rollout 0"), 20)
     time.sleep(FAST.silence + 0.5)
@@ -508,34 +333,6 @@ def test_a_leader_that_is_not_there_or_silent_ends_the_mesh():
         # Without pings the leader hears nothing, either: one of the two is first.
         assert isinstance(raised[0], Stopped) and "silent for 0.8 seconds" in str(raised[0])
     still.close()
-
-
-def test_texts_that_no_process_writes_are_refused():
-    command = Encode(3, "rollout 0", 4)
-    assert read_command(write(command)) == command
-    event = Failed(1.0, command, "x")
-    assert read_event(write(event)) == event
-    strange = ["", "{}", "3", "[" * 10_000, '{"is": "Encode"}', '{"is": "os"}', '{"is": "dict"}']
-    strange += [write(event), json.dumps({"is": "Fragment", "step": 1, "index": 2}), "x" * 2**21]
-    for text in strange:
-        with pytest.raises(Unreadable):
-            read_command(text)
-    for wrong in (
-        command,
-        Completed(1.0, command, "1"),
-        Completed(1.0, command, 1.0, ("x",)),
-        Completed(1.0, command, 1.0, 3),
-        Completed(1.0, command, 1.0, (), (("score", 1.0),)),
-        Completed(1.0, command, 1.0, (), ((1.0, 1.0, 1.0),)),
-        Completed(1.0, command, 1.0, (), (("score", 1.0, None),)),
-    ):
-        with pytest.raises(Unreadable):
-            read_event(write(wrong))
-    event = Completed(1.0, command, 2, (1.0, 2), (("score", 2.0, 1.0),))
-    assert read_event(write(event)) == event
-    for text in ["", "[]", '{"is": "Encode", "serial": 1}', '{"is": "Publication", "no": 1}']:
-        with pytest.raises(Unreadable):
-            read_key(text)
 
 
 def test_the_jobs_token_is_a_secret(monkeypatch):

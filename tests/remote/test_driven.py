@@ -10,30 +10,27 @@ import pytest
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
 from digen_jax.remote import serving
 from digen_jax.remote.link import RemoteLink
-from digen_jax.remote.member import Asked
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.remote.wire import Wire
 from digen_jax.rewards import alone
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime import driver as driving
-from digen_jax.runtime.clock import elsewhere, measured, part, paused
+from digen_jax.runtime.clock import part
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.watch import Watch
 from digen_jax.scheduling.commands import (
     TRAINER,
     Decode,
     Deliver,
-    Fragment,
     Generate,
-    Publication,
     Publish,
 )
 from digen_jax.scheduling.deadlines import Deadline
 from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
-from tests.remote.mesh_process import FAST, IDENTITY
+from tests.remote.mesh_process import IDENTITY
 from tests.remote.rooms import mesh
 
 NAME = "rollout 0"
@@ -118,19 +115,6 @@ def end():
 
 
 @pytest.mark.parametrize("kind", [Generate, Publish])
-def test_a_mesh_that_compiles_for_longer_than_the_deadline_is_not_late(room, kind):
-    def compiles():
-        with paused():
-            time.sleep(2.5)
-
-    with contextlib.closing(Watch(Deadline(1.5))) as watch:
-        works = Works(kind, compiles)
-        with driven(room, works, watch=watch) as driver:
-            driver.step()
-            assert works.began and not driver.executor.gone
-
-
-@pytest.mark.parametrize("kind", [Generate, Publish])
 def test_a_command_that_hangs_there_costs_its_mesh_in_time(room, kind, end, monkeypatch, capfd):
     noted = []
     monkeypatch.setattr(driving, "hangs", noted.append)
@@ -142,32 +126,3 @@ def test_a_command_that_hangs_there_costs_its_mesh_in_time(room, kind, end, monk
             ((name, when),) = driver.executor.gone
     assert name == NAME == noted[0] and 0.7 < when - works.began < 10
     assert "rollout 0 hangs: " in capfd.readouterr().err
-
-
-def test_what_a_mesh_has_worked_counts_from_its_last_word():
-    asked = Asked(0.2)
-    asked.seen(3.0)
-    assert 3.0 <= asked.so_far() <= 3.2
-    time.sleep(0.25)
-    assert asked.so_far() == 3.2
-    asked.seen(0.0)
-    with measured() as stopwatch:
-        time.sleep(0.05)
-        with elsewhere(lambda: 7.0) as counts:
-            assert 7.05 <= stopwatch.so_far() < 7.5
-            time.sleep(1)
-            counts(0.02)
-        assert 0.07 <= stopwatch.so_far() < 0.5
-
-
-def test_a_mesh_is_asked_how_far_it_is_between_commands(room, end):
-    """However many commands there are for its other thread."""
-    with mesh(room, executes=Works(Generate, lambda: end.wait(60))):
-        member = room.joined(NAME)
-        slow = member.ask(lambda n: Generate(n, NAME, Fragment(0, 0), Publication(0)))
-        begin = time.monotonic()
-        while time.monotonic() < begin + 3 * FAST.silence / 2:
-            member.ask(lambda n: Publish(n, NAME, Publication(0))).result(10)
-        assert slow.so_far() > FAST.silence * 1.2
-        end.set()
-        slow.result(10)

@@ -1,12 +1,11 @@
 """Who gives weights to whom: the policy, without processes and connections."""
 
 import collections
-import math
 import random
 
 import pytest
 
-from digen_jax.remote.fanout import LEAST, REST, Fanout, Taker
+from digen_jax.remote.fanout import Fanout, Taker
 from digen_jax.remote.member import Gone
 from digen_jax.scheduling.commands import TRAINER, Publication
 
@@ -73,30 +72,6 @@ def test_a_publication_reaches_all_meshes_in_logarithmic_time(count, most, round
         assert set(of.givers) == {TRAINER}
 
 
-def test_meshes_that_do_not_give_take_from_the_others():
-    of = Simulated(9, gives=lambda number: number == 0)
-    for taker in of.takers:
-        of.ask(ONE, taker)
-    while len(of.received) < 9:
-        of.tick()
-    assert set(of.givers) == {TRAINER, "rollout 0"} and of.now == 3
-
-
-def test_nobody_is_overtaken_at_the_trainer():
-    """One whose version no mesh has comes before those that have asked later, and a busy trainer comes free."""
-    of = Simulated(40)
-    for taker in of.takers[:20]:
-        of.ask(ONE, taker)
-    of.tick()
-    alone = of.takers[20]
-    of.ask(TWO, alone)
-    for taker in of.takers[21:]:
-        of.ask(ONE, taker)
-    while of.asked or of.running:
-        of.tick()
-    assert of.received[TWO, alone] <= 4 and len(of.received) == 40
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_is_lost_or_fails_all_that_are_left_receive_what_is_not_dropped(seed):
     rng = random.Random(seed)
@@ -129,81 +104,3 @@ def test_whatever_is_lost_or_fails_all_that_are_left_receive_what_is_not_dropped
     for publication in (ONE, TWO):
         of.fanout.drop(publication)
     assert not of.fanout._holders and not of.fanout._first
-
-
-def test_a_giver_that_failed_rests_ever_longer_until_it_gives_again():
-    of = Simulated(0, most=1)
-    fanout, takers = of.fanout, [Taker(name, f"{name}:1") for name in ("giver", "taker", "other")]
-    giver, taker, other = takers
-    for one in takers:
-        fanout.join(one)
-
-    def look():  # as at any change
-        fanout.leave(Taker("nobody"))
-
-    first = fanout.ask(ONE, giver).result(0)
-    of.now += 5
-    fanout.ended(first, True)
-    assert first.giver is None and first.seconds == math.inf
-    assert fanout.ask(TWO, other).result(0).giver is None  # the trainer's only place
-    waiting = fanout.ask(ONE, taker)
-    for rests in (REST[0], 2 * REST[0], 4 * REST[0]):
-        slot = waiting.result(0)
-        assert slot.giver is giver and slot.seconds == 20 > LEAST
-        fanout.missed("taker", "giver", failed=True)
-        assert slot.giver is None
-        fanout.missed("taker", "giver", failed=True)  # once more from another process of the mesh
-        fanout.ended(slot, False)
-        waiting = fanout.ask(ONE, taker)
-        of.now += rests - 1
-        look()
-        assert not waiting.done()
-        of.now += 1
-        look()
-    fanout.ended(waiting.result(0), True)
-    assert not fanout._rests and [*fanout._holders[ONE]] == [giver, taker]
-
-
-def test_who_is_lost_neither_waits_nor_gives():
-    of = Simulated(3, most=1)
-    first, second, third = of.takers
-    slot = of.fanout.ask(ONE, first).result(0)
-    waiting = of.fanout.ask(ONE, second)
-    of.fanout.leave(second)
-    with pytest.raises(Gone, match="rollout 1 is lost"):
-        waiting.result(0)
-    of.fanout.ended(slot, True)
-    of.fanout.join(again := Taker("rollout 1", "host:9"))
-    of.fanout.leave(first)
-    assert of.fanout.ask(TWO, again).result(0).giver is None
-    waiting = of.fanout.ask(ONE, third)
-    assert not waiting.done()
-    of.fanout.leave(again)
-    assert waiting.result(0).giver is None
-    with pytest.raises(Gone):
-        of.fanout.ask(ONE, first).result(0)
-
-
-def test_a_mesh_that_has_weights_no_longer_gives_others():
-    of = Simulated(3, most=1)
-    first, second, third = of.takers
-    of.fanout.ended(of.fanout.ask(ONE, first).result(0), True)
-    of.fanout.ended(of.fanout.ask(TWO, first).result(0), True)
-    of.fanout.ask(Publication(3), third).result(0)  # the trainer's only place
-    slot = of.fanout.ask(ONE, second).result(0)
-    assert slot.giver is first
-    of.fanout.missed(second.name, first.name, failed=False)
-    of.fanout.ended(slot, True)
-    assert of.fanout.ask(TWO, second).result(0).giver is first
-    assert first not in of.fanout._holders[ONE]
-
-
-def test_whoever_waits_for_what_is_dropped_finds_that_out_at_once():
-    of = Simulated(4, most=1)
-    first, *others = (of.fanout.ask(ONE, taker) for taker in of.takers)
-    assert not any(one.done() for one in others)
-    of.fanout.drop(ONE)
-    assert [one.result(0).giver for one in others] == [None] * 3
-    for one in (first, *others):
-        of.fanout.ended(one.result(0), False)
-    assert not of.fanout._busy

@@ -5,14 +5,12 @@ import threading
 import time
 from typing import NamedTuple
 
-import grpc
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from grpc._cython import cygrpc
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from digen_jax.engine.packing import Endpoints
 from digen_jax.engine.sampler import EncodedPrompts
@@ -23,10 +21,9 @@ from digen_jax.remote import frames, lending
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.link import RemoteLink
 from digen_jax.remote.messages import write_key
-from digen_jax.remote.outline import Outline, nodes, write_outline
-from digen_jax.remote.pull import Pulls, layout_of, read_layouts, write_layouts
-from digen_jax.remote.server import loop
-from digen_jax.remote.wire import Peer, PeerError, Wire, service
+from digen_jax.remote.outline import nodes
+from digen_jax.remote.pull import Pulls
+from digen_jax.remote.wire import Peer, PeerError, Wire
 from digen_jax.rewards import Scores
 from digen_jax.rewards.exchanges import Exchange
 from digen_jax.runtime.image_statistics import look
@@ -42,10 +39,6 @@ WEIGHTS, FRAGMENT = Publication(3), Fragment(1, 2)
 class Conditioning(NamedTuple):
     context: jax.Array
     mask: jax.Array
-
-
-class Unknown(NamedTuple):
-    a: int
 
 
 def trees() -> dict:
@@ -171,107 +164,6 @@ def test_scores_are_fetched_to_the_host(pair):
     assert pair[0].fetch(ScoresOf("rollout 0", Fragment(9, 9)), TRAINER) is None
 
 
-@pytest.fixture
-def held(pair, monkeypatch):
-    """A transfer of weights that has begun: (the links, its thread, its result, the event that lets it go on)."""
-    begun, end, real = threading.Event(), threading.Event(), lending.frame
-
-    def slow(*arguments):
-        begun.set()
-        assert end.wait(60)
-        return real(*arguments)
-
-    monkeypatch.setattr(lending, "frame", slow)
-    trainer, rollout, _ = pair
-    trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
-    found = []
-
-    def take():
-        try:
-            found.append(rollout.take(WEIGHTS, onto(1), "rollout 0"))
-        except LinkError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    assert begun.wait(60)
-    yield trainer, rollout, thread, found, end
-    end.set()
-    thread.join(60)
-
-
-def test_settling_waits_for_another_process(held):
-    trainer, _, thread, found, end = held
-    settled = []
-    waiting = threading.Thread(target=lambda: settled.append(trainer.settle(WEIGHTS)))
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive() and not settled
-    end.set()
-    waiting.join(60)
-    thread.join(60)
-    assert settled == [True] and found[0]["a"].tolist() == [1] * 4
-
-
-def test_a_given_up_taker_is_not_waited_for(held):
-    trainer, *_ = held
-    trainer.give_up("rollout 0")
-    begin = time.monotonic()
-    assert trainer.settle(WEIGHTS) is False and time.monotonic() - begin < 5
-
-
-def test_a_process_that_has_lost_its_name_gets_nothing_more(pair):
-    """It was stopped, and goes on when another one has come in its place: no update waits for it."""
-    trainer, stopped, servers = pair
-    trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
-    where = "localhost:1"
-    trainer.meet("rollout 0", where, sessions=frozenset({stopped.session}))
-    assert stopped.take(WEIGHTS, onto(1), "rollout 0")["a"].tolist() == [1] * 4
-    # Of a mesh of two processes, which come again.
-    again = [RemoteLink(Wire(IDENTITY), nodes(trees())) for _ in range(2)]
-    for link in again:
-        link.meet(TRAINER, f"localhost:{servers[0][1]}")
-    peer = Peer(Wire(IDENTITY), f"localhost:{servers[0][1]}")
-    for session in (stopped.session, again[0].session):  # both have begun
-        ask = pb.Ask(key=write_key(WEIGHTS), taker="rollout 0", session=session)
-        peer.call("Open", ask, pb.Lent, 5)
-    trainer.meet("rollout 0", where, sessions=frozenset(link.session for link in again))
-    with pytest.raises(LinkError, match="rollout 0 counts as lost"):
-        stopped.take(WEIGHTS, onto(1), "rollout 0")
-    assert [link.take(WEIGHTS, onto(1), "rollout 0")["a"].sum() for link in again] == [4, 4]
-    assert trainer.lending.lends(WEIGHTS)  # what the one that comes again has begun
-    trainer.give_up("rollout 0")
-    for link in (stopped, *again):
-        with pytest.raises(LinkError, match="rollout 0 counts as lost"):
-            link.take(WEIGHTS, onto(1), "rollout 0")
-    begin = time.monotonic()
-    trainer.settle(WEIGHTS)
-    assert time.monotonic() - begin < 5
-    for link in again:
-        link.close()
-    peer.close()
-
-
-def test_whoever_takes_from_a_given_up_process_gets_an_error_at_once(held):
-    _, rollout, thread, found, _ = held
-    rollout.give_up(TRAINER)
-    thread.join(2)
-    assert not thread.is_alive() and isinstance(found[0], LinkError)
-
-
-def test_a_taker_that_says_nothing_more_is_forgotten():
-    with ends(patience=0.3) as (trainer, _, servers):
-        trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
-        peer = Peer(Wire(IDENTITY), f"localhost:{servers[0][1]}")
-        lent = peer.call("Open", pb.Ask(key=write_key(WEIGHTS), taker="x"), pb.Lent, 5)
-        assert trainer.lending.lends(WEIGHTS)
-        begin = time.monotonic()
-        assert trainer.settle(WEIGHTS) is True and time.monotonic() - begin < 10
-        with pytest.raises(PeerError, match="this transfer has ended"):
-            peer.call("Read", pb.Piece(ticket=lent.ticket), None, 5)
-        peer.close()
-
-
 def test_a_giver_that_hangs_or_is_gone_is_an_error_in_time(monkeypatch):
     over = threading.Event()
     with ends(patience=0.5) as (trainer, rollout, servers):
@@ -287,61 +179,6 @@ def test_a_giver_that_hangs_or_is_gone_is_an_error_in_time(monkeypatch):
             rollout.take(WEIGHTS, onto(1), "rollout 0")
         assert time.monotonic() - begin < 20
         over.set()
-
-
-def test_a_server_that_ends_while_it_is_called_says_nothing(caplog):
-    """For a while calls still come in, and need a thread."""
-    with ends() as (trainer, _, servers):
-        trainer.offer(WEIGHTS, {"a": jnp.ones(4)})
-        server, port = servers[0]
-        ended = threading.Event()
-
-        def call() -> None:
-            peer = Peer(Wire(IDENTITY), f"localhost:{port}")
-            with contextlib.suppress(PeerError):
-                while not ended.is_set():
-                    ask = pb.Ask(key=write_key(WEIGHTS), taker="x")
-                    lent = peer.call("Open", ask, pb.Lent, 5)
-                    peer.call("Close", pb.Piece(ticket=lent.ticket), pb.Nothing, 5)
-            peer.close()
-
-        callers = [threading.Thread(target=call) for _ in range(16)]
-        for thread in callers:
-            thread.start()
-        time.sleep(0.3)
-        loop().call_soon_threadsafe(
-            time.sleep, 0.2
-        )  # so that calls have come in that are not begun
-        time.sleep(0.1)
-        assert server.stop(0.5).wait(5)
-        ended.set()
-        for thread in callers:
-            thread.join(6)
-            assert not thread.is_alive()
-    assert not [line for line in caplog.messages if "raised by servicer" in line]
-
-
-def test_a_caller_that_is_lost_while_it_is_answered_is_not_logged(caplog):
-    """As gRPC reports it: by an error that it logs, unless it has heard of the loss before."""
-
-    async def lost(request, context):
-        raise cygrpc.ExecuteBatchError("execute_batch")
-
-    async def mistaken(request, context):
-        raise ValueError("a mistake")
-
-    methods = {
-        name: grpc.unary_unary_rpc_method_handler(one)
-        for name, one in {"Lost": lost, "Mistaken": mistaken}.items()
-    }
-    found, port = Wire(IDENTITY).server("localhost:0", [service("Lending", methods)])
-    peer = Peer(Wire(IDENTITY), f"localhost:{port}")
-    for name, seconds in {"Lost": 0.5, "Mistaken": 20}.items():
-        with pytest.raises(PeerError):
-            peer.call(name, pb.Nothing(), pb.Nothing, seconds)
-    peer.close()
-    found.stop(0).wait(5)
-    assert "a mistake" in caplog.text and "ExecuteBatch" not in caplog.text
 
 
 def test_strangers_and_nonsense_are_refused(pair):
@@ -369,38 +206,6 @@ def test_strangers_and_nonsense_are_refused(pair):
         one.close()
 
 
-def test_only_known_nodes_are_sent_and_made():
-    known = nodes(trees())
-    for tree, sentence in [
-        (Unknown(1), "a Unknown cannot be sent: it is none of Conditioning, EncodedPrompts"),
-        ({1: 2}, "keys that are no strings"),
-        (b"bytes", "a bytes cannot be sent"),
-        (np.array(["x"]), "an array of str"),
-        (np.zeros(2, ml_dtypes.float8_e4m3fn), "an array of float8_e4m3fn cannot be sent"),
-    ]:
-        with pytest.raises(ValueError, match=sentence):
-            write_outline(tree, known)
-    text, _ = write_outline({"a": Endpoints(jnp.ones(2), None, 3)}, known)
-    for strange in [
-        text.replace("Endpoints", "os.system"),
-        text.replace("float32", "object"),
-        text.replace("[2]", "[-2]"),
-        text.replace("array", "pickle"),
-        '{"list": [' * 100 + "null" + "]}" * 100,
-        *("", "[", '{"named": "Endpoints", "parts": []}', '{"number": "x", "type": "int"}'),
-        '{"text": ["x"]}',
-    ]:
-        with pytest.raises(ValueError):
-            Outline(strange, known)
-
-    class Endpoints_(NamedTuple):
-        a: int
-
-    Endpoints_.__name__ = "Endpoints"
-    with pytest.raises(ValueError, match="two kinds of nodes are called Endpoints"):
-        nodes(Endpoints_(1))
-
-
 def test_frames_are_bounded_and_checked():
     arrays = [jax.ShapeDtypeStruct((n,), np.float32) for n in (1000, 0, 3, 5)]
     planned = frames.plan(arrays, 1000)
@@ -415,26 +220,6 @@ def test_frames_are_bounded_and_checked():
     for wrong in (made[1:], [made[-1], *made[1:]], [b"x" * 50, *made[1:]], made[:-1]):
         with pytest.raises(ValueError):
             list(frames.gathered(arrays, iter(wrong), 1000))
-
-
-def test_an_array_that_is_sent_keeps_no_copy_on_the_host():
-    array = jax.device_put(jnp.arange(8.0), onto(0, 1)(jnp.ones(8)))
-    assert frames.to_bytes(array).view(np.float32).tolist() == [*range(8)]
-    assert array._npy_value is None
-
-
-def test_layouts_are_written_and_read():
-    shardings = [
-        SingleDeviceSharding(jax.devices()[1]),
-        onto(1, 2)(jnp.ones(4)),
-        onto(1, 2)(jnp.ones(3)),
-    ]
-    found = [layout_of(sharding, (4,)) for sharding in shardings]
-    assert found == [None, ((("fsdp", 2),), ("fsdp",)), None]
-    assert read_layouts(write_layouts(found), 3) == found
-    for strange in ("", "[]", "[1, 2, 3]", "[[]]", "null"):
-        with pytest.raises(ValueError):
-            read_layouts(strange, 3)
 
 
 def test_a_transfer_between_devices_that_hangs_keeps_nobody_waiting():

@@ -9,7 +9,6 @@ import pytest
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
-from digen_jax.remote.failures import NotDone
 from digen_jax.remote.following import Following
 from digen_jax.remote.identity import Identity
 from digen_jax.remote.meeting import Meeting, meet
@@ -17,7 +16,6 @@ from digen_jax.remote.member import Gone
 from digen_jax.remote.mesh import Mesh
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Wire
-from digen_jax.scheduling.commands import TRAINER
 from tests.remote import mesh_process
 from tests.remote.mesh_process import FAST, IDENTITY, TOKEN, WAITS, encode
 from tests.remote.rooms import Room, room, soon  # noqa: F401
@@ -51,17 +49,6 @@ class Process:
         self.thread.join(30)
 
 
-def test_a_mesh_that_ends_before_it_is_ready_is_told_to_be_forgotten(room):  # noqa: F811
-    """Its processes have to meet again; it has not joined, so that nobody loses it."""
-    ended = []
-    room.leader._has_ended = ended.append
-    first, second = Process(room, 0).begin(), Process(room, 1)
-    second.stream.close("it cannot read its model", 5)
-    first.thread.join(10)
-    assert isinstance(first.raised[0], Stopped) and room.said.empty()
-    assert [mesh.name for mesh in ended] == ["rollout 0"]
-
-
 @pytest.fixture
 def two(room):  # noqa: F811
     """(the mesh, its processes)."""
@@ -83,23 +70,6 @@ def test_all_processes_get_the_same_commands_in_order(room, two):  # noqa: F811
     assert [one.result(30).command.step for one in asked] == [*range(20)]
     assert alone.result(30).command.step == 33
     assert first.work.steps == [*range(20), 33] and second.work.steps == [*range(20)]
-
-
-def test_an_answer_comes_with_the_last_process(room, two):  # noqa: F811
-    mesh, first, second = two
-    slow = mesh.ask(encode(WAITS))
-    soon(lambda: first.work.steps and second.work.steps)
-    first.free.set()
-    time.sleep(0.3)
-    assert not slow.done() and slow.so_far() > 0.2
-    second.free.set()
-    assert slow.result(30).seconds > 0.2
-
-
-def test_what_fails_in_all_processes_is_a_failure(room, two):  # noqa: F811
-    mesh, *_ = two
-    assert isinstance(mesh.ask(encode(-7)).exception(30), NotDone)
-    assert mesh.ask(encode(1)).result(30) and room.said.empty()
 
 
 def test_what_fails_in_one_process_loses_the_mesh(room, two):  # noqa: F811
@@ -135,39 +105,11 @@ def test_the_loss_of_one_process_is_that_of_the_mesh(room, two):  # noqa: F811
     assert "counts rollout 0, process 0, as lost" in str(first.raised[0])
 
 
-def test_a_dismissed_mesh_leaves_process_by_process(room, two):  # noqa: F811
-    _, first, second = two
-    room.leader.dismiss("rollout 0", "it was asked to stop")
-    for one in (first, second):
-        one.thread.join(30)
-        assert not one.raised
-    assert room.said.empty()
-
-
 def test_a_process_that_does_not_fit_its_mesh_is_refused(room, two):  # noqa: F811
     with pytest.raises(ConfigError, match="rollout 0 has 2 processes, not 3"):
         Process(room, 2, 3)
     with pytest.raises(ConfigError, match="its mesh has no process 2"):
         Process(room, 2)
-
-
-def test_the_trainers_processes_that_do_not_lead_are_a_mesh_of_their_own():
-    with contextlib.closing(Room(trainers=3)) as leader, contextlib.ExitStack() as stack:
-        for number, of in ((0, 3), (1, 2), (1, 1), (3, 4)):
-            with pytest.raises(
-                ConfigError, match=r"none of the trainer's 2 other processes|no process"
-            ):
-                Process(leader, number, of, TRAINER)
-        first, second = Process(leader, 1, 3, TRAINER), Process(leader, 2, 3, TRAINER)
-        for one in (first, second):
-            stack.callback(one.close)
-            assert leader.said.empty()
-            one.begin()
-        leader.joined(TRAINER)
-        second.stream.close("it is broken", 5)
-        assert leader.lost() == (TRAINER, "has lost process 2, which has left: it is broken")
-        first.thread.join(10)
-        assert "counts trainer, process 1, as lost" in str(first.raised[0])
 
 
 def test_processes_of_a_mesh_meet_where_its_first_one_says():

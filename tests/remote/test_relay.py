@@ -13,13 +13,11 @@ import pytest
 from digen_jax.process.ending import Stopped
 from digen_jax.remote import control_pb2 as pb
 from digen_jax.remote import frames, lending
-from digen_jax.remote.fanout import Taker
 from digen_jax.remote.opening import join, lead
 from digen_jax.remote.outline import nodes
 from digen_jax.remote.relay import Relay
 from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Wire
-from digen_jax.runtime.clock import measured
 from digen_jax.runtime.link import CopyOf, Link
 from digen_jax.scheduling.commands import Publication
 from tests.remote.fan_process import SMALL, takes, tree
@@ -110,34 +108,6 @@ def test_meshes_take_from_one_another_the_same_bits(monkeypatch):
         fan.receive(TWO)  # not offered: nobody gets it
         assert not any(executor.weights for executor in fan.executors)
         assert not any(link._here._offered for link in fan.links)
-
-
-def test_a_mesh_that_waits_for_a_giver_is_not_late(monkeypatch):
-    """The wait does not count for its deadline."""
-    with contextlib.ExitStack() as stack:
-        fan = Fan(monkeypatch, stack, 1, 0.0)
-        fan.link.offer(ONE, tree())
-        (sampler,), slots = fan.samplers, []
-        fanout = sampler._fanout
-        for one in (Taker("rollout 8", ""), Taker("rollout 9", "")):
-            fanout.join(one)
-            slots.append(fanout.ask(ONE, one).result(5))
-
-        def receive() -> tuple[float, float]:
-            begin = time.monotonic()
-            with measured() as stopwatch:
-                sampler.receive(ONE)
-            return stopwatch.seconds, time.monotonic() - begin
-
-        with ThreadPoolExecutor(1) as threads:
-            taking = threads.submit(receive)
-            while not fanout._waiting and not taking.done():
-                time.sleep(0.01)
-            time.sleep(0.3)
-            for slot in slots:
-                fanout.ended(slot, True)
-            counted, whole = taking.result(30)
-        assert whole - counted >= 0.3
 
 
 class Stream:

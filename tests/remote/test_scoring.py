@@ -2,14 +2,13 @@
 
 import threading
 import time
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from digen_jax.engine.divergence import DivergedError
 from digen_jax.process.ending import Stopped
-from digen_jax.remote import sampling
 from digen_jax.remote.sampling import RemoteSampler
 from digen_jax.rewards import Scores
 from digen_jax.rewards.exchanges import Exchange
@@ -130,42 +129,3 @@ def test_a_mesh_that_cannot_score_for_a_reason_of_its_own_is_lost(room):  # noqa
         assert isinstance(sampler(room, Fetches()).score(FRAGMENT).exception(30), Gone)
         name, why = room.lost()
         assert name == "rollout 0" and why.startswith("cannot score (rollout 0: KeyError(")
-
-
-def test_of_a_fragment_that_was_dropped_there_are_no_scores(room):  # noqa: F811
-    work, link = Scoring(), Fetches(None)
-    work.asked.append(Future())
-    work.asked[0].set_result(())
-    with mesh(room, executes=work):
-        assert sampler(room, link).score(FRAGMENT).result(30) is None
-
-
-def test_a_mesh_that_ends_or_is_lost_fails_no_score(room):  # noqa: F811
-    work = Scoring()
-    work.asked.append(Future())
-    with mesh(room, executes=work):
-        found = sampler(room, Fetches())
-        scores = found.score(FRAGMENT)
-        work.asked[0].set_exception(CancelledError())
-        found.encode(1)
-        assert not scores.done()
-        room.leader.meshes["rollout 0"].give_up("was given up")
-        assert isinstance(scores.exception(30), Gone)
-        assert isinstance(found.score(FRAGMENT).exception(30), Gone)
-
-
-def test_a_mesh_whose_scores_do_not_come_is_asked_twice_and_then_lost(
-    room,  # noqa: F811
-    monkeypatch,
-    capfd,
-):
-    monkeypatch.setattr(sampling, "PAUSE", 0.01)
-    work = Scoring()
-    work.asked.append(Future())
-    work.asked[0].set_result((1.0, 2.0))
-    with mesh(room, executes=work):
-        found = sampler(room, Fetches("fails", SENT, "fails", "fails"))
-        assert found.score(FRAGMENT).result(30).seconds == 0.25
-        assert isinstance(found.score(FRAGMENT).exception(30), Gone)
-        assert room.lost() == ("rollout 0", "does not give its scores")
-    assert "rollout 0 is given up: ScoresOf" in capfd.readouterr().err
