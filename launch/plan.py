@@ -4,6 +4,7 @@ python launch/plan.py --config configs/shapes_flow_grpo.py --costs costs.json --
 python launch/plan.py --config configs/shapes_demo.py --costs runs/shapes
 python launch/plan.py --config configs/shapes_flow_grpo.py --measure
 python launch/plan.py --config configs/sd35_medium.py:geneval,4 --topology v5p:2x2x1
+python launch/plan.py --config configs/sd35_medium.py:geneval,8 --topology h100:8
 """
 
 import dataclasses
@@ -34,8 +35,9 @@ _MEASURE = flags.DEFINE_bool(
 _TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,
-    "A TPU slice that need not be at hand, such as v5p:2x2x1: what the config's programs take there, and the split "
-    "that fits; local: the same programs, timed on this machine.",
+    "A TPU slice, such as v5p:2x2x1, or GPUs, such as h100:8 or on two hosts h100:2x8 (a100, h100, h200, b200), which "
+    "this machine need not have: what the config's programs take there, and the split that fits; local: the same "
+    "programs, timed on this machine.",
 )
 _TRAINER_SERIAL = flags.DEFINE_float(
     "trainer_serial",
@@ -113,7 +115,7 @@ def _plan(recipe: Any) -> None:
 
 
 def _plan_slice(recipe: Any) -> None:
-    """For a TPU slice that need not be at hand, or for this machine with its programs timed."""
+    """Plans for accelerators that this machine need not have, or for this machine with its programs timed."""
     from digen_jax.planning.fitting import compiled, proposed
     from digen_jax.planning.slices import configured, open_slice
     from digen_jax.planning.tables import heading, report

@@ -25,10 +25,27 @@ def test_what_a_user_needs_has_a_lower_and_an_upper_bound(name):
         assert kinds == {">=", "<"}, requirement
 
 
-def test_the_tpu_compiler_has_an_exact_version():
-    for pinned in requirements("requirements-tpu.txt"):
+@pytest.mark.parametrize("name", ["requirements-tpu.txt", "requirements-gpu-check.txt"])
+def test_compilers_have_exact_versions(name):
+    for pinned in requirements(name):
         (version,) = pinned.specifier
-        assert (pinned.name, version.operator) == ("libtpu", "==")
+        assert version.operator == "=="
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_cuda_compiler_has_the_version_of_jaxlib_and_no_other_wheel_of_nvidia(python):
+    system = dict(python_version=python, python_full_version=f"{python}.0", extra="")
+
+    def exact(name):
+        wanted = [
+            one for one in requirements(name) if not one.marker or one.marker.evaluate(system)
+        ]
+        return {one.name: str(one.specifier) for one in wanted}
+
+    jaxlib = exact(f"constraints/{python}.txt")["jaxlib"]
+    found = exact("requirements-gpu-check.txt")
+    assert found.pop("nvidia-cudnn-cu12")
+    assert found == {"jax-cuda12-plugin": jaxlib, "jax-cuda12-pjrt": jaxlib}
 
 
 def test_make_knows_these_pythons():

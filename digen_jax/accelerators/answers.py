@@ -1,4 +1,4 @@
-"""What a compiler says of a program, kept in a folder, so that no program is compiled twice."""
+"""The compiler's answers about programs, kept in a folder, so that no program is compiled twice."""
 
 import gzip
 import hashlib
@@ -15,10 +15,10 @@ from digen_jax import files
 
 
 class Answer(NamedTuple):
-    """A compiled program, or how much memory one needs that the compiler refuses because of it.
+    """A compiled program, or the memory that a program needs which does not fit.
 
     Attributes:
-      text: of the program; "": it does not fit.
+      text: of the program; "" means that it does not fit.
       peak: bytes of a device that it holds at most, arguments included.
       beyond: bytes of its temporaries and results on a device, without results that reuse an argument's memory.
     """
@@ -41,16 +41,30 @@ class Answers:
 
     Args:
       target: everything that decides on the result beside the program: slice, versions.
-      folder: for the answers; None: they are not kept.
+      folder: for the answers. None means that they are not kept.
       note: called with what is compiled, and with the seconds that it took.
+      memory: bytes of a device above which a program does not fit. None means that the compiler decides.
     """
 
-    def __init__(self, target: str, folder: pathlib.Path | None, note: Callable[[str], None]):
-        self.target, self.folder, self.note = target, folder, note
+    def __init__(
+        self,
+        target: str,
+        folder: pathlib.Path | None,
+        note: Callable[[str], None],
+        memory: float | None = None,
+    ):
+        self.target, self.folder, self.note, self.memory = target, folder, note, memory
         self.compiled = self.found = 0  # programs so far
 
     def __call__(self, name: str, lowered: jax.stages.Lowered) -> Answer:
-        """The compiler's answer for a program."""
+        """Returns the compiler's answer for a program."""
+        answer = self._found(name, lowered)
+        if self.memory is not None and answer.peak > self.memory:
+            self.note(_does_not_fit(name, answer.peak))
+            return answer._replace(text="")
+        return answer
+
+    def _found(self, name: str, lowered: jax.stages.Lowered) -> Answer:
         if self.folder is None:
             return self._compile(name, lowered)
         program = hashlib.sha256(f"{self.target}\0{lowered.as_text()}".encode())
@@ -73,10 +87,14 @@ class Answers:
             if (needed := _exceeded(str(error))) is None:
                 raise
             answer = Answer("", needed, needed)
-            self.note(f"{name}: does not fit, because it needs {needed / 1e9:.1f} GB of a device")
+            self.note(_does_not_fit(name, needed))
         self.compiled += 1
         self.note(f"{name}: compiled in {time.monotonic() - begin:.1f} s")
         return answer
+
+
+def _does_not_fit(name: str, needed: int) -> str:
+    return f"{name}: does not fit, because it needs {needed / 1e9:.1f} GB of a device"
 
 
 def _exceeded(error: str) -> int | None:

@@ -1,16 +1,17 @@
 """The estimated seconds of a compiled program on a chip, by what they are spent on.
 
-What the compiler estimates are fusions and copies. The rest is costed here, conservatively: as if nothing ran at the
-same time as anything else.
+What the TPU compiler estimates are fusions and copies; the CUDA compiler estimates nothing. The rest is costed here,
+conservatively: as if nothing ran at the same time as anything else.
 
 - A kernel takes its FLOPs over the share of the peak that `kernels` states, or its bytes over the memory's bandwidth,
   whichever is longer. The FLOPs are those that the kernel states; of splash attention, which states none, those of its
-  matrix products without any mask.
+  matrix products without any mask. Calls of cuBLAS and cuDNN are such kernels, whose FLOPs follow from their shapes.
 - A collective is a ring over one link in one direction, at `LINK_SHARE` of its bandwidth: an all-gather moves (n - 1)/n
   of its result, a reduce-scatter (n - 1)/n of its input, an all-reduce twice that. All of a slice's chips are linked
-  directly, over several hosts, too; a ring may need more hops than links on a mesh without wrap-around.
+  directly, over several hosts, too; a ring may need more hops than links on a mesh without wrap-around. Of GPUs on
+  several hosts every collective counts as one over the network.
 - A transfer between memories, and any other operation without an estimate, takes its bytes over `MEMORY_SHARE` of the
-  memory's bandwidth.
+  memory's bandwidth. Of what a fusion slices only the slice counts.
 """
 
 import dataclasses
@@ -25,9 +26,9 @@ import jax
 from digen_jax.accelerators.answers import Answer, answer_of
 from digen_jax.accelerators.chips import Chip
 from digen_jax.accelerators.collectives import group_size, is_collective, kind_of, moved_bytes
-from digen_jax.accelerators.counting import products, repeated
+from digen_jax.accelerators.counting import library_flops, products, repeated
 from digen_jax.accelerators.hlo import Computation, Instruction, Module, parse
-from digen_jax.accelerators.kernels import kernel_name, kernel_work
+from digen_jax.accelerators.kernels import kernel_name, kernel_work, library_share
 from digen_jax.accelerators.layers import AGAIN, layer_of
 from digen_jax.accelerators.loops import Frame, trips
 
@@ -51,6 +52,8 @@ FREE_CALLS = {
     "AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"
 }  # fmt: skip
 
+SLICES, UPDATE = ("dynamic-slice", "slice", "gather"), "dynamic-update-slice"
+
 
 @dataclasses.dataclass(frozen=True)
 class Item:
@@ -63,7 +66,7 @@ class Item:
       layer: where it comes from.
       times: how often it runs.
       seconds: of one run, estimated.
-      flops: of a kernel, in one run.
+      flops: of a Pallas kernel, in one run.
       bytes: that a collective or a transfer moves, or an operation without an estimate reads and writes, in one run.
     """
 
@@ -109,9 +112,9 @@ class Estimate:
         """Seconds of one kind."""
         return sum(item.total for item in self.items if item.kind == kind)
 
-    def slowest(self, count: int = 10, kind: str = COMPILER) -> list[Item]:
-        """The items of a kind that take longest."""
-        found = [item for item in self.items if item.kind == kind]
+    def slowest(self, count: int, *kinds: str) -> list[Item]:
+        """Returns the items of some kinds that take longest."""
+        found = [item for item in self.items if item.kind in kinds]
         return sorted(found, key=lambda item: -item.total)[:count]
 
     def by_what(self, kind: str) -> dict[str, tuple[int, float, float]]:
@@ -233,9 +236,16 @@ class _Walk:
             name = kernel_name(instruction)
             flops, seconds = self._kernel(computation, instruction, name)
             yield Item(KERNELS, name, layer=layer, seconds=seconds, flops=flops, **common)
+        elif (flops := library_flops(computation, instruction)) is not None:
+            needed = flops / (library_share(computation, instruction) * self.chip.flops)
+            # Further results are room for work.
+            size = sum(one.bytes for one in computation.operands(instruction))
+            size += instruction.arrays[0].bytes
+            seconds = max(needed, size / (MEMORY_SHARE * self.chip.bandwidth))
+            yield Item(KERNELS, instruction.target, layer=layer, seconds=seconds, **common)
         elif not moved:
             kind = TRANSFERS if instruction.opcode in ("copy-start", "slice-start") else OTHERS
-            touched = _transferred if kind == TRANSFERS else _touched
+            touched = _transferred if kind == TRANSFERS else self._touched
             size = touched(computation, instruction)
             what = instruction.opcode + (f" {instruction.target}" if instruction.target else "")
             seconds = size / (MEMORY_SHARE * self.chip.bandwidth)
@@ -277,9 +287,20 @@ class _Walk:
         """(FLOPs, seconds)."""
         flops, share = kernel_work(computation, instruction, name, self.chip.array)
         stated = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
-        size = int(stated[1]) if stated else _touched(computation, instruction)
+        size = int(stated[1]) if stated else self._touched(computation, instruction)
         in_memory = size / (MEMORY_SHARE * self.chip.bandwidth)
         return flops, max(flops / (share * self.chip.flops), in_memory)
+
+    def _touched(self, computation: Computation, instruction: Instruction) -> int:
+        """Bytes that an instruction reads and writes."""
+        if instruction.opcode != "fusion":
+            return _moved(computation, instruction)
+        inner = self.module.computations[instruction.called[0]]
+        updates = [one for one in inner.instructions.values() if one.opcode == UPDATE]
+        read = sum(_read(inner, parameter) for parameter in inner.parameters.values())
+        written = sum(inner.operands(one)[1].bytes for one in updates)
+        whole = sum(one.bytes for one in updates)
+        return read + written + max(0, instruction.bytes - whole)
 
 
 def _name(instruction: Instruction, attribute: str) -> str:
@@ -296,6 +317,26 @@ def _transferred(computation: Computation, instruction: Instruction) -> int:
     return size if "S(1)" in instruction.type else 2 * size
 
 
-def _touched(computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes."""
-    return sum(operand.bytes for operand in computation.operands(instruction)) + instruction.bytes
+def _moved(computation: Computation, instruction: Instruction) -> int:
+    """Bytes that an operation reads and writes: of a slice or an update only that part."""
+    operands = computation.operands(instruction)
+    if instruction.opcode in SLICES:
+        return 2 * instruction.bytes
+    if instruction.opcode == UPDATE:
+        return 2 * operands[1].bytes
+    return sum(operand.bytes for operand in operands) + instruction.bytes
+
+
+def _read(computation: Computation, parameter: Instruction) -> int:
+    """Bytes of a parameter that a fusion reads: all, or those of slices, and nothing of what it updates in place."""
+    read = 0
+    for one in computation.instructions.values():
+        if parameter.name not in one.operands:
+            continue
+        if one.opcode == "bitcast":
+            read += _read(computation, one)
+        elif one.opcode in SLICES and one.operands[0] == parameter.name:
+            read += one.bytes
+        elif one.opcode != UPDATE or one.operands[0] != parameter.name:
+            return parameter.bytes
+    return min(read, parameter.bytes)

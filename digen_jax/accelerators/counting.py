@@ -12,10 +12,10 @@ Chosen = Callable[[Instruction], bool]
 
 
 def products(module: Module, chosen: Chosen = lambda instruction: True) -> float:
-    """FLOPs of all matrix products and convolutions on one device, a multiply-add as two.
+    """Returns the FLOPs of all matrix products and convolutions on one device, a multiply-add as two.
 
     A loop's body counts as often as it runs, unlike in `cost_analysis()`. Of a conditional the largest branch
-    counts. Kernels are not looked into.
+    counts. NVIDIA's libraries count (`library_flops`), Pallas kernels do not.
 
     Args:
       module: the program.
@@ -37,12 +37,15 @@ def _of(module: Module, frame: Frame, chosen: Chosen) -> float:
     for instruction in frame.computation.instructions.values():
         inner = [_of(module, f, chosen) for f in _entered(module, frame, instruction)]
         match instruction.opcode:
-            case "dot" | "convolution" if not chosen(instruction):
+            case "dot" | "convolution" | "custom-call" if not chosen(instruction):
                 continue
             case "dot":
                 total += _dot(frame.computation, instruction)
             case "convolution":
-                total += _convolution(frame.computation, instruction)
+                inputs, kernel, *_ = _arrays(frame.computation, instruction)
+                total += _convolution(instruction, inputs, kernel, instruction.arrays[0])
+            case "custom-call":
+                total += library_flops(frame.computation, instruction) or 0.0
             case "while":
                 count = trips(module, frame, instruction)
                 if count is None and sum(inner):
@@ -69,8 +72,39 @@ def _entered(module: Module, frame: Frame, instruction: Instruction) -> Iterator
             yield frame.enter(module, instruction, name)
 
 
+def library_flops(computation: Computation, call: Instruction) -> float | None:
+    """Returns the FLOPs of a call of cuBLAS or cuDNN, or None for any other instruction.
+
+    Attention is two products forward and five backward, which makes the scores again.
+    """
+    target = call.target
+    if not target.startswith(("__cublas$", "__cudnn$")):
+        return None
+    first, second, *_ = _arrays(computation, call)
+    result = call.arrays[0]
+    if target.startswith("__cublas$"):
+        contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.attributes)
+        sizes = (first.shape[d] for d in _numbers(contracted[1].replace('"', "")))
+        return 2.0 * result.elements * math.prod(sizes)
+    if target.startswith("__cudnn$fmha"):
+        scores = re.search(r'"dimensions": ?\[([^\]]*)\]', call.attributes)
+        pairs = math.prod(_numbers(scores[1].replace('"', "")))
+        return 2.0 * (5 if target.endswith("Backward") else 2) * pairs * first.shape[-1]
+    if target == "__cudnn$convBackwardInput":
+        return _convolution(call, result, second, first)
+    if target == "__cudnn$convBackwardFilter":
+        return _convolution(call, first, result, second)
+    if target.startswith("__cudnn$conv"):
+        return _convolution(call, first, second, result)
+    raise ValueError(f"the program has a call of a library whose work is unknown, {target}")
+
+
+def _arrays(computation: Computation, instruction: Instruction) -> list[Array]:
+    return [operand.arrays[0] for operand in computation.operands(instruction)]
+
+
 def _dot(computation: Computation, dot: Instruction) -> float:
-    left = computation.operands(dot)[0].arrays[0]
+    left = _arrays(computation, dot)[0]
     contracted = _numbers(dot.attribute("lhs_contracting_dims"))
     return 2.0 * dot.arrays[0].elements * math.prod(left.shape[d] for d in contracted)
 
@@ -79,11 +113,9 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",") if number.strip()]
 
 
-def _convolution(computation: Computation, conv: Instruction) -> float:
+def _convolution(conv: Instruction, inputs: Array, kernel: Array, out: Array) -> float:
     """Only the positions of the kernel that meet the input count, not those in padding or between dilated elements."""
-    inputs, kernel = (operand.arrays[0] for operand in computation.operands(conv)[:2])
     ins, kernels, outs = re.split(r"_|->", conv.attribute("dim_labels"))
-    out = conv.arrays[0]
     features = kernel.shape[kernels.index("i")]
     batch = out.shape[outs.index("b")] * out.shape[outs.index("f")]
     windows = _windows(conv, kernel, kernels)

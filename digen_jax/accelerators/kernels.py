@@ -1,4 +1,4 @@
-"""Pallas kernels in a program, whose operations the compiler does not count."""
+"""Kernels in a program, of Pallas or NVIDIA's libraries, of which the compiler estimates no time."""
 
 import math
 import re
@@ -7,6 +7,8 @@ from digen_jax.accelerators.hlo import Array, Computation, Instruction
 
 # The share of the peak, or of that part of it which the width of its products permits, that a kernel reaches.
 KERNEL_SHARE = 0.5
+# FLOPs of the peak, which is that of bfloat16, that one of a float32 product takes on NVIDIA's GPUs: as TF32, or exact.
+TF32, EXACT = 2, 16
 # The same of packed attention, by the rows of the matrix unit and the largest width of a head. The compiler's schedule
 # takes no longer (tests/attention/test_schedules.py).
 PACKED_SHARES = {
@@ -23,6 +25,15 @@ SPLASH |= {name.replace("mha", "mqa"): products for name, products in SPLASH.ite
 def kernel_name(instruction: Instruction) -> str:
     """The kernel's own name, which the compiler takes for its instruction."""
     return re.sub(r"(\.\d+|\.clone|\.remat\d*)+$", "", instruction.name)
+
+
+def library_share(computation: Computation, call: Instruction) -> float:
+    """Returns the share of a GPU's peak at which cuBLAS or cuDNN does its FLOPs."""
+    if not any(
+        a.dtype == "f32" for operand in computation.operands(call)[:2] for a in operand.arrays
+    ):
+        return KERNEL_SHARE
+    return KERNEL_SHARE / (EXACT if "highest" in call.attributes.lower() else TF32)
 
 
 def kernel_work(

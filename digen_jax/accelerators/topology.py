@@ -1,13 +1,15 @@
-"""The devices of a TPU slice that is not at hand, for which programs can be compiled but not run."""
+"""Devices of a TPU slice or of GPUs that this machine lacks, for which programs can be compiled but not run."""
 
 import importlib.metadata
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
 
 import jax
 from jax.experimental import topologies
 
+from digen_jax.accelerators.chips import GPUS
 from digen_jax.errors import ConfigError
 
 # Otherwise libtpu asks the cloud's metadata server which machine this is, and complains where there is none; and it
@@ -23,14 +25,29 @@ SETTINGS = {
 ONE_HOST = {"1x1": (1, 1, 1), "1x1x1": (1, 1, 1), "2x4": (2, 4, 1)}
 
 
+# Settings of the CUDA compiler without a GPU: nothing can be timed, so it must not choose kernels by their times.
+XLA_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
+GPUS_OF_HOST = 8  # at most
+# The packages of the CUDA compiler, by what they import as; cuDNN may also be the system's.
+PLUGINS = {"jax_cuda12_plugin": "jax-cuda12-plugin", "jax_cuda13_plugin": "jax-cuda13-plugin"}
+
+
 def slice_devices(name: str) -> Sequence[jax.Device]:
-    """The devices of a slice such as "v5p:2x2x1": chips of a kind, and their arrangement.
+    """Returns the devices of a TPU slice such as "v5p:2x2x1", or of GPUs such as "h100:8" or, on two hosts, "h100:2x8".
 
     Must be called before JAX starts; JAX then runs on the CPU.
 
     Raises:
-      ConfigError: libtpu is missing, held by another process, or knows no such slice.
+      ConfigError: the compiler is missing, held by another process, or knows no such slice.
     """
+    chip = name.partition(":")[0]
+    if chip in GPUS:
+        return _gpu_devices(name)
+    if not re.match(r"v\d|tpu", chip):
+        raise ConfigError(
+            f"--topology={name} names no accelerator: give GPUs ({', '.join(GPUS)}), such as h100:8 or on two hosts "
+            "h100:2x8, or a TPU slice, such as v5p:2x2x1"
+        )
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"--topology={name} needs the TPU compiler, which is not installed: "
@@ -56,6 +73,43 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
         ) from error
 
 
-def compiler_version() -> str:
-    """The version of the TPU compiler that is installed."""
-    return importlib.metadata.version("libtpu")
+def _gpu_devices(name: str) -> Sequence[jax.Device]:
+    chip, _, count = name.partition(":")
+    found = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([1-9]\d?)", count)
+    if found is None or int(found[2]) > GPUS_OF_HOST:
+        raise ConfigError(
+            f"--topology={name} gives no number of GPUs, at most {GPUS_OF_HOST} on a host: write {chip}:8, or on two "
+            f"hosts {chip}:2x8"
+        )
+    if _plugin() is None:
+        raise ConfigError(
+            f"--topology={name} needs the CUDA compiler, which is not installed: "
+            "pip install -r requirements-gpu-check.txt"
+        )
+    given = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *XLA_FLAGS]))
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda",
+            target_config=GPUS[chip].description(),
+            topology=f"1x{found[1] or 1}x{found[2]}",
+        ).devices
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--topology={name} needs a CUDA compiler of jaxlib's version, {jax.lib.__version__}: "
+            f"pip install -r requirements-gpu-check.txt ({text})"
+        ) from error
+
+
+def _plugin() -> str | None:
+    """The installed package with the CUDA compiler, or None."""
+    return next((p for name, p in PLUGINS.items() if importlib.util.find_spec(name)), None)
+
+
+def compiler_version(name: str) -> str:
+    """Returns the installed compiler of a slice, with its version."""
+    gpu = name.partition(":")[0] in GPUS
+    package = _plugin() if gpu else "libtpu"
+    return f"{package} {importlib.metadata.version(package)}"

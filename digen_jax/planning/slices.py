@@ -1,6 +1,8 @@
-"""A slice to plan for, and the costs of a recipe's commands on it."""
+"""A slice or several GPUs to plan for, and the costs of a recipe's commands on them."""
 
 import dataclasses
+import math
+import os
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,8 +25,9 @@ from digen_jax.process.launching import CACHE, prepare
 from digen_jax.scheduling.planner.calibration import Calibration
 from digen_jax.scheduling.settings import Costs
 
-# The share of a chip's memory that is left to its runtime.
-RESERVE = 0.03
+# The share of a TPU's memory that a run may take, and of a GPU's, which is JAX's default or what these variables give.
+TPU_SHARE, GPU_SHARE = 0.97, 0.75
+GPU_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 LOCAL = "local"
 UNKNOWN = ("score", "score_latency", "evaluate", "switch")
 
@@ -55,7 +58,7 @@ class Slice(NamedTuple):
 
 
 def open_slice(name: str, cpu_devices: int, note: Callable[[str], None]) -> Slice:
-    """The devices of a TPU slice such as "v5p:2x2x1", or, by the name `LOCAL`, those of this machine.
+    """Returns the devices of a slice such as "v5p:2x2x1" or "h100:8", or, by the name `LOCAL`, those of this machine.
 
     Must be called before JAX starts.
 
@@ -65,7 +68,7 @@ def open_slice(name: str, cpu_devices: int, note: Callable[[str], None]) -> Slic
       note: called with what is compiled, and how long it took.
 
     Raises:
-      ConfigError: there is no such slice, nothing is known of its chip, or the TPU compiler is missing.
+      ConfigError: there is no such slice, its compiler is missing, or a variable for the memory is wrong.
     """
     prepare(cpu_devices)
     if name == LOCAL:
@@ -76,16 +79,33 @@ def open_slice(name: str, cpu_devices: int, note: Callable[[str], None]) -> Slic
         return Slice(name, devices, chip, memory, lambda recipe: assess_here(recipe, devices, note))
     devices = slice_devices(name)
     chip = chip_of(devices[0].device_kind)
-    versions = f"jax {jax.__version__} libtpu {compiler_version()}"
-    answers = Answers(f"{name} {versions}", CACHE.with_name("slices"), note)
+    gpu = devices[0].platform == "gpu"
+    memory = (_gpu_share() if gpu else TPU_SHARE) * chip.memory
+    if gpu and len({device.process_index for device in devices}) > 1:
+        chip = dataclasses.replace(chip, link=chip.network)
+    versions = f"jax {jax.__version__} {compiler_version(name)}"
+    folder = CACHE.with_name("slices")
+    answers = Answers(f"{name} {versions}", folder, note, memory if gpu else None)
     return Slice(
         name,
         devices,
         chip,
-        (1 - RESERVE) * chip.memory,
+        memory,
         lambda recipe: assess(recipe, devices, chip, answers),
         answers,
     )
+
+
+def _gpu_share() -> float:
+    """The share of a GPU's memory that JAX takes."""
+    name, text = next(((n, os.environ[n]) for n in GPU_SHARES if n in os.environ), ("", GPU_SHARE))
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ConfigError(f"{name}={text} must be a share of a GPU's memory above 0 and at most 1")
+    return share
 
 
 def configured(recipe: Recipe) -> Recipe:

@@ -14,7 +14,7 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
 from digen_jax.engine.placement import MeshSizes
 from digen_jax.planning.assessment import Assessed
-from digen_jax.planning.slices import RESERVE, Slice, calibrated, plain_shares
+from digen_jax.planning.slices import Slice, calibrated, plain_shares
 from digen_jax.policies import trained_of
 from digen_jax.scheduling.planner.calibration import Calibration
 
@@ -32,7 +32,8 @@ def report(
         for one in found:
             if one.program.work:
                 write(f"{slowest_table(one)}\n\n{modules_table(one)}\n")
-    if where.chip:
+    # The CUDA compiler estimates no products, so all would reach the stated share.
+    if where.chip and (where.chip.clock or not where.answers):
         _, family = recipe_model(recipe)
         width = width_of(trained_of(family, family.shapes()))
         write(f"{calibration_table(plain_shares(where, width), where)}\n")
@@ -48,7 +49,7 @@ def heading(recipe: Recipe, where: Slice) -> str:
     about += _meshes(recipe)
     facts = ""
     if chip is not None:
-        facts = f" ({chip.flops / TERA:.0f} bfloat16 TFLOP/s and {chip.memory / GB:g} GB each)"
+        facts = f" ({chip.flops / TERA:.0f} bfloat16 TFLOP/s and {chip.memory / GB:.3g} GB each)"
     lines = [about, f"{where.name}: {count} devices of the kind {kind}{facts}"]
     if where.answers:
         lines += [
@@ -90,8 +91,8 @@ def programs_table(found: Sequence[Assessed], where: Slice) -> str:
         cells += [f"{one.seconds:.4g}", _tera(one.needed), _tera(one.flops)]
         rows.append([*cells, *(_shares(one, chip) if chip else ())])
     lines = [aligned(rows), *(f"{one.program.name}: {one.program.what}" for one in found), ""]
-    limit = f" ({100 * RESERVE:.0f}% of it are left to the runtime)" if where.answers else ""
     if where.memory:
+        limit = f" ({where.memory / chip.memory:.0%} of its memory)" if chip else ""
         lines.append(f"memory of a device: {where.memory / GB:.1f} GB may be taken{limit}")
     lines.append(
         f"TFLOP: what a device needs for it; done: all products, convolutions and kernels of the program, counted; "
@@ -170,12 +171,12 @@ def collectives_table(found: Iterable[Assessed]) -> str:
 
 
 def slowest_table(one: Assessed) -> str:
-    """The slowest fusions of a program by the layer that they come from."""
-    rows = [["fusion", "runs", "s (estimated)", "share", "from"]]
-    for item in one.estimate.slowest(SLOWEST):
+    """The slowest operations of a program by the layer that they come from."""
+    rows = [["operation", "runs", "s (estimated)", "share", "from"]]
+    for item in one.estimate.slowest(SLOWEST, costs.COMPILER, costs.KERNELS, costs.OTHERS):
         share = f"{item.total / one.seconds:.1%}"
         rows.append([item.name, str(item.times), f"{item.total:.4g}", share, item.layer])
-    return f"the slowest fusions of {one.program.name}\n{aligned(rows)}"
+    return f"the slowest operations of {one.program.name}\n{aligned(rows)}"
 
 
 def modules_table(one: Assessed) -> str:

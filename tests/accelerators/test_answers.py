@@ -26,6 +26,15 @@ def test_an_answer_is_kept_by_program_and_target(tmp_path):
     assert again.compiled == 1 and len(list(tmp_path.iterdir())) == 3
 
 
+def test_a_program_above_the_memory_does_not_fit_and_its_answer_is_kept(tmp_path):
+    """The CUDA compiler refuses none; another limit needs no other compilation."""
+    program = jax.jit(lambda x: 2 * x).lower(jnp.zeros(8))
+    small = Answers("slice jax 1", tmp_path, lambda text: None, memory=63.0)
+    large = Answers("slice jax 1", tmp_path, lambda text: None, memory=64.0)
+    assert small("double", program) == ("", 64, 32)
+    assert "ENTRY" in large("double", program).text and (large.compiled, large.found) == (0, 1)
+
+
 def test_without_a_folder_nothing_is_kept():
     answers = Answers("here", None, print)
     for _ in range(2):

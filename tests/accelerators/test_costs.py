@@ -37,7 +37,7 @@ def near(expected):
 
 def test_the_compilers_cycles_count_as_often_as_they_run(found):
     assert found.of(COMPILER) == near((5 * 31 + 500) / 1000)
-    slowest = found.slowest(2)
+    slowest = found.slowest(2, COMPILER)
     assert [(item.name, item.times, item.seconds) for item in slowest] == [
         ("copy.1", 1, 0.5),
         ("fusion.1", 5, 0.03),
@@ -91,6 +91,39 @@ def test_nothing_is_dropped(found):
     kinds = [found.of(kind) for kind in (COMPILER, KERNELS, COLLECTIVES, TRANSFERS, OTHERS)]
     assert found.seconds == near(sum(kinds)) and found.unknown_loops == ()
     assert found.cycles(CHIP) == near(1000 * found.seconds)
+
+
+GPU = (PROGRAMS / "gpu.txt").read_text()
+MATMUL = 2 * 256**3
+ATTENTION = 2 * (2 * 4 * 128 * 320) * 64  # a product of queries or scores
+CONVOLUTION = 2 * (2 * 10 * 12 * 32) * (3 * 3 * 16)
+
+
+def test_calls_of_nvidias_libraries_take_the_flops_of_their_shapes():
+    found = estimate_text(GPU, CHIP)
+    assert found.flops == 3 * MATMUL + (2 + 5) * ATTENTION + 3 * CONVOLUTION
+    assert found.repeated == 3 * MATMUL and found.unknown_loops == ()
+    seconds = {what: took for what, (_, _, took) in found.by_what(KERNELS).items()}
+    assert seconds == {
+        "__cublas$lt$matmul": near(3 * MATMUL / 1e6),
+        "__cudnn$fmhaSoftmax": near(2 * ATTENTION / 1e6),
+        "__cudnn$fmhaSoftmaxBackward": near(5 * ATTENTION / 1e6),
+        "__cudnn$convForward": near(2 * CONVOLUTION / 1e6),  # TF32 has half the peak
+        "__cudnn$convBackwardInput": near(16 * CONVOLUTION / 1e6),  # exact float32
+        "__cudnn$convBackwardFilter": near(2 * CONVOLUTION / 1e6),
+    }
+
+
+def test_a_fusion_reads_and_writes_only_what_it_slices():
+    row, index = 256 * 256 * 2, 4
+    sizes = {item.name: item.bytes for item in estimate_text(GPU, CHIP).items}
+    assert sizes["slice"] == 2 * row + index
+    assert sizes["update"] == 2 * row + index
+
+
+def test_a_call_of_a_library_whose_work_is_unknown_is_an_error():
+    with pytest.raises(ValueError, match=r"__cudnn\$norm"):
+        estimate_text(GPU.replace("__cudnn$convForward", "__cudnn$norm"), CHIP)
 
 
 def test_a_loop_of_unknown_length_is_named():

@@ -1,12 +1,16 @@
-"""Slices that cannot be planned for: one sentence each, without the TPU compiler."""
+"""Slices that cannot be planned for: one sentence each, without the compilers."""
 
 import importlib.util
+import os
+import re
+import types
 
 import jax
 import pytest
 from jax.experimental import topologies
 
 from digen_jax.accelerators import topology
+from digen_jax.accelerators.chips import CHIPS, GPUS
 from digen_jax.errors import ConfigError
 
 
@@ -27,10 +31,48 @@ def with_libtpu(monkeypatch):
     return say
 
 
-def test_without_the_compiler_the_sentence_says_how_to_install_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("v5p:2x2x1", "requirements-tpu.txt"), ("h100:8", "requirements-gpu-check.txt")],
+)
+def test_without_the_compiler_the_sentence_says_how_to_install_it(monkeypatch, name, file):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"not installed: pip install -r requirements-tpu\.txt$"):
-        topology.slice_devices("v5p:2x2x1")
+    with pytest.raises(ConfigError, match=rf" pip install -r {re.escape(file)}$"):
+        topology.slice_devices(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("h100:8", "1x1x8"), ("h100:1", "1x1x1"), ("a100:2x8", "1x2x8"), ("b200:16x4", "1x16x4")],
+)
+def test_gpus_are_hosts_times_those_of_a_host(monkeypatch, name, shape):
+    asked = {}
+
+    def described(**given):
+        asked.update(given)
+        return types.SimpleNamespace(devices=["a device"])
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(jax.config, "update", lambda *given: None)
+    monkeypatch.setattr(topologies, "get_topology_desc", described)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x --xla_gpu_autotune_level=0")
+    assert topology.slice_devices(name) == ["a device"]
+    assert (asked["platform"], asked["topology"]) == ("cuda", shape)
+    assert f'"{GPUS[name.partition(":")[0]].kind}"' in asked["target_config"]
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_dump_to=x", *topology.XLA_FLAGS]
+
+
+@pytest.mark.parametrize(
+    "name", ["h100", "h100:0", "h100:9", "h100:2x9", "h100:8x", "x:8", "h300:8"]
+)
+def test_gpus_that_there_are_not_are_a_mistake(name):
+    with pytest.raises(ConfigError, match="h100:8"):
+        topology.slice_devices(name)
+
+
+def test_every_gpu_is_a_chip_whose_memory_the_compiler_gets():
+    for gpu in GPUS.values():
+        assert f"device_memory_size: {CHIPS[gpu.kind].memory}\n" in gpu.description()
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_slice_is_planned_from_the_compilers_estimates(planned, name):
         assert float(counted) > 0.95 * float(needed) > 0
         assert share == remat and share.endswith("%")
     assert "train: collectives: all-reduce" in text
-    assert "transformer_blocks_0" in text.partition("the slowest fusions of train")[2]
+    assert "transformer_blocks_0" in text.partition("the slowest operations of train")[2]
     assert "it fits (estimated)" in text and rows["*"][1] == "colocated"
 
 
