@@ -39,7 +39,7 @@ Differences to the source:
   advantages.combine to "gdpo" for several rewards. distilled_full is published with a rank among a group's images as
   its reward;
 - trained weights are bfloat16 there, and trajectories float16; here both are float32, and so is the log-probability;
-- its average's warm-up counts training steps, ours updates; an update's groups are split by index, not shuffled;
+- an update's groups are split by index, not shuffled;
 - with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step;
 - diffusers' pipeline rounds a sigma to bfloat16 for the network. That is not done here.
 
@@ -129,7 +129,8 @@ def base(n: int) -> ConfigDict:
             clip_norm=1.0,
             ema=0.9,
             ema_warm_up=True,
-            ema_every=8,  # updates of four training steps
+            ema_unit="step",  # at the end of training steps 4, 8, ...: after updates 8, 16, ...
+            ema_every=4,
         )
     )
     # Sampling and training take turns on the same devices, so no device waits for another.

@@ -156,10 +156,10 @@ RECIPES = {
     "pickscore_fast": lambda n: (flow_grpo(n), FAST, dict(advantages=dict(std="group"))),
     "geneval_fast": lambda n: (flow_grpo(n), FAST, dict(evaluation=dict(batch=14 * n))),
     "dance": lambda n: (dance(n), dict(trainer=dict(updates=4))),
-    # The average is mixed once a training step, after its two updates.
+    # The average is mixed at the end of each training step: after updates 2, 4, 6, ...
     "dance_ema": lambda n: (
         dance(n),
-        dict(trainer=dict(clip_norm=0.01, ema=0.995, ema_every=2)),
+        dict(trainer=dict(clip_norm=0.01, ema=0.995, ema_unit="step")),
     ),
     "dance_lora": lambda n: (dance(n), dance_lora(n)),
 }

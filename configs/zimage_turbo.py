@@ -17,7 +17,7 @@ github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/d
 - the SDE of Flow-GRPO with noise 0.7 in one step, drawn anew each training step from the second, third and fourth
 - clip range 1e-4, advantages clipped to 5, std of the group, no KL
 - learning rate 3e-4, weight decay 1e-4, Adam's numbers, gradient norm 1
-- average of 0.9 every 4 training steps, so every 8 updates
+- average of 0.9, mixed at the end of training steps 4, 8, ..., so after updates 8, 16, ...
 - bfloat16 arithmetic; evaluation in 10 steps without guidance, and a checkpoint, every 40 training steps
 The rest of that repository, at a0b2bc5:
 - src/flow_factory/models/abc.py: LoRA with a Gaussian start
@@ -34,7 +34,6 @@ Differences to the source:
   bfloat16. `--config.precision.frozen=float32` is as in the source, with twice the memory for them;
 - `gdpo` there (src/flow_factory/advantage/advantage_processor.py), with its one reward, also divides the advantages by
   their std over the step, which is 1 but for groups of equal rewards; here nothing follows the std of the group;
-- n of the average's schedule counts training steps there, and updates here;
 - an update's groups are split by index, not shuffled as images; a std has 1e-4 added here, and is at least 1e-6 there;
 - latents are rounded to float16 between steps there, and are float32 here;
 - with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step.
@@ -93,7 +92,8 @@ def recipe(n: int) -> dict:
             clip_norm=1.0,
             ema=0.9,
             ema_warm_up=True,
-            ema_every=8,
+            ema_unit="step",
+            ema_every=4,
         ),
         # Sampling and training take turns on the same devices, so no device waits for another.
         placement=dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=n, fsdp=1)),

@@ -259,16 +259,31 @@ def test_flux_has_the_published_batch_and_steps(name, batch, trained):
     assert name.startswith("dance") or found.window.places == (0,)
 
 
-def test_flux_has_the_published_averages():
-    """Flow-GRPO's is mixed six times at a turn; DanceGRPO's once a training step of two updates, without warm-up."""
+# Of each recipe with an average, the updates after which it is first mixed, and the decays there, in the source.
+AVERAGES = [
+    (FLUX, "pickscore,8", {7: (8 / 17) ** 6, 15: (16 / 25) ** 6}),
+    (FLUX, "geneval_fast,8", {7: (8 / 17) ** 6, 15: (16 / 25) ** 6}),
+    (FLUX, "dance_ema,8", {2: 0.995, 4: 0.995, 6: 0.995}),
+    (KONTEXT, "8", {7: (8 / 17) ** 6, 15: (16 / 25) ** 6}),
+    *((KLEIN, f"{name},8", {8: 4 / 13, 16: 8 / 17}) for name in recipes(KLEIN)),
+    (Z_IMAGE, "8", {8: 4 / 13, 16: 8 / 17}),
+    (SD35, "geneval,8", {7: (8 / 17) ** 2, 15: (16 / 25) ** 2}),
+    (SD35, "ocr_guard,8", {7: (8 / 17) ** 4, 15: (16 / 25) ** 4}),
+    (SD35, "nft_ocr,8", {1: 2 / 11, 2: 3 / 12, 3: 4 / 13}),
+    (SD35, "nft_geneval,8", {1: 2 / 11, 2: 3 / 12, 3: 4 / 13}),
+]
 
-    def average(name):
-        trainer = load(FLUX, f"{name},8").trainer
-        return trainer.ema, trainer.ema_warm_up, trainer.ema_every, trainer.ema_repeats
 
-    assert average("pickscore") == average("geneval_fast") == (0.9, True, 8, 6)
-    assert average("dance_ema") == (0.995, False, 2, 1)
-    assert average("dance")[0] == average("dance_lora")[0] == 0
+@pytest.mark.parametrize(("name", "argument", "mixed"), AVERAGES)
+def test_averages_are_mixed_after_the_published_updates(name, argument, mixed):
+    average = open_recipe(load(name, argument)).trainer.settings.average
+    decays = {n: float(average.at(n)) for n in range(1, max(mixed) + 1)}
+    assert {n: d for n, d in decays.items() if d != 1} == pytest.approx(mixed, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dance", "dance_lora"])
+def test_flux_has_no_average_where_the_source_has_none(name):
+    assert load(FLUX, f"{name},8").trainer.ema == 0
 
 
 @pytest.mark.parametrize("name", FLUX_RECIPES)
@@ -336,7 +351,6 @@ def test_z_image_has_the_published_settings():
     assert (found.sampler.steps, found.window.places, found.trained_steps) == (6, (1, 2, 3), 1)
     assert (found.sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (1, 1, 10)
     trainer, algorithm = found.trainer, found.algorithm
-    assert (trainer.ema, trainer.ema_warm_up, trainer.ema_every) == (0.9, True, 4 * 2)
     assert (trainer.learning_rate, trainer.weight_decay, trainer.clip_norm) == (3e-4, 1e-4, 1)
     assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
     assert algorithm.old_log_probs == "recomputed"

@@ -5,12 +5,14 @@ optimizer updates.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
+
+EmaUnit = Literal["update", "step"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,35 +48,47 @@ OLD_POLICY_DECAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class EmaDecay:
-    """An average's decay: constant, or with a warm-up in which it averages all parameters so far.
+    """Decay of an average: constant, or with a warm-up in which it averages all parameters so far.
 
-    With warm-up it is min(decay, (1 + n) / (10 + n)) after n updates, including the last one, as in
-    the code that Flow-GRPO, DiffusionNFT and AWM share (n is one lower in diffusers' EMAModel).
+    The average is mixed when n + 1 is a multiple of `every`. With warm-up the decay is min(decay, (1 + n) / (10 + n)).
+    n is the argument of `step` in the code that Flow-GRPO, DiffusionNFT, AWM and Flow-Factory share:
 
-    Flow-GRPO's scripts (yifan123/flow_grpo, scripts/train_sd3.py, ac4c86e) call it after every
-    micro-batch with the number of updates so far, so that each turn is applied once for each of the
-    micro-batches of an update: `repeats`. DiffusionNFT's (NVlabs/DiffusionNFT,
-    scripts/train_nft_sd3.py, 24af555) calls it once an update, AWM's
-    (scxue/advantage_weighted_matching, scripts/train_sd3_awm.py, be51372) once an epoch.
+    - unit "update": the number of updates so far, including the last one, so that with `every` 8 the average is mixed
+      after updates 7, 15, ... Flow-GRPO's scripts (yifan123/flow_grpo, scripts/train_sd3.py, ac4c86e) mix after every
+      micro-batch, so that each mixing is repeated for each of the micro-batches of an update: `repeats`.
+      DiffusionNFT's (NVlabs/DiffusionNFT, scripts/train_nft_sd3.py, 24af555) mixes once an update.
+    - unit "step": the number of training steps before this one, at whose end the average is mixed, so that with `every`
+      4 and two updates a step it is mixed after updates 8, 16, ... So do Flow-Factory (X-GenGroup/Flow-Factory,
+      src/flow_factory/trainers, 3e615ee), AWM (scxue/advantage_weighted_matching, scripts/train_sd3_awm.py, be51372)
+      and, without a warm-up, DanceGRPO (XueZeyue/DanceGRPO, fastvideo/train_grpo_flux.py, 15cc71d).
     """
 
     decay: float
     warm_up: bool = False
-    every: int = 1  # updates between two turns of the average (8 in Flow-GRPO, 1 in DiffusionNFT)
-    repeats: int = 1  # applications at each turn, which raises the decay to this power
+    every: int = 1  # units between two mixings
+    repeats: int = 1  # applications at each mixing, which raises the decay to this power
+    unit: EmaUnit = "update"
+    step_updates: int = 1  # optimizer updates of a training step
 
     def at(self, updates: Int[ArrayLike, ""]) -> float | Float[Array, ""]:
-        """The decay after `updates` updates; 1, which leaves the average unchanged, between two turns.
-
-        As in the public code, there is a turn when (updates + 1) is a multiple of `every`.
-        """
+        """Returns the decay after `updates` updates; 1, which leaves the average unchanged, between two mixings."""
+        parts = self.step_updates if self.unit == "step" else 1
+        n = updates // parts - 1 if self.unit == "step" else updates
         decay = self.decay
         if self.warm_up:
-            decay = jnp.minimum(decay, (1 + updates) / (10 + updates))
+            decay = jnp.minimum(decay, (1 + n) / (10 + n))
         decay = decay**self.repeats
-        if self.every > 1:
-            decay = jnp.where((updates + 1) % self.every == 0, decay, 1.0)
+        if self.every * parts > 1:
+            mixed = ((n + 1) % self.every == 0) & (updates % parts == 0)
+            decay = jnp.where(mixed, decay, 1.0)
         return decay
+
+    @property
+    def first_step(self) -> int:
+        """The first training step, counted from 1, that mixes the average."""
+        if self.unit == "step":
+            return self.every
+        return -(-max(self.every - 1, 1) // self.step_updates)
 
 
 def decayed(copy: Any, current: Any, decay: Float[ArrayLike, ""]) -> Any:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from digen_jax.algorithms.advantages import AdvantageSettings, Baseline, Combine, DDof, Std
+from digen_jax.algorithms.decay import EmaUnit
 from digen_jax.attention.kernels import Kernel
 from digen_jax.engine.optimisation import TrainerSettings
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
@@ -235,14 +236,17 @@ class TrainerSection:
     clip_norm: float = 1.0  # gradients are clipped to this global norm; inf: never
     # decay of the weights' moving average, which is evaluated and exported; 0: no average
     ema: float = 0.0
-    ema_warm_up: bool = False  # a smaller decay at first: (1 + n) / (10 + n) after n updates
-    ema_every: int = 1  # updates between two mixings of the average
+    # what the next two fields count: "update", the updates so far (Flow-GRPO, DiffusionNFT), or "step", the training
+    # steps before this one, at whose end the average is mixed (DanceGRPO, Flow-Factory, AWM)
+    ema_unit: EmaUnit = "update"
+    ema_warm_up: bool = False  # a smaller decay at first: (1 + n) / (10 + n) at number n
+    ema_every: int = 1  # the average is mixed where n + 1 is a multiple of this
     ema_repeats: int = 1  # mixings each time, to follow code that mixes at every micro-batch
 
     @property
     def settings(self) -> TrainerSettings:
-        """The trainer's settings; the scheduler tells it when to update."""
-        return TrainerSettings(**{k: v for k, v in vars(self).items() if k != "updates"})
+        """The trainer's settings."""
+        return TrainerSettings(**vars(self))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import dataclasses
 import optax
 from jaxtyping import Array, Int
 
-from digen_jax.algorithms.decay import EmaDecay
+from digen_jax.algorithms.decay import EmaDecay, EmaUnit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +24,19 @@ class TrainerSettings:
     weight_decay: float
     clip_norm: float
     ema: float  # 0: no average
+    ema_unit: EmaUnit = "update"
     ema_warm_up: bool = False
     ema_every: int = 1
     ema_repeats: int = 1
     pack: int = 1
+    updates: int = 1  # optimizer updates of a training step
     decay: int = 0  # updates after the warm-up in which the rate falls to 0; 0: constant
 
     @property
     def average(self) -> EmaDecay:
         """The decay of the parameters' average."""
-        return EmaDecay(self.ema, self.ema_warm_up, self.ema_every, self.ema_repeats)
+        warm_up, every, repeats = self.ema_warm_up, self.ema_every, self.ema_repeats
+        return EmaDecay(self.ema, warm_up, every, repeats, self.ema_unit, self.updates)
 
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW after clipping by the global norm; the rate has a linear warm-up and an optional linear decay."""

@@ -69,13 +69,12 @@ def how_to_load(run: TunedRun, output: pathlib.Path) -> str:
 
 
 def first_average(run: TunedRun) -> int | None:
-    """The step that mixes weights into the run's average for the first time, if it is still to come.
+    """Returns the step that mixes weights into the run's average for the first time, or None if it is over.
 
-    Until then the average, and with it the export, is what the run began with.
+    Until then the average, and with it the export, is the model that the run started from.
     """
-    trainer = run.recipe.trainer
-    first = -(-trainer.ema_every // trainer.updates)
-    return first if trainer.ema and run.step < first else None
+    average = run.recipe.trainer.settings.average
+    return average.first_step if average.decay and run.step < average.first_step else None
 
 
 def _write(run: TunedRun, part: str, tree: Any, folder: pathlib.Path) -> None:

@@ -31,10 +31,27 @@ def test_ema_is_constant_or_warmed_up():
         assert constant.at(updates) == 0.9
 
 
-def test_ema_takes_turns():
-    decay = EmaDecay(0.9, every=8)
-    assert [n for n in range(40) if decay.at(n) != 1] == [7, 15, 23, 31, 39]
-    assert float(decay.at(7)) == np.float32(0.9)
+@pytest.mark.parametrize(
+    ("given", "updates", "first_step", "decays"),
+    [
+        # Flow-GRPO, with two updates a step or one; DiffusionNFT; Flow-Factory; DanceGRPO; AWM
+        (dict(every=8, step_updates=2), [7, 15, 23, 31], 4, [8 / 17, 16 / 25]),
+        (dict(every=8), [7, 15, 23, 31], 7, [8 / 17, 16 / 25]),
+        (dict(every=9, step_updates=2), [8, 17, 26], 4, [9 / 18, 18 / 27]),
+        (dict(step_updates=2), [*range(1, 33)], 1, [2 / 11, 3 / 12]),
+        (dict(every=4, unit="step", step_updates=2), [8, 16, 24, 32], 4, [4 / 13, 8 / 17]),
+        (dict(unit="step", step_updates=2), [*range(2, 33, 2)], 1, [1 / 10, 2 / 11]),
+        (dict(every=3, unit="step"), [*range(3, 33, 3)], 3, [3 / 12, 6 / 15]),
+        (dict(unit="step"), [*range(1, 33)], 1, [1 / 10, 2 / 11]),
+    ],
+)
+def test_an_average_is_mixed_after_the_sources_updates(given, updates, first_step, decays):
+    decay, warmed = EmaDecay(0.9, **given), EmaDecay(0.9, warm_up=True, **given)
+    assert [n for n in range(1, 33) if decay.at(n) != 1] == updates
+    assert [n for n in range(1, 33) if warmed.at(n) != 1] == updates
+    assert float(decay.at(updates[0])) == pytest.approx(0.9, rel=1e-6)
+    assert [warmed.at(n) for n in updates[:2]] == pytest.approx(decays, rel=1e-6)
+    assert decay.first_step == first_step
 
 
 def flow_grpos_loop(weights, micro_batches):
@@ -75,6 +92,22 @@ def test_an_average_with_repeats_is_flow_grpos(micro_batches, lag):
     line = np.arange(1201.0)
     for seen in (ours(line), flow_grpos_loop(line, micro_batches)):
         assert 1200 - seen[600] == pytest.approx(lag, rel=1e-3)
+
+
+@pytest.mark.parametrize(("updates", "interval"), [(2, 4), (1, 3), (4, 1)])
+def test_an_average_that_counts_steps_is_flow_factorys(updates, interval):
+    """`ema_step(step=epoch)` of src/flow_factory/trainers/grpo.py in float64, after the updates of an epoch."""
+    walk = np.random.default_rng(0).normal(size=30 * updates + 1).cumsum()
+    decay = EmaDecay(0.9, warm_up=True, every=interval, unit="step", step_updates=updates)
+    ours = expected = walk[0]
+    for epoch in range(30):
+        for n in range(epoch * updates + 1, (epoch + 1) * updates + 1):
+            part = float(decay.at(n))
+            ours = part * ours + (1 - part) * walk[n]
+        if (epoch + 1) % interval == 0:
+            part = min(0.9, (1 + epoch) / (10 + epoch))
+            expected = part * expected + (1 - part) * walk[(epoch + 1) * updates]
+        assert ours == pytest.approx(expected, abs=1e-6 * np.abs(walk).max())
 
 
 def test_decayed_equals_float64():

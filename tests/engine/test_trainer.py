@@ -255,16 +255,23 @@ def test_updates_clip_warm_up_decay_and_average(decay):
     assert trainer._update._cache_size() == 1  # the layout of the state is stable
 
 
-def test_an_average_is_warmed_up_and_takes_turns():
+@pytest.mark.parametrize(
+    ("counted", "mixed"),
+    [
+        (dict(ema_every=2), {1: 2 / 11, 3: 4 / 13, 5: 6 / 15}),
+        (dict(ema_unit="step", updates=2), {2: 1 / 10, 4: 2 / 11}),
+    ],
+)
+def test_an_average_is_warmed_up_and_mixed_after_some_updates(counted, mixed):
     """By the number of updates, which is part of a restored state."""
-    trainer = make_trainer(ema=0.9, ema_warm_up=True, ema_every=2, ema_repeats=3)
+    trainer = make_trainer(ema=0.9, ema_warm_up=True, ema_repeats=3, **counted)
     start = toy.draw(np.random.default_rng(2), (8, 6))
     state, average = trainer.init({"kernel": start}), start.astype(np.float64)
     for count, gradient in enumerate(gradients(5), start=1):
         sums = {"weight": jnp.float32(8)}
         state, _ = trainer.update(jax.tree.map(jnp.copy, state), Totals({"kernel": gradient}, sums))
-        if count % 2:
-            decay = min(0.9, (1 + count) / (10 + count)) ** 3
+        if count in mixed:
+            decay = mixed[count] ** 3
             average = decay * average + (1 - decay) * np.asarray(state.tuned["kernel"])
         assert toy.difference(state.ema, {"kernel": average}) < 1e-6
     assert toy.difference(state.ema, {"kernel": start}) > 0.01

@@ -150,10 +150,11 @@ def _check_decay(recipe: Recipe) -> None:
 
 def _check_average(recipe: Recipe) -> None:
     trainer = recipe.trainer
-    if not trainer.ema and (trainer.ema_warm_up or trainer.ema_every * trainer.ema_repeats > 1):
+    asked = trainer.ema_unit != "update" or trainer.ema_warm_up
+    if not trainer.ema and (asked or trainer.ema_every * trainer.ema_repeats > 1):
         raise ConfigError(
-            "config.trainer.ema = 0 keeps no average that ema_warm_up, ema_every or ema_repeats could be "
-            "about: give it a decay such as 0.9, or leave these at False, 1 and 1"
+            "config.trainer.ema = 0 keeps no average, so that ema_unit, ema_warm_up, ema_every and ema_repeats have no "
+            "effect: set config.trainer.ema to a decay such as 0.9, or leave these out"
         )
 
 
