@@ -67,7 +67,7 @@ def test_is_stored_valid_and_without_outputs(path):
 
 @pytest.mark.slow
 def test_quickstart_says_that_its_one_device_does_everything(quickstart):
-    assert "".join(printed(quickstart["load"])).startswith("colocated: the one device (cpu)")
+    assert "".join(printed(quickstart["load"])).startswith("1 CPU device for ")
 
 
 @pytest.mark.slow

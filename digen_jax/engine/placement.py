@@ -197,21 +197,25 @@ class Placement:
         """One line for the console."""
         group = self.trainer or self.rollout
         kind = group.mesh.devices.flat[0].device_kind
+        kind = "CPU" if kind == "cpu" else kind
         if self.trainer is None:
-            return f"{group.mesh.size} devices ({kind}) sample"
-        if self.elsewhere:
-            size = self.trainer.mesh.size
-            return f"disaggregated: {size} devices ({kind}) train here, {self.elsewhere} meshes sample elsewhere"
+            return f"{_counted(group.mesh.size, kind)} for rollout"
         trainer, meshes = self.trainer.mesh.size, len(self.rollouts)
-        processes = processes_of(self.trainer.mesh.devices.flat)
-        rollout = meshes * self.rollout.mesh.size
-        if self.colocated and trainer == 1:
-            return f"colocated: the one device ({kind}) samples and trains in turn"
+        if self.elsewhere:
+            return (
+                f"{_counted(trainer, kind)} for training; rollout on {self.elsewhere} other workers"
+            )
         if self.colocated:
+            processes = processes_of(self.trainer.mesh.devices.flat)
             where = f" of {processes} processes" if processes > 1 else ""
-            return f"colocated: {trainer} devices ({kind}){where} sample and train in turn"
-        apart = f", on {meshes} meshes," if meshes > 1 else ""
-        return f"disaggregated: of {rollout + trainer} devices ({kind}) {rollout} sample{apart} and {trainer} train"
+            return f"{_counted(trainer, kind)}{where} for rollout and training in turn"
+        rollout = meshes * self.rollout.mesh.size
+        workers = f" ({meshes} workers)" if meshes > 1 else ""
+        return f"{_counted(rollout + trainer, kind)}: {rollout} for rollout{workers}, {trainer} for training"
+
+
+def _counted(count: int, kind: str) -> str:
+    return f"{count} {kind} device{'s' * (count > 1)}"
 
 
 def make_placement(

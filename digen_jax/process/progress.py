@@ -81,17 +81,21 @@ class Progress:
         step: int,
         reward: SupportsFloat,
         images_per_second: SupportsFloat,
-        utilisation: SupportsFloat,
+        utilisation: SupportsFloat | None,
     ) -> None:
-        """Shows that `step` steps are done, with reward, speed and utilisation (0 to 1) of the last one."""
+        """Shows that `step` steps are done, with reward, speed and utilisation of the last one.
+
+        `utilisation` is the share of the devices' time that they worked, from 0 to 1. None leaves it out.
+        """
         now = time.monotonic()
         # The first step is mostly compilation and says nothing about the others.
         self._first = self._first or (step, now)
         numbers = [
             f"reward {float(reward):.3f}",
             f"{float(images_per_second):.1f} images/s",
-            f"{float(utilisation):.0%} busy",
         ]
+        if utilisation is not None:
+            numbers.append(f"devices {float(utilisation):.0%} busy")
         if step > self._first[0]:
             seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
             numbers.append(f"{tqdm.format_interval(seconds)} left")

@@ -48,10 +48,13 @@ class Reporter:
         self._workdir, self._recipe, self._settings = workdir, recipe, settings
         self._held_out = held_out
         self._progress: Progress | None = None
+        self._on_cpu = False
 
     def begin(self, system: System) -> None:
         """Prints notes on meshes, a LoRA's layers and the compile cache, before anything compiles."""
         print(system.placement.describe(), flush=True)
+        # Virtual devices that share a machine's cores: idle ones leave their cores to others.
+        self._on_cpu = system.placement.rollout.mesh.devices.flat[0].platform == "cpu"
         kernels = attention_kernels(self._recipe, system.policy.family, system.placement)
         print(
             "attention: " + ", ".join(f"{k} in {work}" for work, k in kernels.items()), flush=True
@@ -84,8 +87,8 @@ class Reporter:
         if driver.executor.extremes is not None:
             self.records.extremes(done, driver.executor.extremes)
         self.records.step(done, line)
-        speed = line["images_per_second"], line["utilisation"]
-        self._progress.update(done, line["reward"], *speed)
+        utilisation = None if self._on_cpu else line["utilisation"]
+        self._progress.update(done, line["reward"], line["images_per_second"], utilisation)
 
     def evaluated(self, version: int, found: Evaluation) -> None:
         """Records a version's evaluation, or pictures that it has drawn for inspection."""

@@ -79,7 +79,7 @@ def test_meshes_take_the_devices_in_turn():
     assert found.trainer.mesh.axis_names == found.rollout.mesh.axis_names == ALL
     assert shape_of(found.trainer.mesh) == {"data": 2, "fsdp": 2}
     assert not found.colocated
-    assert found.describe() == "disaggregated: of 7 devices (cpu) 3 sample and 4 train"
+    assert found.describe() == "7 CPU devices: 3 for rollout, 4 for training"
 
 
 def test_several_rollout_meshes_take_the_devices_before_the_trainer():
@@ -87,22 +87,20 @@ def test_several_rollout_meshes_take_the_devices_before_the_trainer():
     devices = [group.mesh.devices.ravel().tolist() for group in (*found.rollouts, found.trainer)]
     assert devices == [jax.devices()[i : i + 2] for i in (0, 2, 4, 6)]
     assert found.rollout is found.rollouts[0]
-    assert found.describe() == (
-        "disaggregated: of 8 devices (cpu) 6 sample, on 3 meshes, and 2 train"
-    )
+    assert found.describe() == "8 CPU devices: 6 for rollout (3 workers), 2 for training"
 
 
 def test_a_rollout_mesh_without_devices_means_colocated():
     found = placed((0, 1), (2, 3))
     assert found.colocated and found.rollout is found.trainer
     assert found.trainer.mesh.devices.ravel().tolist() == jax.devices()[:6]
-    assert found.describe() == "colocated: 6 devices (cpu) sample and train in turn"
+    assert found.describe() == "6 CPU devices for rollout and training in turn"
 
 
 def test_one_device_is_colocated_whatever_the_config_says():
     found = placed((4, 1), (2, 2), devices=1)
     assert found.colocated and found.trainer.mesh.size == 1
-    assert found.describe() == "colocated: the one device (cpu) samples and trains in turn"
+    assert found.describe() == "1 CPU device for rollout and training in turn"
 
 
 # Requested and fitted: (workers, data, fsdp) of rollout, (data, fsdp, time) of the trainer.
@@ -175,7 +173,7 @@ def test_colocated_a_sampler_splits_images_over_what_splits_time_in_training():
     assert found.colocated
     assert shape_of(found.rollout.mesh) == {"data": 4, "fsdp": 2}
     assert local_shape(jax.device_put(np.zeros((8, 3)), found.rollout.batch)) == (1, 3)
-    assert found.describe() == "colocated: 8 devices (cpu) sample and train in turn"
+    assert found.describe() == "8 CPU devices for rollout and training in turn"
 
 
 @pytest.mark.parametrize(

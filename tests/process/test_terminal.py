@@ -158,7 +158,10 @@ def test_an_error_is_broken_on_a_terminal(monkeypatch):
     ("columns", "ends"),
     [
         ("80", "| step 1000 of 2000, reward -0.125, 1234.5 images/s, 2:46:40 left"),
-        ("90", "| step 1000 of 2000, reward -0.125, 1234.5 images/s, 100% busy, 2:46:40 left"),
+        (
+            "99",
+            "| step 1000 of 2000, reward -0.125, 1234.5 images/s, devices 100% busy, 2:46:40 left",
+        ),
         ("60", "| step 1000 of 2000, reward -0.125, 2:46:40 left"),
         ("50", "| step 1000 of 2000, reward -0.125"),
     ],

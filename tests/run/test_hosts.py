@@ -126,7 +126,7 @@ def unbroken(folder) -> tuple[pathlib.Path, dict]:
 def test_two_processes_train_as_one_does(folder, unbroken):
     first, second = together(folder, toy_run("together"))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    assert first[1].startswith("colocated: 4 devices (cpu) of 2 processes sample and train in turn")
+    assert first[1].startswith("4 CPU devices of 2 processes for rollout and training in turn")
     assert "reward on 5 held-out prompts" in first[1] and second[1] == ""
     assert finished_step(folder / "together") == 3
     assert_same_run(folder / "together", *unbroken)
@@ -155,7 +155,7 @@ def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, un
     (code, said, errors), (killed, *_) = together(folder, toy_run("two"), f"2 {signal.SIGKILL:d} 1")
     assert (killed, code) == (-signal.SIGKILL, ending.STOPPED), errors
     assert "which ends the run: the same command continues from the last checkpoint" in errors
-    assert said.startswith("colocated: 4 devices (cpu) of 2 processes sample and train in turn\n")
+    assert said.startswith("4 CPU devices of 2 processes for rollout and training in turn\n")
     assert len(read_metrics(folder / "two" / "metrics.jsonl")) == 2, errors
 
     # The second process gets a signal: both finish the step and save it.

@@ -49,7 +49,7 @@ def variables(**more: str) -> dict[str, str]:
 
 
 def assert_trained(folder: pathlib.Path, said: str) -> None:
-    assert "colocated: 4 devices (cpu) of 2 processes sample and train in turn" in said, said
+    assert "4 CPU devices of 2 processes for rollout and training in turn" in said, said
     assert finished_step(folder / "run") == 3
     history = read_metrics(folder / "run" / "metrics.jsonl")
     assert history[3]["evaluation/reward"] > history[0]["evaluation/reward"] + 0.001

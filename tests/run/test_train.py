@@ -180,7 +180,7 @@ def test_a_run_trains_and_shows_its_results(unbroken):
     assert history[6]["evaluation/reward"] > history[0]["evaluation/reward"] + 0.01
     assert all(line["gradient_norm"] > 0 for line in history[1:])
     assert saved(workdir) == ["2", "4", "6"]
-    assert "disaggregated: of 4 devices (cpu) 2 sample and 2 train" in said
+    assert "4 CPU devices: 2 for rollout, 2 for training" in said
     first, last = (history[i]["evaluation/reward"] for i in (0, 6))
     assert f"reward on 4 held-out prompts      before   after    gain\n  all {first:34.3f}" in said
     assert f"{last:.3f}  {last - first:+.3f}\n" in said
@@ -522,7 +522,7 @@ def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, 
 def test_one_device_does_everything_and_says_so(tmp_path, train, capsys):
     train("run", config(tmp_path, steps=1), devices=1)
     said = capsys.readouterr().out
-    assert said.startswith("colocated: the one device (cpu) samples and trains in turn\n")
+    assert said.startswith("1 CPU device for rollout and training in turn\n")
     history = metrics(tmp_path / "run")
     assert history[1]["gradient_norm"] > 0 and history[1]["ratio"] == pytest.approx(1, abs=1e-5)
 
