@@ -27,7 +27,7 @@ from digen_jax.errors import (
 from digen_jax.rewards.settings import RewardSettings
 
 _MODEL = define_path("model", None, "A pipeline folder, a hub id, or a run's workdir.")
-_LORA = define_path("lora", None, "A folder with a LoRA for the model.")
+_LORA = define_path("lora", None, "A folder or file with a LoRA for the model.")
 _PROMPTS = define_path(
     "prompts", None, "A .jsonl or .txt file; default: the run's held-out prompts."
 )

@@ -23,7 +23,7 @@ from digen_jax.errors import (
 )
 
 _MODEL = define_path("model", None, "A pipeline folder, a hub id, or a run's workdir.")
-_LORA = define_path("lora", None, "A folder with a LoRA for the model.")
+_LORA = define_path("lora", None, "A folder or file with a LoRA for the model.")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be given several times.")
 _PROMPTS = define_path("prompts", None, "A .jsonl or .txt file of prompts instead.")
 _NEGATIVE = flags.DEFINE_string(

@@ -203,7 +203,7 @@ class LoraSection:
     targets: str = ""
     # how the first factor is drawn: PEFT's default, or "gaussian" with a standard deviation of 1 / rank
     init: Init = "kaiming"
-    # a LoRA to continue, of the same rank, alpha and layers: a folder of PEFT or diffusers, or a hub id
+    # a LoRA to continue, of the same rank, alpha and layers: a folder or file, or a hub id
     start: str = ""
 
     def settings(self, of_family: str) -> LoraConfig | None:

@@ -125,7 +125,7 @@ def open_model(
     Args:
       name: a diffusers pipeline folder, a hub id "owner/name", or the workdir of a training run.
       devices: images are split over all of them.
-      lora: a folder with a LoRA in diffusers' or PEFT's format, which is merged into what it adapts.
+      lora: a folder or file with a LoRA (`lora_files.open_lora`), which is merged into what it adapts.
       dtype: of the network's arithmetic; None takes the run's, or float32.
       asked: of the samplers that will be made; what does not fit is refused before weights are read.
       negative: what gives prompts a negative one, as the beginning of a sentence; refused if no sampler reads it.
@@ -139,7 +139,8 @@ def open_model(
     def check(family: Family, folder: pathlib.Path, defaults: Defaults) -> None:
         fits(family)
         if lora is not None:
-            open_lora(lora, family.trained)
+            shapes = trained_of(family, family.shapes())
+            open_lora(lora, shapes, family.lists)
         policies = [_sampler(family, group, defaults, one).policy for one in asked]
         if negative is not None:
             check_negative(negative, policies, "--")

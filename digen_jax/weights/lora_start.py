@@ -1,5 +1,6 @@
 """The initial LoRA of a run, `config.lora.start`: another run's, or a published one."""
 
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ def read_start(
     and AWM, which turn the adapter off for it.
 
     Args:
-      name: a folder or a hub id.
+      name: a folder, a file or a hub id.
       config: rank, alpha and targets of the run, which the LoRA must have.
       templates: the parameters of the components that may be tuned, or their shapes.
       lists: the `LISTS` of each component.
@@ -32,7 +33,8 @@ def read_start(
       ConfigError: the LoRA differs from `config`; the message says in what.
       ValueError: there is no LoRA, or none for this network.
     """
-    opened = open_lora(resolve_folder(name), list(templates))
+    path = pathlib.Path(name)
+    opened = open_lora(path if path.is_file() else resolve_folder(name), templates, lists)
     targets = adapted_layers(templates, config.targets, lists)
     for file in opened.values():
         _check_settings(file, config)

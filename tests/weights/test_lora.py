@@ -13,7 +13,8 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from flax.traverse_util import flatten_dict
+from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from peft.utils import get_peft_model_state_dict
 
@@ -397,6 +398,11 @@ def edited(pefts, path, change):
     ("change", "message"),
     [
         ({"use_rslora": True}, "has use_rslora=True, but only use_rslora=False is supported"),
+        (
+            {"modules_to_save": ["proj_out"]},
+            r"has modules_to_save=\['proj_out'\], .*merge_and_unload",
+        ),
+        ({"bias": "all"}, "has bias=all"),
         ({"peft_type": "LOHA"}, "has peft_type=LOHA, but only peft_type=LORA is supported"),
         ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa, but only init_l"),
         ({"lora_alpha": "7"}, "has lora_alpha=7, which must be a positive number"),
@@ -519,16 +525,7 @@ LAYER = "transformer.blocks.1.to_out.0"
             {},
             rf"tensor {LAYER}.lora_A.weight in .* has shape \[3, 11\], expected \[3, 12\]",
         ),
-        (
-            {"transformer.nowhere.lora_B.weight": torch.zeros(8, 3)},
-            {},
-            r"tensor transformer.nowhere.lora_B.weight of shape \[8, 3\] in .* is surplus",
-        ),
-        (
-            {"text_encoder.layers.0.lora_A.weight": torch.zeros(3, 3)},
-            {},
-            "tensor text_encoder.layers.0.lora_A.weight .* is surplus",
-        ),
+        ({"transformer.nowhere.lora_B.weight": torch.zeros(8, 3)}, {}, "nowhere.lora_B.weight"),
         ({f"{LAYER}.lora_A.weight": torch.zeros(4, 12)}, {}, r"mixes the ranks \[3, 4\]"),
         ({}, {"transformer.r": 8}, "says rank 8, but its tensors have rank 3"),
         ({}, {"transformer.use_rslora": True}, "has use_rslora=True, but only use_rslora"),
@@ -548,5 +545,156 @@ def test_a_file_without_lora_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere is missing"):
         read_lora(tmp_path / "nowhere", toy.template(), toy.LISTS)
     write_lora(tmp_path, toy_lora(), TOY.alpha, toy.LISTS, prefix="unet")
-    with pytest.raises(ValueError, match=r"holds no tensor transformer.\*.lora_A.weight"):
+    with pytest.raises(ValueError, match=r"unet\.blocks"):
         read_lora(tmp_path, toy.template(), toy.LISTS)
+
+
+# -------------------------------------------------------------------------- files of other programs
+
+
+@functools.cache
+def sd3_template():
+    network = sd3.SD3Transformer(sd3.SD3Config.from_config(toy.SD3))
+    return jax.eval_shape(network.init, KEY, *sd3_inputs())["params"]
+
+
+@functools.cache
+def plain_factors() -> dict[str, torch.Tensor]:
+    """A LoRA of SD3's attention: tensors LAYER.lora_A.weight and LAYER.lora_B.weight."""
+    config = dataclasses.replace(LORA, targets=r"transformer_blocks\.\d+\.attn\..*")
+    lora = redrawn(lora_init(KEY, sd3_template(), config, sd3.LISTS))
+    modules = lora_files._as_modules(lora, "transformer")
+    return {
+        name.removeprefix("transformer."): torch.tensor(array)
+        for name, array in tensors.file_tensors(modules, sd3.LISTS)
+    }
+
+
+def renamed(before="", flat=False, factors=(".lora_A", ".lora_B"), after="", alphas=()):
+    """The same tensors under other names; `alphas` are the layers' alphas, in turn."""
+    state = {}
+    for number, name in enumerate(plain_factors()):
+        layer, which = name.split(".lora_")
+        where = before + (layer.replace(".", "_") if flat else layer)
+        state[where + factors["A" not in which] + after + ".weight"] = plain_factors()[name]
+        if alphas:
+            state[f"{where}.alpha"] = torch.tensor(alphas[number // 2 % len(alphas)])
+    return state
+
+
+def added(lora, scale) -> dict[str, np.ndarray]:
+    """What a LoRA of ours adds to each layer's weight, in torch's layout."""
+    merged = merge(jax.tree.map(lambda s: jnp.zeros(s.shape), sd3_template()), lora, scale)
+    changed = {(*path[:-1], "kernel") for path in flatten_dict(lora)}
+    kernels = {path: leaf for path, leaf in flatten_dict(merged).items() if path in changed}
+    return dict(tensors.file_tensors(unflatten_dict(kernels), sd3.LISTS))
+
+
+def added_by_theirs(state, alphas=None) -> dict[str, np.ndarray]:
+    """The same of diffusers' tensors transformer.LAYER.lora_A.weight, of rank 3."""
+    found = {}
+    for name, a in state.items():
+        if ".lora_A." in name:
+            layer = name.removesuffix(".lora_A.weight")
+            scale = alphas[f"{layer}.alpha"] / 3 if alphas else 1
+            product = scale * state[f"{layer}.lora_B.weight"] @ a
+            found[f"{layer.removeprefix('transformer.')}.weight"] = product.numpy()
+    return found
+
+
+QWEN = diffusers.QwenImagePipeline.lora_state_dict
+KOHYA = dict(factors=(".lora_down", ".lora_up"))
+COMFY = dict(before="diffusion_model.")
+
+
+@pytest.mark.parametrize(
+    ("names", "oracle"),
+    [
+        (KOHYA | dict(before="lora_unet_", flat=True, alphas=[1.5, 4.0]), QWEN),
+        (KOHYA | COMFY | dict(alphas=[2.0]), QWEN),
+        (COMFY, QWEN),
+        (COMFY | dict(after=".default"), QWEN),
+        (dict(alphas=[7.0]), QWEN),
+        (
+            dict(before="transformer.", factors=(".lora.down", ".lora.up")),
+            convert_unet_state_dict_to_peft,
+        ),
+        (dict(before="transformer.", alphas=[2.0, 5.0]), diffusers.FluxPipeline.lora_state_dict),
+        *(
+            (dict(before=before), lambda state: renamed("transformer."))
+            for before in ("", "transformer.module.", "_orig_mod.", "module.transformer._orig_mod.")
+        ),
+    ],
+)
+def test_a_lora_of_another_program_is_read_as_by_diffusers(tmp_path, names, oracle):
+    state, file = renamed(**names), tmp_path / "lora.safetensors"
+    safetensors.torch.save_file(state, file)
+    lora, rank, alpha = read_lora(file, sd3_template(), sd3.LISTS)
+    alphas = names.get("alphas", [])
+    assert (rank, alpha) == (3, alphas[0] if len(alphas) == 1 else 3)
+    flux = oracle == diffusers.FluxPipeline.lora_state_dict
+    expected = oracle(state, return_alphas=True) if flux else (oracle(state), None)
+    expected, found = added_by_theirs(*expected), added(lora, alpha / rank)
+    assert expected.keys() == found.keys() and len(found) > 20
+    for name, product in expected.items():
+        assert relative(found[name], product) < 1e-6
+
+
+def test_a_peft_folder_may_be_given_by_its_file(real, pefts):
+    expected, file = read_lora(pefts[0], real[2], sd3.LISTS), str(pefts[0] / PEFT_FILE)
+    found = read_lora(file, real[2], sd3.LISTS)
+    assert found[1:] == expected[1:] == (3, 7.0)
+    start = read_start(file, LORA, real[2], sd3.LISTS)
+    for lora in (found[0], start):
+        jax.tree.map(np.testing.assert_array_equal, lora, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "text_encoder_2.layers.0.q_proj.lora_A.weight",
+            "fuse_lora(['transformer', 'text_encoder_2'])",
+        ),
+        ("lora_te1_layers_0_q_proj.lora_down.weight", "fuse_lora(['transformer', 'text_encoder'])"),
+        ("transformer.x.lora_magnitude_vector", "fuse_lora(['transformer'])"),
+        ("lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight", "pipe.lora_state_dict("),
+        ("diffusion_model.layers.0.attention.qkv.lora_A.weight", "pipe.lora_state_dict("),
+        ("lora_unet_joint_blocks_0_x_block_attn_qkv.lora_down.weight", "the program that made it"),
+        ("diffusion_model.x.lokr_w1", "the program that made it"),
+        ("lora_unet_x.hada_w1_a", "the program that made it"),
+        ("diffusion_model.x.diff_b", "the program that made it"),
+        ("base_model.model.proj_out.weight", "merge_and_unload()"),
+        ("transformer.elsewhere.lora_A.weight", "the same model"),
+    ],
+)
+def test_what_is_no_plain_lora_is_named_with_the_way_to_convert_it(tmp_path, name, advice):
+    file = tmp_path / "lora.safetensors"
+    safetensors.torch.save_file(renamed("transformer.") | {name: torch.zeros(3, 3)}, file)
+    with pytest.raises(ValueError) as refused:
+        read_lora(file, sd3_template(), sd3.LISTS)
+    assert name in str(refused.value) and advice in str(refused.value)
+    assert str(file) in str(refused.value)
+
+
+def test_fused_factors_are_read_after_the_conversion_that_is_advised(tmp_path):
+    """A FLUX LoRA in kohya's format, whose query, key and value have one pair of factors."""
+    layer = "lora_unet_double_blocks_0_img_attn_qkv"
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 32, generator=draw), torch.randn(96, 3, generator=draw)
+    state = {f"{layer}.lora_down.weight": a, f"{layer}.lora_up.weight": b}
+    safetensors.torch.save_file(
+        state | {f"{layer}.alpha": torch.tensor(2.0)}, tmp_path / "kohya.safetensors"
+    )
+    state = diffusers.FluxPipeline.lora_state_dict(tmp_path / "kohya.safetensors")
+    file = tmp_path / "converted.safetensors"
+    safetensors.torch.save_file({k: v.clone() for k, v in state.items()}, file)
+    network = {
+        "blocks_0": {"attn": {f"to_{one}": {"kernel": jnp.zeros((32, 32))} for one in "qkv"}}
+    }
+    template = {f"transformer_{name}": part for name, part in network.items()}
+    lora, rank, alpha = read_lora(file, template, ("transformer_blocks",))
+    merged = merge(template, lora, alpha / rank)["transformer_blocks_0"]["attn"]
+    for one, part in zip("qkv", b.chunk(3), strict=True):
+        expected = (2 / 3 * part @ a).T.numpy()
+        np.testing.assert_allclose(merged[f"to_{one}"]["kernel"], expected, atol=1e-5)
