@@ -237,10 +237,16 @@ def has_weights(folder: Folder) -> bool:
 
 
 def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
-    """The tensors of a component folder by name; only the headers are read."""
+    """The tensors of a component folder by name; only the headers are read.
+
+    If there is a single file next to an index of several, the index counts for a component of diffusers and the
+    single file for one of transformers, as in `from_pretrained` of both.
+    """
     folder = pathlib.Path(folder)
     for stem in STEMS.values():
-        index = folder / f"{stem}.safetensors.index.json"
+        index, single = (folder / f"{stem}.safetensors{end}" for end in (".index.json", ""))
+        if single.exists() and (stem == STEMS["transformers"] or not index.exists()):
+            return open_file(single)
         if index.exists():
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict):
@@ -260,8 +266,6 @@ def open_tensors(folder: Folder) -> dict[str, StoredTensor]:
                         f"{file} is missing, which {index.name} beside it names: copy or download the folder again"
                     )
             return {name: tensor for file in files for name, tensor in open_file(file).items()}
-        if (folder / f"{stem}.safetensors").exists():
-            return open_file(folder / f"{stem}.safetensors")
     expected = " or ".join(f"{stem}.safetensors[.index.json]" for stem in STEMS.values())
     others = sorted({*folder.glob("*.safetensors"), *folder.glob("*.bin")})
     found = f", not {others[0].name}" if others else ""

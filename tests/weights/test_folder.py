@@ -128,6 +128,24 @@ def test_a_sharded_index_is_read(tmp_path):
     assert equal(whole, parts)
 
 
+@pytest.mark.parametrize("name", ["vae", "clip"])
+def test_of_a_single_file_beside_an_index_the_same_is_read_as_by_its_library(tmp_path, name):
+    module = build(name)
+    module.save_pretrained(tmp_path, max_shard_size="2KB")
+    kept = {file.name: file.read_bytes() for file in tmp_path.glob("*.safetensors*")}
+    assert len(kept) > 2
+    with torch.no_grad():
+        for tensor in module.parameters():
+            tensor += 1
+    module.save_pretrained(tmp_path)
+    for file, content in kept.items():
+        (tmp_path / file).write_bytes(content)
+    expected = type(module).from_pretrained(tmp_path).state_dict()
+    stored = folder.open_tensors(tmp_path)
+    for tensor, values in expected.items():
+        np.testing.assert_array_equal(stored[tensor].slice[...], values.numpy())
+
+
 def test_a_missing_shard_or_tensor_names_the_files(tmp_path):
     toy_params(tmp_path / "parts", max_shard_size=600)
     first, *_, last = sorted((tmp_path / "parts").glob("*.safetensors"))
