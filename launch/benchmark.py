@@ -21,6 +21,9 @@ python launch/benchmark.py link [--rounds=5 --commands=5000 --meshes=1024 --rate
 python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import dataclasses
 import json
 import pathlib

@@ -7,6 +7,9 @@ Each process gets --coordinator, --processes and --process in addition, and all 
 has their numbers in front. Ctrl-C is passed on to all; once more kills them.
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import functools
 import sys
 from collections.abc import Sequence

@@ -6,6 +6,9 @@ python launch/encode_prompts.py --config configs/sd35_medium.py:geneval,1 \
 Interrupted, the same command continues. What is stored already is not encoded again.
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 from absl import flags
 from ml_collections import config_flags
 

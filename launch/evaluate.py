@@ -5,6 +5,9 @@ python launch/evaluate.py --model assets/shapes-sd3 --prompts assets/prompts/sha
 python launch/evaluate.py --model runs/shapes
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import dataclasses
 import json
 import pathlib

@@ -3,6 +3,9 @@
 python launch/export.py --workdir runs/shapes --output runs/shapes-tuned
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import pathlib
 
 from absl import flags

@@ -7,6 +7,9 @@ python launch/plan.py --config configs/sd35_medium.py:geneval,4 --topology v5p:2
 python launch/plan.py --config configs/sd35_medium.py:geneval,8 --topology h100:8
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import dataclasses
 import functools
 import json

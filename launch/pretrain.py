@@ -3,6 +3,9 @@
 python launch/pretrain.py --config configs/shapes_pretrain.py --workdir runs/pretrain --output runs/shapes-sd3
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import pathlib
 
 from absl import flags

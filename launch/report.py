@@ -7,6 +7,9 @@ The run may still go on. With several workdirs, such as of several seeds, curves
 python launch/report.py --workdir runs/seed0 --workdir runs/seed1 --output runs/seeds.html
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import pathlib
 
 from absl import flags

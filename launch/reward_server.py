@@ -4,6 +4,9 @@ python launch/reward_server.py --reward shapes_geneval --prompts assets/prompts/
 python launch/reward_server.py --reward my_rewards:aesthetics --processes=4 --port=8100 --batch=32
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import dataclasses
 import json
 import os

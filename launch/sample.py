@@ -3,6 +3,9 @@
 python launch/sample.py --model assets/shapes-sd3 --prompt "a red circle above a blue star" --output runs/samples
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import pathlib
 import sys
 import textwrap

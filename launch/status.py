@@ -6,6 +6,9 @@ python launch/status.py --workdir runs/shapes --follow
 The run writes it every 2 seconds into its workdir, wherever its processes are.
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import pathlib
 import shutil
 import sys

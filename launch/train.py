@@ -6,6 +6,9 @@ On several hosts start the same command on each, with --coordinator=auto, or whe
 --coordinator=HOST:PORT --processes=N --process=I.
 """
 
+import digen_jax.process.ctrl_c  # noqa: F401
+
+# isort: split
 import pathlib
 
 from absl import flags

@@ -17,6 +17,7 @@ from digen_jax.errors import ConfigError, check_choice
 from digen_jax.files import in_home
 from digen_jax.process.ending import STOPPED, Stopped, last_word, without_the_hung
 from digen_jax.process.exhausted import out_of_memory
+from digen_jax.process.interrupt import end_by_ctrl_c
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
 # Groups of fields that may be given as one word, and the field that this word sets.
@@ -62,6 +63,7 @@ def run_main(main: Main) -> None:
 
     A script with several `main` functions, by their names, takes one of these names as its first word.
     """
+    end_by_ctrl_c()
     # It has a line at the first start on a machine, on which no user can act.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
     with without_the_hung():

@@ -1,15 +1,18 @@
-"""Ctrl-C and SIGTERM as a request to stop, which a run follows at the end of a step."""
+"""Ctrl-C and SIGTERM: as a request to stop, which a run follows at the end of a step, and before that as the end."""
 
 import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-from digen_jax.process.ending import leave
+from digen_jax.process.ending import last_word, leave
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PATIENCE = 5.0  # seconds in which KeyboardInterrupt must end a process
 
 _forking = threading.local()  # the signal mask of a thread that forks
 
@@ -88,3 +91,37 @@ def _count(came: int) -> None:
             os.write(2, b"\nended at once: the same command continues from the last checkpoint\n")
             leave(128 + number[0])
     os.close(came)
+
+
+def end_by_ctrl_c() -> None:
+    """Makes Ctrl-C raise KeyboardInterrupt, and end this process after `PATIENCE` seconds if that has not.
+
+    KeyboardInterrupt alone is lost inside a callback of the garbage collector or code that catches everything, and it
+    waits for calls in which no Python runs. During an import, which it would break, the process ends at once. Does
+    nothing where Ctrl-C is ignored. For the main thread, once; other handlers may follow, such as an `Interrupt`.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        return
+    # A config file that is read has its own name there for a while.
+    said = f"{os.path.basename(sys.argv[0])}: stopped by Ctrl-C"
+    came, writes = os.pipe()
+    os.set_blocking(writes, False)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                # Not by `last_word`, whose own modules may be the ones that are imported.
+                os.write(2, f"{said}\n".encode())
+                leave(128 + number)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    def end_late() -> None:
+        while number := os.read(came, 1):
+            if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is interrupt:
+                select.select([came], [], [], PATIENCE)  # until another signal
+                leave(last_word(said, 128 + signal.SIGINT))
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    threading.Thread(target=end_late, name="ctrl-c", daemon=True).start()

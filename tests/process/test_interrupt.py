@@ -1,4 +1,5 @@
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -60,6 +61,107 @@ def for_ever(*batch):
     pathlib.Path("ready").write_text(str(os.getpid()))
     time.sleep(300)
 """
+
+# A moment at which Ctrl-C comes: before `run_main`, or where KeyboardInterrupt is lost or must wait.
+STARTING = """
+import digen_jax.process.ctrl_c
+import signal, sys
+
+what = sys.argv.pop(1)
+if what == "before":
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except BaseException:
+        pass
+
+from digen_jax.config.command_line import run_main
+from digen_jax.process import interrupt
+
+interrupt.PATIENCE = 0.2
+
+class Collected:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def main():
+    if what == "collected":
+        Collected()
+    elif what == "import":
+        try:
+            import interrupted
+        except ImportError:
+            pass
+    elif what == "call":
+        import ctypes, os, threading
+        lock = ctypes.CDLL(None).pthread_mutex_lock
+        mutex = ctypes.create_string_buffer(64)
+        lock(mutex)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        lock(mutex)
+    elif what == "cleaned":
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            print("cleaned up")
+    import time
+    time.sleep(300)
+
+run_main(main)
+"""
+INTERRUPTED = """
+import signal
+
+try:
+    signal.raise_signal(signal.SIGINT)
+except BaseException as error:
+    raise ImportError from error
+"""
+
+
+@pytest.mark.parametrize("what", ["before", "import", "collected", "call", "cleaned"])
+def test_ctrl_c_ends_a_script_wherever_its_main_thread_is(tmp_path, what):
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    (tmp_path / "script.py").write_text(STARTING)
+    done = subprocess.run(
+        [sys.executable, "script.py", what],
+        cwd=tmp_path,
+        env=environment(1, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        # Where the tests run in the background, their processes ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stderr.splitlines()[-1] == "script.py: stopped by Ctrl-C"
+    assert done.stdout == "cleaned up\n" * (what == "cleaned")
+
+
+@pytest.mark.parametrize("mapped", ["_multiarray_umath", "_chlo.so", "array_record_module"])
+def test_ctrl_c_ends_a_run_that_is_starting(tmp_path, mapped):
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "launch/train.py",
+            "--config=configs/shapes_demo.py",
+            f"--workdir={tmp_path}/run",
+        ],
+        cwd=ROOT,
+        env=environment(1),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    maps, deadline = pathlib.Path(f"/proc/{process.pid}/maps"), time.monotonic() + 120
+    try:
+        while mapped not in maps.read_text():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (130, "train.py: stopped by Ctrl-C\n")
 
 
 def test_the_first_interrupt_is_noted():
