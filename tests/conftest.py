@@ -76,9 +76,32 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 50)
 
 
+# The files that take longest, which come first: a file's tests run in one process.
+LONGEST = (
+    "run/test_apart.py",
+    "run/test_apart_meshes.py",
+    "run/test_hosts.py",
+    "run/test_train.py",
+    "test_notebooks.py",
+    "run/test_faulty_runs.py",
+    "run/test_kills.py",
+    "run/test_stopping.py",
+    "models/flux/test_kontext_runs.py",
+    "planning/test_programs.py",
+    "engine/test_axes.py",
+)
+
+
 def pytest_collection_modifyitems(items):
-    """Whole runs come first: with short tests at the end, several test processes end at the same time."""
-    items.sort(key=lambda item: item.path.parent not in (ROOT / "tests", ROOT / "tests" / "run"))
+    """Sorts the longest files first, then whole runs, so that all test processes end at the same time."""
+    longest = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    whole_runs = ROOT / "tests", ROOT / "tests" / "run"
+    items.sort(
+        key=lambda item: (
+            longest.get(item.path, len(longest)),
+            item.path.parent not in whole_runs,
+        )
+    )
 
 
 left_out = pytest.StashKey[int]()

@@ -33,25 +33,6 @@ def unbroken(base, tmp_path_factory):
     return alone.workdir
 
 
-def test_meshes_may_share_one_job_of_jax(job, unbroken):  # noqa: F811
-    """As on a TPU slice, with two processes for each mesh. It ends with each of its processes, and continues."""
-    made = job("--one_job", *WIDE, processes=4, trainers=2)
-    made.hold(3)
-    leader, *others = made.together()
-    made.held(3)
-    others[-1].signal(signal.SIGKILL)
-    made.release(3)
-    codes = [one.ends(LONG)[0] for one in made.begun]
-    # A process that samples is told that the run ends, unless it notices the loss before.
-    assert codes[:2] == [STOPPED] * 2 and codes[3] == -signal.SIGKILL, codes
-    assert codes[2] in (0, STOPPED)
-    assert "all meshes are one job of JAX: start the same command" in leader.errors.read_text()
-    made.begun.clear()
-    made.together()
-    made.ends(0, 0, 0, 0)
-    assert_same_run(made.workdir, unbroken)
-
-
 def begin_mesh(made: Job) -> list:
     """The two processes of the rollout mesh."""
     place = f"--coordinator=127.0.0.1:{made.port}", "--processes=4"
@@ -83,21 +64,5 @@ def test_a_lost_process_costs_its_mesh_which_comes_again(job, unbroken, certific
     begin_mesh(made)
     trainer[0].until("rollout 0 joins")
     made.release(2)
-    made.ends(0, 0, 0, 0)
-    assert_same_run(made.workdir, unbroken)
-
-
-def test_a_lost_process_of_the_trainer_ends_the_job_which_continues(job, unbroken):  # noqa: F811
-    """The one that does not lead, before common work."""
-    made = job(*WIDE)
-    made.hold(3)
-    _, lost, *_ = begin_all(made)
-    made.held(3)
-    lost.signal(signal.SIGKILL)
-    made.release(3)
-    first, _, *others = made.ends(STOPPED, -signal.SIGKILL, STOPPED, STOPPED)
-    assert "trainer has lost process 1, which has lost its connection" in first
-    assert all("continues from the last checkpoint" in text for text in (first, *others))
-    begin_all(made)
     made.ends(0, 0, 0, 0)
     assert_same_run(made.workdir, unbroken)
