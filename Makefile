@@ -1,5 +1,5 @@
 # make demo: set everything up and tune the embedded model.   make test: set everything up and run the tests;
-# make test-slow: run the slow tests (sweeps, many random configurations, kills);
+# make test-slow: run the slow tests (whole runs in several processes, kills, the benchmarks' own tests);
 # make tpu-check: run the tests that compile for TPUs, with the TPU compiler in an environment of its own;
 # make docs: write the configuration reference from the code;
 # make proto: write the code of digen_jax/remote/control.proto;
