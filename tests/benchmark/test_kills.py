@@ -79,7 +79,7 @@ def test_a_process_that_outlives_its_parent_is_found_and_ended(tmp_path):
         assert not job.orphans() and len(job.living()) == 4
         assert memory(trainer.process.pid) > 2**20
         rollout.signal(signal.SIGKILL)
-        assert rollout.ends(10) == -signal.SIGKILL
+        assert rollout.ends(60) == -signal.SIGKILL
         left = int(rollout.said())
         assert job.orphans() == [left]
         with pytest.raises(Wrong, match=f"processes are left: \\[{left}\\]"):
@@ -89,7 +89,7 @@ def test_a_process_that_outlives_its_parent_is_found_and_ended(tmp_path):
         begin = time.monotonic()
         with pytest.raises(Wrong, match=r"not in 0.2 s: never"):
             job.wait(lambda: False, 0.2, "never")
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 60
     finally:
         job.close()
     for _ in range(100):

@@ -47,18 +47,18 @@ class Room:
         self.address = f"{host}:{port}"
 
     def joined(self, name: str = "rollout 0"):
-        assert self.said.get(timeout=30) == ("joined", name)
+        assert self.said.get(timeout=120) == ("joined", name)
         return self.leader.meshes[name]
 
     def lost(self) -> tuple[str, str]:
-        return self.said.get(timeout=30)
+        return self.said.get(timeout=60)
 
     def close(self) -> None:
         self.leader.close(seconds=0.5)
         self.server.stop(0.1).wait(10)
 
 
-def soon(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+def soon(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     """Waits until something is so."""
     end = time.monotonic() + seconds
     while not condition():

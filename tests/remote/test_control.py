@@ -305,7 +305,7 @@ def test_a_silent_mesh_is_lost_in_time(room):
     _, end = silent(room, "silent")
     room.joined("silent")
     assert room.lost() == ("silent", f"has been silent for {FAST.silence:g} seconds")
-    assert FAST.silence <= time.monotonic() - begin < 10
+    assert FAST.silence <= time.monotonic() - begin < 50
     end()
 
 

@@ -124,5 +124,5 @@ def test_a_command_that_hangs_there_costs_its_mesh_in_time(room, kind, end, monk
         with driven(room, works, watch=watch) as driver:
             driver.step()  # by the trainer
             ((name, when),) = driver.executor.gone
-    assert name == NAME == noted[0] and 0.7 < when - works.began < 10
+    assert name == NAME == noted[0] and 0.7 < when - works.began < 50
     assert "rollout 0 hangs: " in capfd.readouterr().err

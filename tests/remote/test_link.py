@@ -177,7 +177,7 @@ def test_a_giver_that_hangs_or_is_gone_is_an_error_in_time(monkeypatch):
         servers[0][0].stop(0).wait(5)
         with pytest.raises(LinkError, match="has not come from trainer"):
             rollout.take(WEIGHTS, onto(1), "rollout 0")
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 50
         over.set()
 
 

@@ -80,7 +80,7 @@ def test_what_fails_in_one_process_loses_the_mesh(room, two):  # noqa: F811
     )
     begin = time.monotonic()
     assert isinstance(mesh.ask(encode(WAITS)).exception(30), Gone)
-    assert FAST.silence <= time.monotonic() - begin < 10
+    assert FAST.silence <= time.monotonic() - begin < 50
     name, why = room.lost()
     assert name == "rollout 0" and "has failed in one of its processes" in why
     second.free.set()

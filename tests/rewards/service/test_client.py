@@ -146,24 +146,26 @@ def test_a_deadline_ends_the_attempts():
     begin = time.monotonic()
     with pytest.raises(Stopped, match="the reward raised"):
         score(remote(answering, retries=10_000, deadline=0.2))
-    assert 0.15 < time.monotonic() - begin < 10
+    assert 0.15 < time.monotonic() - begin < 60
     answering = Answering([AGAIN["no connection"]] * 10_000)
     begin = time.monotonic()
     with pytest.raises(Stopped, match=f"{A} cannot be reached"):
         score(remote(answering, retries=10_000, deadline=0.2, alone=(60.0, 60.0)))
-    assert 0.15 < time.monotonic() - begin < 10 and len(answering.asked) == 1
+    assert 0.15 < time.monotonic() - begin < 60 and len(answering.asked) == 1
 
 
 def test_a_server_that_asks_for_a_pause_gets_it():
-    pause = httpx.Response(503, headers={"Retry-After": "1"}, json={"error": "full"})
-    answering = Answering([pause])
+    def pause(seconds):
+        return httpx.Response(503, headers={"Retry-After": seconds}, json={"error": "full"})
+
+    answering = Answering([pause("1")])
     begin = time.monotonic()
     score(remote(answering))
-    assert 1.0 <= time.monotonic() - begin < 10
-    answering = Answering([pause])
+    assert time.monotonic() - begin >= 1.0
+    answering = Answering([pause("60")])
     begin = time.monotonic()
     score(remote(answering, servers=(A, B)))  # the other one has time
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 60
     assert [server for server, _ in answering.asked] == [A, B]
 
 
