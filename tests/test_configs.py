@@ -16,6 +16,7 @@ from digen_jax import assemble
 from digen_jax.config import recipe
 from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.engine import rounding
+from digen_jax.engine.encoding import example
 from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError
 from digen_jax.families import open_pipeline
@@ -493,12 +494,13 @@ def traced(monkeypatch):
     monkeypatch.setattr(rounding, "AS_WRITTEN", {})
 
 
-def shapes_of_a_step(config, system):
-    """Of prompts, images, trajectory, gradient and update, for one fragment."""
+def shapes_of_a_step(config, system, record=None):
+    """Of prompts, images, trajectory, gradient and update, for one fragment; `record` is that of all prompts."""
     rows = np.arange(config.sampler.fragment, dtype=np.int32) // config.batch.images
     advantages = np.linspace(-1, 1, len(rows), dtype=np.float32)
     keys = image_keys(jax.random.key(0), rows, np.arange(len(rows)))
-    captions = [f"a photo of {n} benches" for n in range(config.batch.groups)]
+    groups = config.batch.groups
+    records = [record] * groups if record else said(*(f"{n} benches" for n in range(groups)))
 
     def step(state, weights, base, prompts):
         trajectory = system.sampler.generate(weights, prompts, rows, keys)
@@ -510,7 +512,7 @@ def shapes_of_a_step(config, system):
 
     state = jax.eval_shape(system.trainer.init, system.start)
     weights = system.publish(system.start)
-    prompts = system.sampler.encoded(weights, said(*captions))
+    prompts = system.sampler.encoded(weights, records)
     return prompts, *jax.eval_shape(step, state, weights, system.base, prompts)
 
 
@@ -532,6 +534,26 @@ def test_a_whole_step_of_flux_has_the_right_shapes(unread):
     # Weights, two moments, average and gradient in float32; the autoencoder in bfloat16. Prompts are encoded ahead.
     held = gigabytes(system.base, system.rollouts[0].frozen, after, totals.gradient)
     assert held == pytest.approx(20 * 11.9014 + 2 * 0.0838, rel=1e-4)
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_whole_step_of_kontext_has_the_right_shapes(unread):
+    """Its LoRA is drawn, which is most of the time, so it has a rank of 1."""
+    config = load(KONTEXT, "1")
+    config.model.folder = str(published_folder(config.model.folder))
+    config.lora.rank = 1
+    system = assemble.build(place(open_recipe(config), 1), jax.devices()[:1])
+    record = example(system.policy.family)
+    prompts, images, trajectory, totals, (after, metrics) = shapes_of_a_step(config, system, record)
+    assert prompts.conditioning.context.shape == (48, 128, 4096)
+    assert prompts.conditioning.pooled.shape == (48, 768)
+    assert prompts.conditioning.source.shape == (48, 64, 64, 16)
+    assert (images.shape, images.dtype) == ((3, 1, 512, 512, 3), np.float32)
+    assert trajectory.transitions.x.shape == (5, 3, 64, 64, 16)
+    assert trajectory.sigmas.shape == (7,)
+    assert "kl" not in metrics
+    for tree in (totals.gradient, after.tuned, after.ema):
+        assert jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, system.start)
 
 
 @pytest.mark.parametrize("gpus", quick([(1,), (8,)], 0))
