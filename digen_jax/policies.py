@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -18,6 +19,7 @@ from digen_jax.engine.policy import Policy
 from digen_jax.errors import ConfigError, blame
 from digen_jax.flow.steps import make_step
 from digen_jax.models.family import Family, Params, Size
+from digen_jax.models.precision import FLOAT32_NAMES
 from digen_jax.prompts.files import first_negative, numbered_records
 from digen_jax.weights.lora import LoraConfig, check_rank
 
@@ -137,6 +139,34 @@ def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> d
         for work, (group, dtype) in dtypes.items()
         if group is not None
     }
+
+
+def describe_computation(recipe: Recipe, family: Family, placement: Placement) -> str:
+    """Returns one line for the console: devices, kernel of attention, and precision."""
+    groups = [group for group in (placement.trainer, *placement.rollouts) if group is not None]
+    devices = {device for group in groups for device in group.mesh.devices.flat}
+    kinds = Counter(device.device_kind for device in devices)
+    precision = recipe.precision
+    arithmetic = {"sampling": precision.published or precision.arithmetic}
+    if placement.trainer is not None:
+        arithmetic["training"] = precision.arithmetic
+    products = ""
+    platform = groups[0].mesh.devices.flat[0].platform
+    if platform != "cpu" and "float32" in arithmetic.values():
+        chosen = jax.config.jax_default_matmul_precision
+        products = f", float32 products: {chosen or FLOAT32_NAMES[platform]}"
+    return (
+        f"{', '.join(f'{count} x {kind}' for kind, count in sorted(kinds.items()))}; "
+        f"attention: {_by_work(attention_kernels(recipe, family, placement))}; "
+        f"precision: {_by_work(arithmetic)}{products}, frozen weights {precision.frozen}"
+    )
+
+
+def _by_work(named: dict[str, str]) -> str:
+    """A name, or those of each kind of work if they differ."""
+    if len(set(named.values())) == 1:
+        return next(iter(named.values()))
+    return ", ".join(f"{name} in {work}" for work, name in named.items())
 
 
 def check_heads(family: Family, placement: Placement) -> None:

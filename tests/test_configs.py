@@ -5,6 +5,8 @@ import pathlib
 import re
 import runpy
 import shutil
+import types
+from typing import NamedTuple
 
 import huggingface_hub
 import jax
@@ -24,7 +26,7 @@ from digen_jax.flow.sampling import image_keys
 from digen_jax.models.published import published_folder
 from digen_jax.models.sd3.family import COMPONENTS, T5_COMPONENTS
 from digen_jax.planning.footprint import model_footprint
-from digen_jax.policies import check_heads
+from digen_jax.policies import check_heads, describe_computation
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import quick, said
@@ -486,6 +488,37 @@ def test_the_t5_of_sd35_is_downloaded_unless_it_is_left_out(monkeypatch, tmp_pat
     with pytest.raises(ConfigError, match="is a OtherPipeline; supported are"):
         open_pipeline(load(SD35).model.folder)
     assert asked[2:] == [["model_index.json"]]
+
+
+class Device(NamedTuple):
+    """An accelerator as far as its kernels depend on it."""
+
+    id: int
+    device_kind: str
+    platform: str = "gpu"
+    compute_capability: str = "9.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ((SD35, "geneval,8"), ("attention: ", "float32, float32 products: TF32,")),
+        ((FLUX, "dance,8"), ("attention: cudnn;", "precision: bfloat16, frozen weights bfloat16")),
+    ],
+)
+def test_a_start_tells_devices_kernel_of_attention_and_precision(name, expected):
+    config = load(*name)
+    config.model.folder = str(published_folder(config.model.folder))
+    found = open_recipe(config)
+    _, family = assemble.recipe_model(found)
+    devices = np.empty(8, object)
+    devices[:] = [Device(i, "NVIDIA H100 80GB HBM3") for i in range(8)]
+    mesh = types.SimpleNamespace(devices=devices, shape={"tensor": 1, "sequence": 1})
+    group = types.SimpleNamespace(mesh=mesh, attention="auto")
+    placement = types.SimpleNamespace(trainer=group, rollout=group, rollouts=())
+    line = describe_computation(found, family, placement)
+    assert "\n" not in line
+    assert all(part in line for part in ("8 x NVIDIA H100 80GB HBM3;", *expected))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ Result = TypeVar("Result")
 # TF32 on NVIDIA (10 bits of mantissa), three bfloat16 passes on TPUs, whose default is a single one with 7 bits:
 # such rounding moves an importance ratio by more than the usual clip ranges.
 FLOAT32_PRODUCTS = "high"
+FLOAT32_NAMES = {"gpu": "TF32", "tpu": "three bfloat16 passes"}  # by platform
 
 
 def exact_products(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.system import System
 from digen_jax.models.family import Family
-from digen_jax.policies import attention_kernels
+from digen_jax.policies import describe_computation
 from digen_jax.process.launching import describe_cache
 from digen_jax.process.progress import Progress
 from digen_jax.prompts.notes import tell
@@ -55,10 +55,8 @@ class Reporter:
         print(system.placement.describe(), flush=True)
         # Virtual devices that share a machine's cores: idle ones leave their cores to others.
         self._on_cpu = system.placement.rollout.mesh.devices.flat[0].platform == "cpu"
-        kernels = attention_kernels(self._recipe, system.policy.family, system.placement)
-        print(
-            "attention: " + ", ".join(f"{k} in {work}" for work, k in kernels.items()), flush=True
-        )
+        line = describe_computation(self._recipe, system.policy.family, system.placement)
+        print(line, flush=True)
         if lora := system.policy.lora:
             whose = "" if self._recipe.lora.targets else ", the model's own"
             print(f"LoRA of rank {lora.rank} on the layers {lora.targets}{whose}", flush=True)

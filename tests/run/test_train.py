@@ -185,6 +185,7 @@ def test_a_run_trains_and_shows_its_results(unbroken):
     assert f"reward on 4 held-out prompts      before   after    gain\n  all {first:34.3f}" in said
     assert f"{last:.3f}  {last - first:+.3f}\n" in said
     assert "Traceback" not in said
+    assert "4 x cpu; attention: xla; precision: float32, frozen weights float32\n" in said
     pictures = {path.name for path in (workdir / "pictures").iterdir()}
     assert pictures >= {"before_after.png", "curve.png", "step_000000.png", "step_000006.png"}
     assert pictures >= {"timeline_000002.png", "timeline_000006.png"}
