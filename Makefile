@@ -1,6 +1,9 @@
-# make demo: set everything up and tune the embedded model.   make test: set everything up and run the tests;
+# make demo: set everything up and tune the embedded model; with ACCELERATOR=cuda12, cuda13 or tpu, on a GPU or TPU.
+# make test: set everything up and run the tests;
 # make test-slow: run the slow tests (whole runs in several processes, kills, the benchmarks' own tests);
-# make tpu-check: run the tests that compile for TPUs, with the TPU compiler in an environment of its own;
+# make tpu-check, make gpu-check: run the tests that compile for TPUs or GPUs, which this machine need not have, each with
+# the compiler in an environment of its own;
+# make gpu-table: write docs/performance.md's table of the published recipes on GPUs;
 # make docs: write the configuration reference from the code;
 # make proto: write the code of digen_jax/remote/control.proto;
 # make constraints: take the newest versions that requirements*.txt allow; then run make test and make test-slow.
@@ -9,16 +12,19 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 PYTHONS := 3.11 3.12 3.13
 VENV := .venv/$(VERSION)
 RUN := $(VENV)/bin/python
+# JAX's extra with what a GPU or TPU needs; without one JAX runs on the CPU.
+ACCELERATOR ?=
+TRAIN := $(VENV)/train$(addprefix -,$(ACCELERATOR))
 # Exact versions: new releases change nothing here.
 INSTALL := $(RUN) -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt
 PYTEST := $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo docs proto test test-slow tpu-check lint format constraints clean
+.PHONY: demo docs proto test test-slow tpu-check gpu-check gpu-table lint format constraints clean
 
-demo: $(VENV)/train
+demo: $(TRAIN)
 	$(RUN) launch/train.py --config configs/shapes_demo.py --workdir runs/shapes
 
-docs: $(VENV)/train
+docs: $(TRAIN)
 	$(RUN) -m digen_jax.config.reference > docs/configuration.md
 
 proto: $(VENV)/dev
@@ -27,14 +33,20 @@ proto: $(VENV)/dev
 # Test processes share the modules' bytecode, even where the shell turns that off.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/dev
-	$(PYTEST) -m "not slow and not tpu"
+	$(PYTEST) -m "not slow and not tpu and not gpu"
 
 test-slow: $(VENV)/dev
-	$(PYTEST) -m "slow and not tpu"
+	$(PYTEST) -m "slow and not tpu and not gpu"
 
 # Without parallel processes, because each would hold a compiler of its own.
 tpu-check: $(VENV)-tpu/dev
 	$(VENV)-tpu/bin/python -m pytest -m tpu
+
+gpu-check: $(VENV)-gpu/dev
+	$(VENV)-gpu/bin/python -m pytest -m gpu
+
+gpu-table: $(VENV)-gpu/dev
+	$(VENV)-gpu/bin/python -m tests.planning.gpus
 
 lint: $(VENV)/dev
 	$(RUN) -m ruff check .
@@ -65,8 +77,8 @@ constraints/$(VERSION).txt:
 	@echo "There are exact versions for Python $(PYTHONS), not for $(VERSION): name one, such as make demo PYTHON=python3.12" >&2
 	@exit 1
 
-$(VENV)/train: requirements.txt constraints/$(VERSION).txt | $(VENV)/bin/python
-	$(INSTALL) -r requirements.txt -e .
+$(TRAIN): requirements.txt constraints/$(VERSION).txt | $(VENV)/bin/python
+	$(INSTALL) -r requirements.txt -e . $(patsubst %,"jax[%]",$(ACCELERATOR))
 	touch $@
 
 $(VENV)/dev: requirements.txt requirements-reward.txt requirements-trackio.txt requirements-dev.txt constraints/$(VERSION).txt | $(VENV)/bin/python
@@ -74,8 +86,10 @@ $(VENV)/dev: requirements.txt requirements-reward.txt requirements-trackio.txt r
 	$(INSTALL) --no-deps -r requirements-trackio.txt
 	touch $@ $(VENV)/train
 
-$(VENV)-tpu/dev: requirements.txt requirements-reward.txt requirements-dev.txt requirements-tpu.txt constraints/$(VERSION).txt
-	$(PYTHON) -m venv $(VENV)-tpu
-	$(VENV)-tpu/bin/python -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt \
-	    -r requirements-dev.txt -r requirements-tpu.txt -e .
+$(VENV)-tpu/dev: requirements-tpu.txt
+$(VENV)-gpu/dev: requirements-gpu-check.txt
+$(VENV)-tpu/dev $(VENV)-gpu/dev: requirements.txt requirements-reward.txt requirements-dev.txt constraints/$(VERSION).txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt \
+	    -r requirements-dev.txt -r $(filter requirements-tpu.txt requirements-gpu-check.txt,$^) -e .
 	touch $@

@@ -569,6 +569,29 @@ def test_a_whole_step_of_flux_has_the_right_shapes(unread):
     assert held == pytest.approx(20 * 11.9014 + 2 * 0.0838, rel=1e-4)
 
 
+def test_kontext_has_the_published_settings():
+    """48 groups of 21 in two updates, five of six steps trained, an average that is mixed six times at a turn."""
+    found = reopen_recipe(load(KONTEXT, "28"))
+    assert (found.batch.groups, found.batch.images, found.trainer.updates) == (48, 21, 2)
+    assert (found.sampler.steps, found.sampler.noise_level, found.trained_steps) == (6, 0.9, 5)
+    assert (found.sampler.guidance, found.evaluation.guidance, found.evaluation.steps) == (
+        2.5,
+        2.5,
+        28,
+    )
+    assert (found.model.height, found.model.width, found.model.max_sequence_length) == (
+        512,
+        512,
+        128,
+    )
+    assert (found.lora.rank, found.lora.alpha, found.lora.init) == (64, 128, "gaussian")
+    trainer, algorithm = found.trainer, found.algorithm
+    assert (trainer.ema, trainer.ema_every, trainer.ema_repeats) == (0.9, 8, 6)
+    assert (trainer.learning_rate, trainer.weight_decay, trainer.clip_norm) == (3e-4, 1e-4, 1)
+    assert (algorithm.clip_range, algorithm.adv_clip, algorithm.kl_coefficient) == (1e-4, 5, 0)
+    assert (found.evaluation.every, found.evaluation.batch) == (30, 2 * 28)
+
+
 @pytest.mark.usefixtures("traced")
 def test_a_whole_step_of_kontext_has_the_right_shapes(unread):
     """Its LoRA is drawn, which is most of the time, so it has a rank of 1."""

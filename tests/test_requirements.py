@@ -1,6 +1,10 @@
 """requirements*.txt and constraints/: every package has bounds, and an exact version within them for each Python."""
 
 import itertools
+import shlex
+import subprocess
+import sys
+import venv
 
 import pytest
 from packaging.requirements import Requirement
@@ -67,3 +71,50 @@ def test_each_package_has_one_version_within_its_bounds(python):
     for wanted in itertools.chain(*map(requirements, [*USERS, "requirements-dev.txt"])):
         name = wanted.name.lower().replace("_", "-")
         assert wanted.specifier.contains(exact[name]), wanted
+
+
+@pytest.fixture(scope="module")
+def newest_pip(tmp_path_factory):
+    """A new environment's Python, whose pip resolves without fetching wheels, which are gigabytes, as older ones do."""
+    folder = tmp_path_factory.mktemp("pip")
+    venv.create(folder, with_pip=True)
+    python = str(folder / "bin" / "python")
+    done = subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--retries=1", "--timeout=20", "--upgrade", "pip"],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        pytest.skip(f"no package registry is reachable: {done.stderr.strip().splitlines()[-1]}")
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerator", ["cuda12", "cuda13", "tpu"])
+def test_make_installs_for_an_accelerator(newest_pip, accelerator):
+    """The command of `make demo ACCELERATOR=...` resolves; nothing is installed."""
+    made = subprocess.run(
+        [
+            "make",
+            "-n",
+            "demo",
+            f"ACCELERATOR={accelerator}",
+            f"PYTHON={sys.executable}",
+            "VENV=none",
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    command = next(line for line in made.splitlines() if " -m pip install " in line)
+    given = shlex.split(command.partition(" pip install ")[2])
+    resolved = ["install", "--dry-run", "--ignore-installed", "--use-feature=fast-deps", *given]
+    resolved.remove("-q")
+    done = subprocess.run(
+        [newest_pip, "-m", "pip", *resolved], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    would = done.stdout.rpartition("Would install ")[2]
+    plugin = "libtpu-" if accelerator == "tpu" else f"jax-{accelerator}-plugin-"
+    assert f" {plugin}" in would and " jaxlib-" in would
