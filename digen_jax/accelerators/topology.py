@@ -1,5 +1,6 @@
 """Devices of a TPU slice or of GPUs that this machine lacks, for which programs can be compiled but not run."""
 
+import ctypes.util
 import importlib.metadata
 import importlib.util
 import os
@@ -28,8 +29,7 @@ ONE_HOST = {"1x1": (1, 1, 1), "1x1x1": (1, 1, 1), "2x4": (2, 4, 1)}
 # Settings of the CUDA compiler without a GPU: nothing can be timed, so it must not choose kernels by their times.
 XLA_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
 GPUS_OF_HOST = 8  # at most
-# The packages of the CUDA compiler, by what they import as; cuDNN may also be the system's.
-PLUGINS = {"jax_cuda12_plugin": "jax-cuda12-plugin", "jax_cuda13_plugin": "jax-cuda13-plugin"}
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")  # with the CUDA compiler
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
@@ -104,8 +104,17 @@ def _gpu_devices(name: str) -> Sequence[jax.Device]:
 
 
 def _plugin() -> str | None:
-    """The installed package with the CUDA compiler, or None."""
-    return next((p for name, p in PLUGINS.items() if importlib.util.find_spec(name)), None)
+    """The installed package with the CUDA compiler, or None if it or cuDNN, which it asks for kernels, is missing."""
+    if not _installed("nvidia.cudnn") and ctypes.util.find_library("cudnn") is None:
+        return None
+    return next((name for name in PLUGINS if _installed(name.replace("-", "_"))), None)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
 
 
 def compiler_version(name: str) -> str:

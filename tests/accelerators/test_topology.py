@@ -1,5 +1,6 @@
 """Slices that cannot be planned for: one sentence each, without the compilers."""
 
+import ctypes.util
 import importlib.util
 import os
 import re
@@ -39,6 +40,19 @@ def test_without_the_compiler_the_sentence_says_how_to_install_it(monkeypatch, n
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf" pip install -r {re.escape(file)}$"):
         topology.slice_devices(name)
+
+
+@pytest.mark.parametrize("missing", ["nvidia.cudnn", "jax_cuda12_plugin"])
+def test_the_cuda_compiler_needs_cudnn(monkeypatch, missing):
+    def find(name):
+        if name == missing or name == "jax_cuda13_plugin":
+            raise ModuleNotFoundError(name)
+        return object()
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    with pytest.raises(ConfigError, match="requirements-gpu-check"):
+        topology.slice_devices("h100:8")
 
 
 @pytest.mark.parametrize(
