@@ -11,10 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from digen_jax.attention import cudnn, packed, splash
 from digen_jax.attention.head_norms import HeadNorms, normed
-from digen_jax.attention.kernels import CUDNN, PACKED, SPLASH, XLA, Heads, choose
+from digen_jax.attention.kernels import CUDNN, MULTIPLE, PACKED, SPLASH, XLA, Heads, choose
 from digen_jax.attention.key_weights import RESIDUALS
 from digen_jax.attention.partition import Streams, on_each_device
 from digen_jax.target import current
+
+# Bytes of float32 scores on a device above which XLA's attention takes a part of the queries at a time.
+MOST_SCORES = 2**28
 
 
 def attend(
@@ -73,7 +76,9 @@ def attend_jointly(
         norms = None
     whole = functools.partial(_whole, kernel, log_weights, causal)
     if target.mesh is None or (kernel == XLA and target.mesh.shape[target.tokens] == 1):
-        return whole(tuple(q), tuple(k), tuple(v), lengths, norms)
+        most = MOST_SCORES * target.parts(*target.rows, target.heads)
+        return whole(most, tuple(q), tuple(k), tuple(v), lengths, norms)
+    whole = functools.partial(whole, MOST_SCORES)
     return on_each_device(target, whole, tuple(q), tuple(k), tuple(v), lengths, norms)
 
 
@@ -81,6 +86,7 @@ def _whole(
     kernel: str,
     log_weights: Float[np.ndarray, "t"] | None,
     causal: bool,
+    most_scores: int,
     q: Streams,
     k: Streams,
     v: Streams,
@@ -97,7 +103,7 @@ def _whole(
     elif kernel == CUDNN:
         out = cudnn.attend(*arrays, lengths, log_weights)
     else:
-        out = _xla(*arrays, lengths, log_weights, causal)
+        out = _xla(*arrays, lengths, log_weights, causal, most_scores)
     if len(sizes) == 1:
         return (out,)
     return tuple(jnp.split(out, list(itertools.accumulate(sizes))[:-1], axis=1))
@@ -110,11 +116,37 @@ def _xla(
     lengths: Int[Array, "b"] | None,
     log_weights: Float[np.ndarray, "t"] | None,
     causal: bool,
+    most_scores: int,
 ) -> Float[Array, "b s h d"]:
+    """Attention of all queries at once, or of blocks of queries if the scores take more than `most_scores` bytes.
+
+    The backward pass computes the scores of one block at a time again, and sums gradients over blocks in float32.
+    """
+    (b, s, h, _), t = q.shape, k.shape[1]
     bias = None
     if log_weights is not None:
         bias = jnp.asarray(log_weights, jnp.float32)[None, None, None]
-    out = jax.nn.dot_product_attention(
-        q, k, v, bias, is_causal=causal, key_value_seq_lengths=lengths, implementation="xla"
+    attention = functools.partial(
+        jax.nn.dot_product_attention,
+        bias=bias,
+        key_value_seq_lengths=lengths,
+        implementation="xla",
     )
+    blocks = -(-4 * b * h * s * t // most_scores)
+    if blocks <= 1:
+        return checkpoint_name(attention(q, k, v, is_causal=causal), RESIDUALS)
+    size = MULTIPLE * -(-s // (MULTIPLE * blocks))
+    blocks = -(-s // size)
+    wide = [a.astype(jnp.float32) for a in (k, v)]
+
+    @jax.checkpoint
+    def of_block(block: tuple[Array, Array]) -> Array:
+        q, places = block
+        mask = (places[:, None] >= jnp.arange(t))[None, None] if causal else None
+        return attention(q, *(a.astype(q.dtype) for a in wide), mask=mask)
+
+    padded = jnp.pad(q, ((0, 0), (0, blocks * size - s), (0, 0), (0, 0)))
+    each = padded.reshape(b, blocks, size, *q.shape[2:]).swapaxes(0, 1)
+    out = jax.lax.map(of_block, (each, jnp.arange(blocks * size).reshape(blocks, size)))
+    out = out.swapaxes(0, 1).reshape(padded.shape)[:, :s]
     return checkpoint_name(out, RESIDUALS)

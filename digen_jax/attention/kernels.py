@@ -2,7 +2,7 @@
 
 | kernel | where                           | what it keeps in memory                          |
 | ------ | ------------------------------- | ------------------------------------------------ |
-| xla    | everywhere                      | the float32 scores of all pairs of tokens        |
+| xla    | everywhere                      | float32 scores, a block of queries at a time     |
 | packed | TPU, ours (`packed`)            | queries, keys, values and one number a query     |
 | splash | TPU, Pallas's splash attention  | the same, and copies of them in another layout   |
 | cudnn  | NVIDIA, cuDNN's flash attention | queries, keys, values and one number a query     |

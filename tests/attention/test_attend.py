@@ -1,12 +1,15 @@
 """Attention by XLA, and what does not depend on the kernel: streams, weights of keys, parts of a mesh."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from digen_jax.attention import attend as attending
 from digen_jax.attention import cudnn, key_weights
 from digen_jax.attention.attend import attend, attend_jointly
 from digen_jax.attention.partition import on_each_device
@@ -42,6 +45,42 @@ def test_xla_and_its_gradients_are_attention_written_out(heads, groups, lengths,
 def test_causal_attention_is_to_the_keys_so_far():
     q, k, v, _ = draw(2, 6, 6, 2, 2, 8)
     assert error(attend(q, k, v, causal=True), oracle.attention(q, k, v, causal=True)) < EXACT
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "groups", "lengths", "weighted", "dtype"),
+    [
+        (2, 2, None, False, "float32"),
+        (4, 2, [29, 3], False, "bfloat16"),
+        (2, 1, [29, 5], True, "float32"),
+    ],
+)
+def test_blocks_of_queries_attend_as_all_at_once(
+    monkeypatch, heads, groups, lengths, weighted, dtype, causal
+):
+    """With the same gradients, where blocks do not divide the queries, and where devices have some rows each."""
+    arrays = draw(2, 27, 29, heads, groups, 8, dtype)
+    rows = None if lengths is None else jnp.array(lengths)
+    log_weights = weights(29) if weighted else None
+    whole = functools.partial(attend, lengths=rows, log_weights=log_weights, causal=causal)
+    mesh = make_mesh(jax.devices()[:2], data=2)
+    by_row = NamedSharding(mesh, PartitionSpec("data"))
+
+    def split(*arrays):
+        with on_mesh(mesh, ("data",), "tensor", "sequence"):
+            return whole(*arrays)
+
+    expected = gradients_of(whole)(*arrays)
+    monkeypatch.setattr(attending, "MOST_SCORES", 4 * heads * 8 * 29)  # 8 queries of a row
+    jitted = jax.jit(gradients_of(split), in_shardings=by_row, out_shardings=by_row)
+    compiled = jitted.lower(*arrays).compile()
+    text = compiled.as_text()
+    assert ",8,29]" in text and not re.search(r"(27|32),29\]|29,(27|32)\]", text)
+    assert "all-" not in text
+    found = compiled(*(jax.device_put(a, by_row) for a in arrays))
+    for pair in zip(found, expected, strict=True):
+        assert error(*pair) < (EXACT if dtype == "float32" else 2**-7)
 
 
 def test_streams_attend_to_one_another_and_come_back_apart():
