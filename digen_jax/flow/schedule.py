@@ -25,10 +25,11 @@ class SchedulerConfig:
     """The fields of `scheduler_config.json` that change the sigmas; diffusers' names and defaults.
 
     `shift` acts in a static schedule, the `base_*`, `max_*` and `time_shift_type` fields in a
-    dynamic one, where the shift follows the number of image tokens.
+    dynamic one, where the shift follows the number of image tokens. The networks embed 1000 sigma, as diffusers'
+    pipelines do for a scheduler with `num_train_timesteps` 1000; no published model has another number.
     """
 
-    num_train_timesteps: int = 1000
+    num_train_timesteps: Literal[1000] = 1000
     shift: float = number(1.0, 1e-3, 1e3)
     use_dynamic_shifting: bool = False
     base_shift: float = 0.5

@@ -113,8 +113,8 @@ def refused(folder):
         ),
         (
             "scheduler/scheduler_config.json",
-            dict(num_train_timesteps=0),
-            "scheduler/scheduler_config.json: num_train_timesteps must be a whole number from 1",
+            dict(num_train_timesteps=500),
+            "scheduler/scheduler_config.json: num_train_timesteps must be 1000, not 500",
         ),
         (
             "scheduler/scheduler_config.json",
