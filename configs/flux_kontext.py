@@ -19,7 +19,7 @@ github.com/yifan123/flow_grpo (arXiv 2505.05470), `counting_flux_kontext`, which
 - scripts/train_flux_kontext.py (74db691): LoRA of rank 64, alpha 128, Gaussian, on attention, the dual blocks'
   feed-forward and the single blocks' `proj_mlp`; average of 0.9 every 8 updates, 128 tokens of the T5; pictures resized
   to 512 x 512. An average at a turn is mixed after each micro-batch, 6 on 28 GPUs, as here. A group is of one prompt
-  with one picture
+  with one picture. Images without an advantage are dropped
 - its warm-up: flow_grpo/ema.py (ac4c86e). The step of "flow": flow_grpo/diffusers_patch/sd3_sde_with_logprob.py
   (54809b5)
 
@@ -27,9 +27,11 @@ Ours: recomputed blocks, the number of steps, pictures of a run, the number of c
 source's own copy of the pipeline was not found; in that of github.com/Jayce-Ping/Flow_GRPO,
 flow_grpo/diffusers_patch/flux_kontext_pipeline_with_logprob.py (9043160), pictures have the images' size, as here.
 
-Differences to the source: it resizes pictures by Pillow's default filter before, here the pipeline's alone does it;
-those of configs/flux_dev.py's Flow-GRPO recipes (groups split by index, the sixth step without noise, sigmas that are
-not rounded, old log-probabilities that the trainer recomputes).
+Differences to the source: it resizes pictures by Pillow's default filter before, here the pipeline's alone does it; it
+drops each image whose advantage is 0, here groups of equal rewards are dropped, and divides the rest evenly among both
+updates, with some of the dropped images to fill micro-batches; those of configs/flux_dev.py's Flow-GRPO recipes (groups
+split by index, the sixth step without noise, sigmas that are not rounded, old log-probabilities that the trainer
+recomputes).
 
 The smallest TPU slice is four chips of 32 GB, v6e:2x2, which share the transformer, by the compiler (estimated; nothing
 has run): 13.4 GiB and 1,332 s a step. One such chip does not hold FLUX.1-dev, which has the same transformer.
@@ -87,7 +89,7 @@ def get_config(argument: str = "8") -> ConfigDict:
         )
     )
     c.algorithm = ConfigDict(dict(clip_range=1e-4, adv_clip=5.0))
-    c.advantages = ConfigDict(dict(std="global"))
+    c.advantages = ConfigDict(dict(std="global", drop_zero_std=True))
     c.lora = ConfigDict(dict(rank=64, alpha=128.0, init="gaussian"))
     c.trainer = ConfigDict(
         dict(

@@ -33,6 +33,7 @@ def test_it_has_the_published_batch_and_steps(gpus):
     assert found.sampler.fragment == found.trainer.micro_batch == 3 * gpus
     assert found.model.source == Size(512, 512)
     assert (found.algorithm.old_log_probs, found.algorithm.kl_coefficient) == ("recomputed", 0)
+    assert found.advantages.drop_zero_std
 
 
 @pytest.mark.parametrize("argument", ["0", "x", "", "-1"])
