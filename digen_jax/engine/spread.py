@@ -6,8 +6,8 @@ from digen_jax.engine.objective import Metrics
 from digen_jax.errors import ConfigError
 
 
-def check_spread(algorithm: Algorithm, sums: Metrics) -> str | None:
-    """Describes in a line how far rounding moves the ratios of a step's first update; None if there are none.
+def check_spread(algorithm: Algorithm, sums: Metrics) -> None:
+    """Checks how far rounding moves the ratios of a step's first update, if the algorithm has any.
 
     For "divergence" these are the KLs to the policy that sampled, which should be 0.
 
@@ -20,19 +20,17 @@ def check_spread(algorithm: Algorithm, sums: Metrics) -> str | None:
     """
     bound = algorithm.ratio_bound
     if bound is None:
-        return None
+        return
     weight = max(float(sums["weight"]), 1.0)
     mean, over = (float(sums[name]) / weight for name in ("ratio_spread", "over_spread_limit"))
     limit = algorithm.spread_limit * bound
-    found = (
+    if over <= SPREAD_SHARE:
+        return
+    raise ConfigError(
         f"before the first update, where all ratios should be 1, rounding moves them by {mean:.1e} in the mean, "
         f"and {over:.1%} of them by more than {limit:.1e}, which is config.algorithm.spread_limit = "
-        f"{algorithm.spread_limit:g} of their bound {bound:g}"
-    )
-    if over <= SPREAD_SHARE:
-        return found
-    raise ConfigError(
-        f"{found}: set config.algorithm.old_log_probs, which is {algorithm.old_log_probs!r}, to 'current' for one "
-        "update a step of fresh samples or to 'recomputed' for several, or config.precision.arithmetic and "
-        "config.precision.published to 'float32', or raise config.algorithm.spread_limit"
+        f"{algorithm.spread_limit:g} of their bound {bound:g}: set config.algorithm.old_log_probs, which is "
+        f"{algorithm.old_log_probs!r}, to 'current' for one update a step of fresh samples or to 'recomputed' for "
+        "several, or config.precision.arithmetic and config.precision.published to 'float32', or raise "
+        "config.algorithm.spread_limit"
     )

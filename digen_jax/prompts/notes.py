@@ -77,7 +77,8 @@ def notes(path: Path, cut: Callable[[list[str]], Iterable[bool]]) -> list[str]:
     found = []
     if long := _long(lines, cut):
         found.append((long, f"are cut off by the text encoders: {named(long)}"))
-    if repeats:  # one example only: a file may repeat most of its prompts on purpose
+    # A file that repeats most of its prompts, such as the embedded model's, does so on purpose.
+    if 0 < len(repeats) <= len(numbered) / 2:
         found.append((repeats, "are repeats (line {} repeats line {})".format(*repeats[0])))
     if odd:
         found.append((odd, f"hold control characters: {named(odd)}"))

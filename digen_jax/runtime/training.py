@@ -18,7 +18,6 @@ from digen_jax.engine.spread import check_spread
 from digen_jax.engine.system import System, resharded
 from digen_jax.engine.trainer import Experience, TrainState
 from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
-from digen_jax.runtime.orders import is_first
 from digen_jax.runtime.scores import StepScores
 from digen_jax.runtime.steps import Images, Steps
 from digen_jax.runtime.versions import Versions
@@ -148,15 +147,13 @@ class TrainingExecutor:
             self.publish(version)
 
     def _compare(self) -> None:
-        """Prints once how far rounding moves the ratios, for samples of exactly the trained parameters."""
+        """Checks once how far rounding moves the ratios, for samples of exactly the trained parameters."""
         fresh = not self._stale and not self._history
         self._stale = False
         if not fresh or self._compared:
             return
         self._compared = True
-        found = check_spread(self._system.trainer.algorithm, self._totals.sums)
-        if found is not None and is_first():
-            print(found, flush=True)
+        check_spread(self._system.trainer.algorithm, self._totals.sums)
 
     def publish(self, version: int) -> None:
         """Publishes the behaviour policy as a version; if an evaluation with other weights is due, these too."""
