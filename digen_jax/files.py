@@ -1,10 +1,15 @@
-"""Names of files, and writing so that a kill or a full disk leaves the old content or the complete new one."""
+"""Names of files, JSON, and writing so that a kill or a full disk leaves the old content or the complete new one."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from digen_jax.errors import ConfigError
+
+DEEPEST = 100  # levels of lists and objects in a JSON file
+DEEP = f"lists or objects are nested more than {DEEPEST} levels deep"
 
 
 def in_home(path: str) -> str:
@@ -25,6 +30,25 @@ def in_home(path: str) -> str:
             "write the full path, or set the environment variable HOME"
         )
     return found
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of JSON in UTF-8, with or without a byte order mark; no file of ours has more than 100 levels.
+
+    Raises:
+      ValueError: it is no JSON, has more levels, or an integer of more digits than Python reads.
+    """
+    try:
+        value = json.loads(content.removeprefix("\ufeff") if isinstance(content, str) else content)
+    except RecursionError as error:
+        raise ValueError(DEEP) from error
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEEPEST):
+        if not level:
+            return value
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for many in inner for one in many if isinstance(one, dict | list)]
+    raise ValueError(DEEP)
 
 
 def append(path: Path, data: bytes) -> None:

@@ -8,7 +8,6 @@ import digen_jax.process.ctrl_c  # noqa: F401
 
 # isort: split
 import dataclasses
-import json
 import os
 from typing import Any
 
@@ -16,6 +15,7 @@ from absl import flags
 
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_range, user_input
+from digen_jax.files import parse_json
 from digen_jax.rewards.service import TOKEN, installed
 from digen_jax.rewards.service.limits import Limits
 from digen_jax.rewards.settings import RewardSettings
@@ -105,7 +105,7 @@ def _asked() -> list[RewardSettings]:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"--settings={text} is no JSON: {error}") from error
     if not isinstance(found, dict):

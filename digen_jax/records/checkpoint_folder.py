@@ -1,6 +1,5 @@
 """The checkpoints in a folder: which are whole, and the content of the newest, even of a run in progress."""
 
-import json
 import logging
 import shutil
 import sys
@@ -11,6 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from digen_jax.errors import ConfigError
+from digen_jax.files import parse_json
 from digen_jax.records.checksums import damage
 
 STAMPED = "_CHECKPOINT_METADATA"  # orbax's file, into which it writes the time last of all
@@ -92,7 +92,7 @@ def newest_whole(folder: Path) -> tuple[int | None, list[int]]:
 
 def _unstamped(checkpoint: Path) -> str | None:
     try:
-        json.loads((checkpoint / STAMPED).read_bytes())
+        parse_json((checkpoint / STAMPED).read_bytes())
     except (OSError, ValueError):
         return f"its {STAMPED} cannot be read"
     return None

@@ -12,6 +12,8 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from digen_jax.files import parse_json
+
 NAME = "checksums.json"
 CHUNK = 1 << 22  # bytes
 THREADS = 4
@@ -37,7 +39,7 @@ def damage(folder: Path) -> str | None:
     try:
         noted = {
             str(name): (int(size), int(crc))
-            for name, (size, crc) in json.loads((folder / NAME).read_bytes()).items()
+            for name, (size, crc) in parse_json((folder / NAME).read_bytes()).items()
         }
     except FileNotFoundError:
         return f"it has no {NAME}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from digen_jax.errors import ConfigError
-from digen_jax.files import append, without_torn_line
+from digen_jax.files import append, parse_json, without_torn_line
 from digen_jax.records import event_file
 from digen_jax.records.tracking import Told, Tracker
 
@@ -54,7 +54,7 @@ def _lines(path: Path | str) -> list[dict[str, Any]]:
     lines = without_torn_line(Path(path).read_bytes()).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             # A line that replaces a lost one needs only these.
             float(record["step"]), float(record[CLOCK])
         except (ValueError, TypeError, KeyError) as error:

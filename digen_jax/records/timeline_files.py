@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from digen_jax.files import append, replace
+from digen_jax.files import append, parse_json, replace
 from digen_jax.scheduling.commands import TRAINER
 from digen_jax.scheduling.timeline import Interval
 
@@ -99,8 +99,8 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
 def _event_of(line: str) -> dict[str, Any] | None:
     """The event in a line that `write` wrote, or None."""
     try:
-        found = json.loads(line.rstrip(","))
-    except json.JSONDecodeError:
+        found = parse_json(line.rstrip(","))
+    except ValueError:
         return None
     kind = found.get("ph") if isinstance(found, dict) else None
     needed = {"M": {"args", "tid"}, "X": {"ts", "dur", "args"}}.get(kind)

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 
 from digen_jax.errors import ConfigError
-from digen_jax.files import without_torn_line
+from digen_jax.files import parse_json, without_torn_line
 from digen_jax.records.evaluated import saved_images
 from digen_jax.records.metrics import CLOCK, read_metrics
 
 EVALUATION = "evaluation/"
 # After "evaluation/", what is no task's reward.
 NO_TASK = ("reward", "reward_of/", "images/")
+# What a report shows of a record of a start: see `records.environment`.
+START = {"command": list, "time": str, "done": int, "devices": dict, "changes": list}
+START |= {"python": str, "packages": dict, "commit": str | None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +104,7 @@ def read_run(workdir: pathlib.Path) -> Run:
             f"there is no run in {workdir}, as it has no config.json: give --workdir the workdir of launch/train.py"
         )
     try:
-        config = json.loads(path.read_bytes())
+        config = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): bring back a copy of it") from error
     log = workdir / "metrics.jsonl"
@@ -112,13 +115,15 @@ def read_run(workdir: pathlib.Path) -> Run:
         )
     last = max(line["step"] for line in metrics)
     finished = _finished_step(workdir / "finished.json") == last
-    return Run(workdir, config, metrics, _starts(workdir / "starts.jsonl"), finished)
+    run = Run(workdir, config, metrics, _starts(workdir / "starts.jsonl"), finished)
+    _check_config(run)
+    return run
 
 
 def _finished_step(path: pathlib.Path) -> int | None:
     """The step after which a run was finished, of which there may be more now; None where it was not."""
     try:
-        return json.loads(path.read_bytes())["step"]
+        return parse_json(path.read_bytes())["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -127,12 +132,38 @@ def _starts(path: pathlib.Path) -> list[dict[str, Any]]:
     """The recorded starts, without a line that a kill cut off."""
     try:
         lines = without_torn_line(path.read_bytes()).splitlines()
-        return [json.loads(line) for line in lines]
+        return [_start(number, line) for number, line in enumerate(lines, start=1)]
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error}): bring back a copy of it, or delete it"
+        ) from error
+
+
+def _start(number: int, line: bytes) -> dict[str, Any]:
+    """The record of a start in a line; ValueError if a user's change left no such record."""
+    start = parse_json(line)
+    if not isinstance(start, dict):
+        raise ValueError(f"line {number} is no object")
+    for name, kind in START.items():
+        if not isinstance(start.get(name), kind):
+            raise ValueError(f"line {number} has no {name} such as `note_start` writes")
+    if not all(isinstance(one, str) for one in start["command"] + start["changes"]):
+        raise ValueError(f"line {number} has a command or changes that are not texts")
+    return start
+
+
+def _check_config(run: Run) -> None:
+    """Raises ConfigError if fields that a report shows are missing from a run's config."""
+    try:
+        given = run.config["model"]["folder"], run.config["algorithm"]["name"], run.config["steps"]
+        if [type(one) for one in given] != [str, str, int]:
+            raise TypeError(given)
+        sum(run.weights.values())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{run.workdir / 'config.json'} is no run's config ({error!r}): bring back a copy of it"
         ) from error
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable
 
 from digen_jax.errors import ConfigError
-from digen_jax.files import append, replace, without_torn_line
+from digen_jax.files import append, parse_json, replace, without_torn_line
 from digen_jax.scheduling.commands import (
     Command,
     DropFragments,
@@ -115,7 +115,7 @@ def _parts(path: pathlib.Path) -> list[tuple[int, list[Command]]]:
     lines = without_torn_line(path.read_bytes()).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
             if "steps_done" in value:
                 parts.append((value["steps_done"], []))
             else:

@@ -18,6 +18,7 @@ import numpy as np
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jax.typing import DTypeLike
 
+from digen_jax.files import parse_json
 from digen_jax.weights.tensors import (
     StoredTensor,
     Tree,
@@ -85,12 +86,12 @@ def resolve_folder(
 def read_json(path: Folder) -> dict[str, Any]:
     """A JSON object from a file; a missing or malformed file is a ValueError that names it."""
     try:
-        value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        value = parse_json(pathlib.Path(path).read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{path} is missing") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")

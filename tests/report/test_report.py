@@ -248,7 +248,13 @@ def test_prompts_of_an_older_runs_images_are_numbers(tmp_path):
         ("config.json", "{", "RUN/config.json cannot be read (Expecting property"),
         ("metrics.jsonl", "", "the run in RUN has recorded nothing yet: wait until its first"),
         ("metrics.jsonl", "x\n", "RUN/metrics.jsonl, line 1 holds no metrics: bring back"),
+        ("config.json", "[" * 10**5, "RUN/config.json cannot be read (lists or objects"),
+        ("config.json", f'{{"steps": {"1" * 5000}}}', "RUN/config.json cannot be read (Exceeds"),
+        ("config.json", "[]", "RUN/config.json is no run's config"),
+        ("config.json", '{"model": {"folder": "x"}, "steps": 3}', "RUN/config.json is no run's"),
         ("starts.jsonl", "x\n", "RUN/starts.jsonl cannot be read (Expecting value"),
+        ("starts.jsonl", "3\n", "RUN/starts.jsonl cannot be read (line 1 "),
+        ("starts.jsonl", '{"command": []}\n', "RUN/starts.jsonl cannot be read (line 1 "),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path, file, content, sentence):

@@ -226,6 +226,9 @@ def test_a_folder_without_weights_is_named(tmp_path):
         (None, r"config.json is missing"),
         ("{", r"config.json is not JSON: .* line 1 column 2"),
         ("[1]", r"config.json must hold a JSON object, not a list"),
+        ('{"a": ' * 10**5, "config.json"),
+        ('{"a": ' * 101 + "1" + "}" * 101, "config.json"),
+        (f'{{"a": {"1" * 5000}}}', "config.json"),
     ],
 )
 def test_read_json_names_the_file(tmp_path, text, message):
@@ -233,6 +236,11 @@ def test_read_json_names_the_file(tmp_path, text, message):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         folder.read_json(tmp_path / "config.json")
+
+
+def test_json_may_have_a_byte_order_mark_and_some_levels(tmp_path):
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"a": [[{"b": "\xc3\xa4"}], 1]}')
+    assert folder.read_json(tmp_path / "config.json") == {"a": [[{"b": "ä"}], 1]}
 
 
 def test_an_index_without_a_map_is_named(tmp_path):

@@ -2,10 +2,10 @@
 
 import dataclasses
 import difflib
-import json
 import pathlib
 
 from digen_jax.errors import ConfigError
+from digen_jax.files import parse_json
 from digen_jax.scheduling.planner.problem import Scaling
 from digen_jax.scheduling.settings import Costs
 
@@ -40,7 +40,7 @@ def read_calibration(path: pathlib.Path) -> Calibration:
       ConfigError: names the file and its error.
     """
     try:
-        given = json.loads(path.read_text())
+        given = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--costs={path} cannot be read as JSON: {error}") from error
     costs = [field.name for field in dataclasses.fields(Costs)]
