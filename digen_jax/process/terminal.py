@@ -14,6 +14,8 @@ from tqdm import tqdm
 # What a broken line is continued under: the second column of a line of two, else the line's beginning.
 HANGING = re.compile(r"\s*\S.*?\s{2,}(?=\S)")
 CLEAR = "\r\x1b[K"  # to the begin of the line, which is emptied
+# Control characters, also those that change the direction of text.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @contextlib.contextmanager
@@ -37,6 +39,11 @@ def complain(text: str) -> None:
     """Prints a text to standard error, whose lines are broken between words on a terminal."""
     stream = sys.stderr if isinstance(sys.stderr, Lines) else Lines(sys.stderr)
     stream.write(f"{text}\n")
+
+
+def printable(text: str) -> str:
+    """Escapes control characters of a text from a file, which could change what a terminal shows or does."""
+    return CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
 
 
 def broken(text: str, columns: int) -> str:

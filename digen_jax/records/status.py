@@ -13,7 +13,7 @@ from typing import Any
 from digen_jax.errors import ConfigError
 from digen_jax.files import replace
 from digen_jax.process.remembering import last_lines
-from digen_jax.process.terminal import broken
+from digen_jax.process.terminal import broken, printable
 from digen_jax.weights.folder import read_json
 
 FILE = "status.json"
@@ -108,7 +108,7 @@ def read_status(workdir: Path) -> dict[str, Any] | None:
     try:
         found = read_json(path)
         describe(workdir, found, None, 0.0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(
             f"{path} is no status of this version of digen_jax ({error!r}): delete it; a run writes it again"
         ) from error
@@ -141,7 +141,7 @@ def describe(
     if found["lines"]:
         texts.append("the last lines of its standard error:")
         texts += [f"  {_span(now - when)} ago: {line}" for when, line in found["lines"]]
-    return "\n".join(broken(text, columns) for text in texts)
+    return "\n".join(broken(printable(text), columns) for text in texts)
 
 
 def _alive(found: Mapping[str, Any], holder: int | None, now: float) -> str:

@@ -17,6 +17,7 @@ from digen_jax.flow.sampling import Trajectory, image_keys
 from digen_jax.images import as_judged, to_uint8
 from digen_jax.process.exhausted import during
 from digen_jax.process.progress import watched
+from digen_jax.process.terminal import printable
 from digen_jax.runtime.image_statistics import Looks, diversity, joined
 from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.settings import Settings
@@ -221,7 +222,7 @@ def score_table(columns: Mapping[str, Mapping[str, TaskScore]]) -> str:
     lines = [f"{'':<24}{'images':>8}" + "".join(f"{head:>18}" for head in columns)]
     for name, first in rows.items():
         cells = (f"{_shown(column[name]):>18}" for column in columns.values())
-        lines.append(f"{name:<24}{first.images:>8}" + "".join(cells))
+        lines.append(f"{printable(name):<24}{first.images:>8}" + "".join(cells))
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """A run's state in its workdir, and as a table."""
 
 import os
+import re
 import socket
 import threading
 import time
@@ -158,7 +159,22 @@ def test_a_state_that_cannot_be_written_or_taken_holds_up_nothing(tmp_path, monk
     free.set()
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"step": 3}', "{"])
+def test_control_characters_in_a_state_are_escaped(written):
+    lines = [(990.0, "a\x1b[2Jb\x9bc\x07 \u202ed ä")]
+    odd = written | {"ended": "\x1b]0;x\x07", "lines": lines}
+    odd["workers"] = {"\x1b[31mred": written["workers"]["trainer"]}
+    text = describe("runs/x", odd, None, 1001.5)
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert r"a\x1b[2Jb\x9bc\x07 \u202ed ä" in text and r"\x1b[31mred" in text
+
+
+HUGE = (
+    '{"step": 1, "steps": 2, "workers": {}, "scoring": 0, "lines": [], "ended": null, "host": "a", '
+)
+HUGE += f'"process": 3, "written": {"1" * 4000}}}'
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"step": 3}', "{", "[" * 10**5, HUGE])
 def test_a_file_of_another_kind_is_named(tmp_path, content):
     assert read_status(tmp_path) is None
     (tmp_path / FILE).write_text(content)
