@@ -121,10 +121,10 @@ def main() -> None:
     try_out(rewards.score, [records], size.height, size.width)
     found = _evaluated(model, samplers, records, rewards)
     label = ", ".join(rewards.names)
-    print(f"{label}, mean and standard error, {samplers[0].settings.steps} steps")
-    print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
     if _OUTPUT.value:
         _write(found, prompts, (label, rewards.weights), samplers[0])
+    print(f"{label}, mean and standard error, {samplers[0].settings.steps} steps")
+    print(score_table({f"guidance {guidance}": scores for guidance, scores in found.items()}))
 
 
 def _check_options() -> None:

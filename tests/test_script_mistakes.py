@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.scripts import run_forked
+from tests.scripts import run_forked, run_script
 
 SHAPES = "--config=configs/shapes_flow_grpo.py"
 SAMPLE = ("sample.py", "--model=assets/shapes-sd3", "--prompt=a red star")
@@ -125,3 +125,21 @@ def test_a_number_outside_of_its_range_is_refused_by_its_flag(command, range_):
     flag = arguments[-1].partition("=")[0]
     assert done.returncode == 2
     assert f"flag {flag}=" in done.stderr and range_ in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "platforms"),
+    [
+        ((*SAMPLE, "--output=OUTPUT"), "cuda"),
+        (("train.py", SHAPES, "--workdir=OUTPUT"), "gpu"),
+        (("train.py", SHAPES, "--workdir=OUTPUT"), "coda"),
+    ],
+)
+def test_devices_that_there_are_not_are_one_line(tmp_path, monkeypatch, command, platforms):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    output = tmp_path / "output"
+    done = run_script(*(word.replace("OUTPUT", str(output)) for word in command))
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"{command[0]}: ")
+    assert "JAX_PLATFORMS=" in done.stderr and "Traceback" not in done.stderr
+    assert not (output / "config.json").exists()

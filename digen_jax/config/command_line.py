@@ -16,13 +16,14 @@ from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.files import in_home
 from digen_jax.process.ending import STOPPED, Stopped, last_word, without_the_hung
-from digen_jax.process.exhausted import out_of_memory
+from digen_jax.process.exhausted import no_devices, out_of_memory
 from digen_jax.process.interrupt import end_by_ctrl_c
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
 # Groups of fields that may be given as one word, and the field that this word sets.
 IN_A_WORD = {"config.placement": "config.placement.sizes"}
 
+_OTHER_DEVICES = "install JAX for these devices, check their driver, or leave JAX_PLATFORMS out"
 # What a script runs; by name, where it has several.
 Main = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
@@ -58,12 +59,14 @@ def run_main(main: Main) -> None:
     """Runs a script's `main()` after absl has read the flags; a `ConfigError` prints one line, exit code 2.
 
     `ending.Stopped` prints one line, too, with exit code 75, and so does Ctrl-C where nothing else handles it, with
-    130. A device that runs out of memory is one line as well, with the first of XLA's, and exit code 2. The process
-    does not wait for a thread that hangs.
+    130. Devices that run out of memory, or that JAX does not find, are one line as well, with exit code 2. The process
+    does not wait for a thread that hangs. Characters that a console cannot show are printed as escapes.
 
     A script with several `main` functions, by their names, takes one of these names as its first word.
     """
     end_by_ctrl_c()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
     # It has a line at the first start on a machine, on which no user can act.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
     with without_the_hung():
@@ -80,9 +83,11 @@ def run_main(main: Main) -> None:
         except KeyboardInterrupt:
             sys.exit(_end("stopped by Ctrl-C", 128 + signal.SIGINT))
         except Exception as error:
-            if (sentence := out_of_memory(error)) is None:
-                raise
-            sys.exit(_end(f"{sentence}: {_smaller()}", 2))
+            if sentence := out_of_memory(error):
+                sys.exit(_end(f"{sentence}: {_smaller()}", 2))
+            if sentence := no_devices(error):
+                sys.exit(_end(f"{sentence}: {_OTHER_DEVICES}", 2))
+            raise
 
 
 def _end(why: str, code: int) -> int:

@@ -354,7 +354,8 @@ class WandbSection:
     group: str = ""  # group of runs that it belongs to
     notes: str = ""  # a text about the run
     tags: tuple[str, ...] = ()  # words to find the run by
-    mode: Literal["online", "offline", "disabled", "shared"] = "online"  # how wandb records
+    # how wandb records; "": as the environment's WANDB_MODE says, or "online"
+    mode: Literal["", "online", "offline", "disabled", "shared"] = ""
 
     @property
     def options(self) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
-"""Recognises that a device has run out of memory, which XLA reports as an error like any other."""
+"""Recognises errors of JAX that a user can act on: a device ran out of memory, or there is no such device."""
 
 import contextlib
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 
 # The status is also that of messages too large for a connection.
@@ -35,6 +36,19 @@ def out_of_memory(error: BaseException) -> str | None:
         seen.add(id(found))
         found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
     return None
+
+
+def no_devices(error: BaseException) -> str | None:
+    """What devices JAX did not find, with the first line of its error; None: `error` has another reason."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    # JAX raises an AssertionError without a text where it finds no driver of NVIDIA's.
+    if not isinstance(error, RuntimeError | AssertionError) or not last:
+        return None
+    if not last[0].filename.endswith("xla_bridge.py"):
+        return None
+    asked = sys.modules["jax"].config.jax_platforms
+    first = str(error).strip().partition("\n")[0]
+    return f"JAX finds no devices of JAX_PLATFORMS={asked or ''}" + (f" ({first})" if first else "")
 
 
 def _exhausted(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ import pathlib
 import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 from typing import NamedTuple
@@ -18,7 +19,18 @@ from digen_jax.process import clusters
 from digen_jax.process.ending import abort_later
 from digen_jax.process.memory import keep_freed_memory
 
-CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "digen_jax/xla"
+
+def _user_cache() -> pathlib.Path:
+    """The user's cache folder; one in the folder for temporary files if the user has no home that can be written."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return pathlib.Path(given)
+    home = os.path.expanduser("~")  # unchanged if neither HOME nor the system knows it
+    if os.path.isabs(home) and os.access(home, os.W_OK):
+        return pathlib.Path(home, ".cache")
+    return pathlib.Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
+
+
+CACHE = _user_cache() / "digen_jax/xla"
 # Every program, however small: a second start compiles nothing.
 KEPT = {
     "jax_persistent_cache_min_compile_time_secs": 0,

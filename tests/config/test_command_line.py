@@ -39,6 +39,8 @@ def main():
         # Where the tests run in the background, their processes ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
+    if config.seed == 5:
+        print("0.5 \u00b1 0.1 \u2603")
     if config.seed == 4:
         import jax
         from digen_jax.process.exhausted import during
@@ -147,6 +149,13 @@ def test_a_device_without_memory_is_one_line_with_xlas_first_one(tmp_path):
     assert done.stderr.endswith(
         "; with the same --workdir a run continues from its last checkpoint\n"
     )
+
+
+def test_a_console_without_unicode_shows_escapes(tmp_path):
+    given = ("--config", str(tmp_path / "config.py"), "--workdir=w", "--config.seed=5")
+    done = launch(tmp_path, *given, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] == r"0.5 \xb1 0.1 \u2603"
 
 
 def test_ctrl_c_is_one_line(tmp_path):

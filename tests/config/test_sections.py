@@ -17,7 +17,7 @@ given, prompts = test_recipe.given, test_recipe.prompts
 def test_trackers_are_off_until_a_project_is_named(given):
     assert open_recipe(given).trackers == {}
     full = open_recipe(changed(given, wandb__project="shapes", wandb__tags=["a"]))
-    assert full.trackers == {"wandb": {"project": "shapes", "tags": ("a",), "mode": "online"}}
+    assert full.trackers == {"wandb": {"project": "shapes", "tags": ("a",)}}, "WANDB_MODE counts"
     both = open_recipe(changed(given, trackio__project="shapes", trackio__space_id="me/here"))
     assert both.trackers == {
         **full.trackers,

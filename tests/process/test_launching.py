@@ -1,14 +1,18 @@
 """In separate processes, because JAX starts once in each."""
 
 import os
+import pathlib
+import pwd
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
 
 from digen_jax.errors import ConfigError
+from digen_jax.process import launching
 from digen_jax.process.launching import ip_address, join, reach
 
 PROGRAM = """
@@ -34,6 +38,23 @@ def test_devices_and_cache_are_set_unless_the_environment_has_them(tmp_path, giv
     assert done.returncode == 0, done.stderr
     cache = "elsewhere" if given else tmp_path / "digen_jax" / "xla"
     assert done.stdout.split() == ["2" if given else "3", str(cache), "-2"]
+
+
+@pytest.mark.parametrize("home", [None, "/", "", "nowhere", "HOME"])
+def test_the_cache_is_a_temporary_folder_without_a_home(tmp_path, monkeypatch, home):
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(os, "access", lambda path, mode: path == str(tmp_path))
+    if home is None:
+        monkeypatch.delenv("HOME", raising=False)
+    else:
+        monkeypatch.setenv("HOME", home.replace("HOME", str(tmp_path)))
+    own = tmp_path / ".cache"
+    temporary = pathlib.Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
+    assert launching._user_cache() == (own if home == "HOME" else temporary)
 
 
 @pytest.mark.parametrize(
