@@ -15,7 +15,13 @@ from digen_jax.prompts import hub
 
 # Of a line in bytes: a text encoder reads some hundred letters, and metadata is not much longer.
 LONGEST_LINE = 1_000_000
-CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+# Characters that no editor shows: control characters, soft hyphens, marks of direction, spaces without width, byte
+# order marks, tags. Joiners of letters and emoji are not among them.
+HIDDEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
+JOINERS = "\u200c\u200d\ufe0e\ufe0f"
 # Fields that records get.
 SERIAL, PROMPT_FILE = "serial", "prompt_file"
 RESERVED = {SERIAL: "the number of the group", PROMPT_FILE: "the file of the prompt"}
@@ -172,7 +178,7 @@ def suffix_of(path: str | os.PathLike[str]) -> str:
 
 
 def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, str]]:
-    """Numbered lines up to the last that is not blank, without a byte order mark.
+    """Numbered lines up to the last that is not blank, without byte order marks, of which joined files have several.
 
     Only a line feed ends a line: a prompt may contain Unicode's other separators.
     """
@@ -184,7 +190,7 @@ def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, 
                 f"{LONGEST_LINE:,}; write one prompt a line."
             )
         try:
-            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
+            yield number, line.decode("utf-8-sig").rstrip("\r")
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{path}, line {number}: byte {error.start + 1} is not UTF-8; save the file in "
@@ -195,9 +201,14 @@ def _lines(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[int, 
 def _parse_text(line: str) -> dict[str, Any]:
     if not line.strip():
         raise ValueError("the prompt is blank; write one or delete the line.")
-    if not CONTROL.sub("", line).strip():
-        raise ValueError("the prompt holds nothing but control characters; write a text.")
+    if _is_hidden(line):
+        raise ValueError("the prompt holds nothing but hidden characters; write a text.")
     return {"prompt": line.strip()}
+
+
+def _is_hidden(text: str) -> bool:
+    """Whether a text has no character that can be seen."""
+    return not "".join(HIDDEN.sub("", text).split()).strip(JOINERS)
 
 
 def _parse_json(line: str) -> dict[str, Any] | None:
@@ -230,8 +241,8 @@ def _check_record(record: dict[str, Any]) -> None:
     prompt = record["prompt"]
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f'"prompt" is {json.dumps(prompt)}; write a text that is not blank.')
-    if not CONTROL.sub("", prompt).strip():
-        raise ValueError('"prompt" holds nothing but control characters; write a text.')
+    if _is_hidden(prompt):
+        raise ValueError('"prompt" holds nothing but hidden characters; write a text.')
     negative = record.get("negative_prompt", "")
     if not isinstance(negative, str):
         raise ValueError(f'"negative_prompt" is {json.dumps(negative)}; write a text, or "".')

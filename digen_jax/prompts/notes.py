@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from digen_jax.prompts.files import CONTROL, numbered_records
+from digen_jax.prompts.files import HIDDEN, numbered_records
 from digen_jax.prompts.lines import named
 
 CHUNK = 10_000  # prompts tokenized at a time
@@ -73,7 +73,7 @@ def notes(path: Path, cut: Callable[[list[str]], Iterable[bool]]) -> list[str]:
         first = firsts.setdefault(_key(record), number)
         if first != number:
             repeats.append((number, first))
-    odd = sorted({number for text in lines if CONTROL.search(text) for number in lines[text]})
+    odd = sorted({number for text in lines if HIDDEN.search(text) for number in lines[text]})
     found = []
     if long := _long(lines, cut):
         found.append((long, f"are cut off by the text encoders: {named(long)}"))
@@ -81,7 +81,7 @@ def notes(path: Path, cut: Callable[[list[str]], Iterable[bool]]) -> list[str]:
     if 0 < len(repeats) <= len(numbered) / 2:
         found.append((repeats, "are repeats (line {} repeats line {})".format(*repeats[0])))
     if odd:
-        found.append((odd, f"hold control characters: {named(odd)}"))
+        found.append((odd, f"have hidden characters: {named(odd)}"))
     return [f"{path}: {len(at):,} of {len(numbered):,} prompts {what}" for at, what in found]
 
 

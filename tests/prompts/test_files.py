@@ -5,6 +5,7 @@ import pathlib
 import pytest
 from PIL import Image
 
+from digen_jax.prompts import files
 from digen_jax.prompts.files import check_pictures, first_negative, read_prompt_file
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -45,6 +46,8 @@ def test_text_lines_lose_byte_order_mark_carriage_returns_and_outer_space(tmp_pa
         {"prompt": "a cat"},
         {"prompt": "ein Käfig\u2028mit Umbruch"},
     ]
+    path = write(tmp_path, "p.jsonl", '\ufeff{"prompt": "a"}\n\ufeff{"prompt": "b"}\n')
+    assert read_prompt_file(path) == [{"prompt": "a"}, {"prompt": "b"}]
 
 
 def test_json_keeps_unknown_fields_and_skips_blank_lines(tmp_path):
@@ -142,6 +145,36 @@ def test_names_a_missing_file_and_a_folder(tmp_path):
     for path in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(FileNotFoundError, match=f"no prompt file at {path}: give the path"):
             read_prompt_file(path)
+
+
+HIDDEN = (
+    "\u200b",
+    "\ufeff",
+    "\xad",
+    "\u202e\u2066",
+    "\u200d \u200c",
+    "\U000e0041",
+    "\u180e\x07\u3000",
+)
+
+
+@pytest.mark.parametrize("text", HIDDEN)
+def test_a_prompt_of_characters_that_nobody_sees_is_refused(tmp_path, text):
+    lines = {
+        "p.txt": ["a", text, "b"],
+        "p.jsonl": ['{"prompt": "a"}', json.dumps({"prompt": text})],
+    }
+    for name, given in lines.items():
+        with pytest.raises(ValueError, match=f"{name}, line 2: "):
+            read_prompt_file(write(tmp_path, name, "\n".join(given)))
+
+
+def test_emoji_and_joined_letters_are_kept_and_not_hidden(tmp_path):
+    texts = ["\u2764\ufe0f", "\U0001f468\u200d\U0001f469", "\u0645\u06cc\u200c\u062e", "\u3042"]
+    path = write(tmp_path, "p.txt", "\n".join(texts))
+    assert [record["prompt"] for record in read_prompt_file(path)] == texts
+    assert not any(map(files.HIDDEN.search, texts))
+    assert all(map(files.HIDDEN.search, [text for text in HIDDEN if "\u200d" not in text]))
 
 
 # --------------------------------------------------------------------------------------- pictures

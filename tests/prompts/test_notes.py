@@ -21,7 +21,7 @@ def test_what_is_odd_is_counted_and_named_by_its_lines(tmp_path):
     assert notes.notes(file, long) == [
         f"{file}: 3 of 8 prompts are cut off by the text encoders: lines 3, 9, 13",
         f"{file}: 4 of 8 prompts are repeats (line 7 repeats line 1)",
-        f"{file}: 2 of 8 prompts hold control characters: lines 5, 15",
+        f"{file}: 2 of 8 prompts have hidden characters: lines 5, 15",
     ]
 
 
@@ -33,7 +33,7 @@ def test_a_negative_prompt_is_read_too_and_makes_another_prompt(tmp_path):
     assert notes.notes(file, long) == [
         f"{file}: 1 of 7 prompts are cut off by the text encoders: line 4",
         f"{file}: 2 of 7 prompts are repeats (line 3 repeats line 2)",
-        f"{file}: 1 of 7 prompts hold control characters: line 5",
+        f"{file}: 1 of 7 prompts have hidden characters: line 5",
     ]
 
 
@@ -99,7 +99,7 @@ def test_lines_that_cannot_be_prompts_are_refused_by_number(tmp_path, name):
     ):
         files.read_prompt_file(file)
     file.write_text(f"{line('a')}\n{line('x' + chr(7))}\n{line(chr(7) + chr(0))}\n")
-    with pytest.raises(ValueError, match=r"line 3: .*nothing but control characters; write a text"):
+    with pytest.raises(ValueError, match=r"line 3: .*nothing but hidden characters; write a text"):
         files.read_prompt_file(file)
 
 
