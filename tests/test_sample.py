@@ -13,6 +13,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.inference.export import export
 from digen_jax.inference.model import Asked, is_run, open_model, run_recipe
 from digen_jax.inference.pictures import sample_to_folder, slug
+from digen_jax.records.environment import note_start
 from tests.cases import said
 from tests.pipelines import ROOT
 from tests.scripts import run_forked, run_script
@@ -202,6 +203,34 @@ def test_a_lora_that_is_none_is_refused(base, tmp_path):
 def test_a_run_is_known_by_its_config(base):
     assert is_run(trained(base, "lora")) and not is_run(pipeline(base)) and not is_run("a/hub-id")
     assert run_recipe(trained(base, "lora")).lora.rank == 4
+
+
+def test_relative_paths_of_a_run_are_found_from_another_folder(base, tmp_path, monkeypatch):
+    run = shutil.copytree(trained(base, "lora"), tmp_path / "run")
+    for name in ("start", "elsewhere"):
+        shutil.copytree(pipeline(base), tmp_path / name / "own" / "model")
+        (tmp_path / name / "p.txt").write_text("a\n")
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["folder"] = "own/model"
+    config["prompts"] |= {"file": "gone.txt", "files": ["p.txt", "gone.txt"]}
+    config["evaluation"]["prompts"] = "p.txt"
+    config["rewards"] = [{"name": "clip_score", "settings": {"folder": "own", "threads": 2}}]
+    (run / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path / "start")
+    note_start(run, 0, [])
+    assert run_recipe(run).model.folder == "own/model"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    start, recipe = tmp_path / "start", run_recipe(run)
+    assert recipe.model.folder == str(start / "own" / "model")
+    assert recipe.prompts.paths == (str(start / "p.txt"), "gone.txt")
+    assert recipe.evaluation.prompts == str(start / "p.txt")
+    assert recipe.rewards[0].settings == {"folder": str(start / "own"), "threads": 2}
+    shutil.rmtree(start)
+    assert run_recipe(run).model.folder == "own/model"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        open_model(str(run), jax.devices()[:1])
+    assert "'own/model'" in str(refused.value) and str(tmp_path) in str(refused.value)
 
 
 @pytest.mark.slow

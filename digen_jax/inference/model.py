@@ -1,5 +1,6 @@
 """A model opened to sample from: a pipeline folder, a hub id, or a training run at its newest checkpoint."""
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from digen_jax.images import read_picture
 from digen_jax.models.family import Family, Params, Record, Size
 from digen_jax.policies import check_negative, make_policy, trained_of
 from digen_jax.records.checkpoint_folder import read_checkpoint
+from digen_jax.records.environment import started_in
 from digen_jax.weights.folder import SAMPLING, read_json
 from digen_jax.weights.lora import merge
 from digen_jax.weights.lora_files import open_lora, read_lora
@@ -252,7 +254,10 @@ def read_run(
 
 
 def run_recipe(workdir: pathlib.Path) -> Recipe:
-    """The recipe of the run in a workdir; fields that were introduced later have their defaults."""
+    """The recipe of the run in a workdir; fields that were introduced later have their defaults.
+
+    Relative paths are those seen from the folder in which the run was started, if they still exist there.
+    """
     if not (workdir / "config.json").exists():
         raise ConfigError(
             f"{workdir} is no training run's workdir, as it has no config.json: give the --workdir of launch/train.py"
@@ -265,9 +270,34 @@ def run_recipe(workdir: pathlib.Path) -> Recipe:
             "training run's workdir"
         )
     try:
-        return reopen_recipe(given)
+        recipe = reopen_recipe(given)
     except ConfigError as error:
         raise ConfigError(f"{workdir} is no training run's workdir: {error}") from error
+    return _located(recipe, started_in(workdir))
+
+
+def _located(recipe: Recipe, start: pathlib.Path | None) -> Recipe:
+    """The recipe with the paths that exist relative to `start` as absolute ones; None leaves all as they are."""
+
+    def at_start(name: Any) -> Any:
+        if start is None or start == pathlib.Path.cwd() or not (name and isinstance(name, str)):
+            return name
+        return str(start / name) if (start / name).exists() else name
+
+    prompts = recipe.prompts
+    files = tuple(map(at_start, prompts.files))
+    return dataclasses.replace(
+        recipe,
+        model=dataclasses.replace(recipe.model, folder=at_start(recipe.model.folder)),
+        prompts=dataclasses.replace(prompts, file=at_start(prompts.file), files=files),
+        evaluation=dataclasses.replace(
+            recipe.evaluation, prompts=at_start(recipe.evaluation.prompts)
+        ),
+        rewards=tuple(
+            dataclasses.replace(one, settings={k: at_start(v) for k, v in one.settings.items()})
+            for one in recipe.rewards
+        ),
+    )
 
 
 def _common_size(

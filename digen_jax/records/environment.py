@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import subprocess
@@ -10,6 +11,8 @@ import sys
 from typing import Any
 
 import jax
+
+from digen_jax.files import parse_json, without_torn_line
 
 PACKAGES = (
     "digen_jax",
@@ -36,12 +39,22 @@ def note_start(workdir: pathlib.Path, done: int, changes: list[str]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def started_in(workdir: pathlib.Path) -> pathlib.Path | None:
+    """The working folder of a run's newest start, to which paths in its config are relative; None if unknown."""
+    try:
+        *_, last = without_torn_line((workdir / "starts.jsonl").read_bytes()).splitlines()
+        return pathlib.Path(parse_json(last)["folder"])
+    except (OSError, ValueError, LookupError, TypeError):  # none, of an older version, or edited
+        return None
+
+
 def environment() -> dict[str, Any]:
     """Everything that may change results or speed. It starts JAX's devices."""
     devices = jax.devices()
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
+        "folder": os.getcwd(),
         "commit": commit(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
