@@ -8,7 +8,7 @@ import jax
 from digen_jax.config.checks import check_meshes
 from digen_jax.config.door import place
 from digen_jax.config.recipe import Recipe
-from digen_jax.config.sections import AUTO
+from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
 from digen_jax.engine.placement import ONE_DEVICE, MeshSizes
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import run_recipe
@@ -46,9 +46,17 @@ def place_here(recipe: Recipe) -> Recipe:
     """A recipe on the devices at hand; prints its meshes if they were made smaller for them.
 
     Raises:
-      ConfigError: a setting cannot work here.
+      ConfigError: a setting cannot work here, or there is one device for given meshes of several.
     """
-    devices = jax.device_count()
+    devices, (rollout, trainer) = jax.device_count(), recipe.placement.meshes
+    wanted = rollout.devices * rollout.workers, trainer.devices
+    # A config without sizes, which has the default ones, trains on one device.
+    chosen = recipe.placement.meshes != PlacementSection().meshes
+    if devices == 1 < sum(wanted) and chosen and recipe.placement.sizes == GIVEN:
+        raise ConfigError(
+            f"config.placement.rollout wants {wanted[0]} and config.placement.trainer {wanted[1]} devices, but there "
+            "is 1: set config.placement.sizes to 'fitted', which samples and trains on it in turn"
+        )
     placed = place(recipe, devices)
     sizes = placed.placement.meshes
     if sizes != recipe.placement.meshes and devices > 1:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -15,6 +16,7 @@ from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.settings import RewardSettings
+from digen_jax.run.opening import place_here
 from tests.config import test_recipe
 from tests.config.test_recipe import FORWARD, changed, of_method
 from tests.pipelines import ROOT, environment, load_config
@@ -174,6 +176,24 @@ def test_meshes_are_fitted_to_the_devices_that_are_named(given):
     expected = as_written(given)
     expected["placement"] |= opened.placement.meshes.plain() | {"sizes": "given"}
     assert opened.as_json() == expected
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "sizes"),
+    [(3, 1, "given"), (0, 2, "given"), (3, 1, "fitted"), (0, 1, "given"), (4, 4, "given")],
+)
+def test_given_meshes_of_several_devices_are_refused_on_one(
+    given, monkeypatch, rollout, trainer, sizes
+):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    sections = dict(rollout=dict(data=rollout), trainer=dict(data=trainer), sizes=sizes)
+    fields = {f"placement__{name}": value for name, value in sections.items()}
+    asked = open_recipe(changed(given, **fields))
+    if sizes == "given" and rollout + trainer in (2, 4):
+        with pytest.raises(ConfigError, match=r"config\.placement\.sizes"):
+            place_here(asked)
+    else:
+        place_here(asked)  # the last are the default sizes, which nobody has asked for
 
 
 def test_a_run_is_opened_again_without_its_files(given):
