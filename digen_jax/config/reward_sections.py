@@ -1,7 +1,10 @@
 """The config's list `rewards`: as a user writes it, with a name in place of a section, and completed."""
 
+import ast
+import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +22,14 @@ def as_list(given: Any) -> tuple[Any, ...]:
 def sections(given: Any) -> tuple[ConfigDict, ...]:
     """The sections of a config's rewards; fields that are not given are missing.
 
+    A text may be a list as Python writes it.
+
     Raises:
       ConfigError: a reward is neither a name nor a section.
     """
+    if isinstance(given, str) and given.lstrip()[:1] in ("(", "[", "{"):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            given = ast.literal_eval(given.strip())
     return tuple(_section(number, one) for number, one in enumerate(as_list(given)))
 
 
@@ -33,13 +41,18 @@ def _section(number: int, given: Any) -> ConfigDict:
             f"config.rewards[{number}] must be a reward's name, or a section such as dict(name='shapes_geneval', "
             f"weight=0.5), not {given!r}"
         )
-    if "," in given:
-        names = tuple(part.strip() for part in given.split(","))
+    if "," not in given:
+        return ConfigDict(dict(name=given))
+    names = tuple(part.strip(" '\"") for part in given.strip(" ()[]").split(",") if part.strip())
+    if re.search(r"[][(){}]", "".join(names)):
         raise ConfigError(
-            f"config.rewards = {given!r} is one text with several names: write {names!r}, in a config.json "
-            f"{json.dumps(names)}, and on the command line --config.rewards=... for each"
+            f"config.rewards = {given!r} is one text, in which sections cannot be read: write a list such as "
+            "({'name': 'shapes_geneval', 'weight': 0.5}, 'my_rewards:redness')"
         )
-    return ConfigDict(dict(name=given))
+    raise ConfigError(
+        f"config.rewards = {given!r} is one text with several names: write {names!r}, in a config.json "
+        f"{json.dumps(names)}, and on the command line --config.rewards=... for each"
+    )
 
 
 def default(given: ConfigDict | None = None) -> ConfigDict:

@@ -82,6 +82,38 @@ def test_names_in_one_text_are_not_parsed(given, name):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "({'name': 'a:b', 'settings': {'x': ((1, 2), 3)}}, 'c:d')",
+            {"a:b": ((1, 2), 3), "c:d": None},
+        ),
+        ("[{'name': 'a:b', 'settings': {'x': 'f(1, 2)'}}]", {"a:b": "f(1, 2)"}),
+        ("{'name': 'a:b'}", {"a:b": None}),
+    ],
+)
+def test_a_list_in_one_text_is_read_with_all_its_parentheses(given, text, expected):
+    found = reopen_recipe(changed(given, rewards=text)).rewards
+    assert {one.name: one.settings.get("x") for one in found} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "suggested"),
+    [
+        ("(a:b, shapes_geneval)", "('a:b', 'shapes_geneval')"),
+        ("((a:b, 0.5), (c:d, 0.5))", "'my_rewards:redness'"),
+        ("(('a:b', 0.5), ('c:d'", "'my_rewards:redness'"),
+    ],
+)
+def test_of_a_text_that_is_no_list_nothing_is_cut_out(given, text, suggested):
+    for rewards in (text, (text,)):
+        with pytest.raises(ConfigError) as caught:
+            reopen_recipe(changed(given.copy_and_resolve_references(), rewards=rewards))
+        assert suggested in str(caught.value) and repr(text) in str(caught.value)
+        assert "'(a" not in str(caught.value).replace(repr(text), "")
+
+
+@pytest.mark.parametrize(
     ("options", "expected"),
     [
         ([], [("shapes_geneval", 1.0)]),
