@@ -166,6 +166,16 @@ def check_output(name: str, path: str | Path, folder: bool = False) -> None:
         raise ConfigError(f"{name} = {str(path)!r} {wrong}")
 
 
+def check_no_images(name: str, folder: str | Path) -> None:
+    """Refuses a folder with images of an earlier command, among which new ones would be lost."""
+    for pattern in ("*.png", "guidance_*/*.png"):
+        if found := next(Path(folder).glob(pattern), None):
+            raise ConfigError(
+                f"{name} = {str(folder)!r} has images already, such as {found.name}: choose another folder, or delete "
+                "them"
+            )
+
+
 def check_folder(name: str, path: str | Path) -> None:
     """Refuses a path that is not an existing folder."""
     if not Path(path).is_dir():

@@ -22,6 +22,7 @@ from digen_jax.errors import (
     LARGEST_SIDE,
     ConfigError,
     blame,
+    check_no_images,
     check_output,
     check_positive,
     check_range,
@@ -137,6 +138,7 @@ def _check_options() -> None:
         check_output("--output", _OUTPUT.value)
     if _PICTURES.value is not None:
         check_output("--pictures", _PICTURES.value, folder=True)
+        check_no_images("--pictures", _PICTURES.value)
 
 
 def _evaluated(

@@ -19,6 +19,7 @@ from digen_jax.errors import (
     LARGEST_SIDE,
     ConfigError,
     blame,
+    check_no_images,
     check_output,
     check_positive,
     check_range,
@@ -78,6 +79,7 @@ def main() -> None:
         if flag.value is not None:
             check_range(f"--{flag.name}", flag.value, 0, 1000)
     check_output("--output", _OUTPUT.value, folder=True)
+    check_no_images("--output", _OUTPUT.value)
     source = _source()
     records = _read_records()
     check_positive("--images", _IMAGES.value)

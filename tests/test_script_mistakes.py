@@ -28,6 +28,9 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
             (*SAMPLE, "--output=FILE/x"),
             "--output = 'FILE/x' lies in FILE, which is a file: give an",
         ),
+        ((*SAMPLE, "--output=IMAGES"), "--output = 'IMAGES' has images already, such as 0.png"),
+        ((*EVALUATE, "--pictures=IMAGES"), "--pictures = 'IMAGES' has images already"),
+        ((*EVALUATE, "--pictures=ABOVE"), "--pictures = 'ABOVE' has images already"),
         ((*SAMPLE, "--output="), "--output is empty: give the name of a folder"),
         ((*SAMPLE, "--output=x", "--guidance=nan"), "--guidance must be 0 or more, not nan"),
         ((*SAMPLE, "--output=x", "--batch=0"), "--batch must be above 0, not 0"),
@@ -92,6 +95,9 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
 def test_a_wrong_flag_is_one_line(tmp_path, command, sentence):
     (tmp_path / "file").write_text("")
     names = {"FILE": str(tmp_path / "file"), "FOLDER": str(tmp_path)}
+    names |= {"IMAGES": str(tmp_path / "guidance_2"), "ABOVE": str(tmp_path)}
+    (tmp_path / "guidance_2").mkdir()
+    (tmp_path / "guidance_2" / "0.png").touch()
 
     def named(text):
         for name, path in names.items():
