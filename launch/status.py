@@ -11,6 +11,7 @@ import digen_jax.process.ctrl_c  # noqa: F401
 # isort: split
 import pathlib
 import shutil
+import signal
 import sys
 import time
 
@@ -18,6 +19,7 @@ from absl import flags
 
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_folder
+from digen_jax.process.terminal import is_read
 
 CLEAR = "\x1b[H\x1b[J"  # the terminal
 
@@ -42,6 +44,8 @@ def main() -> None:
         except ConfigError as error:  # the run may begin
             text = str(error)
         print(CLEAR + text if sys.stdout.isatty() else f"{text}\n", flush=True)
+        if not is_read():
+            sys.exit(128 + signal.SIGPIPE)
         time.sleep(EVERY)
 
 

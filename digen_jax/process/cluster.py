@@ -144,8 +144,6 @@ class Cluster:
         with self._signals(), self._selector:
             try:
                 return self._run()
-            except BrokenPipeError:  # nobody reads on
-                return 128 + signal.SIGPIPE
             finally:
                 for member in self._members.values():
                     member.kill()
@@ -309,5 +307,7 @@ def _say(sentence: str) -> None:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+    """Writes all of it, unless nothing reads the descriptor any more."""
+    with contextlib.suppress(BrokenPipeError):
+        while data:
+            data = data[os.write(descriptor, data) :]

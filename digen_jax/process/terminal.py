@@ -1,6 +1,9 @@
 """What is printed: whole lines, which a terminal shows broken between words, above a progress bar."""
 
 import contextlib
+import errno
+import io
+import os
 import re
 import shutil
 import sys
@@ -16,6 +19,8 @@ HANGING = re.compile(r"\s*\S.*?\s{2,}(?=\S)")
 CLEAR = "\r\x1b[K"  # to the begin of the line, which is emptied
 # Control characters, also those that change the direction of text.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# Error numbers of a pipe without a reader and of a terminal that is gone.
+UNREAD = (errno.EPIPE, errno.EIO)
 
 
 @contextlib.contextmanager
@@ -33,6 +38,59 @@ def fitted(beside: bool = False) -> Iterator[None]:
         for one in streams:
             one.end()
         sys.stdout, sys.stderr = before
+
+
+class Output(io.FileIO):
+    """A descriptor to which writing continues after its reader has closed it; that text is dropped.
+
+    Args:
+      descriptor: 1 or 2. It is not closed with this object.
+    """
+
+    unread = False  # whether text was dropped
+
+    def __init__(self, descriptor: int):
+        super().__init__(descriptor, "w", closefd=False)
+
+    def write(self, data: bytes) -> int:
+        """Writes to the descriptor, or to nowhere from the first failure on, as children and C code then do."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in UNREAD:
+                raise
+            self.unread = True
+            _to_nowhere(self.fileno())
+            return len(data)
+
+
+def keep_writable() -> None:
+    """Lets this process print after the reader of standard output or error has gone, or where there is none."""
+    for descriptor, name in enumerate(("stdout", "stderr"), start=1):
+        before = getattr(sys, name)
+        if before is None:  # closed: otherwise the next file that is opened gets its number
+            _to_nowhere(descriptor)
+        else:
+            before.flush()
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(Output(descriptor)),
+            encoding=before and before.encoding,
+            errors=before and before.errors,
+            line_buffering=before is None or before.line_buffering,
+        )
+        setattr(sys, name, stream)
+
+
+def is_read() -> bool:
+    """Whether what this process prints to standard output may have a reader; see `keep_writable`."""
+    return not sys.stdout.buffer.raw.unread
+
+
+def _to_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere != descriptor:
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def complain(text: str) -> None:

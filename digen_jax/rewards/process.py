@@ -29,6 +29,7 @@ from digen_jax.rewards.mistakes import blamed
 
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from digen_jax.process.terminal import keep_writable; keep_writable(); "
     "from digen_jax.rewards.process import serve; serve(int(sys.argv[2]))"
 )
 

@@ -1,9 +1,11 @@
 """Lines on a terminal: broken between words, above a bar; and all that a real run shows on one."""
 
+import errno
 import fcntl
 import io
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from tqdm import tqdm
 
 from digen_jax.process import progress
 from digen_jax.process.progress import Progress
-from digen_jax.process.terminal import broken, complain, fitted
+from digen_jax.process.terminal import Output, broken, complain, fitted
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
 from tests.run.test_train import CONFIG
 from tests.tiny_runs import PROMPTS
@@ -225,3 +227,62 @@ def test_all_that_a_run_shows_fits_a_terminal(tmp_path):
     flat = " ".join(text.split())
     assert "more than fits into a line of eighty columns" in flat
     assert "reward on 4 held-out prompts before after gain" in flat
+
+
+# ------------------------------------------------------------------------------- without a reader
+
+UNREAD = """
+import pathlib, subprocess, sys
+from digen_jax.config.command_line import run_main
+
+def main():
+    for name in ("stdout", "stderr"):
+        for _ in range(3):
+            print("x" * 10_000, file=getattr(sys, name), flush=True)
+        assert not getattr(sys, name).isatty()
+    subprocess.run(["echo", "a child"], check=True)
+    pathlib.Path("numbers").write_text("done")
+    print("the end")  # which Python writes as it ends
+    return 3
+
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "both", "from the start"])
+def test_a_script_works_on_without_a_reader_of_its_output(tmp_path, closed):
+    (tmp_path / "script.py").write_text(UNREAD)
+    reads, writes = os.pipe()
+    os.close(reads)
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    streams |= {name: writes for name in streams if closed in (name, "both")}
+    command = [sys.executable, "script.py"]
+    if closed == "from the start":
+        command = ["sh", "-c", f"exec {' '.join(command)} >&- 2>&-"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(1, PYTHONPATH=str(ROOT)), check=False, **streams
+    )
+    os.close(writes)
+    assert done.returncode == 3
+    assert (tmp_path / "numbers").read_text() == "done"
+    if closed == "stderr":
+        assert done.stdout.endswith(b"a child\nthe end\n")
+    elif closed == "stdout":
+        assert len(done.stderr) == 3 * 10_001
+
+
+def test_a_status_that_is_followed_ends_with_its_reader(tmp_path):
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "launch/status.py", "--follow", f"--workdir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(1), stdout=writes, timeout=120)
+    os.close(writes)
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_full_disk_is_no_missing_reader():
+    full = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(OSError) as caught:
+        Output(full).write(b"x")
+    os.close(full)
+    assert caught.value.errno == errno.ENOSPC
