@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import ipaddress
+import os
+import resource
 import signal
 import socket
 import sys
@@ -20,22 +22,42 @@ from digen_jax.rewards.service.server import Service, make_app
 
 HEADERS = 10.0  # seconds in which the head of a request must come
 IDLE = 75  # seconds that an open connection without a request is kept
+# Connections that wait to be accepted, and those that asyncio accepts before it looks at any of them. It logs each that
+# it has no descriptor for, in a loop.
+BACKLOG, ACCEPTED = 1024, 16
+# Descriptors that are no connection's: of connections on their way in and out, files and processes that start.
+SPARE = 6 * ACCEPTED
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Protocol(H11Protocol):
-    """HTTP/1.1, with a time limit for the head of a request."""
+    """HTTP/1.1, with a time limit for the head of a request; idle connections make place for new ones."""
 
     slow: asyncio.TimerHandle | None = None
+    used = 0.0  # when the connection was made or a request came last, by the loop's clock
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """A new connection must send a request in time."""
+        """A new connection must send a request in time, and ends the oldest idle one where there are too many."""
         super().connection_made(transport)
+        self.used = self.loop.time()
         self._limit()
+        if len(self.connections) >= self.limit_concurrency:
+            idle = [one for one in self.connections if one is not self and one.is_idle]
+            if idle:
+                oldest = min(idle, key=lambda one: one.used)
+                self.connections.discard(oldest)
+                oldest.transport.abort()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered, and the connection is not ending."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        return not answering and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
         """The first bytes of another request have the limit, too."""
         super().data_received(data)
+        self.used = self.loop.time()
         if self.cycle is not None and not self.cycle.response_complete:
             self._whole()
         elif self.slow is None:
@@ -67,6 +89,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept connections; see `BACKLOG`."""
+        await super().startup(sockets)
+        for place in sockets or ():
+            place.listen(BACKLOG)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals ask the server to stop; they are not raised again, so that the exit code is 0."""
@@ -92,7 +120,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OverflowError as error:
         raise ConfigError(f"--port={port} must be 0 to 65535") from error
     except OSError as error:
@@ -121,8 +149,10 @@ def serve(
       patience: seconds to finish, after which the rest is dropped.
 
     Raises:
+      ConfigError: the process may open too few files for the connections.
       Exception: what the trial raises.
     """
+    connections = min(service.limits.connections, _affordable())
     config = uvicorn.Config(
         make_app(service),
         http=Protocol,
@@ -131,11 +161,25 @@ def serve(
         log_level="critical",
         access_log=False,
         server_header=False,
-        limit_concurrency=service.limits.connections,
+        limit_concurrency=connections,
+        backlog=ACCEPTED,
         timeout_keep_alive=IDLE,
         timeout_graceful_shutdown=max(1, round(patience)),
     )
     asyncio.run(_serve(Server(config, service), service, place, trial))
+
+
+def _affordable() -> int:
+    """The number of connections that this process has descriptors for."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return sys.maxsize
+    found = most - len(os.listdir("/dev/fd")) - SPARE
+    if found < 1:
+        raise ConfigError(
+            f"this process may open {most} files: allow {most - found + 1} or more (ulimit -n)"
+        )
+    return found
 
 
 async def _serve(

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -58,8 +59,10 @@ class Served:
     """A server's process."""
 
     def __init__(self, folder, *arguments, **environment):
+        files = environment.pop("FILES", None)  # that it may open
+        limited = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash"] if files else []
         self.process = subprocess.Popen(
-            [sys.executable, ROOT / "launch" / "reward_server.py", *arguments],
+            [*limited, sys.executable, ROOT / "launch" / "reward_server.py", *arguments],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment,
             stdout=subprocess.PIPE,
@@ -397,3 +400,30 @@ def test_a_socket_that_cannot_be_had_is_a_sentence():
         listen("127.0.0.1", 70_000)
     with pytest.raises(ConfigError, match=r"--host=192\.0\.2\.1"):
         listen("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize("busy", [0, 3])
+def test_idle_connections_make_place_for_new_ones(serve, busy):
+    """A thousand for a server that may open 256 files; requests in flight are answered."""
+    served = serve(FILES=256)
+    images = pictures(2)
+    metadata = [{"seconds": 0.2}] * 2
+    kind, body = encode_request(images, ["a", "b"], metadata)
+
+    def ask(_):
+        url, headers = f"{served.url}/v1/score", {"Content-Type": kind}
+        return httpx.post(url, content=body, headers=headers, timeout=60).status_code
+
+    with ThreadPoolExecutor(4) as threads, contextlib.ExitStack() as stack:
+        asked = [threads.submit(ask, number) for number in range(busy)]
+        for _ in range(1000):
+            link = socket.create_connection(("127.0.0.1", served.port), timeout=30)
+            stack.enter_context(link)
+        assert served.well()
+        assert [one.result() for one in asked] == [200] * busy
+    assert served.said == ""
+
+
+def test_a_server_with_too_few_files_is_refused(serve):
+    served = serve(FILES=64)
+    assert served.process.wait(60) == 2
