@@ -289,6 +289,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow
 def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
     base, config, tmp_path, monkeypatch, capsys
 ):

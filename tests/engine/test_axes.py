@@ -124,7 +124,7 @@ def result(base):
     return of
 
 
-@pytest.mark.parametrize(("family", "tuning", "mesh"), quick(CASES, 0, 1))
+@pytest.mark.parametrize(("family", "tuning", "mesh"), quick(CASES, 0))
 def test_images_and_gradients_are_those_of_one_device(result, family, tuning, mesh):
     check(result, tuning, mesh, family)
 

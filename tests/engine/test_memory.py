@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("tuning", "program", "mesh"), quick(CASES, 0, 1))
+@pytest.mark.parametrize(("tuning", "program", "mesh"), quick(CASES, 1))
 def test_split_parameters_are_gathered_a_block_at_a_time(base, tuning, program, mesh):
     remat = "blocks" if program == "gradient with remat" else "none"
     # Two blocks are in a scan, and no device has two rows, so a shape (2, ...) is a stack's.

@@ -12,7 +12,7 @@ from digen_jax import assemble
 from digen_jax.config.door import open_recipe, place
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime.steps import Images
-from tests.cases import quick, said
+from tests.cases import said
 from tests.engine import toy
 from tests.engine.test_axes import ADVANTAGES, ROWS
 from tests.engine.test_axes import config as tiny_config
@@ -120,9 +120,9 @@ def gathered_kernels(text):
     return kernels
 
 
-@pytest.mark.parametrize("arithmetic", quick([("float32",), ("bfloat16",)], 1))
-def test_parameters_are_rounded_before_they_are_gathered(base, arithmetic):
-    system = built(base, "full", devices=4, arithmetic=arithmetic)
+@pytest.mark.slow
+def test_parameters_are_rounded_before_they_are_gathered(base):
+    system = built(base, "full", devices=4, arithmetic="bfloat16")
     weights = system.publish(system.start)
     prompts = system.sampler.encode(weights, said("a photo of a star", "two rings"))
     keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
@@ -138,4 +138,4 @@ def test_parameters_are_rounded_before_they_are_gathered(base, arithmetic):
     )
     found = gathered_kernels(program.lower(*shapes).compile().as_text())
     assert {"attn/to_q", "attn/to_out_0", "ff/net_0/proj", "ff/net_2"} <= set(found)
-    assert {one for kernel in found.values() for one in kernel} == {arithmetic == "bfloat16"}
+    assert all(one for kernel in found.values() for one in kernel)

@@ -12,7 +12,6 @@ from digen_jax.config.door import open_recipe
 from digen_jax.config.recipe import complete
 from digen_jax.models.published import published_folder
 from digen_jax.planning.compiled import programs
-from tests.cases import quick
 from tests.tiny_runs import once, tiny_config
 
 # Wide enough that what is not counted, elementwise operations aside, is small: the ends of the network.
@@ -65,7 +64,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case",), quick([(case,) for case in CASES], 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_program_does_what_is_needed_and_what_remat_repeats(base, case):
     kind, changes = CASES[case]
     recipe = recipe_of(base, kind, **changes)
