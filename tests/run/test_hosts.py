@@ -123,15 +123,6 @@ def unbroken(folder) -> tuple[pathlib.Path, dict]:
     return folder / "one", {"transformer": tuned}
 
 
-def test_two_processes_train_as_one_does(folder, unbroken):
-    first, second = together(folder, toy_run("together"))
-    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    assert first[1].startswith("4 CPU devices of 2 processes for rollout and training in turn")
-    assert "reward on 5 held-out prompts" in first[1] and second[1] == ""
-    assert finished_step(folder / "together") == 3
-    assert_same_run(folder / "together", *unbroken)
-
-
 @pytest.mark.slow
 def test_a_reward_on_the_mesh_of_two_processes_scores_as_on_that_of_one(folder, monkeypatch):
     """Its weights are split over both."""

@@ -222,21 +222,6 @@ def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
         assert all(end <= start + 1000 for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-def test_killed_in_the_middle_of_a_save_a_run_equals_an_unbroken_one(folder):
-    command = ("-m", "tests.run.toy_process", "--config=toy.py")
-    command += ("--config.steps=2", "--config.checkpoint.every=1")
-    killed = (*command, "--workdir=killed")
-
-    code, said = launch(folder, *killed, event="os.rename checkpoints/2")
-    assert code == -signal.SIGKILL, said
-    assert len(metrics(folder / "killed")) == 3 and saved(folder / "killed") == ["1"]
-
-    code, said = launch(folder, *killed)
-    assert (code, "continuing after step 1" in said) == (0, True), said
-    assert launch(folder, *command, "--workdir=untouched")[0] == 0
-    assert_same_run(folder / "killed", folder / "untouched")
-
-
 @pytest.mark.slow
 def test_stopped_at_all_kinds_of_moments_a_run_equals_an_unbroken_one(folder):
     command = ("-m", "tests.run.toy_process", "--config=toy.py")

@@ -129,8 +129,7 @@ def test_recomputed_log_probs_are_the_rollouts_own():
 @pytest.mark.parametrize(
     ("tuning", "std", "layout"),
     [
-        ("full", "group", "half groups"),
-        ("lora", "group", "half groups, steps split"),
+        ("lora", "group", "half groups"),
         ("full", "global", "half groups, steps split"),
     ],
 )
