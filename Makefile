@@ -1,6 +1,6 @@
 # make demo: set everything up and tune the embedded model; with ACCELERATOR=cuda12, cuda13 or tpu, on a GPU or TPU.
 # make test: set everything up and run the tests;
-# make test-slow: run the slow tests (whole runs in several processes, kills, the benchmarks' own tests);
+# make test-slow: run the slow tests (whole runs in several processes, the benchmarks' own tests);
 # make tpu-check, make gpu-check: run the tests that compile for TPUs or GPUs, which this machine need not have, each with
 # the compiler in an environment of its own;
 # make gpu-table: write docs/performance.md's table of the published recipes on GPUs;

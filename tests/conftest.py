@@ -84,7 +84,6 @@ LONGEST = (
     "run/test_train.py",
     "test_notebooks.py",
     "run/test_faulty_runs.py",
-    "run/test_kills.py",
     "run/test_stopping.py",
     "models/flux/test_kontext_runs.py",
     "planning/test_programs.py",
