@@ -67,8 +67,6 @@ def run_main(main: Main) -> None:
     A script with several `main` functions, by their names, takes one of these names as its first word.
     """
     end_by_ctrl_c()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
     keep_writable()
     # It has a line at the first start on a machine, on which no user can act.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)

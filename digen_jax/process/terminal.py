@@ -65,7 +65,10 @@ class Output(io.FileIO):
 
 
 def keep_writable() -> None:
-    """Lets this process print after the reader of standard output or error has gone, or where there is none."""
+    """Lets this process print after the reader of standard output or error has gone, or where there is none.
+
+    Characters that a console cannot show are printed as escapes.
+    """
     for descriptor, name in enumerate(("stdout", "stderr"), start=1):
         before = getattr(sys, name)
         if before is None:  # closed: otherwise the next file that is opened gets its number
@@ -75,7 +78,7 @@ def keep_writable() -> None:
         stream = io.TextIOWrapper(
             io.BufferedWriter(Output(descriptor)),
             encoding=before and before.encoding,
-            errors=before and before.errors,
+            errors="backslashreplace",
             line_buffering=before is None or before.line_buffering,
         )
         setattr(sys, name, stream)
