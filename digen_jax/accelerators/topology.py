@@ -25,7 +25,6 @@ SETTINGS = {
 # Chips of a host in slices of one host; otherwise a host has the chips that libtpu takes by default, four.
 ONE_HOST = {"1x1": (1, 1, 1), "1x1x1": (1, 1, 1), "2x4": (2, 4, 1)}
 
-
 # Settings of the CUDA compiler without a GPU: nothing can be timed, so it must not choose kernels by their times.
 XLA_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
 GPUS_OF_HOST = 8  # at most
@@ -98,7 +97,7 @@ def _gpu_devices(name: str) -> Sequence[jax.Device]:
     except (RuntimeError, NotImplementedError) as error:
         text = str(error).partition("\n")[0]
         raise ConfigError(
-            f"--topology={name} needs a CUDA compiler of jaxlib's version, {jax.lib.__version__}: "
+            f"--topology={name} needs a CUDA compiler of jaxlib's version, {importlib.metadata.version('jaxlib')}: "
             f"pip install -r requirements-gpu-check.txt ({text})"
         ) from error
 
