@@ -87,6 +87,7 @@ def main() -> None:
 
     from digen_jax.config.checks.rewards import check_named, needs_of
     from digen_jax.inference.model import Asked, edited, open_model
+    from digen_jax.models.text.tokenizer_files import known_words
     from digen_jax.prompts.files import first_negative, read_prompt_file
     from digen_jax.prompts.needs import check_needs
     from digen_jax.prompts.notes import tell
@@ -115,7 +116,7 @@ def main() -> None:
         fits=lambda family: edited(family, records),
     )
     model = model.editing(records)
-    tell([prompts], model.family.cut)
+    tell([prompts], model.family.cut, known_words(model.family))
     samplers = [model.sampler(*one) for one in asked]
     size = samplers[0].settings.size
     check_canaries(rewards, rewards.score)

@@ -90,7 +90,8 @@ def main() -> None:
 
     from digen_jax.inference.model import Asked, edited, open_model
     from digen_jax.inference.pictures import sample_to_folder
-    from digen_jax.prompts.notes import tell
+    from digen_jax.models.text.tokenizer_files import known_words
+    from digen_jax.prompts.notes import only, tell, unknown
 
     asked = Asked(_GUIDANCE.value, _STEPS.value, _HEIGHT.value, _WIDTH.value, _TRUE_GUIDANCE.value)
 
@@ -108,12 +109,16 @@ def main() -> None:
     model = model.editing(records, source)
     sampler = model.sampler(*asked)
     output = pathlib.Path(_OUTPUT.value)
+    words = known_words(model.family)
     if _PROMPTS.value:
-        tell([_PROMPTS.value], model.family.cut)
+        tell([_PROMPTS.value], model.family.cut, words)
     texts = _texts()
     cuts = model.family.cut([text for _, text in texts] or [""])
     for (name, text), cut in zip(texts, cuts, strict=False):
-        if cut:
+        if unread := unknown([text], words):
+            said = f"--{name}={text!r} has words that this model does not know"
+            print(f"{said}: {only(unread, words)}", file=sys.stderr)
+        elif cut:
             shown = textwrap.shorten(text, 80, placeholder=" ...")
             print(
                 f"--{name}={shown!r} is longer than the text encoders read, so that its end is cut off",

@@ -14,8 +14,10 @@ def build_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
     """Byte-pair encoding learned from `texts`; unknown words fall back to bytes, so no text is lost.
 
     The ids are laid out as in CLIP: bytes, bytes that end a word, merges, then the two special tokens. Padding is
-    the end-of-text token, as for CLIP-L.
+    the end-of-text token, as for CLIP-L. The words of `texts` are a field of the saved tokenizer_config.json, so that
+    a run can name the words of a prompt that the model does not know.
     """
+    texts = sorted(set(texts))
     learned = Tokenizer(models.BPE(end_of_word_suffix=END_OF_WORD))
     learned.normalizer = normalizers.Lowercase()
     learned.pre_tokenizer = pre_tokenizers.Sequence(
@@ -25,7 +27,7 @@ def build_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=10_000, min_frequency=1, end_of_word_suffix=END_OF_WORD, show_progress=False
     )
-    learned.train_from_iterator(sorted(set(texts)), trainer)
+    learned.train_from_iterator(texts, trainer)
     merges = _merges(learned)
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -33,7 +35,8 @@ def build_tokenizer(texts: Iterable[str], max_length: int) -> CLIPTokenizer:
     tokens += [left + right for left, right in merges]
     tokens += [BEGIN_OF_TEXT, END_OF_TEXT]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)
+    words = sorted({word for text in texts for word in text.lower().split()})
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length, words=words)
 
 
 def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,15 +11,19 @@ from digen_jax.prompts.files import HIDDEN, numbered_records
 from digen_jax.prompts.lines import named
 
 CHUNK = 10_000  # prompts tokenized at a time
+SHOWN = 10  # unknown words in a note
+WORD = re.compile(r"[^\W_]+")
 SPOKEN = 100_000  # prompts between two lines of progress
 
 Path = str | os.PathLike[str]
 
 
-def tell(paths: Sequence[Path], cut: Callable[[list[str]], Iterable[bool]]) -> None:
+def tell(
+    paths: Sequence[Path], cut: Callable[[list[str]], Iterable[bool]], words: Sequence[str] = ()
+) -> None:
     """Prints the `notes` on each prompt file, and what they `share`; a path that comes twice counts once."""
     paths = list(dict.fromkeys(paths))
-    for note in itertools.chain(*(notes(path, cut) for path in paths), shared(paths)):
+    for note in itertools.chain(*(notes(path, cut, words) for path in paths), shared(paths)):
         print(note, file=sys.stderr, flush=True)
 
 
@@ -51,12 +56,32 @@ def _key(record: dict[str, Any]) -> tuple[str, ...]:
     return record["prompt"], repr(record.get("negative_prompt")), repr(record.get("image"))
 
 
-def notes(path: Path, cut: Callable[[list[str]], Iterable[bool]]) -> list[str]:
+def unknown(prompts: Iterable[str], words: Sequence[str]) -> list[str]:
+    """The words of some prompts that a model cannot read, each once.
+
+    Args:
+      prompts: any texts.
+      words: all that the model can read. Empty means any.
+    """
+    found = dict.fromkeys(word for prompt in prompts for word in WORD.findall(prompt.lower()))
+    return [word for word in found if words and word not in words]
+
+
+def only(unread: Sequence[str], words: Sequence[str]) -> str:
+    """The end of a sentence about prompts with unknown words: these, and the words that can be read."""
+    more = f" and {len(unread) - SHOWN} more" if len(unread) > SHOWN else ""
+    return f"{', '.join(map(repr, unread[:SHOWN]))}{more}; it knows only {', '.join(words)}"
+
+
+def notes(
+    path: Path, cut: Callable[[list[str]], Iterable[bool]], words: Sequence[str] = ()
+) -> list[str]:
     """A sentence for each kind of problem of a prompt file.
 
     Args:
       path: of the file; the sentences begin with it.
       cut: says of each prompt whether it is longer than the text encoders read.
+      words: that the model knows. Empty means that it reads any text.
 
     Raises:
       ValueError or FileNotFoundError: as `files.read_prompt_file`.
@@ -75,7 +100,13 @@ def notes(path: Path, cut: Callable[[list[str]], Iterable[bool]]) -> list[str]:
             repeats.append((number, first))
     odd = sorted({number for text in lines if HIDDEN.search(text) for number in lines[text]})
     found = []
-    if long := _long(lines, cut):
+    strange = dict.fromkeys(text for text in lines if words and unknown([text], words))
+    if strange:
+        at = sorted({number for text in strange for number in lines[text]})
+        read = only(unknown(strange, words), words)
+        found.append((at, f"have words that this model does not know ({named(at)}): {read}"))
+    # A model that spells words in letters soon has too many tokens.
+    if long := _long({t: at for t, at in lines.items() if t not in strange}, cut):
         found.append((long, f"are cut off by the text encoders: {named(long)}"))
     # A file that repeats most of its prompts, such as the embedded model's, does so on purpose.
     if 0 < len(repeats) <= len(numbered) / 2:

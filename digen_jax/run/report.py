@@ -7,6 +7,7 @@ from collections.abc import Callable
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.system import System
 from digen_jax.models.family import Family
+from digen_jax.models.text.tokenizer_files import known_words
 from digen_jax.policies import describe_computation
 from digen_jax.process.launching import describe_cache
 from digen_jax.process.progress import Progress
@@ -22,7 +23,8 @@ Metrics = dict[str, float]
 
 def tell_prompts(recipe: Recipe, family: Family) -> None:
     """Prints what is odd about the prompts to train on and to evaluate on, such as those that are cut off."""
-    tell((*recipe.prompts.paths, recipe.evaluation.prompts), family.cut)
+    paths = (*recipe.prompts.paths, recipe.evaluation.prompts)
+    tell(paths, family.cut, known_words(family))
 
 
 class Reporter:

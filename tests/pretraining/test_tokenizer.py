@@ -55,5 +55,6 @@ def test_transformers_loads_what_is_saved(tmp_path):
     for loader in (CLIPTokenizer, CLIPTokenizerFast):
         loaded = loader.from_pretrained(tmp_path)
         assert loaded.model_max_length == LENGTH
+        assert {"red", "stars", "above"} <= {*loaded.init_kwargs["words"]}
         for text in ("a photo of two Blue stars", "Ünïcödé 🙂"):
             assert loaded(text)["input_ids"] == tokenizer()(text)["input_ids"]

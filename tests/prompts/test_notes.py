@@ -1,10 +1,12 @@
 """Oddities of prompt files: each kind is one sentence with its number and its first lines."""
 
 import json
+import pathlib
 
 import pytest
 
 from digen_jax.families import load_family
+from digen_jax.models.text.tokenizer_files import known_words
 from digen_jax.prompts import files, notes
 from tests.cases import said
 from tests.tiny_runs import pipeline
@@ -23,6 +25,19 @@ def test_what_is_odd_is_counted_and_named_by_its_lines(tmp_path):
         f"{file}: 4 of 8 prompts are repeats (line 7 repeats line 1)",
         f"{file}: 2 of 8 prompts have hidden characters: lines 5, 15",
     ]
+
+
+def test_words_that_the_embedded_model_cannot_read_are_named(tmp_path):
+    words = known_words(load_family(pathlib.Path("assets/shapes-sd3")))
+    assert {"circle", "two", "above", "background"} <= {*words} and "square" not in words
+    file = tmp_path / "p.txt"
+    file.write_text("a photo of two green squares\nA Red circle.\na cat, and a dog\n")
+    (found,) = notes.notes(file, lambda prompts: [len(p) > 20 for p in prompts], words)
+    head, _, known = found.partition("; ")
+    assert found.startswith(f"{file}: 2 of 3 prompts") and "lines 1, 3" in head
+    assert head.endswith("'squares', 'cat', 'dog'") and all(word in known for word in words)
+    for shipped in ("assets/prompts/shapes_train.jsonl", "examples/my_prompts.txt"):
+        assert notes.notes(shipped, lambda prompts: [False] * len(prompts), words) == []
 
 
 def test_a_negative_prompt_is_read_too_and_makes_another_prompt(tmp_path):

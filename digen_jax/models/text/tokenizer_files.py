@@ -70,6 +70,15 @@ def has_words(tokenizer: Any) -> bool:
     return any(map(str.isalpha, "".join(tokenizer.get_vocab().keys() - special)))
 
 
+def known_words(family: Any) -> tuple[str, ...]:
+    """The words that a model can read, of a tokenizer_config.json that lists them; empty for any other model.
+
+    Such a model, as the embedded one, was trained on captions of few words, and spells all others in letters.
+    """
+    tokenizers = getattr(family, "tokenizers", ())
+    return tuple(tokenizers[0].init_kwargs.get("words", ())) if tokenizers else ()
+
+
 def _check_vocabulary(folder: pathlib.Path, tokenizer: Any, vocab_size: int) -> None:
     """Refuses ids that the text encoder does not know; and few ids, which mean other words to it."""
     ids = tokenizer.get_vocab().values()
