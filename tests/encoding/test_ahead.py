@@ -104,6 +104,7 @@ def store(runs) -> str:
     return str(runs["ahead"][0].parent / "store")
 
 
+@pytest.mark.slow
 def test_a_run_that_encodes_ahead_is_the_same(runs):
     (_, each, _), (_, before, _) = runs["each_step"], runs["ahead"]
     assert len(each) == 3 and each[1]["gradient_norm"] > 0.001
@@ -111,6 +112,7 @@ def test_a_run_that_encodes_ahead_is_the_same(runs):
     assert_same_metrics(before, each, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_text_encoders_leave_the_devices_before_it_samples(runs, folder):
     (*_, each), (*_, before) = runs["each_step"], runs["ahead"]
     shapes = load_family(folder).shapes()
@@ -123,6 +125,7 @@ def test_text_encoders_leave_the_devices_before_it_samples(runs, folder):
     assert not any(own & live for live in before)
 
 
+@pytest.mark.slow
 def test_a_later_run_encodes_nothing_and_needs_no_weights(
     runs, store, config, folder, tmp_path, capsys
 ):
@@ -173,6 +176,7 @@ def test_a_store_that_is_a_file_is_refused_before_anything_slow(config, tmp_path
         trained(c, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
     config, store, tmp_path, monkeypatch
 ):

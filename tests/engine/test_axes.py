@@ -14,7 +14,7 @@ from digen_jax.config.door import open_recipe, place
 from digen_jax.flow.sampling import image_keys
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
-from tests.cases import quick, said
+from tests.cases import said
 from tests.engine import toy
 from tests.models.flux.folders import flux_folder
 from tests.models.flux2.folders import klein_folder
@@ -124,7 +124,8 @@ def result(base):
     return of
 
 
-@pytest.mark.parametrize(("family", "tuning", "mesh"), quick(CASES, 0))
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tuning", "mesh"), CASES)
 def test_images_and_gradients_are_those_of_one_device(result, family, tuning, mesh):
     check(result, tuning, mesh, family)
 

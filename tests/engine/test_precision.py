@@ -59,6 +59,7 @@ def test_pictures_hardly_change_by_rounding_what_is_never_trained(base):
     assert 0 < change.mean() < 0.02
 
 
+@pytest.mark.slow
 def test_trajectories_in_half_precision_are_replayed_as_sampled(base):
     """The log-probability is that of the rounded image, and the next step starts from it."""
     c = tiny_config(base, "full", "one device", algorithm__old_log_probs="rollout")

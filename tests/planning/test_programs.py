@@ -148,6 +148,7 @@ def test_predicted_memory_of_the_embedded_model_is_that_of_the_compiled_programs
     check(reopen_recipe(embedded("full", 48, fsdp=4)), training_bytes, sampling_bytes)
 
 
+@pytest.mark.slow
 def test_the_programs_are_those_that_a_run_calls(base):
     """Compiled without arrays, they take a step's own arrays as they lie, and return what the step does."""
     recipe = reopen_recipe(tiny(base, "full", 8, data=2))
