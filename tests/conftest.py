@@ -79,15 +79,16 @@ def pytest_collection_finish():
 # The files that take longest, which come first: a file's tests run in one process.
 LONGEST = (
     "run/test_apart.py",
-    "run/test_apart_meshes.py",
+    "test_notebooks.py",
     "run/test_hosts.py",
     "run/test_train.py",
-    "test_notebooks.py",
-    "run/test_faulty_runs.py",
     "run/test_stopping.py",
-    "models/flux/test_kontext_runs.py",
     "planning/test_programs.py",
     "engine/test_axes.py",
+    "models/flux/test_kontext_runs.py",
+    "run/test_faulty_runs.py",
+    "encoding/test_ahead.py",
+    "run/test_apart_meshes.py",
 )
 
 
