@@ -13,16 +13,16 @@ LOAD = Load(clients=4, servers=2, requests=3, images=2, side=8)
 
 @pytest.mark.slow
 def test_each_image_gets_its_score_whatever_happens():
-    load = Load(clients=16, servers=2, requests=8, images=2, side=32)
+    load = Load(clients=32, servers=2, requests=8, images=2, side=32)
     said = []
     found = compare(load, said.append)
-    assert found.faults.images == 256 and found.servers.attempts == 128
+    assert found.faults.images == 512 and found.servers.attempts == 256
     assert set(found.faults.failures) == {"delay", "error", "disconnect", "lost", "spoilt"}
     assert (
         found.faults.attempts
-        > 128 + sum(found.faults.failures[name] for name in ("error", "disconnect", "lost")) * 0.5
+        > 256 + sum(found.faults.failures[name] for name in ("error", "disconnect", "lost")) * 0.5
     )
-    assert "256 images got exactly one score each" in found.describe()
+    assert "512 images got exactly one score each" in found.describe()
     assert "ms an image" in said[0] and found.overhead == found.servers.each - found.local.each
 
 
