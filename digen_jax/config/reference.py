@@ -42,6 +42,11 @@ A misspelt field, a value of another type or outside of its range, and fields th
 with one sentence each before anything is computed. Numbers are finite; only
 {infinite} may be `inf`.
 """
+# The fields that most users change.
+FIRST = (
+    "model.folder", "rewards[i].name", "prompts.file", "evaluation.prompts", "steps", "batch.groups", "batch.images",
+    "sampler.steps", "trainer.learning_rate", "trainer.micro_batch",
+)  # fmt: skip
 RESUMED = """## What a resumed run may change
 
 The same command with the same `--workdir` continues a run. These fields and sections may differ from the first start;
@@ -85,8 +90,15 @@ def document() -> str:
         elif section is not dataclasses.MISSING:
             alone += described(field.name)
     parts.insert(1, _part("## The run", "Fields outside of all sections.", alone))
+    first = {field.name: field for name in map(_section_of, FIRST) for field in described(name)}
+    told = "The ten fields that most users change; `model.height`, `lora.rank` and `placement` come next."
+    parts.insert(1, _part("## Ten fields to begin with", told, [first[name] for name in FIRST]))
     may_change = "\n".join(f"- `{name}`" for name in sorted(MAY_CHANGE))
     return "\n".join([*parts, RESUMED.format(fields=may_change)])
+
+
+def _section_of(name: str) -> str:
+    return name.partition(".")[0].partition("[")[0]
 
 
 def described(section: str, algorithm: str = "policy_gradient") -> list[Field]:
