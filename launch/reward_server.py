@@ -37,7 +37,7 @@ _PROMPTS = define_path(
 _PATIENCE = flags.DEFINE_float("patience", 30, "Seconds to finish requests after SIGTERM.")
 _LIMITS = {
     field.name: (flags.DEFINE_float if field.type is float else flags.DEFINE_integer)(
-        field.name, field.default, "A limit: see docs/reward-service.md."
+        field.name, field.default, field.metadata["help"]
     )
     for field in dataclasses.fields(Limits)
 }

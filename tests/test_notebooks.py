@@ -115,7 +115,7 @@ def test_your_model_is_sampled_tuned_and_exported(base, tmp_path):
     model = qwen_image_folder(base)
     chosen = f"""
 model, size, steps, guidance, arithmetic = {str(model)!r}, 16, 4, 2.0, "float32"
-prompts = ["a red circle", "two blue stars in the rain"]
+prompts, held_out = ["a red circle", "two blue stars in the rain"], ["a green ring"]
 """
     folder = cell("folder").replace("runs/your_model", str(tmp_path / "work"))
     recipe = cell("recipe").replace("steps=20", "steps=2")

@@ -94,6 +94,8 @@ def _sheet(
         )
     pictures = [[_resized(one, scale) for one in cell] for cell in to_uint8(images)]
     width, height = pictures[0][0].size
+    if title and scores is not None and np.isin(scores, (0, 1)).any():
+        title += " (tick: score 1, cross: score 0)"
     step = width + 2 * FRAME + GAP // 2
     cell = step * len(pictures[0]) - GAP // 2
     columns = min(columns, len(pictures))
@@ -102,7 +104,8 @@ def _sheet(
     heights = [height + 2 * FRAME + GAP // 3 + LINE * max(map(len, row)) + GAP for row in rows]
     top = GAP + (HEADING_LINE + GAP // 2 if title else 0) + (HEADING_LINE if heads else 0)
 
-    canvas = Image.new("RGB", (GAP + columns * (cell + GAP), top + sum(heights)), PAPER)
+    across = max(GAP + columns * (cell + GAP), math.ceil(text_width(title, HEADING)) + 2 * GAP)
+    canvas = Image.new("RGB", (across, top + sum(heights)), PAPER)
     draw = ImageDraw.Draw(canvas)
     write(draw, (GAP, GAP), title, INK, HEADING)
     for i, text in enumerate(texts):

@@ -40,8 +40,13 @@ class Line(NamedTuple):
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
-    """The charts of each part of a report, of metrics that any of the runs has."""
+    """The charts of each part of a report, of metrics that any of the runs has.
+
+    There is no chart of an approximate KL that is always 0, as where a step has one update of fresh samples.
+    """
     known = dict.fromkeys(name for run in runs for line in run.metrics for name in line)
+    if not any(line.get("approx_kl") for run in runs for line in run.metrics):
+        known.pop("approx_kl", None)
     trained = set().union(*(run.trained for run in runs))
     tasks = dict.fromkeys(tag for run in runs for tag in run.tasks)
 

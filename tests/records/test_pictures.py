@@ -99,6 +99,10 @@ def test_scores_show_as_colour_and_mark():
     assert has(one, GREEN) and not has(one, RED)
     assert has(zero, RED) and not has(zero, GREEN)
     assert has(part, AMBER) and not has(part, GREEN)
+    headed = [
+        pictures.image_grid(flat(0.5), [""], 1, s, "step 1") for s in (scores[:1], scores[2:])
+    ]
+    assert headed[0].width > headed[1].width  # marks are explained, numbers are not
     plain = pictures.image_grid(flat(0.5), [""], 1)
     assert not any(has(plain, colour) for colour in (GREEN, RED, AMBER))
     # Frames and badges add to the image; its other corners stay what they were.

@@ -1,6 +1,7 @@
 """The page of a report, read by a parser; a browser looks at it in test_browser.py."""
 
 import base64
+import dataclasses
 import html.parser
 import io
 import json
@@ -146,6 +147,14 @@ def test_curves_of_each_reward_are_named_trained_or_not(workdirs):
     }
     assert list(found["tasks"][0].curves) == ["colors", HOSTILE]
     assert [chart.title for chart in found["images"]] == ["sharpness", "diversity"]
+
+
+@pytest.mark.parametrize(("values", "shown"), [((0.0, 0.0), False), ((0.0, 1e-6), True)])
+def test_a_kl_that_is_always_0_has_no_chart(workdirs, values, shown):
+    run = read_run(workdirs[0])
+    lines = [{"step": i, "approx_kl": value} for i, value in enumerate(values)]
+    found = curves.charts([dataclasses.replace(run, metrics=lines)])
+    assert any("approx_kl" in c.curves.values() for c in found["training"]) == shown
 
 
 def test_bands_span_the_runs_at_the_steps_that_all_have(workdirs, tmp_path):

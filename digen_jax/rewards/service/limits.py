@@ -23,26 +23,33 @@ class Refused(ValueError):
         self.status, self.after = status, after
 
 
+def _limit(default: int | float, told: str) -> Any:
+    """A field of `Limits` with its help on the command line."""
+    return dataclasses.field(default=default, metadata={"help": told})
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Limits of a server; those of a request come first."""
 
-    body: int = 128 * MIB  # bytes
-    text: int = 4 * MIB  # bytes of prompts and metadata
-    values: int = 100_000  # numbers, texts, lists and dicts in the metadata
-    depth: int = 16  # of lists and dicts in the metadata
-    images: int = 128  # images or clips
-    side: int = 4096  # pixels of a height or width
-    frames: int = 1024  # of a clip
-    pixels: int = 32 * MIB  # of all images and frames
-    upload: float = 30.0  # seconds in which the body must come
-    score: float = 600.0  # seconds of one call of the reward, after which it is killed
-    batch: int = 64  # images of requests that are scored in one call
-    queue: int = 1024  # images that wait
-    memory: int = 1024 * MIB  # bytes of all requests that are read or wait
-    connections: int = 512
-    remembered: float = 600.0  # seconds in which a repeated request gets its first answer again
-    answers: int = 4096  # that are remembered
+    body: int = _limit(128 * MIB, "Bytes of a request.")
+    text: int = _limit(4 * MIB, "Bytes of a request's prompts and metadata.")
+    values: int = _limit(100_000, "Numbers, texts, lists and dicts in a request's metadata.")
+    depth: int = _limit(16, "Depth of lists and dicts in a request's metadata.")
+    images: int = _limit(128, "Images or clips of a request.")
+    side: int = _limit(4096, "Pixels of an image's height or width.")
+    frames: int = _limit(1024, "Frames of a clip.")
+    pixels: int = _limit(32 * MIB, "Pixels of all images and frames of a request.")
+    upload: float = _limit(30.0, "Seconds in which a request must arrive.")
+    score: float = _limit(600.0, "Seconds of one call of the reward, after which it is killed.")
+    batch: int = _limit(64, "Images of several requests that are scored in one call.")
+    queue: int = _limit(1024, "Images that wait to be scored.")
+    memory: int = _limit(1024 * MIB, "Bytes of all requests that are read or wait.")
+    connections: int = _limit(512, "Open connections.")
+    remembered: float = _limit(
+        600.0, "Seconds in which a repeated request gets its first answer again."
+    )
+    answers: int = _limit(4096, "Answers that are remembered.")
 
     def check(self) -> None:
         """Raises ConfigError where a number is out of range or a request could never be accepted."""
