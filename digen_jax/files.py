@@ -51,6 +51,22 @@ def parse_json(content: bytes | str) -> Any:
     raise ValueError(DEEP)
 
 
+PACKAGE = Path(__file__).parent
+SHIPPED = ("assets", "configs", "launch")
+
+
+def shipped(path: str) -> str:
+    """The place of a file or folder that comes with the package, such as "configs/shapes_demo.py".
+
+    A wheel has these folders in the package, a checkout beside it. A path that exists in the current directory, or
+    that is none of these, stays as it is.
+    """
+    if path.split("/", 1)[0] not in SHIPPED or Path(path).exists():
+        return path
+    found = (folder / path for folder in (PACKAGE, PACKAGE.parent))
+    return str(next((one for one in found if one.exists()), path))
+
+
 def append(path: Path, data: bytes) -> None:
     """Appends to a file; if that fails, the file keeps its old length.
 

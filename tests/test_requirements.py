@@ -1,9 +1,13 @@
-"""requirements*.txt and constraints/: every package has bounds, and an exact version within them for each Python."""
+"""What is installed: bounds and exact versions of packages, and a wheel with commands, configs and the model."""
 
 import itertools
+import os
 import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tomllib
 import venv
 
 import pytest
@@ -118,3 +122,54 @@ def test_make_installs_for_an_accelerator(newest_pip, accelerator):
     would = done.stdout.rpartition("Would install ")[2]
     plugin = "libtpu-" if accelerator == "tpu" else f"jax-{accelerator}-plugin-"
     assert f" {plugin}" in would and " jaxlib-" in would
+
+
+def test_every_launch_script_is_a_command():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    names = {path.stem.replace("_", "-") for path in (ROOT / "launch").glob("*.py")}
+    assert scripts == {f"digen-{name}": "digen_jax.console:run" for name in names}
+
+
+@pytest.mark.slow
+def test_a_wheel_in_a_fresh_environment_samples_and_trains_from_any_directory(tmp_path):
+    source, venv, here = (tmp_path / name for name in ("source", "venv", "here"))
+    source.mkdir(), here.mkdir()
+    for path in ROOT.iterdir():  # a build writes into its folder
+        if path.name in ("digen_jax", "launch", "configs", "assets"):
+            shutil.copytree(path, source / path.name)
+        elif path.is_file():
+            shutil.copy(path, source)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def call(*command, code=0):
+        done = subprocess.run(
+            list(map(str, command)), cwd=here, env=variables, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    pip = (sys.executable, "-m", "pip")
+    alone = ("-q", "--no-deps", "--no-index")
+    call(*pip, "wheel", *alone, "--no-build-isolation", "-w", tmp_path, source)
+    (wheel,) = tmp_path.glob("*.whl")
+    call(sys.executable, "-m", "venv", "--without-pip", venv)
+    call(*pip, "--python", venv / "bin" / "python", "install", *alone, wheel)
+    (packages,) = venv.glob("lib/*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+
+    said = call(venv / "bin" / "python", "-c", "import digen_jax; print(digen_jax.__file__)")
+    assert said.strip() == str(packages / "digen_jax" / "__init__.py")
+    for command in (venv / "bin").glob("digen-*"):
+        assert "--help" in call(command, "--no_such_flag", code=2)
+    sample = ("--model", "assets/shapes-sd3", "--prompt", "a red ring", "--output", here / "a")
+    call(venv / "bin" / "digen-sample", *sample, "--steps=2")
+    assert (here / "a" / "grid.png").exists()
+    run = ("--config", "configs/shapes_demo.py", "--workdir", "run", "--config.steps=1")
+    small = (
+        "--config.batch.groups=1",
+        "--config.sampler.fragment=12",
+        "--config.evaluation.images=6",
+    )
+    alike = ("--config.trainer.micro_batch=12", "--config.placement.sizes=fitted")
+    call(venv / "bin" / "digen-train", *run, *small, *alike)
+    assert (here / "run" / "metrics.jsonl").exists()

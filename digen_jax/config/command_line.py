@@ -14,13 +14,14 @@ from ml_collections import ConfigDict
 
 from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
-from digen_jax.files import in_home
+from digen_jax.files import in_home, shipped
 from digen_jax.process.ending import STOPPED, Stopped, last_word, without_the_hung
 from digen_jax.process.exhausted import no_devices, out_of_memory
 from digen_jax.process.interrupt import end_by_ctrl_c
 from digen_jax.process.terminal import keep_writable
 
 OVERRIDE = re.compile(r"--?(?:no)?(config(?:\.\w+(?:\[[^]=]*\])?)+)(?:=|$)")
+PATH = re.compile(r"(-[^=]*=|)([^:]*)(.*)", re.DOTALL)  # option, path, a config's own arguments
 # Groups of fields that may be given as one word, and the field that this word sets.
 IN_A_WORD = {"config.placement": "config.placement.sizes"}
 
@@ -145,14 +146,20 @@ def parse_flags(argv: Sequence[str], with_words: bool) -> list[str]:
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """Replaces one word for a group of fields by the field that it sets, and `~` in --config=~/x.py."""
+    """Replaces one word for a group of fields by the field that it sets, and completes paths.
+
+    `~` in --config=~/x.py is the home folder; files of the package, such as configs/shapes_demo.py, are found from any
+    folder.
+    """
 
     def argument(text: str) -> str:
         name, _, value = text.partition("=")
-        if name.lstrip("-") == "config":
-            return f"{name}={in_home(value)}" if value else text
         field = IN_A_WORD.get(name.lstrip("-"))
-        return f"--{field}={value}" if field and re.fullmatch(r"\w+", value) else text
+        if field and re.fullmatch(r"\w+", value):
+            return f"--{field}={value}"
+        option, path, rest = PATH.fullmatch(text).groups()
+        path = in_home(path) if name.lstrip("-") == "config" else path
+        return f"{option}{shipped(path)}{rest}"
 
     return [argument(text) for text in argv]
 

@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 
 from digen_jax.config.checks import check_each, check_machine, check_rules
 from digen_jax.config.recipe import Recipe, complete, typed
+from digen_jax.files import shipped
 
 
 def open_recipe(config: ConfigDict | Mapping[str, Any]) -> Recipe:
@@ -46,4 +47,8 @@ def reopen_recipe(config: ConfigDict | Mapping[str, Any]) -> Recipe:
     """
     full = complete(ConfigDict(config))
     check_each(full)
+    full.model.folder = shipped(full.model.folder)
+    full.prompts.file = shipped(full.prompts.file)
+    full.prompts.files = tuple(map(shipped, full.prompts.files))
+    full.evaluation.prompts = shipped(full.evaluation.prompts)
     return typed(full)

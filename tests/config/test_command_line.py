@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from digen_jax.config import command_line
+from digen_jax.config.door import reopen_recipe
+from tests.pipelines import ROOT
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -162,6 +164,27 @@ def test_ctrl_c_is_one_line(tmp_path):
     given = ("--config", str(tmp_path / "config.py"), "--workdir=w")
     done = launch(tmp_path, *given, "--config.seed=3")
     assert (done.returncode, done.stderr) == (130, "script.py: stopped by Ctrl-C\n")
+
+
+def test_files_of_the_package_are_found_from_any_directory(tmp_path, monkeypatch):
+    given = [
+        "--config=configs/sd35_medium.py:geneval,1",
+        "configs/no.py",
+        "--model",
+        "assets/shapes-sd3",
+    ]
+    assert command_line.spelled_out(given) == given  # from the root of a checkout they are here
+    monkeypatch.chdir(tmp_path)
+    assert command_line.spelled_out(given) == [
+        f"--config={ROOT}/configs/sd35_medium.py:geneval,1",
+        *given[1:3],
+        f"{ROOT}/assets/shapes-sd3",
+    ]
+    (tmp_path / "assets" / "shapes-sd3").mkdir(parents=True)
+    assert command_line.spelled_out(given[3:]) == given[3:]
+    recipe = reopen_recipe({"prompts": {"file": "assets/prompts/shapes_train.jsonl"}})
+    assert recipe.model.folder == "assets/shapes-sd3"
+    assert recipe.prompts.paths == (f"{ROOT}/assets/prompts/shapes_train.jsonl",)
 
 
 def test_one_word_for_the_placement_is_its_sizes():
