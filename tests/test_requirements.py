@@ -127,7 +127,9 @@ def test_make_installs_for_an_accelerator(newest_pip, accelerator):
 def test_every_launch_script_is_a_command():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     names = {path.stem.replace("_", "-") for path in (ROOT / "launch").glob("*.py")}
-    assert scripts == {f"digen-{name}": "digen_jax.console:run" for name in names}
+    assert scripts == {
+        f"digen-{name}": "digen_jax.config.command_line:run_installed" for name in names
+    }
 
 
 @pytest.mark.slow
