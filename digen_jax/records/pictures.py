@@ -38,8 +38,8 @@ def image_grid(
         more, large ones reduced to 384.
       captions: one text an image, wrapped to its width.
       columns: images in a row.
-      scores: a reward an image: 1 gets a tick and a green frame, 0 a cross and a red one, any other
-        its number.
+      scores: a reward an image. Where all are 1 or 0, a tick and a green frame stand for 1, a cross and a
+        red one for 0; else each image has its number.
       title: a line above everything.
       scale: how small images are enlarged; "nearest" shows their pixels.
     """
@@ -94,7 +94,8 @@ def _sheet(
         )
     pictures = [[_resized(one, scale) for one in cell] for cell in to_uint8(images)]
     width, height = pictures[0][0].size
-    if title and scores is not None and np.isin(scores, (0, 1)).any():
+    marked = scores is not None and bool(np.isin(scores, (0, 1)).all())
+    if title and marked:
         title += " (tick: score 1, cross: score 0)"
     step = width + 2 * FRAME + GAP // 2
     cell = step * len(pictures[0]) - GAP // 2
@@ -115,7 +116,7 @@ def _sheet(
             if heads and i < columns:
                 write(draw, (x + j * step + FRAME, y - HEADING_LINE), heads[j], PALE, HEADING)
             score = None if scores is None else float(scores[i, j])
-            _paste(canvas, picture, (x + j * step, y), score)
+            _paste(canvas, picture, (x + j * step, y), score, marked)
         below = y + height + 2 * FRAME + GAP // 3
         for number, line in enumerate(text):
             write(draw, (x + FRAME, below + number * LINE), line, INK, TEXT)
@@ -149,7 +150,11 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _paste(
-    canvas: Image.Image, picture: Image.Image, corner: tuple[int, int], score: float | None
+    canvas: Image.Image,
+    picture: Image.Image,
+    corner: tuple[int, int],
+    score: float | None,
+    marked: bool,
 ) -> None:
     """Puts a picture inside its frame; with a score, in the score's colour and with its badge."""
     x, y = corner
@@ -157,28 +162,28 @@ def _paste(
     frame = 1 if score is None else FRAME
     start = (x + FRAME - frame, y + FRAME - frame)
     end = (x + FRAME + picture.width + frame - 1, y + FRAME + picture.height + frame - 1)
-    colour = EDGE if score is None else _colour(score)
+    colour = EDGE if score is None else _colour(score, marked)
     ImageDraw.Draw(canvas).rounded_rectangle((start, end), frame, colour)
     canvas.paste(picture, (x + FRAME, y + FRAME))
     if score is not None:
-        badge = _badge(score)
+        badge = _badge(score, marked)
         canvas.paste(badge, (x + FRAME + picture.width - badge.width, y + FRAME), badge)
 
 
-def _colour(score: float) -> str:
-    return {1.0: GOOD, 0.0: BAD}.get(score, MIDDLING)
+def _colour(score: float, marked: bool) -> str:
+    return {1.0: GOOD, 0.0: BAD}[score] if marked else MIDDLING
 
 
-def _badge(score: float) -> Image.Image:
+def _badge(score: float, marked: bool) -> Image.Image:
     """A tick, a cross or a number on the score's colour; drawn large and reduced for smooth edges."""
-    number = "" if score in (0, 1) else f"{score:.2f}"
+    number = "" if marked else f"{score:.2f}"
     width = BADGE if not number else math.ceil(text_width(number, NUMBER)) + 12
     large = Image.new("RGBA", (width * 4, BADGE * 4))
     draw = ImageDraw.Draw(large)
-    draw.rounded_rectangle((0, -40, width * 4 + 40, BADGE * 4 - 1), 32, _colour(score))
-    if score == 1:
+    draw.rounded_rectangle((0, -40, width * 4 + 40, BADGE * 4 - 1), 32, _colour(score, marked))
+    if marked and score == 1:
         draw.line([(30, 56), (50, 76), (86, 34)], PAPER, 13, joint="curve")
-    elif score == 0:
+    elif marked:
         draw.line([(36, 34), (80, 78)], PAPER, 13)
         draw.line([(36, 78), (80, 34)], PAPER, 13)
     badge = large.resize((width, BADGE), Image.Resampling.LANCZOS)

@@ -99,6 +99,8 @@ def test_scores_show_as_colour_and_mark():
     assert has(one, GREEN) and not has(one, RED)
     assert has(zero, RED) and not has(zero, GREEN)
     assert has(part, AMBER) and not has(part, GREEN)
+    mixed = pictures.image_grid(flat(0.5, 0.5, 0.5), [""] * 3, 3, scores)
+    assert has(mixed, AMBER) and not has(mixed, RED) and not has(mixed, GREEN)
     headed = [
         pictures.image_grid(flat(0.5), [""], 1, s, "step 1") for s in (scores[:1], scores[2:])
     ]
