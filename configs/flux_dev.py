@@ -65,6 +65,9 @@ python launch/plan.py --config configs/flux_dev.py:pickscore,4 --topology v6e:2x
     --config.placement.trainer.data=1 --config.placement.trainer.fsdp=4 --config.evaluation.batch=12 \
     --config.placement.rules="(('^transformer/', 'fsdp'), ('.*', 'replicate'))"
 
+Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 45 GiB of each of 8. One takes pickscore,1,
+with 35 GiB; all weights take several.
+
 Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
 that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: pickscore 26.7, dance 28.2,
 dance_ema 33.7, dance_lora 25.4. The text encoders are there before, while they encode the prompts. So `dance` needs

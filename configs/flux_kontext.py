@@ -40,6 +40,9 @@ python launch/plan.py --config configs/flux_kontext.py:4 --topology v6e:2x2 \
     --config.placement.trainer.data=1 --config.placement.trainer.fsdp=4 --config.evaluation.batch=12 \
     --config.placement.rules="(('^transformer/', 'fsdp'), ('.*', 'replicate'))"
 
+Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 31 GiB of each of 8. One takes `:1`,
+with 33 GiB.
+
 Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
 that sampled, autoencoder, trajectories, prompts and pictures, without the programs' temporary memory: 27.5, of which
 23.0 are the frozen transformer. One GPU has 2.2 more trajectories. The text encoders, 9.3, are there before, while

@@ -41,6 +41,9 @@ Differences to the source:
 The smallest TPU slice is one chip of 32 GB, v6e:1x1, by the compiler (estimated; nothing has run): 20.1 GiB and 640 s a
 step (`python launch/plan.py --config configs/zimage_turbo.py:1 --topology v6e:1x1`).
 
+Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 18 GiB of each of 8. One takes `:1`,
+with 19 GiB.
+
 Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
 that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: 15.3, of which 11.5 are the
 frozen transformer. The text encoder, 7.3, is there before, while it encodes the prompts. One GPU has the same, and 0.3

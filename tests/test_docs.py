@@ -4,6 +4,7 @@ import importlib
 import itertools
 import pathlib
 import re
+import runpy
 import sys
 import tomllib
 import types
@@ -162,6 +163,35 @@ def test_a_mistake_in_a_text_is_found(text, sentence, stand_ins):
         for command in found.commands + found.overrides:
             documents.check_command(command, stand_ins)
         check(found, ROOT / "README.md")
+
+
+def recipes():
+    """Every recipe of configs/, as "config: name", or "config" where there is one."""
+    found = set()
+    for path in sorted((ROOT / "configs").glob("*.py")):
+        config = runpy.run_path(str(path))
+        lengths = ("short", "long") if path.stem == "shapes_flow_grpo" else ()
+        names = config.get("RECIPES") or config.get("ALGORITHMS") or lengths
+        found |= {f"{path.stem}: {name}" for name in names} or {path.stem}
+    return found
+
+
+def test_the_evidence_is_of_every_recipe_and_its_tests_exist():
+    text = (ROOT / "docs" / "evidence.md").read_text()
+    named, labels = [], set()
+    for row in re.findall(r"^\| `(.+) \|$", text, re.M):
+        recipe, *cells = row.split(" | ")
+        config, _, names = recipe.partition("`")
+        named += [f"{config}{': ' * bool(name)}{name}" for name in names[2:].split(", ")]
+        labels |= set(re.findall(r"\b[A-Z]\d\b", " ".join(cells)))
+        assert len(cells) == 8
+    assert len(named) == len(set(named)) and set(named) == recipes()
+    defined = dict(re.findall(r"^\| ([A-Z]\d) \| .+ \| (.+) \|$", text, re.M))
+    assert labels == defined.keys()
+    for tests in defined.values():
+        for path, name in re.findall(r"`([\w/.]+)::(\w+)`", tests):
+            assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
+        assert "::" in tests
 
 
 def test_readme_is_short():

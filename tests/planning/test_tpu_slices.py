@@ -24,9 +24,9 @@ SLICES = {"v5e:2x4": 8, "v5p:2x2x1": 4, "v6e:2x2": 4}
 
 
 def run(folder, *command):
-    """A process as a user starts it: the tests' own flags are for quick compilation."""
+    """A process as a user starts it, with a cache in a folder: the tests' own flags are for quick compilation."""
     given = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    given |= {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(ROOT)}
+    given |= {"PYTHONPATH": str(ROOT)} | ({"XDG_CACHE_HOME": str(folder)} if folder else {})
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=given
     )

@@ -1,0 +1,141 @@
+"""Compiles the published recipes' programs for H100s, and writes the table in docs/performance.md.
+
+python -m tests.planning.gpus                          # all recipes, and the table
+python -m tests.planning.gpus sd35_medium:geneval,8    # one recipe, as JSON
+
+It needs requirements-gpu-check.txt. Answers of the compiler are kept, as by launch/plan.py.
+"""
+
+import json
+import re
+import runpy
+import sys
+from typing import Any
+
+from tests.pipelines import ROOT
+
+PUBLISHED = ("sd35_medium", "flux_dev", "flux_kontext", "flux2_klein", "zimage_turbo", "qwen_image")
+PROGRAMS = ("encode", "generate", "decode", "train", "update", "evaluate")
+DOC = ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- table of GPUs: make gpu-table -->\n", "<!-- end of the table of GPUs -->\n"
+GIB = 2**30
+
+
+def published() -> list[str]:
+    """Every recipe with the number of GPUs that its config's docstring names first, as "config:argument"."""
+    found = []
+    for name in PUBLISHED:
+        config = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
+        gpus = re.search(rf"{name}\.py:(?:\w+,)?(\d+)", config["__doc__"])[1]
+        found += [f"{name}:{recipe},{gpus}" for recipe in config.get("RECIPES", ())] or [
+            f"{name}:{gpus}"
+        ]
+    return found
+
+
+def open_gpus() -> Any:
+    """Eight H100s."""
+    from digen_jax.planning.slices import open_slice
+
+    return open_slice("h100:8", 1, lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def compiled(name: str, where: Any) -> dict[str, Any]:
+    """What a recipe takes on its GPUs, or the error that ended its compilation.
+
+    Memory is in GiB of a device: of each program its arguments, and its temporaries and results; `held` is that of a
+    run as the planner counts it, with the largest temporaries.
+    """
+    from digen_jax.config.door import open_recipe
+    from digen_jax.planning.assessment import assess
+    from digen_jax.planning.fitting import _with_programs
+    from digen_jax.planning.footprint import model_footprint
+    from digen_jax.planning.plan import make_problem
+    from digen_jax.planning.slices import calibrated, configured
+    from digen_jax.scheduling.planner.memory import device_bytes
+    from digen_jax.scheduling.planner.proposal import Proposal
+    from tests.test_configs import load
+
+    config, argument = name.split(":")
+    gpus = int(argument.split(",")[-1])
+    recipe = configured(open_recipe(load(config, argument)))
+    try:
+        found = assess(recipe, where.devices[:gpus], where.chip, where.answers)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}
+    programs = {}
+    for one in found:
+        peak, beyond = one.answer.peak, one.answer.beyond
+        moved = one.estimate.by_what("collectives") if one.fits else {}
+        programs[one.program.name] = {
+            "arguments": (peak - beyond) / GIB,
+            "temporaries": beyond / GIB,
+            "seconds": one.seconds,
+            "collectives": {what: [runs, size / 1e9] for what, (runs, size, _) in moved.items()},
+        }
+    if not all(one.fits for one in found):
+        return {"fits": False, "programs": programs}
+    trainer = recipe.placement.trainer
+    problem = make_problem(
+        recipe, gpus, calibrated(recipe, found, where.chip, name), model_footprint(recipe)
+    )
+    own = Proposal(0, 0, trainer.data * trainer.fsdp, trainer.time)
+    held = device_bytes(_with_programs(problem, recipe, own, found), own)
+    assert held.trainer_fsdp == trainer.fsdp
+    fits = held.largest <= where.memory
+    return {"fits": fits, "held": held.largest / GIB, "programs": programs}
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The table in Markdown; recipes of a config with the same numbers share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, one in found.items():
+        config, argument = name.split(":")
+        *recipe, gpus = argument.split(",")
+        rows.setdefault((config, gpus, *_cells(one)), []).extend(recipe)
+    head = ["recipe", "GPUs", *PROGRAMS, "a device", "seconds", "collectives"]
+    lines = [head, ["---"] * len(head)]
+    for (config, *cells), recipes in rows.items():
+        lines.append([f"`{config}`" + (": " if recipes else "") + ", ".join(recipes), *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cells(one: dict[str, Any]) -> list[str]:
+    if "error" in one:
+        return [*[""] * len(PROGRAMS), f"does not compile: {one['error']}", "", ""]
+    made = one["programs"]
+    sizes = [
+        f"{made[p]['arguments']:.1f} + {made[p]['temporaries']:.1f}" if p in made else "-"
+        for p in PROGRAMS
+    ]
+    if not one["fits"]:
+        return [
+            *sizes,
+            f"{one['held']:.1f}: does not fit" if "held" in one else "does not fit",
+            "",
+            "",
+        ]
+    seconds = f"{made['generate']['seconds']:.2g}, {made['train']['seconds']:.2g}"
+    moved = []
+    for name in ("generate", "train"):
+        each = made[name]["collectives"].items()
+        if parts := ", ".join(f"{what} {runs} ({size:.3g} GB)" for what, (runs, size) in each):
+            moved.append(f"{name}: {parts}")
+    return [*sizes, f"{one['held']:.1f}", seconds, "; ".join(moved) or "none"]
+
+
+def main() -> None:
+    """Compiles the recipes that are named, or all."""
+    where = open_gpus()
+    if sys.argv[1:]:
+        for name in sys.argv[1:]:
+            print(json.dumps({name: compiled(name, where)}), flush=True)
+        return
+    found = {name: compiled(name, where) for name in published()}
+    before, _, rest = DOC.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    DOC.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

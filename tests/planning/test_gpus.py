@@ -1,0 +1,95 @@
+"""Programs compiled for GPUs without one: plan.py, and every published recipe."""
+
+import json
+import re
+import runpy
+
+import pytest
+
+from tests.pipelines import ROOT
+from tests.planning.gpus import BEGIN, DOC, END, PROGRAMS, PUBLISHED, published, table
+from tests.planning.test_tpu_slices import TINY, run
+from tests.tiny_runs import pipeline
+
+SIZES = {"h100:4": 4, "b200:2x2": 4}
+
+
+def rows():
+    """The rows of the table in docs/performance.md: (config, recipes, GPUs, cells)."""
+    text = DOC.read_text().partition(BEGIN)[2].partition(END)[0]
+    for row in re.findall(r"^\| `(.+) \|$", text, re.M):
+        name, gpus, *cells = row.split(" | ")
+        config, _, recipes = name.partition("`")
+        yield config, recipes.removeprefix(": ").split(", "), gpus, cells
+
+
+def test_the_table_has_every_published_recipe():
+    found = [
+        f"{config}:{f'{name},' if name else ''}{gpus}"
+        for config, names, gpus, _ in rows()
+        for name in names
+    ]
+    assert sorted(found) == sorted(published())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_config_says_what_it_needs_on_h100s(name):
+    text = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["__doc__"]
+    most, gpus = re.search(r"H100s.* at most (\d+) GiB of each of (\d+)", text).groups()
+    held = [float(cells[-3]) for config, _, n, cells in rows() if (config, n) == (name, gpus)]
+    assert max(held) <= int(most)
+
+
+def test_recipes_with_the_same_numbers_share_a_row_of_the_table():
+    program = dict(arguments=9.5, temporaries=13.3, seconds=3.0, collectives={})
+    moved = program | {"collectives": {"all-reduce": [3, 0.075]}}
+    one = dict(fits=True, held=24.0, programs=dict.fromkeys(PROGRAMS, program) | {"train": moved})
+    found = {"a:x,8": one, "a:y,8": one, "b:8": {"error": "it is too long"}}
+    sizes = " | ".join(["9.5 + 13.3"] * len(PROGRAMS))
+    _, _, first, second = table(found).splitlines()
+    assert first == (f"| `a`: x, y | 8 | {sizes} | 24.0 | 3, 3 | train: all-reduce 3 (0.075 GB) |")
+    assert second.startswith("| `b` | 8 | ") and "it is too long" in second
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", published())
+def test_every_published_recipe_compiles_and_fits(name):
+    done = run(None, "-m", "tests.planning.gpus", name)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)[name]
+    assert "error" not in found, found
+    assert found["fits"], found
+    for program in PROGRAMS:
+        assert found["programs"][program]["arguments"] > 0
+    for program in ("generate", "train"):
+        assert found["programs"][program]["seconds"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SIZES)
+def test_gpus_are_planned_for(base, tmp_path, name):
+    model = f"--config.model.folder={pipeline(base)}"
+    given = (*TINY, "--config.placement.trainer.data=2", model)
+    done = run(tmp_path, "launch/plan.py", f"--topology={name}", *given)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert f"{name}: 4 devices" in text and "nothing has run" in text
+    for program in ("generate", "train"):
+        _, devices, peak, seconds, needed, counted, _, _ = next(
+            line.split() for line in text.splitlines() if re.match(rf"{program} +\d+ ", line)
+        )
+        assert int(devices) == 4 and 0 < float(peak) < 1 and 0 < float(seconds) < 1
+        assert 0.95 < float(counted) / float(needed) < 1.05
+    assert "train: collectives: all-reduce" in text and "it fits (estimated)" in text
+    # Between hosts at the network's rate.
+    assert f"at 80% of {50 if 'x' in name else 450} GB/s, transfers" in text
+
+
+@pytest.mark.gpu
+def test_what_does_not_fit_is_refused(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.00001")
+    model = f"--config.model.folder={pipeline(base)}"
+    given = (*TINY, "--config.placement.trainer.data=2", model)
+    done = run(tmp_path, "launch/plan.py", "--topology=h100:4", *given)
+    assert done.returncode == 2
+    assert "h100:4 is too small for this config" in done.stderr
