@@ -74,9 +74,9 @@ def without_canary() -> None:
 
 def main() -> None:
     if SIGNAL == signal.SIGKILL:
-        # Otherwise the remaining process waits for JAX's 100 seconds before it misses the other.
+        # Shorter than JAX's 100 seconds, and longer than a busy machine takes to notice the loss by other means.
         jax.distributed.initialize = functools.partial(
-            jax.distributed.initialize, heartbeat_timeout_seconds=10
+            jax.distributed.initialize, heartbeat_timeout_seconds=60
         )
     pathlib.Path(f"process_{given('process')}").write_text(str(os.getpid()))
     sharding.FSDP_MIN_SIZE = 16
