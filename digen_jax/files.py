@@ -3,11 +3,13 @@
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from digen_jax.errors import ConfigError
 
+DIGITS = 300  # of an integer, which a float can hold
 DEEPEST = 100  # levels of lists and objects in a JSON file
 DEEP = f"lists or objects are nested more than {DEEPEST} levels deep"
 
@@ -32,18 +34,23 @@ def in_home(path: str) -> str:
     return found
 
 
-def parse_json(content: bytes | str) -> Any:
-    """The value of JSON in UTF-8, with or without a byte order mark; no file of ours has more than 100 levels.
+def parse_json(content: bytes | str, constant: Callable[[str], Any] | None = None) -> Any:
+    """The value of JSON in UTF-8, with or without a byte order mark.
+
+    Args:
+      content: the text.
+      constant: called for NaN, Infinity and -Infinity; None reads them as Python does.
 
     Raises:
-      ValueError: it is no JSON, has more levels, or an integer of more digits than Python reads.
+      ValueError: it is no JSON, or has more levels or longer integers than any file of ours.
     """
+    text = content.removeprefix("\ufeff") if isinstance(content, str) else content
     try:
-        value = json.loads(content.removeprefix("\ufeff") if isinstance(content, str) else content)
+        value = json.loads(text, parse_int=_integer, parse_constant=constant)
     except RecursionError as error:
         raise ValueError(DEEP) from error
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(DEEPEST):
+    for _ in range(DEEPEST + 1):
         if not level:
             return value
         inner = (one.values() if isinstance(one, dict) else one for one in level)
@@ -65,6 +72,12 @@ def shipped(path: str) -> str:
         return path
     found = (folder / path for folder in (PACKAGE, PACKAGE.parent))
     return str(next((one for one in found if one.exists()), path))
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"an integer has {len(digits)} digits, more than {DIGITS}")
+    return int(digits)
 
 
 def append(path: Path, data: bytes) -> None:

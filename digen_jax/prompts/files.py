@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from digen_jax.files import in_home
+from digen_jax.files import in_home, parse_json
 from digen_jax.images import check_picture
 from digen_jax.prompts import hub
 
@@ -216,14 +216,12 @@ def _parse_json(line: str) -> dict[str, Any] | None:
     if not line.strip():
         return None
     try:
-        record = json.loads(line, parse_constant=_refuse)
+        record = parse_json(line, _refuse)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"this is not JSON ({error.msg} at column {error.colno}); write one object a line, "
             'such as {"prompt": "a photo of a bench"}.'
         ) from error
-    except RecursionError as error:
-        raise ValueError("lists or objects are nested too deeply; write fewer levels.") from error
     if not isinstance(record, dict):
         raise ValueError('write an object, such as {"prompt": "a photo of a bench"}.')
     _check_record(record)

@@ -19,6 +19,7 @@ SMALLEST, LARGEST = 160, 384
 GAP, FRAME, BADGE = 18, 4, 28
 NUMBER, TEXT, HEADING = 13, 14, 18  # heights of letters
 LINE, HEADING_LINE = 19, 30
+CAPTION_LINES = 16  # of a longer caption the rest is left out
 FRAMES_A_SECOND = 8  # of an animation; nothing says how fast a clip is
 SCALES = {"nearest": Image.Resampling.NEAREST, "lanczos": Image.Resampling.LANCZOS}
 
@@ -135,9 +136,11 @@ def _resized(image: UInt8[np.ndarray, "h w 3"], scale: str) -> Image.Image:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Lines no wider than `width` pixels, broken at spaces, within a word only where it must be."""
+    """At most `CAPTION_LINES` lines no wider than `width` pixels, broken within a word only where it must be."""
     lines = [""]
     for word in text.split():
+        if len(lines) > CAPTION_LINES:
+            break
         if text_width(f"{lines[-1]} {word}".strip(), TEXT) <= width:
             lines[-1] = f"{lines[-1]} {word}".strip()
             continue
@@ -146,7 +149,14 @@ def _wrapped(text: str, width: int) -> list[str]:
             if text_width(lines[-1] + letter, TEXT) > width:
                 lines.append("")
             lines[-1] += letter
-    return lines
+            if len(lines) > CAPTION_LINES:
+                break
+    if len(lines) <= CAPTION_LINES:
+        return lines
+    last = lines[CAPTION_LINES - 1]
+    while last and text_width(f"{last}...", TEXT) > width:
+        last = last[:-1]
+    return [*lines[: CAPTION_LINES - 1], f"{last}..."]
 
 
 def _paste(

@@ -88,6 +88,15 @@ def test_long_captions_wrap_within_the_image():
     assert ink(long, (0, long.height - 18 - 19, long.width, long.height - 18)) > 0
 
 
+@pytest.mark.parametrize("caption", ["x" * 10**4, "a word " * 1500])
+def test_of_a_very_long_caption_the_first_lines_are_shown(caption):
+    lines = pictures._wrapped(caption, 160)
+    assert len(lines) == pictures.CAPTION_LINES and lines[-1].endswith("...")
+    assert caption.startswith(lines[0]) and all(
+        pictures.text_width(line, pictures.TEXT) <= 160 for line in lines
+    )
+
+
 def test_letters_beyond_ascii_have_glyphs():
     drawn = {letter: pictures.image_grid(flat(1), [letter], 1).tobytes() for letter in "äßéλж→￿"}
     assert len(set(drawn.values())) == len(drawn)
