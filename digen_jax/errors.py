@@ -148,22 +148,28 @@ def check_divides(name_a: str, a: int, name_b: str, b: int, why: str) -> None:
 def check_output(name: str, path: str | Path, folder: bool = False) -> None:
     """Refuses a file (or a `folder`) that cannot be written; to be called before the work on its content.
 
-    Missing folders on its path are not made yet; an existing file would be replaced.
+    Missing folders on its path are not made yet; an existing file would be replaced. Links are followed.
     """
     if not str(path):
         raise ConfigError(f"{name} is empty: give the name of a {'folder' if folder else 'file'}")
-    path = Path(path)
-    above = next(p for p in (path, *path.absolute().parents) if p.exists())
+    given = Path(path)
+    path = Path(os.path.realpath(given))
+    above = next(p for p in (path, *path.parents) if p.exists() or p.is_symlink())
+    written = path.parent if above == path and not folder else above  # a file is replaced
     wrong = ""
-    if above == path and path.is_dir() != folder:
+    if given.exists() and not (given.is_file() or given.is_dir()):
+        wrong = f"is a device or a pipe: give the name of a {'folder' if folder else 'file'}"
+    elif above.is_symlink():
+        wrong = "is a link to itself: delete it, or give another name"
+    elif above == path and path.is_dir() != folder:
         wrong = "a folder" if path.is_dir() else "a file"
         wrong = f"is {wrong} already: give the name of a {'folder' if folder else 'file'}"
     elif above != path and not above.is_dir():
         wrong = f"lies in {above}, which is a file: give another place"
-    elif not os.access(above, os.W_OK):
-        wrong = f"cannot be written, as {above} is not yours to write: give another place"
+    elif not os.access(written, os.W_OK):
+        wrong = f"cannot be written, as {written} is not yours to write: give another place"
     if wrong:
-        raise ConfigError(f"{name} = {str(path)!r} {wrong}")
+        raise ConfigError(f"{name} = {str(given)!r} {wrong}")
 
 
 def check_no_images(name: str, folder: str | Path) -> None:

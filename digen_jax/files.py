@@ -1,6 +1,7 @@
 """Names of files, JSON, and writing so that a kill or a full disk leaves the old content or the complete new one."""
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -98,11 +99,16 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces the content of a file: a kill leaves the old or the new content, never a part.
+    """Replaces the content of a file, or of the one that it links to.
+
+    A kill leaves the old or the new content, never a part.
 
     Raises:
-      OSError: the disk is full; the file is unchanged.
+      OSError: the disk is full, and the file is unchanged; or it is no regular file.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "this is no regular file", str(path))
+    path = Path(os.path.realpath(path))
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         unfinished.write_bytes(data)
@@ -110,6 +116,17 @@ def replace(path: Path, data: bytes) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def write_output(path: Path | str, data: bytes) -> None:
+    """Replaces the content of a file, like `replace`; makes missing folders on its path.
+
+    Raises:
+      OSError: as `replace`, or a folder cannot be made.
+    """
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, data)
 
 
 def without_torn_line(data: bytes) -> bytes:

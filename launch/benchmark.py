@@ -35,7 +35,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from digen_jax.config.command_line import define_path, run_main
-from digen_jax.errors import ConfigError, check_positive, user_input
+from digen_jax.errors import ConfigError, check_output, check_positive, user_input
+from digen_jax.files import write_output
 
 _OUTPUT = define_path("output", None, "A JSON file for all numbers.")
 
@@ -404,19 +405,16 @@ def _numbers(flag: str, given: list[str], kind: type = float) -> list:
         raise ConfigError(f"{flag}={','.join(given)}: give numbers such as 1,2,4") from None
 
 
-def _output() -> pathlib.Path | None:
+def _output() -> str | None:
     """The file for the numbers, checked before anything is measured."""
-    if _OUTPUT.value is None:
-        return None
-    path = pathlib.Path(_OUTPUT.value)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--output={path} cannot be written: give a file in a folder that exists")
-    return path
+    if _OUTPUT.value is not None:
+        check_output("--output", _OUTPUT.value)
+    return _OUTPUT.value
 
 
-def _write(path: pathlib.Path | None, numbers: dict[str, Any]) -> None:
+def _write(path: str | None, numbers: dict[str, Any]) -> None:
     if path is not None:
-        path.write_text(json.dumps(numbers, indent=2) + "\n")
+        write_output(path, (json.dumps(numbers, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

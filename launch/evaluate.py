@@ -28,6 +28,7 @@ from digen_jax.errors import (
     check_range,
     user_input,
 )
+from digen_jax.files import write_output
 from digen_jax.rewards.settings import RewardSettings
 
 _MODEL = define_path("model", None, "A pipeline folder, a hub id, or a run's workdir.")
@@ -231,9 +232,7 @@ def _write(
             for guidance, scores in found.items()
         },
     }
-    path = pathlib.Path(_OUTPUT.value)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    write_output(_OUTPUT.value, (json.dumps(result, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

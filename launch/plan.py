@@ -21,6 +21,7 @@ from ml_collections import config_flags
 
 from digen_jax.config.command_line import define_path, run_main
 from digen_jax.errors import ConfigError, check_output, check_range
+from digen_jax.files import write_output
 
 # A search over more would take hours.
 MOST_DEVICES = 1024
@@ -145,9 +146,8 @@ def _propose(recipe: Any, problem: Any, plan: Any, changed: Any = None) -> None:
 
     choice = plan.choice.proposal
     if _OUTPUT.value:
-        pathlib.Path(_OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)
         section = meshes(problem, choice).plain()
-        pathlib.Path(_OUTPUT.value).write_text(json.dumps(section, indent=2) + "\n")
+        write_output(_OUTPUT.value, (json.dumps(section, indent=2) + "\n").encode())
     changes = overrides(recipe, problem, choice, changed)
     given = " \\\n".join(f"  --config.{name}={value}" for name, value in changes.items())
     how = (

@@ -1,8 +1,9 @@
+import os
 import pathlib
 
 import pytest
 
-from digen_jax import errors
+from digen_jax import errors, files
 from digen_jax.errors import ConfigError
 
 
@@ -32,6 +33,45 @@ def test_choice_positive_and_folder(tmp_path):
         errors.check_folder("config.model", tmp_path / "file")
     with pytest.raises(ConfigError, match=r"config\.model = .* is no folder"):
         errors.check_folder("config.model", str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "/dev/null", "pipe", "loop", "link to fifo"])
+def test_only_regular_files_are_written(tmp_path, kind):
+    path, pipe = tmp_path / "output", os.pipe()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "link to fifo":
+        os.mkfifo(tmp_path / "fifo")
+        path.symlink_to("fifo")
+    else:
+        path = pathlib.Path(f"/dev/fd/{pipe[1]}" if kind == "pipe" else kind)
+    before = path.lstat()
+    with pytest.raises(ConfigError):
+        errors.check_output("--output", path)
+    if kind != "loop":
+        with pytest.raises(OSError):
+            files.replace(path, b"new")
+    assert path.lstat() == before
+    for end in pipe:
+        os.close(end)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_links_are_followed_to_the_file_that_is_written(tmp_path, exists):
+    link, target = tmp_path / "link", tmp_path / "folder" / "file"
+    link.symlink_to(target)
+    if exists:
+        target.parent.mkdir()
+        target.write_text("old")
+    errors.check_output("--output", link)
+    files.write_output(link, b"new")
+    assert link.is_symlink() and target.read_text() == "new"
+    with pytest.raises(ConfigError):
+        errors.check_output("--output", link, folder=True)
+    (tmp_path / "to_folder").symlink_to(target.parent)
+    errors.check_output("--pictures", tmp_path / "to_folder", folder=True)
 
 
 def test_user_input_makes_config_errors_of_reading_and_of_nothing_else():

@@ -10,7 +10,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from digen_jax.files import replace
+from digen_jax.files import write_output
 from digen_jax.records.metrics import CLOCK
 from digen_jax.report import curves, images
 from digen_jax.report.reading import EVALUATION, Run, differing, read_run
@@ -45,8 +45,7 @@ def write_report(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> Size
     """
     text = render([read_run(workdir) for workdir in workdirs])
     bare = re.sub(r"data:image/webp;base64,[A-Za-z0-9+/=]*", "", text)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    replace(output, text.encode())
+    write_output(output, text.encode())
     return Size(len(text.encode()), len(bare.encode()))
 
 
