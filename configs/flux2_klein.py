@@ -19,9 +19,9 @@ github.com/X-GenGroup/Flow-Factory:
   grpo/lora/flux2_klein/default.yaml and grpo/full/flux2_klein/default.yaml, all at 3e615ee, in the order above: 48
   groups of 16 images in two updates, one image a GPU at once, 384 x 384; base: 8 steps, guidance 4, noise 0.7 of
   Flow-GRPO's kind in one of the steps 1, 2 and 3, 28 steps in evaluation; distilled: 4 steps, noise 0.5 in step 1 or
-  2, 10 steps in evaluation; clip range 1e-4, advantages clipped to 5, std of the group, no KL, learning rate 3e-4 (all
-  weights: 1e-5), weight decay 1e-4, Adam's numbers, gradient norm 1, average of 0.9 every 4 training steps, rank 64 and
-  alpha 128, bfloat16, evaluation and checkpoint every 20, 8 GPUs
+  2, 10 steps in evaluation; evaluation at 1024 x 1024, one image a GPU at once; clip range 1e-4, advantages clipped to
+  5, std of the group, no KL, learning rate 3e-4 (all weights: 1e-5), weight decay 1e-4, Adam's numbers, gradient norm
+  1, average of 0.9 every 4 training steps, rank 64 and alpha 128, bfloat16, evaluation and checkpoint every 20, 8 GPUs
 - src/flow_factory/scheduler/flow_match_euler_discrete.py (351f744): the one step with noise is drawn anew in each
   training step; that of the step with noise is Flow-GRPO's
 - src/flow_factory/models/flux/flux2_klein.py (3e615ee): layers with a LoRA, tokens of a prompt, the pipeline's sigmas
@@ -29,12 +29,10 @@ github.com/X-GenGroup/Flow-Factory:
   the average warms up
 - config/accelerate_configs/fsdp2.yaml (d003d89): shared weights and recomputed blocks where all weights are tuned
 
-Ours: recomputed blocks under a LoRA; the number of steps, as the source runs until it is stopped; the batch of an
-evaluation, pictures, the number of checkpoints, and all placements. Its recipes for DiffusionNFT and AWM on the base
-models are not here.
+Ours: recomputed blocks under a LoRA; the number of steps, as the source runs until it is stopped; pictures, the number
+of checkpoints, and all placements. Its recipes for DiffusionNFT and AWM on the base models are not here.
 
 Differences to the source:
-- it evaluates at 1024 x 1024; here an evaluation has the size of training;
 - its advantages are "gdpo", which for one reward divides them by their std over the step once more; set
   advantages.combine to "gdpo" for several rewards. distilled_full is published with a rank among a group's images as
   its reward;
@@ -138,7 +136,7 @@ def base(n: int) -> ConfigDict:
     )
     # Sampling and training take turns on the same devices, so no device waits for another.
     c.placement = ConfigDict(dict(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1)))
-    c.evaluation = ConfigDict(dict(prompts="", every=20, batch=4 * n))
+    c.evaluation = ConfigDict(dict(prompts="", every=20, height=1024, width=1024, batch=n))
     c.pictures = ConfigDict(dict(every=20, images=12))
     c.checkpoint = ConfigDict(dict(every=20, keep=2))
     return c

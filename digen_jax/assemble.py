@@ -29,7 +29,7 @@ from digen_jax.errors import blame
 from digen_jax.families import check_parts, editing, load_family, open_pipeline, read_parts
 from digen_jax.flow.steps import Ode, make_step
 from digen_jax.learned_rewards.on_mesh import outlined, read
-from digen_jax.models.family import Family, Params, Size
+from digen_jax.models.family import Family, Params
 from digen_jax.policies import (
     check_heads,
     check_model,
@@ -240,7 +240,7 @@ def make_rollout(
     """A sampling mesh: `base` is `Policy.sampler_base`, and may lie elsewhere; `frozen` lies on the mesh."""
     algorithm = recipe.algorithm
     settings = SamplerSettings(
-        Size(recipe.model.height, recipe.model.width),
+        recipe.model.size,
         recipe.sampler.steps,
         make_step(recipe.sampler.kind, recipe.sampler.noise_level),
         recipe.noisy_steps,
@@ -305,7 +305,6 @@ def evaluation_sampler(
     lora: LoraConfig | None = None,
     encoded: Stored | None = None,
 ) -> Sampler:
-    """As the recipe's sampler, but without noise, and with steps and guidance of its own."""
-    model = recipe.model
-    settings = SamplerSettings(Size(model.height, model.width), recipe.evaluation_steps, Ode())
+    """Builds a sampler without noise, with the evaluation's own size, steps and guidance."""
+    settings = SamplerSettings(recipe.evaluation_size, recipe.evaluation_steps, Ode())
     return Sampler(evaluation_policy(recipe, family, lora), group, settings, encoded)

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import pathlib
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,10 +20,13 @@ from digen_jax.engine.placement import MeshSizes, Placement, RolloutAxes, Traine
 from digen_jax.engine.policy import Policy
 from digen_jax.errors import ConfigError, blame
 from digen_jax.flow.steps import make_step
-from digen_jax.models.family import Family, Params, Size
+from digen_jax.models.family import Family, Params
 from digen_jax.models.precision import FLOAT32_NAMES
 from digen_jax.prompts.files import first_negative, numbered_records
 from digen_jax.weights.lora import LoraConfig, check_rank
+
+# Names of published models that were distilled to be sampled in few steps.
+FEW_STEPS = re.compile(r"turbo|schnell|lightning|lcm|hyper|distill|[1-8]-?steps?", re.IGNORECASE)
 
 
 def make_policy(recipe: Recipe, family: Family) -> Policy:
@@ -94,13 +99,14 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
     """
     _check_pictures(recipe, family)
     sampler, shapes = recipe.sampler, family.shapes()
-    size = Size(recipe.model.height, recipe.model.width)
     with blame("config.model.height and config.model.width: "):
-        family.latent_shape(size)
+        family.latent_shape(recipe.model.size)
+    with blame("config.evaluation.height and config.evaluation.width: "):
+        family.latent_shape(recipe.evaluation_size)
     with blame("config.sampler.steps: "):
-        sigmas = family.sigmas(sampler.steps, size)
+        sigmas = family.sigmas(sampler.steps, recipe.model.size)
     with blame("config.evaluation.steps: "):
-        family.sigmas(recipe.evaluation_steps, size)
+        family.sigmas(recipe.evaluation_steps, recipe.evaluation_size)
     _check_guidance(recipe, family)
     attention_kernels(recipe, family, placement)
     check_heads(family, placement)
@@ -116,6 +122,26 @@ def check_model(recipe: Recipe, family: Family, placement: Placement) -> None:
             check_rank(recipe.lora.rank, tuned)
     for tree in (tuned, shapes):
         (placement.trainer or placement.rollout).params(tree)
+
+
+def start_warnings(recipe: Recipe, family: Family) -> list[str]:
+    """Returns a sentence for each choice that is valid, but has spoiled runs of comparable libraries."""
+    model, found = recipe.model, []
+    few_steps = family.guidance == "none" or FEW_STEPS.search(pathlib.PurePath(model.folder).name)
+    if recipe.algorithm.objective == "matching" and few_steps:
+        found.append(
+            f"config.algorithm.name = {recipe.algorithm.name!r} fits velocities at all noise levels, but "
+            f"{model.folder} looks like a model distilled for few steps, which this often blurs or breaks: prefer "
+            "policy_gradient, or the model that it was distilled from"
+        )
+    best, trained = family.default_size(), model.size
+    if trained == recipe.evaluation_size != best:
+        found.append(
+            f"training and evaluation are at {trained.height}x{trained.width} alone, but the model was made for "
+            f"{best.height}x{best.width}, where artefacts would not be noticed: to evaluate there add "
+            f"--config.evaluation.height={best.height} --config.evaluation.width={best.width}"
+        )
+    return found
 
 
 def attention_kernels(recipe: Recipe, family: Family, placement: Placement) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """A whole system from a folder; mistakes are refused before any weight is read."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,12 +10,17 @@ import pytest
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from digen_jax import assemble, policies
+from digen_jax import assemble, policies, rewards
 from digen_jax.config.door import open_recipe, place
 from digen_jax.errors import ConfigError
 from digen_jax.families import load_family
 from digen_jax.flow.steps import Ode
+from digen_jax.inference.model import defaults_of_run
+from digen_jax.models.family import Size
+from digen_jax.runtime.evaluation import evaluate
 from digen_jax.weights.folder import open_tensors
+from tests.cases import said
+from tests.engine import toy
 from tests.pipelines import write_tiny_pipeline
 
 TARGETS = r"transformer_blocks\..*\.attn\.to_[qkv]"
@@ -168,8 +174,8 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("nowhere", "'nowhere' is neither an existing folder nor a hub id 'owner/name'"),
-        ("nobody/nothing", "'nobody/nothing' is not an existing folder, and the hub repository"),
+        ("nowhere", "'nowhere' is neither an existing folder"),
+        ("nobody/nothing", "'nobody/nothing' is not an existing folder"),
         (
             "SDXL",
             "SDXL is a StableDiffusionXLPipeline; supported are StableDiffusion3Pipeline, Flux",
@@ -242,6 +248,65 @@ def test_full_tuning_on_two_meshes(make, folder, tensors):
     assert evaluator.settings.step == Ode() and len(evaluator.sigmas) == 6
     assert evaluator.policy.guidance == 2.5
     assert system.trainer.settings.micro_batch == 4
+
+
+def test_an_evaluation_has_a_size_of_its_own(make, folder):
+    """That of the images that its reward gets, and by default that of a sampler of the run."""
+    config = make(folder, evaluation__height=48, evaluation__steps=2)
+    config.placement = dict(rollout=dict(data=0), trainer=dict(data=1))
+    recipe = place(open_recipe(config), 1)
+    assert (recipe.model.size, recipe.evaluation_size) == (Size(32, 32), Size(48, 32))
+    assert defaults_of_run(recipe)[:3] == (48, 32, 2)
+    system, seen = assemble.build(recipe, jax.devices()[:1]), []
+
+    def reward(images, prompts, metadata):
+        seen.append(images.shape)
+        return images.mean((1, 2, 3))
+
+    weights, records = system.publish(system.start), said("a circle", "a star", "")
+    evaluate(system.evaluator, weights, records, rewards.alone("mine", reward), 4)
+    assert seen == [(3, 48, 32, 3)] and system.sampler.settings.size == Size(32, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "guidance", "warnings"),
+    [
+        ({}, "classifier-free", ["evaluation.height=64 --config.evaluation.width=64"]),
+        (dict(evaluation__height=64, evaluation__width=64), "classifier-free", []),
+        (dict(model__height=64, model__width=64), "none", []),
+        (dict(evaluation__height=64, algorithm__name="awm"), "classifier-free", []),
+        (dict(evaluation__height=64, algorithm__name="awm"), "none", ["algorithm.name = 'awm'"]),
+        (
+            dict(
+                evaluation__height=64,
+                algorithm__name="diffusion_nft",
+                algorithm__times=dict(count=4),
+                model__folder="a/B-Turbo",
+            ),
+            "classifier-free",
+            ["algorithm.name = 'diffusion_nft'"],
+        ),
+        (
+            dict(algorithm__name="diffusion_dpo", model__folder="x/FLUX.1-schnell/"),
+            "both",
+            ["algorithm.name = 'diffusion_dpo'", "evaluation.height=64"],
+        ),
+    ],
+)
+def test_what_has_spoiled_runs_elsewhere_is_warned_of(make, folder, fields, guidance, warnings):
+    @dataclasses.dataclass(frozen=True)
+    class Made(toy.ToyFamily):
+        def default_size(self):
+            return Size(64, 64)
+
+    if "algorithm__name" in fields:
+        fields |= dict(
+            sampler__kind="ode", sampler__noise_level=0.0, sampler__window=dict(length=0)
+        )
+    found = policies.start_warnings(open_recipe(make(folder, **fields)), Made(guidance=guidance))
+    assert len(found) == len(warnings)
+    for sentence, part in zip(found, warnings, strict=True):
+        assert f"config.{part}" in sentence and "\n" not in sentence
 
 
 @pytest.mark.parametrize("targets", ["", TARGETS])

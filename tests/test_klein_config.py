@@ -7,6 +7,7 @@ import pytest
 from digen_jax import assemble
 from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.errors import ConfigError
+from digen_jax.models.family import Size
 from digen_jax.models.published import published_folder
 from digen_jax.planning.footprint import model_footprint
 from tests.cases import quick
@@ -50,6 +51,7 @@ def test_klein_has_the_published_batch_and_steps(name):
     of_base = name.startswith("base")
     assert found.window.places == ((1, 2, 3) if of_base else (1, 2))
     assert (config.sampler.steps, config.evaluation.steps) == ((8, 28) if of_base else (4, 10))
+    assert (found.model.size, found.evaluation_size) == (Size(384, 384), Size(1024, 1024))
     assert config.sampler.guidance == config.evaluation.guidance == (4 if of_base else 1)
     algorithm = reopen_recipe(config).algorithm
     assert (algorithm.old_log_probs, algorithm.kl_coefficient) == ("recomputed", 0)

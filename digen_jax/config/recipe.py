@@ -42,6 +42,7 @@ from digen_jax.engine.placement import MeshSizes, fitted
 from digen_jax.errors import ConfigError
 from digen_jax.files import in_home
 from digen_jax.flow.windows import Window
+from digen_jax.models.family import Size
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.settings import Settings
 
@@ -193,6 +194,12 @@ class Recipe:
     def evaluation_steps(self) -> int:
         """Denoising steps of the sampler that evaluates."""
         return self.evaluation.steps or self.sampler.steps
+
+    @property
+    def evaluation_size(self) -> Size:
+        """The size of the images of an evaluation."""
+        own, model = self.evaluation, self.model
+        return Size(own.height or model.height, own.width or model.width)
 
     @property
     def layout(self) -> str:

@@ -52,8 +52,13 @@ class ModelSection:
     attention: Kernel = "auto"
 
     @property
+    def size(self) -> Size:
+        """The size of the images."""
+        return Size(self.height, self.width)
+
+    @property
     def source(self) -> Size | None:
-        """The size of pictures to edit, None: there are none."""
+        """The size of images to edit; None means that there are none."""
         return Size(self.source_height, self.source_width) if self.source_height else None
 
 
@@ -310,6 +315,8 @@ class EvaluationSection:
 
     prompts: str = "assets/prompts/shapes_heldout.jsonl"  # a prompt file, as prompts.file
     every: int = 20  # steps between two evaluations
+    height: int = 0  # height of the images, in pixels; 0: as in training
+    width: int = 0  # width of the images, in pixels; 0: as in training
     steps: int = 0  # denoising steps of the noiseless sampler; 0: as many as in training
     guidance: float = 1.0  # guidance scale, 1 or less: none
     true_guidance: float = 1.0  # as sampler.true_guidance

@@ -334,9 +334,9 @@ def _defaults_of_folder(folder: pathlib.Path, family: Family) -> Defaults:
 
 def defaults_of_run(recipe: Recipe) -> Defaults:
     """The sampling settings of the run's own evaluation."""
-    model, evaluation = recipe.model, recipe.evaluation
+    size, evaluation = recipe.evaluation_size, recipe.evaluation
     guidances = evaluation.guidance, evaluation.true_guidance
-    return Defaults(model.height, model.width, recipe.evaluation_steps, *guidances)
+    return Defaults(size.height, size.width, recipe.evaluation_steps, *guidances)
 
 
 def _read_tree(workdir: pathlib.Path, tree: str, policy: Policy, group: DeviceGroup) -> Any:

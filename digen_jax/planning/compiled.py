@@ -11,6 +11,7 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.engine.encoding import block_size
 from digen_jax.engine.sampler import Sampler
 from digen_jax.engine.system import System, lower_reshard
+from digen_jax.models.family import Size
 from digen_jax.planning.footprint import step_records
 from digen_jax.planning.programs import (
     lower_block,
@@ -71,8 +72,8 @@ def _sampling(system: System, recipe: Recipe) -> Iterator[Program]:
     images = recipe.sampler.fragment
     yield from _encoding(system, recipe)
     yield _generation("generate", "generate", system, system.sampler, recipe, images)
-    yield _decoding("decode", "decode", system, images)
-    yield from _scoring("score", "decode", system, recipe, images)
+    yield _decoding("decode", "decode", system, system.sampler, images)
+    yield from _scoring("score", "decode", system, recipe.model.size, images)
 
 
 def _encoding(system: System, recipe: Recipe) -> Iterator[Program]:
@@ -109,9 +110,9 @@ def _training(system: System, recipe: Recipe) -> Iterator[Program]:
 def _evaluation(system: System, recipe: Recipe) -> Iterator[Program]:
     images = recipe.evaluation.batch
     yield _generation("evaluate", "evaluate", system, system.evaluator, recipe, images)
-    if images != recipe.sampler.fragment:
-        yield _decoding("decode evaluated", "evaluate", system, images)
-        yield from _scoring("score evaluated", "evaluate", system, recipe, images)
+    if (images, recipe.evaluation_size) != (recipe.sampler.fragment, recipe.model.size):
+        yield _decoding("decode evaluated", "evaluate", system, system.evaluator, images)
+        yield from _scoring("score evaluated", "evaluate", system, recipe.evaluation_size, images)
 
 
 def _generation(
@@ -123,23 +124,20 @@ def _generation(
     return Program(
         name, command, sampler.group.mesh.size, images, what,
         lambda: lower_generate(system, sampler, recipe, images),
-        sampling_work(recipe, sampler.policy, steps, images),
+        sampling_work(sampler.policy, sampler.settings.size, steps, images),
     )  # fmt: skip
 
 
-def _decoding(name: str, command: str, system: System, images: int) -> Program:
-    weights, sampler = sampler_weights(system), system.sampler
+def _decoding(name: str, command: str, system: System, sampler: Sampler, images: int) -> Program:
+    weights = sampler_weights(system)
     what = f"{images} images from latents"
     return Program(
         name, command, sampler.group.mesh.size, images, what, lambda: sampler.lower_decode(weights, images)
     )  # fmt: skip
 
 
-def _scoring(
-    name: str, command: str, system: System, recipe: Recipe, images: int
-) -> Iterator[Program]:
+def _scoring(name: str, command: str, system: System, size: Size, images: int) -> Iterator[Program]:
     """The rewards on the sampling mesh, whose seconds are a part of decoding."""
-    size = recipe.model
     for one in system.rollouts[0].scorers:
         what = f"{images} images by the reward {one.name}"
         lower = functools.partial(one.lower, images, size.height, size.width)

@@ -16,7 +16,7 @@ from digen_jax.engine.policy import Policy
 from digen_jax.engine.sharding import Layout
 from digen_jax.engine.system import in_dtype
 from digen_jax.learned_rewards.on_mesh import outlined
-from digen_jax.models.family import Family, Params, Record, Size
+from digen_jax.models.family import Family, Params, Record
 from digen_jax.policies import make_policy
 from digen_jax.prompts.files import negatives_differ
 from digen_jax.rewards.built_in import on_mesh
@@ -37,7 +37,7 @@ def model_footprint(recipe: Recipe) -> Footprint:
     sent = tuned, jax.eval_shape(policy.sampler_base, base)
     if recipe.precision.published:
         sent = in_dtype(sent, recipe.precision.published)
-    latent = family.latent_shape(Size(recipe.model.height, recipe.model.width))
+    latent = family.latent_shape(recipe.model.size)
     placement = recipe.placement
     layout = Layout.of(placement.rules, family.axes())
     one_device = DeviceGroup(make_mesh(jax.devices()[:1]), layout)

@@ -15,6 +15,7 @@ from digen_jax.engine.packing import Experience, trained_part
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.sampler import Sampler, Weights
 from digen_jax.engine.system import System
+from digen_jax.models.family import Size
 from digen_jax.planning.footprint import step_records, stored_bytes
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.runtime.training import shardings
@@ -49,14 +50,16 @@ def measured_programs(recipe: Recipe, note: Callable[[str], None]) -> Programs:
         fragment = -(-recipe.sampler.fragment // parts)
         evaluated = -(-recipe.evaluation.batch // parts)
         prompts = -(-recipe.drawn_groups // parts)
+        shown = {recipe.model.size: fragment}
+        shown[recipe.evaluation_size] = max(evaluated, shown.get(recipe.evaluation_size, 0))
         found = {
             "encoding": encode(prompts, *axes),
             "generating": generate(fragment, *axes),
             "evaluating": evaluate(evaluated, *axes),
-            "decoding": decode(max(fragment, evaluated), *axes),
+            "decoding": max(decode(images, size, *axes) for size, images in shown.items()),
         }
         if on_mesh(recipe.rewards):
-            found["scoring"] = score(max(fragment, evaluated), *axes)
+            found["scoring"] = max(score(images, size, *axes) for size, images in shown.items())
         return found
 
     return Programs(functools.cache(measured.gradient), lambda tuned: update() * tuned, sampling)
@@ -135,15 +138,17 @@ class _Measured:
         lowered = lower_generate(system, system.evaluator, self.recipe, images * fsdp)
         return self._needed(f"evaluating {images} images", lowered)
 
-    def decode(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:
-        """Of `images` on each device, the pictures included."""
+    def decode(self, images: int, size: Size, fsdp: int, tensor: int, sequence: int) -> float:
+        """Of `images` on each device, the decoded images included."""
         system = self.system(fsdp, tensor, sequence)
-        lowered = system.sampler.lower_decode(sampler_weights(system), images * fsdp)
+        trained = size == self.recipe.model.size
+        sampler = system.sampler if trained else system.evaluator
+        lowered = sampler.lower_decode(sampler_weights(system), images * fsdp)
         return self._needed(f"decoding {images} images", lowered)
 
-    def score(self, images: int, fsdp: int, tensor: int, sequence: int) -> float:
+    def score(self, images: int, size: Size, fsdp: int, tensor: int, sequence: int) -> float:
         """Of the rewards on the mesh, for `images` on each device: the one that needs most."""
-        system, size = self.system(fsdp, tensor, sequence), self.recipe.model
+        system = self.system(fsdp, tensor, sequence)
         return max(
             self._needed(
                 f"scoring {images} images by {one.name}",

@@ -20,9 +20,9 @@ ATTENTION = "attention"  # the stream whose products have no weights
 Work = dict[str, float]  # FLOPs by stream, on all devices together, a multiply-add as two
 
 
-def sampling_work(recipe: Recipe, policy: Policy, steps: int, images: int) -> Work:
+def sampling_work(policy: Policy, size: Size, steps: int, images: int) -> Work:
     """Of sampling so many images; `policy` has the sampler's guidance."""
-    forward = _forward(recipe, policy.family)
+    forward = _forward(policy.family, size)
     return _times(forward, steps * images * policy.sequences)
 
 
@@ -30,7 +30,7 @@ def training_work(recipe: Recipe, family: Family, samples: int) -> Work:
     """Of the gradient of so many images, or pairs of images, of a fragment."""
     algorithm = recipe.algorithm
     policy = trained_policy(make_policy(recipe, family), algorithm)
-    forward = _forward(recipe, family)
+    forward = _forward(family, recipe.model.size)
     count = samples * algorithm.images_of_sample * recipe.trained_steps
     trained = _times(forward, count * policy.sequences)
     needed = Counter(trained)
@@ -45,9 +45,8 @@ def training_work(recipe: Recipe, family: Family, samples: int) -> Work:
     return dict(needed)
 
 
-def _forward(recipe: Recipe, family: Family) -> Work:
+def _forward(family: Family, size: Size) -> Work:
     """Of a sequence, by stream; those of several components are added."""
-    size = Size(recipe.model.height, recipe.model.width)
     total: Counter[str] = Counter()
     for streams in family.flops(size).values():
         total.update(streams)

@@ -30,7 +30,7 @@ from digen_jax.run.driving import make_driver, scheduled
 from digen_jax.run.meshes import Meshes
 from digen_jax.run.own_mesh import build_trainer
 from digen_jax.run.positions import Position, Positions
-from digen_jax.run.report import Metrics, Reporter, diverged, tell_prompts
+from digen_jax.run.report import Metrics, Reporter, diverged, print_warnings
 from digen_jax.run.scorers import try_scorers
 from digen_jax.run.stopping import reason_to_stop
 from digen_jax.run.workdir import mark_finished, own_claim
@@ -90,7 +90,7 @@ class Run:
             if scorers:
                 try_scorers(recipe, scorers)
             if encoding is not None:
-                tell_prompts(recipe, encoding.family)
+                print_warnings(recipe, encoding.family)
             with orders.together("encode"):
                 if encoding is not None:
                     encoding.run()
@@ -100,7 +100,7 @@ class Run:
                 else build(recipe, devices).with_scorers(scorers)
             )
             if encoding is None:
-                tell_prompts(recipe, self.system.policy.family)
+                print_warnings(recipe, self.system.policy.family)
         except BaseException:  # Ctrl-C, too: otherwise the reward's processes would continue
             self.rewards.close()
             raise

@@ -1,6 +1,7 @@
 """The output of a run: metrics, pictures, progress, results."""
 
 import pathlib
+import sys
 import time
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.engine.system import System
 from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizer_files import known_words
-from digen_jax.policies import describe_computation
+from digen_jax.policies import describe_computation, start_warnings
 from digen_jax.process.launching import describe_cache
 from digen_jax.process.progress import Progress
 from digen_jax.prompts.notes import tell
@@ -21,8 +22,10 @@ from digen_jax.scheduling.settings import Settings
 Metrics = dict[str, float]
 
 
-def tell_prompts(recipe: Recipe, family: Family) -> None:
-    """Prints what is odd about the prompts to train on and to evaluate on, such as those that are cut off."""
+def print_warnings(recipe: Recipe, family: Family) -> None:
+    """Prints warnings about the config and about the prompt files, such as prompts that are cut off."""
+    for warning in start_warnings(recipe, family):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     paths = (*recipe.prompts.paths, recipe.evaluation.prompts)
     tell(paths, family.cut, known_words(family))
 

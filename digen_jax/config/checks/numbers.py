@@ -81,6 +81,8 @@ RANGES = {
     "runtime.redundant_groups": (0, 10**5),
     "runtime.early_groups": (0, math.inf),
     "evaluation.every": POSITIVE,
+    "evaluation.height": (0, LARGEST_SIDE),
+    "evaluation.width": (0, LARGEST_SIDE),
     "evaluation.steps": (0, 1000),
     "evaluation.guidance": (0, 1000),
     "evaluation.true_guidance": (0, 1000),
