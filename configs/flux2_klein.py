@@ -33,9 +33,13 @@ Ours: recomputed blocks under a LoRA; the number of steps, as the source runs un
 of checkpoints, and all placements. Its recipes for DiffusionNFT and AWM on the base models are not here.
 
 Differences to the source:
+- these settings train image editing there: all 128 training records of the examples' data have an image to edit, scaled
+  to 384 x 384 (`condition_image_size`; at 3e615ee). Here images are generated from text alone;
 - its advantages are "gdpo", which for one reward divides them by their std over the step once more; set
   advantages.combine to "gdpo" for several rewards. distilled_full is published with a rank among a group's images as
   its reward;
+- a std below 1e-6 counts as 1e-6 there (src/flow_factory/advantage/advantage_processor.py, 3a2a482); here 1e-4 is
+  added to each;
 - trained weights are bfloat16 there, and trajectories float16; here both are float32, and so is the log-probability;
 - an update's groups are split by index, not shuffled;
 - with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step;

@@ -35,6 +35,8 @@ placement: GPUs share all parameters.
 Differences to the source:
 - each image has a window of its own there (verl_omni/pipelines/request_batch.py); here all images of a step share one;
 - the source's reward asks Qwen3-VL-8B what it reads in a picture (verl_omni/utils/reward_score/genrm_ocr.py, 57a9441);
+- the LoRA and its moments are bfloat16 there, as PEFT gives factors the dtype of the weights that they adapt
+  (verl_omni/workers/engine/fsdp/diffusers_impl.py, 04e7572); here they are float32;
 - diffusers rounds a sigma to bfloat16 before it multiplies it by 1000, so that 0.99 becomes 988. It is exact here;
 - the source's weights wait in the memory of the host between their uses; here they stay on the GPUs.
 

@@ -19,8 +19,9 @@ nft_geneval, nft_ocr, nft_pickscore  DiffusionNFT (arXiv 2509.16117), without gu
 Sources: the papers and their public code. github.com/yifan123/flow_grpo: `geneval_sd3`, `general_ocr_sd3`,
 `pickscore_sd3`, `geneval_sd3_fast_nocfg`, `pickscore_sd3_fast_nocfg`, for one GPU `general_ocr_sd3_1gpu`, in
 config/grpo.py; `geneval_sd3_rationorm`, `general_ocr_sd3_rationorm`, `pickscore_hps_sd3_ratio_norm` in
-config/grpo_guard.py (2e2f712); the LoRA and the EMA in scripts/train_sd3.py. github.com/NVlabs/DiffusionNFT:
-`sd3_geneval`, `sd3_ocr`, `sd3_pickscore` in config/nft.py. Some were read in copies of these repositories.
+config/grpo_guard.py (2e2f712); the LoRA and the EMA in scripts/train_sd3.py; the seed in config/base.py.
+github.com/NVlabs/DiffusionNFT: `sd3_geneval`, `sd3_ocr`, `sd3_pickscore` in config/nft.py, intervals of evaluation and
+checkpoint in config/base.py. Some were read in copies of these repositories.
 The T5 reads 128 tokens, in training and in evaluation, not the pipeline's 256: `max_sequence_length=128` in
 scripts/train_sd3.py of the former (ac4c86e) and in scripts/train_nft_sd3.py of the latter (24af555).
 
@@ -33,6 +34,8 @@ Differences to the sources:
   image whose advantage is 0 and divide the rest evenly among both updates, with some of the dropped images
   to fill micro-batches;
 - each image has its own std and KL in GRPO-Guard's ratio, not the batch's means;
+- a step's prompts are the next ones of a permutation of the file, so that each comes once an epoch; the sources take
+  the first prompts of a new permutation in each step, so that some come again before others come at all;
 - on one GPU every recipe has the batch of `general_ocr_sd3_1gpu` (8 groups of 8).
 
 The text encoders take 22 GB of each GPU in float32, 19 of which are the T5's, so a run encodes its prompts before it
@@ -107,6 +110,7 @@ def guard(clip_range: float) -> dict:
         advantages=dict(std="group", drop_zero_std=True),
         trainer=dict(learning_rate=1e-4, ema_repeats=REPEATS_OF_GUARD),
         evaluation=dict(every=30),
+        checkpoint=dict(every=30),
     )
 
 
@@ -115,7 +119,8 @@ def nft(updates: int = 1, **algorithm: float) -> dict:
         sampler=dict(kind="dpm2", noise_level=0.0, guidance=1.0, window=dict(length=0)),
         algorithm=dict(name="diffusion_nft", kl_coefficient=1e-4, **algorithm),
         trainer=dict(updates=updates, ema_every=1, ema_repeats=1),
-        evaluation=dict(guidance=1.0),
+        evaluation=dict(every=10, guidance=1.0),
+        checkpoint=dict(every=30),
     )
 
 
@@ -141,7 +146,7 @@ def base(n: int) -> ConfigDict:
     """The common settings of all recipes on n GPUs."""
     each = 8 if n == 1 else 9  # images a GPU at once
     c = ConfigDict()
-    c.seed = 0
+    c.seed = 42
     c.steps = 3000  # the sources run until they are stopped; this may be raised in the same workdir
     c.model = ConfigDict(
         dict(
@@ -187,7 +192,7 @@ def base(n: int) -> ConfigDict:
         )
     )
     c.pictures = ConfigDict(dict(every=20, images=12))
-    c.checkpoint = ConfigDict(dict(every=20, keep=2))
+    c.checkpoint = ConfigDict(dict(every=60, keep=2))
     return c
 
 

@@ -447,6 +447,8 @@ def test_sd35_has_the_published_average_and_start(name):
             trainer.ema_repeats,
         )
         assert (config.lora.init, config.advantages.drop_zero_std) == ("gaussian", flow_grpo)
+        every = (10, 30) if not flow_grpo else (30, 30) if guard else (60, 60)
+        assert (config.seed, config.evaluation.every, config.checkpoint.every) == (42, *every)
 
 
 def test_sd35_has_grpo_guards_published_range():

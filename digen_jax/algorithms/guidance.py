@@ -3,7 +3,9 @@
 The loss is that of v = v(null) + guidance (v(prompt) - v(null)) (arXiv 2207.12598); with guidance 1 or less it is that
 of v(prompt) alone. One guidance holds for the trained policy, the behaviour policy and the slow copy, another one for
 the reference. A policy gradient has none of its own: its ratio is to the sampled policy, so it replays with the
-sampler's guidance, also for the reference (yifan123/flow_grpo, scripts/train_sd3.py, ac4c86e, `train.cfg`).
+sampler's guidance, also for the reference (yifan123/flow_grpo, scripts/train_sd3.py, 74db691, `train.cfg`). Both passes
+have a gradient, as there. Commit ac4c86e stops that of the pass without the prompt, which is another objective: the
+gradient of a step differs by more than its largest element.
 If guidance is an input of the model, these numbers are that input; if the model also has a second pass, every
 velocity has the sampler's `true_guidance`.
 
