@@ -10,7 +10,7 @@ from jaxtyping import Float32, UInt8
 
 from digen_jax.rewards.bytes_watch import Watched, watched
 from digen_jax.rewards.exchanges import Exchange
-from digen_jax.rewards.mistakes import RewardMistake, blamed
+from digen_jax.rewards.mistakes import OURS, RewardMistake, blamed
 from digen_jax.rewards.settings import RewardSettings
 
 Reward = Callable[..., Any]
@@ -45,7 +45,7 @@ def called(
         return reward(images.copy(), [*prompts], copy.deepcopy(metadata))
 
     begin, name = time.perf_counter(), settings.title
-    with blamed(name, "raised"):
+    with blamed(name, "raised", OURS):
         returned = watched(name, score, images) if isinstance(images, Watched) else score(images)
     seconds = time.perf_counter() - begin
     if not isinstance(returned, Mapping):

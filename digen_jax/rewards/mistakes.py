@@ -1,7 +1,10 @@
 """Errors of a user's reward as one text: which reward, what failed, and where in the user's own code."""
 
+import asyncio
 import inspect
+import signal
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -10,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from digen_jax.errors import ConfigError
+from digen_jax.process import interrupt
 from digen_jax.process.ending import Stopped
 
 ARGUMENTS = ("images", "prompts", "metadata")
+# Errors that a pool or a client of a server raises on purpose, such as of a server that does not answer.
+OURS = (ConfigError, Stopped)
+# Exceptions that Python does not count as errors.
+BEYOND_ERRORS = (SystemExit, GeneratorExit, KeyboardInterrupt, asyncio.CancelledError)
 # Code that the user has not written: this package, Python's own modules, installed packages.
 FOREIGN = [
     Path(__file__).resolve().parents[1],
@@ -33,25 +41,40 @@ class RewardFailed(RewardMistake):
 
 
 @contextmanager
-def blamed(name: str, doing: str) -> Iterator[None]:
+def blamed(
+    name: str, doing: str, passing: tuple[type[BaseException], ...] = (*OURS, CancelledError)
+) -> Iterator[None]:
     """Turns any exception of a user's code, `sys.exit` included, into a RewardFailed, which can be pickled.
 
     Args:
       name: the reward's.
       doing: what it did, such as "raised" or "cannot be imported:".
+      passing: exceptions that are raised unchanged. By default also what a pool that is closed raises.
 
     Raises:
       RewardFailed: names the reward and the error, with the lines of the user's own code that led there.
+      KeyboardInterrupt: somebody pressed Ctrl-C.
     """
     try:
         yield
-    except (ConfigError, Stopped, CancelledError):
-        raise  # raised by a pool that asks the reward in another process
-    except (Exception, SystemExit) as error:
+    except passing:
+        raise
+    except (Exception, *BEYOND_ERRORS) as error:
+        if isinstance(error, KeyboardInterrupt) and _is_signal(error):
+            raise
         what = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(": None")
         raise RewardFailed(
             "\n".join([f"reward {name!r} {doing} {what}", *own_lines(error)])
         ) from error
+
+
+def _is_signal(error: KeyboardInterrupt) -> bool:
+    """Whether Ctrl-C may have raised it: only in the main thread, by the handler of this package or Python's own."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    python = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return python or raised_in == interrupt.__file__
 
 
 def own_lines(error: BaseException) -> list[str]:

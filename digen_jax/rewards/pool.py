@@ -1,6 +1,7 @@
 """Scoring beside generation: the rewards in processes of their own, or in a thread of this one."""
 
 import math
+import os
 import pickle
 import queue
 import sys
@@ -14,10 +15,13 @@ import numpy as np
 from jaxtyping import UInt8
 
 from digen_jax import rewards
+from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped, hangs
+from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.exchanges import Exchange, moved
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.process import Gone, Limit, RewardProcess
+from digen_jax.rewards.settings import RewardSettings
 
 
 def for_ever(expected: float | None) -> float:
@@ -38,13 +42,25 @@ class Scored(NamedTuple):
 
 
 class Thread:
-    """Scores in a thread of this process. A reward that hangs in it cannot be killed."""
+    """Scores in a thread of this process. A reward that hangs in it cannot be killed.
+
+    `os._exit` in a reward, which would end the run as if it were finished, raises SystemExit.
+    """
 
     def __init__(self, found: rewards.Rewards):
         self._rewards = found
+        process, leave = os.getpid(), os._exit
+
+        def exit_(status: int) -> None:
+            if threading.current_thread() is self._thread and os.getpid() == process:
+                raise SystemExit(status)
+            leave(status)
+
+        os._exit = exit_
         self._asked: queue.SimpleQueue = queue.SimpleQueue()
         self._hangs = False
-        threading.Thread(target=self._work, name="reward", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="reward", daemon=True)
+        self._thread.start()
 
     def ask(self, number: int, batch: rewards.Batch, limit: Limit) -> rewards.Answer:
         """As `RewardProcess.ask`; raises Hung where it takes longer than the limit, and in every call after that."""
@@ -84,8 +100,8 @@ class RewardPool:
 
     Args:
       found: the rewards.
-      processes: how many batches are scored at the same time; 0: a thread in this process. A function that no
-        other process can import, such as one from a notebook's cell, gets a thread, too, and a line says so.
+      processes: how many batches are scored at the same time; 0 means in a thread of this process. A function that
+        no other process can import, such as one from a notebook's cell, gets a thread, too, and a line says so.
       retries: how often `score` asks again where a reward fails.
       limit: from the expected seconds of a batch, None if unknown, to the seconds that a reward may take which has
         no limit of its own. A process that takes longer is killed and replaced.
@@ -106,7 +122,8 @@ class RewardPool:
         payload = _sendable(found) if processes and not idle else None
         if processes and payload is None and not idle:
             print(
-                f"reward {found.label!r} is in no file that another process could import: it scores in a thread",
+                f"reward {found.label!r} is in no module that another process can import, so it scores in a thread of "
+                "this one, where it cannot be killed if it hangs: define it in a file, and name it as module:function",
                 file=sys.stderr,
             )
         names = tuple(one.settings.title for one in found.members)
@@ -248,11 +265,35 @@ def may_pass(error: BaseException) -> bool:
 
 
 def _sendable(found: rewards.Rewards) -> bytes | None:
-    """The rewards pickled for another process; None if they cannot be."""
+    """Returns the rewards pickled for another process, by name if a function cannot be; None if neither is possible."""
     functions = [getattr(one.function, "func", one.function) for one in found.members]
     if any(getattr(one, "__module__", "__main__") == "__main__" for one in functions):
         return None
     try:
         return pickle.dumps(found)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except (
+        pickle.PicklingError,
+        AttributeError,
+        TypeError,
+    ):  # lambdas, closures, objects with locks
+        pass
+    settings = tuple(one.settings for one in found.members)
+    try:
+        same = [one.function for one in resolve(settings).members]
+    except ConfigError:
         return None
+    own = [":" in one.name for one in settings]
+    pairs = zip(own, (getattr(one, "func", one) for one in same), functions, strict=True)
+    if any(mine and one is not function for mine, one, function in pairs):
+        return None
+    return pickle.dumps(_Named(settings))
+
+
+class _Named:
+    """Is pickled as rewards that the other process finds by their names."""
+
+    def __init__(self, settings: tuple[RewardSettings, ...]):
+        self._settings = settings
+
+    def __reduce__(self) -> tuple[Callable[..., rewards.Rewards], tuple[Any, ...]]:
+        return resolve, (self._settings,)

@@ -45,7 +45,7 @@ class Gone(RuntimeError):
     """A process died while it scored, or took too long and was killed; `advice` says what to do."""
 
     def __init__(
-        self, text: str, advice: str = "set config.reward_pool.processes = 0 to see what it says"
+        self, text: str, advice: str = "call it by itself, such as in a Python shell, to see why"
     ):
         super().__init__(text)
         self.advice = advice

@@ -1,3 +1,4 @@
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -24,7 +25,7 @@ PROMPTS = ["one", "two", "three"]
 METADATA = [{"prompt": prompt} for prompt in PROMPTS]
 
 REWARDS = """
-import multiprocessing, os, signal, subprocess, sys, threading, time
+import asyncio, concurrent.futures, multiprocessing, os, signal, subprocess, sys, threading, time
 import numpy as np
 
 def mean(images, prompts, metadata):
@@ -65,8 +66,16 @@ def short(images, prompts, metadata):
 def bug(images, prompts, metadata):
     raise KeyError("a bug of the user's")
 
+def raises(images, prompts, metadata):
+    raise eval(prompts[0])
+
 def dies(images, prompts, metadata):
     os._exit(3)
+
+def made(sign):
+    return lambda images, prompts, metadata: [sign * os.getpid()] * len(images)
+
+closure = made(-1)
 
 def fails(images, prompts, metadata):
     # As often as a prompt says, in the way that another one says; the folder remembers the processes.
@@ -258,6 +267,33 @@ def test_a_wrong_reward_is_named_with_the_users_own_lines(pool, processes, rewar
         pool(reward, processes).score(IMAGES, PROMPTS, METADATA)
 
 
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "asyncio.CancelledError()",
+        "concurrent.futures.CancelledError()",
+        "GeneratorExit()",
+        "KeyboardInterrupt()",
+    ],
+)
+def test_whatever_a_reward_raises_is_its_own_failure(pool, processes, error):
+    with pytest.raises(RewardFailed) as caught:
+        pool("raises", processes).score(IMAGES, [error, "", ""], METADATA)
+    assert "mine:f" in str(caught.value) and error.rpartition(".")[2][:-2] in str(caught.value)
+
+
+def test_a_reward_cannot_end_the_run_as_if_it_were_finished(pool):
+    with pytest.raises(RewardFailed):
+        pool("dies", 0).score(IMAGES, PROMPTS, METADATA)
+
+
+def test_a_closure_in_a_module_scores_in_a_process_that_finds_it_by_its_name(mine, capsys):
+    with contextlib.closing(RewardPool(named("pooled_rewards:closure"), 1)) as scorer:
+        found = {-int(one) for one in scorer.score(IMAGES, PROMPTS, METADATA).columns[:, 0]}
+    assert len(found) == 1 and os.getpid() not in found and not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("reward", ["dies", "dies_with_a_child"])
 def test_a_process_that_dies_is_said_to_have_died(pool, reward):
     scorer = pool(reward)
@@ -360,4 +396,4 @@ def test_a_function_that_no_file_holds_scores_in_a_thread_and_says_so(pool, caps
     pool(reward, processes).score(IMAGES, PROMPTS, METADATA)
     ((thread, parent),) = threads
     assert thread is not threading.main_thread() and parent is None
-    assert ("'mine:f' is in no file" in capsys.readouterr().err) == bool(processes)
+    assert ("'mine:f'" in capsys.readouterr().err) == bool(processes)
