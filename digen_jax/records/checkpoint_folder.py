@@ -63,8 +63,14 @@ def read_checkpoint(folder: Path | str, template: Any) -> Restored:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, the oldest first, whole or not."""
+    """Returns the steps of the checkpoints in a folder, the oldest first, damaged or not."""
     return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+
+
+def steps_done(folder: Path) -> int:
+    """Returns the steps of the newest checkpoint in a folder whose saving has ended; 0 if there is none."""
+    ended = (step for step in saved_steps(folder) if not _unstamped(folder / str(step)))
+    return max(ended, default=0)
 
 
 def newest_whole(folder: Path) -> tuple[int | None, list[int]]:

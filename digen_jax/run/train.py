@@ -6,7 +6,7 @@ from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.errors import ConfigError
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
-from digen_jax.records.checkpoint_folder import saved_steps
+from digen_jax.records.checkpoint_folder import saved_steps, steps_done
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.records import full_disk, where
 from digen_jax.run.following import follow_run
@@ -77,6 +77,8 @@ def lead(
             for file, read in {"metrics.jsonl": read_metrics, "commands.jsonl": read_log}.items():
                 if (workdir / file).exists():
                     read(workdir / file)  # so that damage is found before anything slow
+            if "checkpoint.every" not in changed:
+                _check_checkpoints(recipe, workdir)
             run = Run(recipe, workdir, orders, meshes)
             with full_disk(workdir):
                 return run.train([f"{name}: {change}" for name, change in changed.items()])
@@ -88,9 +90,24 @@ def lead(
 
 def _check_steps(recipe: Recipe, workdir: pathlib.Path) -> None:
     """Raises ConfigError if a run has done more steps than it is asked for."""
-    done = max(saved_steps(workdir / "checkpoints"), default=0)
+    done = steps_done(workdir / "checkpoints")
     if done > recipe.steps:
         raise ConfigError(
             f"config.steps = {recipe.steps}, but the run in {workdir} has done "
             f"{done} steps already: give {done} or more"
+        )
+
+
+def _check_checkpoints(recipe: Recipe, workdir: pathlib.Path) -> None:
+    """Raises ConfigError if the checkpoints of a run were deleted, which would otherwise start again at step 0."""
+    metrics, folder = workdir / "metrics.jsonl", workdir / "checkpoints"
+    lines = read_metrics(metrics) if metrics.exists() else []
+    if not lines or saved_steps(folder):
+        return
+    done = lines[-1]["step"]
+    # The first checkpoint is saved after so many steps; a run that was killed before starts again.
+    if not folder.exists() or done > recipe.checkpoint.every:
+        raise ConfigError(
+            f"{workdir} has the metrics of {done} steps, but no checkpoint: bring {folder} back to continue, or choose "
+            "another workdir to start again"
         )

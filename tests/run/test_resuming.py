@@ -274,3 +274,27 @@ def test_garbage_in_a_workdir_is_one_sentence(tmp_path, train, file, content, se
         (workdir / file).write_bytes(content)
     with pytest.raises(ConfigError, match=sentence):
         train("run", c, lambda *_: pytest.fail("it runs"))
+
+
+@pytest.mark.parametrize(("steps", "emptied"), [(0, False), (4, False), (4, True)])
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again(tmp_path, train, steps, emptied):
+    c = config(tmp_path, steps=9, checkpoint__every=3)
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "config.json").write_text(c.to_json())
+    metrics = f'{{"step": {steps}, "seconds/clock": 0}}\n'
+    (workdir / "metrics.jsonl").write_text(metrics)
+    if emptied:
+        (workdir / "checkpoints").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        train("run", c, lambda *_: pytest.fail("it runs"))
+    assert str(workdir / "checkpoints") in str(caught.value)
+    assert (workdir / "metrics.jsonl").read_text() == metrics
+
+
+def test_a_folder_that_is_no_checkpoint_counts_as_no_steps_done(tmp_path, train):
+    c = config(tmp_path, steps=2, checkpoint__every=1)
+    assert train("run", c) is None
+    (tmp_path / "run" / "checkpoints" / "99").mkdir()
+    assert train("run", config(tmp_path, steps=3, checkpoint__every=1)) is None
+    assert saved(tmp_path / "run")[-1] == "3"
