@@ -1,5 +1,6 @@
 """The command line of a script: overrides are checked before the config is read, each mistake is one line."""
 
+import inspect
 import logging
 import re
 import runpy
@@ -201,7 +202,14 @@ def check_overrides(argv: Sequence[str]) -> None:
     read = runpy.run_path(str(file)).get("get_config")
     if read is None:
         raise ConfigError(f"{file} has no get_config(): write a function of that name into it")
-    fields = flat(read(*path.split(":", 1)[1:]))
+    argument = path.split(":", 1)[1:]
+    try:
+        inspect.signature(read).bind(*argument)
+    except TypeError as error:
+        given = f"takes no argument {argument[0]!r}" if argument else "needs an argument"
+        right = f"{file}{'' if argument else ':ARGUMENT'}"
+        raise ConfigError(f"get_config of {file} {given}: write --config={right}") from error
+    fields = flat(read(*argument))
     overrides = [found for found in map(OVERRIDE.match, argv) if found]
     for override in overrides:
         check_known(override[1], fields)

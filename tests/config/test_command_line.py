@@ -7,6 +7,7 @@ import pytest
 
 from digen_jax.config import command_line
 from digen_jax.config.door import reopen_recipe
+from digen_jax.errors import ConfigError
 from tests.pipelines import ROOT
 
 CONFIG = """
@@ -158,6 +159,15 @@ def test_a_console_without_unicode_shows_escapes(tmp_path):
     done = launch(tmp_path, *given, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == r"0.5 \xb1 0.1 \u2603"
+
+
+@pytest.mark.parametrize(("parameters", "argument"), [("", ":unknown"), ("name", "")])
+def test_an_argument_that_a_config_does_not_take_is_refused(tmp_path, parameters, argument):
+    file = tmp_path / "config.py"
+    file.write_text(CONFIG.replace("get_config()", f"get_config({parameters})"))
+    with pytest.raises(ConfigError) as caught:
+        command_line.check_overrides(["x.py", f"--config={file}{argument}"])
+    assert str(file) in str(caught.value)
 
 
 def test_ctrl_c_is_one_line(tmp_path):
