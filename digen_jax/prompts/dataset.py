@@ -1,5 +1,6 @@
 """Prompt files as TFDS datasets (array_record, no TensorFlow), streamed through grain."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -14,6 +15,7 @@ import grain
 import numpy as np
 import tensorflow_datasets as tfds
 
+from digen_jax.errors import ConfigError
 from digen_jax.prompts import files
 from digen_jax.prompts.building import build, quiet
 
@@ -201,7 +203,36 @@ def cached_source(
     final = cache_dir / PromptFile.name / digest / str(PromptFile.VERSION)
     if not final.exists():
         build(lambda private: PromptFile(data_dir=private, config=config), final, cache_dir)
-    return PromptFile(data_dir=cache_dir, config=config).as_data_source(split="train")
+    with _undamaged(final):
+        source = PromptFile(data_dir=cache_dir, config=config).as_data_source(split="train")
+    return Checked(source, final)
+
+
+class Checked(Sequence[dict[str, Any]]):
+    """The records of a dataset's folder, whose damage is a `ConfigError`."""
+
+    def __init__(self, source: Sequence[dict[str, Any]], folder: pathlib.Path):
+        self._source, self._folder = source, folder
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with _undamaged(self._folder):
+            return self._source[index]
+
+
+@contextlib.contextmanager
+def _undamaged(folder: pathlib.Path) -> Iterator[None]:
+    """Raises ConfigError where a dataset's folder cannot be read; array_record has checksums."""
+    try:
+        yield
+    # TFDS and array_record raise RuntimeError, NotImplementedError and errors of protobuf, among others.
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:100]
+        raise ConfigError(
+            f"the prompts in {folder} are damaged ({reason}): delete that folder, and the same command makes it again"
+        ) from error
 
 
 def _seed_of(seed: int, number: int) -> int:

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from digen_jax.errors import ConfigError
 from digen_jax.prompts import dataset
 from digen_jax.prompts.dataset import prompt_batches
 from digen_jax.prompts.files import read_prompt_file
@@ -309,3 +310,20 @@ def test_processes_that_build_at_once_agree_quietly_without_torch_or_tensorflow(
     assert next(batches) == first["step"]
     output, _ = fresh_process(seven, cache, json.dumps(first["state"])).communicate(timeout=120)
     assert json.loads(output)["step"] == next(batches)
+
+
+@pytest.mark.parametrize("damage", ["overwritten", "missing", "empty folder"])
+def test_a_damaged_dataset_is_refused_by_its_folder(seven, tmp_path, damage):
+    cache = tmp_path / "own"
+    prompt_batches(seven, 2, seed=0, cache_dir=cache)
+    (file,) = cache.rglob("*array_record*")
+    if damage == "overwritten":
+        data = bytearray(file.read_bytes())
+        data[: len(data) // 2] = bytes(len(data) // 2)
+        file.write_bytes(data)
+    else:
+        for one in [file] if damage == "missing" else list(file.parent.iterdir()):
+            one.unlink()
+    with pytest.raises(ConfigError) as caught:
+        next(prompt_batches(seven, 2, seed=0, cache_dir=cache))
+    assert str(file.parent) in str(caught.value)
