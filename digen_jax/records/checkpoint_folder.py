@@ -1,6 +1,7 @@
 """The checkpoints in a folder: which are whole, and the content of the newest, even of a run in progress."""
 
 import logging
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,18 @@ from digen_jax.records.checksums import damage
 STAMPED = "_CHECKPOINT_METADATA"  # orbax's file, into which it writes the time last of all
 # It logs a traceback for every error that it raises.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
+# Of a save that fails it awaits the first error; asyncio logs each of the others, hundreds on a full disk.
+LATE = re.compile(r"exception was never retrieved[\s\S]*(orbax|OCDBT|tensorstore)")
+logging.getLogger("asyncio").addFilter(lambda record: not LATE.search(record.getMessage()))
+
+
+def _print_unraisable(error: Any) -> None:
+    """Leaves out what TensorStore's threads raise after a failed save, whose event loop has ended."""
+    if not (error.exc_type is RuntimeError and str(error.exc_value) == "Event loop is closed"):
+        _printing(error)
+
+
+_printing, sys.unraisablehook = sys.unraisablehook, _print_unraisable
 
 
 class Restored(NamedTuple):
@@ -90,8 +103,8 @@ def newest_whole(folder: Path) -> tuple[int | None, list[int]]:
     if damaged:
         each = "; ".join(f"{step}: {why}" for step, why in damaged.items())
         raise ConfigError(
-            f"no checkpoint in {folder} is whole ({each}): put a copy in its place, or delete that "
-            "folder to begin from the start"
+            f"no checkpoint in {folder} is whole ({each}): put a copy in its place, or choose "
+            "another workdir"
         )
     return None, []
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import os
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +12,9 @@ import numpy as np
 from jaxtyping import Float
 
 from digen_jax.config.recipe import Recipe
+from digen_jax.errors import ConfigError
 from digen_jax.images import stills
+from digen_jax.process.ending import Stopped
 from digen_jax.records import pictures
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.evaluated import save_images, saved_images
@@ -22,6 +26,7 @@ from digen_jax.runtime.log import CommandLog
 from digen_jax.runtime.scores import Extremes
 from digen_jax.scheduling.timeline import Interval
 
+NO_SPACE = re.compile("|".join(map(os.strerror, FULL)))
 SHOWN_STEPS = 3  # in a picture of the timeline
 
 
@@ -214,11 +219,18 @@ class Records:
 
 @contextlib.contextmanager
 def full_disk(workdir: pathlib.Path) -> Iterator[None]:
-    """Turns the first error of a full disk into one sentence."""
+    """Turns the first error of a full disk into one sentence.
+
+    Raises:
+      SaveFailed: the disk is full.
+    """
     try:
         yield
-    except OSError as error:
-        if error.errno not in FULL:
+    except (ConfigError, Stopped):
+        raise
+    except Exception as error:
+        # Libraries that write data sets raise errors of their own, with the system's words.
+        if getattr(error, "errno", None) not in FULL and not NO_SPACE.search(str(error)):
             raise
         raise SaveFailed(
             f"the disk of {workdir} is full: make room, and the same command continues from the last checkpoint"

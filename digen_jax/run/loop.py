@@ -33,7 +33,7 @@ from digen_jax.run.positions import Position, Positions
 from digen_jax.run.report import Metrics, Reporter, diverged, print_warnings
 from digen_jax.run.scorers import try_scorers
 from digen_jax.run.stopping import reason_to_stop
-from digen_jax.run.workdir import mark_finished, own_claim
+from digen_jax.run.workdir import check_there, mark_finished, own_claim
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.executors import Samples
 from digen_jax.runtime.orders import Orders, several
@@ -275,7 +275,9 @@ class Run:
 
         Raises:
           SaveFailed: a write failed, or there is no space.
+          Stopped: the workdir is gone.
         """
+        check_there(self.workdir)
         self.records.check_disk()
         self.positions.check()
 
@@ -291,7 +293,8 @@ class Run:
         return {"prompts": place, "metrics": self.records.place()}
 
     def save(self, position: Position) -> None:
-        """Saves a checkpoint of a position, unless it exists."""
+        """Saves a checkpoint of a position, unless it exists; raises `Stopped` if the workdir is gone."""
+        check_there(self.workdir)
         self.saved = position.done
         self.positions.wait()
         oldest = self.positions.oldest()

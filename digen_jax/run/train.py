@@ -17,7 +17,7 @@ from digen_jax.run.opening import place_apart, place_run
 from digen_jax.run.roles import Apart
 from digen_jax.run.rollout import sample
 from digen_jax.run.stopping import reason_to_stop
-from digen_jax.run.workdir import changes, claim_workdir, finished_step
+from digen_jax.run.workdir import changes, claim_workdir, finished_step, usable
 from digen_jax.runtime.log import read_log
 from digen_jax.runtime.orders import Orders, is_first, leading
 
@@ -70,18 +70,21 @@ def lead(
     asked = recipe.as_json()
     # If another process uses the run's folder, or it is unusable, the claim below finds the reason.
     changed = changes(workdir, asked) if workdir.is_dir() else {}
-    with claim_workdir(workdir, asked, MAY_CHANGE, lambda: _check_steps(recipe, workdir)):
+    with (
+        full_disk(workdir),
+        claim_workdir(workdir, asked, MAY_CHANGE, lambda: _check_steps(recipe, workdir)),
+        usable(workdir),
+    ):
         finished = finished_step(workdir) or 0
         stopped = reason_to_stop(recipe.stopping, workdir) if finished else None
         if finished < recipe.steps and not stopped:
             for file, read in {"metrics.jsonl": read_metrics, "commands.jsonl": read_log}.items():
                 if (workdir / file).exists():
                     read(workdir / file)  # so that damage is found before anything slow
-            if "checkpoint.every" not in changed:
+            if "config.checkpoint.every" not in changed:
                 _check_checkpoints(recipe, workdir)
             run = Run(recipe, workdir, orders, meshes)
-            with full_disk(workdir):
-                return run.train([f"{name}: {change}" for name, change in changed.items()])
+            return run.train([f"{name}: {change}" for name, change in changed.items()])
     why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
     print(f"This run is finished: {finished} steps are done. {why}.")
     print(where(workdir))
@@ -105,8 +108,8 @@ def _check_checkpoints(recipe: Recipe, workdir: pathlib.Path) -> None:
     if not lines or saved_steps(folder):
         return
     done = lines[-1]["step"]
-    # The first checkpoint is saved after so many steps; a run that was killed before starts again.
-    if not folder.exists() or done > recipe.checkpoint.every:
+    # The first checkpoint is complete before the second one begins; a run that was killed before that starts again.
+    if not folder.exists() or done > 2 * recipe.checkpoint.every:
         raise ConfigError(
             f"{workdir} has the metrics of {done} steps, but no checkpoint: bring {folder} back to continue, or choose "
             "another workdir to start again"

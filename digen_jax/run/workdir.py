@@ -1,5 +1,6 @@
 """A run's folder: it belongs to one process at a time, has one config, and records that the run is finished."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -8,13 +9,14 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from digen_jax.config.fields import MOVED
 from digen_jax.errors import ConfigError
 from digen_jax.files import replace
+from digen_jax.process.ending import Stopped
 from digen_jax.weights.folder import read_json
 
 # The C library's struct flock, by which a lock is asked for.
@@ -114,6 +116,29 @@ def own_claim() -> str:
     In containers many processes have the same number on hosts of the same name: `DRAWN` tells them apart.
     """
     return f"process {os.getpid()} on {socket.gethostname()} ({DRAWN})"
+
+
+def check_there(workdir: Path | str) -> None:
+    """Checks that the workdir that this process has claimed is where it was.
+
+    Raises:
+      Stopped: it was moved or deleted. Nothing must be written there any more.
+    """
+    if not Path(workdir, ".lock").exists():
+        raise Stopped(
+            f"the workdir {workdir} was moved or deleted while the run used it: put it back, or give its new place by "
+            "--workdir, and the same command continues from its last checkpoint"
+        )
+
+
+@contextlib.contextmanager
+def usable(workdir: Path | str) -> Iterator[None]:
+    """Turns an error whose reason is that the claimed workdir is gone into `Stopped`."""
+    try:
+        yield
+    except Exception:
+        check_there(workdir)
+        raise
 
 
 def check_shared(workdir: Path | str, claim: str) -> None:

@@ -108,7 +108,7 @@ def test_where_no_checkpoint_is_whole_one_sentence_says_of_each_why(tmp_path, th
     template = template_of({"x": jnp.arange(999.0)})
     sentence = (
         r"no checkpoint in \S+ is whole \(3: host\S+ is missing; 2: \S+ has \d+ bytes, not \d+; "
-        r"1: it has no checksums.json\): put a copy in its place, or delete that folder to begin from the start"
+        r"1: it has no checksums.json\): put a copy in its place, or choose another workdir"
     )
     for read in (read_checkpoint, lambda *_: Checkpointer(folder, 1, 3)):
         with pytest.raises(ConfigError) as caught:

@@ -1,10 +1,12 @@
 """Runs of the toy family that continue on other devices, from damaged files, or after a full disk."""
 
 import json
+import logging
 import pathlib
 import shutil
 import subprocess
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 
 from digen_jax.engine import sharding
 from digen_jax.errors import ConfigError
-from digen_jax.records import checkpoint
+from digen_jax.process.ending import Stopped
+from digen_jax.records import checkpoint, checkpoint_folder
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.metrics import read_metrics
 from digen_jax.runtime.log import read_log
@@ -216,6 +219,15 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_is_one_sentence_that_sa
     ]
 
 
+def test_a_disk_that_is_full_before_a_run_begins_is_one_sentence(tmp_path, train, small_disk):
+    fill(small_disk)
+    for workdir in ("disk/run", "disk"):
+        with pytest.raises((SaveFailed, ConfigError)):
+            train(workdir, config(tmp_path))
+    (small_disk / "ballast").unlink()
+    assert train("disk/run", config(tmp_path, steps=1)) is None
+
+
 # -------------------------------------------------------------------------------- the workdir
 
 
@@ -229,6 +241,35 @@ def test_a_workdir_that_cannot_be_used_is_one_sentence(tmp_path, train):
     }.items():
         with pytest.raises(ConfigError, match=sentence):
             train(workdir, c)
+
+
+def test_a_run_whose_workdir_is_moved_stops_and_continues_at_its_new_place(tmp_path, train):
+    c = config(tmp_path, checkpoint__every=1, **RARELY)
+    run, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move(scores):
+        run.rename(moved)
+        return scores
+
+    with pytest.raises(Stopped):
+        train("run", c, at(3, move))
+    assert not (run / "metrics.jsonl").exists() and not list(run.glob("checkpoints/*"))
+    assert train("moved", c) is None
+    assert [line["step"] for line in read_metrics(moved / "metrics.jsonl")] == [*range(5)]
+
+
+def test_what_orbax_says_of_a_failed_save_beside_its_error_is_not_shown(caplog, monkeypatch):
+    asyncio = logging.getLogger("asyncio")
+    asyncio.error("Task exception was never retrieved\nfuture: <Task coro=</x/orbax/y.py>>")
+    asyncio.error("Task exception was never retrieved\nfuture: <Task coro=<mine>>")
+    assert len(caplog.records) == 1
+    passed = []
+    monkeypatch.setattr(checkpoint_folder, "_printing", passed.append)
+    for text in ("Event loop is closed", "mine"):
+        checkpoint_folder._print_unraisable(
+            SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError(text))
+        )
+    assert [str(one.exc_value) for one in passed] == ["mine"]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +317,7 @@ def test_garbage_in_a_workdir_is_one_sentence(tmp_path, train, file, content, se
         train("run", c, lambda *_: pytest.fail("it runs"))
 
 
-@pytest.mark.parametrize(("steps", "emptied"), [(0, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("steps", "emptied"), [(0, False), (4, False), (7, True)])
 def test_a_run_whose_checkpoints_are_gone_does_not_start_again(tmp_path, train, steps, emptied):
     c = config(tmp_path, steps=9, checkpoint__every=3)
     workdir = tmp_path / "run"
@@ -290,6 +331,16 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(tmp_path, train, 
         train("run", c, lambda *_: pytest.fail("it runs"))
     assert str(workdir / "checkpoints") in str(caught.value)
     assert (workdir / "metrics.jsonl").read_text() == metrics
+
+
+def test_a_run_with_another_interval_may_have_no_checkpoint_yet(tmp_path, train):
+    """It was killed before its first one, after 60 steps, say."""
+    c = config(tmp_path, steps=9, checkpoint__every=60)
+    workdir = tmp_path / "run"
+    (workdir / "checkpoints").mkdir(parents=True)
+    (workdir / "config.json").write_text(json.dumps(toy.opened(c).as_json()))
+    (workdir / "metrics.jsonl").write_text('{"step": 8, "seconds/clock": 0}\n')
+    assert train("run", config(tmp_path, steps=9, checkpoint__every=1)) is None
 
 
 def test_a_folder_that_is_no_checkpoint_counts_as_no_steps_done(tmp_path, train):
