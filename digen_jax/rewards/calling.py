@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,8 @@ from digen_jax.rewards.mistakes import OURS, RewardMistake, blamed
 from digen_jax.rewards.settings import RewardSettings
 
 Reward = Callable[..., Any]
+# The largest score: sums of squares of such numbers fit float32.
+LARGEST = 1e15
 
 
 class Answer(NamedTuple):
@@ -83,20 +85,12 @@ def _checked(returned: object, name: str, prompts: list[str]) -> Float32[np.ndar
         )
     if scores.dtype.kind not in "biuf":
         raise RewardMistake(f"reward {name!r} returned {scores.dtype} values: return numbers")
-    with np.errstate(
-        over="ignore"
-    ):  # numbers too large for float32 become infinite and are refused
-        scores = scores.astype(np.float32)
-    for worst in _not_finite(scores):
+    for worst in map(int, np.flatnonzero(~(np.abs(scores.astype(np.float64)) <= LARGEST))):
         raise RewardMistake(
             f"reward {name!r} returned {scores[worst]} for image {worst} ({prompts[worst]!r}): "
-            "return finite numbers"
+            f"return finite numbers, at most {LARGEST:g}"
         )
-    return scores
-
-
-def _not_finite(scores: np.ndarray) -> Iterator[int]:
-    return map(int, np.flatnonzero(~np.isfinite(scores)))
+    return scores.astype(np.float32)
 
 
 def _as_array(scores: object, name: str) -> np.ndarray:

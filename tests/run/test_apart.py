@@ -211,7 +211,7 @@ def test_a_run_apart_is_that_of_one_process(job, base, tmp_path):
     job.ends(0, 0, 0)
     assert (trains / "store").exists() and not (samples / "store").exists()
     said = printed(leader)
-    assert any("1 devices (cpu) train here, 2 meshes sample elsewhere" in line for line in said)
+    assert any("rollout on 2 other workers" in line for line in said)
     for number, one in enumerate(rollouts):
         joined, *rest = printed(one)
         assert joined.startswith(

@@ -347,7 +347,10 @@ def test_the_script_edits_a_picture(base, tmp_path):
         drawn = np.asarray(Image.open(folder / "00000_two-green-squares.png"), int)
         assert (abs(found - drawn).max() <= 1) == (edited is records)
     done = run_script(
-        "sample.py", f"--model={flux_folder(base, 'dev')}", *arguments[:2], arguments[-1]
+        "sample.py",
+        f"--model={flux_folder(base, 'dev')}",
+        *arguments[:2],
+        f"--output={tmp_path / 'refused'}",
     )
     assert done.returncode == 2
     assert "--image is given, but" in done.stderr and "alone: leave it out" in done.stderr
