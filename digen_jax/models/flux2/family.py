@@ -141,14 +141,17 @@ class Flux2Klein(ImageFamily):
                 f"{folder / 'text_encoder' / 'config.json'}: num_hidden_layers must be {max(STATES)} or more, as the "
                 f"states of layers {', '.join(map(str, STATES))} are read, and is {encoder.num_hidden_layers}"
             )
+        tokens = max_sequence_length or TEXT_TOKENS
         return cls(
             transformer=flux2.Flux2Transformer(network, dtype=dtype, remat=remat),
             vae=autoencoder_flux2.AutoencoderKLFlux2(vae, dtype=jnp.float32),
             text_encoder=language_model.LanguageModel(encoder, STATES, dtype=dtype),
-            tokenizer=language_model_tokenizer.read(folder / "tokenizer", encoder, chats=True),
+            tokenizer=language_model_tokenizer.read(
+                folder / "tokenizer", encoder, chats=True, tokens=tokens
+            ),
             scheduler=configs["scheduler"],
             distilled=_is_distilled(folder),
-            max_sequence_length=max_sequence_length or TEXT_TOKENS,
+            max_sequence_length=tokens,
         )
 
     @property

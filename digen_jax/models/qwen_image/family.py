@@ -154,15 +154,19 @@ class QwenImage(ImageFamily):
                 ("transformer", "out_channels", network.out_channels, "in_channels / 4", channels),
             ),
         )
+        tokens = max_sequence_length or TEXT_TOKENS
         return cls(
             transformer=qwen_image.QwenImageTransformer(network, dtype=dtype, remat=remat),
             vae=autoencoder_wan.AutoencoderKLWan(vae),
             text_encoder=language_model.LanguageModel(encoder, dtype=dtype),
             tokenizer=language_model_tokenizer.read(
-                folder / "tokenizer", encoder, head=(TEMPLATE.partition("{}")[0], DROPPED)
+                folder / "tokenizer",
+                encoder,
+                head=(TEMPLATE.partition("{}")[0], DROPPED),
+                tokens=tokens + DROPPED,
             ),
             scheduler=configs["scheduler"],
-            max_sequence_length=max_sequence_length or TEXT_TOKENS,
+            max_sequence_length=tokens,
         )
 
     @property

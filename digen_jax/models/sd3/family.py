@@ -160,6 +160,13 @@ class StableDiffusion3(ImageFamily):
             clip_tokenizer.read(folder / part, configs[encoder])
             for part, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2"))
         )
+        length = tokenizers[0].model_max_length
+        longest = configs["text_encoder_2"].max_position_embeddings
+        if length > longest:
+            raise ValueError(
+                f"{folder / 'tokenizer' / 'tokenizer_config.json'}: model_max_length must be at most {longest}, the "
+                f"positions of text_encoder_2, which reads as many tokens, and is {length}"
+            )
         family = cls._of(configs, tokenizers, dtype, remat)
         family = dataclasses.replace(family, max_sequence_length=max_sequence_length or T5_TOKENS)
         return family._with_t5(folder, configs["text_encoder_3"], dtype) if has_t5 else family
@@ -233,7 +240,9 @@ class StableDiffusion3(ImageFamily):
 
     def _lengths(self) -> list[tuple[Any, int]]:
         """Each tokenizer with the number of tokens that its text encoder reads."""
-        lengths = [(tokenizer, tokenizer.model_max_length) for tokenizer in self.tokenizers]
+        # As in diffusers' pipeline both CLIPs read as many tokens as the first tokenizer says.
+        length = self.tokenizers[0].model_max_length
+        lengths = [(tokenizer, length) for tokenizer in self.tokenizers]
         if self.text_encoder_3 is None:
             return lengths
         return [*lengths, (self.tokenizer_3, self.max_sequence_length)]

@@ -24,6 +24,7 @@ def read(
     encoder: LanguageModelConfig,
     chats: bool = False,
     head: tuple[str, int] | None = None,
+    tokens: int = 0,
 ) -> Any:
     """The tokenizer in a folder, of one of `CLASSES`.
 
@@ -32,10 +33,17 @@ def read(
       encoder: the tokenizer's ids must be among its tokens.
       chats: whether `chat` will be called, for which there must be a chat template.
       head: the beginning of a template of the caller's own, and its number of tokens.
+      tokens: of a prompt, padding included, which must fit the encoder's sliding window.
 
     Raises:
       ValueError: names the missing or broken file, or what does not fit.
     """
+    if encoder.sliding_window is not None and tokens > encoder.sliding_window:
+        raise ValueError(
+            f"{folder.with_name('text_encoder') / 'config.json'}: its layers attend to sliding_window = "
+            f"{encoder.sliding_window} tokens, and prompts have {tokens}: lower config.model.max_sequence_length by "
+            f"{tokens - encoder.sliding_window}"
+        )
     name = class_name(folder, CLASSES)
     fast = "PreTrainedTokenizerFast" if name == "PreTrainedTokenizer" else name
     files = (FILES, OTHER_FILES) if name == CLASSES[0] else (FILES,)

@@ -149,7 +149,9 @@ class ZImage(ImageFamily):
             transformer=zimage.ZImageTransformer(network, dtype=dtype, remat=remat),
             vae=autoencoder_kl.AutoencoderKL(vae, dtype=jnp.float32),
             text_encoder=language_model.LanguageModel(encoder, STATES, dtype=dtype),
-            tokenizer=language_model_tokenizer.read(folder / "tokenizer", encoder, chats=True),
+            tokenizer=language_model_tokenizer.read(
+                folder / "tokenizer", encoder, chats=True, tokens=tokens
+            ),
             scheduler=configs["scheduler"],
             max_sequence_length=tokens,
         )

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -138,6 +140,27 @@ def test_prompts_are_encoded_as_by_the_pipeline(folder):
     np.testing.assert_allclose(pooled, expected_pooled.numpy(), rtol=0, atol=1e-4 * largest[1])
     assert not expected[:, tokens:].any() and expected.shape[1] - tokens == 256
     assert np.abs(expected[0].numpy() - expected[1].numpy()).max() > 1e-2
+
+
+@pytest.mark.parametrize(("first", "second"), [(12, 8), (8, 12)])
+def test_tokenizers_that_differ_read_what_they_do_in_the_pipeline(base, tmp_path, first, second):
+    """Both CLIPs read as many tokens as the first tokenizer says, from the end that each tokenizer keeps."""
+    folder = shutil.copytree(pipeline(base), tmp_path / "pipeline")
+    for part, length, side in (("tokenizer", first, "left"), ("tokenizer_2", second, "right")):
+        path = folder / part / "tokenizer_config.json"
+        fields = dict(model_max_length=length, truncation_side=side)
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    family, params = ours(folder)
+    prompts = [*PROMPTS, LONG]
+    with jax.default_matmul_precision("highest"), torch.no_grad():
+        context, pooled = jax.jit(family.encode)(params, family.tokenize(said(*prompts)))
+        expected, _, expected_pooled, _ = oracle(folder).encode_prompt(
+            prompts, prompts, prompts, do_classifier_free_guidance=False
+        )
+    assert context.shape[1] == first
+    for found, wanted in ((context, expected[:, :first]), (pooled, expected_pooled)):
+        largest = float(wanted.abs().max())
+        np.testing.assert_allclose(found, wanted.numpy(), rtol=0, atol=1e-4 * largest)
 
 
 def test_a_context_narrower_than_the_network_reads_is_padded_as_by_the_pipeline(base, monkeypatch):

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import re
@@ -131,6 +132,15 @@ def test_a_field_that_does_not_fit_is_named(folders, tmp_path, fields, message):
     folder = changed(folders["tokenizer.json"], tmp_path, "tokenizer_config.json", **fields)
     with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {message}"):
         language_model_tokenizer.read(folder, ENCODER)
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(8, True), (9, False)])
+def test_prompts_must_fit_the_encoders_sliding_window(folders, tokens, fits):
+    encoder = dataclasses.replace(ENCODER, sliding_window=8)
+    expected = contextlib.nullcontext() if fits else pytest.raises(ValueError)
+    with expected as caught:
+        language_model_tokenizer.read(folders["tokenizer.json"], encoder, tokens=tokens)
+    assert fits or "sliding_window" in str(caught.value)
 
 
 @pytest.mark.parametrize(
