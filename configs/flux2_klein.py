@@ -48,7 +48,7 @@ Differences to the source:
 The smallest TPU slice for base_lora is one chip of 32 GB, v6e:1x1, by the compiler (estimated; nothing has run): 23.9
 GiB and 1,334 s a step (`python launch/plan.py --config configs/flux2_klein.py:base_lora,1 --topology v6e:1x1`).
 
-Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 23 GiB of each of 8. One takes base_lora,1,
+Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 24 GiB of each of 8. One takes base_lora,1,
 with as much; all weights take several.
 
 Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version

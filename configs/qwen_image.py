@@ -45,7 +45,7 @@ chip at once, `--config.sampler.fragment=32 --config.trainer.micro_batch=32 --co
 chip and 476 s a step. 16 images a chip do not fit. Of the gradient's 13 s two are gathers of parameters
 (`python launch/plan.py --config configs/qwen_image.py:ocr,4 --topology v6e:2x2`).
 
-Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 36 GiB of each of 4.
+Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 26 GiB of each of 4.
 
 Memory of each of 4 GPUs by the accounting of launch/plan.py, without the programs' temporary memory: 11.7 GiB. The text
 encoder is there before, while it encodes the prompts. Not measured: the recipe was not run on such a GPU. An encoded

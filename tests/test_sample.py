@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(base, tmp_path):
         for asked, words in (
             (
                 [one],
-                r"^p\.txt is given, but --guidance is 1, so that .* set --guidance to a larger",
+                r"^p\.txt is given, but --guidance is not above 1, so that .* set --guidance to a number",
             ),
             ([one, two], "holds no weights"),
         ):

@@ -65,10 +65,10 @@ def resolve_folder(
     if path.is_dir():
         return path
     name = str(name_or_path)
-    seen_from = "" if path.is_absolute() else f" as seen from {os.getcwd()}"
+    seen_from = "" if path.is_absolute() else f"; relative folders are seen from {os.getcwd()}"
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or path.exists():
         raise ValueError(
-            f"{name!r} is neither an existing folder{seen_from} nor a hub id 'owner/name'"
+            f"{name!r} is neither an existing folder nor a hub id 'owner/name'{seen_from}"
         )
     skip = HUB_IGNORED + [f"{component}/*" for component in without]
     files = [INDEX] if index_only else HUB_FILES
@@ -81,8 +81,8 @@ def resolve_folder(
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, ConnectionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{name!r} is not an existing folder{seen_from}, and the hub repository of that name cannot be downloaded "
-            f"(check the name, the network, and your access to gated models): {reason}"
+            f"{name!r} is not an existing folder, and the hub repository of that name cannot be downloaded "
+            f"(check the name, the network, and your access to gated models{seen_from}): {reason}"
         ) from error
 
 
