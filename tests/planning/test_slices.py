@@ -70,8 +70,10 @@ def test_what_does_not_fit_is_refused_with_a_reason_and_a_smaller_one_is_propose
     written, changed, needed = plan(base, small_slice, 1e12)
     assert changed == tiny(base) and written == ["it fits (estimated)"]
 
-    written, changed, less = plan(base, small_slice, 0.9 * needed)
-    assert less <= 0.9 * needed
+    while changed.model.remat != "blocks":  # first another split may fit
+        memory = 0.9 * needed
+        written, changed, needed = plan(base, small_slice, memory)
+        assert needed <= memory
     assert "does not fit, because a trainer device needs" in written[0]
     assert "(estimated): temporaries of" in written[0]
     assert written[-1].startswith("it fits (estimated) with ")
