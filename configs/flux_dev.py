@@ -22,8 +22,8 @@ github.com/yifan123/flow_grpo:
   groups of 24 images in two updates, 3 images a GPU at once, 512 x 512, 6 steps, 28 in evaluation, guidance 3.5,
   noise 0.9 (fast: cps 0.8), 99% of the steps, window of 3 within the first 3, clip range of the fast ones, no KL, std
   of the step (pickscore_flux_fast: of the group), no shared start noise, bfloat16, evaluation and checkpoint every 30
-- config/base.py (54809b5): learning rate 3e-4, weight decay 1e-4, Adam's numbers, gradient norm 1, advantages clipped
-  to 5, clip range 1e-4
+- config/base.py (54809b5): seed 42, learning rate 3e-4, weight decay 1e-4, Adam's numbers, gradient norm 1, advantages
+  clipped to 5, clip range 1e-4
 - scripts/train_flux.py (74db691): LoRA of rank 64, alpha 128, Gaussian, on attention and the dual blocks' feed-forward;
   average of 0.9 every 8 updates, 128 tokens of the T5. An average at a turn is mixed after each micro-batch, 6 on the
   32 GPUs of `pickscore_flux`, as here; 24 on the 8 of `pickscore_flux_8gpu`
@@ -42,7 +42,8 @@ github.com/XueZeyue/DanceGRPO:
 
 Ours: recomputed blocks in Flow-GRPO's recipes; the number of steps of Flow-GRPO, which runs until it is stopped;
 LoRA, average and tokens of the fast recipes as in train_flux.py, because their script was not found; evaluation every
-40 steps at 720 x 720 in DanceGRPO's recipes, and its batch; pictures, the number of checkpoints, and all placements.
+40 steps at 720 x 720 in DanceGRPO's recipes, its batch, and their seed; pictures, the number of checkpoints, and all
+placements.
 Frozen weights are bfloat16 in all recipes; in the sources this is so for the text encoders of Flow-GRPO.
 
 Differences to the sources:
@@ -173,7 +174,7 @@ PASSES = dict.fromkeys(RECIPES, 192) | dict(dance=48, dance_ema=96, dance_lora=9
 def base() -> ConfigDict:
     """The common settings of all recipes."""
     c = ConfigDict()
-    c.seed = 0
+    c.seed = 42
     c.steps = 3000  # the sources of Flow-GRPO run until they are stopped
     c.model = ConfigDict(dict(folder="black-forest-labs/FLUX.1-dev", remat="blocks"))
     c.precision = ConfigDict(dict(arithmetic="bfloat16", frozen="bfloat16"))

@@ -29,8 +29,8 @@ github.com/verl-project/verl-omni:
   the prompt, as in diffusers' pipeline
 
 Ours: 16 images a GPU at once in sampling and in evaluation, 8 in training (the same gradient; of 16, the inputs of the
-60 blocks alone, which the backward pass needs, take 14 GiB of a GPU), pictures, the number of checkpoints, and the
-placement: GPUs share all parameters.
+60 blocks alone, which the backward pass needs, take 14 GiB of a GPU), pictures, the number of checkpoints, the
+seed, and the placement: GPUs share all parameters.
 
 Differences to the source:
 - each image has a window of its own there (verl_omni/pipelines/request_batch.py); here all images of a step share one;

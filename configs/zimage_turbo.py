@@ -18,7 +18,7 @@ github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/d
 - clip range 1e-4, advantages clipped to 5, std of the group, no KL
 - learning rate 3e-4, weight decay 1e-4, Adam's numbers, gradient norm 1
 - average of 0.9, mixed at the end of training steps 4, 8, ..., so after updates 8, 16, ...
-- bfloat16 arithmetic; evaluation in 10 steps without guidance, and a checkpoint, every 40 training steps
+- bfloat16 arithmetic; evaluation in 10 steps without guidance, and a checkpoint, every 40 training steps; seed 42
 The rest of that repository, at a0b2bc5:
 - src/flow_factory/models/abc.py: LoRA with a Gaussian start
 - src/flow_factory/models/z_image/z_image.py: 512 tokens, and the default layers, which are the family's
@@ -27,7 +27,7 @@ The rest of that repository, at a0b2bc5:
 - src/flow_factory/scheduler/flow_match_euler_discrete.py: the step, its sigmas from 1 to 1/steps, steps counted from 0
 
 Ours: recomputed blocks, the number of training steps, the batch of an evaluation, pictures, the number of checkpoints,
-the seed, and all placements: each GPU has all parameters.
+and all placements: each GPU has all parameters.
 
 Differences to the source:
 - its transformer's frozen weights are float32, and autocast rounds them for each matrix product; here they are
@@ -63,7 +63,7 @@ PASSES = 384
 def recipe(n: int) -> dict:
     """On n GPUs, each with all parameters."""
     return dict(
-        seed=0,
+        seed=42,
         steps=3000,  # the source runs until it is stopped
         model=dict(
             folder="Tongyi-MAI/Z-Image-Turbo",

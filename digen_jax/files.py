@@ -66,7 +66,7 @@ SHIPPED = ("assets", "configs", "launch")
 def shipped(path: str) -> str:
     """The place of a file or folder that comes with the package, such as "configs/shapes_demo.py".
 
-    A wheel has these folders in the package, a checkout beside it. A path that exists in the current directory, or
+    A wheel has these folders in the package, a checkout next to it. A path that exists in the current directory, or
     that is none of these, stays as it is.
     """
     if path.split("/", 1)[0] not in SHIPPED or Path(path).exists():

@@ -451,6 +451,20 @@ def test_sd35_has_the_published_average_and_start(name):
         assert (config.seed, config.evaluation.every, config.checkpoint.every) == (42, *every)
 
 
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        (SD35, "geneval,8"),
+        (FLUX, "pickscore,8"),
+        (KONTEXT, "8"),
+        (KLEIN, "base_lora,8"),
+        (Z_IMAGE, "8"),
+    ],
+)
+def test_seeds_are_the_published_ones(name, argument):
+    assert load(name, argument).seed == 42
+
+
 def test_sd35_has_grpo_guards_published_range():
     config = load(SD35, "pickscore_guard,8")
     algorithm = reopen_recipe(config).algorithm

@@ -68,7 +68,7 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Facts of a GPU that XLA's compiler asks for, beside those of its `Chip`.
+    """Facts of a GPU that XLA's compiler asks for, in addition to those of its `Chip`.
 
     Attributes:
       kind: its `jax.Device.device_kind`.

@@ -219,7 +219,10 @@ class Checked(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         with _undamaged(self._folder):
-            return self._source[index]
+            record = self._source[index]
+            if record["prompt"] is None:  # array_record reads this where a file was cut
+                raise ValueError(f"record {index} is empty")
+            return record
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Errors of a user's reward as one text: which reward, what failed, and where in the user's own code."""
 
-import asyncio
 import inspect
 import signal
 import sysconfig
@@ -19,8 +18,6 @@ from digen_jax.process.ending import Stopped
 ARGUMENTS = ("images", "prompts", "metadata")
 # Errors that a pool or a client of a server raises on purpose, such as of a server that does not answer.
 OURS = (ConfigError, Stopped)
-# Exceptions that Python does not count as errors.
-BEYOND_ERRORS = (SystemExit, GeneratorExit, KeyboardInterrupt, asyncio.CancelledError)
 # Code that the user has not written: this package, Python's own modules, installed packages.
 FOREIGN = [
     Path(__file__).resolve().parents[1],
@@ -59,7 +56,8 @@ def blamed(
         yield
     except passing:
         raise
-    except (Exception, *BEYOND_ERRORS) as error:
+    # Also what Python does not count as an error: SystemExit, asyncio.CancelledError, a user's own BaseException.
+    except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and _is_signal(error):
             raise
         what = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(": None")

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped, hangs
 from digen_jax.process.exhausted import during, out_of_memory
 from digen_jax.rewards.exchanges import moved
-from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch
 from digen_jax.runtime.executors import Executor, Samples
@@ -299,7 +299,7 @@ class Driver:
                 return None
             # Any error: another device may succeed where this one fails, and the scheduler limits the attempts.
             except Exception as error:
-                ends = isinstance(error, Stopped | RewardMistake) and not may_pass(error)
+                ends = isinstance(error, Stopped | ConfigError) and not may_pass(error)
                 if ends and self._is_current(worker):
                     raise  # no other device can do it either
                 return self._failed(worker, line, command, error)

@@ -312,18 +312,21 @@ def test_processes_that_build_at_once_agree_quietly_without_torch_or_tensorflow(
     assert json.loads(output)["step"] == next(batches)
 
 
-@pytest.mark.parametrize("damage", ["overwritten", "missing", "empty folder"])
-def test_a_damaged_dataset_is_refused_by_its_folder(seven, tmp_path, damage):
-    cache = tmp_path / "own"
-    prompt_batches(seven, 2, seed=0, cache_dir=cache)
+@pytest.mark.parametrize("damage", ["overwritten", "truncated", "missing", "empty folder"])
+def test_a_damaged_dataset_is_refused_by_its_folder(tmp_path, damage):
+    cache, many = tmp_path / "own", tmp_path / "many.txt"
+    many.write_text("".join(f"prompt {number}\n" for number in range(400)))
+    prompt_batches(many, 2, seed=0, cache_dir=cache)
     (file,) = cache.rglob("*array_record*")
     if damage == "overwritten":
         data = bytearray(file.read_bytes())
         data[: len(data) // 2] = bytes(len(data) // 2)
         file.write_bytes(data)
+    elif damage == "truncated":
+        os.truncate(file, file.stat().st_size // 2)
     else:
         for one in [file] if damage == "missing" else list(file.parent.iterdir()):
             one.unlink()
     with pytest.raises(ConfigError) as caught:
-        next(prompt_batches(seven, 2, seed=0, cache_dir=cache))
+        take(prompt_batches(many, 2, seed=0, cache_dir=cache), 200)
     assert str(file.parent) in str(caught.value)

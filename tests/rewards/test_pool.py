@@ -275,6 +275,7 @@ def test_a_wrong_reward_is_named_with_the_users_own_lines(pool, processes, rewar
         "concurrent.futures.CancelledError()",
         "GeneratorExit()",
         "KeyboardInterrupt()",
+        "BaseException()",
     ],
 )
 def test_whatever_a_reward_raises_is_its_own_failure(pool, processes, error):

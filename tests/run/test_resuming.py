@@ -333,6 +333,17 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(tmp_path, train, 
     assert (workdir / "metrics.jsonl").read_text() == metrics
 
 
+def test_a_run_without_its_folder_of_checkpoints_is_refused_with_any_interval(tmp_path, train):
+    c = config(tmp_path, steps=9, checkpoint__every=60)
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "config.json").write_text(json.dumps(toy.opened(c).as_json()))
+    (workdir / "metrics.jsonl").write_text('{"step": 8, "seconds/clock": 0}\n')
+    with pytest.raises(ConfigError) as caught:
+        train("run", config(tmp_path, steps=9, checkpoint__every=1))
+    assert str(workdir / "checkpoints") in str(caught.value)
+
+
 def test_a_run_with_another_interval_may_have_no_checkpoint_yet(tmp_path, train):
     """It was killed before its first one, after 60 steps, say."""
     c = config(tmp_path, steps=9, checkpoint__every=60)
