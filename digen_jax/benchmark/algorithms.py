@@ -137,16 +137,15 @@ class Table:
         draw(runs, gains, path)
 
     def write_cells(self, path: pathlib.Path) -> None:
-        """Writes the finished cells as CSV, a line for each evaluation; `read_cells` reads it back."""
+        """Writes the finished cells as CSV, one line per evaluation, unrounded: `read_cells` returns equal values."""
         with path.open("w", newline="") as file:
             lines = csv.writer(file)
             lines.writerow((*CELLS, *COSTS))
             for row in self.rows:
                 for seed, one in row.outcomes.items():
-                    costs = (round(one.seconds, 1), round(one.cpu_seconds, 1))
-                    for images, seconds, reward in one.points:
-                        point = (images, round(seconds, 1), round(reward, 6))
-                        lines.writerow((row.name, row.family, seed, *point, *costs))
+                    for point in one.points:
+                        cells = (row.name, row.family, seed, *point)
+                        lines.writerow((*cells, one.seconds, one.cpu_seconds))
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes algorithms.md, .csv and .png; nothing if no cell is finished."""

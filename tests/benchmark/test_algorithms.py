@@ -169,10 +169,15 @@ def test_the_picture_has_a_line_with_bars_for_each_family(tmp_path):
     for family, (count, gain) in families.items():
         for i in range(count):
             ends = {seed: 0.32 + gain + 0.02 * rng.standard_normal() for seed in range(3)}
-            cells = {seed: outcome(0.32, (0.32 + end) / 2, end) for seed, end in ends.items()}
+            seconds = {0: 1.46, 1: 1.53, 2: 1.5}  # the mean is 1 before and 2 after rounding to 0.1
+            cells = {
+                seed: outcome(0.32, (0.32 + end) / 2, end, seconds=seconds[seed])
+                for seed, end in ends.items()
+            }
             rows.append(Row(f"{family} {i}", family, cells, ()))
     table = Table(tuple(rows))
     table.write(tmp_path)
+    assert read_cells(tmp_path / "algorithms.csv") == table
     again = tmp_path / "again"
     again.mkdir()
     read_cells(tmp_path / "algorithms.csv").write(again)
