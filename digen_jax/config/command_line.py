@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from digen_jax.config.fields import check_known, flat
 from digen_jax.errors import ConfigError, check_choice
 from digen_jax.files import in_home, shipped
-from digen_jax.process.ending import STOPPED, Stopped, last_word, without_the_hung
+from digen_jax.process.ending import STOPPED, Stopped, guard_exit, last_word, without_the_hung
 from digen_jax.process.exhausted import no_devices, out_of_memory
 from digen_jax.process.interrupt import end_by_ctrl_c
 from digen_jax.process.terminal import keep_writable
@@ -63,12 +63,13 @@ def run_main(main: Main) -> None:
 
     `ending.Stopped` prints one line, too, with exit code 75, and so does Ctrl-C where nothing else handles it, with
     130. Devices that run out of memory, or that JAX does not find, are one line as well, with exit code 2. The process
-    does not wait for a thread that hangs, and continues without what reads its output, such as `| head`. Characters
+    does not wait for a thread that hangs, reports an `os._exit` in a user's code, and continues without what reads its output, such as `| head`. Characters
     that a console cannot show are printed as escapes.
 
     A script with several `main` functions, by their names, takes one of these names as its first word.
     """
     end_by_ctrl_c()
+    guard_exit()  # before a config imports a reward
     keep_writable()
     # It has a line at the first start on a machine, on which no user can act.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)

@@ -6,13 +6,14 @@ Until `interrupt.end_by_ctrl_c` takes over nothing has to be cleaned up.
 import os
 import signal
 import sys
+from os import _exit  # unguarded: see `ending.guard_exit`
 
 
 def _end(number: int, frame: object) -> None:
     try:
         os.write(2, f"{os.path.basename(sys.argv[0])}: stopped by Ctrl-C\n".encode())
     finally:
-        os._exit(128 + number)
+        _exit(128 + number)
 
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

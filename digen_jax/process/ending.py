@@ -1,10 +1,11 @@
 """The end of a process in which a thread hangs or a child does not respond.
 
 `leave` ends the process without waiting for either, as Python's own exit would. `last_word` says why it ends: several
-threads may see the reason, and the first one speaks for all.
+threads may see the reason, and the first one speaks for all. `guard_exit` reports an `os._exit` in a user's code.
 """
 
 import contextlib
+import contextvars
 import ctypes
 import os
 import signal
@@ -21,6 +22,8 @@ PATIENCE = 1.0  # seconds for the last actions
 _hung: list[str] = []
 _last: list[Callable[[], None]] = []
 _deciding = threading.Lock()
+_exit = os._exit  # `guard_exit` replaces it
+_raises = contextvars.ContextVar("raises", default=False)  # see `exits_raise`
 # What the process's last word was: its exit code, and the thread that prints it.
 _said: list[tuple[int, threading.Thread]] = []
 
@@ -61,7 +64,37 @@ def leave(code: int) -> None:
     last = threading.Thread(target=_do_last, daemon=True)
     last.start()
     last.join(PATIENCE)
-    os._exit(code)
+    _exit(code)
+
+
+def guard_exit() -> None:
+    """Replaces `os._exit`, with which a user's code would end this process silently, even as if it had finished.
+
+    It raises SystemExit inside `exits_raise`. Anywhere else, such as in a thread that a reward has started, it reports
+    the line that called it and ends the process with code 75. Forked children exit as before, and so does C code.
+    """
+    process = os.getpid()
+
+    def exit_(status: int) -> None:
+        if os.getpid() != process:
+            _exit(status)
+        if _raises.get():
+            raise SystemExit(status)
+        caller = sys._getframe(1)
+        where = f"{caller.f_code.co_filename}, line {caller.f_lineno}"
+        leave(last_word(f"os._exit({status}) was called in {where}: raise an exception there", STOPPED))
+
+    os._exit = exit_
+
+
+@contextlib.contextmanager
+def exits_raise() -> Iterator[None]:
+    """In this block, and in this thread, a guarded `os._exit` raises SystemExit."""
+    token = _raises.set(True)
+    try:
+        yield
+    finally:
+        _raises.reset(token)
 
 
 def abort_later() -> None:

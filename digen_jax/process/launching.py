@@ -16,7 +16,7 @@ from absl import logging
 
 from digen_jax.errors import ConfigError
 from digen_jax.process import clusters
-from digen_jax.process.ending import abort_later
+from digen_jax.process.ending import abort_later, leave
 from digen_jax.process.memory import keep_freed_memory
 
 
@@ -203,7 +203,7 @@ def _give_up(coordinator: str, seconds: float) -> None:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(2)
+    leave(2)
 
 
 def reach(host: str, port: int, seconds: float, pause: float = 1) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, UInt8
 
+from digen_jax.process.ending import exits_raise
 from digen_jax.rewards.bytes_watch import Watched, watched
 from digen_jax.rewards.exchanges import Exchange
 from digen_jax.rewards.mistakes import OURS, RewardMistake, blamed
@@ -47,7 +48,7 @@ def called(
         return reward(images.copy(), [*prompts], copy.deepcopy(metadata))
 
     begin, name = time.perf_counter(), settings.title
-    with blamed(name, "raised", OURS):
+    with blamed(name, "raised", OURS), exits_raise():
         returned = watched(name, score, images) if isinstance(images, Watched) else score(images)
     seconds = time.perf_counter() - begin
     if not isinstance(returned, Mapping):

@@ -1,7 +1,6 @@
 """Scoring beside generation: the rewards in processes of their own, or in a thread of this one."""
 
 import math
-import os
 import pickle
 import queue
 import sys
@@ -16,7 +15,7 @@ from jaxtyping import UInt8
 
 from digen_jax import rewards
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import Stopped, hangs
+from digen_jax.process.ending import Stopped, guard_exit, hangs
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.exchanges import Exchange, moved
 from digen_jax.rewards.mistakes import RewardFailed
@@ -42,21 +41,11 @@ class Scored(NamedTuple):
 
 
 class Thread:
-    """Scores in a thread of this process. A reward that hangs in it cannot be killed.
-
-    `os._exit` in a reward, which would end the run as if it were finished, raises SystemExit.
-    """
+    """Scores in a thread of this process. A reward that hangs in it cannot be killed."""
 
     def __init__(self, found: rewards.Rewards):
         self._rewards = found
-        process, leave = os.getpid(), os._exit
-
-        def exit_(status: int) -> None:
-            if threading.current_thread() is self._thread and os.getpid() == process:
-                raise SystemExit(status)
-            leave(status)
-
-        os._exit = exit_
+        guard_exit()
         self._asked: queue.SimpleQueue = queue.SimpleQueue()
         self._hangs = False
         self._thread = threading.Thread(target=self._work, name="reward", daemon=True)

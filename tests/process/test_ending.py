@@ -144,3 +144,39 @@ def test_leaving_waits_for_nobody(tmp_path):
         [sys.executable, "script.py"], cwd=tmp_path, env=environment(1, PYTHONPATH=str(ROOT))
     )
     assert done.returncode == 7 and time.monotonic() - begin < 200
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "calls"),
+    [
+        ("reward(None, [], [])", 75, "script.py, line 8"),
+        ("called(reward, RewardSettings('r'), np.zeros((1, 8, 8, 3)), ['x'], [{}])", 2, "'r'"),
+        ("thread(reward)", 75, "script.py, line 8"),
+        ("child(reward)", 0, ""),
+    ],
+)
+def test_an_exit_of_a_users_code_is_never_silent(tmp_path, where, code, calls):
+    """In a reward, in a thread that it starts, and in a forked child, which exits as before."""
+    done = run(
+        tmp_path,
+        "import multiprocessing, threading\n"
+        "import numpy as np\n"
+        "from digen_jax.config.command_line import run_main\n"
+        "from digen_jax.rewards.calling import called\n"
+        "from digen_jax.rewards.settings import RewardSettings\n"
+        "def reward(images, prompts, metadata):\n"
+        "    from os import _exit\n"
+        "    _exit(0)\n"
+        "def thread(target):\n"
+        "    thread = threading.Thread(target=target, args=(None, [], []))\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+        "def child(target):\n"
+        "    process = multiprocessing.get_context('fork').Process(target=target, args=(None, [], []))\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "    assert process.exitcode == 0\n"
+        f"run_main(lambda: {where})\n",
+    )
+    assert done.returncode == code, done.stderr
+    assert calls in done.stderr and "Traceback" not in done.stderr
