@@ -82,7 +82,11 @@ def guard_exit() -> None:
             raise SystemExit(status)
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}, line {caller.f_lineno}"
-        leave(last_word(f"os._exit({status}) was called in {where}: raise an exception there", STOPPED))
+        leave(
+            last_word(
+                f"os._exit({status}) was called in {where}: raise an exception there", STOPPED
+            )
+        )
 
     os._exit = exit_
 

@@ -43,7 +43,8 @@ class SaveFailed(Stopped):
 class Checkpointer:
     """Saves every few steps into a folder, keeps the newest, and restores the newest whole one.
 
-    It reserves the space of one more checkpoint while none is being saved.
+    It reserves the space of one more checkpoint while none is being saved. Next to its folder it leaves a file that
+    says that a checkpoint was saved: see `was_saved`.
 
     Args:
       folder: for the checkpoints of one run, one folder a step; created if needed. Remains of a
@@ -133,6 +134,8 @@ class Checkpointer:
         """
         with self._saved():
             self._manager.wait_until_finished()
+        if self._newest is not None and team.is_first():
+            _note(self._folder).touch()
 
     def hold_room(self, arrays: Any) -> None:
         """Reserves the space of a checkpoint of such arrays, before the first one.
@@ -226,6 +229,15 @@ class Checkpointer:
             raise SaveFailed(
                 f"the checkpoint of step {self._saving} could not be saved in {self._folder}: {reason}"
             ) from error
+
+
+def was_saved(folder: Path) -> bool:
+    """Whether a `Checkpointer` has saved a checkpoint into this folder, even if it was deleted since."""
+    return _note(folder).exists()
+
+
+def _note(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}_saved")
 
 
 def _bytes_of(arrays: Any) -> int:

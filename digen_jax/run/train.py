@@ -6,6 +6,7 @@ from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.errors import ConfigError
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
+from digen_jax.records.checkpoint import was_saved
 from digen_jax.records.checkpoint_folder import saved_steps, steps_done
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.records import full_disk, where
@@ -81,7 +82,7 @@ def lead(
             for file, read in {"metrics.jsonl": read_metrics, "commands.jsonl": read_log}.items():
                 if (workdir / file).exists():
                     read(workdir / file)  # so that damage is found before anything slow
-            _check_checkpoints(recipe, workdir, "config.checkpoint.every" in changed)
+            _check_checkpoints(workdir)
             run = Run(recipe, workdir, orders, meshes)
             return run.train([f"{name}: {change}" for name, change in changed.items()])
     why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
@@ -100,25 +101,16 @@ def _check_steps(recipe: Recipe, workdir: pathlib.Path) -> None:
         )
 
 
-def _check_checkpoints(recipe: Recipe, workdir: pathlib.Path, other_interval: bool) -> None:
+def _check_checkpoints(workdir: pathlib.Path) -> None:
     """Checks that the checkpoints of a run were not deleted, which would otherwise start again at step 0.
-
-    Args:
-      recipe: of this start.
-      workdir: of the run.
-      other_interval: whether checkpoint.every has changed since the last start.
 
     Raises:
       ConfigError: they were deleted.
     """
     metrics, folder = workdir / "metrics.jsonl", workdir / "checkpoints"
     lines = read_metrics(metrics) if metrics.exists() else []
-    if not lines or saved_steps(folder):
-        return
-    done = lines[-1]["step"]
-    # The first checkpoint is complete before the second one begins; a run that was killed before that starts again.
-    late = done > 2 * recipe.checkpoint.every and not other_interval
-    if not folder.exists() or late:
+    if lines and not saved_steps(folder) and (was_saved(folder) or not folder.exists()):
+        done = lines[-1]["step"]
         raise ConfigError(
             f"{workdir} has the metrics of {done} steps, but no checkpoint: bring {folder} back to continue, or choose "
             "another workdir to start again"

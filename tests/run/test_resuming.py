@@ -317,16 +317,14 @@ def test_garbage_in_a_workdir_is_one_sentence(tmp_path, train, file, content, se
         train("run", c, lambda *_: pytest.fail("it runs"))
 
 
-@pytest.mark.parametrize(("steps", "emptied"), [(0, False), (4, False), (7, True)])
-def test_a_run_whose_checkpoints_are_gone_does_not_start_again(tmp_path, train, steps, emptied):
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_run_without_its_folder_of_checkpoints_does_not_start_again(tmp_path, train, steps):
     c = config(tmp_path, steps=9, checkpoint__every=3)
     workdir = tmp_path / "run"
     workdir.mkdir()
     (workdir / "config.json").write_text(c.to_json())
     metrics = f'{{"step": {steps}, "seconds/clock": 0}}\n'
     (workdir / "metrics.jsonl").write_text(metrics)
-    if emptied:
-        (workdir / "checkpoints").mkdir()
     with pytest.raises(ConfigError) as caught:
         train("run", c, lambda *_: pytest.fail("it runs"))
     assert str(workdir / "checkpoints") in str(caught.value)
@@ -344,14 +342,24 @@ def test_a_run_without_its_folder_of_checkpoints_is_refused_with_any_interval(tm
     assert str(workdir / "checkpoints") in str(caught.value)
 
 
-def test_a_run_with_another_interval_may_have_no_checkpoint_yet(tmp_path, train):
-    """It was killed before its first one, after 60 steps, say."""
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path, train):
     c = config(tmp_path, steps=9, checkpoint__every=60)
     workdir = tmp_path / "run"
     (workdir / "checkpoints").mkdir(parents=True)
     (workdir / "config.json").write_text(json.dumps(toy.opened(c).as_json()))
     (workdir / "metrics.jsonl").write_text('{"step": 8, "seconds/clock": 0}\n')
     assert train("run", config(tmp_path, steps=9, checkpoint__every=1)) is None
+
+
+def test_a_run_whose_only_checkpoint_was_deleted_does_not_start_again(tmp_path, train):
+    assert train("run", config(tmp_path, steps=1, checkpoint__every=1)) is None
+    workdir = tmp_path / "run"
+    for folder in (workdir / "checkpoints").iterdir():
+        shutil.rmtree(folder)
+    with pytest.raises(ConfigError) as caught:
+        train("run", config(tmp_path, steps=3, checkpoint__every=1))
+    assert str(workdir / "checkpoints") in str(caught.value)
+    assert [line["step"] for line in read_metrics(workdir / "metrics.jsonl")] == [0, 1]
 
 
 def test_a_folder_that_is_no_checkpoint_counts_as_no_steps_done(tmp_path, train):
