@@ -63,8 +63,8 @@ def run_main(main: Main) -> None:
 
     `ending.Stopped` prints one line, too, with exit code 75, and so does Ctrl-C where nothing else handles it, with
     130. Devices that run out of memory, or that JAX does not find, are one line as well, with exit code 2. The process
-    does not wait for a thread that hangs, reports an `os._exit` in a user's code, and continues without what reads its output, such as `| head`. Characters
-    that a console cannot show are printed as escapes.
+    does not wait for a thread that hangs, reports an `os._exit` in a user's code, and continues if its output is no
+    longer read, such as after `| head`. Characters that a console cannot show are printed as escapes.
 
     A script with several `main` functions, by their names, takes one of these names as its first word.
     """

@@ -258,6 +258,16 @@ def test_a_run_whose_workdir_is_moved_stops_and_continues_at_its_new_place(tmp_p
     assert [line["step"] for line in read_metrics(moved / "metrics.jsonl")] == [*range(5)]
 
 
+def test_a_run_whose_workdir_is_deleted_stops(tmp_path, train):
+    def delete(scores):
+        shutil.rmtree(tmp_path / "run")
+        return scores
+
+    with pytest.raises(Stopped):
+        train("run", config(tmp_path, checkpoint__every=1, **RARELY), at(3, delete))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_what_orbax_says_of_a_failed_save_beside_its_error_is_not_shown(caplog, monkeypatch):
     asyncio = logging.getLogger("asyncio")
     asyncio.error("Task exception was never retrieved\nfuture: <Task coro=</x/orbax/y.py>>")
