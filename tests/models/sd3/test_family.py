@@ -15,6 +15,7 @@ from diffusers.configuration_utils import FrozenDict
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.policy import Policy
 from digen_jax.engine.sampler import Sampler, SamplerSettings, Weights
+from digen_jax.errors import ConfigError
 from digen_jax.families import load_family, read_parts
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
@@ -161,6 +162,28 @@ def test_tokenizers_that_differ_read_what_they_do_in_the_pipeline(base, tmp_path
     for found, wanted in ((context, expected[:, :first]), (pooled, expected_pooled)):
         largest = float(wanted.abs().max())
         np.testing.assert_allclose(found, wanted.numpy(), rtol=0, atol=1e-4 * largest)
+
+
+@pytest.mark.parametrize("positions", [12, 11])
+def test_the_first_tokenizers_length_must_fit_both_clips(base, tmp_path, positions):
+    folder = shutil.copytree(pipeline(base), tmp_path / "pipeline")
+    changes = {
+        "tokenizer/tokenizer_config.json": {"model_max_length": 12},
+        "tokenizer_2/tokenizer_config.json": {"model_max_length": 8},
+        "text_encoder_2/config.json": {"max_position_embeddings": positions},
+    }
+    for name, fields in changes.items():
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    if positions == 12:
+        assert load_family(folder).tokenize(said(LONG)).second.shape == (1, 12)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_family(folder)
+    assert str(caught.value).startswith(
+        f"{folder}/tokenizer/tokenizer_config.json: model_max_length"
+    )
+    assert "text_encoder_2" in str(caught.value)
 
 
 def test_a_context_narrower_than_the_network_reads_is_padded_as_by_the_pipeline(base, monkeypatch):
