@@ -147,7 +147,7 @@ class Flux2Klein(ImageFamily):
             vae=autoencoder_flux2.AutoencoderKLFlux2(vae, dtype=jnp.float32),
             text_encoder=language_model.LanguageModel(encoder, STATES, dtype=dtype),
             tokenizer=language_model_tokenizer.read(
-                folder / "tokenizer", encoder, chats=True, tokens=tokens
+                folder / "tokenizer", encoder, tokens, chats=True
             ),
             scheduler=configs["scheduler"],
             distilled=_is_distilled(folder),

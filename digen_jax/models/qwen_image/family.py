@@ -162,8 +162,8 @@ class QwenImage(ImageFamily):
             tokenizer=language_model_tokenizer.read(
                 folder / "tokenizer",
                 encoder,
+                tokens + DROPPED,
                 head=(TEMPLATE.partition("{}")[0], DROPPED),
-                tokens=tokens + DROPPED,
             ),
             scheduler=configs["scheduler"],
             max_sequence_length=tokens,

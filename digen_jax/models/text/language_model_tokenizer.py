@@ -22,28 +22,23 @@ MARK = re.compile(r"<\|\w+\|>")
 def read(
     folder: pathlib.Path,
     encoder: LanguageModelConfig,
+    tokens: int,
     chats: bool = False,
     head: tuple[str, int] | None = None,
-    tokens: int = 0,
 ) -> Any:
     """The tokenizer in a folder, of one of `CLASSES`.
 
     Args:
       folder: with tokenizer_config.json, and tokenizer.json or vocab.json and merges.txt.
       encoder: the tokenizer's ids must be among its tokens.
+      tokens: tokens of a prompt, including `head` and padding, which must fit the encoder's sliding window.
       chats: whether `chat` will be called, for which there must be a chat template.
-      head: the beginning of a template of the caller's own, and its number of tokens.
-      tokens: of a prompt, padding included, which must fit the encoder's sliding window.
+      head: the beginning of a template of the caller's own, and its number of tokens. None means no such template.
 
     Raises:
       ValueError: names the missing or broken file, or what does not fit.
     """
-    if encoder.sliding_window is not None and tokens > encoder.sliding_window:
-        raise ValueError(
-            f"{folder.with_name('text_encoder') / 'config.json'}: its layers attend to sliding_window = "
-            f"{encoder.sliding_window} tokens, and prompts have {tokens}: lower config.model.max_sequence_length by "
-            f"{tokens - encoder.sliding_window}"
-        )
+    _check_window(folder.with_name("text_encoder") / "config.json", encoder, tokens, head)
     name = class_name(folder, CLASSES)
     fast = "PreTrainedTokenizerFast" if name == "PreTrainedTokenizer" else name
     files = (FILES, OTHER_FILES) if name == CLASSES[0] else (FILES,)
@@ -58,8 +53,31 @@ def read(
     if chats:
         _check_template(folder, tokenizer)
     if head is not None:
+        if tokenizer.truncation_side != "right":
+            raise ValueError(
+                f"{config}: truncation_side must be 'right', as the states of the template's beginning are dropped, "
+                f"and is {tokenizer.truncation_side!r}"
+            )
         _check_head(folder, tokenizer, *head)
     return tokenizer
+
+
+def _check_window(
+    path: pathlib.Path, encoder: LanguageModelConfig, tokens: int, head: tuple[str, int] | None
+) -> None:
+    """Raises ValueError if prompts are longer than the encoder's sliding window; `path` is its config.json."""
+    window = encoder.sliding_window
+    if window is None or tokens <= window:
+        return
+    most = window - (head[1] if head else 0)
+    fix = (
+        f"set config.model.max_sequence_length to {most} or less"
+        if most > 0
+        else "the beginning of the prompt template alone fills it, so this model cannot be used"
+    )
+    raise ValueError(
+        f"{path}: its layers attend to sliding_window = {window} tokens, and prompts have {tokens}: {fix}"
+    )
 
 
 def _check_head(folder: pathlib.Path, tokenizer: Any, text: str, expected: int) -> None:

@@ -150,7 +150,7 @@ class ZImage(ImageFamily):
             vae=autoencoder_kl.AutoencoderKL(vae, dtype=jnp.float32),
             text_encoder=language_model.LanguageModel(encoder, STATES, dtype=dtype),
             tokenizer=language_model_tokenizer.read(
-                folder / "tokenizer", encoder, chats=True, tokens=tokens
+                folder / "tokenizer", encoder, tokens, chats=True
             ),
             scheduler=configs["scheduler"],
             max_sequence_length=tokens,

@@ -349,3 +349,21 @@ def test_what_it_cannot_do_without_is_refused(folder, tmp_path):
         ConfigError, match=r"tokenizer holds no chat template: chat_template\.jinja"
     ):
         load_family(copy)
+
+
+@pytest.mark.parametrize(("window", "fits"), [(LENGTH, True), (LENGTH - 1, False)])
+def test_prompts_must_fit_the_text_encoders_sliding_window(folder, tmp_path, window, fits):
+    """Decided by the JSON files: the copy has no weights."""
+    copy = shutil.copytree(folder, tmp_path / "pipeline")
+    for file in copy.rglob("*.safetensors"):
+        file.unlink()
+    path = copy / "text_encoder" / "config.json"
+    edit(
+        path, use_sliding_window=True, sliding_window=window, max_window_layers=0, layer_types=None
+    )
+    if fits:
+        assert load_family(copy, max_sequence_length=LENGTH).max_sequence_length == LENGTH
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_family(copy, max_sequence_length=LENGTH)
+    assert str(caught.value).startswith(f"{path}: ") and "sliding_window" in str(caught.value)

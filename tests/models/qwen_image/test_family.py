@@ -371,3 +371,43 @@ def test_what_does_not_fit_is_refused_by_its_file(folder, copy):
         'model_index.json says that vae is ["diffusers", "AutoencoderKL"], but only '
         '["diffusers", "AutoencoderKLQwenImage"] is supported'
     )
+
+
+def slide(copy, window):
+    """Gives the text encoder a sliding window; returns its config.json."""
+    path = copy / "text_encoder" / "config.json"
+    text = json.loads(path.read_text())["text_config"]
+    fields = dict(use_sliding_window=True, sliding_window=window, max_window_layers=0)
+    edit(path, text_config=text | fields | {"layer_types": None})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("window", "fits"), [(LENGTH + DROPPED, True), (LENGTH + DROPPED - 1, False)]
+)
+def test_prompts_must_fit_the_text_encoders_sliding_window(copy, window, fits):
+    """Decided by the JSON files: the copy has no weights."""
+    for file in copy.rglob("*.safetensors"):
+        file.unlink()
+    path = slide(copy, window)
+    if fits:
+        assert load_family(copy, max_sequence_length=LENGTH).max_sequence_length == LENGTH
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_family(copy, max_sequence_length=LENGTH)
+    assert str(caught.value).startswith(f"{path}: ") and "sliding_window" in str(caught.value)
+    assert f"max_sequence_length to {LENGTH - 1} " in str(caught.value)
+    load_family(copy, max_sequence_length=LENGTH - 1)
+
+
+@pytest.mark.parametrize(("window", "fits"), [(DROPPED + 1, True), (DROPPED, False)])
+def test_a_sliding_window_that_the_template_fills_has_no_length_to_set(copy, window, fits):
+    path = slide(copy, window)
+    assert ("max_sequence_length" in refused(copy)) == fits
+    if fits:
+        assert load_family(copy, max_sequence_length=1).max_sequence_length == 1
+
+
+def test_a_tokenizer_that_truncates_the_template_is_refused(copy):
+    edit(copy / "tokenizer" / "tokenizer_config.json", truncation_side="left")
+    assert refused(copy).startswith("tokenizer/tokenizer_config.json: truncation_side")

@@ -44,7 +44,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json"])
 @pytest.mark.parametrize("thinking", [True, False])
 def test_tokens_are_those_of_transformers(folders, files, thinking):
-    ours = language_model_tokenizer.read(folders[files], ENCODER, chats=True)
+    ours = language_model_tokenizer.read(folders[files], ENCODER, LENGTH, chats=True)
     expected = transformers.AutoTokenizer.from_pretrained(folders["tokenizer.json"])
     texts = language_model_tokenizer.chat(ours, PROMPTS, thinking)
     thought = "" if thinking else "<think>\n\n</think>\n\n"
@@ -69,19 +69,27 @@ def test_tokens_are_those_of_transformers(folders, files, thinking):
     np.testing.assert_array_equal(alone, ids[:1])
 
 
-def test_embeddings_of_prompts_equal_the_pipelines_padding_included(folders):
-    """FLUX.2 klein's function, which stacks three states of all tokens."""
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_embeddings_of_prompts_equal_the_pipelines_padding_included(folders, tmp_path, side):
+    """FLUX.2 klein's function, which stacks three states of all tokens; of both sides that may be truncated."""
+    new, old = (
+        changed(folder, tmp_path / folder.name, "tokenizer_config.json", truncation_side=side)
+        for folder in folders.values()
+    )
     module = parity.randomise(torch_module(CONFIG))
     theirs = Flux2KleinPipeline._get_qwen3_prompt_embeds(
         module,
-        transformers.AutoTokenizer.from_pretrained(folders["tokenizer.json"]),
+        transformers.AutoTokenizer.from_pretrained(new),
         PROMPTS,
         max_sequence_length=LENGTH,
         hidden_states_layers=(1, 3, 4),
     )
-    tokenizer = language_model_tokenizer.read(folders["vocab.json"], ENCODER, chats=True)
+    tokenizer = language_model_tokenizer.read(old, ENCODER, LENGTH, chats=True)
     texts = language_model_tokenizer.chat(tokenizer, PROMPTS, thinking=False)
     tokens = padded(tokenizer, texts, LENGTH)
+    ids = tokenizer(texts[2])["input_ids"]
+    kept = {"right": ids[:LENGTH], "left": ids[-LENGTH:]}
+    assert len(ids) > LENGTH and tokens[0][2].tolist() == kept[side]
     model = LanguageModel(ENCODER, (1, 3, 4))
     params = parity.to_flax(read_by(module, model), shapes(model), LISTS)
     with jax.default_matmul_precision("highest"):
@@ -96,7 +104,7 @@ def test_no_torch_is_imported(folders):
         "from digen_jax.models.text import language_model_config, language_model_tokenizer as tokens\n"
         "from digen_jax.models.text.tokenizer_files import padded\n"
         f"config = language_model_config.LanguageModelConfig.from_config({CONFIG})\n"
-        f"tokenizer = tokens.read(pathlib.Path({str(folders['tokenizer.json'])!r}), config, True)\n"
+        f"tokenizer = tokens.read(pathlib.Path({str(folders['tokenizer.json'])!r}), config, 5, True)\n"
         "padded(tokenizer, tokens.chat(tokenizer, ['a'], True), 5)\n"
         "sys.exit('torch' in sys.modules)"
     )
@@ -131,7 +139,7 @@ def changed(folder, path, name, **fields):
 def test_a_field_that_does_not_fit_is_named(folders, tmp_path, fields, message):
     folder = changed(folders["tokenizer.json"], tmp_path, "tokenizer_config.json", **fields)
     with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {message}"):
-        language_model_tokenizer.read(folder, ENCODER)
+        language_model_tokenizer.read(folder, ENCODER, LENGTH)
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(8, True), (9, False)])
@@ -139,7 +147,7 @@ def test_prompts_must_fit_the_encoders_sliding_window(folders, tokens, fits):
     encoder = dataclasses.replace(ENCODER, sliding_window=8)
     expected = contextlib.nullcontext() if fits else pytest.raises(ValueError)
     with expected as caught:
-        language_model_tokenizer.read(folders["tokenizer.json"], encoder, tokens=tokens)
+        language_model_tokenizer.read(folders["tokenizer.json"], encoder, tokens)
     assert fits or "sliding_window" in str(caught.value)
 
 
@@ -167,13 +175,13 @@ def test_a_missing_or_broken_file_is_named(folders, tmp_path, file, content, mes
     else:
         (folder / file).write_text(content)
     with pytest.raises(ValueError, match=message):
-        language_model_tokenizer.read(folder, ENCODER, chats=True)
+        language_model_tokenizer.read(folder, ENCODER, LENGTH, chats=True)
 
 
 def test_a_template_is_only_needed_for_chats(folders, tmp_path):
     folder = changed(folders["tokenizer.json"], tmp_path, "tokenizer_config.json")
     (folder / "chat_template.jinja").unlink()
-    assert len(language_model_tokenizer.read(folder, ENCODER)) == 303
+    assert len(language_model_tokenizer.read(folder, ENCODER, LENGTH)) == 303
 
 
 def test_more_tokens_than_the_encoder_has_are_refused(folders):
@@ -181,7 +189,7 @@ def test_more_tokens_than_the_encoder_has_are_refused(folders):
     with pytest.raises(
         ValueError, match="ids up to 302, but vocab_size of its text encoder is 302"
     ):
-        language_model_tokenizer.read(folders["tokenizer.json"], encoder)
+        language_model_tokenizer.read(folders["tokenizer.json"], encoder, LENGTH)
 
 
 def test_another_models_tokenizer_is_refused(folders, tmp_path):
@@ -191,14 +199,14 @@ def test_another_models_tokenizer_is_refused(folders, tmp_path):
     file.write_text(file.read_text().replace("<|im_start|>", "<start_of_turn>"))
     sentence = f"the tokenizer in {folder} has no token <|im_start|>, which the template of prompts"
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        language_model_tokenizer.read(folder, ENCODER, chats=True)
+        language_model_tokenizer.read(folder, ENCODER, LENGTH, chats=True)
     head = "<|im_start|>user\n"
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        language_model_tokenizer.read(folder, ENCODER, head=(head, 3))
+        language_model_tokenizer.read(folder, ENCODER, LENGTH, head=(head, 3))
     whole = folders["tokenizer.json"]
-    assert len(language_model_tokenizer.read(whole, ENCODER, head=(head, 3))) == 303
+    assert len(language_model_tokenizer.read(whole, ENCODER, LENGTH, head=(head, 3))) == 303
     with pytest.raises(ValueError, match="makes 3 tokens of the beginning of the model's template"):
-        language_model_tokenizer.read(whole, ENCODER, head=(head, 4))
+        language_model_tokenizer.read(whole, ENCODER, LENGTH, head=(head, 4))
     large = dataclasses.replace(ENCODER, vocab_size=607)
     with pytest.raises(ValueError, match=r"has 303 tokens, but vocab_size .* is 607: they do not"):
-        language_model_tokenizer.read(whole, large)
+        language_model_tokenizer.read(whole, large, LENGTH)

@@ -343,3 +343,20 @@ def test_an_encoder_saved_without_its_head_is_read(copy, folder, ours):
     params = ours[1]
     read = load_family(copy, max_sequence_length=LENGTH).read(copy, "text_encoder")
     jax.tree.map(np.testing.assert_array_equal, read, params["text_encoder"])
+
+
+@pytest.mark.parametrize(("window", "fits"), [(LENGTH, True), (LENGTH - 1, False)])
+def test_prompts_must_fit_the_text_encoders_sliding_window(copy, window, fits):
+    """Decided by the JSON files: the copy has no weights."""
+    for file in copy.rglob("*.safetensors"):
+        file.unlink()
+    path = copy / "text_encoder" / "config.json"
+    edit(
+        path, use_sliding_window=True, sliding_window=window, max_window_layers=0, layer_types=None
+    )
+    if fits:
+        assert load_family(copy, max_sequence_length=LENGTH).max_sequence_length == LENGTH
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_family(copy, max_sequence_length=LENGTH)
+    assert str(caught.value).startswith(f"{path}: ") and "sliding_window" in str(caught.value)
