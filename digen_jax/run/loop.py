@@ -18,20 +18,19 @@ from digen_jax.engine.divergence import DivergedError, check_metrics
 from digen_jax.errors import ConfigError
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.process.launching import MEETING
-from digen_jax.prompts.files import read_prompt_file, read_prompt_files
+from digen_jax.prompts.files import read_prompt_file
 from digen_jax.records.checkpoint import SaveFailed
 from digen_jax.records.status import Status
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.rewards.trial import try_out
 from digen_jax.run.driving import make_driver, scheduled
 from digen_jax.run.meshes import Meshes
 from digen_jax.run.own_mesh import build_trainer
 from digen_jax.run.positions import Position, Positions
 from digen_jax.run.report import Metrics, Reporter, diverged, print_warnings
-from digen_jax.run.scorers import try_scorers
+from digen_jax.run.scorers import try_files, try_scorers
 from digen_jax.run.stopping import reason_to_stop
 from digen_jax.run.workdir import check_there, mark_finished, own_claim
 from digen_jax.runtime.driver import Driver
@@ -81,11 +80,10 @@ class Run:
         deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(found, pool.processes, pool.retries, deadline.seconds)
         held_out = read_prompt_file(recipe.evaluation.prompts)
-        files = *read_prompt_files(recipe.prompts.paths), held_out
         try:
             scorers = () if meshes else read_scorers(recipe, devices)
             check_canaries(found, self.rewards.score)
-            try_out(self.rewards.score, files, recipe.model.height, recipe.model.width)
+            try_files(recipe, self.rewards.score)
             orders.announce("try")
             if scorers:
                 try_scorers(recipe, scorers)

@@ -19,7 +19,7 @@ from digen_jax.process.ending import STOPPED, Stopped, hangs, last_word, leave
 from digen_jax.process.interrupt import Interrupt
 from digen_jax.process.terminal import fitted
 from digen_jax.prompt_store import encoder_shapes, is_ahead
-from digen_jax.prompts.files import read_prompt_file, read_prompt_files
+from digen_jax.prompts.files import read_prompt_file
 from digen_jax.remote.following import Following
 from digen_jax.remote.leader import ENDED
 from digen_jax.remote.link import RemoteLink
@@ -30,12 +30,11 @@ from digen_jax.remote.sharing import RolloutLink
 from digen_jax.rewards.built_in import on_mesh, resolve
 from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.pool import RewardPool
-from digen_jax.rewards.trial import try_out
 from digen_jax.run.driving import scheduled
 from digen_jax.run.joining import become_one, make_wire
 from digen_jax.run.own_mesh import build_rollout, known_nodes
 from digen_jax.run.roles import Apart, Role, own_devices
-from digen_jax.run.scorers import try_scorers
+from digen_jax.run.scorers import try_files, try_scorers
 from digen_jax.runtime.evaluation import HeldOut
 from digen_jax.runtime.judging import Judge
 from digen_jax.runtime.link import RowsOf
@@ -111,10 +110,9 @@ def _rewards(recipe: Recipe, role: Role) -> Iterator[RewardPool | None]:
     found, asked = resolve(recipe.rewards, meshes=True), recipe.reward_pool
     deadline = Deadline(recipe.runtime.deadline)
     pool = RewardPool(found, asked.processes, asked.retries, deadline.seconds)
-    files = *read_prompt_files(recipe.prompts.paths), read_prompt_file(recipe.evaluation.prompts)
     with closing(pool):
         check_canaries(found, pool.score)
-        try_out(pool.score, files, recipe.model.height, recipe.model.width)
+        try_files(recipe, pool.score)
         yield pool
 
 

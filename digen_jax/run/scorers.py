@@ -1,4 +1,7 @@
-"""The trial of the rewards that a run computes on its meshes."""
+"""The trial of a run's rewards, before anything slow starts."""
+
+from collections.abc import Callable
+from typing import Any
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.scoring import Scoring
@@ -10,6 +13,22 @@ from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.trial import try_out
 
 
+def try_files(recipe: Recipe, score: Callable[..., Any]) -> None:
+    """Tries rewards on the prompts of training and of evaluation, with made-up images of the size that each has.
+
+    Args:
+      recipe: the run's.
+      score: as `RewardPool.score`.
+
+    Raises:
+      ConfigError: see `try_out`.
+    """
+    size = recipe.evaluation_size
+    training = read_prompt_files(recipe.prompts.paths)
+    try_out(score, training, recipe.model.height, recipe.model.width)
+    try_out(score, [read_prompt_file(recipe.evaluation.prompts)], size.height, size.width)
+
+
 def try_scorers(recipe: Recipe, scorers: tuple[Scoring, ...]) -> None:
     """Lets them score their canaries, and made-up pictures of the first prompts; with several processes in all.
 
@@ -17,7 +36,5 @@ def try_scorers(recipe: Recipe, scorers: tuple[Scoring, ...]) -> None:
       ConfigError: a score is not as it must be.
     """
     found = Rewards(tuple(named(on_mesh(recipe.rewards), scorers).values()))
-    held_out = read_prompt_file(recipe.evaluation.prompts)
-    files = *read_prompt_files(recipe.prompts.paths), held_out
     check_canaries(found, found.score)
-    try_out(found.score, files, recipe.model.height, recipe.model.width)
+    try_files(recipe, found.score)

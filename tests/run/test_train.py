@@ -23,6 +23,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import TIMING, read_metrics
 from digen_jax.records.status import describe, read_status
 from digen_jax.rewards import trial
+from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.run import loop
 from digen_jax.run.train import train as whole_run
 from digen_jax.run.workdir import finished_step
@@ -382,6 +383,24 @@ def test_what_is_turned_between_two_starts_is_said_and_noted(tmp_path, train, ca
     ]
     with pytest.raises(ConfigError, match=r"has another config .config.seed: 0 -> 1"):
         train("run", config(tmp_path, steps=2, **turned, seed=1))
+
+
+def of_trained_sizes(images, prompts, metadata):
+    """A reward that fails for other sizes."""
+    assert images.shape[1:3] == (32, 32)
+    return images.mean((1, 2, 3))
+
+
+@pytest.mark.parametrize(("height", "starts"), [(0, True), (40, False)])
+def test_rewards_are_tried_at_the_evaluations_size(tmp_path, monkeypatch, height, starts):
+    c = config(tmp_path, evaluation__height=height, rewards=f"{__name__}:of_trained_sizes")
+
+    def build(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(loop, "build", build)
+    with pytest.raises(InterruptedError if starts else RewardFailed):
+        whole_run(open_recipe(c), tmp_path / "run")
 
 
 def test_a_wrong_reward_is_said_with_what_is_saved(tmp_path, train):
