@@ -34,7 +34,7 @@ from digen_jax.rewards.settings import RewardSettings
 _MODEL = define_path("model", None, "A pipeline folder, a hub id, or a run's workdir.")
 _LORA = define_path("lora", None, "A folder or file with a LoRA for the model.")
 _PROMPTS = define_path(
-    "prompts", None, "A .jsonl or .txt file; default: the run's held-out prompts."
+    "prompts", None, "A .jsonl or .txt file; default: the run's evaluation prompts."
 )
 _REWARD = flags.DEFINE_list(
     "reward", [], "A reward or module:function, or several with commas; default: the run's."

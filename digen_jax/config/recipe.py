@@ -43,6 +43,7 @@ from digen_jax.errors import ConfigError
 from digen_jax.files import in_home
 from digen_jax.flow.windows import Window
 from digen_jax.models.family import Size
+from digen_jax.prompts.label import prompts_label
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.scheduling.settings import Settings
 
@@ -200,6 +201,11 @@ class Recipe:
         """The size of the images of an evaluation."""
         own, model = self.evaluation, self.model
         return Size(own.height or model.height, own.width or model.width)
+
+    @property
+    def evaluated_prompts(self) -> str:
+        """The label of the evaluation's prompts: see `prompts_label`."""
+        return prompts_label(self.prompts.paths, self.evaluation.prompts)
 
     @property
     def layout(self) -> str:

@@ -52,6 +52,7 @@ class Records:
         self._folder = workdir / "pictures"
         self._folder.mkdir(exist_ok=True)
         self._count = recipe.pictures.images
+        self._prompts = recipe.evaluated_prompts
 
     def close(self) -> None:
         """Ends the trackers' runs; the files are whole after every write."""
@@ -174,7 +175,7 @@ class Records:
         """Writes the reward so far as a picture."""
         pictures.plot_curves(
             read_metrics(self._workdir / "metrics.jsonl"),
-            {"training": "reward", "held-out prompts": "evaluation/reward"},
+            {"training": "reward", self._prompts: "evaluation/reward"},
             self._folder / "curve.png",
         )
 
@@ -190,7 +191,7 @@ class Records:
             [record["prompt"] for record in held_out[:count]],
             first["scores"][:count],
             last["scores"][:count],
-            title="held-out prompts, the same noise before and after tuning",
+            title=f"{self._prompts}, the same noise before and after tuning",
         )
         path = self._folder / "before_after.png"
         self._kept(lambda: sheet.save(path))
@@ -203,7 +204,7 @@ class Records:
                 f"{self._folder / 'before.npz'} is missing or damaged: nothing is compared with it"
             )
         else:
-            print(table(held_out, *(one["scores"] for one in found)))
+            print(table(self._prompts, held_out, *(one["scores"] for one in found)))
         self._draw_curve()
         print(where(self._workdir))
 
@@ -238,13 +239,13 @@ def full_disk(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def table(
-    records: list[dict], before: Float[np.ndarray, "n"], after: Float[np.ndarray, "n"]
+    prompts: str, records: list[dict], before: Float[np.ndarray, "n"], after: Float[np.ndarray, "n"]
 ) -> str:
-    """Mean reward before and after, over all and for each task."""
+    """Mean reward before and after, over all and for each task; `prompts` is the label of the prompts."""
     rows = {"all": (before.mean(), after.mean())}
     tasks = zip(by_tag(records, before).items(), by_tag(records, after).items(), strict=True)
     rows |= {tag: (first, last) for (tag, first), (_, last) in tasks}
-    title = f"reward on {len(records)} held-out prompts"
+    title = f"reward on {len(records)} {prompts}"
     lines = [f"{title:<32}{'before':>8}{'after':>8}{'gain':>8}"]
     for tag, (first, last) in rows.items():
         lines.append(f"  {tag:<30}{first:8.3f}{last:8.3f}{last - first:+8.3f}")

@@ -13,7 +13,7 @@ from bokeh.resources import Resources
 from jaxtyping import Float, Int
 
 from digen_jax.records.pictures import running_mean
-from digen_jax.report.reading import EVALUATION, Run
+from digen_jax.report.reading import EVALUATION, Run, evaluated_prompts
 
 COLOURS = (
     "#1f77b4", "#d9730d", "#2f8f4e", "#8a55c7", "#c23b3b", "#7a5a4a", "#c75aa6", "#5f6a72", "#9a9a1f", "#1f9fb0"
@@ -49,9 +49,10 @@ def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
         known.pop("approx_kl", None)
     trained = set().union(*(run.trained for run in runs))
     tasks = dict.fromkeys(tag for run in runs for tag in run.tasks)
+    prompts = evaluated_prompts(runs)
 
     def chart(title: str, metric: str) -> Chart:
-        return Chart(title, {"training": metric, "held-out prompts": EVALUATION + metric})
+        return Chart(title, {"training": metric, prompts: EVALUATION + metric})
 
     def rewards() -> list[Chart]:
         plain = [name.removeprefix(EVALUATION) for name in known]
@@ -72,7 +73,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
     }
     parts = {
         "rewards": rewards(),
-        "tasks": [Chart("held-out prompts by task", {tag: EVALUATION + tag for tag in tasks})],
+        "tasks": [Chart(f"{prompts} by task", {tag: EVALUATION + tag for tag in tasks})],
         "images": [chart(name.replace("_", " "), f"images/{name}") for name in looks],
     } | {
         part: [Chart(title, {title: metric}) for metric, title in named.items()]

@@ -21,7 +21,7 @@ SHEETS = ("step", "best", "worst")  # in `workdir`/pictures, NAME_000020.png
 
 
 class Pair(NamedTuple):
-    """The images of a held-out prompt before tuning and at the newest evaluation, from the same noise."""
+    """The images of an evaluation prompt before tuning and at the newest evaluation, from the same noise."""
 
     prompt: str
     before: str

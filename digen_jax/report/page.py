@@ -13,14 +13,14 @@ from markupsafe import Markup
 from digen_jax.files import write_output
 from digen_jax.records.metrics import CLOCK
 from digen_jax.report import curves, images
-from digen_jax.report.reading import EVALUATION, Run, differing, read_run
+from digen_jax.report.reading import EVALUATION, Run, differing, evaluated_prompts, read_run
 from digen_jax.report.timeline import MOST, timeline
 
 TEMPLATE = "page.html.jinja"
 
 
 class Row(NamedTuple):
-    """A line of the task table, of each run's held-out prompts: "mean" or "mean (lowest to highest)"."""
+    """A line of the task table, of each run's evaluation prompts: "mean" or "mean (lowest to highest)"."""
 
     name: str
     before: str
@@ -58,6 +58,7 @@ def render(runs: Sequence[Run]) -> str:
     )  # fmt: skip
     script, charts = curves.draw(runs, curves.charts(runs))
     return environment.get_template(TEMPLATE).render(
+        prompts=evaluated_prompts(runs),
         runs=[_of_run(run, MOST // len(runs)) for run in runs],
         charts={part: list(map(Markup, drawn)) for part, drawn in charts.items()},
         chart_script=Markup(script),
@@ -91,7 +92,7 @@ def _of_run(run: Run, intervals: int) -> dict[str, Any]:
 
 
 def task_table(runs: Sequence[Run]) -> list[Row]:
-    """The held-out reward of all prompts and of each task; empty before there are two evaluations."""
+    """The evaluations' reward of all prompts and of each task; empty before there are two evaluations."""
     told = [run for run in runs if len(run.evaluations) > 1]
     if not told:
         return []

@@ -11,6 +11,7 @@ import numpy as np
 
 from digen_jax.errors import ConfigError
 from digen_jax.files import parse_json, without_torn_line
+from digen_jax.prompts.label import prompts_label
 from digen_jax.records.evaluated import saved_images
 from digen_jax.records.metrics import CLOCK, read_metrics
 
@@ -49,7 +50,7 @@ class Run:
 
     @property
     def tasks(self) -> list[str]:
-        """The tasks of the held-out prompts, in their order."""
+        """The tasks of the evaluation's prompts, in their order."""
         names = [name for line in self.evaluations for name in line if name.startswith(EVALUATION)]
         tags = dict.fromkeys(name.removeprefix(EVALUATION) for name in names)
         return [tag for tag in tags if tag != NO_TASK[0] and not tag.startswith(NO_TASK[1:])]
@@ -161,10 +162,23 @@ def _check_config(run: Run) -> None:
         if [type(one) for one in given] != [str, str, int]:
             raise TypeError(given)
         sum(run.weights.values())
+        evaluated_prompts([run])
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{run.workdir / 'config.json'} is no run's config ({error!r}): bring back a copy of it"
         ) from error
+
+
+def evaluated_prompts(runs: Sequence[Run]) -> str:
+    """The label of the evaluations' prompts: see `prompts_label`; a neutral one where runs differ."""
+
+    def label(config: dict[str, Any]) -> str:
+        prompts = config.get("prompts", {})
+        training = prompts.get("files") or [prompts.get("file", "")]
+        return prompts_label(training, config.get("evaluation", {}).get("prompts", ""))
+
+    labels = {label(run.config) for run in runs}
+    return labels.pop() if len(labels) == 1 else "evaluation prompts"
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:

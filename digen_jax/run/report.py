@@ -72,11 +72,8 @@ class Reporter:
         if done:
             print(f"continuing after step {done}", flush=True)
         else:
-            count = len(self._held_out)
-            print(
-                f"compiling, and evaluating the model before tuning on {count} held-out prompts",
-                flush=True,
-            )
+            prompts = f"{len(self._held_out)} {self._recipe.evaluated_prompts}"
+            print(f"compiling, and evaluating the model before tuning on {prompts}", flush=True)
         for change in changed:
             print(f"changed from step {done + 1} on: {change}", flush=True)
         note_start(self._workdir, done, changed)
@@ -101,7 +98,8 @@ class Reporter:
             return
         self.records.evaluated(version, found)
         when = f"step {version}" if version else "before tuning"
-        self._progress.note(f"{when}: {found.scores.mean():.3f} on the held-out prompts")
+        prompts = self._recipe.evaluated_prompts
+        self._progress.note(f"{when}: {found.scores.mean():.3f} on the {prompts}")
 
     def rest(self, driver: Driver) -> None:
         """Records the intervals after the last step's end."""

@@ -1,4 +1,4 @@
-"""An early stop: a reward on the held-out prompts, such as one that is not trained, has fallen for too long."""
+"""An early stop: a reward in the evaluations, such as one that is not trained, has fallen for too long."""
 
 import pathlib
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def reason_to_stop(asked: StoppingSection, workdir: pathlib.Path) -> str | None:
     value, step = found[-1]
     times = "evaluation" if asked.evaluations == 1 else f"{asked.evaluations} evaluations"
     return (
-        f"stopped early: {asked.reward} on the held-out prompts was {best:.4g} after step {at}, is {value:.4g} after "
-        f"step {step}, and was more than config.stopping.margin = {asked.margin:g} below its best in the last {times}; "
+        f"stopped early: {metric} was {best:.4g} after step {at}, is {value:.4g} after step {step}, "
+        f"and was more than config.stopping.margin = {asked.margin:g} below its best in the last {times}; "
         "to continue, set config.stopping.reward to ''"
     )

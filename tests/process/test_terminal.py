@@ -226,7 +226,7 @@ def test_all_that_a_run_shows_fits_a_terminal(tmp_path):
     assert len(bars) == 1 and "step 3 of 3, reward" in bars[0], text
     flat = " ".join(text.split())
     assert "more than fits into a line of eighty columns" in flat
-    assert "reward on 4 held-out prompts before after gain" in flat
+    assert "reward on 4 training prompts before after gain" in flat
 
 
 # ------------------------------------------------------------------------------- without a reader

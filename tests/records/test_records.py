@@ -3,10 +3,11 @@
 import pathlib
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from digen_jax.inference.pictures import evaluation_to_folder
-from digen_jax.records import records
+from digen_jax.records import pictures, records
 from digen_jax.records.pictures import image_grid
 from digen_jax.runtime.evaluation import Evaluation
 from digen_jax.runtime.scores import Extremes, Sample
@@ -14,9 +15,40 @@ from tests.engine import toy
 from tests.records.test_metrics import tags
 
 
+@pytest.mark.parametrize(
+    ("training", "evaluated", "label"),
+    [
+        (dict(prompts__file="a.txt"), "b.txt", "held-out prompts"),
+        (dict(prompts__file="a.txt"), "./a.txt", "training prompts"),
+        (dict(prompts__files=("a.txt", "b.txt")), str(pathlib.Path("b.txt").resolve()), "training prompts"),
+    ],
+)  # fmt: skip
+def test_the_label_tells_whether_evaluated_prompts_are_trained_on(
+    tmp_path, monkeypatch, training, evaluated, label
+):
+    recipe = toy.opened(toy.config(**training, evaluation__prompts=evaluated))
+    plotted = []
+    monkeypatch.setattr(pictures, "plot_curves", lambda _, curves, *__: plotted.append(curves))
+    monkeypatch.setattr(
+        pictures,
+        "before_after",
+        lambda *_, title: plotted.append(title) or Image.new("RGB", (1, 1)),
+    )
+    writer = records.Records(tmp_path, recipe, lambda: None)
+    found = evaluation(frames=1)
+    for done in (0, 1):
+        writer.evaluated(done, found)
+    writer.conclude(1, found.records)
+    writer.close()
+    assert plotted[0].keys() == {"training", label} and plotted[1].startswith(label)
+    assert recipe.evaluated_prompts == label
+
+
 def test_table_and_places():
     held_out = [{"prompt": "a", "tag": "counting"}, {"prompt": "b"}]
-    assert records.table(held_out, np.array([0.25, 0.75]), np.array([1.0, 0.5])).split("\n") == [
+    assert records.table(
+        "held-out prompts", held_out, np.array([0.25, 0.75]), np.array([1.0, 0.5])
+    ).split("\n") == [
         "reward on 2 held-out prompts      before   after    gain",
         "  all                              0.500   0.750  +0.250",
         "  counting                         0.250   1.000  +0.750",

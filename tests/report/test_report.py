@@ -149,6 +149,20 @@ def test_curves_of_each_reward_are_named_trained_or_not(workdirs):
     assert [chart.title for chart in found["images"]] == ["sharpness", "diversity"]
 
 
+def test_prompts_that_are_trained_on_are_not_labelled_as_held_out(workdirs):
+    run = read_run(workdirs[0])
+    trained = {"prompts": {"files": [], "file": "a.txt"}, "evaluation": {"prompts": "a.txt"}}
+    other = dataclasses.replace(run, config=run.config | trained)
+    for runs, label in (
+        ([run], "held-out prompts"),
+        ([other], "training prompts"),
+        ([run, other], "evaluation prompts"),
+    ):
+        found = curves.charts(runs)
+        assert label in found["rewards"][0].curves and found["tasks"][0].title.startswith(label)
+    assert "<th>training prompts</th>" in page.render([other])
+
+
 @pytest.mark.parametrize(("values", "shown"), [((0.0, 0.0), False), ((0.0, 1e-6), True)])
 def test_a_kl_that_is_always_0_has_no_chart(workdirs, values, shown):
     run = read_run(workdirs[0])

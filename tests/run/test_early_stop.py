@@ -54,11 +54,13 @@ def test_the_reason_is_a_sentence_with_the_best_and_the_last(tmp_path):
         log.write(step, {"evaluation/reward_of/pick": value, "evaluation/reward": 1.0})
         log.write(step + 1, {"reward_of/pick": 0.0})
     reason = reason_to_stop(StoppingSection("pick", 0.25, 2), tmp_path)
-    assert reason == (
-        "stopped early: pick on the held-out prompts was 0.75 after step 10, is 0.125 after step 30, and was more "
-        "than config.stopping.margin = 0.25 below its best in the last 2 evaluations; to continue, set "
-        "config.stopping.reward to ''"
-    )
+    for part in (
+        "evaluation/reward_of/pick was 0.75 after step 10",
+        "0.125 after step 30",
+        "config.stopping.margin = 0.25",
+        "config.stopping.reward",
+    ):
+        assert part in reason
     assert reason_to_stop(StoppingSection("pick", 0.25, 3), tmp_path) is None
     assert reason_to_stop(StoppingSection("other", 0.0, 1), tmp_path) is None
     assert reason_to_stop(StoppingSection("", 0.0, 1), tmp_path) is None
@@ -97,8 +99,8 @@ def test_a_run_ends_early_as_finished_and_goes_on_where_that_is_switched_off(
     done = finished_step(tmp_path / "run")
     assert 2 <= done < 6 and saved(tmp_path / "run")[-1] == str(done)
     said = capsys.readouterr().out
-    assert f"The run has stopped early: {WATCHED} on the held-out prompts was " in said
-    assert "reward on 5 held-out prompts" in said
+    assert f"The run has stopped early: evaluation/reward_of/{WATCHED} was " in said
+    assert "reward on 5 training prompts" in said
     history = metrics(tmp_path / "run")
     assert history[1]["images/sharpness"] > 0 and "evaluation/images/diversity" in history[1]
     assert read_run(tmp_path / "run").finished

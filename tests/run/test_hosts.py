@@ -158,7 +158,7 @@ def test_two_processes_killed_stopped_and_continued_train_as_one_does(folder, un
 
     first, second = together(folder, toy_run("two"))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    assert "reward on 5 held-out prompts" in first[1] and second[1] == ""
+    assert "reward on 5 training prompts" in first[1] and second[1] == ""
     assert finished_step(folder / "two") == 3
     assert_same_run(folder / "two", *unbroken)
     for shown in ("after.npz", "before.npz"):

@@ -183,7 +183,7 @@ def test_a_run_trains_and_shows_its_results(unbroken):
     assert saved(workdir) == ["2", "4", "6"]
     assert "4 CPU devices: 2 for rollout, 2 for training" in said
     first, last = (history[i]["evaluation/reward"] for i in (0, 6))
-    assert f"reward on 4 held-out prompts      before   after    gain\n  all {first:34.3f}" in said
+    assert f"reward on 4 training prompts      before   after    gain\n  all {first:34.3f}" in said
     assert f"{last:.3f}  {last - first:+.3f}\n" in said
     assert "Traceback" not in said
     assert "4 x cpu; attention: xla; precision: float32, frozen weights float32\n" in said
@@ -511,7 +511,7 @@ def test_a_stopped_run_may_be_ended_where_it_is_but_not_before(tmp_path, train, 
     folder = tmp_path / "run" / "pictures"
     assert np.load(folder / "after.npz")["step"] == 3
     assert (folder / "before_after.png").exists()
-    assert "reward on 5 held-out prompts" in capsys.readouterr().out
+    assert "reward on 5 training prompts" in capsys.readouterr().out
 
     assert finished_step(tmp_path / "run") == 3
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()

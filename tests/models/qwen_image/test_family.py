@@ -402,7 +402,7 @@ def test_prompts_must_fit_the_text_encoders_sliding_window(copy, window, fits):
 
 @pytest.mark.parametrize(("window", "fits"), [(DROPPED + 1, True), (DROPPED, False)])
 def test_a_sliding_window_that_the_template_fills_has_no_length_to_set(copy, window, fits):
-    path = slide(copy, window)
+    slide(copy, window)
     assert ("max_sequence_length" in refused(copy)) == fits
     if fits:
         assert load_family(copy, max_sequence_length=1).max_sequence_length == 1
