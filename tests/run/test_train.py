@@ -49,7 +49,7 @@ def get_config():
         sampler=dict(steps=4, window=dict(first=0, length=2), fragment=8),
         trainer=dict(micro_batch=8, learning_rate=1e-3, ema=0.9),
         placement=dict(rollout=dict(data=2), trainer=dict(data=2)),
-        evaluation=dict(prompts="prompts.jsonl", images=4, batch=8, every=2),
+        evaluation=dict(prompts="prompts.jsonl", images=4, batch=8, every=2, height=40, width=48),
         pictures=dict(every=2, images=3),
         checkpoint=dict(every=2, keep=9),
     ))
@@ -190,6 +190,9 @@ def test_a_run_trains_and_shows_its_results(unbroken):
     pictures = {path.name for path in (workdir / "pictures").iterdir()}
     assert pictures >= {"before_after.png", "curve.png", "step_000000.png", "step_000006.png"}
     assert pictures >= {"timeline_000002.png", "timeline_000006.png"}
+    for name in ("before", "after"):  # of the evaluation's size, not of training's 32x32
+        kept = np.load(workdir / "pictures" / f"{name}.npz")["images"]
+        assert kept.shape == (3, 40, 48, 3) and kept.std() > 1
     for line in history[1:]:
         assert line["staleness"] == line["tag_share"] == 0
     for named in (
