@@ -10,6 +10,7 @@ import digen_jax.process.ctrl_c  # noqa: F401
 
 # isort: split
 import pathlib
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
@@ -40,6 +41,11 @@ _ONE_JOB = flags.DEFINE_boolean(
     None,
     "All processes are one job of JAX, as on TPU slices, where it is found if it is not given.",
 )
+_RAY = flags.DEFINE_string(
+    "ray",
+    None,
+    "Rollout workers in processes of their own, on Ray: local, or a cluster's address (auto or HOST:PORT).",
+)
 _TLS = {
     name: define_path(f"tls_{name}", None, f"For TLS between processes: a PEM file, {what}.")
     for name, what in {
@@ -58,6 +64,8 @@ def main() -> int | None:
     from digen_jax.run.roles import Told, take_part
 
     recipe = open_recipe(_CONFIG.value)
+    if _RAY.value is not None:
+        return on_ray(recipe)
     told = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
     tls = {name: flag.value for name, flag in _TLS.items()}
     others = _MESH.value, _HOST.value, _LINK.value, tls, _ONE_JOB.value
@@ -74,6 +82,23 @@ def main() -> int | None:
     from digen_jax.run.train import train
 
     return train(recipe, pathlib.Path(_WORKDIR.value), apart)
+
+
+def on_ray(recipe: Any) -> int | None:
+    """Start the trainer's process on Ray; in that process, train."""
+    from digen_jax.distributed import launch
+    from digen_jax.process.launching import prepare
+
+    launch.check(recipe)
+    check_output("--workdir", _WORKDIR.value, folder=True)
+    address = launch.cluster_address()
+    if address is None:
+        return launch.run(recipe, _RAY.value)
+    prepare(recipe.placement.meshes.trainer.devices)
+
+    from digen_jax.run.train import train_with_workers
+
+    return train_with_workers(recipe, pathlib.Path(_WORKDIR.value), address)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Shaped
 
+from digen_jax.errors import ConfigError
+
 
 def put(value: Any, sharding: Sharding) -> Array:
     """Lays out a value that every process has whole, typed keys included, over a mesh.
@@ -34,3 +36,18 @@ def fetch(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:
     if array.is_fully_addressable:
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)
+
+
+def local_devices(count: int, field: str) -> list[jax.Device]:
+    """The first `count` devices of this process, for the mesh of a field of the config.
+
+    Raises:
+      ConfigError: there are fewer.
+    """
+    found = jax.local_devices()
+    if len(found) < count:
+        raise ConfigError(
+            f"{field} has {count} devices, but its process has {len(found)} ({found[0].device_kind}): make it smaller, "
+            "or start it where there are more"
+        )
+    return found[:count]

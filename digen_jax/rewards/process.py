@@ -50,6 +50,9 @@ class Gone(RuntimeError):
         super().__init__(text)
         self.advice = advice
 
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.advice)  # pickle would leave out the advice
+
 
 class Late(Gone):
     """It took too long."""

@@ -3,6 +3,9 @@
 import pathlib
 
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
+from digen_jax.distributed.engine import RayEngine
+from digen_jax.distributed.workers import rollout_workers
+from digen_jax.engine.hosts import local_devices
 from digen_jax.errors import ConfigError
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
@@ -43,6 +46,21 @@ def train(recipe: Recipe, workdir: pathlib.Path, apart: Apart | None = None) -> 
         if not is_first():
             return follow_run(recipe, workdir)
         return _lead(recipe, workdir)
+
+
+def train_with_workers(recipe: Recipe, workdir: pathlib.Path, address: str) -> int | None:
+    """As `train` in the trainer's process, with rollout workers in processes of their own.
+
+    Args:
+      recipe: of the run.
+      workdir: its folder.
+      address: of the Ray cluster.
+    """
+    with remembering(), fitted():
+        recipe = place_apart(recipe)
+        devices = local_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
+        with rollout_workers(recipe, RayEngine(address), devices) as workers:
+            return _lead(recipe, workdir, workers)
 
 
 def _take_part(recipe: Recipe, workdir: pathlib.Path, apart: Apart) -> int | None:

@@ -1,0 +1,208 @@
+"""The engine that runs processes on a cluster: starts actors, calls their methods, stores objects.
+
+This is the only module that imports ray, and it does so when it connects. Nothing here is retried: the scheduler
+decides what to do about lost work.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, NamedTuple, Protocol
+
+from digen_jax.errors import ConfigError
+
+LOCAL = "local"
+# Threads of an actor for each kind of call; one thread executes calls in the caller's order.
+GROUPS = {"work": 1, "sync": 1, "score": 8, "control": 1, "ping": 1}
+INSTALL = "install it by `pip install -r requirements-ray.txt`"
+
+Ref = Any  # a stored object, which is freed when the last reference is
+Actor = Any  # a process that executes calls
+
+
+class Lost(RuntimeError):
+    """A process has died, was killed or cannot be reached, or a stored object is gone."""
+
+
+class Resources(NamedTuple):
+    """What one process needs: accelerators, and CPU cores for placing it."""
+
+    gpus: int = 0
+    cpus: int = 1
+
+
+class Engine(Protocol):
+    """Processes and objects on a cluster. Any thread may call."""
+
+    def start(self, kind: type, arguments: Sequence[tuple], resources: Resources) -> list[Actor]:
+        """Starts one process of class `kind` for each tuple of arguments, as soon as there is room for all."""
+
+    def call(self, actor: Actor, method: str, *arguments: Any, group: str) -> Future:
+        """Calls a method in one of the threads of `GROUPS`; arguments that are references are passed as values.
+
+        The future raises the method's own exception, or Lost.
+        """
+
+    def call_for_tree(
+        self, actor: Actor, method: str, *arguments: Any, group: str
+    ) -> tuple[Future, Ref]:
+        """The same for a method that returns a pair: its second value stays on its node until it is asked for."""
+
+    def put(self, value: Any) -> Ref:
+        """Stores a value."""
+
+    def get(self, ref: Ref) -> Any:
+        """A stored value; arrays are read-only views of it. Raises Lost."""
+
+    def kill(self, actor: Actor) -> None:
+        """Kills a process, even one that is stopped; its calls raise Lost."""
+
+    def close(self) -> None:
+        """Ends all processes that it has started."""
+
+
+class RayEngine:
+    """`Engine` on Ray.
+
+    Args:
+      address: "local" starts Ray on this machine; else the cluster's, "auto" or HOST:PORT.
+      show: whether the output of actors is printed, with each one's name before it.
+      cpus: with "local", the cores that Ray counts with.
+
+    Raises:
+      ConfigError: Ray is not installed, or there is no cluster at the address.
+    """
+
+    def __init__(self, address: str, show: bool = True, cpus: int | None = None):
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(f"--ray={address} needs Ray: {INSTALL}") from error
+        self._ray = ray
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # It reports that a token was found or made, at each start.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").disabled = True
+        only_local = dict(num_cpus=cpus, include_dashboard=False) if address == LOCAL else {}
+        try:
+            ray.init(
+                address=address,
+                log_to_driver=show,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+                **only_local,
+            )
+        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"--ray={address}: no Ray cluster answers there ({reason}): check the address, or start one by "
+                "`ray start --head`"
+            ) from error
+        self._groups: dict[Actor, Any] = {}
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, at which other processes connect to the same cluster."""
+        return self._ray.get_runtime_context().gcs_address
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Of all nodes, such as {"CPU": 8.0, "GPU": 2.0}."""
+        return self._ray.cluster_resources()
+
+    def start(self, kind: type, arguments: Sequence[tuple], resources: Resources) -> list[Actor]:
+        """See `Engine`: one placement group, with a bundle for each process."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        needed = {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
+        group = placement_group([needed] * len(arguments), strategy="PACK")
+        make = self._ray.remote(concurrency_groups=GROUPS)(kind)
+        actors = [
+            make.options(
+                num_cpus=resources.cpus,
+                num_gpus=resources.gpus,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
+            ).remote(*given)
+            for number, given in enumerate(arguments)
+        ]
+        self._groups |= dict.fromkeys(actors, group)
+        return actors
+
+    def call(self, actor: Actor, method: str, *arguments: Any, group: str) -> Future:
+        """See `Engine`."""
+        bound = getattr(actor, method).options(concurrency_group=group)
+        return self._future(bound.remote(*arguments))
+
+    def call_for_tree(
+        self, actor: Actor, method: str, *arguments: Any, group: str
+    ) -> tuple[Future, Ref]:
+        """See `Engine`."""
+        bound = getattr(actor, method).options(concurrency_group=group, num_returns=2)
+        first, second = bound.remote(*arguments)
+        return self._future(first), second
+
+    def put(self, value: Any) -> Ref:
+        """See `Engine`."""
+        return self._ray.put(value)
+
+    def get(self, ref: Ref) -> Any:
+        """See `Engine`."""
+        try:
+            return self._ray.get(ref)
+        except self._ray.exceptions.RayError as error:
+            raise self._own(error) from error
+
+    def kill(self, actor: Actor) -> None:
+        """See `Engine`; frees its resources once the last actor of its placement group is killed."""
+        self._ray.kill(actor, no_restart=True)
+        group = self._groups.pop(actor, None)
+        if group is not None and group not in self._groups.values():
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(group)
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self._ray.shutdown()
+
+    def _future(self, ref: Ref) -> Future:
+        found: Future = Future()
+
+        def settle(done: Future) -> None:
+            # `ref` is held here: the future of a reference that is gone is never settled rightly.
+            _ = ref
+            with contextlib.suppress(InvalidStateError):
+                error = done.exception()
+                if error is None:
+                    found.set_result(done.result())
+                else:
+                    found.set_exception(self._own(error))
+
+        ref.future().add_done_callback(settle)
+        return found
+
+    def _own(self, error: BaseException) -> BaseException:
+        """The exception that an actor's method raised, or Lost."""
+        exceptions = self._ray.exceptions
+        if isinstance(error, exceptions.RayTaskError):
+            cause = error.cause
+            return cause if isinstance(cause, BaseException) else RuntimeError(str(error))
+        if isinstance(error, exceptions.RayError):
+            return Lost(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        return error
+
+
+def forwarded() -> dict[str, str]:
+    """The variables of this process's environment that its workers on other nodes get, too."""
+    kept = ("JAX_", "XLA_", "HF_", "TPU_", "LIBTPU_", "NCCL_", "WANDB_", "DIGEN_JAX_")
+    return {name: value for name, value in os.environ.items() if name.startswith(kept)}
+
+
+def python_path() -> list[str]:
+    """The folders from which this process imports modules, for its workers: a reward may be in one of them."""
+    return [os.path.abspath(folder) for folder in sys.path]

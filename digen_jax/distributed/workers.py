@@ -1,0 +1,247 @@
+"""The rollout workers of a run: starts them, waits for them, notices their loss, and starts lost ones again."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from digen_jax.config.recipe import Recipe
+from digen_jax.distributed.engine import Actor, Engine, Lost, Resources, forwarded, python_path
+from digen_jax.distributed.transfer import TrainerLink
+from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.worker_proxy import WorkerProxy
+from digen_jax.errors import ConfigError
+from digen_jax.process.launching import MEETING
+from digen_jax.runtime.driver import Driver
+from digen_jax.runtime.worker import Gone
+from digen_jax.scheduling.commands import TRAINER
+
+PING = 2.0  # seconds between two pings
+LOOK = 0.5  # seconds between two looks at signals while workers are waited for
+LONGEST_PAUSE = 60.0  # seconds before a lost worker is started again; the first pause is 1 s
+UNFINISHED = 5.0  # seconds at the run's end for the work in progress
+CLOSING = 2.0  # seconds for a worker to end the processes of its rewards
+
+
+class RolloutWorkers:
+    """The rollout workers of a run, each kept alive by a thread.
+
+    Args:
+      recipe: placed on all devices of the run.
+      engine: starts the workers.
+      devices: of the trainer's mesh.
+
+    Attributes:
+      devices: likewise.
+      link: the trainer's.
+      step: the present one, from which a worker that starts draws the prompts.
+    """
+
+    def __init__(self, recipe: Recipe, engine: Engine, devices: Sequence[jax.Device]):
+        self.devices, self.link, self.step = devices, TrainerLink(engine), 0
+        self.own, self.asked = self, 0
+        self._recipe, self._engine = recipe, engine
+        rollout = recipe.placement.meshes.rollout
+        on_gpus = jax.default_backend() == "gpu"
+        self._resources = Resources(gpus=rollout.devices if on_gpus else 0)
+        names = [f"rollout {number}" for number in range(rollout.workers)]
+        self._ready: dict[str, WorkerProxy] = {}
+        self._actors: dict[str, list[Actor]] = {}
+        self._failed: ConfigError | None = None  # no worker can work with this recipe
+        self._driver: Driver | None = None
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._names = names
+        self._threads = [
+            threading.Thread(target=self._keep, args=(name,), name=name, daemon=True)
+            for name in names
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, seconds: float = MEETING, stops: Callable[[], Any] = lambda: None) -> None:
+        """Waits until all workers are ready; continues without those that are not in time.
+
+        Args:
+          seconds: the longest wait.
+          stops: called from time to time; waiting ends when it returns something true.
+
+        Raises:
+          ConfigError: no worker is ready in time, or the recipe cannot work there.
+        """
+        begin, reported = time.monotonic(), False
+        with self._changed:
+            while not self._failed and not stops():
+                missing = [name for name in self._names if name not in self._ready]
+                if not missing:
+                    return
+                late = time.monotonic() - begin > seconds
+                if late and not self._ready:
+                    raise ConfigError(
+                        f"no rollout worker is ready after {seconds:g} s: look at their output above, or ask for fewer "
+                        "or smaller ones by config.placement.rollout"
+                    )
+                if late:
+                    names = ", ".join(missing)
+                    print(
+                        f"{names} not ready after {seconds:g} s; starting without (can join later)",
+                        flush=True,
+                    )
+                    return
+                if not reported:
+                    reported = True
+                    print(f"waiting for {', '.join(missing)}, at most {seconds:g} s", flush=True)
+                self._changed.wait(LOOK)
+            if self._failed:
+                raise self._failed
+
+    def begin(self, make: Callable[[list[WorkerProxy]], Driver]) -> Driver:
+        """Returns the driver that `make` builds of the ready workers; it is notified of all others."""
+        with self._changed:
+            self._driver = make(list(self._ready.values()))
+            return self._driver
+
+    def step_ended(self, done: int) -> None:
+        """Notes that `done` steps are done."""
+        self.step = done
+
+    def places(self) -> dict[str, dict[str, Any]]:
+        """Where the ready workers are, and when each answered last: see `records.status.Status`."""
+        with self._changed:
+            ready = list(self._ready.values())
+        found = {
+            one.name: {
+                "host": one.opened.host,
+                "process": one.opened.pid,
+                "processes": 1,
+                "heard": one.heard,
+            }
+            for one in ready
+        }
+        return found | {TRAINER: {"processes": 1}}
+
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
+        """Limits how long this block, which ends the driver, waits for work that is in progress."""
+
+        def over() -> None:
+            with self._changed:
+                ready = list(self._ready.values())
+            for one in ready:
+                one.let_go("is not waited for: the run ends")
+
+        late = threading.Timer(UNFINISHED, over)
+        late.daemon = True
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
+
+    def close(self) -> None:
+        """Ends the driver's part: from now on it is not notified."""
+        with self._changed:
+            self._driver = None
+
+    def end(self) -> None:
+        """Ends all workers."""
+        self._closed.set()
+        with self._changed:
+            actors = [one for started in self._actors.values() for one in started]
+            self._changed.notify_all()
+        closing = [self._engine.call(actor, "close", group="control") for actor in actors]
+        until = time.monotonic() + CLOSING
+        for one in closing:
+            try:
+                one.result(max(0.0, until - time.monotonic()))
+            except Exception:  # a worker that is lost or hangs is killed below
+                continue
+        for actor in actors:
+            self._engine.kill(actor)
+
+    # ----------------------------------------------------------------------- in a worker's thread
+
+    def _keep(self, name: str) -> None:
+        """Starts a worker, and starts it again after 1, 2, 4, ... `LONGEST_PAUSE` seconds when it is lost."""
+        pause = 1.0
+        while not self._closed.is_set():
+            try:
+                proxy = self._start(name)
+            except ConfigError as error:
+                with self._changed:
+                    self._failed = error
+                    self._changed.notify_all()
+                return
+            except Exception as error:
+                why = f"did not start ({error})"
+            else:
+                pause = 1.0
+                self._joined(proxy)
+                why = self._watch(proxy)
+            if self._closed.is_set():
+                return
+            self._lost(name, why)
+            print(f"{name} {why}; starting it again in {pause:g} s", flush=True)
+            self._closed.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _start(self, name: str) -> WorkerProxy:
+        environment = forwarded()
+        if not self._resources.gpus:
+            environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
+        given = name, environment, os.getcwd(), python_path()
+        actors = self._engine.start(RolloutProcess, [given], self._resources)
+        with self._changed:
+            self._actors[name] = actors
+        opened: Opened = self._engine.call(
+            actors[0], "open", self._recipe, self.step, group="work"
+        ).result()
+        return WorkerProxy(name, opened, actors, self._engine, self.link)
+
+    def _joined(self, proxy: WorkerProxy) -> None:
+        proxy.end_step(self.step - 1)  # steps may have ended since it was started
+        with self._changed:
+            self._ready[proxy.name] = proxy
+            driver = self._driver
+            self._changed.notify_all()
+            if driver is not None:
+                driver.join(proxy)
+
+    def _watch(self, proxy: WorkerProxy) -> str:
+        """Pings a worker until it is lost or was given up; returns why."""
+        while not self._closed.is_set():
+            try:
+                proxy.ping()
+            except (Gone, Lost) as error:
+                return str(error).removeprefix(f"{proxy.name} ")
+            if proxy.lost.wait(PING):
+                return "was lost or given up"
+        return "has ended"
+
+    def _lost(self, name: str, why: str) -> None:
+        with self._changed:
+            proxy, driver = self._ready.pop(name, None), self._driver
+            actors = self._actors.pop(name, [])
+        for actor in actors:
+            self._engine.kill(actor)
+        if proxy is not None:
+            if driver is None:
+                proxy.give_up()
+            else:
+                driver.lost(name, why)
+
+
+@contextmanager
+def rollout_workers(
+    recipe: Recipe, engine: Engine, devices: Sequence[jax.Device]
+) -> Iterator[RolloutWorkers]:
+    """The rollout workers of a run in this block, after which they end."""
+    workers = RolloutWorkers(recipe, engine, devices)
+    try:
+        yield workers
+    finally:
+        workers.end()
