@@ -7,16 +7,20 @@ decides what to do about lost work.
 import contextlib
 import logging
 import os
+import socket
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, Protocol
 
 from digen_jax.errors import ConfigError
+from digen_jax.process.ending import last_word, leave
 
 LOCAL = "local"
 # Threads of an actor for each kind of call; one thread executes calls in the caller's order.
 GROUPS = {"work": 1, "sync": 1, "score": 8, "control": 1, "ping": 1}
+CONNECTING = 60.0  # seconds in which Ray starts or answers
 INSTALL = "install it by `pip install -r requirements-ray.txt`"
 
 Ref = Any  # a stored object, which is freed when the last reference is
@@ -86,7 +90,11 @@ class RayEngine:
         # It reports that a token was found or made, at each start.
         logging.getLogger("ray._private.authentication.authentication_token_setup").disabled = True
         only_local = dict(num_cpus=cpus, include_dashboard=False) if address == LOCAL else {}
+        late = threading.Timer(CONNECTING, _give_up, [address])
+        late.daemon = True
+        late.start()
         try:
+            _reach(address)
             ray.init(
                 address=address,
                 log_to_driver=show,
@@ -96,10 +104,9 @@ class RayEngine:
             )
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"--ray={address}: no Ray cluster answers there ({reason}): check the address, or start one by "
-                "`ray start --head`"
-            ) from error
+            raise ConfigError(_no_cluster(address, reason)) from error
+        finally:
+            late.cancel()
         self._groups: dict[Actor, Any] = {}
 
     @property
@@ -195,6 +202,25 @@ class RayEngine:
         if isinstance(error, exceptions.RayError):
             return Lost(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         return error
+
+
+def _reach(address: str) -> None:
+    """Connects to HOST:PORT once; Ray itself tries for minutes. Raises OSError."""
+    host, separator, port = address.rpartition(":")
+    if separator and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def _no_cluster(address: str, reason: str) -> str:
+    return (
+        f"--ray={address}: no Ray cluster answers there ({reason}): check the address, or start one by "
+        "`ray start --head`"
+    )
+
+
+def _give_up(address: str) -> None:
+    """Ends the process, whose main thread is blocked in Ray."""
+    leave(last_word(_no_cluster(address, f"not within {CONNECTING:g} s"), 2))
 
 
 def forwarded() -> dict[str, str]:

@@ -3,6 +3,7 @@
 The class is plain Python, whatever engine runs it: see `engine.GROUPS` for the threads of its methods.
 """
 
+import gc
 import os
 import socket
 import sys
@@ -60,6 +61,7 @@ class RolloutProcess:
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path += [one for one in path if one not in sys.path]
+        self._pool: Any = None  # of the rewards
         self._doing: dict[int, Any] = {}  # stopwatches of the calls in progress, by serial
         self._controlled = 0
         self._control = threading.Condition()
@@ -86,33 +88,52 @@ class RolloutProcess:
         prepare(recipe.placement.meshes.rollout.devices)
         import jax
 
-        from digen_jax.distributed.transfer import WorkerLink
         from digen_jax.engine.hosts import local_devices
-        from digen_jax.learned_rewards.on_mesh import named
         from digen_jax.prompts.files import read_prompt_file
-        from digen_jax.rewards.built_in import on_mesh
-        from digen_jax.run.driving import scheduled
         from digen_jax.run.own_mesh import build_rollout
         from digen_jax.run.scorers import try_scorers
-        from digen_jax.runtime.evaluation import HeldOut
-        from digen_jax.runtime.judging import Judge
-        from digen_jax.runtime.sampling import SamplingExecutor
-        from digen_jax.runtime.steps import Steps
 
         self._pool = _rewards(recipe)
         devices = local_devices(recipe.placement.meshes.rollout.devices, "config.placement.rollout")
         rollout = build_rollout(recipe, devices, None)
         try_scorers(recipe, rollout.scorers)
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
+        self._build(recipe, rollout, _batches(recipe, first), first, held_out)
+        kind = jax.devices()[0].device_kind
+        print(f"ready on {len(devices)} x {kind}", flush=True)
+        gc.collect()
+        gc.freeze()  # so that later collections take milliseconds
+        return Opened(len(devices), socket.gethostname(), os.getpid())
+
+    def _build(
+        self,
+        recipe: Recipe,
+        rollout: Any,
+        batches: Iterator[list[dict[str, Any]]],
+        first: int,
+        held_out: list[dict[str, Any]],
+    ) -> None:
+        """Builds what the calls need.
+
+        Args:
+          recipe: of the run.
+          rollout: the programs and parameters of this worker, an `engine.system.Rollout`.
+          batches: the prompt records of each step from `first` on.
+          first: the present step.
+          held_out: the prompts of evaluations.
+        """
+        from digen_jax.distributed.transfer import WorkerLink
+        from digen_jax.learned_rewards.on_mesh import named
+        from digen_jax.rewards.built_in import on_mesh
+        from digen_jax.run.driving import scheduled
+        from digen_jax.runtime.evaluation import HeldOut
+        from digen_jax.runtime.judging import Judge
+        from digen_jax.runtime.sampling import SamplingExecutor
+        from digen_jax.runtime.steps import Steps
+
         settings = scheduled(recipe, held_out)
-        self._steps = Steps(
-            _batches(recipe, first),
-            settings.images,
-            settings.fragment_images,
-            recipe.draws,
-            first,
-            recipe.algorithm.set_steps,
-        )
+        shape = settings.images, settings.fragment_images
+        self._steps = Steps(batches, *shape, recipe.draws, first, recipe.algorithm.set_steps)
         evaluated = HeldOut(held_out, settings)
         scorers = named(on_mesh(recipe.rewards), rollout.scorers)
         self._link = WorkerLink()
@@ -121,9 +142,6 @@ class RolloutProcess:
         )
         weights = recipe.advantages.reward_weights
         self._judge = Judge(self._pool, weights, self._steps, evaluated, settings)
-        kind = jax.devices()[0].device_kind
-        print(f"ready on {len(devices)} x {kind}", flush=True)
-        return Opened(len(devices), socket.gethostname(), os.getpid())
 
     # ---------------------------------------------------------------------------- work and sync
 
@@ -209,6 +227,7 @@ class RolloutProcess:
                 if publication in self._receiving:
                     self._dropped.add(publication)
             self._executor.drop_weights(publication)
+            gc.collect()  # JAX's arrays that share the store's memory are in reference cycles
 
     def end_step(self, step: int) -> None:
         """A step has ended: it and those before it are forgotten."""
@@ -221,9 +240,8 @@ class RolloutProcess:
 
     def close(self) -> None:
         """Ends the processes of the rewards."""
-        pool = getattr(self, "_pool", None)
-        if pool is not None:
-            pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
     # ---------------------------------------------------------------------------------- helpers
 
@@ -276,20 +294,18 @@ class RolloutProcess:
 
 def _rewards(recipe: Recipe) -> Any:
     """The rewards of this process, which were tried."""
-    from digen_jax.prompts.files import read_prompt_file, read_prompt_files
     from digen_jax.rewards.built_in import resolve
     from digen_jax.rewards.canary import check_canaries
     from digen_jax.rewards.pool import RewardPool
-    from digen_jax.rewards.trial import try_out
+    from digen_jax.run.scorers import try_files
     from digen_jax.scheduling.deadlines import Deadline
 
     found, asked = resolve(recipe.rewards, meshes=True), recipe.reward_pool
     deadline = Deadline(recipe.runtime.deadline)
     pool = RewardPool(found, asked.processes, asked.retries, deadline.seconds)
-    files = *read_prompt_files(recipe.prompts.paths), read_prompt_file(recipe.evaluation.prompts)
     try:
         check_canaries(found, pool.score)
-        try_out(pool.score, files, recipe.model.height, recipe.model.width)
+        try_files(recipe, pool.score)
     except BaseException:
         pool.close()
         raise

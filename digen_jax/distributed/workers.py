@@ -34,6 +34,7 @@ class RolloutWorkers:
       recipe: placed on all devices of the run.
       engine: starts the workers.
       devices: of the trainer's mesh.
+      kind: the class of the workers' processes.
 
     Attributes:
       devices: likewise.
@@ -41,10 +42,16 @@ class RolloutWorkers:
       step: the present one, from which a worker that starts draws the prompts.
     """
 
-    def __init__(self, recipe: Recipe, engine: Engine, devices: Sequence[jax.Device]):
+    def __init__(
+        self,
+        recipe: Recipe,
+        engine: Engine,
+        devices: Sequence[jax.Device] = (),
+        kind: type[RolloutProcess] = RolloutProcess,
+    ):
         self.devices, self.link, self.step = devices, TrainerLink(engine), 0
         self.own, self.asked = self, 0
-        self._recipe, self._engine = recipe, engine
+        self._recipe, self._engine, self._kind = recipe, engine, kind
         rollout = recipe.placement.meshes.rollout
         on_gpus = jax.default_backend() == "gpu"
         self._resources = Resources(gpus=rollout.devices if on_gpus else 0)
@@ -194,7 +201,7 @@ class RolloutWorkers:
         if not self._resources.gpus:
             environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
         given = name, environment, os.getcwd(), python_path()
-        actors = self._engine.start(RolloutProcess, [given], self._resources)
+        actors = self._engine.start(self._kind, [given], self._resources)
         with self._changed:
             self._actors[name] = actors
         opened: Opened = self._engine.call(

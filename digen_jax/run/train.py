@@ -2,6 +2,7 @@
 
 import pathlib
 
+from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.workers import rollout_workers
@@ -9,6 +10,7 @@ from digen_jax.engine.hosts import local_devices
 from digen_jax.errors import ConfigError
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
+from digen_jax.prompt_store import is_ahead
 from digen_jax.records.checkpoint import was_saved
 from digen_jax.records.checkpoint_folder import saved_steps, steps_done
 from digen_jax.records.metrics import read_metrics
@@ -55,7 +57,15 @@ def train_with_workers(recipe: Recipe, workdir: pathlib.Path, address: str) -> i
       recipe: of the run.
       workdir: its folder.
       address: of the Ray cluster.
+
+    Raises:
+      ConfigError: as `train`, or the recipe needs what Ray does not do yet.
     """
+    if is_ahead(recipe, recipe_model(recipe)[1]):
+        raise ConfigError(
+            "--ray does not take prompt embeddings to rollout workers yet: set config.prompts.encoding = 'each_step', "
+            "and every rollout worker encodes its own prompts"
+        )
     with remembering(), fitted():
         recipe = place_apart(recipe)
         devices = local_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")

@@ -7,8 +7,8 @@ import pytest
 
 from digen_jax.process.ending import STOPPED
 from digen_jax.remote.member import Gone
+from tests.processes import begin  # noqa: F401
 from tests.remote.mesh_process import FAST, WAITS, encode
-from tests.remote.processes import begin  # noqa: F401
 
 pytestmark = pytest.mark.slow
 MESH = "tests.remote.mesh_process"

@@ -10,8 +10,8 @@ import pytest
 
 from digen_jax.process.ending import STOPPED
 from digen_jax.remote.member import Gone, Keepalive
+from tests.processes import begin  # noqa: F401
 from tests.remote.mesh_process import FAST, WAITS, encode
-from tests.remote.processes import begin  # noqa: F401
 from tests.remote.rooms import Room
 
 pytestmark = pytest.mark.slow

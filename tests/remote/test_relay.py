@@ -20,9 +20,9 @@ from digen_jax.remote.serving import serve
 from digen_jax.remote.wire import Wire
 from digen_jax.runtime.link import CopyOf, Link
 from digen_jax.scheduling.commands import Publication
+from tests.processes import begin  # noqa: F401
 from tests.remote.fan_process import SMALL, takes, tree
 from tests.remote.mesh_process import FAST, IDENTITY
-from tests.remote.processes import begin  # noqa: F401
 from tests.remote.test_link import WEIGHTS, assert_same, ends, onto
 
 ONE, TWO = Publication(1), Publication(2)

@@ -19,8 +19,8 @@ from digen_jax.runtime.link import ConditioningOf, LocalLink, SamplesOf, ScoresO
 from digen_jax.runtime.training import shardings
 from digen_jax.scheduling.commands import TRAINER, Fragment, Publication, Score
 from tests.engine import toy
+from tests.processes import begin  # noqa: F401
 from tests.remote.mesh_process import TOKEN
-from tests.remote.processes import begin  # noqa: F401
 from tests.remote.rollout_process import NAME, Parts, config, judging
 from tests.remote.test_link import assert_same, assert_same_on_host
 

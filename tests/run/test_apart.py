@@ -23,7 +23,7 @@ from digen_jax.scheduling.commands import TRAINER, Generate
 from tests.engine import toy
 from tests.metrics import assert_same_metrics, metrics
 from tests.pipelines import ROOT
-from tests.remote.processes import Begun, begin  # noqa: F401
+from tests.processes import Begun, begin  # noqa: F401
 from tests.run.apart_config import STEPS
 from tests.tiny_runs import once, pipeline, prompt_file
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from digen_jax.process.ending import STOPPED
-from tests.remote.processes import begin  # noqa: F401
+from tests.processes import begin  # noqa: F401
 from tests.remote.test_control import certificates  # noqa: F401
 from tests.run.test_apart import LONG, Job, assert_same_run, job, start_in  # noqa: F401
 

@@ -9,7 +9,7 @@ import pytest
 
 from digen_jax.records.status import read_status
 from tests.pipelines import ROOT
-from tests.remote.processes import begin  # noqa: F401
+from tests.processes import begin  # noqa: F401
 from tests.run.test_apart import CONFIG, Job, assert_same_run, job, printed, unbroken, wait_for  # noqa: F401
 
 pytestmark = pytest.mark.slow

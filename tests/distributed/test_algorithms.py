@@ -1,4 +1,4 @@
-"""Rollout meshes apart, over gRPC and a link by bytes: the same gradients and updates as in one process.
+"""Rollout workers in other processes: the same gradients and updates as in one process.
 
 They are the same bits where the order of sums is the same, and where each image is made on a mesh of the same shape.
 """
@@ -19,9 +19,9 @@ from digen_jax.runtime.executors import replay
 from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.scheduling import dispatch
 from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
+from tests.distributed import driving
 from tests.engine import toy
 from tests.pipelines import ROOT
-from tests.remote import apart
 from tests.runtime import test_candidates as candidates
 from tests.runtime.test_evaluation import ROUNDED
 
@@ -132,9 +132,17 @@ OTHERS = {
 def test_meshes_and_types_apart_are_those_of_one_process(name, meshes, fields):
     c = config(name, meshes, **fields)
     system = toy.system(c, 6)
-    expected, found = run(toy.drive, system, c), run(apart.drive, system, c)
+    expected, found = run(toy.drive, system, c), run(driving.drive, system, c)
     assert_same(found, expected)
     assert makers(found[3]) == {f"rollout {number}" for number in range(meshes[2])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "awm"])
+def test_every_algorithm_is_that_of_one_process(name):
+    c = config(name)
+    system = toy.system(c, 2)
+    assert_same(run(driving.drive, system, c), run(toy.drive, system, c))
 
 
 @pytest.mark.slow
@@ -143,7 +151,7 @@ def test_with_asynchrony_the_log_of_a_run_apart_is_that_of_one_process():
     c = config("diffusion_nft", **LORA, **stale)
     c.sampler.fragment = c.trainer.micro_batch = 4
     system = toy.system(c, 2)
-    found = run(apart.drive, system, c)
+    found = run(driving.drive, system, c)
     assert max(metrics["staleness"] for metrics in found[2]) > 0
     expected = run(toy.drive, system, c)[0], replayed(system, c, found[3])
     assert_same(found, expected)
@@ -156,7 +164,7 @@ def test_a_trainer_that_generates_beside_meshes_apart(monkeypatch):
     c = config("flow_grpo", ((1, 1), (1, 2), 1), **tag)
     c.sampler.fragment = c.trainer.micro_batch = 4
     system = toy.system(c, 3)
-    expected, found = run(toy.drive, system, c), run(apart.drive, system, c)
+    expected, found = run(toy.drive, system, c), run(driving.drive, system, c)
     assert_same(found, expected, rounding=1e-5)  # who makes which image is chance
     assert makers(found[3]) == {"rollout 0", TRAINER}
     assert sum(metrics["tag_share"] for metrics in found[2]) > 0
@@ -176,7 +184,7 @@ def test_groups_that_are_trained_before_they_are_complete(monkeypatch):
     c = config("flow_grpo", TWO, advantages__std="global", **early)
     c.trainer.updates, c.sampler.fragment, c.trainer.micro_batch = 1, 2, 2
     system = toy.system(c, 3)
-    expected, found = run(toy.drive, system, c), run(apart.drive, system, c)
+    expected, found = run(toy.drive, system, c), run(driving.drive, system, c)
     assert_same(found, expected, rounding=1e-5)
     assert any(command.early for command in found[3] if isinstance(command, Train))
 
@@ -186,7 +194,7 @@ def test_dynamic_sampling():
     layout = "two workers, half groups"
     c, system = candidates.config(layout), candidates.system(layout)
     rewarded = dict(reward=candidates.some_equal)
-    expected, found = (run(drive, system, c, **rewarded) for drive in (toy.drive, apart.drive))
+    expected, found = (run(drive, system, c, **rewarded) for drive in (toy.drive, driving.drive))
     assert_same(found, expected)
     assert [metrics["zero_std_groups"] for metrics in found[2]] == [0, pytest.approx(1 / 3), 0]
 
@@ -196,7 +204,7 @@ def test_evaluations_of_the_average_of_the_tuned_weights():
     evaluated = dict(evaluation__every=1, evaluation__batch=4, pictures__images=6)
     c = config("flow_grpo", TWO, **evaluated, trainer__ema=0.5, **LORA)
     system, seen = toy.system(c, 3), []
-    for drive in (toy.drive, apart.drive):
+    for drive in (toy.drive, driving.drive):
         evaluations = {}
         options = dict(held_out=toy.records(10), evaluated=evaluations.__setitem__)
         seen.append((run(drive, system, c, **options), evaluations))

@@ -1,0 +1,78 @@
+"""A run of a system whose rollout workers are in other processes, as far as they can tell: see `local_engine`."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.workers import RolloutWorkers
+from digen_jax.engine.placement import Placement
+from digen_jax.engine.system import Rollout, System
+from digen_jax.rewards import alone
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.driver import Driver
+from tests.distributed.local_engine import LocalEngine
+from tests.engine import toy
+
+SECONDS = 60.0  # for the workers to start
+
+
+def without_rollouts(system: System) -> System:
+    """The system as the trainer's process has it."""
+    first, trainer = system.rollouts[0], system.placement.trainer
+    return system._replace(
+        rollouts=(),
+        placement=Placement((), trainer, len(system.rollouts)),
+        sampling_on=lambda group: first.moved(group, system.policy.sampler_base(system.base)),
+    )
+
+
+def process_class(system: System, reward: Any, held_out: Any) -> type[RolloutProcess]:
+    """A class of processes that have the system's rollouts, by the numbers in their names."""
+
+    class ToyProcess(RolloutProcess):
+        def open(self, recipe: Any, first: int) -> Opened:
+            rollout: Rollout = system.rollouts[int(self._name.split()[-1])]
+            self._pool = RewardPool(alone("mine", reward), 0)
+            batches = itertools.islice(toy.batches(recipe.drawn_groups), first, None)
+            self._build(recipe, rollout, batches, first, list(held_out))
+            return Opened(rollout.group.mesh.size, "here", 0)
+
+    return ToyProcess
+
+
+@contextlib.contextmanager
+def driver(
+    system: System,
+    config: ConfigDict,
+    reward=toy.brightness,
+    held_out=(),
+    engine: LocalEngine | None = None,
+    **options,
+) -> Iterator[Driver]:
+    """As `toy.driver`, whose `options` these are, with all rollouts in workers of their own."""
+    kind = process_class(system, reward, held_out)
+    workers = RolloutWorkers(toy.opened(config), engine or LocalEngine(), kind=kind)
+    make = functools.partial(
+        toy.driver, without_rollouts(system), config, reward, held_out=held_out, **options
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(workers.end)
+        workers.wait(SECONDS)
+        stack.enter_context(contextlib.closing(workers))
+        yield workers.begin(
+            lambda samplers: stack.enter_context(make(link=workers.link, samplers=samplers))
+        )
+
+
+def drive(system: System, config: ConfigDict, steps: int, reward=toy.brightness, **options):
+    """As `toy.drive`; all workers stay to the end."""
+    log = []
+    with driver(system, config, reward, log=log, **options) as found:
+        history = [found.step() for _ in range(steps)]
+        assert set(found.executor.rollouts) == {f"rollout {i}" for i in range(len(system.rollouts))}
+    return found.executor.state, history, log

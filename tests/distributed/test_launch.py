@@ -1,0 +1,155 @@
+"""Runs by `launch/train.py --ray=local`: equal to one process, also after lost processes and signals."""
+
+import contextlib
+import importlib.util
+import os
+import pathlib
+import re
+import signal
+import time
+
+import pytest
+
+from digen_jax.process.ending import STOPPED
+from digen_jax.records.status import read_status
+from digen_jax.runtime.log import read_log
+from digen_jax.scheduling.commands import Generate
+from tests.processes import Begun, begin  # noqa: F401
+from tests.run.test_apart import CONFIG, LONG, assert_same_run, printed, unbroken  # noqa: F401
+from tests.tiny_runs import pipeline, prompt_file
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed"),
+]
+
+
+class Run:
+    """A run in processes of its own, and the steps whose scores it holds back."""
+
+    def __init__(self, start, base: pathlib.Path, folder: pathlib.Path):
+        pipeline(base), prompt_file(base)
+        self._start, self.workdir, self.holds = start, folder / "run", folder / "holds"
+        self._variables = dict(BASE=str(base), HOLDS=str(self.holds))
+        self.holds.mkdir()
+
+    def begin(self, *options: str, **variables: str) -> Begun:
+        arguments = f"--config={CONFIG}", f"--workdir={self.workdir}", "--ray=local", *options
+        return self._start("launch.train", 1, (), arguments, **self._variables | variables)
+
+    def hold(self, step: int) -> None:
+        (self.holds / f"hold {step}").touch()
+
+    def held(self, step: int, process: Begun) -> None:
+        """Waits until some images of the step are to be scored."""
+        held = self.holds / f"held {step}"
+        wait_for(lambda: held.exists() or process.process.poll() is not None, process)
+        assert held.exists(), process.errors.read_text()
+        held.unlink()
+
+    def release(self, step: int) -> None:
+        (self.holds / f"hold {step}").unlink()
+
+    def pid(self, worker: str, process: Begun) -> int:
+        """The process of a worker, once status.json names it."""
+        found: list[int] = []
+
+        def known() -> bool:
+            with contextlib.suppress(Exception):
+                workers = read_status(self.workdir)["workers"]
+                found.append(workers[worker]["process"])
+            return bool(found)
+
+        wait_for(known, process)
+        return found[-1]
+
+    def generated(self) -> set[str]:
+        _, commands = read_log(self.workdir / "commands.jsonl")
+        return {one.worker for one in commands if isinstance(one, Generate)}
+
+
+def wait_for(condition, process: Begun) -> None:
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end, process.errors.read_text()
+        time.sleep(0.1)
+
+
+def ends(process: Begun, code: int) -> list[str]:
+    """Waits for a process's end; returns its lines."""
+    found, errors = process.ends(LONG)
+    assert found == code and "Traceback" not in errors, errors
+    process.leaves_nothing(LONG)
+    return printed(process)
+
+
+@pytest.fixture
+def run(begin, base, tmp_path):  # noqa: F811
+    return Run(begin, base, tmp_path)
+
+
+def test_a_run_on_ray_is_that_of_one_process(run, unbroken):  # noqa: F811
+    said = ends(run.begin(), 0)
+    assert any("rollout on 2 other workers" in line for line in said)
+    assert run.generated() == {"rollout 0", "rollout 1"}
+    assert_same_run(run.workdir, unbroken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rollout_worker_is_started_again_and_changes_nothing(run, unbroken, number):  # noqa: F811
+    run.hold(2), run.hold(3)
+    process = run.begin()
+    run.held(2, process)
+    os.kill(run.pid("rollout 1", process), number)
+    run.release(2)
+    process.until("starting it again in 1 s")
+    run.held(3, process)
+    run.release(3)
+    ends(process, 0)
+    assert_same_run(run.workdir, unbroken, left_out=["tag_share"])
+
+
+def test_a_signal_to_the_driver_saves_and_the_same_command_continues(run, unbroken):  # noqa: F811
+    run.hold(3)
+    process = run.begin()
+    run.held(3, process)
+    os.kill(process.process.pid, signal.SIGTERM)
+    wait_for(lambda: "finishing this step, then saving" in process.errors.read_text(), process)
+    run.release(3)
+    said = ends(process, 128 + signal.SIGTERM)
+    (done,) = re.findall(r"Stopped and saved after step ([23]);", "\n".join(said))
+    assert any(f"continuing after step {done}" in line for line in ends(run.begin(), 0))
+    assert_same_run(run.workdir, unbroken)
+
+
+@pytest.mark.parametrize("who", ["trainer", "driver"])
+def test_a_lost_trainer_or_driver_ends_all_and_the_same_command_continues(run, unbroken, who):  # noqa: F811
+    run.hold(3)
+    process = run.begin()
+    run.held(3, process)
+    number = process.process.pid if who == "driver" else run.pid("trainer", process)
+    os.kill(number, signal.SIGKILL)
+    run.release(3)
+    ends(process, -signal.SIGKILL if who == "driver" else STOPPED)
+    ends(run.begin(), 0)
+    assert_same_run(run.workdir, unbroken)
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "named"),
+    [
+        (["--config.placement.rollout.data=0"], {}, "config.placement.rollout.data"),
+        (["--config.placement=auto"], {}, "config.placement"),
+        (["--ray=127.0.0.1:1"], {}, "--ray=127.0.0.1:1"),
+        ([], {"PYTHONPATH": "broken"}, "requirements-ray.txt"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_read(
+    run, tmp_path, options, variables, named
+):
+    if "PYTHONPATH" in variables:
+        (tmp_path / "ray.py").write_text("raise ImportError('not installed')\n")
+        variables = {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
+    code, errors = run.begin(*options, **variables).ends(LONG)
+    assert code == 2 and named in errors and "Traceback" not in errors
+    assert not (run.workdir / "config.json").exists()

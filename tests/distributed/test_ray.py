@@ -1,0 +1,177 @@
+"""The engine on a real Ray instance, one for all tests: order, errors, loss, and the memory of stored arrays."""
+
+import gc
+import importlib.util
+import os
+import pathlib
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from digen_jax.distributed.engine import LOCAL, Lost, RayEngine, Resources
+from digen_jax.distributed.transfer import Packed, TrainerLink, unpack
+from digen_jax.distributed.worker_process import NotDone
+from digen_jax.engine.divergence import DivergedError
+from digen_jax.errors import ConfigError
+from digen_jax.rewards.mistakes import RewardFailed
+from digen_jax.rewards.process import Late
+from digen_jax.scheduling.commands import Publication
+from tests.pipelines import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed"),
+]
+
+LONG = 120.0  # seconds in which everything ends
+VERSION = Publication(3)
+
+ERRORS = {
+    "reward": RewardFailed("reward 'x' raised KeyError"),
+    "late": Late("reward 'x' took too long", "raise the limit"),
+    "config": ConfigError("config.steps must be positive"),
+    "diverged": DivergedError("NaN"),
+    "other": NotDone("rollout 0: out of memory"),
+}
+
+
+class Process:
+    def __init__(self, name):
+        self.name, self.seen, self.release = name, [], threading.Event()
+
+    def __repr__(self):
+        return self.name
+
+    def pid(self):
+        return os.getpid()
+
+    def note(self, number):
+        self.seen.append(number)
+
+    def noted(self):
+        return self.seen
+
+    def wait(self):
+        assert self.release.wait(LONG)
+
+    def let_go(self):
+        self.release.set()
+
+    def fail(self, kind):
+        raise ERRORS[kind]
+
+    def pair(self, size):
+        return size, np.arange(size)
+
+    def keep(self, structure, *pieces):
+        """Holds an array on a JAX device, which may share the store's memory, and returns its sum plus one."""
+        self.kept = jax.device_put(unpack(Packed(structure, list(pieces)))["x"])
+        donated = jax.device_put(unpack(Packed(structure, list(pieces)))["x"])
+        return float(jax.jit(lambda x: x + 1, donate_argnums=0)(donated).sum())
+
+    def forget(self):
+        del self.kept
+        gc.collect()  # JAX's array and the store's view of it are a cycle
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # for the actors
+        found = RayEngine(LOCAL, cpus=8)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def actor(engine):
+    (made,) = engine.start(Process, [("one",)], Resources())
+    yield made
+    engine.kill(made)
+
+
+def done(future):
+    return future.result(LONG)
+
+
+def test_calls_of_a_group_are_executed_in_order_beside_those_of_others(engine, actor):
+    blocked = engine.call(actor, "wait", group="work")
+    calls = [engine.call(actor, "note", number, group="control") for number in range(500)]
+    for call in calls:
+        done(call)
+    assert done(engine.call(actor, "noted", group="ping")) == list(range(500))
+    assert not blocked.done()
+    done(engine.call(actor, "let_go", group="sync"))
+    done(blocked)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_keeps_its_type_and_text(engine, actor, kind):
+    with pytest.raises(type(ERRORS[kind])) as caught:
+        done(engine.call(actor, "fail", kind, group="work"))
+    assert type(caught.value) is type(ERRORS[kind]) and str(caught.value) == str(ERRORS[kind])
+    assert getattr(caught.value, "advice", None) == getattr(ERRORS[kind], "advice", None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_calls_of_a_lost_process_fail(engine, number):
+    (made,) = engine.start(Process, [("lost",)], Resources())
+    pid = done(engine.call(made, "pid", group="work"))
+    waiting = engine.call(made, "wait", group="work")
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:  # a ping that is not answered tells the driver, who kills it
+        engine.kill(made)
+    with pytest.raises(Lost):
+        done(waiting)
+    with pytest.raises(Lost):
+        done(engine.call(made, "pid", group="ping"))
+    until(lambda: not pathlib.Path(f"/proc/{pid}").exists())
+
+
+def test_the_second_of_a_pair_stays_until_it_is_asked_for(engine, actor):
+    size, ref = engine.call_for_tree(actor, "pair", 10**6, group="work")
+    assert done(size) == 10**6
+    found = engine.get(ref)
+    assert found[-1] == 10**6 - 1 and not found.flags.writeable
+
+
+def test_donating_a_stored_array_does_not_change_the_store(engine, actor):
+    """On CPUs JAX may use the store's read-only memory in place."""
+    link = TrainerLink(engine)
+    link.offer(VERSION, {"x": jnp.ones(10**6)})
+    for _ in range(2):
+        total = done(engine.call(actor, "keep", *link.stored(VERSION), group="work"))
+        assert total == 2e6
+    structure, *pieces = map(engine.get, link.stored(VERSION))
+    np.testing.assert_array_equal(unpack(Packed(structure, pieces))["x"], np.ones(10**6))
+
+
+def used(engine) -> int:
+    """Bytes of the object store that are in use."""
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    state = get_state_from_address(engine.address)
+    return get_memory_info_reply(state).store_stats.object_store_bytes_used
+
+
+def until(condition):
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_dropped_version_is_freed_once_no_worker_has_its_arrays(engine, actor):
+    size, link = 10**8, TrainerLink(engine)
+    before = used(engine)
+    link.offer(VERSION, {"x": jnp.ones(size // 4)})
+    done(engine.call(actor, "keep", *link.stored(VERSION), group="work"))
+    assert used(engine) > before + size // 2
+    link.withdraw(VERSION)
+    done(engine.call(actor, "forget", group="work"))
+    until(lambda: used(engine) < before + size // 2)

@@ -1,0 +1,125 @@
+"""Trees of arrays on their way to another process, and when they are freed."""
+
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from digen_jax.distributed.engine import Lost
+from digen_jax.distributed.transfer import Packed, TrainerLink, pack, unpack
+from digen_jax.runtime.link import LinkError, SamplesOf
+from digen_jax.scheduling.commands import Fragment, Publication
+from tests.distributed.local_engine import LocalEngine
+
+VERSION = Publication(3)
+SAMPLES = SamplesOf("rollout 0", Fragment(0, 1))
+
+
+def tree():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    return {
+        "float": jax.device_put(jnp.arange(24.0).reshape(8, 3), split),
+        "half": (jnp.arange(5) / 3).astype(jnp.bfloat16),
+        "one": jnp.float32(2.5),
+        "none": None,
+        "keys": jax.random.split(jax.random.key(7), 4),
+        "host": (np.arange(6, dtype=np.int64).reshape(2, 3)[:, ::-1], "text", 5),
+    }
+
+
+def assert_equal(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if not isinstance(other, jax.Array | np.ndarray):
+            assert one == other
+            continue
+        assert one.dtype == other.dtype and one.shape == other.shape
+        if jax.dtypes.issubdtype(other.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize("piece", [2**28, 16, 8])
+def test_a_tree_arrives_as_it_was_sent_in_pieces_of_any_size(piece):
+    sent = tree()
+    packed = pack(sent, piece)
+    sizes = [sum(part.nbytes for _, part in one) for one in packed.pieces]
+    assert max(sizes) <= piece
+    arrived = Packed(*pickle.loads(pickle.dumps(tuple(packed))))
+    assert_equal(unpack(arrived), sent)
+
+
+def test_arrays_are_not_copied_where_one_piece_holds_them():
+    packed = pack({"a": np.arange(4.0), "b": np.arange(3, dtype=jnp.bfloat16)})
+    found = unpack(packed)
+    parts = dict(packed.pieces[0])
+    assert np.shares_memory(found["a"], parts[0]) and np.shares_memory(found["b"], parts[1])
+
+
+def test_a_version_is_stored_once_for_all_workers_until_it_is_dropped():
+    engine = LocalEngine()
+    link = TrainerLink(engine)
+    assert link.stored(VERSION) is None  # it is not offered
+    link.offer(VERSION, tree())
+    first, second = link.stored(VERSION), link.stored(VERSION)
+    assert first == second
+    structure, *pieces = map(engine.get, first)
+    assert_equal(unpack(Packed(structure, pieces)), tree())
+    assert link.settle(VERSION)  # copies were sent: the arrays may be overwritten
+    assert link.stored(VERSION) is None and not link._stored
+
+
+def test_a_version_that_is_dropped_while_it_is_stored_is_not_kept(monkeypatch):
+    engine, storing, go_on = LocalEngine(), threading.Event(), threading.Event()
+    link, put = TrainerLink(engine), engine.put
+
+    def slow(value):
+        storing.set()
+        assert go_on.wait(60)
+        return put(value)
+
+    monkeypatch.setattr(engine, "put", slow)
+    link.offer(VERSION, {"a": jnp.ones(3)})
+    thread = threading.Thread(target=link.stored, args=(VERSION,))
+    thread.start()
+    assert storing.wait(60)
+    link.withdraw(VERSION)
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive() and not link._stored
+
+
+def test_samples_are_taken_from_where_they_are_and_a_lost_worker_has_none():
+    engine = LocalEngine()
+    link = TrainerLink(engine)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+
+    def on_device(tree):
+        return jax.tree.map(lambda _: sharding, tree)
+
+    link.hold(SAMPLES, engine.put(pack({"x": jnp.arange(3)})))
+    taken = link.take(SAMPLES, on_device, "trainer")["x"]
+    assert taken.sharding == sharding and taken.tolist() == [0, 1, 2]
+    link.withdraw(SAMPLES)
+    assert link.take(SAMPLES, on_device, "trainer") is None
+    link.hold(SAMPLES, engine.put(None))  # its fragment was dropped before it was decoded
+    assert link.take(SAMPLES, on_device, "trainer") is None
+    link.give_up("rollout 0")
+    assert not link._refs
+
+
+def test_a_lost_object_is_an_error_that_names_what_was_lost(monkeypatch):
+    link = TrainerLink(engine := LocalEngine())
+    link.hold(SAMPLES, engine.put(None))
+
+    def lost(ref):
+        raise Lost("its node died")
+
+    monkeypatch.setattr(engine, "get", lost)
+    with pytest.raises(LinkError, match="rollout 0"):
+        link.take(SAMPLES, lambda tree: tree, "trainer")
