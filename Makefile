@@ -5,7 +5,6 @@
 # the compiler in an environment of its own;
 # make gpu-table: write docs/performance.md's table of the published recipes on GPUs;
 # make docs: write the configuration reference from the code;
-# make proto: write the code of digen_jax/remote/control.proto;
 # make constraints: take the newest versions that requirements*.txt allow; then run make test and make test-slow.
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -19,16 +18,13 @@ TRAIN := $(VENV)/train$(addprefix -,$(ACCELERATOR))
 INSTALL := $(RUN) -m pip install -q --disable-pip-version-check -c constraints/$(VERSION).txt
 PYTEST := $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo docs proto test test-slow tpu-check gpu-check gpu-table lint format constraints clean
+.PHONY: demo docs test test-slow tpu-check gpu-check gpu-table lint format constraints clean
 
 demo: $(TRAIN)
 	$(RUN) launch/train.py --config configs/shapes_demo.py --workdir runs/shapes
 
 docs: $(TRAIN)
 	$(RUN) -m digen_jax.config.reference > docs/configuration.md
-
-proto: $(VENV)/dev
-	$(RUN) -m grpc_tools.protoc -I. --python_out=. digen_jax/remote/control.proto
 
 # Test processes share the modules' bytecode, even where the shell turns that off.
 test test-slow: export PYTHONDONTWRITEBYTECODE =

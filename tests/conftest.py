@@ -78,6 +78,7 @@ def pytest_collection_finish():
 
 # The files that take longest, which come first: a file's tests run in one process.
 LONGEST = (
+    "distributed/test_launch.py",
     "run/test_apart.py",
     "test_notebooks.py",
     "run/test_hosts.py",
@@ -86,9 +87,7 @@ LONGEST = (
     "planning/test_programs.py",
     "engine/test_axes.py",
     "models/flux/test_kontext_runs.py",
-    "run/test_faulty_runs.py",
     "encoding/test_ahead.py",
-    "run/test_apart_meshes.py",
 )
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.pipelines import ROOT, environment
-from tests.remote.mesh_process import TOKEN
 from tests.scripts import is_alive
 
 NUMBERS = itertools.count()  # of processes
@@ -38,7 +37,7 @@ class Begun:
         number = next(NUMBERS)
         self.errors = folder / f"{module}.{number}.stderr"
         self._mark = f"BEGUN={os.getpid()}.{number}"
-        always = dict([self._mark.split("=")], PYTHONPATH=str(ROOT), DIGEN_JAX_TOKEN=TOKEN)
+        always = dict([self._mark.split("=")], PYTHONPATH=str(ROOT))
         self.process = subprocess.Popen(
             [*before, sys.executable, "-m", module, *arguments],
             cwd=ROOT,

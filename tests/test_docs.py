@@ -120,10 +120,6 @@ TRAIN = "python launch/train.py --config configs/shapes_demo.py --workdir x"
     ("text", "sentence"),
     [
         (f"```\n{TRAIN} --stepps=3\n```", "Unknown command line flag 'stepps'"),
-        (
-            f"```\npython launch/cluster.py -n 2 -- {TRAIN.partition(' ')[2]} --stepps=3\n```",
-            "Unknown command line flag 'stepps'",
-        ),
         ("```\npython launch/train.py --config configs/shapes_demo.py\n```", "--workdir must have"),
         (
             f"```\n{TRAIN} \\\n    --config.trainer.lerning_rate=1\n```",

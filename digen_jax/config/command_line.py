@@ -172,19 +172,6 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
     return [argument(text) for text in argv]
 
 
-def cut_command(argv: list[str]) -> list[str]:
-    """Removes another command from the end of a command line, and returns it.
-
-    It begins after `--`, or at the first Python file, whose options would be taken for the script's own.
-    """
-    for place, word in enumerate(argv[1:], start=1):
-        if word == "--" or word.endswith(".py"):
-            command = argv[place + (word == "--") :]
-            del argv[place:]
-            return command
-    return []
-
-
 def check_overrides(argv: Sequence[str]) -> None:
     """Checks that the file given by `--config` exists and has every field that is overridden.
 

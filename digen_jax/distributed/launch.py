@@ -36,12 +36,21 @@ LOOK = 0.5  # seconds between two looks at signals
 STARTING = 60.0  # seconds in which the trainer's process starts, once there is room for it
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Recipe, place: tuple[str | int | None, ...]) -> None:
     """Checks that a recipe can run with rollout workers in other processes.
 
+    Args:
+      recipe: of the run.
+      place: the values of --coordinator, --processes and --process.
+
     Raises:
-      ConfigError: names the field to change.
+      ConfigError: names the field or the option to change.
     """
+    if place != (None, None, None):
+        raise ConfigError(
+            "--coordinator, --processes and --process are for processes that sample and train together: leave them out "
+            "with --ray, which starts all processes"
+        )
     if recipe.placement.sizes == AUTO:
         raise ConfigError(
             "config.placement = 'auto' plans for one process only: with --ray give config.placement.rollout and "

@@ -50,7 +50,6 @@ class RolloutWorkers:
         kind: type[RolloutProcess] = RolloutProcess,
     ):
         self.devices, self.link, self.step = devices, TrainerLink(engine), 0
-        self.own, self.asked = self, 0
         self._recipe, self._engine, self._kind = recipe, engine, kind
         rollout = recipe.placement.meshes.rollout
         on_gpus = jax.default_backend() == "gpu"
@@ -111,10 +110,6 @@ class RolloutWorkers:
         with self._changed:
             self._driver = make(list(self._ready.values()))
             return self._driver
-
-    def step_ended(self, done: int) -> None:
-        """Notes that `done` steps are done."""
-        self.step = done
 
     def places(self) -> dict[str, dict[str, Any]]:
         """Where the ready workers are, and when each answered last: see `records.status.Status`."""

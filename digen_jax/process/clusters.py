@@ -58,13 +58,6 @@ def ask(
     return address, processes, process
 
 
-def on_tpus() -> bool:
-    """Whether this is a process of a TPU slice that the cluster describes: all its processes are one job of JAX."""
-    from jax._src.clusters import GceTpuCluster, GkeTpuCluster
-
-    return any(cluster.is_env_present() for cluster in (GceTpuCluster, GkeTpuCluster))
-
-
 def own_devices() -> tuple[int, ...]:
     """Which of the GPUs that this process sees it may use, by number; (): all of them.
 

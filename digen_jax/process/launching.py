@@ -1,6 +1,5 @@
 """What every launch script does before the first array: devices, compile cache, quiet logs."""
 
-import contextlib
 import os
 import pathlib
 import re
@@ -39,7 +38,6 @@ KEPT = {
 MOST_CPU_DEVICES = 256  # more would take minutes to start
 # Seconds that processes wait for one another at the start, and between two lines about it.
 MEETING, WORD = 300, 30
-ELSEWHERE = "198.51.100.1"  # for documentation (RFC 5737): no host has it
 
 
 def prepare(cpu_devices: int = 1) -> None:
@@ -130,14 +128,6 @@ def detected(
             f"--process={process} must be one of the --processes={processes}, which are counted from 0"
         )
     return Place(address[1], int(address[2]), processes, process, clusters.own_devices())
-
-
-def take_devices(place: Place) -> None:
-    """Hides the GPUs of other processes on this host; must be called before JAX starts."""
-    if place.devices:
-        numbers = ",".join(map(str, place.devices))
-        jax.config.update("jax_cuda_visible_devices", numbers)
-        jax.config.update("jax_rocm_visible_devices", numbers)
 
 
 def join(
@@ -231,64 +221,6 @@ def reach(host: str, port: int, seconds: float, pause: float = 1) -> None:
             print(words, file=sys.stderr, flush=True)
             said = now
         time.sleep(pause)
-
-
-def own_address(host: str, port: int) -> str:
-    """The address of this host from which it reaches another one; an IPv6 address in brackets.
-
-    Where the other host is this one, by a name that others know it by, it is an address at which they reach it: many
-    hosts resolve their own name to 127.0.1.1. Nothing is sent. Call `reach` before where the other host's name may
-    not be known yet.
-
-    Raises:
-      ConfigError: there is no way to that host.
-    """
-    try:
-        found = _way(host, port)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"this host has no way to {_bracketed(host)}:{port} ({error}): check --coordinator"
-        ) from error
-    if _is_local(found) and not _is_local(host):
-        with contextlib.suppress(OSError):
-            found = _way(ELSEWHERE, port)
-    return _bracketed(found)
-
-
-def ip_address(host: str) -> str:
-    """The IP address of a host; jax.experimental.transfer tells other processes 0.0.0.0 in place of a name.
-
-    Raises:
-      ConfigError: the name is not known, or others know this host by another address.
-    """
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_DGRAM)[0][4][0]
-    except (OSError, UnicodeError) as error:
-        reason = str(error)
-    else:
-        if not _is_local(str(found)) or _is_local(host.strip("[]")):
-            return _bracketed(str(found))
-        reason = f"here it is {found}"
-    raise ConfigError(
-        f"--host={host} is not an address at which others reach this host ({reason}): with --link=transfer give its "
-        "IP address"
-    )
-
-
-def _way(host: str, port: int) -> str:
-    ((family, kind, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind) as way:
-        way.connect(address)
-        return way.getsockname()[0]
-
-
-def listen_at(host: str, port: int) -> str:
-    """Where the first process listens: on this host alone if its address is a local one, else at all addresses."""
-    return f"{_bracketed(host) if _is_local(host) else '[::]'}:{port}"
-
-
-def _is_local(host: str) -> bool:
-    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
 def _bracketed(host: str) -> str:

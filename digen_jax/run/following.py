@@ -1,4 +1,4 @@
-"""The other processes of the trainer's mesh: they execute the announcements of the first one, and keep no records."""
+"""The other processes of an SPMD run: they execute the announcements of the first one, and keep no records."""
 
 import functools
 import json
@@ -21,24 +21,19 @@ from digen_jax.process.interrupt import Interrupt
 from digen_jax.prompts.files import read_prompt_file
 from digen_jax.run.driving import duties, scheduled
 from digen_jax.run.opening import place_here
-from digen_jax.run.own_mesh import build_trainer
 from digen_jax.run.positions import Position, Positions
-from digen_jax.run.roles import Trains
 from digen_jax.run.scorers import try_scorers
 from digen_jax.run.workdir import check_shared
 from digen_jax.runtime.driver import Begun
 from digen_jax.runtime.executors import Executors, follow
 from digen_jax.runtime.judging import Judged
-from digen_jax.runtime.link import Link
 from digen_jax.runtime.orders import answer, leave, orders
 from digen_jax.runtime.scores import received
 from digen_jax.scheduling.commands import Publication
 
 
-def follow_run(recipe: Recipe, workdir: pathlib.Path, mesh: Trains | None = None) -> int | None:
+def follow_run(recipe: Recipe, workdir: pathlib.Path) -> int | None:
     """Takes part in a run that the first process leads, and ends as `run.train` does there.
-
-    `mesh` is the trainer's where others sample; None: all devices of the run sample and train.
 
     Raises:
       ConfigError: the mistake that the first process found.
@@ -47,7 +42,7 @@ def follow_run(recipe: Recipe, workdir: pathlib.Path, mesh: Trains | None = None
     jax.devices()  # in the other processes this call waits for this process
     with Interrupt() as interrupt:
         try:
-            error, code = _follow(recipe, workdir, orders(interrupt), mesh)
+            error, code = _follow(recipe, workdir, orders(interrupt))
         except BaseException as failure:
             leave(failure)
     if error is not None:
@@ -59,18 +54,17 @@ def _follow(
     recipe: Recipe,
     workdir: pathlib.Path,
     told: Iterator[tuple[str, Any]],
-    mesh: Trains | None,
 ) -> tuple[str | None, int | None]:
     """Follows until the announced end: (the mistake, the exit code)."""
     kind, value = next(told)
     if kind == "end":
         return value
-    placed, mistake = _tried(lambda: _checked(recipe, workdir, *json.loads(value), mesh))
+    placed, mistake = _tried(lambda: _checked(recipe, workdir, *json.loads(value)))
     answer(str(mistake or ""))
     if mistake is not None:  # which the first process tells all
         _, ended = next(told)
         return ended
-    prepared, mistake = _tried(lambda: _prepared(placed, workdir, mesh))
+    prepared, mistake = _tried(lambda: _prepared(placed, workdir))
     # Most mistakes occur in all processes: then the first one reports them.
     kind, value = next(told)
     if kind == "end":
@@ -86,14 +80,13 @@ def _follow(
         raise mistake
     if encoding is not None:
         encoding.run()
-    system, mistake = _tried(lambda: _built(recipe, scorers, mesh))
+    system, mistake = _tried(lambda: _built(recipe, scorers))
     kind, value = next(told)
     if kind == "end":
         return value
     if mistake is not None:
         raise mistake
-    link = mesh and mesh.link
-    with closing(Follower(recipe, workdir, system, positions, link)) as follower:
+    with closing(Follower(recipe, workdir, system, positions)) as follower:
         for kind, value in told:
             if kind == "end":
                 return value
@@ -108,15 +101,11 @@ def _tried(call: Callable[[], Any]) -> tuple[Any, ConfigError | None]:
         return None, error
 
 
-def _built(recipe: Recipe, scorers: tuple[Scoring, ...], mesh: Trains | None) -> System:
-    if mesh is not None:
-        return build_trainer(recipe, mesh.devices)
+def _built(recipe: Recipe, scorers: tuple[Scoring, ...]) -> System:
     return build(recipe, jax.devices()).with_scorers(scorers)
 
 
-def _checked(
-    recipe: Recipe, workdir: pathlib.Path, first: dict[str, Any], claim: str, mesh: Trains | None
-) -> Recipe:
+def _checked(recipe: Recipe, workdir: pathlib.Path, first: dict[str, Any], claim: str) -> Recipe:
     """The recipe on the devices of a process that follows.
 
     Args:
@@ -124,12 +113,11 @@ def _checked(
       workdir: as this process sees it.
       first: the leader's config.
       claim: what the leader has written into the workdir.
-      mesh: as in `follow_run`.
 
     Raises:
       ConfigError: this process has another config, or does not see the leader's workdir.
     """
-    recipe = place_here(recipe) if mesh is None else recipe
+    recipe = place_here(recipe)
     check_shared(workdir, claim)
     if recipe.as_json() != first:
         raise ConfigError(
@@ -139,22 +127,17 @@ def _checked(
 
 
 def _prepared(
-    recipe: Recipe, workdir: pathlib.Path, mesh: Trains | None
+    recipe: Recipe, workdir: pathlib.Path
 ) -> tuple[Recipe, Positions, Encoding | None, tuple[Scoring, ...]]:
     """(the recipe, the run's positions, the prompts to encode, the rewards on the mesh), before the model."""
     positions = Positions(workdir, recipe)
     drawn = functools.partial(reached, recipe, workdir / "prompts", positions.oldest() or 0)
-    if mesh is not None:
-        return recipe, positions, prepare(recipe, mesh.devices, drawn, "trainer"), ()
     encoding = prepare(recipe, jax.devices(), drawn)
     return recipe, positions, encoding, read_scorers(recipe, jax.devices())
 
 
 class Follower:
-    """A process's part in a run: the parts of the first process without rewards, scheduler and records.
-
-    `link` reaches the first process where others sample; None: all devices of the run sample and train.
-    """
+    """A process's part in a run: the parts of the first process without rewards, scheduler and records."""
 
     def __init__(
         self,
@@ -162,7 +145,6 @@ class Follower:
         workdir: pathlib.Path,
         system: System,
         positions: Positions,
-        link: Link | None = None,
     ):
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
         self._positions = positions
@@ -180,7 +162,6 @@ class Follower:
             prompts,
             found.done,
             kept,
-            link,
         )
 
     def do(self, kind: str, value: Any) -> None:

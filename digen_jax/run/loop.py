@@ -12,6 +12,7 @@ import jax
 
 from digen_jax.assemble import build, drawn_prompts, read_scorers
 from digen_jax.config.recipe import Recipe
+from digen_jax.distributed.workers import RolloutWorkers
 from digen_jax.encoding.ahead import prepare
 from digen_jax.encoding.reached import reached
 from digen_jax.engine.divergence import DivergedError, check_metrics
@@ -26,7 +27,6 @@ from digen_jax.rewards.canary import check_canaries
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.run.driving import make_driver, scheduled
-from digen_jax.run.meshes import Meshes
 from digen_jax.run.own_mesh import build_trainer
 from digen_jax.run.positions import Position, Positions
 from digen_jax.run.report import Metrics, Reporter, diverged, print_warnings
@@ -55,7 +55,7 @@ def whole(positions: Positions) -> Iterator[None]:
 class Run:
     """The loop of a run, from its beginning or its last checkpoint to its results.
 
-    `meshes` are the sampling meshes of other processes, None: all meshes are in this one.
+    `workers` are the rollout workers in other processes, None: all meshes are in this one.
     """
 
     def __init__(
@@ -63,25 +63,25 @@ class Run:
         recipe: Recipe,
         workdir: pathlib.Path,
         orders: Orders,
-        meshes: Meshes | None = None,
+        workers: RolloutWorkers | None = None,
     ):
-        self.recipe, self.workdir, self.orders, self.meshes = recipe, workdir, orders, meshes
+        self.recipe, self.workdir, self.orders, self.workers = recipe, workdir, orders, workers
         self.positions = Positions(workdir, recipe)
-        devices = jax.devices() if meshes is None else meshes.own.devices
+        devices = jax.devices() if workers is None else workers.devices
         orders.announce("begin", json.dumps([recipe.as_json(), own_claim()]))
         orders.hear(MEETING)
         oldest = self.positions.oldest() or 0
-        if meshes is not None:
-            # A mesh may be ready before the model is read here: it need not draw the steps before the checkpoint.
-            meshes.step = oldest
+        if workers is not None:
+            # A worker may be ready before the model is read here: it need not draw the steps before the checkpoint.
+            workers.step = oldest
         drawn = functools.partial(reached, recipe, workdir / "prompts", oldest)
-        encoding = prepare(recipe, devices, drawn, "trainer" if meshes else None)
+        encoding = prepare(recipe, devices, drawn, "trainer" if workers else None)
         found, pool = resolve(recipe.rewards, meshes=True), recipe.reward_pool
         deadline = Deadline(recipe.runtime.deadline)
         self.rewards = RewardPool(found, pool.processes, pool.retries, deadline.seconds)
         held_out = read_prompt_file(recipe.evaluation.prompts)
         try:
-            scorers = () if meshes else read_scorers(recipe, devices)
+            scorers = () if workers else read_scorers(recipe, devices)
             check_canaries(found, self.rewards.score)
             try_files(recipe, self.rewards.score)
             orders.announce("try")
@@ -94,7 +94,7 @@ class Run:
                     encoding.run()
             self.system = (
                 build_trainer(recipe, devices)
-                if meshes
+                if workers
                 else build(recipe, devices).with_scorers(scorers)
             )
             if encoding is None:
@@ -103,7 +103,7 @@ class Run:
             self.rewards.close()
             raise
         # Where all processes sample and train, one may wait long for another one's compilation.
-        self.watch = Watch(Deadline(0) if several() and meshes is None else deadline)
+        self.watch = Watch(Deadline(0) if several() and workers is None else deadline)
         orders.announce("built")
         self.saved: int | None = None  # the steps of the newest checkpoint
         self.stopped: str | None = None  # why the run ends early
@@ -185,7 +185,7 @@ class Run:
                         check_metrics(line)
                     position = self.stepped(position.done + 1, line, driver)
                     self.check_disk()
-                    interrupt.asked = interrupt.asked or self.asked_elsewhere()
+                    interrupt.asked = interrupt.asked or self.orders.asked_to_stop()
                     if position.done < self.recipe.steps:
                         self.stopped = reason_to_stop(self.recipe.stopping, self.workdir)
                 if not (interrupt.asked or self.stopped):
@@ -199,34 +199,30 @@ class Run:
                 self.report.rest(driver)
         return position
 
-    def asked_elsewhere(self) -> int:
-        """The signal that asks another process to stop, where this ends the run; else 0."""
-        return self.orders.asked_to_stop() or (self.meshes.asked if self.meshes else 0)
-
     @contextlib.contextmanager
     def driving(self, position: Position, interrupt: Interrupt) -> Iterator[Driver]:
         """A driver for the steps after a position, in this block."""
-        if self.meshes is None:
+        if self.workers is None:
             with closing(self.drive(position)) as driver:
                 yield driver
             return
-        self.meshes.step = position.done
-        self.meshes.wait(stops=lambda: interrupt.asked)
-        with closing(self.meshes):
-            driver = self.meshes.begin(functools.partial(self.drive, position))
+        self.workers.step = position.done
+        self.workers.wait(stops=lambda: interrupt.asked)
+        with closing(self.workers):
+            driver = self.workers.begin(functools.partial(self.drive, position))
             try:
                 yield driver
             finally:
-                with self.meshes.let_go():
+                with self.workers.let_go():
                     driver.close()
 
     def status(self, driver: Driver) -> Status:
         """Writes what all workers do, in a block."""
-        places = dict if self.meshes is None else self.meshes.places
+        places = dict if self.workers is None else self.workers.places
         return Status(self.workdir, driver.snapshot, places)
 
     def drive(self, position: Position, samplers: Sequence[Samples] = ()) -> Driver:
-        """A driver for the steps after a position; `samplers` are meshes of other processes."""
+        """A driver for the steps after a position; `samplers` are workers in other processes."""
         done = position.done
         return make_driver(
             self.system,
@@ -241,15 +237,15 @@ class Run:
             self.watch,
             self.held_out,
             self.report.evaluated,
-            self.meshes and self.meshes.own.link,
+            self.workers and self.workers.link,
             samplers,
         )
 
     def stepped(self, done: int, line: Metrics, driver: Driver) -> Position:
         """Ends a step: records its metrics, returns its position, and saves a checkpoint if one is due."""
         state, begun = driver.executor.state, driver.begun
-        if self.meshes is not None:
-            self.meshes.step_ended(done)
+        if self.workers is not None:
+            self.workers.step = done
         self.report.step(done, line, driver)
         position = Position(done, state, begun, self.places(done))
         if self.positions.due(done):

@@ -46,9 +46,15 @@ def place_here(recipe: Recipe) -> Recipe:
     """A recipe on the devices at hand; prints its meshes if they were made smaller for them.
 
     Raises:
-      ConfigError: a setting cannot work here, or there is one device for given meshes of several.
+      ConfigError: a setting cannot work here, there is one device for given meshes of several, or there are rollout
+        workers besides several processes that train.
     """
     devices, (rollout, trainer) = jax.device_count(), recipe.placement.meshes
+    if several() and rollout.data:
+        raise ConfigError(
+            f"config.placement.rollout.data = {rollout.data}, but with --coordinator all processes sample and train "
+            "together: set it to 0, or start rollout workers by --ray in place of --coordinator"
+        )
     wanted = rollout.devices * rollout.workers, trainer.devices
     # A config without sizes, which has the default ones, trains on one device.
     chosen = recipe.placement.meshes != PlacementSection().meshes
@@ -65,7 +71,7 @@ def place_here(recipe: Recipe) -> Recipe:
 
 
 def place_apart(recipe: Recipe) -> Recipe:
-    """A recipe whose meshes have processes of their own: none of them is made smaller for its devices.
+    """A recipe whose workers are separate processes: no mesh is made smaller for the devices of this one.
 
     Raises:
       ConfigError: a setting cannot work.

@@ -13,24 +13,15 @@ from digen_jax.assemble import (
     split,
 )
 from digen_jax.config.recipe import Recipe
-from digen_jax.engine.encoding import Stored, encoded_shapes
+from digen_jax.engine.encoding import Stored
 from digen_jax.engine.placement import DeviceGroup
-from digen_jax.engine.sampler import EncodedPrompts
 from digen_jax.engine.system import Rollout, System
 from digen_jax.errors import blame
 from digen_jax.families import check_parts, read_parts
 from digen_jax.learned_rewards.on_mesh import read
-from digen_jax.models.family import Family
 from digen_jax.policies import make_policy
-from digen_jax.prompt_store import encoder_shapes, is_ahead, stored
-from digen_jax.remote.outline import nodes
+from digen_jax.prompt_store import is_ahead, stored
 from digen_jax.rewards.built_in import on_mesh
-
-
-def known_nodes(recipe: Recipe, family: Family) -> dict[str, type]:
-    """The named tuples that may be nodes of a run's trees, such as the family's conditioning."""
-    conditioning = encoded_shapes(family, encoder_shapes(recipe, family))
-    return nodes(EncodedPrompts(conditioning, conditioning))
 
 
 def build_trainer(recipe: Recipe, devices: Sequence[jax.Device]) -> System:

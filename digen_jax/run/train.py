@@ -5,7 +5,7 @@ import pathlib
 from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.distributed.engine import RayEngine
-from digen_jax.distributed.workers import rollout_workers
+from digen_jax.distributed.workers import RolloutWorkers, rollout_workers
 from digen_jax.engine.hosts import local_devices
 from digen_jax.errors import ConfigError
 from digen_jax.process.remembering import remembering
@@ -16,23 +16,23 @@ from digen_jax.records.checkpoint_folder import saved_steps, steps_done
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.records import full_disk, where
 from digen_jax.run.following import follow_run
-from digen_jax.run.joining import join_trainer, one_job
 from digen_jax.run.loop import Run
-from digen_jax.run.meshes import Meshes, led
 from digen_jax.run.opening import place_apart, place_run
-from digen_jax.run.roles import Apart
-from digen_jax.run.rollout import sample
 from digen_jax.run.stopping import reason_to_stop
 from digen_jax.run.workdir import changes, claim_workdir, finished_step, usable
 from digen_jax.runtime.log import read_log
 from digen_jax.runtime.orders import Orders, is_first, leading
 
 
-def train(recipe: Recipe, workdir: pathlib.Path, apart: Apart | None = None) -> int | None:
+def train(recipe: Recipe, workdir: pathlib.Path, address: str | None = None) -> int | None:
     """Runs or continues the training that `recipe` describes, in `workdir`.
 
-    With several processes, all call it. Where they sample and train in turn (`apart` is None), all can access the
-    workdir, and the first one leads. Else the trainer's leads, and the others have no workdir.
+    With several processes that sample and train together, all call it and see the workdir; the first one coordinates.
+
+    Args:
+      recipe: of the run.
+      workdir: its folder.
+      address: of the Ray cluster whose rollout workers sample; None: this process samples, too.
 
     Returns:
       None if the run is finished; the process's exit code if a signal stopped it before.
@@ -42,60 +42,40 @@ def train(recipe: Recipe, workdir: pathlib.Path, apart: Apart | None = None) -> 
       Stopped: an indispensable part of the run hangs or dies, such as the reward.
     """
     with remembering(), fitted():
-        if apart is not None:
-            with one_job(apart):
-                return _take_part(place_apart(recipe), workdir, apart)
+        if address is not None:
+            return _train_with_workers(recipe, workdir, address)
         if not is_first():
             return follow_run(recipe, workdir)
         return _lead(recipe, workdir)
 
 
-def train_with_workers(recipe: Recipe, workdir: pathlib.Path, address: str) -> int | None:
-    """As `train` in the trainer's process, with rollout workers in processes of their own.
-
-    Args:
-      recipe: of the run.
-      workdir: its folder.
-      address: of the Ray cluster.
-
-    Raises:
-      ConfigError: as `train`, or the recipe needs what Ray does not do yet.
-    """
+def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, address: str) -> int | None:
     if is_ahead(recipe, recipe_model(recipe)[1]):
         raise ConfigError(
             "--ray does not take prompt embeddings to rollout workers yet: set config.prompts.encoding = 'each_step', "
             "and every rollout worker encodes its own prompts"
         )
-    with remembering(), fitted():
-        recipe = place_apart(recipe)
-        devices = local_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
-        with rollout_workers(recipe, RayEngine(address), devices) as workers:
-            return _lead(recipe, workdir, workers)
+    recipe = place_apart(recipe)
+    devices = local_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
+    with rollout_workers(recipe, RayEngine(address), devices) as workers:
+        return _lead(recipe, workdir, workers)
 
 
-def _take_part(recipe: Recipe, workdir: pathlib.Path, apart: Apart) -> int | None:
-    if apart.role.kind == "rollout":
-        return sample(recipe, apart)
-    if apart.role.process:
-        with join_trainer(recipe, apart) as mesh:
-            return follow_run(recipe, workdir, mesh)
-    with led(recipe, apart) as meshes:
-        return _lead(recipe, workdir, meshes)
-
-
-def _lead(recipe: Recipe, workdir: pathlib.Path, meshes: Meshes | None = None) -> int | None:
+def _lead(
+    recipe: Recipe, workdir: pathlib.Path, workers: RolloutWorkers | None = None
+) -> int | None:
     with leading() as orders:
-        if meshes is None:
+        if workers is None:
             recipe = place_run(recipe, workdir)
-        code = lead(recipe, workdir, orders, meshes)
+        code = lead(recipe, workdir, orders, workers)
         orders.announce("end", (None, code))
     return code
 
 
 def lead(
-    recipe: Recipe, workdir: pathlib.Path, orders: Orders, meshes: Meshes | None = None
+    recipe: Recipe, workdir: pathlib.Path, orders: Orders, workers: RolloutWorkers | None = None
 ) -> int | None:
-    """As `train`, in the process that decides; `meshes` are those of other processes."""
+    """As `train`, in the process that coordinates; `workers` are rollout workers in other processes."""
     asked = recipe.as_json()
     # If another process uses the run's folder, or it is unusable, the claim below finds the reason.
     changed = changes(workdir, asked) if workdir.is_dir() else {}
@@ -111,7 +91,7 @@ def lead(
                 if (workdir / file).exists():
                     read(workdir / file)  # so that damage is found before anything slow
             _check_checkpoints(workdir)
-            run = Run(recipe, workdir, orders, meshes)
+            run = Run(recipe, workdir, orders, workers)
             return run.train([f"{name}: {change}" for name, change in changed.items()])
     why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
     print(f"This run is finished: {finished} steps are done. {why}.")

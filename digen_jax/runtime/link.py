@@ -37,40 +37,7 @@ class ConditioningOf:
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
-class CopyOf:
-    """The key of published weights on a worker that has received them, for other ones."""
-
-    worker: str
-    publication: Publication
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoresOf:
-    """The key of what is known of a fragment's images where they are, for another process (`judging.Judged`)."""
-
-    worker: str
-    fragment: Fragment
-
-
-@dataclasses.dataclass(frozen=True)
-class RowsOf:
-    """The key of prompts that were encoded before the run, on a worker that reads them where they are asked for."""
-
-    worker: str
-    texts: tuple[str, ...]  # keys of the store
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedOf:
-    """The key of what one process of the trainer's mesh has taken, for another one."""
-
-    worker: str
-    key: str  # of what was taken, as text
-    process: int  # that takes it
-
-
-Key = Publication | CopyOf | SamplesOf | ConditioningOf | ScoresOf | RowsOf | SharedOf
+Key = Publication | SamplesOf | ConditioningOf
 
 
 class LinkError(RuntimeError):

@@ -8,20 +8,31 @@ import re
 import signal
 import time
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from digen_jax.process.ending import STOPPED
 from digen_jax.records.status import read_status
 from digen_jax.runtime.log import read_log
 from digen_jax.scheduling.commands import Generate
+from tests.distributed.held_config import STEPS
+from tests.engine import toy
+from tests.metrics import assert_same_metrics, metrics
+from tests.pipelines import ROOT
 from tests.processes import Begun, begin  # noqa: F401
-from tests.run.test_apart import CONFIG, LONG, assert_same_run, printed, unbroken  # noqa: F401
-from tests.tiny_runs import pipeline, prompt_file
+from tests.run.test_resuming import fill, small_disk  # noqa: F401
+from tests.tiny_runs import once, pipeline, prompt_file
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed"),
 ]
+
+
+CONFIG = ROOT / "tests" / "distributed" / "held_config.py"
+LONG = 240.0  # seconds for a process to start, or for a run
 
 
 class Run:
@@ -31,11 +42,12 @@ class Run:
         pipeline(base), prompt_file(base)
         self._start, self.workdir, self.holds = start, folder / "run", folder / "holds"
         self._variables = dict(BASE=str(base), HOLDS=str(self.holds))
-        self.holds.mkdir()
+        self.holds.mkdir(parents=True)
 
-    def begin(self, *options: str, **variables: str) -> Begun:
-        arguments = f"--config={CONFIG}", f"--workdir={self.workdir}", "--ray=local", *options
-        return self._start("launch.train", 1, (), arguments, **self._variables | variables)
+    def begin(self, *options: str, devices: int = 1, ray: bool = True, **variables: str) -> Begun:
+        arguments = [f"--config={CONFIG}", f"--workdir={self.workdir}", *options]
+        arguments += ["--ray=local"] if ray and not any("--ray" in one for one in options) else []
+        return self._start("launch.train", devices, (), arguments, **self._variables | variables)
 
     def hold(self, step: int) -> None:
         (self.holds / f"hold {step}").touch()
@@ -83,12 +95,56 @@ def ends(process: Begun, code: int) -> list[str]:
     return printed(process)
 
 
+def tuned(workdir: pathlib.Path, step: int):
+    """The tuned parameters of a checkpoint, whatever devices had them."""
+    arrays = workdir / "checkpoints" / str(step) / "arrays"
+    with ocp.PyTreeCheckpointer() as reader:
+        there = reader.metadata(arrays).item_metadata.tree
+        whole = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), there)
+        return reader.restore(arrays, restore_args=whole)["tuned"]
+
+
+def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, left_out=()) -> None:
+    """Up to float32's rounding: every number of every line, and the changes of the parameters."""
+    found, expected = metrics(workdir), metrics(unbroken)
+    assert [line["step"] for line in found] == [*range(STEPS + 1)]
+    assert sum("evaluation/reward" in line for line in expected) == 3
+    for line in (*found, *expected):
+        for name in left_out:
+            line.pop(name, None)
+    assert_same_metrics(found, expected, rel=1e-5)
+    start = tuned(unbroken, 1)
+    moves = [jax.tree.map(np.subtract, tuned(one, STEPS), start) for one in (workdir, unbroken)]
+    assert toy.difference(*moves) < 1e-3
+
+
+def printed(process: Begun) -> list[str]:
+    """All lines of a process that has ended."""
+    with contextlib.suppress(AssertionError):
+        while True:
+            process.line(0.5)
+    return process.said
+
+
+@pytest.fixture(scope="module")
+def unbroken(base) -> pathlib.Path:
+    """The workdir of a run of one process, once for all tests."""
+
+    def make(folder: pathlib.Path) -> None:
+        def start(module, devices, *command, **variables):
+            return Begun(module, folder.parent, devices, *command, **variables)
+
+        ends(Run(start, base, folder).begin(devices=3, ray=False), 0)
+
+    return once(base / "ray-unbroken", make) / "run"
+
+
 @pytest.fixture
 def run(begin, base, tmp_path):  # noqa: F811
     return Run(begin, base, tmp_path)
 
 
-def test_a_run_on_ray_is_that_of_one_process(run, unbroken):  # noqa: F811
+def test_a_run_on_ray_is_that_of_one_process(run, unbroken):
     said = ends(run.begin(), 0)
     assert any("rollout on 2 other workers" in line for line in said)
     assert run.generated() == {"rollout 0", "rollout 1"}
@@ -96,7 +152,7 @@ def test_a_run_on_ray_is_that_of_one_process(run, unbroken):  # noqa: F811
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rollout_worker_is_started_again_and_changes_nothing(run, unbroken, number):  # noqa: F811
+def test_a_lost_rollout_worker_is_started_again_and_changes_nothing(run, unbroken, number):
     run.hold(2), run.hold(3)
     process = run.begin()
     run.held(2, process)
@@ -109,7 +165,7 @@ def test_a_lost_rollout_worker_is_started_again_and_changes_nothing(run, unbroke
     assert_same_run(run.workdir, unbroken, left_out=["tag_share"])
 
 
-def test_a_signal_to_the_driver_saves_and_the_same_command_continues(run, unbroken):  # noqa: F811
+def test_a_signal_to_the_driver_saves_and_the_same_command_continues(run, unbroken):
     run.hold(3)
     process = run.begin()
     run.held(3, process)
@@ -123,7 +179,7 @@ def test_a_signal_to_the_driver_saves_and_the_same_command_continues(run, unbrok
 
 
 @pytest.mark.parametrize("who", ["trainer", "driver"])
-def test_a_lost_trainer_or_driver_ends_all_and_the_same_command_continues(run, unbroken, who):  # noqa: F811
+def test_a_lost_trainer_or_driver_ends_all_and_the_same_command_continues(run, unbroken, who):
     run.hold(3)
     process = run.begin()
     run.held(3, process)
@@ -153,3 +209,23 @@ def test_what_cannot_work_is_refused_before_a_model_is_read(
     code, errors = run.begin(*options, **variables).ends(LONG)
     assert code == 2 and named in errors and "Traceback" not in errors
     assert not (run.workdir / "config.json").exists()
+
+
+def test_on_a_full_disk_the_run_ends_and_the_same_command_continues(
+    begin,  # noqa: F811
+    base,
+    small_disk,  # noqa: F811
+    unbroken,
+):
+    run = Run(begin, base, small_disk)
+    run.hold(3)
+    process = run.begin("--config.checkpoint.keep=2")
+    run.held(3, process)
+    fill(small_disk)
+    run.release(3)
+    errors = process.errors
+    ends(process, STOPPED)
+    assert "make room, and the same command continues" in errors.read_text()
+    (small_disk / "ballast").unlink()
+    ends(run.begin("--config.checkpoint.keep=2"), 0)
+    assert [line["step"] for line in metrics(run.workdir)] == [*range(STEPS + 1)]

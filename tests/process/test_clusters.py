@@ -6,12 +6,11 @@ import subprocess
 import sys
 import types
 
-import grpc
 import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.process.clusters import own_devices
-from digen_jax.process.launching import Place, detected, listen_at, own_address
+from digen_jax.process.launching import Place, detected
 from tests.pipelines import environment
 
 SLURM = {
@@ -221,56 +220,3 @@ def test_detection_starts_nothing():
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment(1, **told)
     )
     assert done.stdout == f"gpu07 {port(4242)} 7 3 2,3 False False\n", done.stderr
-
-
-def test_a_process_finds_the_address_at_which_another_host_reaches_it():
-    assert own_address("127.0.0.1", 1) == own_address("localhost", 1) == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"this host has no way to a\.\.b:1 "):
-        own_address("a..b", 1)
-
-
-def test_a_host_that_knows_its_own_name_as_a_local_one_gives_an_address_to_others(monkeypatch):
-    known = socket.getaddrinfo
-
-    def look_up(host, *rest, **more):
-        return known("127.0.0.1" if host == "node1" else host, *rest, **more)
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    try:
-        with socket.socket(type=socket.SOCK_DGRAM) as probe:
-            probe.connect(("198.51.100.1", 1))
-            expected = probe.getsockname()[0]
-    except OSError:
-        expected = "127.0.0.1"  # a host without a network
-    assert own_address("node1", 1) == expected
-
-
-def test_an_address_of_ipv6_has_brackets():
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        pytest.skip("this host has no IPv6")
-    assert own_address("::1", 1) == "[::1]"
-
-
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [
-        ("localhost", "localhost:0"),
-        ("127.0.0.5", "127.0.0.5:0"),
-        ("::1", "[::1]:0"),
-        ("127.example.org", "[::]:0"),
-        ("10.0.0.1", "[::]:0"),
-    ],
-)
-def test_the_first_process_listens_where_the_others_look(host, address):
-    assert listen_at(host, 0) == address
-
-
-def test_all_addresses_are_those_of_ipv4_too():
-    server = grpc.server(None)
-    found = server.add_insecure_port(listen_at("node1", 0))
-    server.start()
-    socket.create_connection(("127.0.0.1", found), timeout=10).close()
-    server.stop(0).wait()

@@ -13,7 +13,7 @@ import pytest
 
 from digen_jax.errors import ConfigError
 from digen_jax.process import launching
-from digen_jax.process.launching import ip_address, join, reach
+from digen_jax.process.launching import join, reach
 
 PROGRAM = """
 from digen_jax.process.launching import prepare
@@ -90,18 +90,6 @@ def test_a_coordinator_that_nobody_reaches_is_refused_after_its_time_and_a_word(
     assert said == (
         f"waiting for the first process at 127.0.0.1:{port} ([Errno 111] Connection refused), at most 0.3 s\n"
     )
-
-
-def test_the_name_of_a_host_becomes_its_ip_address(monkeypatch):
-    """A transfer server that is given a name tells the others 0.0.0.0."""
-    assert ip_address("192.0.2.7") == "192.0.2.7" and ip_address("[::1]") == "[::1]"
-    assert ip_address("localhost") in ("127.0.0.1", "[::1]")
-    with pytest.raises(ConfigError, match=r"^--host=no-such-host\.invalid is not an address"):
-        ip_address("no-such-host.invalid")
-    own = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: own)
-    with pytest.raises(ConfigError, match=r"others reach this host \(here it is 127\.0\.1\.1\)"):
-        ip_address("node3")
 
 
 def test_a_coordinator_that_comes_later_is_waited_for():

@@ -1,4 +1,4 @@
-"""The config of runs whose meshes have processes of their own: a tiny pipeline, and a reward that a test can hold.
+"""The config of runs with separate rollout workers: a tiny pipeline, and a reward whose scores a test can hold back.
 
 BASE is the folder of the pipeline and the prompts, HOLDS the folder by which steps are held.
 """
@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
     """Steps of two fragments, all of which are saved; two meshes sample."""
     c = tiny_runs.tiny_config(pathlib.Path(os.environ["BASE"]), "lora")
     c.steps = STEPS
-    c.rewards = ("tests.run.apart_config:redness", *c.rewards[1:])
+    c.rewards = ("tests.distributed.held_config:redness", *c.rewards[1:])
     c.reward_pool = ConfigDict(dict(processes=0))
     c.sampler.fragment = 4
     c.trainer.micro_batch = 4
