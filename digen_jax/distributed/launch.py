@@ -192,6 +192,7 @@ class TrainerProcess:
             stderr=writes[1],
             cwd=self._folder if os.path.isdir(self._folder) else None,
             env=self._environment,
+            start_new_session=True,  # a terminal's Ctrl-C reaches it through the driver alone
         )
         for write in set(writes):
             os.close(write)

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -280,6 +281,8 @@ class RolloutProcess:
             yield
         except (ConfigError, Stopped, DivergedError, Gone, NotDone):
             raise
+        except CancelledError:
+            raise NotDone(f"{self._name} is closed") from None
         except Exception as error:
             if not (sentence := out_of_memory(error)):
                 traceback.print_exception(error)

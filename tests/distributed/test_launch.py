@@ -165,14 +165,19 @@ def test_a_lost_rollout_worker_is_started_again_and_changes_nothing(run, unbroke
     assert_same_run(run.workdir, unbroken, left_out=["tag_share"])
 
 
-def test_a_signal_to_the_driver_saves_and_the_same_command_continues(run, unbroken):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_driver_saves_and_the_same_command_continues(run, unbroken, number):
+    """Ctrl-C in a terminal reaches all processes of the driver's group."""
     run.hold(3)
     process = run.begin()
     run.held(3, process)
-    os.kill(process.process.pid, signal.SIGTERM)
+    if number == signal.SIGINT:
+        process.signal(number)
+    else:
+        os.kill(process.process.pid, number)
     wait_for(lambda: "finishing this step, then saving" in process.errors.read_text(), process)
     run.release(3)
-    said = ends(process, 128 + signal.SIGTERM)
+    said = ends(process, 128 + number)
     (done,) = re.findall(r"Stopped and saved after step ([23]);", "\n".join(said))
     assert any(f"continuing after step {done}" in line for line in ends(run.begin(), 0))
     assert_same_run(run.workdir, unbroken)
