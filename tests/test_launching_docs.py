@@ -1,4 +1,4 @@
-"""docs/launching.md and its files: Kubernetes accepts the objects, all commands parse, the certificates work."""
+"""The files of docs/launching: the JobSet matches its schema, and all commands parse."""
 
 import json
 import re
@@ -7,15 +7,11 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
 import jsonschema
 import pytest
 import yaml
 
-from digen_jax.remote.identity import Identity
-from digen_jax.remote.wire import Tls, Wire
 from tests import documents
-from tests.documents import page
 from tests.pipelines import ROOT
 
 FOLDER = ROOT / "docs" / "launching"
@@ -27,8 +23,8 @@ def objects(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
 
-def jobset(name: str) -> dict[str, Any]:
-    (found,) = [one for one in objects(name) if one["kind"] == "JobSet"]
+def jobset() -> dict[str, Any]:
+    (found,) = [one for one in objects("jobset.yaml") if one["kind"] == "JobSet"]
     return found
 
 
@@ -49,12 +45,13 @@ def check(found: Mapping[str, Any]) -> None:
     jsonschema.Draft202012Validator(strict(SCHEMA)).validate(found)
 
 
-JOBSETS = ["jobset.yaml", "jobset_apart.yaml"]
+def rayjob() -> dict[str, Any]:
+    (found,) = objects("rayjob.yaml")
+    return found
 
 
-@pytest.mark.parametrize("name", JOBSETS)
-def test_a_jobset_is_one_by_its_schema(name):
-    found = jobset(name)
+def test_a_jobset_is_one_by_its_schema():
+    found = jobset()
     assert found["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and found["metadata"] == {
         "name": "tune"
     }
@@ -72,7 +69,7 @@ def test_a_jobset_is_one_by_its_schema(name):
     ],
 )
 def test_a_mistake_in_a_jobset_is_found(path, value, sentence):
-    found = jobset("jobset.yaml")
+    found = jobset()
     *parents, last = [int(part) if part.isdigit() else part for part in path.split("/")]
     inner = found
     for part in parents:
@@ -82,10 +79,9 @@ def test_a_mistake_in_a_jobset_is_found(path, value, sentence):
         check(found)
 
 
-@pytest.mark.parametrize("name", JOBSETS)
-def test_pods_of_a_jobset_fit_together(name):
-    """What no schema says: indexed jobs, names of containers, volumes and secrets, the policy's preconditions."""
-    for job in jobset(name)["spec"]["replicatedJobs"]:
+def test_pods_of_a_jobset_fit_together():
+    """Indexed jobs, names of containers and volumes, and the policy's preconditions, which are in no schema."""
+    for job in jobset()["spec"]["replicatedJobs"]:
         spec = job["template"]["spec"]
         pod = spec["template"]["spec"]
         assert spec["completionMode"] == "Indexed"
@@ -96,8 +92,6 @@ def test_pods_of_a_jobset_fit_together(name):
         assert rule["onExitCodes"]["containerName"] == container["name"]
         volumes = [volume["name"] for volume in pod.get("volumes", [])]
         assert [mount["name"] for mount in container.get("volumeMounts", [])] == volumes
-        (token,) = [one for one in container["env"] if one["name"] == "DIGEN_JAX_TOKEN"]
-        assert token["valueFrom"] == {"secretKeyRef": {"name": "digen-jax", "key": "token"}}
 
 
 def test_the_account_of_the_pods_may_ask_what_jax_asks():
@@ -121,43 +115,33 @@ def test_the_account_of_the_pods_may_ask_what_jax_asks():
     assert job["template"]["spec"]["template"]["spec"]["serviceAccountName"] == name
 
 
-def test_the_processes_of_a_jobset_apart_are_counted_through():
-    """As a shell in each pod counts them; the first is where the others look for it."""
-    found = jobset("jobset_apart.yaml")
-    numbers, count = [], set()
-    for job in found["spec"]["replicatedJobs"]:
-        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
-        *shell, line = container["command"]
-        assert shell == ["sh", "-c"]
-        (first,) = [one["value"] for one in container["env"] if one["name"] == "FIRST"]
-        count |= set(re.findall(r"--processes=(\d+)", line))
-        for index in range(job["template"]["spec"]["parallelism"]):
-            given = {"FIRST": first, "JOB_COMPLETION_INDEX": str(index), "PATH": "/usr/bin:/bin"}
-            said = subprocess.run(
-                ["sh", "-c", line.replace("exec python", "echo")],
-                env=given,
-                capture_output=True,
-                text=True,
-            )
-            assert f"--coordinator={found['metadata']['name']}-trainer-0-0." in said.stdout
-            numbers += map(int, re.findall(r"--process=(\d+)", said.stdout))
-    assert numbers == list(range(4)) and count == {"4"}
+def test_a_rayjob_has_the_gpus_that_its_command_places():
+    spec = rayjob()["spec"]["rayClusterSpec"]
+    groups = [(1, spec["headGroupSpec"])] + [
+        (one["replicas"], one) for one in spec["workerGroupSpecs"]
+    ]
+    gpus = []
+    for count, group in groups:
+        (container,) = group["template"]["spec"]["containers"]
+        gpus += [container["resources"]["limits"]["nvidia.com/gpu"]] * count
+    config = dict(
+        re.findall(r"--config\.placement\.rollout\.(\w+)=(\d+)", rayjob()["spec"]["entrypoint"])
+    )
+    trainer = int(re.findall(r"geneval,(\d+)", rayjob()["spec"]["entrypoint"])[0])
+    assert sorted(gpus) == sorted([trainer] + [int(config["data"])] * int(config["workers"]))
 
 
 # ------------------------------------------------------------------------------- commands
 
 
 def commands() -> list[list[str]]:
-    found = []
-    for name in JOBSETS:
-        for job in jobset(name)["spec"]["replicatedJobs"]:
-            (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
-            words = [*container["command"], *container.get("args", [])]
-            if words[0] == "sh":
-                line = words[2].replace("$((FIRST + JOB_COMPLETION_INDEX))", "0")
-                words = shlex.split(line.removeprefix("exec "))
-            if words not in found:
-                found.append(words)
+    (job,) = jobset()["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    submitted = shlex.split(rayjob()["spec"]["entrypoint"])
+    found = [
+        [*container["command"], *container["args"]],
+        submitted[submitted.index("python") :],
+    ]
     (line,) = re.findall(r"^exec srun .*$", (FOLDER / "slurm.sh").read_text(), re.M)
     demo = ["--config=configs/shapes_demo.py", "--workdir=x"]
     words = [*shlex.split(line)]
@@ -178,37 +162,3 @@ def test_every_command_of_a_file_is_accepted(command, tmp_path, monkeypatch):
 
 def test_the_batch_script_is_one():
     subprocess.run(["bash", "-n", FOLDER / "slurm.sh"], check=True)
-
-
-# ------------------------------------------------------------------------------- certificates
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory) -> Tls:
-    """Made by the page's commands, for this host."""
-    folder = tmp_path_factory.mktemp("certificates")
-    found = page((ROOT / "docs" / "launching.md").read_text()).commands
-    lines = [words for words in found if words[0] == "openssl"]
-    assert [words[1] for words in lines] == ["req", "req", "x509"]
-    for words in lines:
-        here = [
-            word.replace("node1", "localhost").replace("10.0.0.1", "127.0.0.1") for word in words
-        ]
-        subprocess.run(here, cwd=folder, check=True, capture_output=True)
-    return Tls(folder / "job.pem", folder / "job.key", folder / "authority.pem")
-
-
-def test_processes_with_the_pages_certificates_reach_one_another(certificates):
-    wire = Wire(Identity("t" * 16, "config", "code"), certificates)
-    server, port = wire.server("localhost:0", [])
-    try:
-        for host in ("localhost", "127.0.0.1"):
-            channel = wire.channel(f"{host}:{port}")
-            grpc.channel_ready_future(channel).result(20)
-            channel.close()
-        plain = Wire(wire.identity).channel(f"localhost:{port}")
-        with pytest.raises(grpc.FutureTimeoutError):
-            grpc.channel_ready_future(plain).result(0.5)
-        plain.close()
-    finally:
-        server.stop(0).wait()

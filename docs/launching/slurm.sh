@@ -6,10 +6,8 @@
 # Five minutes before the end every process gets SIGTERM: the run finishes its step and saves.
 #SBATCH --signal=TERM@300
 
-# The job's secret, the same for all processes; srun hands it on.
-export DIGEN_JAX_TOKEN=${DIGEN_JAX_TOKEN:-$(openssl rand -hex 16)}
 # Since Slurm 22.05 srun does not take --cpus-per-task from sbatch.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
-# Of the processes that remain, each ends by itself or goes on: Slurm is not to end them where one is lost.
+# If one process is lost, Slurm does not end the others, which end by themselves with code 75.
 exec srun --kill-on-bad-exit=0 --wait=0 python launch/train.py "$@" --coordinator=auto

@@ -169,21 +169,3 @@ def batch(folder: pathlib.Path, slurm: dict[str, str], *words: str | pathlib.Pat
 
 def test_under_slurm(folder, slurm):
     assert_trained(folder, batch(folder, slurm, "--ntasks-per-node=2", *RUN))
-
-
-def test_rollout_apart_under_slurm(tmp_path, slurm):
-    """Two processes sample for the first one, with the embedded model."""
-    for name in ("launch", "configs", "assets"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    shown = batch(
-        tmp_path,
-        slurm,
-        "--ntasks-per-node=3",
-        *("--config=configs/shapes_demo.py", "--workdir=run", "--config.steps=1"),
-        *("--config.placement.sizes=given", "--config.placement.rollout.data=1"),
-        *("--config.placement.rollout.workers=2", "--config.evaluation.images=24"),
-        *("--config.placement.trainer.data=1", "--config.placement.trainer.fsdp=1"),
-    )
-    assert "2 meshes sample elsewhere" in shown and shown.count("the run has ended") == 2, shown
-    assert all(f"rollout {number} joins" in shown for number in range(2))
-    assert finished_step(tmp_path / "run") == 1
