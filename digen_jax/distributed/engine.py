@@ -212,8 +212,9 @@ def _reach(address: str) -> None:
 
 
 def _no_cluster(address: str, reason: str) -> str:
+    token = "" if os.environ.get("RAY_AUTH_MODE") else ", set RAY_AUTH_MODE=token if it has a token"
     return (
-        f"--ray={address}: no Ray cluster answers there ({reason}): check the address, or start one by "
+        f"--ray={address}: no Ray cluster answers there ({reason}): check the address{token}, or start one by "
         "`ray start --head`"
     )
 
