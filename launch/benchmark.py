@@ -1,6 +1,6 @@
-"""Benchmarks: the runtime's speed with waits in place of device work, real compute on two cores and against torch, what
-asynchrony costs, which algorithms learn, reward servers under load and faults, what lies between two processes, and
-what faults do to a run of several.
+"""Benchmarks: the runtime's speed with waits instead of device work, real compute on two cores and against torch, the
+cost of asynchrony, which algorithms learn, reward servers under load and faults, rollout workers on Ray, and the
+effect of faults on a run of several processes.
 
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
@@ -16,8 +16,7 @@ python launch/benchmark.py algorithms --config configs/shapes_algorithms.py --wo
 python launch/benchmark.py algorithms --cells=runs/algorithms/algorithms.csv --workdir runs/algorithms  # draws it again
 python launch/benchmark.py rewards [--clients=64 --servers=3 --requests=20 --output=rewards.json]
 python launch/benchmark.py cluster [--step_seconds=8 --output=cluster.json]
-python launch/benchmark.py fan_out --config configs/qwen_image.py:ocr,4 [--takers=1,2,4 --links=25,100,400 --rounds=5]
-python launch/benchmark.py link [--rounds=5 --commands=5000 --meshes=1024 --rate=300 --output=link.json]
+python launch/benchmark.py ray [--commands=2000 --megabytes=100,1000 --output=ray.json]
 python launch/benchmark.py kills --config configs/shapes_demo.py --workdir runs/kills [--kills=100 --seed=0]
 """
 
@@ -89,20 +88,16 @@ _REWARD_SECONDS = flags.DEFINE_float("reward_seconds", 0.001, "Seconds of the re
 
 # Options of "cluster".
 _STEP_SECONDS = flags.DEFINE_float(
-    "step_seconds", 8.0, "Seconds for which the rollout meshes generate in a step."
+    "step_seconds", 8.0, "Seconds for which the rollout workers generate in a step."
 )
 _LAYOUTS = flags.DEFINE_list("layouts", [], "Numbers of the cluster's layouts; none: all.")
 
-# Options of "fan_out", with --config and --rounds.
-_TAKERS = flags.DEFINE_list("takers", ["1", "2", "4"], "Numbers of processes that take a LoRA.")
-_LINKS = flags.DEFINE_list(
-    "links", ["25", "100", "400"], "Gbit/s of each host's link, for the computed tables."
+# Options of "ray".
+_COMMANDS = flags.DEFINE_integer("commands", 2000, "Commands to rollout workers.")
+_MEGABYTES = flags.DEFINE_list("megabytes", ["100", "1000"], "Sizes of weights in MB.")
+_IDLE_SECONDS = flags.DEFINE_float(
+    "idle_seconds", 20.0, "Seconds for which Ray's idle processes are measured."
 )
-
-# Options of "link", with --rounds.
-_COMMANDS = flags.DEFINE_integer("commands", 5000, "Commands to another process, for their rate.")
-_MESHES = flags.DEFINE_integer("meshes", 1024, "Pretended meshes that one leader has.")
-_RATE = flags.DEFINE_float("rate", 300.0, "Commands a second to them, besides as many as possible.")
 
 # An option of "kills", with --config, --workdir and --seed.
 _KILLS = flags.DEFINE_integer("kills", 100, "Faults, one after the other.")
@@ -246,17 +241,17 @@ def rewards() -> None:
 
 
 def cluster() -> None:
-    """Run real processes that wait in place of device work, and the simulator with the same costs."""
+    """Run rollout workers on Ray that wait instead of using devices, and the simulator at equal costs."""
     output = _output()
-    from digen_jax.benchmark.cluster import check, chosen, describe, introduction, measure
+    from digen_jax.benchmark.cluster import chosen, describe, measure
     from digen_jax.benchmark.runtime import TimedRun
 
     jitter = _JITTER.value if flags.FLAGS["jitter"].present else 0.0
     run = TimedRun(_LEARN.value, _STEPS.value, jitter, _SEED.value)
-    check(_STEP_SECONDS.value, run)
-    cases = chosen(_LAYOUTS.value)
-    print(introduction(_STEP_SECONDS.value, run), flush=True)
-    found = []
+    run.check()
+    check_positive("--step_seconds", _STEP_SECONDS.value)
+    cases, found = chosen(_LAYOUTS.value), []
+    print(f"{len(cases)} layouts, {run.learn} + {run.steps} steps each", flush=True)
     with _bar(len(cases) * (run.learn + run.steps), "step") as bar:
         for case in cases:
             found.append(measure(case, _STEP_SECONDS.value, run, bar.update))
@@ -264,52 +259,17 @@ def cluster() -> None:
     _write(output, {"run": dataclasses.asdict(run), "layouts": [one.record() for one in found]})
 
 
-def fan_out() -> None:
-    """Time a LoRA's way to several processes of this host, and compute that of weights to many hosts."""
-    output, recipe = _output(), _recipe()
-    takers, links = _numbers("--takers", _TAKERS.value, int), _numbers("--links", _LINKS.value)
-    from digen_jax.benchmark.fan_out import AT_ONCE, bytes_of, check, computed, measure, sizes
+def ray() -> None:
+    """Measure Ray on this machine: commands, weights, starts, and what its own processes use."""
+    output, megabytes = _output(), _numbers("--megabytes", _MEGABYTES.value, int)
+    from digen_jax.benchmark.ray_transport import check, measure
     from digen_jax.process.launching import prepare
 
-    check(takers, _ROUNDS.value, links)
+    check(_COMMANDS.value, megabytes, _IDLE_SECONDS.value)
     prepare()
-    lora, whole = sizes(recipe)
-    size = bytes_of(lora)
-    print(
-        f"A LoRA of rank {recipe.lora.rank}, {size / 1e9:.2f} GB in bfloat16, by bytes over gRPC",
-        flush=True,
-    )
-    found = []
-    for count in takers:
-        for at_once in sorted({count, min(count, AT_ONCE)}, reverse=True):
-            found.append(measure(lora, count, _ROUNDS.value, at_once))
-            print(found[-1].describe(size), flush=True)
-    reached = found[0].gigabits
-    print(
-        "\nSeconds until the last of so many rollout meshes has them, as far as links permit; bytes over gRPC take all "
-        f"of a processor at {reached:.1f} Gbit/s:"
-    )
-    rates = [reached, *links]
-    print(f"\n{computed(size, 'LoRA', rates)}\n\n{computed(whole, 'All weights', rates)}")
-    _write(output, {"lora": size, "whole": whole, "measured": list(map(dataclasses.asdict, found))})
-
-
-def link() -> None:
-    """Time commands and arrays between two processes of this host, by both transports; and a leader under load."""
-    output = _output()
-    from digen_jax.benchmark.control import check, measure
-    from digen_jax.benchmark.link import check as check_speed
-    from digen_jax.benchmark.link import compare
-    from digen_jax.process.launching import prepare
-
-    check(_MESHES.value, _RATE.value)
-    check_speed(_ROUNDS.value, _COMMANDS.value)
-    prepare()
-    load = measure(_MESHES.value, _RATE.value)  # first, for its memory
-    print(load.describe(), flush=True)
-    found = compare(_ROUNDS.value, _COMMANDS.value)
+    found = measure(_COMMANDS.value, megabytes, _IDLE_SECONDS.value)
     print(found.describe())
-    _write(output, dataclasses.asdict(found) | {"load": dataclasses.asdict(load)})
+    _write(output, dataclasses.asdict(found))
 
 
 def kills() -> None:
@@ -427,8 +387,7 @@ if __name__ == "__main__":
             "algorithms": algorithms,
             "rewards": rewards,
             "cluster": cluster,
-            "fan_out": fan_out,
-            "link": link,
+            "ray": ray,
             "kills": kills,
         }
     )

@@ -1,11 +1,10 @@
-"""An emulated cluster: real processes that wait in place of device work, against the simulator with the same costs.
+"""An emulated cluster: processes that wait instead of using devices, compared with the simulator at equal costs.
 
-See `benchmark.linked` for the processes.
+See `benchmark.waiting_workers` for the processes.
 """
 
 import dataclasses
 import os
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -14,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from digen_jax.benchmark import load
-from digen_jax.benchmark.linked import PROMPTS, SAMPLES, WEIGHTS, driving
 from digen_jax.benchmark.runtime import TimedRun, simulations, timed
-from digen_jax.errors import check_choice, check_positive
-from digen_jax.remote.fanout import MOST
+from digen_jax.benchmark.waiting_workers import Emulation, driving, processes
+from digen_jax.errors import check_choice
+from digen_jax.planning.tables import aligned
 from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.settings import Costs, Settings
 
 FRAGMENT, GROUP = 4, 8  # images
-BUSY = 0.25  # the share of the cores that others may take until the machine counts as busy
+BUSY = 0.25  # the share of the cores that other processes may use until the machine counts as busy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +30,10 @@ class Case:
 
     Attributes:
       name: of its row.
-      speeds: of the rollout meshes.
+      speeds: of the rollout workers.
       fragments: of a step.
-      training: of a step's fragments, over their generation by all rollout meshes.
-      tag: the trainer may generate.
+      training: of a step's fragments, over their generation by all rollout workers.
+      tag: whether the trainer may generate.
       staleness: see `Settings`.
     """
 
@@ -46,7 +45,7 @@ class Case:
     staleness: int = 0
 
     def costs(self, seconds: float) -> Costs:
-        """Costs with which the rollout meshes generate for about so many seconds a step."""
+        """Costs with which the rollout workers generate for about so many seconds a step."""
         fragment = seconds * sum(self.speeds) / self.fragments  # at speed 1
         return Costs(
             generate=0.9 * fragment / FRAGMENT,
@@ -62,151 +61,92 @@ class Case:
 
     def settings(self, steps: int) -> Settings:
         """The scheduler's, for so many steps."""
-        return Settings(
-            steps,
-            self.fragments * FRAGMENT // GROUP,
-            GROUP,
-            FRAGMENT,
-            staleness=self.staleness,
-            tag_fragments=self.fragments if self.tag else 0,
-        )
+        groups, tag = self.fragments * FRAGMENT // GROUP, self.fragments if self.tag else 0
+        return Settings(steps, groups, GROUP, FRAGMENT, staleness=self.staleness, tag_fragments=tag)
 
     @property
     def layout(self) -> Layout:
-        """Rollout meshes of one device each, and a trainer of as many, which samples at speed 1."""
+        """Rollout workers of one device each, and a trainer of as many, which samples at speed 1."""
         return Layout(Mesh(len(self.speeds)), tuple(Mesh(1, speed) for speed in self.speeds))
 
 
-ONE, FOUR, SIXTEEN = (1.0,), (1.0,) * 4, (1.0,) * 16
-UNEQUAL = (2.0, 1.0, 1.0, 0.5)
+FOUR, UNEQUAL = (1.0,) * 4, (2.0, 1.0, 1.0, 0.5)
 CASES = (
-    Case("1 mesh", ONE, 8),
-    Case("4 meshes", FOUR, 16),
-    Case("4 meshes, TAG", FOUR, 18, training=0.5, tag=True),
-    Case("4 meshes, staleness 1", FOUR, 16, training=1.0, staleness=1),
-    Case("4 meshes of unequal speeds", UNEQUAL, 18),
+    Case("1 worker", (1.0,), 8),
+    Case("4 workers", FOUR, 16),
+    Case("4 workers, TAG", FOUR, 18, training=0.5, tag=True),
+    Case("4 workers, staleness 1", FOUR, 16, training=1.0, staleness=1),
+    Case("4 workers of unequal speeds", UNEQUAL, 18),
     Case("the same, TAG, staleness 1", UNEQUAL, 20, training=0.5, tag=True, staleness=1),
-    Case("16 meshes", SIXTEEN, 32),
+    Case("16 workers", (1.0,) * 16, 32),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Emulated:
-    """What became of a case.
+    """The result of a case.
 
     Attributes:
       case: its name.
-      step_times: seconds of the measured steps.
-      simulated: seconds of the same steps by the simulator, the mean of its runs.
+      step_seconds: mean seconds of the measured steps.
+      simulated: the same by the simulator, the mean of its runs.
       bound: seconds of a step in which all devices only generate and train, without a pause.
       tag_share, staleness: share of the fragments that the trainer generated; mean age in versions.
-      leader, mesh: the share of a processor that the leader used, and a rollout mesh.
-      load: what others took of the cores.
+      driver, worker, ray: the share of a core that the driver used, a rollout worker, and Ray's own processes.
+      others: the share of all cores that other processes and virtual machines used.
     """
 
     case: str
-    step_times: tuple[float, ...]
-    simulated: tuple[float, ...]
+    step_seconds: float
+    simulated: float
     bound: float
     tag_share: float
     staleness: float
-    leader: float
-    mesh: float
-    load: load.Load
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean seconds of a step."""
-        return fmean(self.step_times)
-
-    @property
-    def simulated_seconds(self) -> float:
-        """The same by the simulator."""
-        return fmean(self.simulated)
+    driver: float
+    worker: float
+    ray: float
+    others: float
 
     @property
     def deviation(self) -> float:
-        """Of the emulated cluster from the simulator."""
-        return self.step_seconds / self.simulated_seconds - 1
+        """Deviation of the emulated cluster from the simulator."""
+        return self.step_seconds / self.simulated - 1
 
-    @property
-    def busy(self) -> bool:
-        """Whether the machine was too busy for the deviation to count."""
-        return self.load.others + self.load.stolen > BUSY
-
-    def cells(self) -> tuple[str, ...]:
+    def cells(self) -> list[str]:
         """A row of the table."""
-        return (
+        shares = self.driver, self.worker, self.ray, self.others
+        return [
             self.case,
-            f"{self.step_seconds:.2f}",
-            f"{self.simulated_seconds:.2f}",
+            *(f"{seconds:.2f}" for seconds in (self.step_seconds, self.simulated)),
             f"{self.deviation:+.1%}",
-            f"{self.bound / self.step_seconds:.0%}",
-            f"{self.bound / self.simulated_seconds:.0%}",
+            *(f"{self.bound / seconds:.0%}" for seconds in (self.step_seconds, self.simulated)),
             f"{self.tag_share:.0%}",
             f"{self.staleness:.2f}",
-            f"{self.leader:.1%}",
-            f"{self.mesh:.1%}",
-            f"{self.load.others + self.load.stolen:.0%}" + (" (busy)" if self.busy else ""),
-        )
+            *(f"{share:.1%}" for share in shares),
+            "busy" if self.others > BUSY else "-",
+        ]
 
     def record(self) -> dict[str, Any]:
         """The numbers as JSON values."""
-        return dataclasses.asdict(self) | {
-            "step_seconds": self.step_seconds,
-            "simulated_seconds": self.simulated_seconds,
-            "deviation": self.deviation,
-            "busy": self.busy,
-        }
+        busy = self.others > BUSY
+        return dataclasses.asdict(self) | {"deviation": self.deviation, "busy": busy}
 
 
-HEAD = (
-    *("", "s/step", "simulated", "deviation", "of bound", "simulated", "TAG", "age"),
-    *("leader", "mesh", "others"),
-)
-
-
-def introduction(seconds: float, run: TimedRun) -> str:
-    """A text on what is measured, and how."""
-    steps = run.measured
-    return (
-        f"Waits in place of device work, drawn {run.jitter:.0%} around their means; processes, driver, scheduler, "
-        f"control, link and rewards are real.\nThe rollout meshes of a layout, each a process, generate for "
-        f"{seconds:g} s a step. Weights of {WEIGHTS // 1024} KiB, samples of {SAMPLES // 1024} and prompts of "
-        f"{PROMPTS // 1024} travel.\nSteps {steps[0] + 1} to {steps[-1] + 1} are measured. Simulated: with the same "
-        "costs. Leader, mesh: of a processor; others: what other processes took of all cores."
-    )
+SPEED = "", "s/step", "simulated", "deviation", "of bound", "simulated", "TAG", "age"
+HEAD = [*SPEED, "driver", "worker", "Ray", "others", "machine"]
 
 
 def describe(found: Sequence[Emulated]) -> str:
     """A table of the cases, and the largest deviation."""
-    lines = [HEAD, *(one.cells() for one in found)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = [
-        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(pairs)).rstrip()
-        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
-    ]
     largest = max(found, key=lambda one: abs(one.deviation))
-    return "\n".join(
-        [
-            *rows,
-            f"The largest deviation is {largest.deviation:+.1%}, with {largest.case}.",
-        ]
+    return (
+        f"{aligned([HEAD, *(one.cells() for one in found)])}\n"
+        f"The largest deviation is {largest.deviation:+.1%}, with {largest.case}."
     )
 
 
-def check(seconds: float, run: TimedRun) -> None:
-    """Refuses what cannot be measured.
-
-    Raises:
-      ConfigError: names the field and what to change.
-    """
-    check_positive("--step_seconds", seconds)
-    run.check()
-
-
 def chosen(numbers: Sequence[str]) -> list[Case]:
-    """The cases of these numbers, from 1 on; all where there are none.
+    """The cases of these numbers, from 1 on; all if there are none.
 
     Raises:
       ConfigError: there is no such case.
@@ -220,37 +160,41 @@ def chosen(numbers: Sequence[str]) -> list[Case]:
 def measure(
     case: Case, seconds: float, run: TimedRun, stepped: Callable[[], object] = lambda: None
 ) -> Emulated:
-    """Runs a case in real processes and in the simulator; calls `stepped` after every step.
+    """Runs a case in processes and in the simulator; calls `stepped` after every step.
 
     Raises:
-      ConfigError: the processes do not start in time.
-      RuntimeError: a rollout mesh was lost.
+      ConfigError: the processes do not start in time, or Ray is not installed.
+      RuntimeError: a rollout worker was lost.
     """
     settings, costs = case.settings(run.learn + run.steps + 1), case.costs(seconds)
-    waits = run.waits(costs, settings)
+    emulation = Emulation(case.layout, run.waits(costs, settings), settings)
     cores = os.sched_getaffinity(0)
-    with driving(case.layout, waits, settings) as (driver, meshes):
-        before, used = load.read(cores), _used(meshes)
+    with driving(emulation) as (driver, workers):
+        started = processes(workers)
+        before, used = load.read(cores), _used(started.values())
         found = timed(driver, run, stepped)
-        after, used = load.read(cores), (_used(meshes) - used).tolist()
-        there = len(driver.executor.devices) - 1
-    if there < len(case.speeds):
-        raise RuntimeError(f"{len(case.speeds) - there} rollout meshes were lost: see above")
-    shares = [seconds / (after.clock - before.clock) for seconds in used]
-    reports = simulations(case.layout, costs, settings, run, MOST)
+        after, used = load.read(cores), _used(started.values()) - used
+        if processes(workers) != started:
+            raise RuntimeError("a rollout worker was lost: see above")
+    taken = load.between(before, after, float(used.sum()), len(cores))
+    shares = (used / (after.clock - before.clock)).tolist()
+    reports = simulations(case.layout, costs, settings, run)
     return Emulated(
         case.name,
-        found.step_times,
-        tuple(fmean(report.step_times[n] for report in reports) for n in run.measured),
+        fmean(found.step_times),
+        fmean(report.step_times[n] for report in reports for n in run.measured),
         reports[0].bound,
         found.mean("tag_share"),
         found.mean("staleness"),
         shares[0],
-        fmean(shares[1:]),
-        load.between(before, after, sum(used), len(cores)),
+        shares[1] / len(started),
+        shares[2],
+        taken.others + taken.stolen,
     )
 
 
-def _used(meshes: Sequence[subprocess.Popen]) -> np.ndarray:
-    """CPU-seconds of the leader and of every rollout mesh so far."""
-    return np.array([time.process_time(), *(load.used(mesh.pid) for mesh in meshes)])
+def _used(workers: Sequence[int]) -> np.ndarray:
+    """CPU-seconds so far of the driver, of all rollout workers, and of Ray's own processes."""
+    ray = load.descendants(os.getpid()) - set(workers)
+    groups = workers, ray
+    return np.array([time.process_time(), *(sum(map(load.used, group)) for group in groups)])

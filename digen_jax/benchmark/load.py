@@ -1,8 +1,10 @@
 """How much of a machine's cores others use while something is measured; only on Linux, which counts it."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import time
 from collections.abc import Collection
 
@@ -61,12 +63,33 @@ def between(before: Reading, after: Reading, own: float, cores: int) -> Load:
     return Load(others / available, (after.stolen - before.stolen) / available)
 
 
+def descendants(process: int) -> set[int]:
+    """The processes that a process has started, and those that they have started."""
+    parents = {}
+    for path in STAT.parent.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = {process}
+    while new := {child for child, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found - {process}
+
+
 def used(process: int) -> float:
     """CPU-seconds of a process so far; 0 where there is none."""
     try:
         text = pathlib.Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0.0
     # Behind its name, which may have spaces: the fields from the third on; utime and stime are the 14th and 15th.
     fields = text.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory(process: int) -> int:
+    """Bytes of memory of a process, of pages that it shares its part; 0 if there is no such process."""
+    try:
+        text = pathlib.Path(f"/proc/{process}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 1024 * int(re.search(r"^Pss: +(\d+) kB$", text, re.M)[1])

@@ -184,15 +184,13 @@ def predict(
     return fmean(report.step_times[n] for report in reports for n in run.measured)
 
 
-def simulations(
-    layout: Layout, costs: Costs, settings: Settings, run: TimedRun, takers: int = 0
-) -> list[Report]:
-    """Runs of the simulator with the jitter, which draw differently; `takers`: see `Disturbance`."""
+def simulations(layout: Layout, costs: Costs, settings: Settings, run: TimedRun) -> list[Report]:
+    """Runs of the simulator with the jitter, each with its own random numbers."""
     # Of a fragment: that of the mean of its draws.
     jitter = run.jitter / math.sqrt(settings.fragment_images / run.unit)
     # Other draws than the run's own, which a prediction cannot know.
     numbers = range(SIMULATED if jitter else 1)
-    drawn = [Disturbance(jitter=jitter, takers=takers, seed=number) for number in numbers]
+    drawn = [Disturbance(jitter=jitter, seed=number) for number in numbers]
     return [simulate(layout, costs, settings, settings.steps, one) for one in drawn]
 
 

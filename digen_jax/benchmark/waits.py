@@ -171,7 +171,7 @@ class WaitingExecutors:
 
     def __init__(self, waits: Waits, layout: Layout, rollouts: Iterable[Samples] | None = None):
         """`rollouts` are the executors of the rollout meshes; None: they wait in this process."""
-        self._waits = waits
+        self._waits, self._step = waits, 0
         if rollouts is None:
             meshes = ((f"rollout {i}", mesh) for i, mesh in enumerate(layout.rollout))
             rollouts = [WaitingSampler(*one, waits) for one in meshes]
@@ -226,7 +226,10 @@ class WaitingExecutors:
             self.samplers[command.maker].scored(command.fragment)
 
     def end_step(self) -> dict[str, float]:
-        """No metrics besides those that the driver measures."""
+        """Ends the step for all samplers; there are no metrics besides those that the driver measures."""
+        for one in list(self.samplers.values()):
+            one.end_step(self._step)
+        self._step += 1
         return {}
 
     def published(self, publication: Publication) -> None:

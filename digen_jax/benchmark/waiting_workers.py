@@ -1,0 +1,226 @@
+"""Rollout workers on Ray that wait instead of using devices, and the driver of a run that has them.
+
+Driver, scheduler, worker proxies, Ray, the trainer's link and the rewards are those of a run. Weights, encoded prompts,
+samples and scores are transferred as small trees; each transfer lasts as long as that of a model's tree would.
+"""
+
+import dataclasses
+import io
+import itertools
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from digen_jax.benchmark.waits import WaitingExecutors, WaitingJudge, WaitingSampler, Waits, score
+from digen_jax.config.sections import PlacementSection
+from digen_jax.distributed.engine import LOCAL, Engine, RayEngine
+from digen_jax.distributed.transfer import TrainerLink, WorkerLink
+from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.worker_proxy import WorkerProxy
+from digen_jax.distributed.workers import RolloutWorkers
+from digen_jax.engine.draws import Drawn
+from digen_jax.engine.placement import RolloutAxes
+from digen_jax.errors import ConfigError
+from digen_jax.rewards import alone
+from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.driver import Driver
+from digen_jax.runtime.link import ConditioningOf, SamplesOf
+from digen_jax.runtime.steps import Steps
+from digen_jax.scheduling.commands import (
+    TRAINER,
+    Command,
+    Deliver,
+    DropVersion,
+    Encode,
+    Fragment,
+    Publication,
+    Publish,
+    Update,
+)
+from digen_jax.scheduling.planner.simulate import Layout, Mesh
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.settings import Settings
+
+LONGEST = 300.0  # seconds for all workers to start
+# Bytes of the trees that are transferred.
+WEIGHTS, SAMPLES, PROMPTS = 2**20, 2**18, 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulation:
+    """What `RolloutWorkers` and `WaitingProcess` get instead of a recipe."""
+
+    layout: Layout
+    waits: Waits
+    settings: Settings
+
+    @property
+    def placement(self) -> PlacementSection:
+        """The number of workers, of one device each."""
+        return PlacementSection(rollout=RolloutAxes(data=1, workers=len(self.layout.rollout)))
+
+
+@contextmanager
+def started(emulation: Emulation, engine: Engine) -> Iterator[RolloutWorkers]:
+    """The rollout workers of a layout, all of them ready; they end after this block.
+
+    Raises:
+      ConfigError: some do not start in time.
+    """
+    workers = RolloutWorkers(emulation, engine, kind=WaitingProcess)
+    try:
+        with redirect_stdout(io.StringIO()):  # a line that names all workers
+            workers.wait(LONGEST)
+        missing = len(emulation.layout.rollout) - len(processes(workers))
+        if missing:
+            raise ConfigError(f"{missing} rollout workers did not start in {LONGEST:g} s")
+        yield workers
+    finally:
+        workers.end()
+
+
+def processes(workers: RolloutWorkers) -> dict[str, int]:
+    """The process of each ready worker."""
+    places = workers.places()
+    return {name: place["process"] for name, place in places.items() if name != TRAINER}
+
+
+@contextmanager
+def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
+    """The driver of a run on a Ray instance of its own, and its workers.
+
+    Raises:
+      ConfigError: as `started`, or Ray is not installed.
+    """
+    layout, waits, settings = emulation.layout, emulation.waits, emulation.settings
+    with ExitStack() as stack:
+        engine = stack.enter_context(closing(RayEngine(LOCAL, cpus=len(layout.rollout))))
+        workers = stack.enter_context(started(emulation, engine))
+        rewards = stack.enter_context(closing(RewardPool(alone("waits", score), 0)))
+
+        def make(proxies: list[WorkerProxy]) -> Driver:
+            # In the order of the simulator, whichever started first.
+            proxies.sort(key=lambda one: _number(one.name))
+            executors = DrivingExecutors(waits, layout, proxies, workers.link)
+            return Driver(executors, Scheduler(settings, waits.costs), rewards)
+
+        stack.enter_context(closing(workers))
+        yield stack.enter_context(closing(workers.begin(make))), workers
+
+
+class DrivingExecutors(WaitingExecutors):
+    """Waits of the trainer, which transfers trees to and from rollout workers in other processes."""
+
+    def __init__(
+        self, waits: Waits, layout: Layout, rollouts: Sequence[WorkerProxy], link: TrainerLink
+    ):
+        super().__init__(waits, layout, rollouts)
+        self._link = link
+        self._prompts: set[int] = set()  # steps whose encoded prompts are here
+        self._taking = threading.Lock()
+        link.offer(Publication(0), _tree(WEIGHTS))
+
+    def do(self, command: Command) -> None:
+        """See `WaitingExecutors`."""
+        match command:
+            case Deliver() if command.worker != TRAINER:
+                with self.working(command):
+                    self._deliver(command)
+            case Update():
+                super().do(command)
+                self._link.offer(Publication(command.step + 1), _tree(WEIGHTS))
+            case DropVersion():
+                super().do(command)
+                self._link.withdraw(command.publication)
+            case _:
+                super().do(command)
+
+    def give_up(self, worker: str) -> None:
+        """See `WaitingExecutors`."""
+        super().give_up(worker)
+        self._link.give_up(worker)
+
+    def _deliver(self, command: Deliver) -> None:
+        """Takes a fragment's samples, and a step's encoded prompts with its first samples."""
+        worker, fragment = command.worker, command.fragment
+        with self._taking:
+            if fragment.step not in self._prompts:
+                self._link.take(ConditioningOf(worker, fragment.step), _one_device, TRAINER)
+                self._prompts.add(fragment.step)
+        key = SamplesOf(worker, fragment)
+        if self._link.take(key, _one_device, TRAINER) is None:
+            raise RuntimeError(f"{worker} has no samples of {fragment}")
+        self._link.withdraw(key)
+
+
+class WaitingProcess(RolloutProcess):
+    """The process of a rollout worker that waits."""
+
+    def open(self, recipe: Emulation, first: int) -> Opened:
+        """See `RolloutProcess`."""
+        mesh = recipe.layout.rollout[_number(self._name)]
+        waits, settings = recipe.waits, recipe.settings
+        self._pool = RewardPool(alone("waits", score), 0)
+        self._judge = WaitingJudge(waits, self._pool)
+        self._link = WorkerLink()
+        shape = settings.images, settings.fragment_images
+        self._steps = Steps(_records(settings.groups, first), *shape, _NoDraws(), first)
+        self._executor = TransferringSampler(self._name, mesh, waits, self._steps, self._link)
+        return Opened(mesh.devices, socket.gethostname(), os.getpid())
+
+
+class TransferringSampler(WaitingSampler):
+    """Waits of a rollout worker, which takes weights meanwhile and offers small trees afterwards."""
+
+    def __init__(self, name: str, mesh: Mesh, waits: Waits, steps: Steps, link: WorkerLink):
+        super().__init__(name, mesh, waits)
+        self._steps, self._link = steps, link
+
+    def receive(self, publication: Publication) -> None:
+        """See `SamplingExecutor`."""
+        with self.lasting(Publish(0, self.name, publication)):
+            self._link.take(publication, _one_device, self.name)
+
+    def encode(self, number: int) -> None:
+        """See `SamplingExecutor`."""
+        with self.lasting(Encode(0, self.name, number)):
+            _ = self._steps[number]
+        self._link.offer(ConditioningOf(self.name, number), _tree(PROMPTS))
+
+    def decode(self, fragment: Fragment) -> None:
+        """See `SamplingExecutor`."""
+        super().decode(fragment)
+        self._link.offer(SamplesOf(self.name, fragment), _tree(SAMPLES))
+
+
+class _NoDraws:
+    """Instead of `engine.draws.Draws`: draws and compiles nothing."""
+
+    def of(self, step: int, serials: np.ndarray, images: np.ndarray) -> Drawn:
+        """Zeros."""
+        return Drawn(np.zeros(len(serials), np.uint32), None, 0, None)
+
+
+def _number(name: str) -> int:
+    return int(name.split()[-1])
+
+
+def _tree(size: int) -> dict[str, np.ndarray]:
+    return {"numbers": np.zeros(size, np.uint8)}
+
+
+def _one_device(tree: Any) -> Any:
+    return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), tree)
+
+
+def _records(groups: int, first: int) -> Iterator[list[dict[str, Any]]]:
+    """The prompts of every step."""
+    for step in itertools.count(first):
+        yield [{"prompt": "", "serial": step * groups + number} for number in range(groups)]
