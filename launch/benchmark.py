@@ -256,7 +256,9 @@ def cluster() -> None:
         for case in cases:
             found.append(measure(case, _STEP_SECONDS.value, run, bar.update))
     print(describe(found))
-    _write(output, {"run": dataclasses.asdict(run), "layouts": [one.record() for one in found]})
+    _write(
+        output, {"run": dataclasses.asdict(run), "layouts": list(map(dataclasses.asdict, found))}
+    )
 
 
 def ray() -> None:

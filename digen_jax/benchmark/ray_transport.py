@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from digen_jax.benchmark import load
-from digen_jax.benchmark.waiting_workers import LONGEST, Emulation, WaitingProcess
+from digen_jax.benchmark.waiting_workers import Emulation, WaitingProcess
 from digen_jax.benchmark.waits import Waits
 from digen_jax.distributed.engine import LOCAL, Engine, RayEngine, Resources, python_path
 from digen_jax.distributed.transfer import TrainerLink
@@ -26,7 +26,9 @@ from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.settings import Costs, Settings
 
 WORKERS = 2
+LONGEST = 120.0  # seconds for a worker to start
 CALLERS = 16  # threads that send commands at the same time
+ARRAYS = 20  # of the weights, in float32
 VERSIONS = 3  # of each size, whose median counts
 SETTLING = 5.0  # seconds before idle processes are measured
 MOST_MILLISECONDS, LEAST_RATE = 3.0, 1000.0
@@ -155,8 +157,8 @@ def _transfer(
 ) -> float:
     """Seconds until all workers have received a new version of so many megabytes."""
     version = Publication(next(_versions))
-    tree = jax.block_until_ready({"weights": jnp.ones(size * 10**6 // 4)})
-    link.offer(version, tree)
+    arrays = {str(n): jnp.ones(size * 10**6 // ARRAYS // 4) for n in range(ARRAYS)}
+    link.offer(version, jax.block_until_ready(arrays))
     try:
         return _seconds(lambda: list(pool.map(lambda one: one.receive(version), workers)))
     finally:

@@ -5,13 +5,11 @@ samples and scores are transferred as small trees; each transfer lasts as long a
 """
 
 import dataclasses
-import io
 import itertools
 import os
 import socket
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, redirect_stdout
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import jax
@@ -20,14 +18,13 @@ from jax.sharding import SingleDeviceSharding
 
 from digen_jax.benchmark.waits import WaitingExecutors, WaitingJudge, WaitingSampler, Waits, score
 from digen_jax.config.sections import PlacementSection
-from digen_jax.distributed.engine import LOCAL, Engine, RayEngine
+from digen_jax.distributed.engine import LOCAL, RayEngine
 from digen_jax.distributed.transfer import TrainerLink, WorkerLink
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.distributed.workers import RolloutWorkers
 from digen_jax.engine.draws import Drawn
 from digen_jax.engine.placement import RolloutAxes
-from digen_jax.errors import ConfigError
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver
@@ -48,7 +45,6 @@ from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Settings
 
-LONGEST = 300.0  # seconds for all workers to start
 # Bytes of the trees that are transferred.
 WEIGHTS, SAMPLES, PROMPTS = 2**20, 2**18, 2**16
 
@@ -68,41 +64,14 @@ class Emulation:
 
 
 @contextmanager
-def started(emulation: Emulation, engine: Engine) -> Iterator[RolloutWorkers]:
-    """The rollout workers of a layout, all of them ready; they end after this block.
-
-    Raises:
-      ConfigError: some do not start in time.
-    """
-    workers = RolloutWorkers(emulation, engine, kind=WaitingProcess)
-    try:
-        with redirect_stdout(io.StringIO()):  # a line that names all workers
-            workers.wait(LONGEST)
-        missing = len(emulation.layout.rollout) - len(processes(workers))
-        if missing:
-            raise ConfigError(f"{missing} rollout workers did not start in {LONGEST:g} s")
-        yield workers
-    finally:
-        workers.end()
-
-
-def processes(workers: RolloutWorkers) -> dict[str, int]:
-    """The process of each ready worker."""
-    places = workers.places()
-    return {name: place["process"] for name, place in places.items() if name != TRAINER}
-
-
-@contextmanager
 def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
-    """The driver of a run on a Ray instance of its own, and its workers.
-
-    Raises:
-      ConfigError: as `started`, or Ray is not installed.
-    """
+    """The driver of a run on a Ray instance of its own, and its workers; raises ConfigError without Ray."""
     layout, waits, settings = emulation.layout, emulation.waits, emulation.settings
     with ExitStack() as stack:
         engine = stack.enter_context(closing(RayEngine(LOCAL, cpus=len(layout.rollout))))
-        workers = stack.enter_context(started(emulation, engine))
+        workers = RolloutWorkers(emulation, engine, kind=WaitingProcess)
+        stack.callback(workers.end)
+        workers.wait()
         rewards = stack.enter_context(closing(RewardPool(alone("waits", score), 0)))
 
         def make(proxies: list[WorkerProxy]) -> Driver:
@@ -115,6 +84,12 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
         yield stack.enter_context(closing(workers.begin(make))), workers
 
 
+def processes(workers: RolloutWorkers) -> dict[str, int]:
+    """The process of each ready worker."""
+    places = workers.places()
+    return {name: place["process"] for name, place in places.items() if name != TRAINER}
+
+
 class DrivingExecutors(WaitingExecutors):
     """Waits of the trainer, which transfers trees to and from rollout workers in other processes."""
 
@@ -123,41 +98,32 @@ class DrivingExecutors(WaitingExecutors):
     ):
         super().__init__(waits, layout, rollouts)
         self._link = link
-        self._prompts: set[int] = set()  # steps whose encoded prompts are here
-        self._taking = threading.Lock()
         link.offer(Publication(0), _tree(WEIGHTS))
 
     def do(self, command: Command) -> None:
         """See `WaitingExecutors`."""
-        match command:
-            case Deliver() if command.worker != TRAINER:
-                with self.working(command):
-                    self._deliver(command)
-            case Update():
-                super().do(command)
-                self._link.offer(Publication(command.step + 1), _tree(WEIGHTS))
-            case DropVersion():
-                super().do(command)
-                self._link.withdraw(command.publication)
-            case _:
-                super().do(command)
+        if isinstance(command, Deliver) and command.worker != TRAINER:
+            with self.working(command):
+                self._deliver(command.worker, command.fragment)
+            return
+        super().do(command)
+        if isinstance(command, Update):
+            self._link.offer(Publication(command.step + 1), _tree(WEIGHTS))
+        elif isinstance(command, DropVersion):
+            self._link.withdraw(command.publication)
 
     def give_up(self, worker: str) -> None:
         """See `WaitingExecutors`."""
         super().give_up(worker)
         self._link.give_up(worker)
 
-    def _deliver(self, command: Deliver) -> None:
-        """Takes a fragment's samples, and a step's encoded prompts with its first samples."""
-        worker, fragment = command.worker, command.fragment
-        with self._taking:
-            if fragment.step not in self._prompts:
-                self._link.take(ConditioningOf(worker, fragment.step), _one_device, TRAINER)
-                self._prompts.add(fragment.step)
-        key = SamplesOf(worker, fragment)
-        if self._link.take(key, _one_device, TRAINER) is None:
+    def _deliver(self, worker: str, fragment: Fragment) -> None:
+        """Takes a fragment's samples, and the step's encoded prompts if the worker has them."""
+        for key in (ConditioningOf(worker, fragment.step), SamplesOf(worker, fragment)):
+            found = self._link.take(key, _one_device, TRAINER)
+            self._link.withdraw(key)
+        if found is None:
             raise RuntimeError(f"{worker} has no samples of {fragment}")
-        self._link.withdraw(key)
 
 
 class WaitingProcess(RolloutProcess):
