@@ -264,10 +264,9 @@ def cluster() -> None:
 def ray() -> None:
     """Measure Ray on this machine: commands, weights, starts, and what its own processes use."""
     output, megabytes = _output(), _numbers("--megabytes", _MEGABYTES.value, int)
-    from digen_jax.benchmark.ray_transport import check, measure
+    from digen_jax.benchmark.ray_transport import measure
     from digen_jax.process.launching import prepare
 
-    check(_COMMANDS.value, megabytes, _IDLE_SECONDS.value)
     prepare()
     found = measure(_COMMANDS.value, megabytes, _IDLE_SECONDS.value)
     print(found.describe())
