@@ -47,7 +47,7 @@ def test_the_script_measures_every_variant(tmp_path):
         (("compute", SHAPES), "config.sampler.fragment = 144 is a whole step of 144 images"),
         (("peers", SHAPES, "--wide=-1"), "--wide must not be below 0"),
         (("peers", f"{ALL}:awm"), "config.algorithm.name = 'awm' trains final images, but the"),
-        (("link", "--commands=0"), "--commands must be above 0"),
+        (("ray", "--commands=0"), "--commands must be above 0"),
         (("asynchrony", SHAPES), "say where its runs may lie, by --workdir"),
         (("asynchrony", SHAPES, "--workdir=x"), "config.runtime.staleness = 0 is no asynchrony"),
         (("algorithms", SHAPES, "--workdir=x"), "shapes_flow_grpo.py has no ALGORITHMS by name"),
