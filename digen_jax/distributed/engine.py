@@ -107,7 +107,8 @@ class RayEngine:
             raise ConfigError(_no_cluster(address, reason)) from error
         finally:
             late.cancel()
-        self._groups: dict[Actor, Any] = {}
+        self._groups: dict[Actor, Any] = {}  # the placement group of each actor
+        self._lock = threading.Lock()
 
     @property
     def address(self) -> str:
@@ -137,7 +138,8 @@ class RayEngine:
             ).remote(*given)
             for number, given in enumerate(arguments)
         ]
-        self._groups |= dict.fromkeys(actors, group)
+        with self._lock:
+            self._groups |= dict.fromkeys(actors, group)
         return actors
 
     def call(self, actor: Actor, method: str, *arguments: Any, group: str) -> Future:
@@ -167,8 +169,10 @@ class RayEngine:
     def kill(self, actor: Actor) -> None:
         """See `Engine`; frees its resources once the last actor of its placement group is killed."""
         self._ray.kill(actor, no_restart=True)
-        group = self._groups.pop(actor, None)
-        if group is not None and group not in self._groups.values():
+        with self._lock:
+            group = self._groups.pop(actor, None)
+            last = group not in self._groups.values()
+        if group is not None and last:
             from ray.util.placement_group import remove_placement_group
 
             remove_placement_group(group)

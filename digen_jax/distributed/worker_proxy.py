@@ -129,7 +129,8 @@ class WorkerProxy:
                 raise Gone(f"{self.name} is lost ({error})") from error
             now = time.monotonic()
             with self._lock:
-                self._seen |= {serial: (seconds, now) for serial, seconds in seen.items()}
+                for serial in seen.keys() & self._waiting.keys():  # others have ended meanwhile
+                    self._seen[serial] = seen[serial], now
         self.heard = time.time()
 
     def let_go(self, why: str) -> None:
