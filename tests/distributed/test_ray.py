@@ -50,6 +50,9 @@ class Process:
     def pid(self):
         return os.getpid()
 
+    def niceness(self):
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
     def note(self, number):
         self.seen.append(number)
 
@@ -108,6 +111,11 @@ def test_calls_of_a_group_are_executed_in_order_beside_those_of_others(engine, a
     assert not blocked.done()
     done(engine.call(actor, "let_go", group="sync"))
     done(blocked)
+
+
+def test_an_actor_has_the_priority_of_the_process_that_starts_ray(engine, actor):
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert done(engine.call(actor, "niceness", group="work")) == own
 
 
 @pytest.mark.parametrize("kind", ERRORS)
