@@ -24,23 +24,14 @@ FRAGMENT, GROUP = 4, 8  # images
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout and its tactics.
-
-    Attributes:
-      name: of its row.
-      speeds: of the rollout workers.
-      fragments: of a step.
-      training: of a step's fragments, over their generation by all rollout workers.
-      tag: whether the trainer may generate.
-      staleness: see `Settings`.
-    """
+    """A layout and its tactics."""
 
     name: str
-    speeds: tuple[float, ...]
-    fragments: int
-    training: float = 0.9
-    tag: bool = False
-    staleness: int = 0
+    speeds: tuple[float, ...]  # of the rollout workers
+    fragments: int  # of a step
+    training: float = 0.9  # of a step's fragments, over their generation by all rollout workers
+    tag: bool = False  # whether the trainer may generate
+    staleness: int = 0  # see `Settings`
 
     def costs(self, seconds: float) -> Costs:
         """Costs with which the rollout workers generate for about so many seconds a step."""
@@ -82,28 +73,18 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Emulated:
-    """The result of a case.
-
-    Attributes:
-      case: its name.
-      step_seconds: mean seconds of the measured steps.
-      simulated: the same by the simulator, the mean of its runs.
-      bound: seconds of a step in which all devices only generate and train, without a pause.
-      tag_share, staleness: share of the fragments that the trainer generated; mean age in versions.
-      driver, worker, ray: the share of a core that the driver used, a rollout worker, and Ray's own processes.
-      others: the share of all cores that other processes and virtual machines used.
-    """
+    """The result of a case. `driver`, `worker` and `ray` are shares of one core."""
 
     case: str
-    step_seconds: float
-    simulated: float
-    bound: float
-    tag_share: float
-    staleness: float
+    step_seconds: float  # mean of the measured steps
+    simulated: float  # the same by the simulator, the mean of its runs
+    bound: float  # seconds of a step in which all devices only generate and train, without a pause
+    tag_share: float  # of the fragments, that the trainer generated
+    staleness: float  # mean age in versions
     driver: float
-    worker: float
-    ray: float
-    others: float
+    worker: float  # mean of the rollout workers
+    ray: float  # Ray's own processes
+    others: float  # share of all cores that other processes and virtual machines used
 
     @property
     def deviation(self) -> float:
@@ -125,8 +106,8 @@ class Emulated:
         ]
 
 
-SPEED = "", "s/step", "simulated", "deviation", "of bound", "simulated", "TAG", "age"
-HEAD = [*SPEED, "driver", "worker", "Ray", "others"]
+TIMES = "", "s/step", "simulated", "deviation", "of bound", "simulated"
+HEAD = [*TIMES, "TAG", "age", "driver", "worker", "Ray", "others"]
 
 
 def describe(found: Sequence[Emulated]) -> str:

@@ -91,7 +91,7 @@ def measure(commands: int, megabytes: Sequence[int], idle: float) -> Found:
     for size in megabytes:
         check_positive("--megabytes", size)
     begin = time.perf_counter()
-    with closing(RayEngine(LOCAL, cpus=WORKERS)) as engine:
+    with closing(RayEngine(LOCAL, show=False, cpus=WORKERS)) as engine:
         ray_seconds = time.perf_counter() - begin
         link = TrainerLink(engine)
         seconds, workers = zip(*(_start(engine, link, n) for n in range(WORKERS)), strict=True)

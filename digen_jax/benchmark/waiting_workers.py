@@ -68,7 +68,9 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
     """The driver of a run on a Ray instance of its own, and its workers; raises ConfigError without Ray."""
     layout, waits, settings = emulation.layout, emulation.waits, emulation.settings
     with ExitStack() as stack:
-        engine = stack.enter_context(closing(RayEngine(LOCAL, cpus=len(layout.rollout))))
+        engine = stack.enter_context(
+            closing(RayEngine(LOCAL, show=False, cpus=len(layout.rollout)))
+        )
         workers = RolloutWorkers(emulation, engine, kind=WaitingProcess)
         stack.callback(workers.end)
         workers.wait()
@@ -111,11 +113,6 @@ class DrivingExecutors(WaitingExecutors):
             self._link.offer(Publication(command.step + 1), _tree(WEIGHTS))
         elif isinstance(command, DropVersion):
             self._link.withdraw(command.publication)
-
-    def give_up(self, worker: str) -> None:
-        """See `WaitingExecutors`."""
-        super().give_up(worker)
-        self._link.give_up(worker)
 
     def _deliver(self, worker: str, fragment: Fragment) -> None:
         """Takes a fragment's samples, and the step's encoded prompts if the worker has them."""
