@@ -1,4 +1,4 @@
-"""How much of a machine's cores others use while something is measured; only on Linux, which counts it."""
+"""Use of the machine by measured and by other processes, from Linux's counters in /proc."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 
 STAT = pathlib.Path("/proc/stat")
-# The share of the cores that others may take in a round whose times count.
+# The share of the cores that other processes may use in a round whose times count.
 QUIET = 0.03
 
 
@@ -24,14 +24,14 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What others took of the cores in some time, as shares of the cores' time."""
+    """Use of the cores by other processes and virtual machines, as shares of the cores' time."""
 
     others: float
     stolen: float
 
     @property
     def quiet(self) -> bool:
-        """Whether times of this time count."""
+        """Whether times that were measured meanwhile count."""
         return self.others + self.stolen <= QUIET
 
 
@@ -57,7 +57,7 @@ def parse(text: str, cores: Collection[int], clock: float, ticks: int) -> Readin
 
 
 def between(before: Reading, after: Reading, own: float, cores: int) -> Load:
-    """What others took between two readings; `own` are the CPU-seconds of those who are measured."""
+    """The load between two readings; `own` are the CPU-seconds of the measured processes."""
     available = (after.clock - before.clock) * cores
     others = max(0.0, after.busy - before.busy - own)
     return Load(others / available, (after.stolen - before.stolen) / available)
@@ -76,7 +76,7 @@ def descendants(process: int) -> set[int]:
 
 
 def used(process: int) -> float:
-    """CPU-seconds of a process so far; 0 where there is none."""
+    """CPU-seconds of a process so far; 0 if it has ended."""
     try:
         text = pathlib.Path(f"/proc/{process}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -87,7 +87,7 @@ def used(process: int) -> float:
 
 
 def memory(process: int) -> int:
-    """Bytes of memory of a process, of pages that it shares its part; 0 if there is no such process."""
+    """Bytes of memory of a process, shared pages in proportion; 0 if it has ended."""
     try:
         text = pathlib.Path(f"/proc/{process}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError):

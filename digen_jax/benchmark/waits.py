@@ -1,4 +1,4 @@
-"""Executors whose commands wait for a stated time in place of device work."""
+"""Executors whose commands wait for a stated time instead of using devices."""
 
 import dataclasses
 import itertools
@@ -95,7 +95,7 @@ class WaitingJudge:
         self._waits, self._pool = waits, pool
 
     def submit(self, fragment: Fragment) -> Future[Judged]:
-        """The future scores of a fragment, all equal; nobody looks at pictures."""
+        """The future scores of a fragment, all equal, without previews of images."""
         images, seconds = self._waits.images, self._waits.seconds(Score(0, fragment, ""))
         black = np.zeros((images, 1, 1, 3), np.uint8)
         asked = self._pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
@@ -106,7 +106,7 @@ class WaitingJudge:
 
 
 class WaitingSampler:
-    """A sampling mesh that only waits, with the interface of `SamplingExecutor`."""
+    """A rollout worker that only waits, with the interface of `SamplingExecutor`."""
 
     def __init__(self, name: str, mesh: Mesh, waits: Waits):
         self.name, self.devices = name, mesh.devices
@@ -141,19 +141,19 @@ class WaitingSampler:
         """There are no images."""
 
     def drop_fragment(self, fragment: Fragment) -> None:
-        """A mesh that only waits holds nothing."""
+        """There is nothing to free."""
 
     def drop_weights(self, publication: Publication) -> None:
-        """Likewise."""
+        """There is nothing to free."""
 
     def end_step(self, step: int) -> None:
-        """Likewise."""
+        """There is nothing to free."""
 
     def give_up(self) -> None:
-        """Likewise."""
+        """There is nothing to free."""
 
     def lasting(self, command: Command) -> AbstractContextManager[None]:
-        """A block that lasts as long as a command on this mesh."""
+        """A block that lasts as long as a command on this worker."""
         return lasting(self._waits.seconds(command, self._speed), self.late)
 
 
@@ -163,14 +163,14 @@ class WaitingExecutors:
     The driver, its threads, the scheduler and the reward pool are the real ones.
 
     Attributes:
-      samplers: by worker, the trainer's, too; those of rollout meshes may be in other processes.
+      samplers: by worker, the trainer's, too; those of rollout workers may be in other processes.
       late: seconds by which the trainer's waits and transfers ended too late.
     """
 
     extremes = None
 
     def __init__(self, waits: Waits, layout: Layout, rollouts: Iterable[Samples] | None = None):
-        """`rollouts` are the executors of the rollout meshes; None: they wait in this process."""
+        """`rollouts`: the executors of the rollout workers. None means that they wait in this process."""
         self._waits, self._step = waits, 0
         if rollouts is None:
             meshes = ((f"rollout {i}", mesh) for i, mesh in enumerate(layout.rollout))
@@ -239,7 +239,7 @@ class WaitingExecutors:
         """Nothing is evaluated."""
 
     def give_up(self, worker: str) -> None:
-        """A worker that only waits holds nothing."""
+        """Removes a lost worker."""
         self.samplers.pop(worker).give_up()
 
 
