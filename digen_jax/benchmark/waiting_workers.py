@@ -5,6 +5,7 @@ samples and scores are transferred as small trees; each transfer lasts as long a
 """
 
 import dataclasses
+import gc
 import itertools
 import os
 import socket
@@ -136,6 +137,7 @@ class WaitingProcess(RolloutProcess):
         shape = settings.images, settings.fragment_images
         self._steps = Steps(_records(settings.groups, first), *shape, _NoDraws(), first)
         self._executor = TransferringSampler(self._name, mesh, waits, self._steps, self._link)
+        gc.freeze()  # as in a run, so that later collections take milliseconds
         return Opened(mesh.devices, socket.gethostname(), os.getpid())
 
 
