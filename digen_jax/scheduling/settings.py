@@ -8,7 +8,6 @@ from typing import Literal
 
 from digen_jax.errors import ConfigError, check_divides, together
 
-READINESS = ("group", "step")
 OWN: Mapping[str, str] = MappingProxyType({})  # names of fields in errors: their own names
 
 
