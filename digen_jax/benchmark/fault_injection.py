@@ -1,4 +1,4 @@
-"""A real run of several processes in which faults of random kinds happen, and what follows each of them."""
+"""Faults of random kinds in a run with rollout workers on Ray, and the checks after each of them."""
 
 import dataclasses
 import os
@@ -8,126 +8,128 @@ import signal
 import time
 from collections.abc import Callable
 
-from digen_jax.benchmark.equality import STEP as STEP_OF
-from digen_jax.benchmark.equality import lines, steps
-from digen_jax.benchmark.job import Begun, Job, Wrong, memory
+from digen_jax.benchmark.equality import STEP, lines, steps
+from digen_jax.benchmark.job import Job, Wrong, memory, processes
 from digen_jax.process.ending import STOPPED
 from digen_jax.records.metrics import CLOCK
 
-# Seconds: without a word from a mesh until it is lost, for all to end without the leader, for a step with a start
-# before it, and for a process to end.
-SILENCE, LEADERLESS, STEP, END = 8.0, 10.0, 300.0, 60.0
-BUSY = 5.0  # seconds that a busy machine may take in addition
+WORKERS = 2
 ENDLESS = 10**6  # steps of a run that a signal ends
-WORKERS, ADDED = 2, "added"
-HURRY = 0.25  # share of the faults after which the next one does not wait
+START = 300.0  # seconds for a step with a start before it
+# Seconds until a worker that does not answer is lost, and until all processes end without the trainer or the driver.
+SILENCE, END = 8.0, 10.0
+BUSY = 10.0  # seconds that a busy machine may take in addition
+OVERLAP = 0.25  # share of the faults after which the next one does not wait
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault and its consequences; seconds are None where another fault came before.
+    """A fault and its consequences.
 
     Attributes:
       kind: a key of `FaultInjection.kinds`.
-      went_on: seconds until a step that began after the fault had ended.
-      whole: seconds until all meshes were there.
-      ended: seconds until all processes had ended, where the trainer was killed.
+      continued: seconds until a step that began after the fault had ended; None: the next fault did not wait for it.
+      recovered: seconds until all rollout workers were ready; None likewise.
+      ended: seconds until all processes had ended, where the fault ends the run.
     """
 
     kind: str
-    went_on: float | None
-    whole: float | None
+    continued: float | None
+    recovered: float | None
     ended: float | None = None
 
 
 class FaultInjection:
-    """A job in which faults happen.
+    """A run in which faults happen.
 
     Attributes:
       faults: those that have happened.
-      memory: the largest bytes of the leader and of a rollout process so far.
-      kinds: how often each happens among others, and what makes it happen; False: it cannot at present.
+      memory: the largest bytes so far of the trainer's process and of a rollout worker's.
+      kinds: the weight of each in random choices, and the method that makes it happen, which returns False if it
+        cannot at present.
     """
 
     def __init__(
-        self, job: Job, workdir: pathlib.Path, seed: int, told: Callable[[str], None] = print
+        self, job: Job, workdir: pathlib.Path, seed: int, report: Callable[[str], None] = print
     ):
         self.faults: list[Fault] = []
-        self.memory = {"the leader": 0, "a rollout process": 0}
-        self._job, self._workdir, self._told = job, workdir, told
+        self.memory = {"trainer": 0, "rollout worker": 0}
+        self._job, self._workdir, self._report = job, workdir, report
         self._random = random.Random(seed)
         self._ended: float | None = None
-        self._left: int | None = None  # the steps of the metrics when the trainer ended
-        self._expected: dict[Begun, set[int]] = {}  # exit codes of processes that may have ended
-        self._added = 0
+        self._left: int | None = None  # the steps that were done when the run ended
+        self._kept: dict[str, int] = {}  # processes of workers that had no fault
         self.kinds: dict[str, tuple[int, Callable[[], bool]]] = {
-            "rollout process killed": (4, self._kill),
-            "all rollout processes killed": (1, self._kill_all),
-            "rollout process stopped, goes on too late": (2, self._stop),
-            "rollout process stopped, then killed": (1, self._stop_and_kill),
-            "rollout process replaced while stopped": (1, self._replace),
-            "rollout process asked to end": (2, self._ask),
-            "mesh added, or killed if it is there": (3, self._add),
-            "reward's process killed": (3, self._kill_reward),
-            "trainer's process killed": (2, self._kill_trainer),
-            "trainer's process asked to end": (1, self._ask_trainer),
+            "rollout worker killed": (4, self._kill_worker),
+            "all rollout workers killed": (1, self._kill_workers),
+            "rollout worker stopped": (3, self._stop_worker),
+            "rollout worker slowed": (2, self._slow_worker),
+            "reward process killed": (3, self._kill_reward),
+            "trainer killed": (2, self._kill_trainer),
+            "driver killed": (2, self._kill_driver),
+            "SIGTERM to the driver": (2, self._end_driver),
         }
 
     def begin(self) -> None:
-        """Starts the job, and waits for its second step."""
-        self._job.start_all(f"--config.steps={ENDLESS}")
-        self._wait_for(2)
-        self._job.wait(self._whole, STEP, "all meshes are ready")
+        """Starts the run, and waits for its second step and all workers."""
+        self._start()
+        self._wait(2)
 
     def next(self) -> Fault:
-        """A fault of a random kind after a random time, and what follows.
+        """A fault after a random time, and its checks. Its kind is a new one until all kinds have happened.
 
         Raises:
           Wrong: it had a consequence that it must not have.
         """
-        self._sleep(self._random.uniform(0, 4))
-        hurry = self._random.random() < HURRY
-        while True:  # some kinds need what is not always there
-            names, weights = zip(*((k, w) for k, (w, _) in self.kinds.items()), strict=True)
-            kind = self._random.choices(names, weights)[0]
-            done, begin, self._ended, self._left = self._done(), time.time(), None, None
-            if self.kinds[kind][1]():
+        time.sleep(self._random.uniform(0, 4))
+        overlaps = self._random.random() < OVERLAP
+        until = time.monotonic() + START
+        while True:  # some kinds need a worker that is ready
+            seen = {fault.kind for fault in self.faults}
+            kinds = {k: v for k, v in self.kinds.items() if k not in seen} or self.kinds
+            kind = self._random.choices([*kinds], [weight for weight, _ in kinds.values()])[0]
+            begin, done, self._ended, self._left = time.time(), self._done(), None, None
+            if kinds[kind][1]():
                 break
-            self._sleep(0.5)
-        # The step after the one in progress, or the first one that a new trainer adds.
+            if time.monotonic() > until:
+                raise Wrong(f"no fault is possible for {START:g} s:\n{self._job.output(3000)}")
+            time.sleep(0.5)
+        # The step after the one in progress, or the first one of a new start.
         count = done + 2 if self._left is None else self._left + 1
-        seconds = (None, None) if hurry else self._aftermath(begin, count)
-        fault = Fault(kind, *seconds, self._ended)
+        continued = recovered = None
+        if not overlaps:
+            recovered = self._wait(count, begin)
+            (line,) = [one for one in lines(self._workdir) if STEP in one and one["step"] == count]
+            continued = line[CLOCK] - begin
         self.check()
-        self.faults.append(fault)
-        shown = "the next one follows" if hurry else f"went on after {seconds[0]:.1f} s"
-        self._told(f"{len(self.faults)}: in step {done + 1}: {kind}: {shown}")
-        return fault
+        self.faults.append(Fault(kind, continued, recovered, self._ended))
+        after = "the next one follows" if overlaps else f"continued after {continued:.1f} s"
+        self._report(f"{len(self.faults)}: in step {done + 1}: {kind}: {after}")
+        return self.faults[-1]
 
     def check(self) -> None:
-        """Raises Wrong where a process is left or has ended as it must not, or a step is missing or there twice."""
-        self._job.check_no_orphans()
-        self._check_steps()
-        self._measure()
-        for one in self._job.all:
-            code = one.process.poll()
-            if code is not None and code not in self._expected.get(one, {None}):
-                raise Wrong(f"{one.name} has ended with {code}; it said:\n{one.said()[-3000:]}")
-            if "Traceback" in one.said():
-                raise Wrong(f"{one.name} has a traceback:\n{one.said()[-3000:]}")
+        """Raises Wrong if a process is left, there is a traceback, or a step is missing or there twice."""
+        self._job.check_none_left()
+        if "Traceback" in self._job.output():
+            raise Wrong(f"a traceback:\n{self._job.output(5000)}")
+        found = steps(self._workdir)
+        if found != list(range(1, len(found) + 1)):
+            raise Wrong(f"the metrics have these steps: {found}")
+        pids = {"trainer": [self._job.trainer()], "rollout worker": self._job.workers().values()}
+        for name, ones in pids.items():
+            self.memory[name] = max([self.memory[name], *(memory(one) for one in ones if one)])
 
     def conclude(self) -> int:
-        """Stops the job, and continues it to its end, with two more steps; returns the number of all.
+        """Ends the run by SIGTERM, continues it for two steps to its end; returns the number of all steps.
 
         Raises:
           Wrong: as `next`.
         """
-        self._ask_trainer(start=False)
+        self._job.wait(self._job.trainer, START, "the trainer has started")
+        self._end_driver(start=False)
         last = self._done() + 2
-        self._start_all(last)
-        for one in (self._job.leader, *self._job.meshes()):
-            self._expect(one, 0)
-            one.ends(STEP)
+        self._start(last)
+        self._job.ends(0, START)
         self.check()
         if self._done() != last:
             raise Wrong(f"the run has ended after {self._done()} steps of {last}")
@@ -135,184 +137,105 @@ class FaultInjection:
 
     # ------------------------------------------------------------------------------- the faults
 
-    def _kill(self) -> bool:
-        return self._killed(self._victim(self._job.meshes()))
+    def _kill_worker(self) -> bool:
+        return self._signal_workers(1, signal.SIGKILL)
 
-    def _killed(self, one: Begun | None) -> bool:
-        if one is None:
+    def _kill_workers(self) -> bool:
+        """The trainer generates until a worker is ready again."""
+        return self._signal_workers(WORKERS, signal.SIGKILL)
+
+    def _stop_worker(self) -> bool:
+        """The run notices that the worker does not answer, and kills it."""
+        return self._signal_workers(1, signal.SIGSTOP)
+
+    def _signal_workers(self, count: int, number: int) -> bool:
+        """Sends a signal to workers, after which their processes end."""
+        ready = self._job.workers()
+        if len(ready) < count:
             return False
-        self._expect(one, -signal.SIGKILL)
-        one.signal(signal.SIGKILL)
-        one.ends(END)
-        self._again(one.name)
+        chosen = self._random.sample([*ready], count)
+        for name in chosen:
+            self._kept.pop(name, None)
+            os.kill(ready[name], number)
+        pids = {ready[name] for name in chosen}
+        self._job.wait(
+            lambda: not pids & {one.pid for one in processes()},
+            SILENCE + BUSY,
+            f"processes {pids} have ended",
+        )
         return True
 
-    def _kill_all(self) -> bool:
-        """The trainer generates until one is back."""
-        meshes = self._job.meshes()
-        for one in meshes:
-            self._expect(one, -signal.SIGKILL)
-            one.signal(signal.SIGKILL)
-        for one in meshes:
-            one.ends(END)
-        for one in meshes:
-            self._again(one.name)
-        return bool(meshes)
-
-    def _stop(self) -> bool:
-        one = self._stopped()
-        if one is None:
+    def _slow_worker(self) -> bool:
+        """A worker that answers late is not lost."""
+        ready = self._job.workers()
+        if not ready:
             return False
-        self._expect(one, STOPPED)
-        one.signal(signal.SIGCONT)
-        one.ends(LEADERLESS + BUSY)
-        self._again(one.name)
-        return True
-
-    def _stop_and_kill(self) -> bool:
-        return self._killed(self._stopped())
-
-    def _replace(self) -> bool:
-        """The other one of the same name waits until the stopped one is lost."""
-        one = self._victim([one for one in self._ready() if one.name in self._job.rollouts])
-        if one is None:
-            return False
-        one.signal(signal.SIGSTOP)
-        self._again(one.name)
-        self._job.wait(lambda: self._job.now[one.name].joined, STEP, f"another {one.name} joins")
-        self._expect(one, STOPPED)
-        one.signal(signal.SIGCONT)
-        one.ends(LEADERLESS + BUSY)
-        return True
-
-    def _ask(self) -> bool:
-        one = self._victim(self._ready())
-        if one is None:
-            return False
-        self._expect(one, 0)
-        one.signal(signal.SIGTERM)
-        one.ends(END)
-        self._again(one.name)
-        return True
-
-    def _add(self) -> bool:
-        there = [one for one in self._job.meshes() if one.name.startswith(ADDED)]
-        if there:
-            return self._killed(there[0])
-        self._added += 1
-        self._job.start(f"{ADDED} {self._added}", f"--config.steps={ENDLESS}")
+        name = self._random.choice([*ready])
+        for _ in range(3):
+            os.kill(ready[name], signal.SIGSTOP)
+            time.sleep(self._random.uniform(2, 4))
+            os.kill(ready[name], signal.SIGCONT)
+            time.sleep(self._random.uniform(0.5, 1.5))
         return True
 
     def _kill_reward(self) -> bool:
-        of = self._victim([self._job.leader, *self._ready()])
-        found = self._job.rewards(of)
+        owners = [pid for pid in (self._job.trainer(), *self._job.workers().values()) if pid]
+        found = [pid for owner in owners for pid in self._job.rewards(owner)]
         if not found:
             return False
         os.kill(self._random.choice(found), signal.SIGKILL)
         return True
 
     def _kill_trainer(self) -> bool:
-        leader, meshes = self._job.leader, self._job.meshes()
-        joined = [one for one in meshes if one.joined]
-        for one in meshes:
-            # One that has not joined yet waits for a leader, and would join the next one.
-            self._expect(one, *((STOPPED,) if one in joined else (STOPPED, 2, -signal.SIGKILL)))
-        self._expect(leader, -signal.SIGKILL)
-        begin = time.monotonic()
-        leader.signal(signal.SIGKILL)
-        for one in joined:
-            one.ends(max(0.1, begin + LEADERLESS + BUSY - time.monotonic()))
-        self._ended = time.monotonic() - begin if joined else None
-        for one in meshes:
-            if one.alive:
-                one.signal(signal.SIGKILL)
-                one.ends(END)
-        leader.ends(END)
-        self._start_all(ENDLESS)
+        trainer = self._job.trainer()
+        if trainer is None:
+            return False
+        os.kill(trainer, signal.SIGKILL)
+        self._ended = self._job.ends(STOPPED, END + BUSY)
+        self._start()
         return True
 
-    def _ask_trainer(self, start: bool = True) -> bool:
-        leader, meshes = self._job.leader, self._job.meshes()
-        self._job.wait(lambda: self._done() > 0 and all(m.joined for m in meshes), STEP, "all join")
-        self._expect(leader, 128 + signal.SIGTERM)
-        for one in meshes:
-            self._expect(one, 0, STOPPED)
+    def _kill_driver(self) -> bool:
+        self._job.driver.kill()
+        self._ended = self._job.ends(-signal.SIGKILL, END + BUSY)
+        self._start()
+        return True
+
+    def _end_driver(self, start: bool = True) -> bool:
+        """The run ends its step and saves it."""
+        if self._job.trainer() is None:
+            return False
         before = self._done()
-        leader.signal(signal.SIGTERM)
-        if leader.ends(STEP) != 128 + signal.SIGTERM:
-            raise Wrong(f"the leader has ended with {leader.process.returncode}:\n{leader.said()}")
-        for one in meshes:
-            one.ends(LEADERLESS + BUSY)
+        self._job.driver.terminate()
+        self._job.ends(128 + signal.SIGTERM, START)
+        self.check()
         if self._done() < before:
             raise Wrong("a stopped run has lost a step")
         if start:
-            self._start_all(ENDLESS)
+            self._start()
         return True
 
-    # ------------------------------------------------------------------------------ what it uses
+    # ---------------------------------------------------------------------------------- helpers
 
-    def _stopped(self) -> Begun | None:
-        """A process that was stopped for longer than the silence."""
-        one = self._victim(self._ready())
-        if one is not None:
-            one.signal(signal.SIGSTOP)
-            self._sleep(SILENCE + self._random.uniform(1, 3))
-        return one
-
-    def _victim(self, of: list[Begun]) -> Begun | None:
-        return self._random.choice(of) if of else None
-
-    def _ready(self) -> list[Begun]:
-        return [one for one in self._job.meshes() if one.ready]
-
-    def _again(self, name: str) -> None:
-        """Starts a process of the config again after a while, as a launcher does."""
-        if name in self._job.rollouts:
-            self._sleep(self._random.uniform(0, 3))
-            self._job.start(name, f"--config.steps={ENDLESS}")
-
-    def _start_all(self, count: int) -> None:
-        self._left = self._done()
-        self._job.start_all(f"--config.steps={count}")
-
-    def _expect(self, one: Begun, *codes: int) -> None:
-        self._expected[one] = self._expected.get(one, set()) | set(codes)
+    def _start(self, count: int = ENDLESS) -> None:
+        self._left, self._kept = self._done(), {}
+        self._job.start(f"--config.steps={count}")
 
     def _done(self) -> int:
         return len(steps(self._workdir))
 
-    def _wait_for(self, count: int) -> None:
-        self._job.wait(lambda: self._done() >= count, STEP, f"step {count} has ended")
-
-    def _whole(self) -> bool:
-        return all(one.ready for one in self._job.meshes()) and len(self._job.meshes()) >= WORKERS
-
-    def _aftermath(self, begin: float, count: int) -> tuple[float, float]:
-        """(seconds from `begin` until a step had ended, until all meshes were ready), both of which it waits for."""
-        whole: list[float] = []
+    def _wait(self, count: int, begin: float = 0.0) -> float:
+        """Waits for a step and for all workers; returns the seconds from `begin` until the workers were ready."""
+        ready: list[float] = []
 
         def over() -> bool:
-            if not whole and self._whole():
-                whole.append(time.time() - begin)
-            return bool(whole) and self._done() >= count
+            if not ready and len(self._job.workers()) == WORKERS:
+                ready.append(time.time() - begin)
+            return bool(ready) and self._done() >= count
 
-        self._job.wait(over, STEP, f"step {count} has ended and all meshes are ready")
-        (line,) = [one for one in lines(self._workdir) if STEP_OF in one and one["step"] == count]
-        return line[CLOCK] - begin, whole[0]
-
-    def _sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-        self._measure()
-
-    def _measure(self) -> None:
-        for name, ones in {
-            "the leader": [self._job.leader],
-            "a rollout process": self._job.meshes(),
-        }.items():
-            sizes = [memory(one.process.pid) for one in ones]
-            self.memory[name] = max(self.memory[name], *sizes, 0)
-
-    def _check_steps(self) -> None:
-        found = steps(self._workdir)
-        if found != list(range(1, len(found) + 1)):
-            raise Wrong(f"the metrics have these steps: {found}")
+        self._job.wait(over, START, f"step {count} has ended and all workers are ready")
+        now = self._job.workers()
+        if lost := [name for name, pid in self._kept.items() if now.get(name) != pid]:
+            raise Wrong(f"{lost} had no fault, but were lost:\n{self._job.output(3000)}")
+        self._kept = now
+        return ready[0]

@@ -1,253 +1,197 @@
-"""A run's processes on this machine, each of which can be killed, stopped and started again; Linux only.
+"""A run by `launch/train.py --ray=local`, and all processes that it has started; Linux only.
 
-All of them have the job's token in their environment, by which also those are found that others have started.
+The command's own process is the driver, which starts Ray, which starts the trainer's process and the rollout workers.
 """
 
-import contextlib
+import ctypes
+import json
 import os
 import pathlib
-import re
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from digen_jax.process.cluster import LAUNCHER, TOKEN
-from digen_jax.process.ports import free_port
+from digen_jax.records.status import FILE
 
-TRAINER = "trainer"
 LOOK = 0.1  # seconds between two looks
-PROC = pathlib.Path("/proc")
+PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 REWARDS = b"digen_jax.rewards.process"  # on the command line of a process that scores
 
 
 class Wrong(RuntimeError):
-    """Something that must not be; its text says what, with what the processes printed."""
+    """A consequence of a fault that it must not have, with the output of the run."""
 
 
-class Begun:
-    """One start of a process; what it prints lies in a file of its own."""
+class Process(NamedTuple):
+    """A process that has not ended."""
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        log: pathlib.Path,
-        environment: Mapping[str, str],
-    ):
-        self.name, self.log, self.since = name, log, time.monotonic()
-        self.stopped = False  # by SIGSTOP
-        # The kernel kills it with the thread that starts it, which therefore is the main one.
-        launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                [*launcher, *command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**environment},
-                start_new_session=True,
-            )
-
-    def said(self) -> str:
-        """What it has printed so far."""
-        return self.log.read_text()
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has not ended."""
-        return self.process.poll() is None
-
-    @property
-    def joined(self) -> bool:
-        """Whether a rollout process has reached the leader."""
-        return f"{self.name} joins " in self.said()
-
-    @property
-    def ready(self) -> bool:
-        """Whether a rollout process takes commands."""
-        return f"{self.name} is ready, " in self.said()
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the process alone, not to those that it has started."""
-        self.stopped = {signal.SIGSTOP: True, signal.SIGCONT: False}.get(number, self.stopped)
-        self.process.send_signal(number)
-
-    def ends(self, seconds: float) -> int:
-        """Its exit code, below 0 for a signal.
-
-        Raises:
-          Wrong: it still runs after these seconds.
-        """
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise Wrong(
-                f"{self.name} has not ended in {seconds:g} s; it said:\n{self.said()}"
-            ) from None
+    pid: int
+    parent: int
+    command: bytes
 
 
 class Job:
-    """The processes of one run: the trainer, its rollout meshes, and those that are added.
+    """A run, which can be started again.
+
+    A process whose parent has ended becomes a child of this process, which is how processes that are left are found.
 
     Args:
       command: a Python file and its options, or -m and a module.
-      folder: gets what the processes print.
-      rollouts: how many rollout meshes the config has.
+      workdir: the run's folder.
+      logs: the folder for the output of each start.
       environment: variables of all processes in addition.
     """
 
     def __init__(
         self,
-        command: Sequence[str | os.PathLike[str]],
-        folder: pathlib.Path,
-        rollouts: int,
+        command: Sequence[str],
+        workdir: pathlib.Path,
+        logs: pathlib.Path,
         environment: Mapping[str, str] | None = None,
     ):
-        self.token, self.address = secrets.token_hex(16), f"127.0.0.1:{free_port()}"
-        self.rollouts = [f"rollout {number}" for number in range(rollouts)]
-        self.now: dict[str, Begun] = {}  # the last start of each process
-        self.all: list[Begun] = []
-        self._command, self._folder = [os.fspath(word) for word in command], folder
+        if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
+        self.starts = 0
+        self._command, self._workdir, self._logs = command, workdir, logs
         self._environment = {"PYTHONUNBUFFERED": "1"} | os.environ | (environment or {})
-        self._environment |= {TOKEN: self.token}
-        folder.mkdir(parents=True, exist_ok=True)
+        self._others = {one.pid for one in processes() if one.parent == os.getpid()}
+        logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, name: str, *options: str, before: Sequence[str] = ()) -> Begun:
-        """Starts the trainer's process, that of one of the config's meshes, or of a mesh that is added.
+    def start(self, *options: str) -> None:
+        """Starts the command."""
+        self.log = self._logs / f"{self.starts:03d}.txt"
+        self.starts += 1
+        with self.log.open("w") as out:
+            self.driver = subprocess.Popen(
+                [sys.executable, *self._command, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
 
-        `before` is a command that runs its command, such as `ip netns exec`.
-        """
-        names = [TRAINER, *self.rollouts]
-        part = [f"--mesh={name}"]
-        if name in names:
-            part = [f"--processes={len(names)}", f"--process={names.index(name)}"]
-        log = self._folder / f"{len(self.all):03d} {name}.txt"
-        own = [*self._python(before), *self._command, f"--coordinator={self.address}", *part]
-        begun = Begun(name, [*own, *options], log, self._environment)
-        self.now[name] = begun
-        self.all.append(begun)
-        return begun
+    def output(self, characters: int = 0) -> str:
+        """The end of the output since the last start; all of it by default."""
+        return self.log.read_text(errors="replace")[-characters:]
 
-    def _python(self, before: Sequence[str]) -> list[str]:
-        if not before:
-            return [sys.executable]
-        return [shutil.which(before[0]) or before[0], *before[1:], sys.executable]
-
-    def start_all(self, *options: str) -> None:
-        """Starts the trainer and the config's meshes."""
-        for name in (TRAINER, *self.rollouts):
-            self.start(name, *options)
-
-    @property
-    def leader(self) -> Begun:
-        """The trainer's process."""
-        return self.now[TRAINER]
-
-    def meshes(self) -> list[Begun]:
-        """The rollout processes that have not ended."""
-        return [one for name, one in self.now.items() if name != TRAINER and one.alive]
-
-    def wait(self, true: Callable[[], object], seconds: float, what: str) -> float:
-        """Waits until something is true; returns the seconds.
+    def wait(self, condition: Callable[[], object], seconds: float, what: str) -> float:
+        """Waits for a condition; returns the seconds.
 
         Raises:
-          Wrong: it does not become true in time, or the trainer ends before.
+          Wrong: it does not become true in time, or the driver ends before.
         """
         begin = time.monotonic()
-        while not true():
-            if not self.leader.alive and not true():
-                raise Wrong(
-                    f"the trainer has ended with {self.leader.process.returncode} before {what}:\n{self.tails()}"
-                )
+        while not condition():
+            code = self.driver.poll()
+            if code is not None and not condition():
+                raise Wrong(f"the driver ended with {code} before {what}:\n{self.output(3000)}")
             if time.monotonic() - begin > seconds:
-                raise Wrong(f"not in {seconds:g} s: {what}\n{self.tails()}")
+                raise Wrong(f"not within {seconds:g} s: {what}:\n{self.output(3000)}")
             time.sleep(LOOK)
         return time.monotonic() - begin
 
-    def tails(self, lines: int = 25) -> str:
-        """The ends of what the present processes have printed."""
-        return "\n".join(
-            f"--- {name} ({one.process.poll()}), {one.log}:\n"
-            + "\n".join(one.said().splitlines()[-lines:])
-            for name, one in self.now.items()
-        )
-
-    def rewards(self, of: Begun) -> list[int]:
-        """The processes that score for a process."""
-        return [
-            one
-            for one in self.living()
-            if REWARDS in _read(one, "cmdline") and _parent(one) == of.process.pid
-        ]
-
-    def living(self) -> list[int]:
-        """All processes with the job's token that have not ended."""
-        mine = f"{TOKEN}={self.token}".encode()
-        found = [int(path.name) for path in PROC.iterdir() if path.name.isdigit()]
-        return [
-            one for one in found if mine in _read(one, "environ").split(b"\0") and not _dead(one)
-        ]
-
-    def orphans(self) -> list[int]:
-        """Processes of the job that none of the processes that run has started."""
-        roots = {one.process.pid for one in self.all if one.alive}
-        return [one for one in self.living() if not roots & set(_line(one))]
-
-    def check_no_orphans(self, seconds: float = 10.0) -> None:
-        """Waits until there are none.
+    def ends(self, code: int, seconds: float) -> float:
+        """Waits until the driver and all other processes have ended; returns the seconds.
 
         Raises:
-          Wrong: there are still some.
+          Wrong: they have not in time, or the driver ends with another exit code.
+        """
+        begin = time.monotonic()
+        try:
+            found = self.driver.wait(seconds)
+        except subprocess.TimeoutExpired:
+            found = None
+        if found != code:
+            raise Wrong(f"the driver's exit code is {found}, not {code}:\n{self.output(3000)}")
+        self.check_none_left(max(LOOK, begin + seconds - time.monotonic()))
+        return time.monotonic() - begin
+
+    # ------------------------------------------------------------------------------ processes
+
+    def trainer(self) -> int | None:
+        """The trainer's process; None if it has not begun the run."""
+        pid = self._status().get("process")
+        return pid if pid in self._started() else None
+
+    def workers(self) -> dict[str, int]:
+        """The processes of the rollout workers that are ready, by name."""
+        trainer, started = self.trainer(), self._started()
+        return {
+            name: one["process"]
+            for name, one in sorted(self._status().get("workers", {}).items())
+            if trainer and one["lost"] is None and one["process"] in started.keys() - {trainer}
+        }
+
+    def rewards(self, of: int) -> list[int]:
+        """The processes that score for a process."""
+        return [one.pid for one in processes() if one.parent == of and REWARDS in one.command]
+
+    def left(self) -> list[Process]:
+        """Processes whose parents have ended."""
+        with suppress(ChildProcessError):
+            for one in processes(ended=True):
+                if one.parent == os.getpid() and one.pid not in {self.driver.pid, *self._others}:
+                    os.waitpid(one.pid, os.WNOHANG)
+        running = {self.driver.pid} if self.driver.poll() is None else set()
+        known = running | self._others
+        return [one for one in processes() if one.parent == os.getpid() and one.pid not in known]
+
+    def check_none_left(self, seconds: float = 10.0) -> None:
+        """Waits until no process is left.
+
+        Raises:
+          Wrong: there still are some.
         """
         until = time.monotonic() + seconds
-        while found := self.orphans():
+        while found := self.left():
             if time.monotonic() > until:
-                shown = [_read(one, "cmdline").replace(b"\0", b" ")[:200] for one in found]
-                raise Wrong(f"processes are left: {found}, {shown}")
+                raise Wrong(f"processes are left: {found}")
             time.sleep(LOOK)
 
     def close(self) -> None:
-        """Kills whatever is left."""
-        for one in self.all:
-            if one.alive:
-                one.process.kill()
-            one.process.wait(10)
-        for one in self.living():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
+        """Kills all processes."""
+        while self.starts and (found := [*self._started(), *(one.pid for one in self.left())]):
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.driver.poll()
+
+    def _started(self) -> dict[int, Process]:
+        """The driver and all processes below it."""
+        found, every = {}, processes()
+        parents = {self.driver.pid} if self.driver.poll() is None else set()
+        while parents:
+            found |= {one.pid: one for one in every if one.pid in parents}
+            parents = {one.pid for one in every if one.parent in parents}
+        return found
+
+    def _status(self) -> dict[str, Any]:
+        try:
+            return json.loads((self._workdir / FILE).read_text())
+        except FileNotFoundError:
+            return {}
 
 
-def memory(process: int) -> int:
-    """Bytes of a process that lie in memory; 0 if it has ended."""
-    pages = _read(process, "statm").split()
-    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
-
-
-def _read(process: int, file: str) -> bytes:
-    try:
-        return (PROC / str(process) / file).read_bytes()
-    except OSError:  # it has ended, or belongs to somebody else
-        return b""
-
-
-def _dead(process: int) -> bool:
-    """Whether a process has ended; its parent may not have noticed."""
-    return re.search(rb"\) ([ZX]) ", _read(process, "stat")) is not None
-
-
-def _parent(process: int) -> int:
-    found = re.search(rb"\) \w (\d+) ", _read(process, "stat"))
-    return int(found[1]) if found else 0
-
-
-def _line(process: int) -> list[int]:
-    """A process, its parent, and so on."""
+def processes(ended: bool = False) -> list[Process]:
+    """All processes of this machine; with `ended`, those that have ended and were not waited for."""
     found = []
-    while process > 1:
-        found.append(process)
-        process = _parent(process)
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ends meanwhile
+            state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+            if (state in "ZX") == ended:
+                command = (path / "cmdline").read_bytes().replace(b"\0", b" ")[:300]
+                found.append(Process(int(path.name), int(parent), command))
     return found
+
+
+def memory(pid: int) -> int:
+    """Bytes of a process that are in memory; 0 if it has ended."""
+    with suppress(OSError):
+        pages = pathlib.Path(f"/proc/{pid}/statm").read_text().split()
+        return int(pages[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

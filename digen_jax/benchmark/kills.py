@@ -1,6 +1,6 @@
-"""Random faults in a real run of several processes, at random moments, against the same run without any.
+"""Random faults at random moments of a run with rollout workers on Ray, compared with a run of one process without.
 
-The run trains by what is nearly plain gradient descent, with a smooth reward, so that rounding stays rounding.
+The run trains by what is nearly plain gradient descent, with a smooth reward, so that rounding errors stay small.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from digen_jax.benchmark import witness
+from digen_jax.benchmark import kills_train
 from digen_jax.benchmark.equality import metrics_off, tuned, update_off
 from digen_jax.benchmark.fault_injection import ENDLESS, WORKERS, Fault, FaultInjection
 from digen_jax.benchmark.job import Job, Wrong
 from digen_jax.errors import ConfigError, check_positive
 
-TOLERANCE = 1e-3  # of metrics and of the whole update
+TOLERANCE = 1e-3  # of metrics and of the full update
 # The run, unless the command line says otherwise.
 SMALL = {
     "batch.groups": 2,
     "batch.images": 4,
     "sampler.fragment": 2,
     "sampler.steps": 4,
-    "rewards": ("digen_jax.benchmark.kills:brightness",),
+    "rewards": (f"{kills_train.__name__}:brightness",),
     "reward_pool.processes": 1,
     "trainer.micro_batch": 2,
     "trainer.learning_rate": 0.03,
@@ -37,6 +37,7 @@ SMALL = {
     "trainer.eps": 1.0,
     "trainer.clip_norm": 1e3,
     "runtime.tag_fragments": 4,
+    "runtime.staleness": 0,
     "evaluation.images": 4,
     "evaluation.batch": 4,
     "evaluation.every": ENDLESS,
@@ -53,51 +54,58 @@ PLACED = {
     "placement.trainer.data": 1,
     "placement.trainer.fsdp": 1,
 }
-# The run without faults.
-ALONE = {"placement.rollout.data": 0, "placement.cpu_devices": 1}
-
-
-def brightness(images: Any, prompts: list[str], metadata: list[dict]) -> Any:
-    """A reward that changes little where images do."""
-    return images.mean(tuple(range(1, images.ndim)), dtype=np.float64) / 255
+ONE_PROCESS = {"placement.rollout.data": 0, "placement.cpu_devices": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """All faults, and what was found at the end."""
+    """All faults, and the comparison at the end.
+
+    Attributes:
+      metrics: see `equality.metrics_off`; None if the run is asynchronous, so that no other run has its metrics.
+      update: see `equality.update_off`; None likewise.
+      received: how often workers received weights.
+      starts: of the command.
+      memory: the largest bytes of each kind of process.
+    """
 
     faults: tuple[Fault, ...]
     seconds: float
     steps: int
-    metrics: float  # see `equality.metrics_off`
-    update: float  # see `equality.update_off`
-    taken: int  # weights by meshes
-    starts: int  # of processes
-    memory: dict[str, int]  # largest bytes of the leader and of a rollout process
+    metrics: float | None
+    update: float | None
+    received: int
+    starts: int
+    memory: dict[str, int]
 
     def describe(self) -> str:
-        """The table, and sentences on the rest."""
-        kinds = sorted({fault.kind for fault in self.faults})
-        head = f"{'fault':<44}{'times':>6}{'goes on after':>20}{'whole after':>20}"
-        rows = [head, f"{'':<50}{'median, longest s':>20}{'median, longest s':>20}"]
-        for kind in kinds:
-            its = [fault for fault in self.faults if fault.kind == kind]
-            cells = [_spread([getattr(f, name) for f in its]) for name in ("went_on", "whole")]
-            rows.append(f"{kind:<44}{len(its):>6}{cells[0]:>20}{cells[1]:>20}")
-        ended = [fault.ended for fault in self.faults if fault.ended is not None]
-        sentences = [
-            f"{len(self.faults)} faults in {self.steps} steps and {self.seconds:.0f} s; {self.starts} processes were "
-            "started, and none was left.",
-            f"Every step once and in order; metrics within {self.metrics:.1e}, the whole update within "
-            f"{self.update:.1e} of a run without faults in one process.",
-            f"Meshes took weights {self.taken} times, each time the bits of a published version.",
-            *(f"{name}: at most {size / 2**20:.0f} MiB." for name, size in self.memory.items()),
-        ]
-        if ended:
-            sentences.append(
-                f"Without the leader all processes had ended after at most {max(ended):.1f} s."
+        """A table with a row for each kind of fault, and the other numbers."""
+        head = f"{'fault':<28}{'times':>6}{'continues after':>20}{'workers ready after':>22}{'all ended after':>20}"
+        rows = [head, f"{'':<34}{'median, longest s':>20}{'median, longest s':>22}{'s':>20}"]
+        for kind in sorted({fault.kind for fault in self.faults}):
+            found = [fault for fault in self.faults if fault.kind == kind]
+            cells = [
+                _spread([getattr(fault, field) for fault in found])
+                for field in ("continued", "recovered", "ended")
+            ]
+            rows.append(f"{kind:<28}{len(found):>6}{cells[0]:>20}{cells[1]:>22}{cells[2]:>20}")
+        compared = "Metrics and parameters are not compared, because the run is asynchronous."
+        if self.metrics is not None:
+            compared = (
+                f"Compared with a run of one process without faults, metrics differ by at most {self.metrics:.1e} and "
+                f"the full update by {self.update:.1e}."
             )
-        return "\n".join([*rows, *sentences])
+        memory = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in self.memory.items())
+        return "\n".join(
+            [
+                *rows,
+                f"{len(self.faults)} faults in {self.steps} steps and {self.seconds:.0f} s; the command was started "
+                f"{self.starts} times, and no process was left.",
+                f"The metrics have every step once and in order. {compared}",
+                f"Workers received weights {self.received} times, each time the bits of a published version.",
+                f"Largest processes: {memory}.",
+            ]
+        )
 
     def record(self) -> dict[str, Any]:
         """All numbers, for a JSON file."""
@@ -116,85 +124,89 @@ def compare(
     kills: int,
     seed: int,
     watched: Callable[[range], Iterator[int]] = iter,
-    told: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Runs a job with faults, and the same in one process without.
 
     Args:
       config: a configs/*.py file.
-      overrides: of its fields, by their names; they go before `SMALL`.
-      workdir: a folder that is not there yet.
+      overrides: of its fields, by their names; they take precedence over `SMALL`.
+      workdir: a folder that does not exist yet.
       kills: the number of faults.
-      seed: of the draws of faults and moments.
+      seed: of the random choices of faults and moments.
       watched: shows progress over the faults.
-      told: a line at every fault.
+      report: called with a line after every fault.
       environment: variables of the processes in addition.
 
     Raises:
-      ConfigError: what was asked for cannot work.
+      ConfigError: an argument is invalid.
       Wrong: a fault had a consequence that it must not have.
     """
     check(workdir, kills)
     fields = SMALL | {**overrides} | PLACED
-    options = [f"--config={config}", *map(_option, fields, fields.values())]
+    options = [f"--config={config}", *_options(fields)]
     begin = time.monotonic()
-    notes = workdir / "weights"
-    notes.mkdir(parents=True)
-    variables = {**(environment or {}), witness.FOLDER: str(notes.absolute())}
-    command = ["-m", witness.__name__, *options, f"--workdir={workdir / 'faults'}"]
-    with closing(Job(command, workdir / "said", WORKERS, variables)) as job:
-        run = FaultInjection(job, workdir / "faults", seed, told)
+    hashes = workdir / "weights"
+    hashes.mkdir(parents=True)
+    variables = {**(environment or {}), kills_train.FOLDER: str(hashes.absolute())}
+    faulty = workdir / "faults"
+    command = ["-m", kills_train.__name__, *options, f"--workdir={faulty}", "--ray=local"]
+    with closing(Job(command, faulty, workdir / "output", variables)) as job:
+        run = FaultInjection(job, faulty, seed, report)
         run.begin()
         for _ in watched(range(kills)):
             run.next()
-        done = run.conclude()
-    options += map(_option, ALONE, ALONE.values())
-    alone = Alone(options, workdir / "unbroken", variables)
-    start = alone.run(1)
-    expected = alone.run(done)
-    update = update_off(tuned(workdir / "faults"), expected, start)
-    metrics = metrics_off(workdir / "faults", workdir / "unbroken")
-    taken, wrong = witness.torn(notes)
-    if wrong or not taken:
-        raise Wrong(f"of {taken} weights that meshes took these were never published: {wrong}")
-    if not max(metrics, update) < TOLERANCE:
+        steps = run.conclude()
+    received, wrong = kills_train.compare_hashes(hashes)
+    if wrong or not received:
         raise Wrong(
-            f"the run is another one than without faults: metrics differ by {metrics:.1e}, updates by {update:.1e}"
+            f"of {received} received versions of weights these were never published: {wrong}"
         )
+    metrics = update = None
+    if not fields["runtime.staleness"]:
+        one = OneProcess([*options, *_options(ONE_PROCESS)], workdir / "one_process", variables)
+        start, expected = one.run(1), one.run(steps)
+        update = update_off(tuned(faulty), expected, start)
+        metrics = metrics_off(faulty, workdir / "one_process")
+        if not max(metrics, update) < TOLERANCE:
+            raise Wrong(
+                f"the run differs from one without faults: metrics by {metrics:.1e}, the full update by {update:.1e}"
+            )
     seconds = time.monotonic() - begin
-    of = tuple(run.faults)
-    return Outcome(of, seconds, done, metrics, update, taken, len(job.all), run.memory)
+    return Outcome(
+        tuple(run.faults), seconds, steps, metrics, update, received, job.starts, run.memory
+    )
 
 
-def _option(field: str, value: Any) -> str:
-    return f"--config.{field}={value}"
+def _options(fields: Mapping[str, Any]) -> list[str]:
+    return [f"--config.{field}={value}" for field, value in fields.items()]
 
 
 def check(workdir: pathlib.Path, kills: int) -> None:
-    """Raises ConfigError where the processes cannot be watched, the folder is there, or nothing is to happen."""
+    """Raises ConfigError if an argument of `compare` is invalid, or this is not Linux."""
     check_positive("--kills", kills)
     if sys.platform != "linux":
-        raise ConfigError("faults need Linux, whose /proc tells which processes are left")
+        raise ConfigError("the benchmark of faults needs Linux, for its /proc")
     if workdir.exists():
         raise ConfigError(f"--workdir={workdir} exists: give a new folder, or delete it")
 
 
-class Alone:
+class OneProcess:
     """The same run without faults, in one process that samples and trains in turn."""
 
     def __init__(self, options: list[str], workdir: pathlib.Path, environment: Mapping[str, str]):
-        script = [sys.executable, "-m", witness.__name__, *options, f"--workdir={workdir}"]
-        self._command, self._workdir = script, workdir
+        script = [sys.executable, "-m", kills_train.__name__]
+        self._command, self._workdir = [*script, *options, f"--workdir={workdir}"], workdir
         self._environment = os.environ | environment
 
     def run(self, count: int) -> dict[str, np.ndarray]:
-        """Runs up to so many steps; returns what is tuned.
+        """Continues up to step `count`; returns the tuned parameters.
 
         Raises:
           Wrong: it fails.
         """
-        with (self._workdir.with_suffix(".txt")).open("a") as out:
+        with self._workdir.with_suffix(".txt").open("a") as out:
             done = subprocess.run(
                 [*self._command, f"--config.steps={count}"],
                 env=self._environment,
@@ -203,5 +215,5 @@ class Alone:
                 stderr=subprocess.STDOUT,
             )
         if done.returncode:
-            raise Wrong(f"the run without faults ends with {done.returncode}: see {out.name}")
+            raise Wrong(f"the run without faults ended with {done.returncode}: see {out.name}")
         return tuned(self._workdir)

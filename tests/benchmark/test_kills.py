@@ -1,25 +1,27 @@
-"""What the benchmark of faults looks at: lines of metrics, updates, notes of weights, processes that are left."""
+"""The benchmark of faults: its comparisons of runs and weights, the processes it finds, and five real faults."""
 
+import importlib.util
 import json
 import math
 import os
 import signal
+import subprocess
 import sys
-import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax.benchmark import witness
+from digen_jax.benchmark import kills_train
 from digen_jax.benchmark.equality import metrics_off, steps, update_off
 from digen_jax.benchmark.fault_injection import Fault
 from digen_jax.benchmark.job import Job, Wrong, memory
-from digen_jax.benchmark.kills import Outcome
+from digen_jax.benchmark.kills import TOLERANCE, Outcome
 from digen_jax.scheduling.commands import Publication
+from tests.pipelines import ROOT, environment
 
 LINE = {"seconds/clock": 1.0, "images_per_second": 2.0, "tag_share": 0.0}
-# Starts a process that would outlive it, and waits; a reward's would not.
+# Starts a process that outlives it, prints its number and waits.
 PARENT = """
 import subprocess, sys, time
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True).pid, flush=True)
@@ -52,58 +54,74 @@ def test_updates_are_compared_by_what_they_change():
     assert update_off(other, end, start) == pytest.approx(0.1)
 
 
-def test_weights_that_were_never_published_are_found(tmp_path, monkeypatch):
-    monkeypatch.setenv(witness.FOLDER, str(tmp_path))
+def test_received_weights_that_were_never_published_are_found(tmp_path, monkeypatch):
+    monkeypatch.setenv(kills_train.FOLDER, str(tmp_path))
+    published, received = kills_train.PUBLISHED, kills_train.RECEIVED
     first, second = ({"a": jnp.arange(4.0) + i, "b": jnp.ones(2) * i} for i in range(2))
     for version, tree in enumerate((first, second)):
-        witness.note(witness.GIVEN, Publication(version), tree)
-        witness.note(
-            witness.TAKEN, Publication(version), {k: np.asarray(v) for k, v in tree.items()}
-        )
-    with (tmp_path / "killed").open("w") as file:
-        file.write("taken 1 0123")
-    assert witness.torn(tmp_path) == (2, [])
-    witness.note(witness.TAKEN, Publication(1), first | {"b": second["b"]})
-    witness.note(witness.TAKEN, Publication(1, True), second)
-    assert witness.torn(tmp_path) == (4, ["1", "1e"])
+        kills_train.note(published, Publication(version), tree)
+        copy = {name: np.asarray(leaf) for name, leaf in tree.items()}
+        kills_train.note(received, Publication(version), copy)
+    (tmp_path / "killed").write_text(f"{received} 1 0123")
+    assert kills_train.compare_hashes(tmp_path) == (2, [])
+    kills_train.note(received, Publication(1), first | {"b": second["b"]})
+    kills_train.note(received, Publication(1, True), second)
+    assert kills_train.compare_hashes(tmp_path) == (4, ["1", "1e"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_a_process_that_outlives_its_parent_is_found_and_ended(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    job = Job([script], tmp_path / "said", 1)
+    job = Job([str(script)], tmp_path / "run", tmp_path / "output")
+    job.start()
     try:
-        trainer, rollout = job.start("trainer"), job.start("rollout 0")
-        job.wait(lambda: all(one.said() for one in (trainer, rollout)), 20, "both have begun")
-        assert not job.orphans() and len(job.living()) == 4
-        assert memory(trainer.process.pid) > 2**20
-        rollout.signal(signal.SIGKILL)
-        assert rollout.ends(60) == -signal.SIGKILL
-        left = int(rollout.said())
-        assert job.orphans() == [left]
-        with pytest.raises(Wrong, match=f"processes are left: \\[{left}\\]"):
-            job.check_no_orphans(0.2)
-        with pytest.raises(Wrong, match="trainer has not ended in"):
-            trainer.ends(0.1)
-        begin = time.monotonic()
-        with pytest.raises(Wrong, match=r"not in 0.2 s: never"):
+        job.wait(job.output, 60, "it has started")
+        (tmp_path / "run").mkdir()
+        left, parent = int(job.output()), job.driver.pid
+        worker = {"process": left, "lost": None}
+        status = {
+            "process": parent,
+            "workers": {"rollout 0": worker, "lost": worker | {"lost": 1.0}},
+        }
+        (tmp_path / "run" / "status.json").write_text(json.dumps(status))
+        assert job.trainer() == parent and job.workers() == {"rollout 0": left}
+        assert not job.left() and memory(parent) > 2**20
+        with pytest.raises(Wrong):
             job.wait(lambda: False, 0.2, "never")
-        assert time.monotonic() - begin < 60
+        os.kill(parent, signal.SIGKILL)
+        with pytest.raises(Wrong):  # a process is left
+            job.ends(-signal.SIGKILL, 1.0)
+        assert [one.pid for one in job.left()] == [left]
+        assert job.trainer() is None and not job.workers()
     finally:
         job.close()
-    for _ in range(100):
-        if not job.living():
-            break
-        time.sleep(0.05)
-    assert not job.living()
-    with pytest.raises(ProcessLookupError):
-        os.kill(trainer.process.pid, 0)
+    assert not job.left() and memory(left) == 0
 
 
 def test_the_table_has_a_row_for_each_kind():
     faults = Fault("b", 1.0, 2.0), Fault("a", None, None), Fault("b", 3.0, 8.0, 0.5)
-    shown = Outcome(faults, 60.0, 9, 1e-5, 2e-5, 4, 7, {"the leader": 2**20}).describe()
+    shown = Outcome(faults, 60.0, 9, 1e-5, 2e-5, 4, 7, {"trainer": 2**20}).describe()
     rows = [line.split() for line in shown.splitlines()]
-    assert ["a", "1", "-", "-"] in rows and ["b", "2", "2.0,", "3.0", "5.0,", "8.0"] in rows
-    assert "the leader: at most 1 MiB." in shown and "after at most 0.5 s" in shown
+    assert ["a", "1", "-", "-", "-"] in rows
+    assert ["b", "2", "2.0,", "3.0", "5.0,", "8.0", "0.5,", "0.5"] in rows
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed")
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_a_run_with_five_faults_is_the_run_without(tmp_path):
+    output = tmp_path / "kills.json"
+    options = "--config=configs/shapes_demo.py", f"--workdir={tmp_path / 'kills'}", "--kills=5"
+    done = subprocess.run(
+        [sys.executable, "launch/benchmark.py", "kills", *options, f"--output={output}"],
+        cwd=ROOT,
+        env=environment(1, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(output.read_text())
+    assert len({fault["kind"] for fault in found["faults"]}) == 5
+    assert found["received"] > 0 and max(found["metrics"], found["update"]) < TOLERANCE
+    assert steps(tmp_path / "kills" / "faults") == [*range(1, found["steps"] + 1)]

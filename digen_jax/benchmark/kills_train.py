@@ -1,0 +1,99 @@
+"""launch/train.py as the benchmark `kills` starts it: with a smooth reward, and with hashes of weights.
+
+DIGEN_JAX_WEIGHT_HASHES=FOLDER python -m digen_jax.benchmark.kills_train [options of launch/train.py]
+
+The trainer's process notes a hash of each published version, and rollout workers one of each version they received.
+"""
+
+import hashlib
+import os
+import pathlib
+import sys
+from functools import partialmethod
+from typing import Any
+
+from digen_jax.distributed.launch import ADDRESS
+from digen_jax.distributed.worker_process import Done, RolloutProcess
+from digen_jax.scheduling.commands import Publication
+
+FOLDER = "DIGEN_JAX_WEIGHT_HASHES"  # the variable with the folder of the notes
+PUBLISHED, RECEIVED = "published", "received"
+
+
+def brightness(images: Any, prompts: list[str], metadata: list[dict]) -> Any:
+    """A reward that changes little when images do."""
+    return images.mean((1, 2, 3), dtype="float64") / 255
+
+
+def digest(tree: Any) -> str:
+    """A hash of the bits of all arrays, by their paths in the tree."""
+    import jax
+    import numpy as np
+
+    found = hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        array = np.ascontiguousarray(leaf)
+        found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+        found.update(array.view(np.uint8).data)
+    return found.hexdigest()[:32]
+
+
+def note(kind: str, publication: Publication, tree: Any) -> None:
+    """Appends a line, which survives a kill of this process."""
+    name = f"{publication.version}{'e' * publication.evaluated}"
+    with pathlib.Path(os.environ[FOLDER], str(os.getpid())).open("a") as file:
+        file.write(f"{kind} {name} {digest(tree)}\n")
+
+
+def compare_hashes(folder: pathlib.Path) -> tuple[int, list[str]]:
+    """Returns how often weights were received, and the versions whose received bits were never published."""
+    files = [file.read_text().splitlines() for file in folder.iterdir()]
+    lines = [line.split() for file in files for line in file]
+    # A process that was killed may leave an unfinished line.
+    full = [line for line in lines if len(line) == 3 and len(line[2]) == 32]
+    published = {(name, found) for kind, name, found in full if kind == PUBLISHED}
+    received = [(name, found) for kind, name, found in full if kind == RECEIVED]
+    return len(received), [name for name, found in received if (name, found) not in published]
+
+
+class HashingProcess(RolloutProcess):
+    """A rollout worker's process that notes the weights it receives."""
+
+    def receive(
+        self, serial: int, after: int, publication: Publication, structure: Any, *pieces: Any
+    ) -> Done:
+        """See `RolloutProcess`."""
+        done = super().receive(serial, after, publication, structure, *pieces)
+        weights = self._executor.weights.get(publication)
+        if weights is not None:
+            note(RECEIVED, publication, weights.tuned)
+        return done
+
+
+def note_weights() -> None:
+    """Makes this process, the trainer's, note what it publishes, and its workers what they receive."""
+    from digen_jax.distributed.workers import RolloutWorkers
+    from digen_jax.engine.system import rounded
+    from digen_jax.runtime.versions import Versions
+
+    add = Versions.add
+
+    def added(self: Versions, publication: Publication, tree: Any, own: str | None = None) -> None:
+        # First, since a worker may receive it at once.
+        note(PUBLISHED, publication, tree if self._dtype is None else rounded(tree, self._dtype))
+        add(self, publication, tree, own)
+
+    Versions.add = added
+    RolloutWorkers.__init__ = partialmethod(RolloutWorkers.__init__, kind=HashingProcess)
+
+
+if __name__ == "__main__":
+    # In place of this file's folder, from which the trainer's process would import.
+    sys.path[0] = str(pathlib.Path(__file__).parents[2])
+    from digen_jax.benchmark import kills_train  # as the workers' processes import it
+    from digen_jax.config.command_line import run_main
+    from launch.train import main
+
+    if ADDRESS in os.environ:
+        kills_train.note_weights()
+    run_main(main)
