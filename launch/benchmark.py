@@ -274,28 +274,17 @@ def ray() -> None:
 
 
 def kills() -> None:
-    """Let faults happen in a run of several processes, and compare it with the same one without."""
+    """Inject faults into a run with rollout workers on Ray, and compare it with the same run without."""
     output, workdir = _output(), _workdir("kills")
     if _CONFIG.value is None:
         raise ConfigError("say what to run, by --config=configs/shapes_demo.py for example")
-    from digen_jax.benchmark.kills import check, compare
+    from digen_jax.benchmark.kills import compare
     from digen_jax.process.launching import prepare
-    from digen_jax.process.progress import watched
 
-    check(workdir, _KILLS.value)
     prepare()
-
     flag = flags.FLAGS["config"]
-    path = config_flags.get_config_filename(flag)
-    found = compare(
-        path,
-        config_flags.get_override_values(flag),
-        workdir,
-        _KILLS.value,
-        _SEED.value,
-        lambda faults: watched(faults, "kills", "fault"),
-        lambda line: print(line, flush=True),
-    )
+    path, overrides = config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
+    found = compare(path, overrides, workdir, _KILLS.value, _SEED.value)
     print(f"\n{found.describe()}")
     _write(output, found.record())
 

@@ -4,57 +4,36 @@ The run trains by what is nearly plain gradient descent, with a smooth reward, s
 """
 
 import dataclasses
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
-
-import numpy as np
 
 from digen_jax.benchmark import kills_train
 from digen_jax.benchmark.equality import metrics_off, tuned, update_off
 from digen_jax.benchmark.fault_injection import ENDLESS, WORKERS, Fault, FaultInjection
 from digen_jax.benchmark.job import Job, Wrong
 from digen_jax.errors import ConfigError, check_positive
+from digen_jax.process.progress import watched
 
 TOLERANCE = 1e-3  # of metrics and of the full update
+ONE_PROCESS = 3600.0  # seconds for the run without faults
 # The run, unless the command line says otherwise.
-SMALL = {
-    "batch.groups": 2,
-    "batch.images": 4,
-    "sampler.fragment": 2,
-    "sampler.steps": 4,
-    "rewards": (f"{kills_train.__name__}:brightness",),
-    "reward_pool.processes": 1,
-    "trainer.micro_batch": 2,
-    "trainer.learning_rate": 0.03,
-    "trainer.decay": 0,
-    "trainer.eps": 1.0,
-    "trainer.clip_norm": 1e3,
-    "runtime.tag_fragments": 4,
-    "runtime.staleness": 0,
-    "evaluation.images": 4,
-    "evaluation.batch": 4,
-    "evaluation.every": ENDLESS,
-    "pictures.every": ENDLESS,
-    "pictures.images": 2,
-    "checkpoint.every": 1,
-    "checkpoint.keep": 2,
-}
-PLACED = {
-    "placement.sizes": "given",
-    "placement.rollout.data": 1,
-    "placement.rollout.fsdp": 1,
-    "placement.rollout.workers": WORKERS,
-    "placement.trainer.data": 1,
-    "placement.trainer.fsdp": 1,
-}
-ONE_PROCESS = {"placement.rollout.data": 0, "placement.cpu_devices": 1}
+SMALL = f"""
+batch.groups=2 batch.images=4 sampler.fragment=2 sampler.steps=4
+rewards=('{kills_train.__name__}:brightness',) reward_pool.processes=1
+trainer.micro_batch=2 trainer.learning_rate=0.03 trainer.decay=0 trainer.eps=1.0 trainer.clip_norm=1e3
+runtime.tag_fragments=4 runtime.staleness=0 checkpoint.every=1 checkpoint.keep=2
+evaluation.images=4 evaluation.batch=4 evaluation.every={ENDLESS} pictures.images=2 pictures.every={ENDLESS}
+"""
+PLACED = f"""
+placement.sizes=given placement.rollout.data=1 placement.rollout.fsdp=1 placement.rollout.workers={WORKERS}
+placement.trainer.data=1 placement.trainer.fsdp=1
+"""
+WITHOUT_WORKERS = "placement.rollout.data=0 placement.cpu_devices=1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +45,6 @@ class Outcome:
       update: see `equality.update_off`; None likewise.
       received: how often workers received weights.
       starts: of the command.
-      memory: the largest bytes of each kind of process.
     """
 
     faults: tuple[Fault, ...]
@@ -76,35 +54,28 @@ class Outcome:
     update: float | None
     received: int
     starts: int
-    memory: dict[str, int]
 
     def describe(self) -> str:
         """A table with a row for each kind of fault, and the other numbers."""
-        head = f"{'fault':<28}{'times':>6}{'continues after':>20}{'workers ready after':>22}{'all ended after':>20}"
-        rows = [head, f"{'':<34}{'median, longest s':>20}{'median, longest s':>22}{'s':>20}"]
+        columns = "continued", "recovered", "ended"
+        rows = [
+            f"{'seconds: median, longest':<28}{'times':>6}" + "".join(f"{c:>15}" for c in columns)
+        ]
         for kind in sorted({fault.kind for fault in self.faults}):
             found = [fault for fault in self.faults if fault.kind == kind]
-            cells = [
-                _spread([getattr(fault, field) for fault in found])
-                for field in ("continued", "recovered", "ended")
-            ]
-            rows.append(f"{kind:<28}{len(found):>6}{cells[0]:>20}{cells[1]:>22}{cells[2]:>20}")
-        compared = "Metrics and parameters are not compared, because the run is asynchronous."
+            cells = (_spread([getattr(one, column) for one in found]) for column in columns)
+            rows.append(f"{kind:<28}{len(found):>6}" + "".join(f"{cell:>15}" for cell in cells))
+        compared = "An asynchronous run is not compared with another one."
         if self.metrics is not None:
             compared = (
-                f"Compared with a run of one process without faults, metrics differ by at most {self.metrics:.1e} and "
-                f"the full update by {self.update:.1e}."
+                f"Metrics differ by at most {self.metrics:.1e} from a run of one process without faults, the full "
+                f"update by {self.update:.1e}."
             )
-        memory = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in self.memory.items())
-        return "\n".join(
-            [
-                *rows,
-                f"{len(self.faults)} faults in {self.steps} steps and {self.seconds:.0f} s; the command was started "
-                f"{self.starts} times, and no process was left.",
-                f"The metrics have every step once and in order. {compared}",
-                f"Workers received weights {self.received} times, each time the bits of a published version.",
-                f"Largest processes: {memory}.",
-            ]
+        return "\n".join(rows) + (
+            f"\n{len(self.faults)} faults in {self.steps} steps and {self.seconds:.0f} s; the command was started "
+            f"{self.starts} times, and no process was left.\n"
+            f"The metrics have every step once and in order. {compared}\n"
+            f"Workers received weights {self.received} times, each time the bits of a published version."
         )
 
     def record(self) -> dict[str, Any]:
@@ -118,16 +89,9 @@ def _spread(seconds: list[float | None]) -> str:
 
 
 def compare(
-    config: str,
-    overrides: Mapping[str, Any],
-    workdir: pathlib.Path,
-    kills: int,
-    seed: int,
-    watched: Callable[[range], Iterator[int]] = iter,
-    report: Callable[[str], None] = print,
-    environment: Mapping[str, str] | None = None,
+    config: str, overrides: Mapping[str, Any], workdir: pathlib.Path, kills: int, seed: int
 ) -> Outcome:
-    """Runs a job with faults, and the same in one process without.
+    """Runs a job with faults, and the same in one process without; prints a line after every fault.
 
     Args:
       config: a configs/*.py file.
@@ -135,85 +99,49 @@ def compare(
       workdir: a folder that does not exist yet.
       kills: the number of faults.
       seed: of the random choices of faults and moments.
-      watched: shows progress over the faults.
-      report: called with a line after every fault.
-      environment: variables of the processes in addition.
 
     Raises:
-      ConfigError: an argument is invalid.
+      ConfigError: an argument is invalid, or this is not Linux.
       Wrong: a fault had a consequence that it must not have.
     """
-    check(workdir, kills)
-    fields = SMALL | {**overrides} | PLACED
-    options = [f"--config={config}", *_options(fields)]
-    begin = time.monotonic()
-    hashes = workdir / "weights"
-    hashes.mkdir(parents=True)
-    variables = {**(environment or {}), kills_train.FOLDER: str(hashes.absolute())}
-    faulty = workdir / "faults"
-    command = ["-m", kills_train.__name__, *options, f"--workdir={faulty}", "--ray=local"]
-    with closing(Job(command, faulty, workdir / "output", variables)) as job:
-        run = FaultInjection(job, faulty, seed, report)
-        run.begin()
-        for _ in watched(range(kills)):
-            run.next()
-        steps = run.conclude()
-    received, wrong = kills_train.compare_hashes(hashes)
-    if wrong or not received:
-        raise Wrong(
-            f"of {received} received versions of weights these were never published: {wrong}"
-        )
-    metrics = update = None
-    if not fields["runtime.staleness"]:
-        one = OneProcess([*options, *_options(ONE_PROCESS)], workdir / "one_process", variables)
-        start, expected = one.run(1), one.run(steps)
-        update = update_off(tuned(faulty), expected, start)
-        metrics = metrics_off(faulty, workdir / "one_process")
-        if not max(metrics, update) < TOLERANCE:
-            raise Wrong(
-                f"the run differs from one without faults: metrics by {metrics:.1e}, the full update by {update:.1e}"
-            )
-    seconds = time.monotonic() - begin
-    return Outcome(
-        tuple(run.faults), seconds, steps, metrics, update, received, job.starts, run.memory
-    )
-
-
-def _options(fields: Mapping[str, Any]) -> list[str]:
-    return [f"--config.{field}={value}" for field, value in fields.items()]
-
-
-def check(workdir: pathlib.Path, kills: int) -> None:
-    """Raises ConfigError if an argument of `compare` is invalid, or this is not Linux."""
     check_positive("--kills", kills)
     if sys.platform != "linux":
         raise ConfigError("the benchmark of faults needs Linux, for its /proc")
     if workdir.exists():
         raise ConfigError(f"--workdir={workdir} exists: give a new folder, or delete it")
-
-
-class OneProcess:
-    """The same run without faults, in one process that samples and trains in turn."""
-
-    def __init__(self, options: list[str], workdir: pathlib.Path, environment: Mapping[str, str]):
-        script = [sys.executable, "-m", kills_train.__name__]
-        self._command, self._workdir = [*script, *options, f"--workdir={workdir}"], workdir
-        self._environment = os.environ | environment
-
-    def run(self, count: int) -> dict[str, np.ndarray]:
-        """Continues up to step `count`; returns the tuned parameters.
-
-        Raises:
-          Wrong: it fails.
-        """
-        with self._workdir.with_suffix(".txt").open("a") as out:
-            done = subprocess.run(
-                [*self._command, f"--config.steps={count}"],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
+    begin = time.monotonic()
+    hashes, faulty, alone = workdir / "weights", workdir / "faults", workdir / "one_process"
+    hashes.mkdir(parents=True)
+    fields = [*SMALL.split(), *(f"{name}={value}" for name, value in overrides.items())]
+    command = ["-m", kills_train.__name__, f"--config={config}", *_options(fields)]
+    command += _options(PLACED.split())
+    variables = {kills_train.FOLDER: str(hashes.absolute())}
+    with closing(Job([*command, "--ray=local"], faulty, variables)) as job:
+        run = FaultInjection(job, seed)
+        run.begin()
+        for _ in watched(range(kills), "kills", "fault"):
+            run.next()
+        steps = run.conclude()
+    received, wrong = kills_train.compare_hashes(hashes)
+    if wrong or not received:
+        raise Wrong(f"of {received} received weights these were never published: {wrong}")
+    metrics = update = None
+    if not int(overrides.get("runtime.staleness", 0)):
+        with closing(Job([*command, *_options(WITHOUT_WORKERS.split())], alone, variables)) as one:
+            found = []
+            for count in (1, steps):
+                one.start(f"--config.steps={count}")
+                one.ends(0, ONE_PROCESS)
+                found.append(tuned(alone))
+        update = update_off(tuned(faulty), expected=found[1], start=found[0])
+        metrics = metrics_off(faulty, alone)
+        if not max(metrics, update) < TOLERANCE:
+            raise Wrong(
+                f"the run differs from one without faults: metrics by {metrics:.1e}, the full update by {update:.1e}"
             )
-        if done.returncode:
-            raise Wrong(f"the run without faults ended with {done.returncode}: see {out.name}")
-        return tuned(self._workdir)
+    seconds = time.monotonic() - begin
+    return Outcome(tuple(run.faults), seconds, steps, metrics, update, received, job.starts)
+
+
+def _options(fields: list[str]) -> list[str]:
+    return [f"--config.{field}" for field in fields]
