@@ -286,7 +286,7 @@ def kills() -> None:
     path, overrides = config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
     found = compare(path, overrides, workdir, _KILLS.value, _SEED.value)
     print(f"\n{found.describe()}")
-    _write(output, found.record())
+    _write(output, dataclasses.asdict(found))
 
 
 def _redraw(cells: pathlib.Path, workdir: pathlib.Path) -> None:

@@ -52,7 +52,7 @@ class Job:
     def __init__(
         self, command: Sequence[str], workdir: pathlib.Path, environment: Mapping[str, str]
     ):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _adopt(True)
         self.workdir, self.starts = workdir, 0
         self._command = [sys.executable, *command, f"--workdir={workdir}"]
         self._environment = {"PYTHONUNBUFFERED": "1"} | os.environ | environment
@@ -143,6 +143,7 @@ class Job:
             for pid in found:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+        _adopt(False)
 
     def _started(self) -> set[int]:
         """The driver and all processes below it."""
@@ -157,6 +158,11 @@ class Job:
         with suppress(FileNotFoundError):
             return json.loads((self.workdir / FILE).read_text())
         return {}
+
+
+def _adopt(orphans: bool) -> None:
+    """Sets whether processes below this one become its children when their parents end."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0)
 
 
 def processes() -> list[Process]:

@@ -78,10 +78,6 @@ class Outcome:
             f"Workers received weights {self.received} times, each time the bits of a published version."
         )
 
-    def record(self) -> dict[str, Any]:
-        """All numbers, for a JSON file."""
-        return dataclasses.asdict(self)
-
 
 def _spread(seconds: list[float | None]) -> str:
     found = [one for one in seconds if one is not None]

@@ -5,8 +5,10 @@ decides what to do about lost work.
 """
 
 import contextlib
+import ctypes
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,6 +22,7 @@ from digen_jax.process.ending import last_word, leave
 LOCAL = "local"
 # Threads of an actor for each kind of call; one thread executes calls in the caller's order.
 GROUPS = {"work": 1, "sync": 1, "score": 8, "control": 1, "ping": 1}
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 CONNECTING = 60.0  # seconds in which Ray starts or answers
 INSTALL = "install it by `pip install -r requirements-ray.txt`"
 
@@ -140,6 +143,8 @@ class RayEngine:
             ).remote(*given)
             for number, given in enumerate(arguments)
         ]
+        for actor in actors:
+            actor.__ray_call__.remote(_end_with_parent)
         with self._lock:
             self._groups |= dict.fromkeys(actors, group)
         return actors
@@ -208,6 +213,16 @@ class RayEngine:
         if isinstance(error, exceptions.RayError):
             return Lost(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         return error
+
+
+def _end_with_parent(actor: object) -> None:
+    """Has the kernel kill an actor's process with its parent, Ray's process of the node.
+
+    Otherwise it may try to report the loss to Ray for a minute, with its devices, if a driver that started Ray is
+    killed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _reach(address: str) -> None:
