@@ -15,7 +15,6 @@ import pytest
 from digen_jax.config.door import open_recipe
 from digen_jax.engine import sharding
 from digen_jax.process import ending
-from digen_jax.process.ports import free_port
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run import loop
@@ -25,6 +24,7 @@ from tests.engine import toy
 from tests.learned_rewards.folders import write
 from tests.metrics import assert_same_metrics, metrics
 from tests.pipelines import ROOT, environment
+from tests.ports import free_port
 from tests.run import toy_process
 from tests.tiny_runs import PROMPTS
 

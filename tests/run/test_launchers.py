@@ -14,11 +14,11 @@ import time
 
 import pytest
 
-from digen_jax.process.ports import free_port
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run.workdir import finished_step
 from tests.compiling import quick_flags
 from tests.pipelines import ROOT
+from tests.ports import free_port
 from tests.tiny_runs import PROMPTS
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,6 @@ from digen_jax.scheduling.commands import (
     Deliver,
     Fragment,
     Generate,
-    Publication,
     Publish,
     Score,
     Train,
@@ -64,14 +63,12 @@ class Disturbance:
 
     Every duration is multiplied by a factor drawn uniformly from 1 - jitter to 1 + jitter. A share
     `flat_groups` of the candidate groups, drawn at random, has no variance. `scorers` fragments are
-    scored at the same time; 0: any number. Published weights go to `takers` rollout workers at the same
-    time from the trainer, and from each that has received them, as between processes; 0: to any number.
+    scored at the same time; 0: any number.
     """
 
     jitter: float = 0.0
     flat_groups: float = 0.0
     scorers: int = 0
-    takers: int = 0
     changes: tuple[Change, ...] = ()
     seed: int = 0
 
@@ -120,8 +117,6 @@ class _Simulation:
         self.events: list[tuple[float, int, Event]] = []  # heap by time, then by order of pushing
         self.pushed = 0
         self.scorers = [0.0] * disturbance.scorers  # heap of the times at which each is free
-        # By publication: heaps of the times at which each of its givers' places is free.
-        self.places: dict[Publication, list[float]] = {}
         self.recorder = Recorder()
         self.versions: dict[Fragment, int] = {}
         images = settings.groups * settings.images
@@ -179,28 +174,16 @@ class _Simulation:
         seconds = self.costs.seconds(cost_of(command), self.settings.fragment_images, speed)
         if self.disturbance.jitter:
             seconds *= 1 + self.disturbance.jitter * self.random.uniform(-1, 1)
-        start = began = now
+        start = now
         values: tuple[float, ...] = ()
         if isinstance(command, Score):
             if self.scorers:
                 start = max(now, heapq.heappop(self.scorers))
                 heapq.heappush(self.scorers, start + seconds)
             values = self._values(command.fragment)
-        elif isinstance(command, Publish) and name != TRAINER and self.disturbance.takers:
-            # A transfer's own seconds count, and the timeline shows the wait as a part of it: as in a run.
-            began = self._given(command.publication, now, seconds)
-        end = max(start, began) + seconds
-        self._push(Completed(end, command, end - max(now, began), values))
+        end = start + seconds
+        self._push(Completed(end, command, end - now, values))
         self._note(command, start, end)
-
-    def _given(self, publication: Publication, now: float, seconds: float) -> float:
-        """When a transfer of weights begins, after which its taker gives them, too."""
-        takers = self.disturbance.takers
-        places = self.places.setdefault(publication, [0.0] * takers)
-        start = max(now, heapq.heappop(places))
-        for _ in range(1 + takers):
-            heapq.heappush(places, start + seconds)
-        return start
 
     def _values(self, fragment: Fragment) -> tuple[float, ...]:
         """Values, all equal in a group without variance; which groups these are is independent of the order."""

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ports import free_port
 from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.settings import RewardSettings
+from tests.ports import free_port
 from tests.rewards.service.helpers import pictures
 
 pytestmark = pytest.mark.slow

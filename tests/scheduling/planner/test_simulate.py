@@ -133,21 +133,6 @@ def test_more_scorers_than_one_work_side_by_side():
     assert seconds == pytest.approx([4, 2, 1])
 
 
-@pytest.mark.parametrize(
-    ("takers", "ends"),
-    [(0, [1] * 8), (1, [1, 2, 2, 3, 3, 3, 3, 4]), (2, [1, 1, 2, 2, 2, 2, 2, 2])],
-)
-def test_weights_go_on_from_workers_that_have_them(takers, ends):
-    settings = Settings(1, groups=8, images=1, fragment_images=1, staleness=0)
-    costs = Costs(generate=1.0, train=0.1, publish=1.0)
-    layout = Layout(Mesh(), (Mesh(),) * 8)
-    report = simulate(layout, costs, settings, 1, Disturbance(takers=takers))
-    sent = [i for i in report.intervals if i.kind == "publish" and not i.start]  # version 0
-    assert sorted(i.end for i in sent) == pytest.approx(ends)
-    begun = [i.start for i in report.intervals if i.kind == "generate"]
-    assert sorted(begun) == pytest.approx(ends)
-
-
 def test_a_thousand_devices_and_ten_thousand_fragments_take_seconds():
     start = time.process_time()
     report = run(900, 8, 1, 2, 1024, 10_000, staleness=1, tag_fragments=10_000)
