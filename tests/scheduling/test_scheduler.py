@@ -30,7 +30,7 @@ from digen_jax.scheduling.events import Completed, Failed, Joined, Lost
 from digen_jax.scheduling.outlook import look_ahead
 from digen_jax.scheduling.planner.simulate import Layout, Mesh, simulate
 from digen_jax.scheduling.scheduler import Scheduler
-from digen_jax.scheduling.settings import READINESS, Costs, Settings
+from digen_jax.scheduling.settings import Costs, Settings
 from digen_jax.scheduling.state import SchedulerError
 from tests.scheduling.world import Referee, World, values_of
 
@@ -67,7 +67,7 @@ def plans(draw):
         images=images,
         fragment_images=fragment,
         updates=updates,
-        readiness=draw(st.sampled_from(READINESS)),
+        readiness=draw(st.sampled_from(["group", "step"])),
         ordered=not open_groups and draw(st.booleans()),
         open_groups=open_groups,
         staleness=draw(st.integers(0, 3)),
