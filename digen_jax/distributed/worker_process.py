@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,6 +26,14 @@ PATIENCE = 60.0  # seconds in which what the driver has sent before a call is ex
 
 class NotDone(RuntimeError):
     """A call failed in a worker that still works; its text has the worker's name and the error."""
+
+
+class RowsMissing(RuntimeError):
+    """A call needs precomputed prompt embeddings; `texts` are their keys in the store."""
+
+    def __init__(self, texts: list[str]):
+        super().__init__(texts)
+        self.texts = texts
 
 
 class Opened(NamedTuple):
@@ -63,6 +71,7 @@ class RolloutProcess:
             os.chdir(folder)
         sys.path += [one for one in path if one not in sys.path]
         self._pool: Any = None  # of the rewards
+        self._rows: dict[str, Any] = {}  # precomputed embeddings for the next call, by key
         self._doing: dict[int, Any] = {}  # stopwatches of the calls in progress, by serial
         self._controlled = 0
         self._control = threading.Condition()
@@ -96,7 +105,7 @@ class RolloutProcess:
 
         self._pool = _rewards(recipe)
         devices = local_devices(recipe.placement.meshes.rollout.devices, "config.placement.rollout")
-        rollout = build_rollout(recipe, devices, None)
+        rollout = build_rollout(recipe, devices, self._stored(recipe))
         try_scorers(recipe, rollout.scorers)
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
         self._build(recipe, rollout, _batches(recipe, first), first, held_out)
@@ -105,6 +114,22 @@ class RolloutProcess:
         gc.collect()
         gc.freeze()  # so that later collections take milliseconds
         return Opened(len(devices), socket.gethostname(), os.getpid())
+
+    def _stored(self, recipe: Recipe) -> Any:
+        """Precomputed prompt embeddings, which the driver sends on request; None if this worker encodes."""
+        from digen_jax.assemble import recipe_model
+        from digen_jax.engine.encoding import Rows, Stored
+        from digen_jax.prompt_store import encoder_shapes, is_ahead
+
+        _, family = recipe_model(recipe)
+
+        def read(texts: Sequence[str]) -> list[Rows]:
+            if missing := [text for text in dict.fromkeys(texts) if text not in self._rows]:
+                raise RowsMissing(missing)
+            return [self._rows[text] for text in texts]
+
+        ahead = is_ahead(recipe, family)
+        return Stored(family, encoder_shapes(recipe, family), read) if ahead else None
 
     def _build(
         self,
@@ -174,6 +199,7 @@ class RolloutProcess:
 
         with self._works(serial, after) as done:
             self._executor.encode(step)
+            self._rows.clear()
             return done(), self._packed(ConditioningOf(self._name, step))
 
     def generate(
@@ -182,6 +208,7 @@ class RolloutProcess:
         """Generates a fragment's trajectories, which stay here."""
         with self._works(serial, after) as done:
             self._executor.generate(fragment, publication)
+            self._rows.clear()
             return done()
 
     def decode(self, serial: int, after: int, fragment: Fragment) -> tuple[Done, Any]:
@@ -212,6 +239,11 @@ class RolloutProcess:
             return judged._replace(looks=looks, exchanges=ago)
 
     # ---------------------------------------------------------------------------------- control
+
+    def add_rows(self, rows: dict[str, Any]) -> None:
+        """Takes precomputed embeddings that a call was missing; it is then repeated."""
+        with self._controls():
+            self._rows |= rows
 
     def drop_fragments(self, fragments: tuple[Fragment, ...]) -> None:
         """Frees all data of fragments that nobody needs."""
@@ -279,7 +311,7 @@ class RolloutProcess:
 
         try:
             yield
-        except (ConfigError, Stopped, DivergedError, Gone, NotDone):
+        except (ConfigError, Stopped, DivergedError, Gone, NotDone, RowsMissing):
             raise
         except CancelledError:
             raise NotDone(f"{self._name} is closed") from None

@@ -3,14 +3,15 @@
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
 from digen_jax.distributed.engine import Actor, Engine, Lost
 from digen_jax.distributed.transfer import TrainerLink
-from digen_jax.distributed.worker_process import Done, NotDone, Opened
+from digen_jax.distributed.worker_process import Done, NotDone, Opened, RowsMissing
+from digen_jax.engine.encoding import Rows
 from digen_jax.rewards.exchanges import moved
 from digen_jax.runtime.clock import elsewhere, paused
 from digen_jax.runtime.judging import Judge, Judged, failed, ready
@@ -30,6 +31,7 @@ class WorkerProxy:
       actors: its processes.
       engine: calls them.
       link: the trainer's.
+      rows: precomputed prompt embeddings of keys; None if workers encode.
 
     Raises (every method that works):
       NotDone: the work failed there; or a `RewardMistake` or the like, as in one process.
@@ -37,12 +39,19 @@ class WorkerProxy:
     """
 
     def __init__(
-        self, name: str, opened: Opened, actors: Sequence[Actor], engine: Engine, link: TrainerLink
+        self,
+        name: str,
+        opened: Opened,
+        actors: Sequence[Actor],
+        engine: Engine,
+        link: TrainerLink,
+        rows: Callable[[Sequence[str]], list[Rows]] | None = None,
     ):
         self.name, self.devices, self.opened = name, opened.devices, opened
         self.heard = time.time()  # when a ping was answered last
         self.lost = threading.Event()
         self._actors, self._engine, self._link = list(actors), engine, link
+        self._rows = rows
         self._serials = itertools.count()
         self._controls = 0  # calls that free data, which come before later work
         self._lock = threading.Lock()
@@ -63,11 +72,12 @@ class WorkerProxy:
 
     def encode(self, number: int) -> None:
         """Has a step's prompts encoded; their conditioning stays there until the trainer takes it."""
-        self._link.hold(ConditioningOf(self.name, number), self._work_for_tree("encode", number))
+        encoded = self._with_rows(lambda: self._work_for_tree("encode", number))
+        self._link.hold(ConditioningOf(self.name, number), encoded)
 
     def generate(self, fragment: Fragment, publication: Publication) -> None:
         """Has a fragment's trajectories generated."""
-        self._work("generate", fragment, publication)
+        self._with_rows(lambda: self._work("generate", fragment, publication))
 
     def decode(self, fragment: Fragment) -> None:
         """Has a fragment's images decoded, which stay there, as do its samples until the trainer takes them."""
@@ -148,6 +158,16 @@ class WorkerProxy:
             self._engine.kill(actor)
 
     # ---------------------------------------------------------------------------------- helpers
+
+    def _with_rows(self, call: Callable[[], Any]) -> Any:
+        """Calls; sends the prompt embeddings that the worker is missing, and calls again."""
+        while True:
+            try:
+                return call()
+            except RowsMissing as missing:
+                found = self._rows(missing.texts)
+                rows = dict(zip(missing.texts, found, strict=True))
+                self._free("add_rows", self._engine.put(rows))
 
     def _work(self, method: str, *arguments: Any, group: str = "work") -> None:
         with self._lock:

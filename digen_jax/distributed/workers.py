@@ -9,13 +9,16 @@ from typing import Any
 
 import jax
 
+from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import Recipe
 from digen_jax.distributed.engine import Actor, Engine, Lost, Resources, forwarded, python_path
 from digen_jax.distributed.transfer import TrainerLink
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.worker_proxy import WorkerProxy
+from digen_jax.engine.encoding import Rows
 from digen_jax.errors import ConfigError
 from digen_jax.process.launching import MEETING
+from digen_jax.prompt_store import is_ahead, stored
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import TRAINER
@@ -34,6 +37,7 @@ class RolloutWorkers:
       recipe: placed on all devices of the run.
       engine: starts the workers.
       devices: of the trainer's mesh.
+      rows: precomputed prompt embeddings of keys; None if workers encode.
       kind: the class of the workers' processes.
 
     Attributes:
@@ -47,10 +51,12 @@ class RolloutWorkers:
         recipe: Recipe,
         engine: Engine,
         devices: Sequence[jax.Device] = (),
+        rows: Callable[[Sequence[str]], list[Rows]] | None = None,
         kind: type[RolloutProcess] = RolloutProcess,
     ):
         self.devices, self.link, self.step = devices, TrainerLink(engine), 0
         self._recipe, self._engine, self._kind = recipe, engine, kind
+        self._rows = rows
         rollout = recipe.placement.meshes.rollout
         on_gpus = jax.default_backend() == "gpu"
         self._resources = Resources(gpus=rollout.devices if on_gpus else 0)
@@ -202,7 +208,7 @@ class RolloutWorkers:
         opened: Opened = self._engine.call(
             actors[0], "open", self._recipe, self.step, group="work"
         ).result()
-        return WorkerProxy(name, opened, actors, self._engine, self.link)
+        return WorkerProxy(name, opened, actors, self._engine, self.link, self._rows)
 
     def _joined(self, proxy: WorkerProxy) -> None:
         proxy.end_step(self.step - 1)  # steps may have ended since it was started
@@ -242,7 +248,9 @@ def rollout_workers(
     recipe: Recipe, engine: Engine, devices: Sequence[jax.Device]
 ) -> Iterator[RolloutWorkers]:
     """The rollout workers of a run in this block, after which they end."""
-    workers = RolloutWorkers(recipe, engine, devices)
+    folder, family = recipe_model(recipe)
+    rows = stored(recipe, folder, family).read if is_ahead(recipe, family) else None
+    workers = RolloutWorkers(recipe, engine, devices, rows)
     try:
         yield workers
     finally:

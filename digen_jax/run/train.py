@@ -2,7 +2,6 @@
 
 import pathlib
 
-from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.workers import RolloutWorkers, rollout_workers
@@ -10,7 +9,6 @@ from digen_jax.engine.hosts import local_devices
 from digen_jax.errors import ConfigError
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
-from digen_jax.prompt_store import is_ahead
 from digen_jax.records.checkpoint import was_saved
 from digen_jax.records.checkpoint_folder import saved_steps, steps_done
 from digen_jax.records.metrics import read_metrics
@@ -50,11 +48,6 @@ def train(recipe: Recipe, workdir: pathlib.Path, address: str | None = None) -> 
 
 
 def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, address: str) -> int | None:
-    if is_ahead(recipe, recipe_model(recipe)[1]):
-        raise ConfigError(
-            "--ray does not take prompt embeddings to rollout workers yet: set config.prompts.encoding = 'each_step', "
-            "and every rollout worker encodes its own prompts"
-        )
     recipe = place_apart(recipe)
     devices = local_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
     with rollout_workers(recipe, RayEngine(address), devices) as workers:

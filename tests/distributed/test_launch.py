@@ -151,6 +151,15 @@ def test_a_run_on_ray_is_that_of_one_process(run, unbroken):
     assert_same_run(run.workdir, unbroken)
 
 
+def test_rollout_workers_get_prompts_that_were_encoded_before_the_run(run, begin, base, tmp_path):  # noqa: F811
+    ahead = "--config.prompts.encoding=ahead", f"--config.prompts.store={tmp_path / 'store'}"
+    alone = Run(begin, base, tmp_path / "alone")
+    ends(alone.begin(*ahead, devices=3, ray=False), 0)
+    ends(run.begin(*ahead), 0)
+    assert (tmp_path / "store").exists() and run.generated() == {"rollout 0", "rollout 1"}
+    assert_same_run(run.workdir, alone.workdir)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rollout_worker_is_started_again_and_changes_nothing(run, unbroken, number):
     run.hold(2), run.hold(3)
