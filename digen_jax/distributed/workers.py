@@ -25,7 +25,7 @@ from digen_jax.scheduling.commands import TRAINER
 
 PING = 2.0  # seconds between two pings
 LOOK = 0.5  # seconds between two looks at signals while workers are waited for
-LONGEST_PAUSE = 60.0  # seconds before a lost worker is started again; the first pause is 1 s
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a lost worker is started again
 UNFINISHED = 5.0  # seconds at the run's end for the work in progress
 CLOSING = 2.0  # seconds for a worker to end the processes of its rewards
 
@@ -174,8 +174,8 @@ class RolloutWorkers:
     # ----------------------------------------------------------------------- in a worker's thread
 
     def _keep(self, name: str) -> None:
-        """Starts a worker, and starts it again after 1, 2, 4, ... `LONGEST_PAUSE` seconds when it is lost."""
-        pause = 1.0
+        """Starts a worker, and starts it again when it is lost; the pause doubles while it fails to start."""
+        pause = FIRST_PAUSE
         while not self._closed.is_set():
             try:
                 proxy = self._start(name)
@@ -187,7 +187,7 @@ class RolloutWorkers:
             except Exception as error:
                 why = f"did not start ({error})"
             else:
-                pause = 1.0
+                pause = FIRST_PAUSE
                 self._joined(proxy)
                 why = self._watch(proxy)
             if self._closed.is_set():

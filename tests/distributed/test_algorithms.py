@@ -95,14 +95,14 @@ def replayed(system, c: ConfigDict, log):
     return change(system, state)
 
 
-def assert_same(found, expected, rounding=0.0) -> None:
-    """Up to `rounding`, as a sum has whose order differs; and no fragment failed and was made twice."""
+def assert_same(found, expected, rounding=0.0, once=True) -> None:
+    """Up to `rounding`, as a sum has whose order differs; with `once` no fragment was generated twice."""
     (gradient, moved, _, log), (of_one, moved_by_one, *_) = found, expected
     assert norm(of_one) > 1e-4 and norm(moved_by_one) > 1e-3
     assert toy.difference(gradient, of_one) <= rounding
     assert toy.difference(moved, moved_by_one) <= 10 * rounding
     begun = [c.fragment for c in log if isinstance(c, Generate)]
-    assert len(begun) == len(set(begun))
+    assert len(begun) == len(set(begun)) or not once
 
 
 def makers(log) -> set[str]:

@@ -1,0 +1,118 @@
+"""Rollout workers that fail to start, are lost in mid-run or hang: see `local_engine`."""
+
+import threading
+import time
+
+import pytest
+
+from digen_jax.distributed import worker_proxy, workers
+from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.workers import RolloutWorkers
+from digen_jax.errors import ConfigError
+from digen_jax.scheduling.commands import TRAINER
+from tests.distributed import driving
+from tests.distributed.local_engine import LocalEngine
+from tests.distributed.test_algorithms import LORA, TWO, assert_same, config, makers, run
+from tests.engine import toy
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+LONG = 60.0  # seconds in which everything happens
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Pings are frequent, and so are restarts."""
+    monkeypatch.setattr(workers, "PING", 0.05)
+    monkeypatch.setattr(workers, "FIRST_PAUSE", 0.05)
+
+
+def until(condition):
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def drive(system, c, steps, fault, at: int, **options):
+    """As `driving.drive`; `fault(driver, engine)` happens when `at` steps are done."""
+    engine, log, history = LocalEngine(), [], []
+    with driving.driver(system, c, engine=engine, log=log, **options) as driver:
+        for step in range(steps):
+            if step == at:
+                fault(driver, engine)
+            history.append(driver.step())
+    return driver.executor.state, history, log
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_lost_workers_are_started_again_and_change_nothing(quick, lost):
+    """Where both are lost, the trainer may sample until one is back."""
+    c = config("flow_grpo", TWO, **LORA)
+    system = toy.system(c, 3)
+
+    def kill(driver, engine):
+        for actor in engine.actors[:lost]:
+            engine.kill(actor)
+        until(lambda: len(engine.actors) == 2 + lost)
+        until(lambda: set(driver.executor.rollouts) == {"rollout 0", "rollout 1"})
+
+    def with_fault(*given, **options):
+        return drive(*given, kill, 1, **options)
+
+    found = run(with_fault, system, c)
+    assert_same(found, run(toy.drive, system, c), once=False)
+    assert makers(found[3]) <= {"rollout 0", "rollout 1", TRAINER}
+
+
+def test_a_worker_that_does_not_answer_is_lost(quick, monkeypatch):
+    monkeypatch.setattr(worker_proxy, "SILENCE", 0.2)
+    c = config("flow_grpo", TWO, **LORA)
+    system, release = toy.system(c, 3), threading.Event()
+
+    def stop(driver, engine):
+        engine.actors[0].object.ping = lambda: release.wait(LONG)
+        until(lambda: engine.actors[0].lost)
+        release.set()
+
+    def with_fault(*given, **options):
+        return drive(*given, stop, 1, **options)
+
+    assert_same(run(with_fault, system, c), run(toy.drive, system, c), once=False)
+
+
+class Broken(RolloutProcess):
+    """Fails to open in the way that its class says, as often as it says."""
+
+    error: Exception = ConfigError("config.model.folder: x is missing")
+    times = 10**6
+
+    def open(self, recipe, first):
+        if type(self).times:
+            type(self).times -= 1
+            raise self.error
+        return Opened(1, "here", 0)
+
+
+def test_a_config_that_cannot_work_ends_the_start_with_its_error(quick):
+    found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=Broken)
+    with pytest.raises(ConfigError, match=r"config\.model\.folder"):
+        found.wait(LONG)
+    found.end()
+
+
+def test_a_worker_that_fails_to_start_is_tried_again(quick):
+    kind = type("Late", (Broken,), dict(error=RuntimeError("no memory"), times=3))
+    engine = LocalEngine()
+    found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=kind)
+    found.wait(LONG)
+    assert len(engine.actors) == 5
+    found.end()
+
+
+def test_a_run_does_not_start_without_any_worker():
+    kind = type("Never", (Broken,), dict(error=RuntimeError("no memory")))
+    found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=kind)
+    with pytest.raises(ConfigError, match=r"config\.placement\.rollout"):
+        found.wait(0.1)
+    found.end()
