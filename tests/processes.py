@@ -120,4 +120,7 @@ def begin(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             each.signal(signal.SIGKILL)
         each.process.wait(10)
-        assert not _alive_in_group(each.process.pid)
+        end = time.monotonic() + 60
+        while alive := _alive_in_group(each.process.pid):
+            assert time.monotonic() < end, alive
+            time.sleep(0.1)

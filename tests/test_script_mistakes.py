@@ -88,8 +88,6 @@ PRETRAIN = ("pretrain.py", "--config=configs/shapes_pretrain.py")
             "--output = 'FILE/x' lies in FILE, which",
         ),
         (("status.py", "--workdir=FOLDER"), "--workdir = 'FOLDER' has no status: give the workdir"),
-        (("cluster.py", "-n", "2"), "there is no command: write it after --"),
-        (("cluster.py", "-n", "2", "--", "FILE"), "the command begins with 'FILE', which is no"),
     ],
 )
 def test_a_wrong_flag_is_one_line(tmp_path, command, sentence):
@@ -122,7 +120,6 @@ def test_a_wrong_flag_is_one_line(tmp_path, command, sentence):
         ((*EVALUATE, "--seed=4294967296"), "[0, 4294967295]"),
         ((*EVALUATE, "--steps=0"), "[1, 1000]"),
         ((*PLAN, "--devices=100000"), "[1, 1024]"),
-        (("cluster.py", "--n=0"), "[1, 1024]"),
     ],
 )
 def test_a_number_outside_of_its_range_is_refused_by_its_flag(command, range_):

@@ -127,7 +127,7 @@ class DrivingExecutors(WaitingExecutors):
 class WaitingProcess(RolloutProcess):
     """The process of a rollout worker that waits."""
 
-    def open(self, recipe: Emulation, first: int) -> Opened:
+    def open(self, recipe: Emulation, first: int, place: Any = None) -> Opened:
         """See `RolloutProcess`."""
         mesh = recipe.layout.rollout[_number(self._name)]
         waits, settings = recipe.waits, recipe.settings

@@ -58,6 +58,9 @@ class Engine(Protocol):
     ) -> tuple[Future, Ref]:
         """The same for a method that returns a pair: its second value stays on its node until it is asked for."""
 
+    def host(self, actor: Actor) -> str:
+        """The address of the host of a process, at which other nodes reach it."""
+
     def put(self, value: Any) -> Ref:
         """Stores a value."""
 
@@ -162,6 +165,10 @@ class RayEngine:
         first, second = bound.remote(*arguments)
         return self._future(first), second
 
+    def host(self, actor: Actor) -> str:
+        """See `Engine`."""
+        return self._ray.get(actor.__ray_call__.remote(_node_address))
+
     def put(self, value: Any) -> Ref:
         """See `Engine`."""
         return self._ray.put(value)
@@ -213,6 +220,12 @@ class RayEngine:
         if isinstance(error, exceptions.RayError):
             return Lost(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         return error
+
+
+def _node_address(actor: object) -> str:
+    from ray.util import get_node_ip_address
+
+    return get_node_ip_address()
 
 
 def _end_with_parent(actor: object) -> None:

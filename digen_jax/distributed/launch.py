@@ -27,7 +27,7 @@ from digen_jax.distributed.engine import (
     forwarded,
     python_path,
 )
-from digen_jax.errors import ConfigError
+from digen_jax.errors import ConfigError, check_divides
 from digen_jax.process.ending import STOPPED, last_word, leave
 from digen_jax.process.interrupt import SIGNALS
 
@@ -61,6 +61,14 @@ def check(recipe: Recipe, place: tuple[str | int | None, ...]) -> None:
             "config.placement.rollout.data = 0, so that the trainer's devices sample: with --ray set it to 1 or more, "
             "or leave --ray out"
         )
+    rollout = recipe.placement.meshes.rollout
+    check_divides(
+        "config.placement.rollout.hosts",
+        rollout.hosts,
+        "the number of devices of config.placement.rollout",
+        rollout.devices,
+        "as its processes have equally many devices",
+    )
 
 
 def run(recipe: Recipe, address: str) -> int:
@@ -75,7 +83,8 @@ def run(recipe: Recipe, address: str) -> int:
     """
     rollout, trainer = recipe.placement.meshes
     workers = rollout.workers
-    engine = RayEngine(address, show=False, cpus=max(os.cpu_count() or 1, 1 + workers))
+    processes = 1 + workers * rollout.hosts
+    engine = RayEngine(address, show=False, cpus=max(os.cpu_count() or 1, processes))
     gpus = trainer.devices if has_gpus(engine) else 0
     if gpus and (needed := gpus + workers * rollout.devices) > engine.resources["GPU"]:
         raise ConfigError(

@@ -70,7 +70,7 @@ class RolloutProcess:
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path += [one for one in path if one not in sys.path]
-        self._pool: Any = None  # of the rewards
+        self._first, self._pool = True, None  # only the worker's first process scores
         self._rows: dict[str, Any] = {}  # precomputed embeddings for the next call, by key
         self._doing: dict[int, Any] = {}  # stopwatches of the calls in progress, by serial
         self._controlled = 0
@@ -83,28 +83,39 @@ class RolloutProcess:
         """The name before each line of its output."""
         return self._name
 
-    def open(self, recipe: Recipe, first: int) -> Opened:
+    def free_port(self) -> int:
+        """A port at which nothing listens."""
+        with socket.socket() as found:
+            found.bind(("", 0))
+            return found.getsockname()[1]
+
+    def open(self, recipe: Recipe, first: int, place: Any = None) -> Opened:
         """Builds the worker: devices, rewards, model.
 
         Args:
           recipe: of the run, placed on all its devices.
           first: the present step.
+          place: which of the worker's processes this is, a `launching.Place`; None: the only one.
 
         Raises:
           ConfigError: what the recipe asks for cannot work here.
         """
-        from digen_jax.process.launching import prepare
+        from digen_jax.process.launching import join_job, prepare
 
-        prepare(recipe.placement.meshes.rollout.devices)
+        rollout = recipe.placement.meshes.rollout
+        prepare(rollout.devices // rollout.hosts)
+        if place is not None:
+            join_job(place)
         import jax
 
-        from digen_jax.engine.hosts import local_devices
+        from digen_jax.engine.hosts import job_devices
         from digen_jax.prompts.files import read_prompt_file
         from digen_jax.run.own_mesh import build_rollout
         from digen_jax.run.scorers import try_scorers
 
-        self._pool = _rewards(recipe)
-        devices = local_devices(recipe.placement.meshes.rollout.devices, "config.placement.rollout")
+        self._first = place is None or not place.process
+        self._pool = _rewards(recipe) if self._first else None
+        devices = job_devices(rollout.devices, "config.placement.rollout")
         rollout = build_rollout(recipe, devices, self._stored(recipe))
         try_scorers(recipe, rollout.scorers)
         held_out = read_prompt_file(recipe.evaluation.prompts)[: recipe.evaluation.images or None]
@@ -220,6 +231,8 @@ class RolloutProcess:
 
         with self._works(serial, after) as done:
             self._executor.decode(fragment)
+            if not self._first:
+                self._executor.scored(fragment)
             return done(), self._packed(SamplesOf(self._name, fragment))
 
     def score(self, fragment: Fragment) -> Any:
@@ -324,7 +337,8 @@ class RolloutProcess:
         from digen_jax.distributed.transfer import pack
 
         tree = self._link.pop(key)
-        return None if tree is None else pack(tree)
+        packed = None if tree is None else pack(tree)  # all processes of the worker gather it
+        return packed if self._first else None
 
 
 def _rewards(recipe: Recipe) -> Any:

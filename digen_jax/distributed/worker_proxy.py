@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any
 
@@ -48,6 +48,7 @@ class WorkerProxy:
         rows: Callable[[Sequence[str]], list[Rows]] | None = None,
     ):
         self.name, self.devices, self.opened = name, opened.devices, opened
+        self.processes = len(actors)
         self.heard = time.time()  # when a ping was answered last
         self.lost = threading.Event()
         self._actors, self._engine, self._link = list(actors), engine, link
@@ -55,7 +56,7 @@ class WorkerProxy:
         self._serials = itertools.count()
         self._controls = 0  # calls that free data, which come before later work
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future] = {}  # calls in progress, by serial
+        self._waiting: dict[tuple[int, int], Future] = {}  # calls in progress: see `_held`
         self._seen: dict[
             int, tuple[float, float]
         ] = {}  # serial: (seconds of work, when they were reported)
@@ -139,7 +140,9 @@ class WorkerProxy:
                 raise Gone(f"{self.name} is lost ({error})") from error
             now = time.monotonic()
             with self._lock:
-                for serial in seen.keys() & self._waiting.keys():  # others have ended meanwhile
+                for serial in seen.keys() & {
+                    serial for serial, _ in self._waiting
+                }:  # others have ended meanwhile
                     self._seen[serial] = seen[serial], now
         self.heard = time.time()
 
@@ -169,9 +172,14 @@ class WorkerProxy:
                 rows = dict(zip(missing.texts, found, strict=True))
                 self._free("add_rows", self._engine.put(rows))
 
+    @property
+    def _before(self) -> int:
+        """Control calls to wait for in a process before it works; several processes get all calls in one order."""
+        return self._controls if self.processes == 1 else 0
+
     def _work(self, method: str, *arguments: Any, group: str = "work") -> None:
         with self._lock:
-            serial, after = next(self._serials), self._controls
+            serial, after = next(self._serials), self._before
             asked = [
                 self._engine.call(actor, method, serial, after, *arguments, group=group)
                 for actor in self._actors
@@ -181,7 +189,7 @@ class WorkerProxy:
     def _work_for_tree(self, method: str, *arguments: Any) -> Any:
         """As `_work`; returns the reference to the first process's tree."""
         with self._lock:
-            serial, after = next(self._serials), self._controls
+            serial, after = next(self._serials), self._before
             asked = [
                 self._engine.call_for_tree(actor, method, serial, after, *arguments, group="work")
                 for actor in self._actors
@@ -193,8 +201,16 @@ class WorkerProxy:
         """Waits for a call of all processes; its seconds of work count, those of the slowest one."""
         try:
             with elsewhere(lambda: self._so_far(serial)) as counts:
-                done: list[Done] = [self._result(serial, one) for one in asked]
-                slowest = max(done, key=lambda one: one.seconds)
+                held = [self._held((serial, number), one) for number, one in enumerate(asked)]
+                wait(held, return_when=FIRST_EXCEPTION)
+                errors = [one.exception() for one in held if one.done() and one.exception()]
+                if errors:
+                    if wait(
+                        held, SILENCE
+                    ).not_done:  # they may wait for the failed one in a collective
+                        self.lost.set()
+                    raise errors[0]
+                slowest: Done = max((one.result() for one in held), key=lambda one: one.seconds)
                 counts(slowest.seconds, slowest.parts)
         finally:
             with self._lock:
@@ -211,24 +227,21 @@ class WorkerProxy:
         with self._lock:
             serial = next(self._serials)
             asked = self._engine.call(self._actors[0], method, *arguments, group=group)
-        return self._held(serial, asked)
+        return self._held((serial, 0), asked)
 
-    def _result(self, serial: int, asked: Future) -> Any:
-        return self._held(serial, asked).result()
-
-    def _held(self, serial: int, asked: Future) -> Future:
-        """A future of the same result that `let_go` ends."""
+    def _held(self, call: tuple[int, int], asked: Future) -> Future:
+        """A future of the same result that `let_go` ends; `call` is (serial, number of the process)."""
         found: Future = Future()
         with self._lock:
             if self._why is not None:
                 raise Gone(f"{self.name} {self._why}")
-            self._waiting[serial] = found
+            self._waiting[call] = found
 
         def settle(done: Future) -> None:
             error = done.exception()
             with self._lock:
-                if self._waiting.get(serial) is found:
-                    del self._waiting[serial]
+                if self._waiting.get(call) is found:
+                    del self._waiting[call]
             with suppress(InvalidStateError):
                 if error is None:
                     found.set_result(done.result())
@@ -247,8 +260,10 @@ class WorkerProxy:
             if self._why is not None or self.lost.is_set():
                 return
             self._controls += 1
+            # Processes that work together must free data at the same point of their work.
+            group = "control" if self.processes == 1 else "work"
             for actor in self._actors:
-                self._engine.call(actor, method, *arguments, group="control")
+                self._engine.call(actor, method, *arguments, group=group)
 
     def _scored(self, found: Future, done: Future) -> None:
         """Passes scores on, in this process's time. Rewards that do not work for another reason lose the worker."""

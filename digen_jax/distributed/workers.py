@@ -17,7 +17,7 @@ from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.engine.encoding import Rows
 from digen_jax.errors import ConfigError
-from digen_jax.process.launching import MEETING
+from digen_jax.process.launching import MEETING, Place
 from digen_jax.prompt_store import is_ahead, stored
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.worker import Gone
@@ -59,7 +59,7 @@ class RolloutWorkers:
         self._rows = rows
         rollout = recipe.placement.meshes.rollout
         on_gpus = jax.default_backend() == "gpu"
-        self._resources = Resources(gpus=rollout.devices if on_gpus else 0)
+        self._resources = Resources(gpus=rollout.devices // rollout.hosts if on_gpus else 0)
         names = [f"rollout {number}" for number in range(rollout.workers)]
         self._ready: dict[str, WorkerProxy] = {}
         self._actors: dict[str, list[Actor]] = {}
@@ -125,7 +125,7 @@ class RolloutWorkers:
             one.name: {
                 "host": one.opened.host,
                 "process": one.opened.pid,
-                "processes": 1,
+                "processes": one.processes,
                 "heard": one.heard,
             }
             for one in ready
@@ -202,12 +202,26 @@ class RolloutWorkers:
         if not self._resources.gpus:
             environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
         given = name, environment, os.getcwd(), python_path()
-        actors = self._engine.start(self._kind, [given], self._resources)
+        hosts = self._recipe.placement.meshes.rollout.hosts
+        actors = self._engine.start(self._kind, [given] * hosts, self._resources)
         with self._changed:
             self._actors[name] = actors
-        opened: Opened = self._engine.call(
-            actors[0], "open", self._recipe, self.step, group="work"
-        ).result()
+        place = None
+        if hosts > 1:
+            port = self._engine.call(actors[0], "free_port", group="work").result()
+            place = Place(self._engine.host(actors[0]), port, hosts, 0)
+        opening = [
+            self._engine.call(
+                actor,
+                "open",
+                self._recipe,
+                self.step,
+                place and place._replace(process=number),
+                group="work",
+            )
+            for number, actor in enumerate(actors)
+        ]
+        opened: Opened = next(iter([one.result() for one in opening]))
         return WorkerProxy(name, opened, actors, self._engine, self.link, self._rows)
 
     def _joined(self, proxy: WorkerProxy) -> None:

@@ -38,16 +38,19 @@ def fetch(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:
     return multihost_utils.process_allgather(array, tiled=True)
 
 
-def local_devices(count: int, field: str) -> list[jax.Device]:
-    """The first `count` devices of this process, for the mesh of a field of the config.
+def job_devices(count: int, field: str) -> list[jax.Device]:
+    """The devices for the mesh of a field of the config: equally many of each process of this process's job of JAX.
 
     Raises:
-      ConfigError: there are fewer.
+      ConfigError: a process has fewer.
     """
-    found = jax.local_devices()
-    if len(found) < count:
-        raise ConfigError(
-            f"{field} has {count} devices, but its process has {len(found)} ({found[0].device_kind}): make it smaller, "
-            "or start it where there are more"
-        )
-    return found[:count]
+    own, found = count // jax.process_count(), []
+    for process in range(jax.process_count()):
+        its = [one for one in jax.devices() if one.process_index == process]
+        if len(its) < own:
+            raise ConfigError(
+                f"{field} has {count} devices, but its process has {len(its)} ({jax.devices()[0].device_kind}): make "
+                "it smaller, or start it where there are more"
+            )
+        found += its[:own]
+    return found

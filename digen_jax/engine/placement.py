@@ -113,6 +113,7 @@ class RolloutAxes:
     data: int  # devices that share images; 0: sample on the trainer's devices, in turn with it
     fsdp: int = 1  # devices that share images and parameters
     workers: int = 1  # rollout meshes of this size
+    hosts: int = 1  # processes of each rollout mesh, with --ray; they have equally many devices
     # devices that share parameters and the work on each image; they divide the heads
     tensor: int = 1
     sequence: int = (
@@ -233,6 +234,7 @@ def make_placement(
         return Placement((), DeviceGroup(make_mesh(devices), layout, attention))
     size, trainer = mesh_sizes(sizes, len(devices))
     sampler = dataclasses.asdict(sizes.rollout)
+    sampler.pop("hosts")
     starts = range(0, size * sampler.pop("workers"), size) if size else ()
     sampling = (make_mesh(devices[i : i + size], **sampler) for i in starts)
     first = size * len(starts)
@@ -260,7 +262,8 @@ def make_own(
             "smaller, or start the process where it has more"
         )
     named = dataclasses.asdict(axes)
-    named.pop("workers", None)
+    for number in ("workers", "hosts"):
+        named.pop(number, None)
     group = DeviceGroup(make_mesh(devices[: axes.devices], **named), layout, attention)
     if mesh == "rollout":
         return Placement((group,), None)
@@ -280,10 +283,9 @@ def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
     rollout, trainer = mesh_sizes(sizes, len(devices))
     if rollout:
         raise ConfigError(
-            f"config.placement.rollout.data = {sizes.rollout.data} samples apart from training, which {processes} "
-            "processes of one job of JAX cannot do: launch/train.py with --coordinator makes each mesh a job of its "
-            "own; or set config.placement.rollout.data = 0, and the axes of config.placement.trainer so that they take "
-            f"all {len(devices)} devices"
+            f"config.placement.rollout.data = {sizes.rollout.data}, but with --coordinator the {processes} processes "
+            "sample and train together: start rollout workers by --ray, or set config.placement.rollout.data = 0, and "
+            f"the axes of config.placement.trainer so that they take all {len(devices)} devices"
         )
     if trainer != len(devices):
         raise ConfigError(

@@ -46,15 +46,9 @@ def place_here(recipe: Recipe) -> Recipe:
     """A recipe on the devices at hand; prints its meshes if they were made smaller for them.
 
     Raises:
-      ConfigError: a setting cannot work here, there is one device for given meshes of several, or there are rollout
-        workers besides several processes that train.
+      ConfigError: a setting cannot work here, or there is one device for given meshes of several.
     """
     devices, (rollout, trainer) = jax.device_count(), recipe.placement.meshes
-    if several() and rollout.data:
-        raise ConfigError(
-            f"config.placement.rollout.data = {rollout.data}, but with --coordinator all processes sample and train "
-            "together: set it to 0, or start rollout workers by --ray in place of --coordinator"
-        )
     wanted = rollout.devices * rollout.workers, trainer.devices
     # A config without sizes, which has the default ones, trains on one device.
     chosen = recipe.placement.meshes != PlacementSection().meshes

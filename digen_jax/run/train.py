@@ -5,7 +5,7 @@ import pathlib
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.workers import RolloutWorkers, rollout_workers
-from digen_jax.engine.hosts import local_devices
+from digen_jax.engine.hosts import job_devices
 from digen_jax.errors import ConfigError
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
@@ -49,7 +49,7 @@ def train(recipe: Recipe, workdir: pathlib.Path, address: str | None = None) -> 
 
 def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, address: str) -> int | None:
     recipe = place_apart(recipe)
-    devices = local_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
+    devices = job_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
     with rollout_workers(recipe, RayEngine(address), devices) as workers:
         return _lead(recipe, workdir, workers)
 

@@ -35,7 +35,7 @@ def process_class(system: System, reward: Any, held_out: Any) -> type[RolloutPro
     """A class of processes that have the system's rollouts, by the numbers in their names."""
 
     class ToyProcess(RolloutProcess):
-        def open(self, recipe: Any, first: int) -> Opened:
+        def open(self, recipe: Any, first: int, place: Any = None) -> Opened:
             rollout: Rollout = system.rollouts[int(self._name.split()[-1])]
             self._pool = RewardPool(alone("mine", reward), 0)
             batches = itertools.islice(toy.batches(recipe.drawn_groups), first, None)

@@ -138,17 +138,27 @@ def test_meshes_and_types_apart_are_those_of_one_process(name, meshes, fields):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "awm"])
+@pytest.mark.parametrize("name", [n for n, one in ALGORITHMS.items() if "runtime" not in one])
 def test_every_algorithm_is_that_of_one_process(name):
     c = config(name)
     system = toy.system(c, 2)
     assert_same(run(driving.drive, system, c), run(toy.drive, system, c))
 
 
+STALE = dict(runtime__staleness=1, runtime__stale_share=0.5)
+
+
 @pytest.mark.slow
-def test_with_asynchrony_the_log_of_a_run_apart_is_that_of_one_process():
-    stale = dict(runtime__staleness=1, runtime__stale_share=0.5)
-    c = config("diffusion_nft", **LORA, **stale)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("diffusion_nft", LORA | STALE),
+        *((n, {}) for n, one in ALGORITHMS.items() if "runtime" in one),
+    ],
+)
+def test_with_asynchrony_the_log_of_a_run_is_that_of_one_process(name, fields):
+    """Timing decides which version generates what."""
+    c = config(name, **fields)
     c.sampler.fragment = c.trainer.micro_batch = 4
     system = toy.system(c, 2)
     found = run(driving.drive, system, c)

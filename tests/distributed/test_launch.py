@@ -243,3 +243,22 @@ def test_on_a_full_disk_the_run_ends_and_the_same_command_continues(
     (small_disk / "ballast").unlink()
     ends(run.begin("--config.checkpoint.keep=2"), 0)
     assert [line["step"] for line in metrics(run.workdir)] == [*range(STEPS + 1)]
+
+
+def test_a_worker_of_two_processes_is_lost_and_started_again_as_one(run, begin, base, tmp_path):  # noqa: F811
+    meshes = "--config.placement.rollout.data=2", "--config.placement.rollout.workers=1"
+    alone = Run(begin, base, tmp_path / "alone")
+    ends(alone.begin(*meshes, devices=3, ray=False), 0)
+    run.hold(2), run.hold(3)
+    process = run.begin(*meshes, "--config.placement.rollout.hosts=2")
+    run.held(2, process)
+    os.kill(run.pid("rollout 0", process), signal.SIGKILL)
+    run.release(2)
+    process.until("starting it again in 1 s")
+    run.held(3, process)
+    run.release(3)
+    ends(process, 0)
+    found, expected = metrics(run.workdir), metrics(alone.workdir)
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    # Later the trainer's one device sampled, which rounds differently.
+    assert_same_metrics(found[:2], expected[:2], rel=1e-5)

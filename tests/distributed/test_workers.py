@@ -87,7 +87,7 @@ class Broken(RolloutProcess):
     error: Exception = ConfigError("config.model.folder: x is missing")
     times = 10**6
 
-    def open(self, recipe, first):
+    def open(self, recipe, first, place=None):
         if type(self).times:
             type(self).times -= 1
             raise self.error

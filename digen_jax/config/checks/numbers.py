@@ -65,6 +65,7 @@ RANGES = {
     "placement.rollout.data": (0, math.inf),
     "placement.rollout.fsdp": POSITIVE,
     "placement.rollout.workers": POSITIVE,
+    "placement.rollout.hosts": POSITIVE,
     "placement.rollout.tensor": POSITIVE,
     "placement.rollout.sequence": POSITIVE,
     "placement.trainer.data": POSITIVE,
