@@ -179,7 +179,7 @@ def test_colocated_a_sampler_splits_images_over_what_splits_time_in_training():
 @pytest.mark.parametrize(
     ("rollout", "sentence"),
     [
-        (1, "config.placement.rollout.data = 1 samples apart from training, which 2 processes of "),
+        (1, "config.placement.rollout.data = 1, but with --coordinator"),
         (0, "config.placement.trainer takes 3 of the 4 devices of 2 processes"),
     ],
 )
