@@ -78,6 +78,7 @@ def pytest_collection_finish():
 
 # The files that take longest, which come first: a file's tests run in one process.
 LONGEST = (
+    "benchmark/test_kills.py",
     "distributed/test_launch.py",
     "run/test_apart.py",
     "test_notebooks.py",
