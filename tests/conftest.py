@@ -80,7 +80,6 @@ def pytest_collection_finish():
 LONGEST = (
     "benchmark/test_kills.py",
     "distributed/test_launch.py",
-    "run/test_apart.py",
     "test_notebooks.py",
     "run/test_hosts.py",
     "run/test_train.py",
