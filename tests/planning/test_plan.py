@@ -204,7 +204,7 @@ def test_auto_is_the_choice_as_a_section_of_the_config():
     plan = make_plan(make_problem(reopen_recipe(config), 4, costs))
     assert sizes == meshes(plan.problem, plan.choice.proposal)
     rollout, trainer = sizes.plain().values()
-    assert set(rollout) == {"workers", "data", "fsdp", "tensor", "sequence"}
+    assert set(rollout) == {"workers", "hosts", "data", "fsdp", "tensor", "sequence"}
     assert set(trainer) == {"time", "data", "fsdp", "tensor", "sequence"}
     assert rollout["data"] > 0
     config.evaluation.batch = 12
