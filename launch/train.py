@@ -38,7 +38,6 @@ flags.mark_flags_as_required(["config", "workdir"])
 def main() -> int | None:
     """Check the config, set up the devices and train; returns the exit code where a signal stopped the run."""
     from digen_jax.config.door import open_recipe
-    from digen_jax.process.ending import leave
     from digen_jax.process.launching import join, prepare
 
     recipe = open_recipe(_CONFIG.value)
@@ -60,11 +59,7 @@ def main() -> int | None:
 
     from digen_jax.run.train import train
 
-    code = train(recipe, pathlib.Path(_WORKDIR.value), address)
-    if address is not None:
-        # Ray's own exit ends the process with code 1 if another thread still frees a stored object.
-        leave(code or 0)
-    return code
+    return train(recipe, pathlib.Path(_WORKDIR.value), address)
 
 
 if __name__ == "__main__":

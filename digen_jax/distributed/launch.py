@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from digen_jax.process.interrupt import SIGNALS
 
 ADDRESS = "DIGEN_JAX_RAY_ADDRESS"  # set in the trainer's process: the cluster's address
 LOOK = 0.5  # seconds between two looks at signals
-STARTING = 60.0  # seconds in which the trainer's process starts, once there is room for it
+PENDING = 30.0  # seconds between two lines about a cluster without room for the trainer
 
 
 def check(recipe: Recipe, place: tuple[str | int | None, ...]) -> None:
@@ -94,10 +95,10 @@ def run(recipe: Recipe, address: str) -> int:
     environment = forwarded() | {ADDRESS: engine.address}
     given = [sys.executable, *sys.argv], environment, os.getcwd(), python_path()
     (process,) = engine.start(TrainerProcess, [given], Resources(gpus=gpus))
+    started = engine.call(process, "start", _terminal(), group="work")
     try:
-        engine.call(process, "start", _terminal(), group="work").result(STARTING)
         with _noted() as signals:
-            return _follow(engine, process, signals)
+            return _wait_for_start(started, gpus, signals) or _follow(engine, process, signals)
     except Lost as error:
         return last_word(
             f"the trainer's process is lost ({error}): the same command continues from the last checkpoint",
@@ -110,6 +111,28 @@ def run(recipe: Recipe, address: str) -> int:
 def has_gpus(engine: RayEngine) -> bool:
     """Whether the cluster's devices are GPUs and the environment does not ask for others."""
     return bool(engine.resources.get("GPU")) and os.environ.get("JAX_PLATFORMS", "gpu") != "cpu"
+
+
+def _wait_for_start(started: Future, gpus: int, signals: list[int]) -> int:
+    """Waits until the cluster has room for the trainer's process, which may take as long as other jobs run.
+
+    Returns:
+      The exit code of a signal that came meanwhile, or 0.
+    """
+    begin = reported = time.monotonic()
+    while not _done(started):
+        if signals:
+            return 128 + signals[0]
+        if time.monotonic() - reported > PENDING:
+            reported = time.monotonic()
+            print(
+                f"waiting for {reported - begin:.0f} s for a node with a free CPU core and {gpus} free GPUs for the "
+                "trainer: see `ray status`",
+                file=sys.stderr,
+                flush=True,
+            )
+    started.result()
+    return 0
 
 
 def _follow(engine: Engine, process: object, signals: list[int]) -> int:

@@ -172,7 +172,7 @@ class TrainerLink:
         return refs
 
     def hold(self, key: Key, ref: Ref) -> None:
-        """Offers a tree that a worker has returned and that lies on its node."""
+        """Offers a tree that a worker has returned, which stays on its node."""
         with self._lock:
             self._refs[key] = ref
 

@@ -87,7 +87,7 @@ class WorkerProxy:
             self._link.hold(SamplesOf(self.name, fragment), samples)
 
     def score(self, fragment: Fragment, judge: Judge | None = None) -> Future[Judged | None]:
-        """Has a decoded fragment scored by the rewards of its process, beside its other work; returns at once.
+        """Has a decoded fragment scored by the rewards of its process, in parallel with other work; returns at once.
 
         The future raises the errors of the rewards there as `Judge.submit`'s does.
         """

@@ -1,6 +1,7 @@
 """The rollout workers of a run: starts them, waits for them, notices their loss, and starts lost ones again."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -183,6 +184,8 @@ class RolloutWorkers:
                 with self._changed:
                     self._failed = error
                     self._changed.notify_all()
+                    if self._driver is not None:
+                        print(f"{name} cannot rejoin: {error}", file=sys.stderr, flush=True)
                 return
             except Exception as error:
                 why = f"did not start ({error})"
@@ -221,8 +224,8 @@ class RolloutWorkers:
             )
             for number, actor in enumerate(actors)
         ]
-        opened: Opened = next(iter([one.result() for one in opening]))
-        return WorkerProxy(name, opened, actors, self._engine, self.link, self._rows)
+        opened: list[Opened] = [one.result() for one in opening]
+        return WorkerProxy(name, opened[0], actors, self._engine, self.link, self._rows)
 
     def _joined(self, proxy: WorkerProxy) -> None:
         proxy.end_step(self.step - 1)  # steps may have ended since it was started

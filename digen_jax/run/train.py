@@ -7,6 +7,7 @@ from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.workers import RolloutWorkers, rollout_workers
 from digen_jax.engine.hosts import job_devices
 from digen_jax.errors import ConfigError
+from digen_jax.process.ending import hangs
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
 from digen_jax.records.checkpoint import was_saved
@@ -50,7 +51,11 @@ def train(recipe: Recipe, workdir: pathlib.Path, address: str | None = None) -> 
 def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, address: str) -> int | None:
     recipe = place_apart(recipe)
     devices = job_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
-    with rollout_workers(recipe, RayEngine(address), devices) as workers:
+    engine = RayEngine(address)
+    hangs(
+        "Ray"
+    )  # its exit ends the process with code 1 if another thread still frees a stored object
+    with rollout_workers(recipe, engine, devices) as workers:
         return _lead(recipe, workdir, workers)
 
 

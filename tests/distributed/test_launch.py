@@ -36,7 +36,7 @@ LONG = 240.0  # seconds for a process to start, or for a run
 
 
 class Run:
-    """A run in processes of its own, and the steps whose scores it holds back."""
+    """A run in separate processes, and the steps whose scores it holds back."""
 
     def __init__(self, start, base: pathlib.Path, folder: pathlib.Path):
         pipeline(base), prompt_file(base)
