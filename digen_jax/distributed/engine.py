@@ -95,6 +95,8 @@ class RayEngine:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # By default a Ray that starts here runs actors at niceness 15: any other process would slow them down.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Errors of calls reach the caller through their futures. Ray would also print each one's unread second result.
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         # It reports that a token was found or made, at each start.
         logging.getLogger("ray._private.authentication.authentication_token_setup").disabled = True
         only_local = dict(num_cpus=cpus, include_dashboard=False) if address == LOCAL else {}

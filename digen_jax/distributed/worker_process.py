@@ -71,6 +71,7 @@ class RolloutProcess:
             os.chdir(folder)
         sys.path += [one for one in path if one not in sys.path]
         self._first, self._pool = True, None  # only the worker's first process scores
+        self._alone = True  # the worker has no other process
         self._rows: dict[str, Any] = {}  # precomputed embeddings for the next call, by key
         self._doing: dict[int, Any] = {}  # stopwatches of the calls in progress, by serial
         self._controlled = 0
@@ -113,7 +114,8 @@ class RolloutProcess:
         from digen_jax.run.own_mesh import build_rollout
         from digen_jax.run.scorers import try_scorers
 
-        self._first = place is None or not place.process
+        self._alone = place is None
+        self._first = self._alone or not place.process
         self._pool = _rewards(recipe) if self._first else None
         devices = job_devices(rollout.devices, "config.placement.rollout")
         rollout = build_rollout(recipe, devices, self._stored(recipe))
@@ -321,6 +323,7 @@ class RolloutProcess:
         from digen_jax.engine.divergence import DivergedError
         from digen_jax.process.exhausted import out_of_memory
         from digen_jax.rewards.process import Gone
+        from digen_jax.runtime.link import may_be_a_loss
 
         try:
             yield
@@ -329,7 +332,9 @@ class RolloutProcess:
         except CancelledError:
             raise NotDone(f"{self._name} is closed") from None
         except Exception as error:
-            if not (sentence := out_of_memory(error)):
+            sentence = out_of_memory(error)
+            # A collective breaks when another process of the worker is lost: its driver reports that.
+            if not sentence and (self._alone or not may_be_a_loss(error)):
                 traceback.print_exception(error)
             raise NotDone(f"{self._name}: {sentence or repr(error)}") from None
 
