@@ -32,34 +32,41 @@ _RAY = flags.DEFINE_string(
     None,
     "Rollout workers in processes of their own, on Ray: local, or a cluster's address (auto or HOST:PORT).",
 )
+_RAY_OPEN = flags.DEFINE_bool(
+    "ray_open", False, "Allow a Ray cluster of several hosts without a token."
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main() -> int | None:
     """Check the config, set up the devices and train; returns the exit code where a signal stopped the run."""
     from digen_jax.config.door import open_recipe
-    from digen_jax.process.launching import join, prepare
+    from digen_jax.process.launching import join, join_job, prepare
 
     recipe = open_recipe(_CONFIG.value)
     place = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
-    address = None
+    part = None
     if _RAY.value is not None:
         from digen_jax.distributed import launch
 
         launch.check(recipe, place)
-        address = launch.cluster_address()
+        part = launch.trainer_part()
     check_output("--workdir", _WORKDIR.value, folder=True)
-    if _RAY.value is not None and address is None:
-        return launch.run(recipe, _RAY.value)
-    if address is not None:
-        prepare(recipe.placement.meshes.trainer.devices)
-    else:
+    if _RAY.value is not None and part is None:
+        return launch.run(recipe, _WORKDIR.value, _RAY.value, _RAY_OPEN.value)
+    if part is None:
         prepare(recipe.placement.cpu_devices)
         join(*place)
+    else:
+        launch.check_part(part, recipe, _WORKDIR.value)
+        trainer = recipe.placement.meshes.trainer
+        prepare(trainer.devices // trainer.hosts)
+        if part.place is not None:
+            join_job(part.place)
 
     from digen_jax.run.train import train
 
-    return train(recipe, pathlib.Path(_WORKDIR.value), address)
+    return train(recipe, pathlib.Path(_WORKDIR.value), part)
 
 
 if __name__ == "__main__":

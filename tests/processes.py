@@ -54,11 +54,15 @@ class Begun:
             self.lines.put(line.rstrip("\n"))
 
     def line(self, seconds: float = 60) -> str:
-        try:
-            self.said.append(self.lines.get(timeout=seconds))
-            return self.said[-1]
-        except queue.Empty:
-            raise AssertionError(f"nothing was printed: {self.errors.read_text()}") from None
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            ended = self.process.poll() is not None
+            with contextlib.suppress(queue.Empty):
+                self.said.append(self.lines.get(timeout=0.5))
+                return self.said[-1]
+            if ended:
+                break
+        raise AssertionError(f"nothing was printed: {self.errors.read_text()}")
 
     def until(self, text: str, seconds: float = 240) -> str:
         """The next line that has a text."""
@@ -77,11 +81,11 @@ class Begun:
     def leaves_nothing(self, seconds: float = 10) -> None:
         """What it has started, such as a reward's process, ends with it, or soon after."""
         end = time.monotonic() + seconds
-        while left := [number for number in self._started() if is_alive(number)]:
+        while left := [number for number in self.started() if is_alive(number)]:
             assert time.monotonic() < end, [*map(_command, left)]
             time.sleep(0.1)
 
-    def _started(self) -> Iterator[int]:
+    def started(self) -> Iterator[int]:
         """All processes with its mark, which what it starts inherits."""
         for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):

@@ -12,18 +12,22 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, Protocol
 
 from digen_jax.errors import ConfigError
-from digen_jax.process.ending import last_word, leave
+from digen_jax.process.ending import STOPPED, last_word, leave
 
 LOCAL = "local"
+NAMESPACE = "digen_jax"  # of the names of processes
 # Threads of an actor for each kind of call; one thread executes calls in the caller's order.
 GROUPS = {"work": 1, "sync": 1, "score": 8, "control": 1, "ping": 1}
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 CONNECTING = 60.0  # seconds in which Ray starts or answers
+LOOK = 2.0  # seconds between two connections to the head
+HEAD_SILENCE = 8.0  # seconds without one after which it is lost
 INSTALL = "install it by `pip install -r requirements-ray.txt`"
 
 Ref = Any  # a stored object, which is freed when the last reference is
@@ -44,8 +48,16 @@ class Resources(NamedTuple):
 class Engine(Protocol):
     """Processes and objects on a cluster. Any thread may call."""
 
-    def start(self, kind: type, arguments: Sequence[tuple], resources: Resources) -> list[Actor]:
-        """Starts one process of class `kind` for each tuple of arguments, as soon as there is room for all."""
+    def start(
+        self, kind: type, arguments: Sequence[tuple], resources: Resources, name: str | None = None
+    ) -> list[Actor]:
+        """Starts one process of class `kind` for each tuple of arguments, as soon as there is room for all.
+
+        By `name`, which must be unique in the cluster, other drivers find the first one.
+        """
+
+    def find(self, name: str) -> Actor:
+        """The process that another driver has started under a name."""
 
     def call(self, actor: Actor, method: str, *arguments: Any, group: str) -> Future:
         """Calls a method in one of the threads of `GROUPS`; arguments that are references are passed as values.
@@ -58,8 +70,8 @@ class Engine(Protocol):
     ) -> tuple[Future, Ref]:
         """The same for a method that returns a pair: its second value stays on its node until it is asked for."""
 
-    def host(self, actor: Actor) -> str:
-        """The address of the host of a process, at which other nodes reach it."""
+    def meeting_place(self, actor: Actor) -> Future:
+        """(address, port) of a process, at which other nodes reach it and nothing listens yet."""
 
     def put(self, value: Any) -> Ref:
         """Stores a value."""
@@ -107,18 +119,24 @@ class RayEngine:
             _reach(address)
             ray.init(
                 address=address,
+                namespace=NAMESPACE,
                 log_to_driver=show,
                 configure_logging=False,
                 logging_level=logging.ERROR,
                 **only_local,
             )
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            reason = str(error).partition("\n")[0]
+            reason = " ".join(str(error).split())
+            if "ersion mismatch" in reason:
+                raise ConfigError(
+                    f"--ray={address}: install the same Python and Ray on all nodes and here ({reason})"
+                ) from error
             raise ConfigError(_no_cluster(address, reason)) from error
         finally:
             late.cancel()
         self._groups: dict[Actor, Any] = {}  # the placement group of each actor
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        threading.Thread(target=self._watch_head, name="head", daemon=True).start()
 
     @property
     def address(self) -> str:
@@ -126,11 +144,19 @@ class RayEngine:
         return self._ray.get_runtime_context().gcs_address
 
     @property
-    def resources(self) -> dict[str, float]:
-        """Of all nodes, such as {"CPU": 8.0, "GPU": 2.0}."""
-        return self._ray.cluster_resources()
+    def nodes(self) -> list[tuple[str, dict[str, float]]]:
+        """(address, resources such as {"CPU": 8.0, "GPU": 2.0}) of each node that is alive."""
+        found = [one for one in self._ray.nodes() if one["Alive"]]
+        return [(one["NodeManagerAddress"], one["Resources"]) for one in found]
 
-    def start(self, kind: type, arguments: Sequence[tuple], resources: Resources) -> list[Actor]:
+    @property
+    def own_host(self) -> str:
+        """The address of this process's node."""
+        return self._ray.util.get_node_ip_address()
+
+    def start(
+        self, kind: type, arguments: Sequence[tuple], resources: Resources, name: str | None = None
+    ) -> list[Actor]:
         """See `Engine`: one placement group, with a bundle for each process."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -144,6 +170,7 @@ class RayEngine:
                 num_gpus=resources.gpus,
                 max_restarts=0,
                 max_task_retries=0,
+                name=name if number == 0 else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
             ).remote(*given)
             for number, given in enumerate(arguments)
@@ -167,9 +194,13 @@ class RayEngine:
         first, second = bound.remote(*arguments)
         return self._future(first), second
 
-    def host(self, actor: Actor) -> str:
+    def find(self, name: str) -> Actor:
         """See `Engine`."""
-        return self._ray.get(actor.__ray_call__.remote(_node_address))
+        return self._ray.get_actor(name)
+
+    def meeting_place(self, actor: Actor) -> Future:
+        """See `Engine`."""
+        return self._future(actor.__ray_call__.remote(_meeting_place))
 
     def put(self, value: Any) -> Ref:
         """See `Engine`."""
@@ -195,7 +226,23 @@ class RayEngine:
 
     def close(self) -> None:
         """See `Engine`."""
+        self._closed.set()
         self._ray.shutdown()
+
+    def _watch_head(self) -> None:
+        """Ends the process when the cluster's head is lost; Ray itself would end it with code 1, and later."""
+        address, heard = self.address, time.monotonic()
+        while not self._closed.wait(LOOK):
+            try:
+                _reach(address)
+                heard = time.monotonic()
+            except OSError as error:
+                if time.monotonic() - heard > HEAD_SILENCE:
+                    why = f"the head of the Ray cluster at {address} is lost ({error})"
+                    again = (
+                        "start it again, and the same command continues from the last checkpoint"
+                    )
+                    leave(last_word(f"{why}: {again}", STOPPED))
 
     def _future(self, ref: Ref) -> Future:
         found: Future = Future()
@@ -224,10 +271,12 @@ class RayEngine:
         return error
 
 
-def _node_address(actor: object) -> str:
+def _meeting_place(actor: object) -> tuple[str, int]:
     from ray.util import get_node_ip_address
 
-    return get_node_ip_address()
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return get_node_ip_address(), found.getsockname()[1]
 
 
 def _end_with_parent(actor: object) -> None:
@@ -245,6 +294,21 @@ def _reach(address: str) -> None:
     host, separator, port = address.rpartition(":")
     if separator and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def check_secure(engine: RayEngine, address: str, is_open: bool) -> None:
+    """Refuses a cluster of several hosts without a token, unless `is_open`: whoever reaches it can run any code on it.
+
+    Raises:
+      ConfigError: how to set a token.
+    """
+    others = sorted({host for host, _ in engine.nodes} - {engine.own_host})
+    if others and not is_open and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise ConfigError(
+            f"--ray={address}: the cluster has other hosts ({others[0]}) and no token, so that whoever reaches it can "
+            "run code on all of them: create one by `ray get-auth-token --generate` and set RAY_AUTH_MODE=token for "
+            "each `ray start` and here, or add --ray_open"
+        )
 
 
 def _no_cluster(address: str, reason: str) -> str:

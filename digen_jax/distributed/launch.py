@@ -1,40 +1,59 @@
-"""`launch/train.py --ray=...`: starts the trainer's process on the cluster, and passes its output and signals on.
+"""`launch/train.py --ray=...`: starts the trainer's processes on the cluster, and passes output and signals on.
 
-The trainer's process runs the same command. It connects to the cluster by itself and starts the rollout workers, so
-that they end with it, and it ends with this driver.
+They run the same command. The first one connects to the cluster by itself and starts the rollout workers, so that these
+end with it. All end with this driver.
 """
 
+import json
 import os
 import pty
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import termios
 import threading
 import time
+import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
 from digen_jax.distributed.engine import (
+    Actor,
     Engine,
     Lost,
     RayEngine,
     Resources,
+    check_secure,
     forwarded,
     python_path,
 )
+from digen_jax.distributed.files import check_same, fingerprints
+from digen_jax.distributed.transfer import Mailbox
 from digen_jax.errors import ConfigError, check_divides
 from digen_jax.process.ending import STOPPED, last_word, leave
 from digen_jax.process.interrupt import SIGNALS
+from digen_jax.process.launching import Place
 
-ADDRESS = "DIGEN_JAX_RAY_ADDRESS"  # set in the trainer's process: the cluster's address
+PART = "DIGEN_JAX_RAY_TRAINER"  # set in the trainer's processes: a `TrainerPart` as JSON
 LOOK = 0.5  # seconds between two looks at signals
 PENDING = 30.0  # seconds between two lines about a cluster without room for the trainer
+ENDING = 5.0  # seconds for the trainer's other processes to end after one has
+
+
+class TrainerPart(NamedTuple):
+    """What a process of the trainer knows: the cluster's address, and of several processes which one it is."""
+
+    address: str
+    mailbox: str  # the name of the actor that passes stored objects on
+    files: dict[str, str]  # the driver's: see `fingerprints`
+    place: Place | None = None
 
 
 def check(recipe: Recipe, place: tuple[str | int | None, ...]) -> None:
@@ -62,99 +81,134 @@ def check(recipe: Recipe, place: tuple[str | int | None, ...]) -> None:
             "config.placement.rollout.data = 0, so that the trainer's devices sample: with --ray set it to 1 or more, "
             "or leave --ray out"
         )
-    rollout = recipe.placement.meshes.rollout
-    check_divides(
-        "config.placement.rollout.hosts",
-        rollout.hosts,
-        "the number of devices of config.placement.rollout",
-        rollout.devices,
-        "as its processes have equally many devices",
-    )
+    for name, axes in recipe.placement.meshes._asdict().items():
+        check_divides(
+            f"config.placement.{name}.hosts",
+            axes.hosts,
+            f"the number of devices of config.placement.{name}",
+            axes.devices,
+            "as its processes have equally many devices",
+        )
 
 
-def run(recipe: Recipe, address: str) -> int:
-    """Runs this process's own command in a trainer's process on the cluster; returns that one's exit code.
+def run(recipe: Recipe, workdir: str, address: str, is_open: bool = False) -> int:
+    """Runs this process's own command in the trainer's processes on the cluster; returns the first one's exit code.
 
     Args:
       recipe: that was checked.
+      workdir: the run's folder, which all processes of the trainer must see.
       address: of the cluster; "local" starts one on this machine, which ends with this process.
+      is_open: whether a cluster of several hosts needs no token.
 
     Raises:
-      ConfigError: there is no such cluster, or it is too small.
+      ConfigError: there is no such cluster, it has no token, or it is too small.
     """
     rollout, trainer = recipe.placement.meshes
     workers = rollout.workers
-    processes = 1 + workers * rollout.hosts
+    processes = trainer.hosts + max(workers, rollout.max_workers) * rollout.hosts
     engine = RayEngine(address, show=False, cpus=max(os.cpu_count() or 1, processes))
+    check_secure(engine, address, is_open)
     gpus = trainer.devices if has_gpus(engine) else 0
-    if gpus and (needed := gpus + workers * rollout.devices) > engine.resources["GPU"]:
-        raise ConfigError(
-            f"config.placement needs {needed} GPUs and the cluster has {engine.resources['GPU']:g}: make "
-            "config.placement.rollout or config.placement.trainer smaller, or add nodes"
-        )
-    environment = forwarded() | {ADDRESS: engine.address}
-    given = [sys.executable, *sys.argv], environment, os.getcwd(), python_path()
-    (process,) = engine.start(TrainerProcess, [given], Resources(gpus=gpus))
-    started = engine.call(process, "start", _terminal(), group="work")
+    if gpus:
+        _check_gpus(recipe, engine)
+    os.makedirs(workdir, exist_ok=True)  # whoever does not see it has another disk
+    given = [sys.executable, *sys.argv], forwarded(), os.getcwd(), python_path()
+    part = TrainerPart(engine.address, f"trainer {uuid.uuid4()}", fingerprints(recipe))
+    resources = Resources(gpus=gpus // trainer.hosts)
+    actors = engine.start(TrainerProcess, [given] * trainer.hosts, resources, part.mailbox)
     try:
         with _noted() as signals:
-            return _wait_for_start(started, gpus, signals) or _follow(engine, process, signals)
+            if code := _wait_for_room(engine, actors, gpus, signals):
+                return code
+            host, port = engine.meeting_place(actors[0]).result()
+            for number, actor in enumerate(actors):
+                if trainer.hosts > 1:
+                    part = part._replace(place=Place(host, port, trainer.hosts, number))
+                started = _terminal(), part
+                engine.call(actor, "start", *started, group="work").result()
+            return _follow(engine, actors, signals)
     except Lost as error:
-        return last_word(
-            f"the trainer's process is lost ({error}): the same command continues from the last checkpoint",
-            STOPPED,
-        )
+        return _ended(f"is lost ({error})")
     finally:
         engine.close()
 
 
 def has_gpus(engine: RayEngine) -> bool:
     """Whether the cluster's devices are GPUs and the environment does not ask for others."""
-    return bool(engine.resources.get("GPU")) and os.environ.get("JAX_PLATFORMS", "gpu") != "cpu"
+    gpus = any(resources.get("GPU") for _, resources in engine.nodes)
+    return gpus and os.environ.get("JAX_PLATFORMS", "gpu") != "cpu"
 
 
-def _wait_for_start(started: Future, gpus: int, signals: list[int]) -> int:
-    """Waits until the cluster has room for the trainer's process, which may take as long as other jobs run.
+def _check_gpus(recipe: Recipe, engine: RayEngine) -> None:
+    """Raises ConfigError if the cluster has too few GPUs, or no node has enough for one process."""
+    rollout, trainer = recipe.placement.meshes
+    gpus = [int(resources.get("GPU", 0)) for _, resources in engine.nodes]
+    needed = trainer.devices + rollout.workers * rollout.devices
+    if needed > sum(gpus):
+        raise ConfigError(
+            f"config.placement needs {needed} GPUs and the cluster has {sum(gpus)}: make config.placement.rollout or "
+            "config.placement.trainer smaller, or add nodes"
+        )
+    for name, axes in recipe.placement.meshes._asdict().items():
+        if axes.devices // axes.hosts > max(gpus):
+            raise ConfigError(
+                f"config.placement.{name} has {axes.devices // axes.hosts} GPUs in each process and no node has more "
+                f"than {max(gpus)}: set config.placement.{name}.hosts to {-(-axes.devices // max(gpus))} or more"
+            )
+
+
+def _wait_for_room(engine: Engine, actors: list[Actor], gpus: int, signals: list[int]) -> int:
+    """Waits until the cluster has room for the trainer's processes, which may take as long as other jobs run.
 
     Returns:
       The exit code of a signal that came meanwhile, or 0.
     """
     begin = reported = time.monotonic()
-    while not _done(started):
+    asked = [engine.meeting_place(actor) for actor in actors]
+    while not all(map(_done, asked)):
         if signals:
             return 128 + signals[0]
         if time.monotonic() - reported > PENDING:
             reported = time.monotonic()
             print(
-                f"waiting for {reported - begin:.0f} s for a node with a free CPU core and {gpus} free GPUs for the "
-                "trainer: see `ray status`",
+                f"waiting for {reported - begin:.0f} s for nodes with {len(actors)} free CPU cores and {gpus} free "
+                "GPUs for the trainer: see `ray status`",
                 file=sys.stderr,
                 flush=True,
             )
-    started.result()
     return 0
 
 
-def _follow(engine: Engine, process: object, signals: list[int]) -> int:
-    """Prints the trainer's output and passes signals on, until it ends."""
-    while True:
-        asked = engine.call(process, "output", group="sync")
-        while not _done(asked):
-            while signals:
-                engine.call(process, "signal", signals.pop(0), group="control")
-        parts, code = asked.result()
-        for descriptor, data in parts:
-            stream = sys.stdout if descriptor == 1 else sys.stderr
-            stream.buffer.write(data)
-            stream.flush()
-        if code is not None:
-            return code if code >= 0 else _killed(-code)
+def _follow(engine: Engine, actors: list[Actor], signals: list[int]) -> int:
+    """Prints the output of the trainer's processes and passes signals to the first one, until it ends."""
+    asked = {actor: engine.call(actor, "output", group="sync") for actor in actors}
+    codes: dict[Actor, int] = {}
+    until = float("inf")  # when all others are ended
+    while asked and time.monotonic() < until:
+        wait(asked.values(), LOOK, "FIRST_COMPLETED")
+        while signals:
+            engine.call(actors[0], "signal", signals.pop(0), group="control")
+        for actor in [actor for actor, one in asked.items() if one.done()]:
+            parts, code = asked.pop(actor).result()
+            for descriptor, data in parts:
+                stream = sys.stdout if descriptor == 1 else sys.stderr
+                stream.buffer.write(data)
+                stream.flush()
+            if code is None:
+                asked[actor] = engine.call(actor, "output", group="sync")
+            else:
+                codes[actor] = code
+                until = min(until, time.monotonic() + ENDING)
+    first = codes.get(actors[0], STOPPED)
+    killed = [-code for code in codes.values() if code < 0]
+    if killed:
+        return _ended(f"was killed by {signal.Signals(killed[0]).name}")
+    return first
 
 
-def _killed(number: int) -> int:
+def _ended(why: str) -> int:
     return last_word(
-        f"the trainer's process was killed by {signal.Signals(number).name}: the same command continues from the last "
-        "checkpoint",
+        f"a process of the trainer {why}: the same command continues from the last checkpoint",
         STOPPED,
     )
 
@@ -187,8 +241,8 @@ def _terminal() -> tuple[int, int] | None:
     return tuple(shutil.get_terminal_size())
 
 
-class TrainerProcess:
-    """An actor that runs the trainer's process, in which JAX and signals work as in any other one.
+class TrainerProcess(Mailbox):
+    """An actor that runs a process of the trainer, in which JAX and signals work as in any other one.
 
     Args:
       command: of the process.
@@ -200,6 +254,7 @@ class TrainerProcess:
     def __init__(
         self, command: list[str], environment: dict[str, str], folder: str, path: list[str]
     ):
+        super().__init__()
         self._command, self._folder = command, folder
         self._environment = os.environ | environment | {"PYTHONPATH": os.pathsep.join(path)}
 
@@ -207,7 +262,7 @@ class TrainerProcess:
         """The name before each line of its output."""
         return "trainer"
 
-    def start(self, terminal: tuple[int, int] | None) -> None:
+    def start(self, terminal: tuple[int, int] | None, part: TrainerPart) -> None:
         """Starts the process; with `terminal`, (columns, lines), its output is a terminal of that size."""
         if terminal is None:
             streams = [os.pipe(), os.pipe()]
@@ -223,7 +278,7 @@ class TrainerProcess:
             stdout=writes[0],
             stderr=writes[1],
             cwd=self._folder if os.path.isdir(self._folder) else None,
-            env=self._environment,
+            env=self._environment | {PART: json.dumps(part)},
             start_new_session=True,  # a terminal's Ctrl-C reaches it through the driver alone
         )
         for write in set(writes):
@@ -254,17 +309,33 @@ class TrainerProcess:
         self._process.send_signal(number)
 
 
-def cluster_address() -> str | None:
-    """The cluster's address if this is the trainer's process, which a driver has started; else None.
+def trainer_part() -> TrainerPart | None:
+    """Which of the trainer's processes this is, if a driver has started it; else None.
 
     From this call on the process ends when the driver is gone.
     """
-    address = os.environ.pop(ADDRESS, None)
-    if address is not None:
-        # Processes of Ray block signals for their children.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        threading.Thread(target=_ends_with_driver, name="driver", daemon=True).start()
-    return address
+    given = os.environ.pop(PART, None)
+    if given is None:
+        return None
+    # Processes of Ray block signals for their children.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    threading.Thread(target=_ends_with_driver, name="driver", daemon=True).start()
+    *found, place = json.loads(given)
+    return TrainerPart(*found, place and Place(*place[:4]))
+
+
+def check_part(part: TrainerPart, recipe: Recipe, workdir: str) -> None:
+    """Checks that a process of the trainer, maybe on another host than the driver, has the same files.
+
+    Raises:
+      ConfigError: names the file that is another one here.
+    """
+    check_same(part.files, recipe, "the driver's")
+    if not os.path.isdir(workdir):
+        raise ConfigError(
+            f"--workdir={workdir} does not exist on {socket.gethostname()}, where a process of the trainer runs: "
+            "give a folder on a disk that all nodes share"
+        )
 
 
 def _ends_with_driver() -> None:

@@ -7,10 +7,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from digen_jax.distributed.engine import Engine, Lost, Ref
+from digen_jax.distributed.engine import Actor, Engine, Lost, Ref
 from digen_jax.engine.hosts import fetch, put
-from digen_jax.runtime.link import Key, LinkError, LocalLink, Shardings, Tree
-from digen_jax.scheduling.commands import Publication
+from digen_jax.runtime.link import (
+    ConditioningOf,
+    Key,
+    LinkError,
+    LocalLink,
+    SamplesOf,
+    Shardings,
+    Tree,
+)
+from digen_jax.scheduling.commands import TRAINER, Publication
 
 PIECE = 2**28  # bytes of a stored object, at most
 
@@ -141,12 +149,47 @@ class WorkerLink:
             return self._trees.pop(key, None)
 
 
-class TrainerLink:
-    """The trainer's link: weights are stored once for all workers, samples are references until they are taken."""
+class Mailbox:
+    """Stored objects that the trainer's first process passes on to its other ones, until each has taken them."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self):
+        self._refs: dict[Key, tuple[list[Ref], set[int]]] = {}
+
+    def hold(self, key: Key, refs: list[Ref], takers: set[int]) -> None:
+        """Holds objects for processes by their numbers."""
+        self._refs[key] = refs, takers
+
+    def held(self, key: Key, taker: int) -> list[Ref]:
+        """The objects of a key, which this process does not ask for again; empty if there are none."""
+        refs, takers = self._refs.get(key, ([], set()))
+        takers.discard(taker)
+        if not takers:
+            self._refs.pop(key, None)
+        return refs
+
+
+class Shares(NamedTuple):
+    """Which of a trainer's processes this one is, and the actor that has their `Mailbox`."""
+
+    mailbox: Actor
+    process: int
+    processes: int
+
+
+class TrainerLink:
+    """The trainer's link: weights are stored once for all workers, samples are references until they are taken.
+
+    Of a trainer with several processes the first one takes samples from workers, and the others take them from it.
+
+    Args:
+      engine: stores.
+      shares: None: the trainer has one process.
+    """
+
+    def __init__(self, engine: Engine, shares: Shares | None = None):
+        self._engine, self._shares = engine, shares
         self._local = LocalLink()  # between the trainer and its assistant
+        self._gathered: dict[Publication, Packed] = {}  # of several processes, not yet stored
         self._refs: dict[Key, Ref] = {}  # of trees on workers
         self._stored: dict[Publication, list[Ref]] = {}
         self._offered: set[Key] = set()
@@ -158,18 +201,24 @@ class TrainerLink:
             with self._lock:
                 if publication in self._stored:
                     return self._stored[publication]
-            tree = self._local.lend(publication, "store")
-            if tree is None:
+            packed = self._pack(publication)
+            if packed is None:
                 return None
-            try:
-                structure, pieces = pack(tree)
-            finally:
-                self._local.returned(publication, "store")
-            refs = [self._engine.put(structure), *map(self._engine.put, pieces)]
+            refs = [self._engine.put(packed.structure), *map(self._engine.put, packed.pieces)]
             with self._lock:
                 if publication in self._offered:  # else it was dropped meanwhile
                     self._stored[publication] = refs
         return refs
+
+    def _pack(self, publication: Publication) -> Packed | None:
+        if self._shares is not None:
+            with self._lock:
+                return self._gathered.pop(publication, None)
+        tree = self._local.lend(publication, "store")
+        try:
+            return None if tree is None else pack(tree)
+        finally:
+            self._local.returned(publication, "store")
 
     def hold(self, key: Key, ref: Ref) -> None:
         """Offers a tree that a worker has returned, which stays on its node."""
@@ -177,9 +226,14 @@ class TrainerLink:
             self._refs[key] = ref
 
     def offer(self, key: Key, tree: Tree) -> None:
-        """See `runtime.link.Link`."""
+        """See `runtime.link.Link`. All processes of the trainer offer weights in the same order."""
+        packed = None
+        if self._shares is not None and isinstance(key, Publication):
+            packed = pack(tree)
         with self._lock:
             self._offered.add(key)
+            if packed is not None and not self._shares.process:
+                self._gathered[key] = packed
         self._local.offer(key, tree)
 
     def take(self, key: Key, shardings: Shardings, taker: str) -> Tree | None:
@@ -188,20 +242,34 @@ class TrainerLink:
         Raises:
           LinkError: the worker that has it, or its node, is lost.
         """
-        with self._lock:
-            ref = self._refs.get(key)
+        ref = self._ref(key)
         if ref is None:
             return self._local.take(key, shardings, taker)
         try:
             packed = self._engine.get(ref)
+            if packed is not None and self._shares is not None and not self._shares.process:
+                takers = set(range(1, self._shares.processes))
+                self._mail("hold", _shared(key), [ref], takers)
         except Lost as error:
             raise LinkError(f"{key} was lost with its node ({error})") from error
         return None if packed is None else placed(unpack(packed), shardings)
+
+    def _ref(self, key: Key) -> Ref | None:
+        """The reference to a tree of another process; None if this one has it."""
+        if self._shares is not None and self._shares.process and not _is_own(key):
+            return next(iter(self._mail("held", _shared(key), self._shares.process)), None)
+        with self._lock:
+            return self._refs.get(key)
+
+    def _mail(self, method: str, *arguments: Any) -> Any:
+        return self._engine.call(self._shares.mailbox, method, *arguments, group="work").result()
 
     def withdraw(self, key: Key) -> None:
         """See `runtime.link.Link`."""
         self._forget(key)
         self._local.withdraw(key)
+        if self._shares is not None and self._shares.process and isinstance(key, SamplesOf):
+            self._ref(key)  # that were dropped before this process has taken them
 
     def settle(self, key: Key) -> bool:
         """See `runtime.link.Link`."""
@@ -218,5 +286,14 @@ class TrainerLink:
     def _forget(self, key: Key) -> None:
         with self._lock:
             self._offered.discard(key)
-            self._refs.pop(key, None)
-            self._stored.pop(key, None)
+            for trees in (self._refs, self._stored, self._gathered):
+                trees.pop(key, None)
+
+
+def _is_own(key: Key) -> bool:
+    return isinstance(key, Publication) or key.worker == TRAINER
+
+
+def _shared(key: Key) -> Key:
+    """The mailbox's key. Of a step's prompts there is one, whichever worker has encoded them."""
+    return ConditioningOf(TRAINER, key.step) if isinstance(key, ConditioningOf) else key

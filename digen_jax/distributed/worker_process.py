@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from digen_jax.config.recipe import Recipe
+from digen_jax.distributed.files import check_same
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.scheduling.commands import Fragment, Publication
@@ -84,11 +85,9 @@ class RolloutProcess:
         """The name before each line of its output."""
         return self._name
 
-    def free_port(self) -> int:
-        """A port at which nothing listens."""
-        with socket.socket() as found:
-            found.bind(("", 0))
-            return found.getsockname()[1]
+    def check_files(self, recipe: Recipe, expected: dict[str, str]) -> None:
+        """Checks that this node has the trainer's files: see `files.check_same`. Raises ConfigError."""
+        check_same(expected, recipe, "the trainer's")
 
     def open(self, recipe: Recipe, first: int, place: Any = None) -> Opened:
         """Builds the worker: devices, rewards, model.
@@ -323,7 +322,7 @@ class RolloutProcess:
         from digen_jax.engine.divergence import DivergedError
         from digen_jax.process.exhausted import out_of_memory
         from digen_jax.rewards.process import Gone
-        from digen_jax.runtime.link import may_be_a_loss
+        from digen_jax.runtime.link import connection_broke
 
         try:
             yield
@@ -334,7 +333,7 @@ class RolloutProcess:
         except Exception as error:
             sentence = out_of_memory(error)
             # A collective breaks when another process of the worker is lost: its driver reports that.
-            if not sentence and (self._alone or not may_be_a_loss(error)):
+            if not sentence and (self._alone or not connection_broke(error)):
                 traceback.print_exception(error)
             raise NotDone(f"{self._name}: {sentence or repr(error)}") from None
 

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,8 @@ import jax
 from digen_jax.assemble import recipe_model
 from digen_jax.config.recipe import Recipe
 from digen_jax.distributed.engine import Actor, Engine, Lost, Resources, forwarded, python_path
-from digen_jax.distributed.transfer import TrainerLink
+from digen_jax.distributed.files import fingerprints
+from digen_jax.distributed.transfer import Shares, TrainerLink
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.engine.encoding import Rows
@@ -25,6 +27,7 @@ from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import TRAINER
 
 PING = 2.0  # seconds between two pings
+PENDING = 30.0  # seconds between two lines about a cluster without room for a worker
 LOOK = 0.5  # seconds between two looks at signals while workers are waited for
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a lost worker is started again
 UNFINISHED = 5.0  # seconds at the run's end for the work in progress
@@ -39,6 +42,7 @@ class RolloutWorkers:
       engine: starts the workers.
       devices: of the trainer's mesh.
       rows: precomputed prompt embeddings of keys; None if workers encode.
+      shares: which of the trainer's processes this is; None: it has one.
       kind: the class of the workers' processes.
 
     Attributes:
@@ -53,22 +57,25 @@ class RolloutWorkers:
         engine: Engine,
         devices: Sequence[jax.Device] = (),
         rows: Callable[[Sequence[str]], list[Rows]] | None = None,
+        shares: Shares | None = None,
         kind: type[RolloutProcess] = RolloutProcess,
     ):
-        self.devices, self.link, self.step = devices, TrainerLink(engine), 0
+        self.devices, self.link, self.step = devices, TrainerLink(engine, shares), 0
         self._recipe, self._engine, self._kind = recipe, engine, kind
-        self._rows = rows
+        self._rows, self._files = rows, fingerprints(recipe)
         rollout = recipe.placement.meshes.rollout
         on_gpus = jax.default_backend() == "gpu"
         self._resources = Resources(gpus=rollout.devices // rollout.hosts if on_gpus else 0)
-        names = [f"rollout {number}" for number in range(rollout.workers)]
+        self._trainers = recipe.placement.meshes.trainer.hosts
+        number = max(rollout.workers, rollout.max_workers)
+        names = [f"rollout {number}" for number in range(number)]
         self._ready: dict[str, WorkerProxy] = {}
         self._actors: dict[str, list[Actor]] = {}
         self._failed: ConfigError | None = None  # no worker can work with this recipe
         self._driver: Driver | None = None
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._names = names
+        self._names = names[: rollout.workers]  # those that the start waits for
         self._threads = [
             threading.Thread(target=self._keep, args=(name,), name=name, daemon=True)
             for name in names
@@ -131,7 +138,7 @@ class RolloutWorkers:
             }
             for one in ready
         }
-        return found | {TRAINER: {"processes": 1}}
+        return found | {TRAINER: {"processes": self._trainers}}
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
@@ -209,10 +216,10 @@ class RolloutWorkers:
         actors = self._engine.start(self._kind, [given] * hosts, self._resources)
         with self._changed:
             self._actors[name] = actors
+        self._wait_for_room(name, actors)
         place = None
         if hosts > 1:
-            port = self._engine.call(actors[0], "free_port", group="work").result()
-            place = Place(self._engine.host(actors[0]), port, hosts, 0)
+            place = Place(*self._engine.meeting_place(actors[0]).result(), hosts, 0)
         opening = [
             self._engine.call(
                 actor,
@@ -227,6 +234,23 @@ class RolloutWorkers:
         opened: list[Opened] = [one.result() for one in opening]
         return WorkerProxy(name, opened[0], actors, self._engine, self.link, self._rows)
 
+    def _wait_for_room(self, name: str, actors: list[Actor]) -> None:
+        """Waits until the processes run, which takes as long as no nodes have room, and have checked their files."""
+        checked = [
+            self._engine.call(actor, "check_files", self._recipe, self._files, group="work")
+            for actor in actors
+        ]
+        begin = time.monotonic()
+        while wait(checked, PENDING).not_done and not self._closed.is_set():
+            if name in self._names:  # others join whenever there is room
+                seconds = time.monotonic() - begin
+                print(
+                    f"{name} has waited {seconds:.0f} s for a node with room: see `ray status`",
+                    flush=True,
+                )
+        for one in checked:
+            one.result(0)
+
     def _joined(self, proxy: WorkerProxy) -> None:
         proxy.end_step(self.step - 1)  # steps may have ended since it was started
         with self._changed:
@@ -234,6 +258,7 @@ class RolloutWorkers:
             driver = self._driver
             self._changed.notify_all()
             if driver is not None:
+                print(f"{proxy.name} joins", flush=True)
                 driver.join(proxy)
 
     def _watch(self, proxy: WorkerProxy) -> str:
@@ -262,12 +287,12 @@ class RolloutWorkers:
 
 @contextmanager
 def rollout_workers(
-    recipe: Recipe, engine: Engine, devices: Sequence[jax.Device]
+    recipe: Recipe, engine: Engine, devices: Sequence[jax.Device], shares: Shares | None = None
 ) -> Iterator[RolloutWorkers]:
-    """The rollout workers of a run in this block, after which they end."""
+    """The rollout workers of a run in this block, after which they end; the arguments are those of the class."""
     folder, family = recipe_model(recipe)
     rows = stored(recipe, folder, family).read if is_ahead(recipe, family) else None
-    workers = RolloutWorkers(recipe, engine, devices, rows)
+    workers = RolloutWorkers(recipe, engine, devices, rows, shares)
     try:
         yield workers
     finally:

@@ -16,6 +16,8 @@ from digen_jax.errors import ConfigError
 
 # The only mesh of a process, where others have the others.
 OwnMesh = Literal["trainer", "rollout"]
+# Fields of a mesh's section that do not change its number of devices.
+PROCESSES = ("hosts", "max_workers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,7 @@ class RolloutAxes:
     fsdp: int = 1  # devices that share images and parameters
     workers: int = 1  # rollout meshes of this size
     hosts: int = 1  # processes of each rollout mesh, with --ray; they have equally many devices
+    max_workers: int = 0  # with --ray: up to so many workers join while the cluster has room
     # devices that share parameters and the work on each image; they divide the heads
     tensor: int = 1
     sequence: int = (
@@ -143,6 +146,7 @@ class TrainerAxes:
     sequence: int = (
         1  # devices that share the tokens of each image; with tensor they divide the heads
     )
+    hosts: int = 1  # processes of the mesh, with --ray; they have equally many devices
 
     @property
     def images(self) -> int:
@@ -164,6 +168,12 @@ class MeshSizes(NamedTuple):
     def plain(self) -> dict[str, dict[str, int]]:
         """{"rollout": {axis: size}, "trainer": ...}, as in a config's section `placement`."""
         return {name: dataclasses.asdict(axes) for name, axes in self._asdict().items()}
+
+
+def mesh_axes(sizes: RolloutAxes | TrainerAxes) -> dict[str, int]:
+    """The sizes of one mesh's axes, without the numbers of workers and processes."""
+    others = {"workers", *PROCESSES}
+    return {name: size for name, size in vars(sizes).items() if name not in others}
 
 
 # One device samples and trains.
@@ -233,12 +243,10 @@ def make_placement(
     if len(devices) == 1:
         return Placement((), DeviceGroup(make_mesh(devices), layout, attention))
     size, trainer = mesh_sizes(sizes, len(devices))
-    sampler = dataclasses.asdict(sizes.rollout)
-    sampler.pop("hosts")
-    starts = range(0, size * sampler.pop("workers"), size) if size else ()
-    sampling = (make_mesh(devices[i : i + size], **sampler) for i in starts)
+    starts = range(0, size * sizes.rollout.workers, size) if size else ()
+    sampling = (make_mesh(devices[i : i + size], **mesh_axes(sizes.rollout)) for i in starts)
     first = size * len(starts)
-    training = make_mesh(devices[first : first + trainer], **dataclasses.asdict(sizes.trainer))
+    training = make_mesh(devices[first : first + trainer], **mesh_axes(sizes.trainer))
     rollouts = tuple(DeviceGroup(mesh, layout, attention) for mesh in sampling)
     return Placement(rollouts, DeviceGroup(training, layout, attention))
 
@@ -261,10 +269,7 @@ def make_own(
             f"config.placement.{mesh} wants {axes.devices} devices, but its process has {len(devices)}: make it "
             "smaller, or start the process where it has more"
         )
-    named = dataclasses.asdict(axes)
-    for number in ("workers", "hosts"):
-        named.pop(number, None)
-    group = DeviceGroup(make_mesh(devices[: axes.devices], **named), layout, attention)
+    group = DeviceGroup(make_mesh(devices[: axes.devices], **mesh_axes(axes)), layout, attention)
     if mesh == "rollout":
         return Placement((group,), None)
     return Placement((), group, sizes.rollout.workers)
@@ -322,11 +327,12 @@ def fitted(wanted: MeshSizes, devices: int) -> MeshSizes:
         return MeshSizes(dataclasses.replace(wanted.rollout, data=0), ONE_DEVICE.trainer)
 
     def smaller(axes: Any) -> list[Any]:
-        choices = itertools.product(*(_divisors(size, devices) for size in vars(axes).values()))
-        return [type(axes)(*choice) for choice in choices]
+        names = [name for name in vars(axes) if name not in PROCESSES]
+        choices = itertools.product(*(_divisors(getattr(axes, name), devices) for name in names))
+        return [dataclasses.replace(axes, **dict(zip(names, one, strict=True))) for one in choices]
 
     def size(axes: RolloutAxes | TrainerAxes) -> int:
-        return math.prod(vars(axes).values())
+        return math.prod(size for name, size in vars(axes).items() if name not in PROCESSES)
 
     def preferred(sizes: MeshSizes) -> tuple[float, ...]:
         rollout, trainer = sizes.rollout, sizes.trainer

@@ -4,6 +4,8 @@ import pathlib
 
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.distributed.engine import RayEngine
+from digen_jax.distributed.launch import TrainerPart
+from digen_jax.distributed.transfer import Shares, TrainerLink
 from digen_jax.distributed.workers import RolloutWorkers, rollout_workers
 from digen_jax.engine.hosts import job_devices
 from digen_jax.errors import ConfigError
@@ -14,7 +16,7 @@ from digen_jax.records.checkpoint import was_saved
 from digen_jax.records.checkpoint_folder import saved_steps, steps_done
 from digen_jax.records.metrics import read_metrics
 from digen_jax.records.records import full_disk, where
-from digen_jax.run.following import follow_run
+from digen_jax.run.following import TrainerMesh, follow_run
 from digen_jax.run.loop import Run
 from digen_jax.run.opening import place_apart, place_run
 from digen_jax.run.stopping import reason_to_stop
@@ -23,15 +25,15 @@ from digen_jax.runtime.log import read_log
 from digen_jax.runtime.orders import Orders, is_first, leading
 
 
-def train(recipe: Recipe, workdir: pathlib.Path, address: str | None = None) -> int | None:
+def train(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart | None = None) -> int | None:
     """Runs or continues the training that `recipe` describes, in `workdir`.
 
-    With several processes that sample and train together, all call it and see the workdir; the first one coordinates.
+    With several processes that train together, all call it and see the workdir; the first one coordinates.
 
     Args:
       recipe: of the run.
       workdir: its folder.
-      address: of the Ray cluster whose rollout workers sample; None: this process samples, too.
+      part: this process's part in a trainer whose rollout workers are on Ray; None: the devices that train sample, too.
 
     Returns:
       None if the run is finished; the process's exit code if a signal stopped it before.
@@ -41,21 +43,25 @@ def train(recipe: Recipe, workdir: pathlib.Path, address: str | None = None) -> 
       Stopped: an indispensable part of the run hangs or dies, such as the reward.
     """
     with remembering(), fitted():
-        if address is not None:
-            return _train_with_workers(recipe, workdir, address)
+        if part is not None:
+            return _train_with_workers(recipe, workdir, part)
         if not is_first():
             return follow_run(recipe, workdir)
         return _lead(recipe, workdir)
 
 
-def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, address: str) -> int | None:
+def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart) -> int | None:
     recipe = place_apart(recipe)
     devices = job_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
-    engine = RayEngine(address)
-    hangs(
-        "Ray"
-    )  # its exit ends the process with code 1 if another thread still frees a stored object
-    with rollout_workers(recipe, engine, devices) as workers:
+    engine = RayEngine(part.address)
+    # Its exit ends the process with code 1 if another thread still frees a stored object.
+    hangs("Ray")
+    shares = None
+    if part.place is not None:
+        shares = Shares(engine.find(part.mailbox), part.place.process, part.place.processes)
+    if not is_first():
+        return follow_run(recipe, workdir, TrainerMesh(devices, TrainerLink(engine, shares)))
+    with rollout_workers(recipe, engine, devices, shares) as workers:
         return _lead(recipe, workdir, workers)
 
 

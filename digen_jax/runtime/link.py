@@ -20,6 +20,8 @@ STATUS = re.compile(
     "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): "
 )
 
+BROKEN = re.compile("UNAVAILABLE|Connection (reset|closed|refused)|Socket closed|Broken pipe")
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplesOf:
@@ -51,6 +53,11 @@ def may_be_a_loss(error: BaseException) -> bool:
     """
     known = isinstance(error, LinkError | jax.errors.JaxRuntimeError)
     return known or (isinstance(error, ValueError) and STATUS.match(str(error)) is not None)
+
+
+def connection_broke(error: BaseException) -> bool:
+    """Whether work has failed because a connection to another process broke, which says nothing about the work."""
+    return may_be_a_loss(error) and BROKEN.search(str(error)) is not None
 
 
 @runtime_checkable

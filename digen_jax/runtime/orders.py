@@ -21,7 +21,7 @@ from digen_jax.process import ending, team
 from digen_jax.process.ending import STOPPED, Stopped
 from digen_jax.process.exhausted import out_of_memory
 from digen_jax.process.interrupt import Interrupt
-from digen_jax.runtime.link import LOSS, LinkError, may_be_a_loss
+from digen_jax.runtime.link import LOSS, LinkError, connection_broke, may_be_a_loss
 from digen_jax.scheduling.saving import pack, unpack
 
 LOG, STOP, MEETING = "digen_jax/log", "digen_jax/stop", "digen_jax/meeting"
@@ -195,6 +195,8 @@ def leave(error: BaseException) -> None:
         time.sleep(LOSS)
         code = STOPPED
     known = isinstance(error, ConfigError | Stopped | LinkError)
+    if not sentence and connection_broke(error):
+        sentence = f"another process is lost ({str(error).partition(chr(10))[0]})"
     text = sentence or (
         str(error) if known else "".join(traceback.format_exception(error)).rstrip()
     )

@@ -6,15 +6,28 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakValueDictionary
 
 from digen_jax.distributed.engine import GROUPS, Lost, Resources
 
 
-class Stored(NamedTuple):
-    """A reference to a pickled value."""
+class Stored:
+    """A reference to a pickled value; within another value it is sent as a reference."""
 
-    value: Future
+    def __init__(self, value: Future):
+        self.value = value
+        STORED[id(self)] = self
+
+    def __reduce__(self) -> tuple:
+        return _stored, (id(self),)
+
+
+STORED: WeakValueDictionary[int, Stored] = WeakValueDictionary()
+
+
+def _stored(number: int) -> Stored:
+    return STORED[number]
 
 
 class LocalActor:

@@ -262,3 +262,47 @@ def test_a_worker_of_two_processes_is_lost_and_started_again_as_one(run, begin, 
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     # Later the trainer's one device sampled, which rounds differently.
     assert_same_metrics(found[:2], expected[:2], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def wide(base) -> pathlib.Path:
+    """The workdir of a run of one process whose trainer has two devices, once for all tests."""
+
+    def make(folder: pathlib.Path) -> None:
+        def start(module, devices, *command, **variables):
+            return Begun(module, folder.parent, devices, *command, **variables)
+
+        ends(Run(start, base, folder).begin(*WIDE, devices=4, ray=False), 0)
+
+    return once(base / "ray-wide", make) / "run"
+
+
+WIDE = "--config.placement.trainer.fsdp=2", "--config.placement.rules=(('.*', 'fsdp'),)"
+HOSTS = *WIDE, "--config.placement.trainer.hosts=2"
+
+
+def trainer_pid(process: Begun, number: int) -> int:
+    """A process of the trainer."""
+    (found,) = [
+        pid
+        for pid in process.started()
+        if f", {number}, []]]".encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+    ]
+    return found
+
+
+def test_a_trainer_of_two_processes_is_that_of_one(run, wide):
+    ends(run.begin(*HOSTS), 0)
+    assert run.generated() == {"rollout 0", "rollout 1"}
+    assert_same_run(run.workdir, wide)
+
+
+def test_a_lost_second_process_of_the_trainer_ends_all_and_the_same_command_continues(run, wide):
+    run.hold(3)
+    process = run.begin(*HOSTS)
+    run.held(3, process)
+    os.kill(trainer_pid(process, 1), signal.SIGKILL)
+    ends(process, STOPPED)
+    run.release(3)
+    ends(run.begin(*HOSTS), 0)
+    assert_same_run(run.workdir, wide)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from digen_jax.distributed.engine import Lost
-from digen_jax.distributed.transfer import Packed, TrainerLink, pack, unpack
-from digen_jax.runtime.link import LinkError, SamplesOf
+from digen_jax.distributed.engine import Lost, Resources
+from digen_jax.distributed.transfer import Mailbox, Packed, Shares, TrainerLink, pack, unpack
+from digen_jax.runtime.link import ConditioningOf, LinkError, SamplesOf
 from digen_jax.scheduling.commands import Fragment, Publication
 from tests.distributed.local_engine import LocalEngine
 
@@ -111,6 +111,43 @@ def test_samples_are_taken_from_where_they_are_and_a_lost_worker_has_none():
     assert link.take(SAMPLES, on_device, "trainer") is None
     link.give_up("rollout 0")
     assert not link._refs
+
+
+def test_the_trainers_other_processes_take_what_the_first_one_has_taken():
+    engine = LocalEngine()
+    (mailbox,) = engine.start(Mailbox, [()], Resources())
+    first, *others = (TrainerLink(engine, Shares(mailbox, number, 3)) for number in range(3))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def take(link, key):
+        found = link.take(key, lambda tree: jax.tree.map(lambda _: sharding, tree), "trainer")
+        return None if found is None else found["x"].tolist()
+
+    # Another worker's fragment comes first in the other processes, whose prompts are the same.
+    prompts = [ConditioningOf(f"rollout {number}", 0) for number in range(2)]
+    for key, value in {prompts[0]: 1, SAMPLES: 2}.items():
+        first.hold(key, engine.put(pack({"x": jnp.full(2, value)})))
+        assert take(first, key) == [value] * 2
+    for other in others:
+        assert take(other, prompts[1]) == [1, 1]
+    assert take(others[0], SAMPLES) == [2, 2]
+    others[1].withdraw(SAMPLES)  # it was dropped there
+    assert take(others[0], SAMPLES) is None
+    assert not mailbox.object._refs
+
+
+def test_weights_of_several_processes_are_gathered_when_they_are_offered():
+    """Later only the first process is asked for them, and alone it cannot gather."""
+    engine = LocalEngine()
+    (mailbox,) = engine.start(Mailbox, [()], Resources())
+    link = TrainerLink(engine, Shares(mailbox, 0, 2))
+    weights = {"x": jnp.arange(3.0)}
+    link.offer(VERSION, weights)
+    weights["x"].delete()
+    structure, *pieces = map(engine.get, link.stored(VERSION))
+    assert unpack(Packed(structure, pieces))["x"].tolist() == [0, 1, 2]
+    link.withdraw(VERSION)
+    assert link.stored(VERSION) is None
 
 
 def test_a_lost_object_is_an_error_that_names_what_was_lost(monkeypatch):

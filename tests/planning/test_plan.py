@@ -204,8 +204,9 @@ def test_auto_is_the_choice_as_a_section_of_the_config():
     plan = make_plan(make_problem(reopen_recipe(config), 4, costs))
     assert sizes == meshes(plan.problem, plan.choice.proposal)
     rollout, trainer = sizes.plain().values()
-    assert set(rollout) == {"workers", "hosts", "data", "fsdp", "tensor", "sequence"}
-    assert set(trainer) == {"time", "data", "fsdp", "tensor", "sequence"}
+    axes = {"data", "fsdp", "tensor", "sequence", "hosts"}
+    assert set(rollout) == axes | {"workers", "max_workers"}
+    assert set(trainer) == axes | {"time"}
     assert rollout["data"] > 0
     config.evaluation.batch = 12
     check_devices(reopen_recipe(config).with_meshes(sizes), 4)

@@ -1,0 +1,26 @@
+"""Files that must be the same on all nodes."""
+
+import pytest
+
+from digen_jax.config.door import reopen_recipe
+from digen_jax.distributed.files import PACKAGE, check_same, fingerprints
+from digen_jax.errors import ConfigError
+from tests.tiny_runs import tiny_config
+
+
+def test_a_prompt_file_or_code_that_differs_is_named(tmp_path):
+    config = tiny_config(tmp_path, "lora")
+    prompts = tmp_path / "prompts.txt"
+    config.prompts.file = str(prompts)
+    prompts.write_text("a red square\n")
+    recipe = reopen_recipe(config)
+    expected = fingerprints(recipe)
+    check_same(expected, recipe, "the trainer's")
+    with pytest.raises(ConfigError, match=PACKAGE):
+        check_same(expected | {PACKAGE: "other"}, recipe, "the trainer's")
+    prompts.write_text("a blue square\n")
+    with pytest.raises(ConfigError, match=prompts.name):
+        check_same(expected, recipe, "the trainer's")
+    prompts.unlink()
+    with pytest.raises(ConfigError, match=prompts.name):
+        check_same(expected, recipe, "the trainer's")

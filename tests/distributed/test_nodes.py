@@ -1,0 +1,121 @@
+"""Runs on several nodes of Ray, all on this machine: one that is lost and replaced, and the loss of the head."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import time
+
+import pytest
+
+from digen_jax.process.ending import STOPPED
+from tests.distributed.test_launch import LONG, Run, assert_same_run, ends, unbroken, wait_for  # noqa: F401
+from tests.pipelines import ROOT
+from tests.ports import free_port
+from tests.processes import Begun, begin  # noqa: F401
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed"),
+]
+TOKEN = dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef" * 4)
+OPEN = dict(RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="")
+# Seconds after which a node ends that does not reach the head.
+RECONNECTING = dict(RAY_gcs_rpc_server_reconnect_timeout_s="10")
+
+
+class Nodes:
+    """A run's cluster; each node is a `ray start` with one CPU core, so that it has room for one process."""
+
+    def __init__(self, start, base, folder):
+        self.run = Run(start, base, folder)
+        self.address = f"127.0.0.1:{free_port()}"
+        self._start, self._nodes = start, []
+        self.variables = TOKEN | RECONNECTING | dict(BASE=str(base), HOLDS=str(self.run.holds))
+
+    def add(self, *options: str) -> Begun:
+        """Starts a node, the first one as the head."""
+        port = self.address.partition(":")[2]
+        head = "--head", f"--port={port}", "--include-dashboard=false"
+        where = [f"--address={self.address}"] if self._nodes else head
+        arguments = "start", "--block", "--num-cpus=1", *where, *options
+        node = self._start("ray.scripts.scripts", 1, (), arguments, **self.variables)
+        self._nodes.append(node)
+        node.until("Ray runtime started")
+        return node
+
+    def begin(self, *options: str, **variables: str) -> Begun:
+        return self.run.begin(f"--ray={self.address}", *options, **TOKEN | variables)
+
+    def close(self) -> None:
+        """Ends all nodes; the next one is a head."""
+        while self._nodes:
+            lose(self._nodes.pop())
+
+
+def lose(node: Begun) -> None:
+    """Kills all processes of a node."""
+    for number in node.started():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+@pytest.fixture
+def nodes(begin, base, tmp_path):  # noqa: F811
+    found = Nodes(begin, base, tmp_path)
+    yield found
+    found.close()
+
+
+def test_a_worker_moves_when_its_node_is_lost_and_others_join_new_nodes(nodes, unbroken):  # noqa: F811
+    nodes.add()
+    other = nodes.add()
+    nodes.run.hold(2), nodes.run.hold(3)
+    process = nodes.begin(
+        "--config.placement.rollout.workers=1", "--config.placement.rollout.max_workers=2"
+    )
+    nodes.run.held(2, process)
+    lose(other)
+    nodes.run.release(2)
+    process.until("starting it again in 1 s")
+    nodes.add(), nodes.add()
+    joined = {process.until("joins"), process.until("joins")}
+    assert joined == {"rollout 0 joins", "rollout 1 joins"}
+    nodes.run.release(3)
+    ends(process, 0)
+    assert_same_run(nodes.run.workdir, unbroken, left_out=["tag_share"])
+
+
+def test_a_cluster_of_several_hosts_needs_a_token(nodes):
+    nodes.variables |= OPEN
+    nodes.add()
+    nodes.add("--node-ip-address=127.0.0.2")
+    code, errors = nodes.begin(**OPEN).ends(LONG)
+    assert code == 2 and "--ray_open" in errors and "Traceback" not in errors
+    nodes.begin("--ray_open", **OPEN).until("waiting for rollout 0")
+
+
+def test_a_wrong_token_and_another_version_are_refused(nodes, tmp_path):
+    nodes.add()
+    code, errors = nodes.begin(RAY_AUTH_TOKEN="f" * 64).ends(LONG)
+    assert code == 2 and nodes.address in errors and "Traceback" not in errors
+    (tmp_path / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.59.0'\n")
+    code, errors = nodes.begin(PYTHONPATH=f"{tmp_path}:{ROOT}").ends(LONG)
+    assert code == 2 and "2.59.0" in errors and "Traceback" not in errors
+
+
+def test_the_loss_of_the_head_ends_all_and_the_same_command_continues(nodes, unbroken):  # noqa: F811
+    head = nodes.add()
+    nodes.add(), nodes.add()
+    nodes.run.hold(3)
+    process = nodes.begin()
+    nodes.run.held(3, process)
+    lose(head)
+    lost = time.monotonic()
+    ends(process, STOPPED)
+    assert time.monotonic() - lost < 60
+    nodes.run.release(3)
+    nodes.close()
+    nodes.add(), nodes.add(), nodes.add()
+    ends(nodes.begin(), 0)
+    assert_same_run(nodes.run.workdir, unbroken)
