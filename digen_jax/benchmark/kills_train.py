@@ -12,7 +12,7 @@ import sys
 from functools import partialmethod
 from typing import Any
 
-from digen_jax.distributed.launch import ADDRESS
+from digen_jax.distributed.launch import PART
 from digen_jax.distributed.worker_process import Done, RolloutProcess
 from digen_jax.scheduling.commands import Publication
 
@@ -94,6 +94,6 @@ if __name__ == "__main__":
     from digen_jax.config.command_line import run_main
     from launch.train import main
 
-    if ADDRESS in os.environ:
+    if PART in os.environ:
         kills_train.note_weights()
     run_main(main)
