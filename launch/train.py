@@ -35,25 +35,32 @@ _RAY = flags.DEFINE_string(
 _RAY_OPEN = flags.DEFINE_bool(
     "ray_open", False, "Allow a Ray cluster of several hosts without a token."
 )
+_ONE_JOB = flags.DEFINE_bool(
+    "one_job",
+    False,
+    "With --ray: all processes are one JAX job, as on one TPU slice; the loss of any ends all.",
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main() -> int | None:
     """Check the config, set up the devices and train; returns the exit code where a signal stopped the run."""
     from digen_jax.config.door import open_recipe
-    from digen_jax.process.launching import join, join_job, prepare
+    from digen_jax.distributed import launch
+    from digen_jax.process.launching import join, prepare
 
     recipe = open_recipe(_CONFIG.value)
     place = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
     part = None
-    if _RAY.value is not None:
-        from digen_jax.distributed import launch
-
-        launch.check(recipe, place)
+    if _RAY.value is None:
+        launch.check_without_ray(recipe)
+    else:
+        launch.check(recipe, place, _ONE_JOB.value)
         part = launch.trainer_part()
     check_output("--workdir", _WORKDIR.value, folder=True)
     if _RAY.value is not None and part is None:
-        return launch.run(recipe, _WORKDIR.value, _RAY.value, _RAY_OPEN.value)
+        options = _RAY.value, _RAY_OPEN.value, _ONE_JOB.value
+        return launch.run(recipe, _WORKDIR.value, *options)
     if part is None:
         prepare(recipe.placement.cpu_devices)
         join(*place)
@@ -61,8 +68,6 @@ def main() -> int | None:
         launch.check_part(part, recipe, _WORKDIR.value)
         trainer = recipe.placement.meshes.trainer
         prepare(trainer.devices // trainer.hosts)
-        if part.place is not None:
-            join_job(part.place)
 
     from digen_jax.run.train import train
 

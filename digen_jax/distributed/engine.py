@@ -39,9 +39,10 @@ class Lost(RuntimeError):
 
 
 class Resources(NamedTuple):
-    """What one process needs: accelerators, and CPU cores for placing it."""
+    """What one process needs: accelerators of a kind, such as GPU, and CPU cores for placing it."""
 
-    gpus: int = 0
+    kind: str = ""
+    devices: int = 0
     cpus: int = 1
 
 
@@ -161,13 +162,15 @@ class RayEngine:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        needed = {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
+        devices = {resources.kind: resources.devices} if resources.devices else {}
+        needed = {"CPU": resources.cpus} | devices
         group = placement_group([needed] * len(arguments), strategy="PACK")
         make = self._ray.remote(concurrency_groups=GROUPS)(kind)
         actors = [
             make.options(
                 num_cpus=resources.cpus,
-                num_gpus=resources.gpus,
+                num_gpus=devices.get("GPU", 0),
+                resources={kind: count for kind, count in devices.items() if kind != "GPU"},
                 max_restarts=0,
                 max_task_retries=0,
                 name=name if number == 0 else None,

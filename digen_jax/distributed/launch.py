@@ -53,15 +53,18 @@ class TrainerPart(NamedTuple):
     address: str
     mailbox: str  # the name of the actor that passes stored objects on
     files: dict[str, str]  # the driver's: see `fingerprints`
+    devices: str  # the kind of accelerator, such as GPU; "": virtual CPU devices
     place: Place | None = None
+    one_job: bool = False  # whether the rollout workers are in the trainer's job of JAX
 
 
-def check(recipe: Recipe, place: tuple[str | int | None, ...]) -> None:
+def check(recipe: Recipe, place: tuple[str | int | None, ...], one_job: bool) -> None:
     """Checks that a recipe can run with rollout workers in other processes.
 
     Args:
       recipe: of the run.
       place: the values of --coordinator, --processes and --process.
+      one_job: the value of --one_job.
 
     Raises:
       ConfigError: names the field or the option to change.
@@ -81,6 +84,12 @@ def check(recipe: Recipe, place: tuple[str | int | None, ...]) -> None:
             "config.placement.rollout.data = 0, so that the trainer's devices sample: with --ray set it to 1 or more, "
             "or leave --ray out"
         )
+    rollout = recipe.placement.meshes.rollout
+    if one_job and rollout.max_workers > rollout.workers:
+        raise ConfigError(
+            f"config.placement.rollout.max_workers = {rollout.max_workers}, but no process can join a JAX job later: "
+            "set it to 0 with --one_job"
+        )
     for name, axes in recipe.placement.meshes._asdict().items():
         check_divides(
             f"config.placement.{name}.hosts",
@@ -91,7 +100,24 @@ def check(recipe: Recipe, place: tuple[str | int | None, ...]) -> None:
         )
 
 
-def run(recipe: Recipe, workdir: str, address: str, is_open: bool = False) -> int:
+def check_without_ray(recipe: Recipe) -> None:
+    """Refuses fields that only --ray uses. Raises ConfigError."""
+    rollout, trainer = recipe.placement.meshes
+    for name, given, unused in (
+        ("rollout.hosts", rollout.hosts, 1),
+        ("rollout.max_workers", rollout.max_workers, 0),
+        ("trainer.hosts", trainer.hosts, 1),
+    ):
+        if given != unused:
+            raise ConfigError(
+                f"config.placement.{name} = {given}, but only --ray starts other processes: add --ray=local or a "
+                f"cluster's address, or set it to {unused}"
+            )
+
+
+def run(
+    recipe: Recipe, workdir: str, address: str, is_open: bool = False, one_job: bool = False
+) -> int:
     """Runs this process's own command in the trainer's processes on the cluster; returns the first one's exit code.
 
     Args:
@@ -99,6 +125,7 @@ def run(recipe: Recipe, workdir: str, address: str, is_open: bool = False) -> in
       workdir: the run's folder, which all processes of the trainer must see.
       address: of the cluster; "local" starts one on this machine, which ends with this process.
       is_open: whether a cluster of several hosts needs no token.
+      one_job: whether all processes are one job of JAX.
 
     Raises:
       ConfigError: there is no such cluster, it has no token, or it is too small.
@@ -108,24 +135,26 @@ def run(recipe: Recipe, workdir: str, address: str, is_open: bool = False) -> in
     processes = trainer.hosts + max(workers, rollout.max_workers) * rollout.hosts
     engine = RayEngine(address, show=False, cpus=max(os.cpu_count() or 1, processes))
     check_secure(engine, address, is_open)
-    gpus = trainer.devices if has_gpus(engine) else 0
-    if gpus:
-        _check_gpus(recipe, engine)
+    kind = accelerator(engine)
+    if kind:
+        _check_devices(recipe, engine, kind)
     os.makedirs(workdir, exist_ok=True)  # whoever does not see it has another disk
     given = [sys.executable, *sys.argv], forwarded(), os.getcwd(), python_path()
-    part = TrainerPart(engine.address, f"trainer {uuid.uuid4()}", fingerprints(recipe))
-    resources = Resources(gpus=gpus // trainer.hosts)
+    part = TrainerPart(engine.address, f"trainer {uuid.uuid4()}", fingerprints(recipe), kind)
+    resources = Resources(kind, trainer.devices // trainer.hosts if kind else 0)
     actors = engine.start(TrainerProcess, [given] * trainer.hosts, resources, part.mailbox)
     try:
         with _noted() as signals:
-            if code := _wait_for_room(engine, actors, gpus, signals):
+            if code := _wait_for_room(engine, actors, resources, signals):
                 return code
+            job = trainer.hosts + one_job * workers * rollout.hosts
             host, port = engine.meeting_place(actors[0]).result()
             for number, actor in enumerate(actors):
-                if trainer.hosts > 1:
-                    part = part._replace(place=Place(host, port, trainer.hosts, number))
-                started = _terminal(), part
-                engine.call(actor, "start", *started, group="work").result()
+                if job > 1:
+                    team = (0, trainer.hosts) if one_job else ()
+                    place = Place(host, port, job, number, (), team)
+                    part = part._replace(place=place, one_job=one_job)
+                engine.call(actor, "start", _terminal(), part, group="work").result()
             return _follow(engine, actors, signals)
     except Lost as error:
         return _ended(f"is lost ({error})")
@@ -133,27 +162,29 @@ def run(recipe: Recipe, workdir: str, address: str, is_open: bool = False) -> in
         engine.close()
 
 
-def has_gpus(engine: RayEngine) -> bool:
-    """Whether the cluster's devices are GPUs and the environment does not ask for others."""
-    gpus = any(resources.get("GPU") for _, resources in engine.nodes)
-    return gpus and os.environ.get("JAX_PLATFORMS", "gpu") != "cpu"
+def accelerator(engine: RayEngine) -> str:
+    """The kind of accelerator that the cluster has and the environment does not exclude; "": none."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return ""
+    found = (kind for kind in ("TPU", "GPU") if any(have.get(kind) for _, have in engine.nodes))
+    return next(found, "")
 
 
-def _check_gpus(recipe: Recipe, engine: RayEngine) -> None:
-    """Raises ConfigError if the cluster has too few GPUs, or no node has enough for one process."""
+def _check_devices(recipe: Recipe, engine: RayEngine, kind: str) -> None:
+    """Raises ConfigError if the cluster has too few accelerators, or no node has enough for one process."""
     rollout, trainer = recipe.placement.meshes
-    gpus = [int(resources.get("GPU", 0)) for _, resources in engine.nodes]
+    there = [int(have.get(kind, 0)) for _, have in engine.nodes]
     needed = trainer.devices + rollout.workers * rollout.devices
-    if needed > sum(gpus):
+    if needed > sum(there):
         raise ConfigError(
-            f"config.placement needs {needed} GPUs and the cluster has {sum(gpus)}: make config.placement.rollout or "
-            "config.placement.trainer smaller, or add nodes"
+            f"config.placement needs {needed} {kind}s and the cluster has {sum(there)}: make config.placement.rollout "
+            "or config.placement.trainer smaller, or add nodes"
         )
     for name, axes in recipe.placement.meshes._asdict().items():
-        if axes.devices // axes.hosts > max(gpus):
+        if axes.devices // axes.hosts > max(there):
             raise ConfigError(
-                f"config.placement.{name} has {axes.devices // axes.hosts} GPUs in each process and no node has more "
-                f"than {max(gpus)}: set config.placement.{name}.hosts to {-(-axes.devices // max(gpus))} or more"
+                f"config.placement.{name} has {axes.devices // axes.hosts} {kind}s in each process and no node has "
+                f"more than {max(there)}: set config.placement.{name}.hosts to {-(-axes.devices // max(there))} or more"
             )
 
 
@@ -170,9 +201,10 @@ def _wait_for_room(engine: Engine, actors: list[Actor], gpus: int, signals: list
             return 128 + signals[0]
         if time.monotonic() - reported > PENDING:
             reported = time.monotonic()
+            devices = f" and {each.devices} free {each.kind}s" if each.devices else ""
             print(
-                f"waiting for {reported - begin:.0f} s for nodes with {len(actors)} free CPU cores and {gpus} free "
-                "GPUs for the trainer: see `ray status`",
+                f"the trainer has waited {reported - begin:.0f} s for {len(actors)} times a free CPU core{devices}: "
+                "see `ray status`",
                 file=sys.stderr,
                 flush=True,
             )
@@ -199,11 +231,11 @@ def _follow(engine: Engine, actors: list[Actor], signals: list[int]) -> int:
             else:
                 codes[actor] = code
                 until = min(until, time.monotonic() + ENDING)
-    first = codes.get(actors[0], STOPPED)
+    first = codes.get(actors[0], -signal.SIGKILL)
+    if first >= 0:  # the others may not have noticed that it has ended
+        return first
     killed = [-code for code in codes.values() if code < 0]
-    if killed:
-        return _ended(f"was killed by {signal.Signals(killed[0]).name}")
-    return first
+    return _ended(f"was killed by {signal.Signals(killed[0]).name}" if killed else "has failed")
 
 
 def _ended(why: str) -> int:
@@ -320,8 +352,8 @@ def trainer_part() -> TrainerPart | None:
     # Processes of Ray block signals for their children.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     threading.Thread(target=_ends_with_driver, name="driver", daemon=True).start()
-    *found, place = json.loads(given)
-    return TrainerPart(*found, place and Place(*place[:4]))
+    *found, place, one_job = json.loads(given)
+    return TrainerPart(*found, place and Place(*place), one_job)
 
 
 def check_part(part: TrainerPart, recipe: Recipe, workdir: str) -> None:

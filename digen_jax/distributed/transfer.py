@@ -242,10 +242,10 @@ class TrainerLink:
         Raises:
           LinkError: the worker that has it, or its node, is lost.
         """
-        ref = self._ref(key)
-        if ref is None:
-            return self._local.take(key, shardings, taker)
         try:
+            ref = self._ref(key)
+            if ref is None:
+                return self._local.take(key, shardings, taker)
             packed = self._engine.get(ref)
             if packed is not None and self._shares is not None and not self._shares.process:
                 takers = set(range(1, self._shares.processes))

@@ -109,12 +109,13 @@ class RolloutProcess:
         import jax
 
         from digen_jax.engine.hosts import job_devices
+        from digen_jax.process import team
         from digen_jax.prompts.files import read_prompt_file
         from digen_jax.run.own_mesh import build_rollout
         from digen_jax.run.scorers import try_scorers
 
         self._alone = place is None
-        self._first = self._alone or not place.process
+        self._first = team.is_first()
         self._pool = _rewards(recipe) if self._first else None
         devices = job_devices(rollout.devices, "config.placement.rollout")
         rollout = build_rollout(recipe, devices, self._stored(recipe))

@@ -1,5 +1,6 @@
 """The rollout workers of a run: starts them, waits for them, notices their loss, and starts lost ones again."""
 
+import functools
 import os
 import sys
 import threading
@@ -18,10 +19,11 @@ from digen_jax.distributed.files import fingerprints
 from digen_jax.distributed.transfer import Shares, TrainerLink
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
 from digen_jax.distributed.worker_proxy import WorkerProxy
-from digen_jax.engine.encoding import Rows
+from digen_jax.engine.encoding import Rows, Stored
 from digen_jax.errors import ConfigError
+from digen_jax.process.ending import STOPPED, Stopped, last_word, leave
 from digen_jax.process.launching import MEETING, Place
-from digen_jax.prompt_store import is_ahead, stored
+from digen_jax.prompt_store import stored
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import TRAINER
@@ -40,13 +42,14 @@ class RolloutWorkers:
     Args:
       recipe: placed on all devices of the run.
       engine: starts the workers.
-      devices: of the trainer's mesh.
+      accelerator: the kind that workers have, such as GPU; "": virtual CPU devices.
       rows: precomputed prompt embeddings of keys; None if workers encode.
       shares: which of the trainer's processes this is; None: it has one.
+      job: the trainer's place in a job of JAX that the workers are part of; None: they are not.
       kind: the class of the workers' processes.
 
     Attributes:
-      devices: likewise.
+      devices: of the trainer's mesh.
       link: the trainer's.
       step: the present one, from which a worker that starts draws the prompts.
     """
@@ -55,17 +58,21 @@ class RolloutWorkers:
         self,
         recipe: Recipe,
         engine: Engine,
-        devices: Sequence[jax.Device] = (),
+        accelerator: str = "",
         rows: Callable[[Sequence[str]], list[Rows]] | None = None,
         shares: Shares | None = None,
+        job: Place | None = None,
         kind: type[RolloutProcess] = RolloutProcess,
     ):
-        self.devices, self.link, self.step = devices, TrainerLink(engine, shares), 0
+        self.devices: Sequence[jax.Device] = ()
+        self.link, self.step = TrainerLink(engine, shares), 0
         self._recipe, self._engine, self._kind = recipe, engine, kind
         self._rows, self._files = rows, fingerprints(recipe)
         rollout = recipe.placement.meshes.rollout
-        on_gpus = jax.default_backend() == "gpu"
-        self._resources = Resources(gpus=rollout.devices // rollout.hosts if on_gpus else 0)
+        self._job = job
+        self._resources = Resources(
+            accelerator, rollout.devices // rollout.hosts if accelerator else 0
+        )
         self._trainers = recipe.placement.meshes.trainer.hosts
         number = max(rollout.workers, rollout.max_workers)
         names = [f"rollout {number}" for number in range(number)]
@@ -203,13 +210,25 @@ class RolloutWorkers:
             if self._closed.is_set():
                 return
             self._lost(name, why)
+            if self._job is not None:
+                return self._end(f"{name} {why}")
             print(f"{name} {why}; starting it again in {pause:g} s", flush=True)
             self._closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
+    def _end(self, why: str) -> None:
+        """Ends the run, because JAX ends all processes of a job that has lost one."""
+        again = "the same command continues from the last checkpoint"
+        error = Stopped(f"{why}, and all processes are one job of JAX (--one_job): {again}")
+        with self._changed:
+            driver = self._driver
+        if driver is None:
+            leave(last_word(str(error), STOPPED))
+        driver.fail(error)
+
     def _start(self, name: str) -> WorkerProxy:
         environment = forwarded()
-        if not self._resources.gpus:
+        if not self._resources.devices:
             environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
         given = name, environment, os.getcwd(), python_path()
         hosts = self._recipe.placement.meshes.rollout.hosts
@@ -218,7 +237,10 @@ class RolloutWorkers:
             self._actors[name] = actors
         self._wait_for_room(name, actors)
         place = None
-        if hosts > 1:
+        if self._job is not None:
+            first = self._trainers + int(name.split()[-1]) * hosts
+            place = self._job._replace(process=first, team=(first, hosts))
+        elif hosts > 1:
             place = Place(*self._engine.meeting_place(actors[0]).result(), hosts, 0)
         opening = [
             self._engine.call(
@@ -226,7 +248,7 @@ class RolloutWorkers:
                 "open",
                 self._recipe,
                 self.step,
-                place and place._replace(process=number),
+                place and place._replace(process=place.process + number),
                 group="work",
             )
             for number, actor in enumerate(actors)
@@ -287,12 +309,22 @@ class RolloutWorkers:
 
 @contextmanager
 def rollout_workers(
-    recipe: Recipe, engine: Engine, devices: Sequence[jax.Device], shares: Shares | None = None
+    recipe: Recipe,
+    engine: Engine,
+    accelerator: str,
+    shares: Shares | None = None,
+    job: Place | None = None,
 ) -> Iterator[RolloutWorkers]:
     """The rollout workers of a run in this block, after which they end; the arguments are those of the class."""
-    folder, family = recipe_model(recipe)
-    rows = stored(recipe, folder, family).read if is_ahead(recipe, family) else None
-    workers = RolloutWorkers(recipe, engine, devices, rows, shares)
+
+    @functools.cache
+    def store() -> Stored:
+        folder, family = recipe_model(recipe)  # not at once: JAX starts
+        return stored(recipe, folder, family)
+
+    workers = RolloutWorkers(
+        recipe, engine, accelerator, lambda texts: store().read(texts), shares, job
+    )
     try:
         yield workers
     finally:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Shaped
 
 from digen_jax.errors import ConfigError
+from digen_jax.process import team
 
 
 def put(value: Any, sharding: Sharding) -> Array:
@@ -39,13 +40,14 @@ def fetch(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:
 
 
 def job_devices(count: int, field: str) -> list[jax.Device]:
-    """The devices for the mesh of a field of the config: equally many of each process of this process's job of JAX.
+    """The devices for the mesh of a field of the config: equally many of each process that works with this one.
 
     Raises:
       ConfigError: a process has fewer.
     """
-    own, found = count // jax.process_count(), []
-    for process in range(jax.process_count()):
+    processes = team.members() or range(team.size())
+    own, found = count // len(processes), []
+    for process in processes:
         its = [one for one in jax.devices() if one.process_index == process]
         if len(its) < own:
             raise ConfigError(

@@ -14,7 +14,7 @@ import jax
 from absl import logging
 
 from digen_jax.errors import ConfigError
-from digen_jax.process import clusters
+from digen_jax.process import clusters, team
 from digen_jax.process.ending import abort_later, leave
 from digen_jax.process.memory import keep_freed_memory
 
@@ -78,6 +78,8 @@ class Place(NamedTuple):
     processes: int
     process: int
     devices: tuple[int, ...] = ()  # the GPUs that are its own, of those it sees; (): all
+    # (first, number) of the processes that it works with, if several workers share the job; (): all
+    team: tuple[int, ...] = ()
 
     @property
     def address(self) -> str:
@@ -182,6 +184,8 @@ def join_job(place: Place, seconds: float = MEETING) -> None:
         raise ConfigError(f"--coordinator={place.address} does not work: {error}") from error
     finally:
         late.cancel()
+    if place.team:
+        team.form(*place.team)
 
 
 def _give_up(coordinator: str, seconds: float) -> None:

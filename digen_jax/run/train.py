@@ -2,6 +2,8 @@
 
 import pathlib
 
+import jax
+
 from digen_jax.config.recipe import MAY_CHANGE, Recipe
 from digen_jax.distributed.engine import RayEngine
 from digen_jax.distributed.launch import TrainerPart
@@ -10,6 +12,7 @@ from digen_jax.distributed.workers import RolloutWorkers, rollout_workers
 from digen_jax.engine.hosts import job_devices
 from digen_jax.errors import ConfigError
 from digen_jax.process.ending import hangs
+from digen_jax.process.launching import Place, join_job
 from digen_jax.process.remembering import remembering
 from digen_jax.process.terminal import fitted
 from digen_jax.records.checkpoint import was_saved
@@ -52,17 +55,26 @@ def train(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart | None = None
 
 def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart) -> int | None:
     recipe = place_apart(recipe)
-    devices = job_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
     engine = RayEngine(part.address)
     # Its exit ends the process with code 1 if another thread still frees a stored object.
     hangs("Ray")
-    shares = None
-    if part.place is not None:
-        shares = Shares(engine.find(part.mailbox), part.place.process, part.place.processes)
-    if not is_first():
+    hosts, place = recipe.placement.meshes.trainer.hosts, part.place
+    number = place.process if place else 0
+    shares = Shares(engine.find(part.mailbox), number, hosts) if hosts > 1 else None
+    if number:
+        devices = _join(recipe, place)
         return follow_run(recipe, workdir, TrainerMesh(devices, TrainerLink(engine, shares)))
-    with rollout_workers(recipe, engine, devices, shares) as workers:
+    # In one job with the workers they must start before this process waits for them.
+    job = place if part.one_job else None
+    with rollout_workers(recipe, engine, part.devices, shares, job) as workers:
+        workers.devices = _join(recipe, place)
         return _lead(recipe, workdir, workers)
+
+
+def _join(recipe: Recipe, place: Place | None) -> list[jax.Device]:
+    if place is not None:
+        join_job(place)
+    return job_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
 
 
 def _lead(

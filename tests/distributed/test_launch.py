@@ -210,6 +210,8 @@ def test_a_lost_trainer_or_driver_ends_all_and_the_same_command_continues(run, u
     [
         (["--config.placement.rollout.data=0"], {}, "config.placement.rollout.data"),
         (["--config.placement=auto"], {}, "config.placement"),
+        (["--config.placement.trainer.hosts=2"], {}, "config.placement.trainer.hosts"),
+        (["--one_job", "--config.placement.rollout.max_workers=3"], {}, "max_workers"),
         (["--ray=127.0.0.1:1"], {}, "--ray=127.0.0.1:1"),
         ([], {"PYTHONPATH": "broken"}, "requirements-ray.txt"),
     ],
@@ -306,3 +308,17 @@ def test_a_lost_second_process_of_the_trainer_ends_all_and_the_same_command_cont
     run.release(3)
     ends(run.begin(*HOSTS), 0)
     assert_same_run(run.workdir, wide)
+
+
+def test_all_processes_are_one_job_of_jax(run, unbroken):
+    ends(run.begin("--one_job"), 0)
+    assert run.generated() == {"rollout 0", "rollout 1"}
+    assert_same_run(run.workdir, unbroken)
+
+
+def test_a_lost_worker_ends_a_run_of_one_job(run):
+    run.hold(2)
+    process = run.begin("--one_job")
+    run.held(2, process)
+    os.kill(run.pid("rollout 1", process), signal.SIGKILL)
+    ends(process, STOPPED)
