@@ -188,7 +188,7 @@ def _check_devices(recipe: Recipe, engine: RayEngine, kind: str) -> None:
             )
 
 
-def _wait_for_room(engine: Engine, actors: list[Actor], gpus: int, signals: list[int]) -> int:
+def _wait_for_room(engine: Engine, actors: list[Actor], each: Resources, signals: list[int]) -> int:
     """Waits until the cluster has room for the trainer's processes, which may take as long as other jobs run.
 
     Returns:

@@ -88,11 +88,14 @@ def test_a_worker_moves_when_its_node_is_lost_and_others_join_new_nodes(nodes, u
 
 def test_a_cluster_of_several_hosts_needs_a_token(nodes):
     nodes.variables |= OPEN
-    nodes.add()
-    nodes.add("--node-ip-address=127.0.0.2")
+    nodes.add("--num-cpus=0")
+    nodes.add("--num-cpus=0", "--node-ip-address=127.0.0.2")
     code, errors = nodes.begin(**OPEN).ends(LONG)
     assert code == 2 and "--ray_open" in errors and "Traceback" not in errors
-    nodes.begin("--ray_open", **OPEN).until("waiting for rollout 0")
+    process = nodes.begin("--ray_open", **OPEN)
+    wait_for(lambda: "the trainer has waited" in process.errors.read_text(), process)
+    nodes.add()
+    process.until("waiting for rollout 0")
 
 
 def test_a_wrong_token_and_another_version_are_refused(nodes, tmp_path):
