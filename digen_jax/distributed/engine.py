@@ -27,7 +27,7 @@ GROUPS = {"work": 1, "sync": 1, "score": 8, "control": 1, "ping": 1}
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 CONNECTING = 60.0  # seconds in which Ray starts or answers
 LOOK = 2.0  # seconds between two connections to the head
-HEAD_SILENCE = 8.0  # seconds without one after which it is lost
+HEAD_SILENCE = 6.0  # seconds without one after which it is lost
 INSTALL = "install it by `pip install -r requirements-ray.txt`"
 
 Ref = Any  # a stored object, which is freed when the last reference is
@@ -106,6 +106,8 @@ class RayEngine:
             raise ConfigError(f"--ray={address} needs Ray: {INSTALL}") from error
         self._ray = ray
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # A process of Ray ends so many seconds after the head, 60 by default.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
         # By default a Ray that starts here runs actors at niceness 15: any other process would slow them down.
         os.environ.setdefault("RAY_worker_niceness", "0")
         # Errors of calls reach the caller through their futures. Ray would also print each one's unread second result.
@@ -237,7 +239,7 @@ class RayEngine:
         address, heard = self.address, time.monotonic()
         while not self._closed.wait(LOOK):
             try:
-                _reach(address)
+                _reach(address, LOOK)
                 heard = time.monotonic()
             except OSError as error:
                 if time.monotonic() - heard > HEAD_SILENCE:
@@ -292,11 +294,11 @@ def _end_with_parent(actor: object) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-def _reach(address: str) -> None:
+def _reach(address: str, seconds: float = 10.0) -> None:
     """Connects to HOST:PORT once; Ray itself tries for minutes. Raises OSError."""
     host, separator, port = address.rpartition(":")
     if separator and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
 
 
 def check_secure(engine: RayEngine, address: str, is_open: bool) -> None:
