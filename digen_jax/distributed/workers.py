@@ -43,7 +43,7 @@ class RolloutWorkers:
       recipe: placed on all devices of the run.
       engine: starts the workers.
       accelerator: the kind that workers have, such as GPU; "": virtual CPU devices.
-      rows: precomputed prompt embeddings of keys; None if workers encode.
+      rows: reads precomputed prompt embeddings by their keys; None: workers encode.
       shares: which of the trainer's processes this is; None: it has one.
       job: the trainer's place in a job of JAX that the workers are part of; None: they are not.
       kind: the class of the workers' processes.
@@ -74,8 +74,8 @@ class RolloutWorkers:
             accelerator, rollout.devices // rollout.hosts if accelerator else 0
         )
         self._trainers = recipe.placement.meshes.trainer.hosts
-        number = max(rollout.workers, rollout.max_workers)
-        names = [f"rollout {number}" for number in range(number)]
+        most = max(rollout.workers, rollout.max_workers)
+        names = [f"rollout {number}" for number in range(most)]
         self._ready: dict[str, WorkerProxy] = {}
         self._actors: dict[str, list[Actor]] = {}
         self._failed: ConfigError | None = None  # no worker can work with this recipe
