@@ -93,6 +93,13 @@ def _count(came: int) -> None:
     os.close(came)
 
 
+def _open_standard_descriptors() -> None:
+    """Opens those of the descriptors 0 to 2 that are closed, so that no pipe gets their numbers."""
+    while (lowest := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(lowest)
+
+
 def end_by_ctrl_c() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt, and end this process after `PATIENCE` seconds if that has not.
 
@@ -102,6 +109,7 @@ def end_by_ctrl_c() -> None:
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         return
+    _open_standard_descriptors()
     # A config file that is read has its own name there for a while.
     said = f"{os.path.basename(sys.argv[0])}: stopped by Ctrl-C"
     came, writes = os.pipe()

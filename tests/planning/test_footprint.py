@@ -99,6 +99,6 @@ def test_parts_of_parameters_are_split_by_the_rules():
     assert whole / 4 < found.tuned(2, 2) < found.tuned(1, 2) < whole
     problem = make_problem(reopen_recipe(config), 4, calibration(), found)
     sizes = meshes(problem, Proposal(1, 2, 2)).plain()
-    trainer = {"data": 1, "fsdp": 2, "time": 1, "tensor": 1, "sequence": 1}
+    trainer = {"data": 1, "fsdp": 2, "time": 1, "tensor": 1, "sequence": 1, "hosts": 1}
     assert sizes["trainer"] == trainer
     assert np.prod(list(sizes["rollout"].values())) == 2
