@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from digen_jax.benchmark.waits import WaitingExecutors, WaitingJudge, WaitingSampler, Waits, score
-from digen_jax.config.sections import PlacementSection
+from digen_jax.config.sections import EvaluationSection, PlacementSection, PromptsSection
 from digen_jax.distributed.engine import LOCAL, RayEngine
 from digen_jax.distributed.transfer import TrainerLink, WorkerLink
 from digen_jax.distributed.worker_process import Opened, RolloutProcess
@@ -57,6 +57,8 @@ class Emulation:
     layout: Layout
     waits: Waits
     settings: Settings
+    prompts: PromptsSection = dataclasses.field(default=PromptsSection(file=""))
+    evaluation: EvaluationSection = dataclasses.field(default=EvaluationSection(prompts=""))
 
     @property
     def placement(self) -> PlacementSection:

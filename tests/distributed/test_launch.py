@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -13,7 +14,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from digen_jax.distributed.launch import PART, TrainerPart
 from digen_jax.process.ending import STOPPED
+from digen_jax.process.launching import Place
 from digen_jax.records.status import read_status
 from digen_jax.runtime.log import read_log
 from digen_jax.scheduling.commands import Generate
@@ -288,13 +291,13 @@ HOSTS = *WIDE, "--config.placement.trainer.hosts=2"
 
 
 def trainer_pid(process: Begun, number: int) -> int:
-    """A process of the trainer."""
-    (found,) = [
-        pid
-        for pid in process.started()
-        if f", {number}, []]]".encode() in pathlib.Path(f"/proc/{pid}/environ").read_bytes()
-    ]
-    return found
+    """A process of the trainer, by what its driver has told it."""
+    for pid in process.started():
+        environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        told = [one.partition("=")[2] for one in environ if one.startswith(f"{PART}=")]
+        if told and Place(*TrainerPart(*json.loads(told[0])).place).process == number:
+            return pid
+    raise AssertionError(f"there is no process {number} of the trainer")
 
 
 def test_a_trainer_of_two_processes_is_that_of_one(run, wide):
