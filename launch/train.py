@@ -53,14 +53,15 @@ def main() -> int | None:
     place = _COORDINATOR.value, _PROCESSES.value, _PROCESS.value
     part = None
     if _RAY.value is None:
-        launch.check_without_ray(recipe)
+        options = dict(ray_open=_RAY_OPEN.value, one_job=_ONE_JOB.value)
+        launch.check_without_ray(recipe, options)
     else:
         launch.check(recipe, place, _ONE_JOB.value)
         part = launch.trainer_part()
     check_output("--workdir", _WORKDIR.value, folder=True)
     if _RAY.value is not None and part is None:
-        options = _RAY.value, _RAY_OPEN.value, _ONE_JOB.value
-        return launch.run(recipe, _WORKDIR.value, *options)
+        asked = _RAY.value, _RAY_OPEN.value, _ONE_JOB.value
+        return launch.run(recipe, _WORKDIR.value, *asked)
     if part is None:
         prepare(recipe.placement.cpu_devices)
         join(*place)

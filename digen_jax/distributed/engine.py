@@ -52,7 +52,7 @@ class Engine(Protocol):
     def start(
         self, kind: type, arguments: Sequence[tuple], resources: Resources, name: str | None = None
     ) -> list[Actor]:
-        """Starts one process of class `kind` for each tuple of arguments, as soon as there is room for all.
+        """Starts one process of class `kind` for each tuple of arguments, as soon as the cluster has the resources for all.
 
         By `name`, which must be unique in the cluster, other drivers find the first one.
         """
@@ -71,7 +71,7 @@ class Engine(Protocol):
     ) -> tuple[Future, Ref]:
         """The same for a method that returns a pair: its second value stays on its node until it is asked for."""
 
-    def meeting_place(self, actor: Actor) -> Future:
+    def coordinator_address(self, actor: Actor) -> Future:
         """(address, port) of a process, at which other nodes reach it and nothing listens yet."""
 
     def put(self, value: Any) -> Ref:
@@ -203,9 +203,9 @@ class RayEngine:
         """See `Engine`."""
         return self._ray.get_actor(name)
 
-    def meeting_place(self, actor: Actor) -> Future:
+    def coordinator_address(self, actor: Actor) -> Future:
         """See `Engine`."""
-        return self._future(actor.__ray_call__.remote(_meeting_place))
+        return self._future(actor.__ray_call__.remote(_coordinator_address))
 
     def put(self, value: Any) -> Ref:
         """See `Engine`."""
@@ -276,7 +276,7 @@ class RayEngine:
         return error
 
 
-def _meeting_place(actor: object) -> tuple[str, int]:
+def _coordinator_address(actor: object) -> tuple[str, int]:
     from ray.util import get_node_ip_address
 
     with socket.socket() as found:
@@ -302,7 +302,7 @@ def _reach(address: str, seconds: float = 10.0) -> None:
 
 
 def check_secure(engine: RayEngine, address: str, is_open: bool) -> None:
-    """Refuses a cluster of several hosts without a token, unless `is_open`: whoever reaches it can run any code on it.
+    """Refuses a cluster of several hosts without a token, unless `is_open`: any client could run code on it.
 
     Raises:
       ConfigError: how to set a token.
@@ -310,7 +310,7 @@ def check_secure(engine: RayEngine, address: str, is_open: bool) -> None:
     others = sorted({host for host, _ in engine.nodes} - {engine.own_host})
     if others and not is_open and os.environ.get("RAY_AUTH_MODE") != "token":
         raise ConfigError(
-            f"--ray={address}: the cluster has other hosts ({others[0]}) and no token, so that whoever reaches it can "
+            f"--ray={address}: the cluster has other hosts ({others[0]}) and no token, so that any client can "
             "run code on all of them: create one by `ray get-auth-token --generate` and set RAY_AUTH_MODE=token for "
             "each `ray start` and here, or add --ray_open"
         )

@@ -43,7 +43,7 @@ from digen_jax.process.launching import Place
 
 PART = "DIGEN_JAX_RAY_TRAINER"  # set in the trainer's processes: a `TrainerPart` as JSON
 LOOK = 0.5  # seconds between two looks at signals
-PENDING = 30.0  # seconds between two lines about a cluster without room for the trainer
+PENDING = 30.0  # seconds between two lines about a cluster without resources for the trainer
 ENDING = 5.0  # seconds for the trainer's other processes to end after one has
 
 
@@ -100,8 +100,11 @@ def check(recipe: Recipe, place: tuple[str | int | None, ...], one_job: bool) ->
         )
 
 
-def check_without_ray(recipe: Recipe) -> None:
-    """Refuses fields that only --ray uses. Raises ConfigError."""
+def check_without_ray(recipe: Recipe, options: dict[str, bool]) -> None:
+    """Refuses fields, and options by their names, that only --ray uses. Raises ConfigError."""
+    for name, given in options.items():
+        if given:
+            raise ConfigError(f"--{name} needs --ray: add --ray=local or a cluster's address")
     rollout, trainer = recipe.placement.meshes
     for name, given, unused in (
         ("rollout.hosts", rollout.hosts, 1),
@@ -138,17 +141,17 @@ def run(
     kind = accelerator(engine)
     if kind:
         _check_devices(recipe, engine, kind)
-    os.makedirs(workdir, exist_ok=True)  # whoever does not see it has another disk
+    os.makedirs(workdir, exist_ok=True)  # a node that does not see it has another disk
     given = [sys.executable, *sys.argv], forwarded(), os.getcwd(), python_path()
     part = TrainerPart(engine.address, f"trainer {uuid.uuid4()}", fingerprints(recipe), kind)
     resources = Resources(kind, trainer.devices // trainer.hosts if kind else 0)
     actors = engine.start(TrainerProcess, [given] * trainer.hosts, resources, part.mailbox)
     try:
         with _noted() as signals:
-            if code := _wait_for_room(engine, actors, resources, signals):
+            if code := _wait_for_resources(engine, actors, resources, signals):
                 return code
             job = trainer.hosts + one_job * workers * rollout.hosts
-            host, port = engine.meeting_place(actors[0]).result()
+            host, port = engine.coordinator_address(actors[0]).result()
             for number, actor in enumerate(actors):
                 if job > 1:
                     team = (0, trainer.hosts) if one_job else ()
@@ -188,14 +191,16 @@ def _check_devices(recipe: Recipe, engine: RayEngine, kind: str) -> None:
             )
 
 
-def _wait_for_room(engine: Engine, actors: list[Actor], each: Resources, signals: list[int]) -> int:
-    """Waits until the cluster has room for the trainer's processes, which may take as long as other jobs run.
+def _wait_for_resources(
+    engine: Engine, actors: list[Actor], each: Resources, signals: list[int]
+) -> int:
+    """Waits until the cluster has resources for the trainer's processes, which may take as long as other jobs run.
 
     Returns:
       The exit code of a signal that came meanwhile, or 0.
     """
     begin = reported = time.monotonic()
-    asked = [engine.meeting_place(actor) for actor in actors]
+    asked = [engine.coordinator_address(actor) for actor in actors]
     while not all(map(_done, asked)):
         if signals:
             return 128 + signals[0]

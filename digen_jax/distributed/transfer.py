@@ -20,6 +20,7 @@ from digen_jax.runtime.link import (
 )
 from digen_jax.scheduling.commands import TRAINER, Publication
 
+PATIENCE = 60.0  # seconds in which the mailbox answers
 PIECE = 2**28  # bytes of a stored object, at most
 
 
@@ -155,15 +156,15 @@ class Mailbox:
     def __init__(self):
         self._refs: dict[Key, tuple[list[Ref], set[int]]] = {}
 
-    def hold(self, key: Key, refs: list[Ref], takers: set[int]) -> None:
+    def hold(self, key: Key, refs: list[Ref], readers: set[int]) -> None:
         """Holds objects for processes by their numbers."""
-        self._refs[key] = refs, takers
+        self._refs[key] = refs, readers
 
-    def held(self, key: Key, taker: int) -> list[Ref]:
+    def held(self, key: Key, reader: int) -> list[Ref]:
         """The objects of a key, which this process does not ask for again; empty if there are none."""
-        refs, takers = self._refs.get(key, ([], set()))
-        takers.discard(taker)
-        if not takers:
+        refs, readers = self._refs.get(key, ([], set()))
+        readers.discard(reader)
+        if not readers:
             self._refs.pop(key, None)
         return refs
 
@@ -248,8 +249,8 @@ class TrainerLink:
                 return self._local.take(key, shardings, taker)
             packed = self._engine.get(ref)
             if packed is not None and self._shares is not None and not self._shares.process:
-                takers = set(range(1, self._shares.processes))
-                self._mail("hold", _shared(key), [ref], takers)
+                readers = set(range(1, self._shares.processes))
+                self._mail("hold", _shared(key), [ref], readers)
         except Lost as error:
             raise LinkError(f"{key} was lost with its node ({error})") from error
         return None if packed is None else placed(unpack(packed), shardings)
@@ -262,14 +263,15 @@ class TrainerLink:
             return self._refs.get(key)
 
     def _mail(self, method: str, *arguments: Any) -> Any:
-        return self._engine.call(self._shares.mailbox, method, *arguments, group="work").result()
+        asked = self._engine.call(self._shares.mailbox, method, *arguments, group="work")
+        return asked.result(PATIENCE)
 
     def withdraw(self, key: Key) -> None:
         """See `runtime.link.Link`."""
         self._forget(key)
         self._local.withdraw(key)
         if self._shares is not None and self._shares.process and isinstance(key, SamplesOf):
-            self._ref(key)  # that were dropped before this process has taken them
+            self._ref(key)  # a fragment that was dropped before this process has taken it
 
     def settle(self, key: Key) -> bool:
         """See `runtime.link.Link`."""
@@ -295,5 +297,5 @@ def _is_own(key: Key) -> bool:
 
 
 def _shared(key: Key) -> Key:
-    """The mailbox's key. Of a step's prompts there is one, whichever worker has encoded them."""
+    """The mailbox's key. A step's prompts have one key, because the processes may name different workers."""
     return ConditioningOf(TRAINER, key.step) if isinstance(key, ConditioningOf) else key

@@ -29,7 +29,7 @@ from digen_jax.runtime.worker import Gone
 from digen_jax.scheduling.commands import TRAINER
 
 PING = 2.0  # seconds between two pings
-PENDING = 30.0  # seconds between two lines about a cluster without room for a worker
+PENDING = 30.0  # seconds between two lines about a cluster without resources for a worker
 LOOK = 0.5  # seconds between two looks at signals while workers are waited for
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a lost worker is started again
 UNFINISHED = 5.0  # seconds at the run's end for the work in progress
@@ -235,13 +235,13 @@ class RolloutWorkers:
         actors = self._engine.start(self._kind, [given] * hosts, self._resources)
         with self._changed:
             self._actors[name] = actors
-        self._wait_for_room(name, actors)
+        self._wait_for_resources(name, actors)
         place = None
         if self._job is not None:
             first = self._trainers + int(name.split()[-1]) * hosts
             place = self._job._replace(process=first, team=(first, hosts))
         elif hosts > 1:
-            place = Place(*self._engine.meeting_place(actors[0]).result(), hosts, 0)
+            place = Place(*self._engine.coordinator_address(actors[0]).result(), hosts, 0)
         opening = [
             self._engine.call(
                 actor,
@@ -256,18 +256,18 @@ class RolloutWorkers:
         opened: list[Opened] = [one.result() for one in opening]
         return WorkerProxy(name, opened[0], actors, self._engine, self.link, self._rows)
 
-    def _wait_for_room(self, name: str, actors: list[Actor]) -> None:
-        """Waits until the processes run, which takes as long as no nodes have room, and have checked their files."""
+    def _wait_for_resources(self, name: str, actors: list[Actor]) -> None:
+        """Waits until the processes run, which may take as long as other jobs run, and have checked their files."""
         checked = [
             self._engine.call(actor, "check_files", self._recipe, self._files, group="work")
             for actor in actors
         ]
         begin = time.monotonic()
         while wait(checked, PENDING).not_done and not self._closed.is_set():
-            if name in self._names:  # others join whenever there is room
+            if name in self._names:  # others join when a node is free
                 seconds = time.monotonic() - begin
                 print(
-                    f"{name} has waited {seconds:.0f} s for a node with room: see `ray status`",
+                    f"{name} has waited {seconds:.0f} s for a node with free resources: see `ray status`",
                     flush=True,
                 )
         for one in checked:

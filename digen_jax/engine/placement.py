@@ -116,7 +116,7 @@ class RolloutAxes:
     fsdp: int = 1  # devices that share images and parameters
     workers: int = 1  # rollout meshes of this size
     hosts: int = 1  # processes of each rollout mesh, with --ray; they have equally many devices
-    max_workers: int = 0  # with --ray: up to so many workers join while the cluster has room
+    max_workers: int = 0  # with --ray: up to so many workers join when nodes are free
     # devices that share parameters and the work on each image; they divide the heads
     tensor: int = 1
     sequence: int = (

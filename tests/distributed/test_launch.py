@@ -293,8 +293,11 @@ HOSTS = *WIDE, "--config.placement.trainer.hosts=2"
 def trainer_pid(process: Begun, number: int) -> int:
     """A process of the trainer, by what its driver has told it."""
     for pid in process.started():
-        environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        told = [one.partition("=")[2] for one in environ if one.startswith(f"{PART}=")]
+        environ = b""
+        with contextlib.suppress(OSError):  # it has ended
+            environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+        lines = environ.decode().split("\0")
+        told = [one.partition("=")[2] for one in lines if one.startswith(f"{PART}=")]
         if told and Place(*TrainerPart(*json.loads(told[0])).place).process == number:
             return pid
     raise AssertionError(f"there is no process {number} of the trainer")

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import os
 import signal
-import time
 
 import pytest
 
@@ -25,7 +24,7 @@ RECONNECTING = dict(RAY_gcs_rpc_server_reconnect_timeout_s="10")
 
 
 class Nodes:
-    """A run's cluster; each node is a `ray start` with one CPU core, so that it has room for one process."""
+    """A run's cluster; each node is a `ray start` with one CPU core, enough for one process."""
 
     def __init__(self, start, base, folder):
         self.run = Run(start, base, folder)
@@ -114,9 +113,7 @@ def test_the_loss_of_the_head_ends_all_and_the_same_command_continues(nodes, unb
     process = nodes.begin()
     nodes.run.held(3, process)
     lose(head)
-    lost = time.monotonic()
     ends(process, STOPPED)
-    assert time.monotonic() - lost < 60
     nodes.run.release(3)
     nodes.close()
     nodes.add(), nodes.add(), nodes.add()
