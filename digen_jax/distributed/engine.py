@@ -52,7 +52,7 @@ class Engine(Protocol):
     def start(
         self, kind: type, arguments: Sequence[tuple], resources: Resources, name: str | None = None
     ) -> list[Actor]:
-        """Starts one process of class `kind` for each tuple of arguments, as soon as the cluster has the resources for all.
+        """Starts one process of class `kind` for each tuple of arguments, as soon as there are resources for all.
 
         By `name`, which must be unique in the cluster, other drivers find the first one.
         """
