@@ -68,11 +68,12 @@ def nodes(begin, base, tmp_path):  # noqa: F811
 
 def test_a_worker_moves_when_its_node_is_lost_and_others_join_new_nodes(nodes, unbroken):  # noqa: F811
     nodes.add()
-    other = nodes.add()
     nodes.run.hold(2), nodes.run.hold(3)
     process = nodes.begin(
         "--config.placement.rollout.workers=1", "--config.placement.rollout.max_workers=2"
     )
+    process.until("waiting for rollout 0")  # the trainer has the only node
+    other = nodes.add()
     nodes.run.held(2, process)
     lose(other)
     nodes.run.release(2)
