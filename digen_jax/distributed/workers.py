@@ -82,7 +82,7 @@ class RolloutWorkers:
         self._driver: Driver | None = None
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._names = names[: rollout.workers]  # those that the start waits for
+        self._names, self._needed = names, rollout.workers  # the start waits for so many of them
         self._threads = [
             threading.Thread(target=self._keep, args=(name,), name=name, daemon=True)
             for name in names
@@ -91,7 +91,7 @@ class RolloutWorkers:
             thread.start()
 
     def wait(self, seconds: float = MEETING, stops: Callable[[], Any] = lambda: None) -> None:
-        """Waits until all workers are ready; continues without those that are not in time.
+        """Waits until `placement.rollout.workers` are ready; continues without those that are not in time.
 
         Args:
           seconds: the longest wait.
@@ -104,6 +104,7 @@ class RolloutWorkers:
         with self._changed:
             while not self._failed and not stops():
                 missing = [name for name in self._names if name not in self._ready]
+                missing = missing[: max(0, self._needed - len(self._ready))]
                 if not missing:
                     return
                 late = time.monotonic() - begin > seconds
@@ -264,7 +265,7 @@ class RolloutWorkers:
         ]
         begin = time.monotonic()
         while wait(checked, PENDING).not_done and not self._closed.is_set():
-            if name in self._names:  # others join when a node is free
+            if len(self._ready) < self._needed:  # others join when a node is free
                 seconds = time.monotonic() - begin
                 print(
                     f"{name} has waited {seconds:.0f} s for a node with free resources: see `ray status`",

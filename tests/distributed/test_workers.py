@@ -116,3 +116,20 @@ def test_a_run_does_not_start_without_any_worker():
     with pytest.raises(ConfigError, match=r"config\.placement\.rollout"):
         found.wait(0.1)
     found.end()
+
+
+def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are():
+    """Where there are fewer nodes than `max_workers`, any of the workers may have got one."""
+    c = config("flow_grpo", TWO)
+    c.placement.rollout.max_workers = 3
+
+    class Second(RolloutProcess):
+        def open(self, recipe, first, place=None):
+            if self._name == "rollout 0":
+                raise RuntimeError("no node")
+            return Opened(1, "here", 0)
+
+    found = RolloutWorkers(toy.opened(c), LocalEngine(), kind=Second)
+    found.wait(LONG)
+    assert set(found.places()) == {"rollout 1", "rollout 2", TRAINER}
+    found.end()
