@@ -55,6 +55,9 @@ class Work:
     lora: EagerLora | None
     empty: int
     threads: int
+    gpu: bool = False
+    bfloat16: bool = False  # frozen weights and products; tuned parameters stay in float32
+    checkpointing: bool = False  # of each block
 
 
 def serve(control: Connection, work: Work) -> None:
@@ -63,7 +66,10 @@ def serve(control: Connection, work: Work) -> None:
 
 
 class EagerLoop:
-    """Sampling and training of a step with diffusers' transformer, in float32 on the CPU."""
+    """Sampling and training of a step with diffusers' transformer, on the CPU or a GPU.
+
+    On a GPU float32 products are TF32, as ours, and bfloat16 is autocast's, as in the public codes.
+    """
 
     def __init__(self, work: Work):
         # Here, as nothing but this process imports them.
@@ -73,7 +79,13 @@ class EagerLoop:
         torch.set_num_threads(work.threads)
         torch.manual_seed(0)
         self.torch, self.work = torch, work
-        self.model = SD3Transformer2DModel.from_pretrained(work.transformer)
+        torch.set_float32_matmul_precision("high")
+        self.device = torch.device("cuda" if work.gpu else "cpu")
+        dtype = torch.bfloat16 if work.bfloat16 else torch.float32
+        self.model = SD3Transformer2DModel.from_pretrained(work.transformer, torch_dtype=dtype)
+        self.model.to(self.device)
+        if work.checkpointing:
+            self.model.enable_gradient_checkpointing()
         if work.lora is not None:
             from peft import LoraConfig
 
@@ -84,6 +96,8 @@ class EagerLoop:
                 LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names)
             )
         self.tuned = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in self.tuned:
+            parameter.data = parameter.data.float()
         self.optimizer = torch.optim.AdamW(self.tuned, **work.adamw)
         self.conditioning = self._conditioning(work.context, work.pooled, work.empty)
         self.null = self._conditioning(*work.null, work.empty) if work.null else None
@@ -104,16 +118,19 @@ class EagerLoop:
         conditioning = self._conditioning(work.context, work.pooled, empty)
         null = self._conditioning(*work.null, empty) if work.null else None
         with torch.inference_mode():
-            x = torch.from_numpy(np.array(x)).permute(0, 3, 1, 2).contiguous()
-            sigma, rows = torch.from_numpy(np.array(sigma)), torch.from_numpy(np.array(rows)).long()
-            return self._velocity(x, sigma, rows, conditioning, null).permute(0, 2, 3, 1).numpy()
+            x = self._tensor(x).permute(0, 3, 1, 2).contiguous()
+            v = self._velocity(
+                x, self._tensor(sigma), self._tensor(rows).long(), conditioning, null
+            )
+            return v.permute(0, 2, 3, 1).cpu().numpy()
 
     def sample(self) -> None:
         """Samples a step's images and keeps their transitions."""
-        rows, size = self.torch.from_numpy(self.work.rows).long(), self.work.fragment
+        rows, size = self._tensor(self.work.rows).long(), self.work.fragment
         with self.torch.inference_mode():
             made = [self._sampled(rows[i : i + size]) for i in range(0, len(rows), size)]
         self.fragments = made
+        self._wait()
 
     def train(self) -> None:
         """A gradient of all transitions, one pass after another, and an update."""
@@ -128,36 +145,48 @@ class EagerLoop:
             (loss.sum() / transitions).backward()
         torch.nn.utils.clip_grad_norm_(self.tuned, work.clip_norm)
         self.optimizer.step()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until the GPU has done what it was asked for."""
+        if self.work.gpu:
+            self.torch.cuda.synchronize()
+
+    def _tensor(self, array: np.ndarray) -> Any:
+        return self.torch.from_numpy(np.array(array)).to(self.device)
 
     def _conditioning(self, context: np.ndarray, pooled: np.ndarray, empty: int) -> tuple[Any, Any]:
         context = np.pad(context, ((0, 0), (0, empty), (0, 0)))
-        return self.torch.from_numpy(context), self.torch.from_numpy(np.array(pooled))
+        return self._tensor(context), self._tensor(pooled)
 
     def _guided(self, x: Any, steps: Any, rows: Any) -> Any:
-        sigma = self.torch.from_numpy(self.work.sigmas)[steps]
+        sigma = self._tensor(self.work.sigmas)[steps]
         return self._velocity(x, sigma, rows, self.conditioning, self.null)
 
     def _velocity(self, x: Any, sigma: Any, rows: Any, conditioning: Any, null: Any) -> Any:
+        torch, work = self.torch, self.work
         context, pooled = (c[rows] for c in conditioning)
         if null is not None:
             x, sigma = x.repeat(2, 1, 1, 1), sigma.repeat(2)
             context, pooled = (
-                self.torch.cat([n.expand(len(rows), *n.shape[1:]), c])
+                torch.cat([n.expand(len(rows), *n.shape[1:]), c])
                 for n, c in zip(null, (context, pooled), strict=True)
             )
-        v = self.model(x, context, pooled, sigma * NUM_TRAIN_TIMESTEPS, return_dict=False)[0]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=work.bfloat16):
+            v = self.model(x, context, pooled, sigma * NUM_TRAIN_TIMESTEPS, return_dict=False)[0]
+        v = v.float()
         if null is None:
             return v
         without, prompt = v.chunk(2)
-        return without + self.work.guidance * (prompt - without)
+        return without + work.guidance * (prompt - without)
 
     def _sampled(self, rows: Any) -> tuple[Any, ...]:
         """(rows, x, x_next, log-probabilities) of the window's transitions of a fragment, [s, b, ...]."""
         torch, work = self.torch, self.work
         h, w, c = work.latent
-        x, kept = torch.randn(len(rows), c, h, w), []
+        x, kept = torch.randn(len(rows), c, h, w, device=self.device), []
         for i in range(len(work.std)):
-            steps = torch.full((len(rows),), i)
+            steps = torch.full((len(rows),), i, device=self.device)
             v = self._guided(x, steps, rows)
             mean = float(work.of_x[i]) * x + float(work.of_v[i]) * v
             x_next = mean + float(work.std[i]) * torch.randn_like(x) if work.std[i] else mean
@@ -169,7 +198,7 @@ class EagerLoop:
     def _log_prob(self, steps: Any, x: Any, x_next: Any, v: Any) -> Any:
         """The Gaussian log-density without its normaliser, averaged over each image."""
         of_x, of_v, std = (
-            self.torch.from_numpy(a.astype(np.float32))[steps][:, None, None, None]
+            self._tensor(a.astype(np.float32))[steps][:, None, None, None]
             for a in (self.work.of_x, self.work.of_v, self.work.std)
         )
         square = (x_next - of_x * x - of_v * v) ** 2 / (2 * std**2)
@@ -178,7 +207,7 @@ class EagerLoop:
     def _passes(self) -> Iterator[tuple[Any, ...]]:
         """(steps, rows, x, x_next, old log-probabilities, advantages) of each pass: `pack` steps of some images."""
         torch, work = self.torch, self.work
-        advantages = torch.from_numpy(work.advantages)
+        advantages = self._tensor(work.advantages)
         first = work.window.start
         for rows, x, x_next, old in self.fragments:
             for i in range(0, len(x), work.pack):
@@ -186,7 +215,7 @@ class EagerLoop:
                     at = slice(i, i + work.pack), slice(j, j + work.micro_batch)
                     taken = [a[at].flatten(0, 1).clone() for a in (x, x_next, old)]
                     count = len(x[at[0]])
-                    steps = torch.arange(first + i, first + i + count)
+                    steps = torch.arange(first + i, first + i + count, device=self.device)
                     steps = steps.repeat_interleave(len(rows[at[1]]))
                     yield (
                         steps,

@@ -1,8 +1,7 @@
-"""A step's sampling and training against an eager loop of torch and diffusers, in turn on the same cores.
+"""A step's sampling and training against an eager loop of torch and diffusers, in turn on the same cores or GPU.
 
-Both work in float32, with the same weights, sigmas, images, transitions, tokens, guidance and micro-batches;
-both leave out the prompts' encoding, decoding and the reward. Before anything is timed, their velocities are
-compared.
+Both work with the same weights, sigmas, images, transitions, tokens, guidance, micro-batches and precision; both leave
+out the prompts' encoding, decoding and the reward. Before anything is timed, their velocities are compared.
 """
 
 import importlib.util
@@ -35,13 +34,14 @@ from digen_jax.process.launching import prepare
 from digen_jax.runtime.steps import Images
 from digen_jax.weights.lora import adapted_layers
 
-# The largest difference of both velocities, as a share of the largest velocity.
-TOLERANCE = 1e-4
+# The largest difference of both velocities, as a share of the largest velocity: in float32 on a CPU; on a GPU, where
+# products are TF32; in bfloat16.
+TOLERANCE, TOLERANCE_TF32, TOLERANCE_BFLOAT16 = 1e-4, 1e-2, 5e-2
 COMPARED = 4  # images whose velocities are compared
 
 
 def check(recipe: Recipe, rounds: int) -> Recipe:
-    """The recipe on one virtual device for each core, which both samples and trains.
+    """The recipe on one GPU or on one virtual device for each core, which both samples and trains.
 
     Raises:
       ConfigError: the eager loop does not do what the recipe asks for, or a package is missing.
@@ -56,9 +56,17 @@ def check(recipe: Recipe, rounds: int) -> Recipe:
             f"it compares with {missing[0]}, which is not installed: pip install -r requirements-dev.txt"
         )
     _check_eager(recipe)
-    devices = len(os.sched_getaffinity(0))
+    jax.config.update("jax_platforms", "cpu")  # here; the process that is measured has the GPU
+    devices = 1 if _has_gpu() else len(os.sched_getaffinity(0))
     rules = MeshSizes(RolloutAxes(data=0), TrainerAxes(data=devices))
     return place(recipe.with_meshes(rules), devices)
+
+
+def _has_gpu() -> bool:
+    """Whether torch sees a GPU, which, unlike JAX, takes no memory of it to say so."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _check_eager(recipe: Recipe) -> None:
@@ -74,7 +82,6 @@ def _check_eager(recipe: Recipe) -> None:
         ("advantages.best_and_worst", recipe.advantages.best_and_worst, 0),
         ("sampler.window.fraction", recipe.sampler.window.fraction, 1),
         ("trainer.updates", recipe.trainer.updates, 1),
-        ("precision.arithmetic", recipe.precision.arithmetic, "float32"),
         ("model.max_sequence_length", recipe.model.max_sequence_length, 0),
         ("placement.rollout.workers", recipe.placement.rollout.workers, 1),
     ):
@@ -82,6 +89,12 @@ def _check_eager(recipe: Recipe) -> None:
             raise ConfigError(
                 f"config.{field} = {is_!r} is not what the eager loop does: set it to {must!r}"
             )
+    precision = recipe.precision
+    if not _has_gpu() and (precision.arithmetic, precision.frozen) != ("float32", "float32"):
+        raise ConfigError(
+            "config.precision.arithmetic and frozen must be 'float32' on a CPU, on which the eager loop's bfloat16 "
+            "would be slow"
+        )
 
 
 def compare(
@@ -103,6 +116,7 @@ def compare(
     """
     cores = os.sched_getaffinity(0)
     context = multiprocessing.get_context("spawn")
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.5")  # the other half is torch's
     with closing(Worker(context, serve, recipe, len(cores), build)) as ours:
         work = _ask(ours, "work")
         with closing(Worker(context, eager.serve, work)) as other:
@@ -155,9 +169,12 @@ def _check_same(ours: Worker, other: Worker, work: Work) -> tuple[int, float]:
     here = _ask(ours, "velocity", *inputs)
     there = _ask(other, "velocity", *inputs, work.empty * T5_TOKENS)
     distance = float(np.abs(here - there).max() / np.abs(there).max())
-    if not distance <= TOLERANCE:
+    tolerance = TOLERANCE_TF32 if work.gpu else TOLERANCE
+    if work.bfloat16:
+        tolerance = TOLERANCE_BFLOAT16
+    if not distance <= tolerance:
         raise RuntimeError(
-            f"the velocities of both differ by {distance:.2g} of the largest, more than {TOLERANCE:g}"
+            f"the velocities of both differ by {distance:.2g} of the largest, more than {tolerance:g}"
         )
     return trained[0], distance
 
@@ -172,7 +189,12 @@ class Ours:
     """The same methods as the eager loop's, by a run's own programs."""
 
     def __init__(self, recipe: Recipe, build: Build):
-        self._recipe, self.step = recipe, Step(recipe, jax.devices(), build)
+        devices = jax.devices()
+        if _has_gpu():
+            if devices[0].platform != "gpu":
+                raise RuntimeError("torch has a GPU and JAX has none")
+            devices = devices[:1]
+        self._recipe, self.step = recipe, Step(recipe, devices, build)
 
     def parameters(self) -> int:
         """Number of trained parameters."""
@@ -247,6 +269,9 @@ class Ours:
             lora,
             min(1, family.null_tokens),
             len(os.sched_getaffinity(0)),
+            gpu=_has_gpu(),
+            bfloat16=recipe.precision.arithmetic == "bfloat16",
+            checkpointing=recipe.model.remat != "none",
         )
 
 

@@ -20,6 +20,7 @@ from digen_jax.models.sd3.family import COMPONENTS, StableDiffusion3
 from digen_jax.weights.folder import write_params
 
 HEADS, CHANNELS = 24, 64
+POSITIONS = 64  # in each direction
 
 
 @contextlib.contextmanager
@@ -66,6 +67,7 @@ def write_wide(
         "caption_projection_dim": heads * channels,
         "dual_attention_layers": list(range(layers // 2)),
         "qk_norm": "rms_norm",
+        "pos_embed_max_size": POSITIONS,
     }
     net = sd3.SD3Config.from_config(config)
     (folder / "transformer").mkdir()

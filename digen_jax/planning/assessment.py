@@ -122,8 +122,8 @@ def _arguments(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> An
     pairs = zip(_with_none(shapes), _with_none(lying), strict=True)
     wanted = [place for leaf, place in pairs if leaf is not None]
     # Of an argument that the program does not read the compiler does not say where it lies.
-    mesh = next(place for place in wanted if isinstance(place, NamedSharding)).mesh
-    places = [place or NamedSharding(mesh, PartitionSpec()) for place in wanted]
+    meshes = [place.mesh for place in wanted if isinstance(place, NamedSharding)]
+    places = [place or NamedSharding(meshes[0], PartitionSpec()) for place in wanted]
     made = jax.jit(lambda: [filled(leaf) for leaf in leaves], out_shardings=places)()
     return jax.tree.unflatten(tree, made)
 

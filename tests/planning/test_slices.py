@@ -8,11 +8,12 @@ import jax
 import pytest
 
 from digen_jax.accelerators.answers import Answer, Answers
+from digen_jax.accelerators.calibration import shares
 from digen_jax.accelerators.chips import Chip
 from digen_jax.config.door import open_recipe
 from digen_jax.config.recipe import Recipe, complete
 from digen_jax.errors import ConfigError
-from digen_jax.planning.assessment import Assessed, assess
+from digen_jax.planning.assessment import Assessed, assess, timed
 from digen_jax.planning.compiled import Program
 from digen_jax.planning.fitting import _no_smaller, compiled, proposed
 from digen_jax.planning.slices import Slice, calibrated, configured
@@ -145,6 +146,14 @@ def test_a_model_is_a_folder_or_a_shipped_configuration(base):
     assert folder.endswith("published/stabilityai/stable-diffusion-3.5-large")
     with pytest.raises(ConfigError, match="neither a local folder nor a model whose configuration"):
         configured(named("stabilityai/stable-diffusion-9"))
+
+
+def test_plain_products_are_timed_on_a_device_at_hand():
+    found = shares(
+        jax.devices()[0], CHIP, 8, lambda lowered: timed(lowered, lowered.compile()), rows=4
+    )
+    assert list(found) == [(4, 8, 8), (4, 8, 32), (4, 32, 8)]
+    assert all(0 < share < 1 for share in found.values())
 
 
 @pytest.mark.slow
