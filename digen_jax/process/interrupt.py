@@ -94,9 +94,9 @@ def _count(came: int) -> None:
 
 
 def _open_standard_descriptors() -> None:
-    """Opens those of the descriptors 0 to 2 that are closed, so that no pipe gets their numbers."""
+    """Opens those of the descriptors 0 to 2 that are closed, for children too, so that no pipe gets their numbers."""
     while (lowest := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass
+        os.set_inheritable(lowest, True)
     os.close(lowest)
 
 
@@ -107,9 +107,9 @@ def end_by_ctrl_c() -> None:
     waits for calls in which no Python runs. During an import, which it would break, the process ends at once. Does
     nothing where Ctrl-C is ignored. For the main thread, once; other handlers may follow, such as an `Interrupt`.
     """
+    _open_standard_descriptors()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         return
-    _open_standard_descriptors()
     # A config file that is read has its own name there for a while.
     said = f"{os.path.basename(sys.argv[0])}: stopped by Ctrl-C"
     came, writes = os.pipe()

@@ -65,15 +65,13 @@ class Output(io.FileIO):
 
 
 def keep_writable() -> None:
-    """Lets this process print after the reader of standard output or error has gone, or where there is none.
+    """Lets this process print after the reader of standard output or error has gone.
 
     Characters that a console cannot show are printed as escapes.
     """
     for descriptor, name in enumerate(("stdout", "stderr"), start=1):
         before = getattr(sys, name)
-        if before is None:  # closed: otherwise the next file that is opened gets its number
-            _to_nowhere(descriptor)
-        else:
+        if before is not None:
             before.flush()
         stream = io.TextIOWrapper(
             io.BufferedWriter(Output(descriptor)),
@@ -91,9 +89,8 @@ def is_read() -> bool:
 
 def _to_nowhere(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere != descriptor:
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def complain(text: str) -> None:

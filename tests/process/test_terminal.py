@@ -249,7 +249,9 @@ run_main(main)
 """
 
 
-@pytest.mark.parametrize("closed", ["stdout", "stderr", "both", "from the start"])
+@pytest.mark.parametrize(
+    "closed", ["stdout", "stderr", "both", "from the start", "in the background"]
+)
 def test_a_script_works_on_without_a_reader_of_its_output(tmp_path, closed):
     (tmp_path / "script.py").write_text(UNREAD)
     reads, writes = os.pipe()
@@ -257,8 +259,10 @@ def test_a_script_works_on_without_a_reader_of_its_output(tmp_path, closed):
     streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     streams |= {name: writes for name in streams if closed in (name, "both")}
     command = [sys.executable, "script.py"]
-    if closed == "from the start":
-        command = ["sh", "-c", f"exec {' '.join(command)} >&- 2>&-"]
+    if closed in ("from the start", "in the background"):
+        # A shell starts commands in the background with Ctrl-C ignored.
+        before = "trap '' INT; " * (closed == "in the background")
+        command = ["sh", "-c", f"{before}exec {' '.join(command)} >&- 2>&-"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(1, PYTHONPATH=str(ROOT)), check=False, **streams
     )
