@@ -169,7 +169,7 @@ def join_job(place: Place, seconds: float = MEETING) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     abort_later()
     # JAX aborts the process with a page of text where the others do not come in time: this ends it before.
-    late = threading.Timer(seconds, _give_up, (place.address, seconds))
+    late = threading.Timer(seconds, _give_up, (place, seconds))
     late.daemon = True
     late.start()
     try:
@@ -188,15 +188,19 @@ def join_job(place: Place, seconds: float = MEETING) -> None:
         team.form(*place.team)
 
 
-def _give_up(coordinator: str, seconds: float) -> None:
+def _give_up(place: Place, seconds: float) -> None:
     """Ends this process, whose main thread is blocked in JAX."""
     name = pathlib.Path(sys.argv[0]).name
-    print(
-        f"{name}: --coordinator={coordinator}: not all processes have come in {seconds:g} s: start as many as "
-        "--processes says, each with its own --process",
-        file=sys.stderr,
-        flush=True,
+    words = (
+        f"--coordinator={place.address}: not all processes have come in {seconds:g} s: start as many as --processes "
+        "says, each with its own --process"
     )
+    if place.team:  # Ray starts them
+        words = (
+            f"--one_job: not all {place.processes} processes have started in {seconds:g} s: see `ray status` for free "
+            "resources, or leave --one_job out, so that rollout workers can join later"
+        )
+    print(f"{name}: {words}", file=sys.stderr, flush=True)
     leave(2)
 
 

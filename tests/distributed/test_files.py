@@ -1,10 +1,11 @@
 """Files that must be the same on all nodes."""
 
 import pytest
+from ml_collections import ConfigDict
 
 from digen_jax.config.door import reopen_recipe
 from digen_jax.distributed.files import PACKAGE, check_same, fingerprints
-from digen_jax.distributed.launch import TrainerPart, check_part
+from digen_jax.distributed.launch import TrainerPart, check, check_part, check_without_ray
 from digen_jax.errors import ConfigError
 from tests.tiny_runs import tiny_config
 
@@ -33,3 +34,29 @@ def test_a_workdir_that_the_trainers_node_does_not_see_is_named(tmp_path):
     check_part(part, recipe, str(tmp_path))
     with pytest.raises(ConfigError, match="--workdir"):
         check_part(part, recipe, str(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "one_job", "named"),
+    [
+        (dict(data=0), {}, False, "rollout.data"),
+        ({}, dict(hosts=2), False, "trainer.hosts"),
+        (dict(data=1, max_workers=3), {}, True, "max_workers"),
+    ],
+)
+def test_what_ray_cannot_run_is_refused_by_its_field(tmp_path, rollout, trainer, one_job, named):
+    one = dict(data=1, fsdp=1)
+    config = tiny_config(tmp_path, "lora")
+    config.placement = ConfigDict(dict(rollout=one | rollout, trainer=one | trainer))
+    with pytest.raises(ConfigError, match=named):
+        check(reopen_recipe(config), (None, None, None), one_job)
+
+
+def test_what_only_ray_runs_is_refused_without_it(tmp_path):
+    config = tiny_config(tmp_path, "lora")
+    check_without_ray(reopen_recipe(config), {"one_job": False})
+    with pytest.raises(ConfigError, match="--one_job"):
+        check_without_ray(reopen_recipe(config), {"one_job": True})
+    config.placement = ConfigDict(dict(rollout=dict(data=2, fsdp=1, hosts=2)))
+    with pytest.raises(ConfigError, match=r"rollout\.hosts"):
+        check_without_ray(reopen_recipe(config), {})

@@ -25,7 +25,6 @@ from tests.engine import toy
 from tests.metrics import assert_same_metrics, metrics
 from tests.pipelines import ROOT
 from tests.processes import Begun, begin  # noqa: F401
-from tests.run.test_resuming import fill, small_disk  # noqa: F401
 from tests.tiny_runs import once, pipeline, prompt_file
 
 pytestmark = [
@@ -154,107 +153,70 @@ def run(begin, base, tmp_path):  # noqa: F811
     return Run(begin, base, tmp_path)
 
 
-def test_a_run_on_ray_is_that_of_one_process(run, unbroken):
-    said = ends(run.begin(), 0)
+def test_a_run_with_prompts_encoded_ahead_is_that_of_one_process(run, unbroken, tmp_path):
+    store = tmp_path / "store"
+    said = ends(run.begin("--config.prompts.encoding=ahead", f"--config.prompts.store={store}"), 0)
     assert any("rollout on 2 other workers" in line for line in said)
-    assert run.generated() == {"rollout 0", "rollout 1"}
+    assert store.exists() and run.generated() == {"rollout 0", "rollout 1"}
     assert_same_run(run.workdir, unbroken)
 
 
-def test_rollout_workers_get_prompts_that_were_encoded_before_the_run(run, begin, base, tmp_path):  # noqa: F811
-    ahead = "--config.prompts.encoding=ahead", f"--config.prompts.store={tmp_path / 'store'}"
-    alone = Run(begin, base, tmp_path / "alone")
-    ends(alone.begin(*ahead, devices=3, ray=False), 0)
-    ends(run.begin(*ahead), 0)
-    assert (tmp_path / "store").exists() and run.generated() == {"rollout 0", "rollout 1"}
-    assert_same_run(run.workdir, alone.workdir)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rollout_worker_is_started_again_and_changes_nothing(run, unbroken, number):
-    run.hold(2), run.hold(3)
+def test_rollout_workers_that_are_lost_start_again_and_change_nothing(run, unbroken):
+    for step in (2, 3, 4):
+        run.hold(step)
     process = run.begin()
-    run.held(2, process)
-    os.kill(run.pid("rollout 1", process), number)
-    run.release(2)
-    process.until("starting it again in 1 s")
-    run.held(3, process)
-    run.release(3)
+    for step, worker, number in (
+        (2, "rollout 1", signal.SIGKILL),
+        (3, "rollout 0", signal.SIGSTOP),
+    ):
+        run.held(step, process)
+        os.kill(run.pid(worker, process), number)
+        run.release(step)
+        assert process.until("starting it again in 1 s").startswith(f"{worker} ")
+    run.held(4, process)
+    run.release(4)
     ends(process, 0)
     assert_same_run(run.workdir, unbroken, left_out=["tag_share"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_driver_saves_and_the_same_command_continues(run, unbroken, number):
-    """Ctrl-C in a terminal reaches all processes of the driver's group."""
-    run.hold(3)
-    process = run.begin()
-    run.held(3, process)
-    if number == signal.SIGINT:
-        process.signal(number)
-    else:
-        os.kill(process.process.pid, number)
-    wait_for(lambda: "finishing this step, then saving" in process.errors.read_text(), process)
-    run.release(3)
-    said = ends(process, 128 + number)
-    (done,) = re.findall(r"Stopped and saved after step ([23]);", "\n".join(said))
-    assert any(f"continuing after step {done}" in line for line in ends(run.begin(), 0))
+def test_a_run_that_is_stopped_or_killed_again_and_again_continues(run, unbroken):
+    """Each time in the step after the last checkpoint. Ctrl-C in a terminal reaches the driver's whole group."""
+    step = 2
+    for what, number in (
+        ("driver", signal.SIGTERM),
+        ("trainer", signal.SIGKILL),
+        ("group", signal.SIGINT),
+        ("driver", signal.SIGKILL),
+    ):
+        run.hold(step)
+        process = run.begin()
+        run.held(step, process)
+        if what == "group":
+            process.signal(number)
+        else:
+            driver = process.process.pid
+            os.kill(driver if what == "driver" else run.pid(what, process), number)
+        if number != signal.SIGKILL:
+            wait_for(lambda: "then saving" in process.errors.read_text(), process)  # noqa: B023
+        run.release(step)
+        lost = STOPPED if what == "trainer" else -signal.SIGKILL
+        said = ends(process, lost if number == signal.SIGKILL else 128 + number)
+        (done,) = re.findall(r"Stopped and saved after step (\d);", "\n".join(said)) or [step - 1]
+        step = int(done) + 1
+    assert any(f"continuing after step {step - 1}" in line for line in ends(run.begin(), 0))
     assert_same_run(run.workdir, unbroken)
 
 
-@pytest.mark.parametrize("who", ["trainer", "driver"])
-def test_a_lost_trainer_or_driver_ends_all_and_the_same_command_continues(run, unbroken, who):
-    run.hold(3)
-    process = run.begin()
-    run.held(3, process)
-    number = process.process.pid if who == "driver" else run.pid("trainer", process)
-    os.kill(number, signal.SIGKILL)
-    run.release(3)
-    ends(process, -signal.SIGKILL if who == "driver" else STOPPED)
-    ends(run.begin(), 0)
-    assert_same_run(run.workdir, unbroken)
-
-
-@pytest.mark.parametrize(
-    ("options", "variables", "named"),
-    [
-        (["--config.placement.rollout.data=0"], {}, "config.placement.rollout.data"),
-        (["--config.placement=auto"], {}, "config.placement"),
-        (["--config.placement.trainer.hosts=2"], {}, "config.placement.trainer.hosts"),
-        (["--one_job", "--config.placement.rollout.max_workers=3"], {}, "max_workers"),
-        (["--ray=127.0.0.1:1"], {}, "--ray=127.0.0.1:1"),
-        ([], {"PYTHONPATH": "broken"}, "requirements-ray.txt"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_a_model_is_read(
-    run, tmp_path, options, variables, named
-):
-    if "PYTHONPATH" in variables:
-        (tmp_path / "ray.py").write_text("raise ImportError('not installed')\n")
-        variables = {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
-    code, errors = run.begin(*options, **variables).ends(LONG)
-    assert code == 2 and named in errors and "Traceback" not in errors
+def test_a_cluster_that_does_not_answer_and_a_missing_ray_are_refused(run, tmp_path):
+    (tmp_path / "ray.py").write_text("raise ImportError('not installed')\n")
+    broken = {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
+    for process, named in (
+        (run.begin("--ray=127.0.0.1:1"), "--ray=127.0.0.1:1"),
+        (run.begin(**broken), "requirements-ray.txt"),
+    ):
+        code, errors = process.ends(LONG)
+        assert code == 2 and named in errors and "Traceback" not in errors
     assert not (run.workdir / "config.json").exists()
-
-
-def test_on_a_full_disk_the_run_ends_and_the_same_command_continues(
-    begin,  # noqa: F811
-    base,
-    small_disk,  # noqa: F811
-    unbroken,
-):
-    run = Run(begin, base, small_disk)
-    run.hold(3)
-    process = run.begin("--config.checkpoint.keep=2")
-    run.held(3, process)
-    fill(small_disk)
-    run.release(3)
-    errors = process.errors
-    ends(process, STOPPED)
-    assert "make room, and the same command continues" in errors.read_text()
-    (small_disk / "ballast").unlink()
-    ends(run.begin("--config.checkpoint.keep=2"), 0)
-    assert [line["step"] for line in metrics(run.workdir)] == [*range(STEPS + 1)]
 
 
 def test_a_worker_of_two_processes_is_lost_and_started_again_as_one(run, begin, base, tmp_path):  # noqa: F811
@@ -301,12 +263,6 @@ def trainer_pid(process: Begun, number: int) -> int:
         if told and Place(*TrainerPart(*json.loads(told[0])).place).process == number:
             return pid
     raise AssertionError(f"there is no process {number} of the trainer")
-
-
-def test_a_trainer_of_two_processes_is_that_of_one(run, wide):
-    ends(run.begin(*HOSTS), 0)
-    assert run.generated() == {"rollout 0", "rollout 1"}
-    assert_same_run(run.workdir, wide)
 
 
 def test_a_lost_second_process_of_the_trainer_ends_all_and_the_same_command_continues(run, wide):

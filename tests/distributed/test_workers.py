@@ -110,6 +110,24 @@ def test_a_worker_that_fails_to_start_is_tried_again(quick):
     found.end()
 
 
+def test_a_worker_that_hangs_while_it_opens_is_started_again(quick, monkeypatch):
+    monkeypatch.setattr(workers, "OPENING", 0.5)
+    hangs, release = threading.Lock(), threading.Event()
+
+    class Hanging(RolloutProcess):
+        def open(self, recipe, first, place=None):
+            if hangs.acquire(blocking=False):
+                release.wait(LONG)
+            return Opened(1, "here", 0)
+
+    engine = LocalEngine()
+    found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), engine, kind=Hanging)
+    found.wait(LONG)
+    assert len(engine.actors) > 2
+    release.set()
+    found.end()
+
+
 def test_a_run_does_not_start_without_any_worker():
     kind = type("Never", (Broken,), dict(error=RuntimeError("no memory")))
     found = RolloutWorkers(toy.opened(config("flow_grpo", TWO)), LocalEngine(), kind=kind)
