@@ -34,6 +34,7 @@ pytestmark = [
 
 
 CONFIG = ROOT / "tests" / "distributed" / "held_config.py"
+ONE = "--config.placement.rollout.workers=1"
 LONG = 240.0  # seconds for a process to start, or for a run
 
 
@@ -153,12 +154,15 @@ def run(begin, base, tmp_path):  # noqa: F811
     return Run(begin, base, tmp_path)
 
 
-def test_a_run_with_prompts_encoded_ahead_is_that_of_one_process(run, unbroken, tmp_path):
+def test_rollout_workers_get_prompts_that_were_encoded_before_the_run(run, unbroken, tmp_path):
+    """Which are rounded differently: metrics up to the first update are near those of one process."""
     store = tmp_path / "store"
     said = ends(run.begin("--config.prompts.encoding=ahead", f"--config.prompts.store={store}"), 0)
     assert any("rollout on 2 other workers" in line for line in said)
     assert store.exists() and run.generated() == {"rollout 0", "rollout 1"}
-    assert_same_run(run.workdir, unbroken)
+    found, expected = metrics(run.workdir), metrics(unbroken)
+    assert len(found) == len(expected)
+    assert_same_metrics(found[:2], expected[:2], rel=2e-3)
 
 
 def test_rollout_workers_that_are_lost_start_again_and_change_nothing(run, unbroken):
@@ -189,7 +193,7 @@ def test_a_run_that_is_stopped_or_killed_again_and_again_continues(run, unbroken
         ("driver", signal.SIGKILL),
     ):
         run.hold(step)
-        process = run.begin()
+        process = run.begin(ONE)
         run.held(step, process)
         if what == "group":
             process.signal(number)
@@ -203,7 +207,7 @@ def test_a_run_that_is_stopped_or_killed_again_and_again_continues(run, unbroken
         said = ends(process, lost if number == signal.SIGKILL else 128 + number)
         (done,) = re.findall(r"Stopped and saved after step (\d);", "\n".join(said)) or [step - 1]
         step = int(done) + 1
-    assert any(f"continuing after step {step - 1}" in line for line in ends(run.begin(), 0))
+    assert any(f"continuing after step {step - 1}" in line for line in ends(run.begin(ONE), 0))
     assert_same_run(run.workdir, unbroken)
 
 
@@ -292,7 +296,7 @@ def test_a_lost_worker_ends_a_run_of_one_job(run):
 
 def test_a_trainer_of_two_processes_samples_while_its_worker_is_lost(run, wide):
     run.hold(2), run.hold(3)
-    process = run.begin(*HOSTS, "--config.placement.rollout.workers=1")
+    process = run.begin(*HOSTS, ONE)
     run.held(2, process)
     os.kill(run.pid("rollout 0", process), signal.SIGKILL)
     run.release(2)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from digen_jax.process.ending import STOPPED
-from tests.distributed.test_launch import LONG, Run, assert_same_run, ends, unbroken, wait_for  # noqa: F401
+from tests.distributed.test_launch import LONG, ONE, Run, assert_same_run, ends, unbroken, wait_for  # noqa: F401
 from tests.pipelines import ROOT
 from tests.ports import free_port
 from tests.processes import Begun, begin  # noqa: F401
@@ -69,9 +69,7 @@ def nodes(begin, base, tmp_path):  # noqa: F811
 def test_a_worker_moves_when_its_node_is_lost_and_others_join_new_nodes(nodes, unbroken):  # noqa: F811
     nodes.add()
     nodes.run.hold(2), nodes.run.hold(3)
-    process = nodes.begin(
-        "--config.placement.rollout.workers=1", "--config.placement.rollout.max_workers=2"
-    )
+    process = nodes.begin(ONE, "--config.placement.rollout.max_workers=2")
     process.until("waiting for rollout 0")  # the trainer has the only node
     other = nodes.add()
     nodes.run.held(2, process)
@@ -109,14 +107,14 @@ def test_a_wrong_token_and_another_version_are_refused(nodes, tmp_path):
 
 def test_the_loss_of_the_head_ends_all_and_the_same_command_continues(nodes, unbroken):  # noqa: F811
     head = nodes.add()
-    nodes.add(), nodes.add()
+    nodes.add()
     nodes.run.hold(3)
-    process = nodes.begin()
+    process = nodes.begin(ONE)
     nodes.run.held(3, process)
     lose(head)
     ends(process, STOPPED)
     nodes.run.release(3)
     nodes.close()
-    nodes.add(), nodes.add(), nodes.add()
-    ends(nodes.begin(), 0)
+    nodes.add(), nodes.add()
+    ends(nodes.begin(ONE), 0)
     assert_same_run(nodes.run.workdir, unbroken)
