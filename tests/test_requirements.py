@@ -96,7 +96,7 @@ def newest_pip(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerator", ["cuda12", "cuda13", "tpu"])
 def test_make_installs_for_an_accelerator(newest_pip, accelerator):
-    """The command of `make demo ACCELERATOR=...` resolves; nothing is installed."""
+    """JAX of the command of `make demo ACCELERATOR=...` resolves with the exact versions; nothing is installed."""
     made = subprocess.run(
         [
             "make",
@@ -113,8 +113,17 @@ def test_make_installs_for_an_accelerator(newest_pip, accelerator):
     ).stdout
     command = next(line for line in made.splitlines() if " -m pip install " in line)
     given = shlex.split(command.partition(" pip install ")[2])
-    resolved = ["install", "--dry-run", "--ignore-installed", "--use-feature=fast-deps", *given]
-    resolved.remove("-q")
+    jax, exact = f"jax[{accelerator}]", given[given.index("-c") + 1]
+    assert {jax, "-r", "requirements.txt"} <= {*given}
+    resolved = (
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--use-feature=fast-deps",
+        "-c",
+        exact,
+        jax,
+    )
     done = subprocess.run(
         [newest_pip, "-m", "pip", *resolved], cwd=ROOT, capture_output=True, text=True
     )

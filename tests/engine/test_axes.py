@@ -37,7 +37,6 @@ MESHES = {
 # The fifteen image tokens of FLUX and klein are divided by no axis.
 CASES = [
     ("sd3", "full", "data x fsdp x tensor"),
-    ("sd3", "lora", "sequence"),
     ("sd3", "full", "time x tensor"),
     ("flux", "full", "tensor x sequence"),
     ("z-image", "full", "sequence"),

@@ -185,7 +185,7 @@ def test_on_the_embedded_model(monkeypatch):
     """The numbers of `algorithms.old_log_probs`; `pytest -s` shows them."""
     lora = 8
     monkeypatch.chdir(pathlib.Path(__file__).parents[2])
-    cases = [("rollout", ""), ("recomputed", ""), ("rollout", "bfloat16")]
+    cases = [("rollout", ""), ("rollout", "bfloat16")]
     samples = {}  # which do not depend on how the ratios are taken
     for old, sampler in cases:
         for drops in (True, False) if not sampler else (False,):

@@ -128,7 +128,6 @@ def check(recipe, *kinds):
     ("kind", "images", "mesh", "remat"),
     [
         ("full", 16, dict(data=2, time=2), "none"),
-        ("lora", 16, dict(data=2, fsdp=2), "none"),
         ("full", 32, dict(data=4, tensor=2), "blocks"),
         ("lora", 32, dict(data=4, sequence=2), "none"),
     ],
