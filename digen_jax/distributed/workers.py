@@ -31,9 +31,7 @@ from digen_jax.scheduling.commands import TRAINER
 PING = 2.0  # seconds between two pings
 PENDING = 30.0  # seconds between two lines about a cluster without resources for a worker
 LOOK = 0.5  # seconds between two looks at signals while workers are waited for
-OPENING = (
-    1800.0  # seconds for a worker to read the model, after which it is killed and started again
-)
+OPENING = 1800.0  # seconds for a worker to open its model; then it is killed and started again
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a lost worker is started again
 UNFINISHED = 5.0  # seconds at the run's end for the work in progress
 CLOSING = 2.0  # seconds for a worker to end the processes of its rewards
