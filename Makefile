@@ -77,8 +77,9 @@ $(TRAIN): requirements.txt constraints/$(VERSION).txt | $(VENV)/bin/python
 	$(INSTALL) -r requirements.txt -e . $(patsubst %,"jax[%]",$(ACCELERATOR))
 	touch $@
 
+# Compiling 26,000 modules, most of which no test imports, would take as long as installing them.
 $(VENV)/dev: requirements.txt requirements-reward.txt requirements-ray.txt requirements-trackio.txt requirements-dev.txt constraints/$(VERSION).txt | $(VENV)/bin/python
-	$(INSTALL) -r requirements-dev.txt -e .
+	$(INSTALL) --no-compile -r requirements-dev.txt -e .
 	$(INSTALL) --no-deps -r requirements-trackio.txt
 	touch $@ $(VENV)/train
 

@@ -40,6 +40,8 @@ Differences to the source:
   its reward;
 - a std below 1e-6 counts as 1e-6 there (src/flow_factory/advantage/advantage_processor.py, 3a2a482); here 1e-4 is
   added to each;
+- a step's prompts are the next ones of a permutation of the file; the source takes the first ones of a new permutation
+  in each step (src/flow_factory/data_utils/sampling_plan.py, 5f6cda1);
 - trained weights are bfloat16 there, and trajectories float16; here both are float32, and so is the log-probability;
 - an update's groups are split by index, not shuffled;
 - with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step;

@@ -29,9 +29,9 @@ flow_grpo/diffusers_patch/flux_kontext_pipeline_with_logprob.py (9043160), pictu
 
 Differences to the source: it resizes pictures by Pillow's default filter before, here the pipeline's alone does it; it
 drops each image whose advantage is 0, here groups of equal rewards are dropped, and divides the rest evenly among both
-updates, with some of the dropped images to fill micro-batches; those of configs/flux_dev.py's Flow-GRPO recipes (groups
-split by index, the sixth step without noise, sigmas that are not rounded, old log-probabilities that the trainer
-recomputes).
+updates, with some of the dropped images to fill micro-batches; those of configs/flux_dev.py's Flow-GRPO recipes (prompt
+order, groups split by index, the sixth step without noise, sigmas that are not rounded, old log-probabilities that the
+trainer recomputes).
 
 The smallest TPU slice is four chips of 32 GB, v6e:2x2, which share the transformer, by the compiler (estimated; nothing
 has run): 13.4 GiB and 1,332 s a step. One such chip does not hold FLUX.1-dev, which has the same transformer.

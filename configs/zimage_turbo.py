@@ -35,6 +35,8 @@ Differences to the source:
 - `gdpo` there (src/flow_factory/advantage/advantage_processor.py), with its one reward, also divides the advantages by
   their std over the step, which is 1 but for groups of equal rewards; here nothing follows the std of the group;
 - an update's groups are split by index, not shuffled as images; a std has 1e-4 added here, and is at least 1e-6 there;
+- a step's prompts are the next ones of a permutation of the file; the source takes the first ones of a new permutation
+  in each step (src/flow_factory/data_utils/sampling_plan.py);
 - latents are rounded to float16 between steps there, and are float32 here;
 - with bfloat16 the trainer recomputes the old log-probabilities (algorithm.old_log_probs), once more per trained step.
 

@@ -26,7 +26,9 @@ from digen_jax.prompts.files import first_negative, numbered_records
 from digen_jax.weights.lora import LoraConfig, check_rank
 
 # Names of published models that were distilled to be sampled in few steps.
-FEW_STEPS = re.compile(r"turbo|schnell|lightning|lcm|hyper|distill|[1-8]-?steps?", re.IGNORECASE)
+FEW_STEPS = re.compile(
+    r"turbo|schnell|lightning|lcm|hyper|distill|(?<!\d)[1-8]-?steps?", re.IGNORECASE
+)
 
 
 def make_policy(recipe: Recipe, family: Family) -> Policy:

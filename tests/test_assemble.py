@@ -287,6 +287,11 @@ def test_an_evaluation_has_a_size_of_its_own(make, folder):
             ["algorithm.name = 'diffusion_nft'"],
         ),
         (
+            dict(evaluation__height=64, algorithm__name="awm", model__folder="x/C-28-steps"),
+            "classifier-free",
+            [],
+        ),
+        (
             dict(algorithm__name="diffusion_dpo", model__folder="x/FLUX.1-schnell/"),
             "both",
             ["algorithm.name = 'diffusion_dpo'", "evaluation.height=64"],

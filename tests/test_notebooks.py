@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 from tests.compiling import quick_flags
-from tests.models.qwen_image.folders import qwen_image_folder
+from tests.tiny_runs import pipeline
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -112,13 +112,12 @@ def test_quickstart_warns_of_nothing(quickstart):
 
 @pytest.mark.slow
 def test_your_model_is_sampled_tuned_and_exported(base, tmp_path):
-    model = qwen_image_folder(base)
     chosen = f"""
-model, size, steps, guidance, arithmetic = {str(model)!r}, 16, 4, 2.0, "float32"
+model, size, steps, guidance, arithmetic = {str(pipeline(base))!r}, 32, 4, 2.0, "float32"
 prompts, held_out = ["a red circle", "two blue stars in the rain"], ["a green ring"]
 """
     folder = cell("folder").replace("runs/your_model", str(tmp_path / "work"))
-    recipe = cell("recipe").replace("steps=20", "steps=2")
+    recipe = cell("recipe").replace("steps=20", "steps=2, reward_pool=dict(processes=0)")
     cells = dict(choose=chosen, folder=folder, recipe=recipe)
     outputs = executed("your_model.ipynb", quick_flags(devices=1), **cells)
     pictures = [

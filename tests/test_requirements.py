@@ -1,7 +1,6 @@
 """What is installed: bounds and exact versions of packages, and a wheel with commands, configs and the model."""
 
 import itertools
-import os
 import shlex
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import venv
 import pytest
 from packaging.requirements import Requirement
 
-from tests.pipelines import ROOT
+from tests.pipelines import ROOT, environment
 
 PYTHONS = sorted(path.stem for path in (ROOT / "constraints").glob("*.txt"))
 
@@ -136,9 +135,7 @@ def test_make_installs_for_an_accelerator(newest_pip, accelerator):
 def test_every_launch_script_is_a_command():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     names = {path.stem.replace("_", "-") for path in (ROOT / "launch").glob("*.py")}
-    assert scripts == {
-        f"digen-{name}": "digen_jax.config.command_line:run_installed" for name in names
-    }
+    assert scripts == {f"digen-{name}": "digen_jax.process.ctrl_c:run_installed" for name in names}
 
 
 @pytest.mark.slow
@@ -150,7 +147,7 @@ def test_a_wheel_in_a_fresh_environment_works_from_any_directory(tmp_path):
             shutil.copytree(path, source / path.name)
         elif path.is_file():
             shutil.copy(path, source)
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = {name: value for name, value in environment(1).items() if name != "PYTHONPATH"}
 
     def call(*command, code=0):
         done = subprocess.run(
@@ -171,7 +168,7 @@ def test_a_wheel_in_a_fresh_environment_works_from_any_directory(tmp_path):
     said = call(venv / "bin" / "python", "-c", "import digen_jax; print(digen_jax.__file__)")
     assert said.strip() == str(packages / "digen_jax" / "__init__.py")
     sample = ("--model", "assets/shapes-sd3", "--prompt", "a red ring", "--output", here / "a")
-    call(venv / "bin" / "digen-sample", *sample, "--steps=2")
+    call(venv / "bin" / "digen-sample", *sample, "--steps=1")
     assert (here / "a" / "grid.png").exists()
     # All but the reward is found: the config, the model and both prompt files.
     run = ("--config", "configs/shapes_demo.py", "--workdir", "run", "--config.rewards=none:f")

@@ -134,7 +134,6 @@ def test_a_number_outside_of_its_range_is_refused_by_its_flag(command, range_):
     ("command", "platforms"),
     [
         ((*SAMPLE, "--output=OUTPUT"), "cuda"),
-        (("train.py", SHAPES, "--workdir=OUTPUT"), "gpu"),
         (("train.py", SHAPES, "--workdir=OUTPUT"), "coda"),
     ],
 )

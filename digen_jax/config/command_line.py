@@ -94,12 +94,6 @@ def run_main(main: Main) -> None:
             raise
 
 
-def run_installed() -> None:
-    """Runs the launch script that a command of the installed package is named after, as digen-train launch/train.py."""
-    name = Path(sys.argv[0]).stem.removeprefix("digen-").replace("-", "_")
-    runpy.run_module(f"digen_jax.launch.{name}", run_name="__main__", alter_sys=True)
-
-
 def _end(why: str, code: int) -> int:
     return last_word(f"{Path(sys.argv[0]).name}: {why}", code)
 

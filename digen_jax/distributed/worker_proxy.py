@@ -203,13 +203,12 @@ class WorkerProxy:
             with elsewhere(lambda: self._so_far(serial)) as counts:
                 held = [self._held((serial, number), one) for number, one in enumerate(asked)]
                 wait(held, return_when=FIRST_EXCEPTION)
-                errors = [one.exception() for one in held if one.done() and one.exception()]
-                if errors:
-                    if wait(
-                        held, SILENCE
-                    ).not_done:  # they may wait for the failed one in a collective
+                if any(one.done() and one.exception() for one in held):
+                    if wait(held, SILENCE).not_done:  # they wait for the failed one in a collective
                         self.lost.set()
-                    raise errors[0]
+                    errors = [one.exception() for one in held if one.done() and one.exception()]
+                    # If a process is lost, the others fail, too, and may report it first.
+                    raise next((one for one in errors if isinstance(one, Gone)), errors[0])
                 slowest: Done = max((one.result() for one in held), key=lambda one: one.seconds)
                 counts(slowest.seconds, slowest.parts)
         finally:

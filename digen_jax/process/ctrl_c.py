@@ -1,4 +1,4 @@
-"""Ends the process at Ctrl-C from a script's first line on: scripts import this module before anything slow.
+"""Ends the process at Ctrl-C from a script's first line on: scripts and commands import this module first.
 
 Until `interrupt.end_by_ctrl_c` takes over nothing has to be cleaned up.
 """
@@ -18,3 +18,11 @@ def _end(number: int, frame: object) -> None:
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _end)
+
+
+def run_installed() -> None:
+    """Runs the launch script that a command of the installed package is named after, as digen-train launch/train.py."""
+    import runpy
+
+    name = os.path.splitext(os.path.basename(sys.argv[0]))[0].removeprefix("digen-")
+    runpy.run_module(f"digen_jax.launch.{name.replace('-', '_')}", None, "__main__", True)

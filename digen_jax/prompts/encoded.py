@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
+from digen_jax.files import parse_json
 from digen_jax.prompts.building import BUILDING, build, quiet
 
 Rows = Mapping[str, np.ndarray]  # one prompt's arrays, of which texts differ in the first axis
@@ -236,7 +237,7 @@ def _blocks(folder: pathlib.Path, key: str = "*") -> list[pathlib.Path]:
 def _about(block: pathlib.Path) -> dict[str, Any]:
     """Raises FileNotFoundError if the dataset has been removed."""
     try:
-        about = json.loads((block / ABOUT).read_text(encoding="utf-8"))
+        about = parse_json((block / ABOUT).read_bytes())
         return {"model": dict(about["model"]), "texts": list(about["texts"])}
     except FileNotFoundError as error:
         if block.exists():

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from digen_jax.files import parse_json
 from digen_jax.weights.folder import read_json
 from digen_jax.weights.lora import dense_layers
 from digen_jax.weights.tensors import (
@@ -345,8 +346,8 @@ def _settings(file: pathlib.Path, stored: Mapping[str, StoredTensor]) -> dict[st
         return read_json(config)
     text = file_metadata(file).get(METADATA, "{}")
     try:
-        return dict(json.loads(text).items())
-    except (json.JSONDecodeError, AttributeError) as error:
+        return dict(parse_json(text).items())
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"{file} has metadata {METADATA} that is not a JSON object") from error
 
 
@@ -373,10 +374,16 @@ def _rank(
     if not ranks:
         raise ValueError(f"{file} holds no factors lora_A of {part}")
     if len(ranks) > 1:
-        raise ValueError(f"{file} mixes the ranks {sorted(ranks)}; only a single rank is supported")
+        advice = MERGE_PEFT if file.name == PEFT_FILE else MERGE
+        raise ValueError(
+            f"{file} mixes the ranks {sorted(ranks)}; only a single rank is supported: "
+            + _advice(advice, file, part)
+        )
     rank = ranks.pop()
     if settings.get("r", rank) != rank:
-        raise ValueError(f"{file} says rank {settings['r']}, but its tensors have rank {rank}")
+        raise ValueError(
+            f"{file} says rank {settings['r']}, but its tensors have rank {rank}: save the LoRA again, or correct r"
+        )
     return rank
 
 

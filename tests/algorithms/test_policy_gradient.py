@@ -103,7 +103,8 @@ def test_loss_and_gradient_equal_float64_transcription():
     settings = PolicyGradient(clip_range=0.2, adv_clip=1.5)
     log_prob, old, advantages = rng.normal(size=(3, 40)) * np.array([[0.3], [0.3], [1.5]])
     inputs = [jnp.asarray(array, jnp.float32) for array in (log_prob, old, advantages)]
-    loss, gradient = jax.value_and_grad(mean_loss)(*inputs, settings=settings)
+    value_and_grad = jax.value_and_grad(functools.partial(mean_loss, settings=settings))
+    loss, gradient = jax.jit(value_and_grad)(*inputs)
     term = np.vectorize(lambda *sample: transcription(*sample, 0.2, 1.5))
     assert float(loss) == pytest.approx(term(log_prob, old, advantages).mean(), rel=1e-5)
     h = 1e-6
@@ -114,10 +115,10 @@ def test_loss_and_gradient_equal_float64_transcription():
 
 def test_packing_does_not_matter():
     """Sums over any split add up, and padding of zero weight adds nothing, whatever it holds."""
-    total, sums = policy_loss(SETTINGS, *INPUTS, jnp.ones(8))
+    loss_and_sums = jax.jit(functools.partial(policy_loss, SETTINGS))
+    total, sums = loss_and_sums(*INPUTS, jnp.ones(8))
     parts = [
-        policy_loss(SETTINGS, *(a[i] for a in INPUTS), jnp.ones(4))
-        for i in (slice(0, 4), slice(4, 8))
+        loss_and_sums(*(a[i] for a in INPUTS), jnp.ones(4)) for i in (slice(0, 4), slice(4, 8))
     ]
     added = jax.tree.map(lambda a, b: a + b, *parts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), added, (total, sums))
@@ -126,8 +127,9 @@ def test_packing_does_not_matter():
     junk = jnp.array([jnp.nan, 1e4, jnp.inf])
     padded = [jnp.concatenate([a, sign * junk]) for a, sign in zip(INPUTS, (1, -1, 1), strict=True)]
     weight = jnp.concatenate([jnp.ones(8), jnp.zeros(3)])
-    loss, gradient = jax.value_and_grad(mean_loss)(*padded, weight=weight)
-    expected, expected_gradient = jax.value_and_grad(mean_loss)(*INPUTS)
+    value_and_grad = jax.jit(jax.value_and_grad(mean_loss))
+    loss, gradient = value_and_grad(*padded, weight=weight)
+    expected, expected_gradient = value_and_grad(*INPUTS)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     np.testing.assert_allclose(gradient[:8], expected_gradient, rtol=1e-6)
     np.testing.assert_array_equal(gradient[8:], 0)
@@ -180,7 +182,7 @@ def test_kl_enters_the_loss_with_its_gradient():
         kl = gaussian_kl(mean, reference, std)
         return policy_loss(settings, jnp.zeros(3), jnp.zeros(3), jnp.zeros(3), jnp.ones(3), kl)
 
-    (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(mean)
+    (value, sums), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(mean)
     expected = sum(
         np.mean((np.float64(m) - np.float64(r)) ** 2) / (2 * float(s) ** 2)
         for m, r, s in zip(mean, reference, std, strict=True)
@@ -332,9 +334,8 @@ def test_corrected_and_sequence_losses_equal_float64_transcription(ratio, whole,
 
     spoilt = log_prob.copy()
     spoilt[9] = np.nan
-    (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(
-        jnp.asarray(spoilt, jnp.float32)
-    )
+    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (value, sums), gradient = value_and_grad(jnp.asarray(spoilt, jnp.float32))
     expected = functools.partial(
         corrected, old=old, behaviour=behaviour, advantages=advantages, whole=whole, cap=cap
     )

@@ -48,9 +48,8 @@ def paper_guard(log_prob, mean, old, old_mean, advantage, std, dt, clip=0.05, ad
 
 def test_guard_equals_float64_transcription_with_timesteps_mixed():
     arrays = mixed_steps()
-    loss, (of_log_prob, of_mean) = jax.value_and_grad(guard_total(0.05, 1.4), argnums=(1, 2))(
-        jnp.ones(12), *arrays
-    )
+    value_and_grad = jax.jit(jax.value_and_grad(guard_total(0.05, 1.4), argnums=(1, 2)))
+    loss, (of_log_prob, of_mean) = value_and_grad(jnp.ones(12), *arrays)
     exact = [np.float64(a) for a in arrays]
     rows = [[a[i] for a in exact] for i in range(12)]
     assert float(loss) == pytest.approx(sum(paper_guard(*row) for row in rows), rel=1e-5)
@@ -137,9 +136,8 @@ def test_sequence_ratio_equals_brute_force(reduce):
         bounded = np.clip(ratio, 0.9, 1.1)
         return -np.minimum(weights * ratio, weights * bounded).sum()
 
-    gradient = jax.grad(sequence_total(reduce), argnums=1)(
-        jnp.ones(9), log_prob, old, advantages, IDS
-    )
+    gradient = jax.jit(jax.grad(sequence_total(reduce), argnums=1))
+    gradient = gradient(jnp.ones(9), log_prob, old, advantages, IDS)
     slopes = [(loss(exact + 1e-6 * row) - loss(exact - 1e-6 * row)) / 2e-6 for row in np.eye(9)]
     np.testing.assert_allclose(gradient, slopes, rtol=1e-4, atol=1e-5)
     assert np.abs(slopes).max() > 0
@@ -150,7 +148,7 @@ def test_sequence_ratio_depends_on_neither_order_nor_padding(reduce):
     arrays = [*steps_of_trajectories(), IDS]
     check_junk(sequence_total(reduce), arrays, 1)
     order = np.random.default_rng(5).permutation(9)
-    gradient = jax.grad(sequence_total(reduce), argnums=1)
+    gradient = jax.jit(jax.grad(sequence_total(reduce), argnums=1))
     shuffled = gradient(jnp.ones(9), *(a[order] for a in arrays))
     np.testing.assert_allclose(shuffled, gradient(jnp.ones(9), *arrays)[order], rtol=1e-5)
 
@@ -162,7 +160,7 @@ def test_late_steps_are_left_out_of_the_ratio_and_of_every_sum():
     np.testing.assert_array_equal(weight, [1, 1, 1, 0, 1, 0, 0, 1, 1])
     kept = np.flatnonzero(weight)
     log_prob = log_prob.at[6].set(jnp.nan)  # the last steps may contain anything
-    value_and_grad = jax.value_and_grad(sequence_total("mean"), argnums=1)
+    value_and_grad = jax.jit(jax.value_and_grad(sequence_total("mean"), argnums=1))
     value, gradient = value_and_grad(weight, log_prob, old, advantages, IDS)
     short, of_short = value_and_grad(
         jnp.ones(6), log_prob[kept], old[kept], advantages[kept], IDS[kept]

@@ -29,14 +29,14 @@ def exact():
 
 @pytest.mark.parametrize(
     ("heads", "groups", "lengths", "weighted"),
-    [(2, 2, None, False), (4, 2, [7, 3], False), (3, 1, None, True), (2, 2, [7, 5], True)],
+    [(2, 2, None, False), (3, 1, None, True), (4, 2, [7, 3], True)],
 )
 def test_xla_and_its_gradients_are_attention_written_out(heads, groups, lengths, weighted):
     q, k, v, direction = draw(2, 5, 7, heads, groups, 8)
     log_weights = weights(7) if weighted else None
     rows = None if lengths is None else jnp.array(lengths)
     found = gradients_of(functools.partial(attend, lengths=rows, log_weights=log_weights))
-    out, *gradients = found(q, k, v, direction)
+    out, *gradients = jax.jit(found)(q, k, v, direction)
     assert error(out, oracle.attention(q, k, v, lengths, log_weights)) < EXACT
     expected = oracle.gradients(q, k, v, direction, lengths, log_weights)
     assert all(error(*pair) < EXACT for pair in zip(gradients, expected, strict=True))
@@ -47,13 +47,12 @@ def test_causal_attention_is_to_the_keys_so_far():
     assert error(attend(q, k, v, causal=True), oracle.attention(q, k, v, causal=True)) < EXACT
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "groups", "lengths", "weighted", "dtype"),
+    ("heads", "groups", "lengths", "weighted", "dtype", "causal"),
     [
-        (2, 2, None, False, "float32"),
-        (4, 2, [29, 3], False, "bfloat16"),
-        (2, 1, [29, 5], True, "float32"),
+        (2, 2, None, False, "float32", True),
+        (4, 2, [29, 3], False, "bfloat16", False),
+        (2, 1, [29, 5], True, "float32", True),
     ],
 )
 def test_blocks_of_queries_attend_as_all_at_once(
@@ -71,7 +70,7 @@ def test_blocks_of_queries_attend_as_all_at_once(
         with on_mesh(mesh, ("data",), "tensor", "sequence"):
             return whole(*arrays)
 
-    expected = gradients_of(whole)(*arrays)
+    expected = jax.jit(gradients_of(whole))(*arrays)
     monkeypatch.setattr(attending, "MOST_SCORES", 4 * heads * 8 * 29)  # 8 queries of a row
     jitted = jax.jit(gradients_of(split), in_shardings=by_row, out_shardings=by_row)
     compiled = jitted.lower(*arrays).compile()
@@ -112,10 +111,14 @@ def test_weights_are_exact_as_sums_of_a_dtypes_numbers(dtype):
     assert np.all(np.abs(found.sum(0, dtype=np.float64) - log_weights) <= smallest / 2)
 
 
-@pytest.mark.parametrize(("s", "t"), [(5, 7), (6, 7), (7, 8)])
 @pytest.mark.parametrize(
-    ("width", "dtype", "padded", "weighted"),
-    [(8, "float32", False, False), (40, "float32", True, True), (64, "bfloat16", True, True)],
+    ("s", "t", "width", "dtype", "padded", "weighted"),
+    [
+        (5, 7, 8, "float32", False, False),
+        (7, 8, 8, "float32", False, False),
+        (6, 7, 40, "float32", True, True),
+        (5, 7, 64, "bfloat16", True, True),
+    ],
 )
 def test_cudnn_gets_even_tokens_and_weights_as_channels(
     monkeypatch, s, t, width, dtype, padded, weighted
@@ -136,7 +139,8 @@ def test_cudnn_gets_even_tokens_and_weights_as_channels(
     lengths = [t, max(1, t - 2)] if padded else None
     rows = None if lengths is None else jnp.array(lengths)
     log_weights = weights(t) if weighted else None
-    found = gradients_of(lambda *a: cudnn.attend(*a, rows, log_weights))(q, k, v, direction)
+    found = gradients_of(lambda *a: cudnn.attend(*a, rows, log_weights))
+    found = jax.jit(found)(q, k, v, direction)
     assert all(a.dtype == q.dtype for a in found)
     expected = (
         oracle.attention(q, k, v, lengths, log_weights),
@@ -175,16 +179,14 @@ def test_each_device_attends_for_its_rows_and_heads(rows, heads, axes):
 
 
 @pytest.mark.parametrize(
-    "axes",
+    ("axes", "groups"),
     [
-        dict(sequence=4),
-        dict(sequence=8),
-        dict(data=2, sequence=4),
-        dict(fsdp=2, tensor=2, sequence=2),
-        dict(tensor=4, sequence=2),
+        (dict(sequence=8), 8),
+        (dict(data=2, sequence=4), 24),
+        (dict(fsdp=2, tensor=2, sequence=2), 8),
+        (dict(tensor=4, sequence=2), 24),
     ],
 )
-@pytest.mark.parametrize("groups", [8, 24])
 def test_tokens_that_are_split_attend_to_all_others(axes, groups):
     """All-to-all, forward and backward, for two streams of tokens that the axis does not divide."""
     mesh = make_mesh(jax.devices()[: np.prod(list(axes.values()))], **axes)

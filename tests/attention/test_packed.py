@@ -24,16 +24,17 @@ def attend(q, k, v, **options):
 # (queries, keys, heads, width, lengths, weighted)
 CASES = {
     "two heads in a tile": (100, 150, 4, 64, None, False),
-    "a head in a tile": (130, 128, 2, 128, None, False),
+    "a head in a tile, weights": (130, 128, 2, 128, None, True),
     "eight heads in a tile": (20, 30, 8, 16, [30, 3], True),
     "lengths": (128, 140, 2, 64, [140, 5], False),
-    "weights": (200, 150, 2, 64, None, True),
-    "several blocks of queries": (1100, 70, 2, 64, [70, 9], True),
+    "several blocks of queries": (600, 70, 2, 64, [70, 9], True),
 }
 
 
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, jnp.float32) for name in CASES), ("eight heads in a tile", jnp.bfloat16)],
+)
 def test_the_kernel_and_its_gradients_are_attention_written_out(name, dtype):
     s, t, heads, width, lengths, weighted = CASES[name]
     q, k, v, direction = draw(2, s, t, heads, heads, width, dtype)
@@ -51,14 +52,15 @@ def test_the_kernel_and_its_gradients_are_attention_written_out(name, dtype):
 
 # (queries, keys, heads, width)
 NORMED = {
-    "two heads in a tile": (100, 150, 4, 64),
     "a head in a tile": (130, 128, 2, 128),
-    "several blocks of queries": (1100, 70, 2, 64),
+    "several blocks of queries": (600, 70, 2, 64),
 }
 
 
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("name", NORMED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, jnp.float32) for name in NORMED), ("a head in a tile", jnp.bfloat16)],
+)
 def test_the_kernel_norms_the_heads_of_each_stream(name, dtype):
     s, t, heads, width = NORMED[name]
     q, k, v, direction = draw(2, s, t, heads, heads, width, dtype)

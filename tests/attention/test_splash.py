@@ -45,8 +45,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, jnp.float32) for name in CASES), ("weights and lengths", jnp.bfloat16)],
+)
 def test_splash_and_its_gradients_are_attention_written_out(name, dtype):
     s, t, heads, groups, width, lengths, weighted = CASES[name]
     q, k, v, direction = draw(2, s, t, heads, groups, width, dtype)
@@ -65,9 +67,8 @@ def test_several_blocks_of_keys_and_queries(monkeypatch):
     monkeypatch.setitem(splash.LARGEST_BLOCK, 4, 128)
     q, k, v, direction = draw(1, 300, 400, 2, 1, 16)
     lengths = jnp.array([200])  # the last blocks have no key that counts
-    out, *gradients = gradients_of(functools.partial(splash.attend, lengths=lengths))(
-        q, k, v, direction
-    )
+    found = gradients_of(functools.partial(splash.attend, lengths=lengths))
+    out, *gradients = jax.jit(found)(q, k, v, direction)
     assert error(out, oracle.attention(q, k, v, [200])) < 1e-5
     expected = oracle.gradients(q, k, v, direction, [200])
     assert all(error(*pair) < 1e-5 for pair in zip(gradients, expected, strict=True))

@@ -19,6 +19,7 @@ from digen_jax.benchmark.job import Job, Wrong, processes
 from digen_jax.benchmark.kills import TOLERANCE, Outcome
 from digen_jax.scheduling.commands import Publication
 from tests.pipelines import ROOT, environment
+from tests.tiny_runs import pipeline, prompt_file
 
 LINE = {"seconds/clock": 1.0, "images_per_second": 2.0, "tag_share": 0.0}
 # Starts a process that outlives it, prints its number and waits.
@@ -110,9 +111,17 @@ def test_the_table_has_a_row_for_each_kind():
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed")
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_a_run_with_a_fault_is_the_run_without(tmp_path):
-    output = tmp_path / "kills.json"
+def test_a_run_with_a_fault_is_the_run_without(base, tmp_path):
+    output, prompts = tmp_path / "kills.json", prompt_file(base)
+    values = (
+        f"model.folder={pipeline(base)}",
+        f"prompts.file={prompts}",
+        f"evaluation.prompts={prompts}",
+        "reward_pool.processes=0",
+    )
+    # With this seed the fault is not one of a reward's process.
     options = "--config=configs/shapes_demo.py", f"--workdir={tmp_path / 'kills'}", "--kills=1"
+    options += "--seed=8", *(f"--config.{value}" for value in values)
     done = subprocess.run(
         [sys.executable, "launch/benchmark.py", "kills", *options, f"--output={output}"],
         cwd=ROOT,
@@ -122,6 +131,6 @@ def test_a_run_with_a_fault_is_the_run_without(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())
-    assert len(found["faults"]) == 1
+    assert [fault["kind"] for fault in found["faults"]] == ["rollout worker killed"]
     assert found["received"] > 0 and max(found["metrics"], found["update"]) < TOLERANCE
     assert steps(tmp_path / "kills" / "faults") == [*range(1, found["steps"] + 1)]

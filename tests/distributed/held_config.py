@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from digen_jax.config.recipe import complete
 from tests import tiny_runs
 
-GROUPS, STEPS = 2, 4
+GROUPS, STEPS = 2, 6
 
 
 def redness(images: np.ndarray, prompts: list[str], metadata: list[dict]) -> np.ndarray:

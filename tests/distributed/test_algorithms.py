@@ -138,8 +138,9 @@ def test_meshes_and_types_apart_are_those_of_one_process(name, meshes, fields):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n, one in ALGORITHMS.items() if "runtime" not in one])
-def test_every_algorithm_is_that_of_one_process(name):
+@pytest.mark.parametrize("name", ["dance_grpo", "mix_grpo", "flow_dppo", "diffusion_dpo"])
+def test_each_kind_of_samples_trains_as_in_one_process(name):
+    """The other algorithms differ from these, or from those above, on the trainer alone."""
     c = config(name)
     system = toy.system(c, 2)
     assert_same(run(driving.drive, system, c), run(toy.drive, system, c))
@@ -149,13 +150,7 @@ STALE = dict(runtime__staleness=1, runtime__stale_share=0.5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("diffusion_nft", LORA | STALE),
-        *((n, {}) for n, one in ALGORITHMS.items() if "runtime" in one),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields"), [("diffusion_nft", LORA | STALE), ("tis", {})])
 def test_with_asynchrony_the_log_of_a_run_is_that_of_one_process(name, fields):
     """Timing decides which version generates what."""
     c = config(name, **fields)

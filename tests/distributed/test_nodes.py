@@ -8,7 +8,16 @@ import signal
 import pytest
 
 from digen_jax.process.ending import STOPPED
-from tests.distributed.test_launch import LONG, ONE, Run, assert_same_run, ends, unbroken, wait_for  # noqa: F401
+from tests.distributed.test_launch import (
+    LONG,
+    ONE,
+    Run,
+    assert_same_steps,
+    ends,
+    unbroken,  # noqa: F401
+    wait_for,
+)
+from tests.metrics import metrics
 from tests.pipelines import ROOT
 from tests.ports import free_port
 from tests.processes import Begun, begin  # noqa: F401
@@ -29,27 +38,22 @@ class Nodes:
     def __init__(self, start, base, folder):
         self.run = Run(start, base, folder)
         self.address = f"127.0.0.1:{free_port()}"
-        self._start, self._nodes = start, []
+        self._start, self.started = start, []
         self.variables = TOKEN | RECONNECTING | dict(BASE=str(base), HOLDS=str(self.run.holds))
 
     def add(self, *options: str) -> Begun:
         """Starts a node, the first one as the head."""
         port = self.address.partition(":")[2]
         head = "--head", f"--port={port}", "--include-dashboard=false"
-        where = [f"--address={self.address}"] if self._nodes else head
+        where = [f"--address={self.address}"] if self.started else head
         arguments = "start", "--block", "--num-cpus=1", *where, *options
         node = self._start("ray.scripts.scripts", 1, (), arguments, **self.variables)
-        self._nodes.append(node)
+        self.started.append(node)
         node.until("Ray runtime started")
         return node
 
     def begin(self, *options: str, **variables: str) -> Begun:
         return self.run.begin(f"--ray={self.address}", *options, **TOKEN | variables)
-
-    def close(self) -> None:
-        """Ends all nodes; the next one is a head."""
-        while self._nodes:
-            lose(self._nodes.pop())
 
 
 def lose(node: Begun) -> None:
@@ -63,12 +67,27 @@ def lose(node: Begun) -> None:
 def nodes(begin, base, tmp_path):  # noqa: F811
     found = Nodes(begin, base, tmp_path)
     yield found
-    found.close()
+    for node in found.started:
+        lose(node)
 
 
-def test_a_worker_moves_when_its_node_is_lost_and_others_join_new_nodes(nodes, unbroken):  # noqa: F811
-    nodes.add()
-    nodes.run.hold(2), nodes.run.hold(3)
+def test_a_worker_moves_when_its_node_is_lost_and_the_loss_of_the_head_ends_all(
+    nodes,
+    unbroken,  # noqa: F811
+    tmp_path,
+):
+    """Before the run begins, a wrong token and another version of Ray are refused."""
+    head = nodes.add()
+    (tmp_path / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.59.0'\n")
+    for variables, named in (
+        (dict(RAY_AUTH_TOKEN="f" * 64), nodes.address),
+        (dict(PYTHONPATH=f"{tmp_path}:{ROOT}"), "2.59.0"),
+    ):
+        code, errors = nodes.begin(**variables).ends(LONG)
+        assert code == 2 and named in errors and "Traceback" not in errors
+
+    for step in (2, 3, 4):
+        nodes.run.hold(step)
     process = nodes.begin(ONE, "--config.placement.rollout.max_workers=2")
     process.until("waiting for rollout 0")  # the trainer has the only node
     other = nodes.add()
@@ -80,8 +99,11 @@ def test_a_worker_moves_when_its_node_is_lost_and_others_join_new_nodes(nodes, u
     joined = {process.until("joins"), process.until("joins")}
     assert joined == {"rollout 0 joins", "rollout 1 joins"}
     nodes.run.release(3)
-    ends(process, 0)
-    assert_same_run(nodes.run.workdir, unbroken, left_out=["tag_share"])
+    nodes.run.held(4, process)
+    lose(head)
+    ends(process, STOPPED)
+    assert len(metrics(nodes.run.workdir)) == 4
+    assert_same_steps(nodes.run.workdir, unbroken, 3)
 
 
 def test_a_cluster_of_several_hosts_needs_a_token(nodes):
@@ -94,27 +116,3 @@ def test_a_cluster_of_several_hosts_needs_a_token(nodes):
     wait_for(lambda: "the trainer has waited" in process.errors.read_text(), process)
     nodes.add()
     process.until("waiting for rollout 0")
-
-
-def test_a_wrong_token_and_another_version_are_refused(nodes, tmp_path):
-    nodes.add()
-    code, errors = nodes.begin(RAY_AUTH_TOKEN="f" * 64).ends(LONG)
-    assert code == 2 and nodes.address in errors and "Traceback" not in errors
-    (tmp_path / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.59.0'\n")
-    code, errors = nodes.begin(PYTHONPATH=f"{tmp_path}:{ROOT}").ends(LONG)
-    assert code == 2 and "2.59.0" in errors and "Traceback" not in errors
-
-
-def test_the_loss_of_the_head_ends_all_and_the_same_command_continues(nodes, unbroken):  # noqa: F811
-    head = nodes.add()
-    nodes.add()
-    nodes.run.hold(3)
-    process = nodes.begin(ONE)
-    nodes.run.held(3, process)
-    lose(head)
-    ends(process, STOPPED)
-    nodes.run.release(3)
-    nodes.close()
-    nodes.add(), nodes.add()
-    ends(nodes.begin(ONE), 0)
-    assert_same_run(nodes.run.workdir, unbroken)

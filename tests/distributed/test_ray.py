@@ -91,11 +91,10 @@ def engine():
         found.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def actor(engine):
     (made,) = engine.start(Process, [("one",)], Resources())
-    yield made
-    engine.kill(made)
+    return made
 
 
 def done(future):

@@ -2,14 +2,18 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from digen_jax.distributed import worker_proxy, workers
-from digen_jax.distributed.worker_process import Opened, RolloutProcess
+from digen_jax.distributed.transfer import TrainerLink
+from digen_jax.distributed.worker_process import NotDone, Opened, RolloutProcess
+from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.distributed.workers import RolloutWorkers
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.commands import TRAINER
+from digen_jax.runtime.worker import Gone
+from digen_jax.scheduling.commands import TRAINER, Fragment, Publication
 from tests.distributed import driving
 from tests.distributed.local_engine import LocalEngine
 from tests.distributed.test_algorithms import LORA, TWO, assert_same, config, makers, run
@@ -34,51 +38,42 @@ def until(condition):
         time.sleep(0.01)
 
 
-def drive(system, c, steps, fault, at: int, **options):
-    """As `driving.drive`; `fault(driver, engine)` happens when `at` steps are done."""
+def drive(system, c, steps, faults, **options):
+    """As `driving.drive`; `faults[n](driver, engine)` happens when n steps are done."""
     engine, log, history = LocalEngine(), [], []
     with driving.driver(system, c, engine=engine, log=log, **options) as driver:
         for step in range(steps):
-            if step == at:
-                fault(driver, engine)
+            if step in faults:
+                faults[step](driver, engine)
             history.append(driver.step())
     return driver.executor.state, history, log
 
 
-@pytest.mark.parametrize("lost", [1, 2])
-def test_lost_workers_are_started_again_and_change_nothing(quick, lost):
-    """Where both are lost, the trainer may sample until one is back."""
-    c = config("flow_grpo", TWO, **LORA)
-    system = toy.system(c, 3)
-
-    def kill(driver, engine):
-        for actor in engine.actors[:lost]:
-            engine.kill(actor)
-        until(lambda: len(engine.actors) == 2 + lost)
-        until(lambda: set(driver.executor.rollouts) == {"rollout 0", "rollout 1"})
-
-    def with_fault(*given, **options):
-        return drive(*given, kill, 1, **options)
-
-    found = run(with_fault, system, c)
-    assert_same(found, run(toy.drive, system, c), once=False)
-    assert makers(found[3]) <= {"rollout 0", "rollout 1", TRAINER}
-
-
-def test_a_worker_that_does_not_answer_is_lost(quick, monkeypatch):
-    monkeypatch.setattr(worker_proxy, "SILENCE", 0.2)
+def test_lost_workers_are_started_again_and_change_nothing(quick, monkeypatch):
+    """The first worker does not answer; later both are killed, and the trainer may sample until one is back."""
     c = config("flow_grpo", TWO, **LORA)
     system, release = toy.system(c, 3), threading.Event()
 
-    def stop(driver, engine):
-        engine.actors[0].object.ping = lambda: release.wait(LONG)
-        until(lambda: engine.actors[0].lost)
+    def silence(driver, engine):
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_proxy, "SILENCE", 0.2)
+            engine.actors[0].object.ping = lambda: release.wait(LONG)
+            until(lambda: engine.actors[0].lost)
         release.set()
 
-    def with_fault(*given, **options):
-        return drive(*given, stop, 1, **options)
+    def kill(driver, engine):
+        started = len(engine.actors)
+        for actor in engine.actors:
+            engine.kill(actor)
+        until(lambda: len(engine.actors) >= started + 2)
+        until(lambda: set(driver.executor.rollouts) == {"rollout 0", "rollout 1"})
 
-    assert_same(run(with_fault, system, c), run(toy.drive, system, c), once=False)
+    def with_faults(*given, **options):
+        return drive(*given, {1: silence, 2: kill}, **options)
+
+    found = run(with_faults, system, c)
+    assert_same(found, run(toy.drive, system, c), once=False)
+    assert makers(found[3]) <= {"rollout 0", "rollout 1", TRAINER}
 
 
 class Broken(RolloutProcess):
@@ -151,3 +146,29 @@ def test_a_run_starts_with_as_many_workers_as_it_needs_whichever_they_are():
     found.wait(LONG)
     assert set(found.places()) == {"rollout 1", "rollout 2", TRAINER}
     found.end()
+
+
+def test_the_loss_of_one_process_is_no_error_of_the_other():
+    """Of two processes in a collective, the one that is left fails before the loss is known."""
+    failed, release = threading.Event(), threading.Event()
+
+    class Half:
+        def __init__(self, number):
+            self.number = number
+
+        def generate(self, serial, after, fragment, publication):
+            if self.number:
+                release.wait(LONG)
+            failed.set()
+            raise NotDone("connection closed by peer")
+
+    engine = LocalEngine()
+    actors = engine.start(Half, [(0,), (1,)], None)
+    proxy = WorkerProxy("rollout 0", Opened(2, "here", 0), actors, engine, TrainerLink(engine))
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(proxy.generate, Fragment(0, 0), Publication(0))
+        failed.wait(LONG)
+        engine.kill(actors[1])
+        release.set()
+        with pytest.raises(Gone):
+            working.result(LONG)

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from digen_jax import assemble
 from digen_jax.config.door import open_recipe, place
 from digen_jax.flow.sampling import image_keys
+from digen_jax.planning.programs import lower_generate
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import said
@@ -29,15 +30,14 @@ MESHES = {
     "one device": dict(),
     "fsdp": dict(fsdp=4),
     "data x fsdp x tensor": dict(data=2, fsdp=2, tensor=2),
-    "time x tensor": dict(time=2, data=2, tensor=2),
+    "time x fsdp x tensor": dict(time=2, fsdp=2, tensor=2),
     "sequence": dict(sequence=4),
     "fsdp x sequence": dict(fsdp=2, sequence=4),
     "tensor x sequence": dict(data=2, tensor=2, sequence=2),
 }
 # The fifteen image tokens of FLUX and klein are divided by no axis.
 CASES = [
-    ("sd3", "full", "data x fsdp x tensor"),
-    ("sd3", "full", "time x tensor"),
+    ("sd3", "full", "time x fsdp x tensor"),
     ("flux", "full", "tensor x sequence"),
     ("z-image", "full", "sequence"),
     ("qwen-image", "lora", "data x fsdp x tensor"),
@@ -92,10 +92,20 @@ def config(base, tuning, mesh, family="sd3", **fields):
     return ConfigDict(c)
 
 
-def system_of(config):
+def placed(config):
+    """(recipe, devices) of the config's trainer mesh."""
     devices = math.prod({"data": 1, **config.placement.trainer}.values())
-    recipe = place(open_recipe(config), devices)
-    return assemble.build(recipe, jax.devices()[:devices])
+    return place(open_recipe(config), devices), jax.devices()[:devices]
+
+
+def system_of(config):
+    return assemble.build(*placed(config))
+
+
+def outlined(config):
+    """(recipe, its system without arrays)."""
+    recipe, devices = placed(config)
+    return recipe, assemble.outline(recipe, devices)
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +160,8 @@ def results(program, operation):
 
 def sampling(base, mesh):
     """The compiled program that samples eight images."""
-    system = system_of(config(base, "full", mesh))
-    sampler, weights = system.sampler, system.publish(system.start)
-    prompts = sampler.encode(weights, said("a photo of a star", "two rings"))
-    keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
-    rows, keys = jax.device_put((ROWS, keys), sampler.group.batch)
-    args = (weights, prompts, rows, keys, keys, np.int32(0), None)
-    return sampler._generate.lower(*args).compile().as_text()
+    recipe, system = outlined(config(base, "full", mesh))
+    return lower_generate(system, system.sampler, recipe, 8).compile().as_text()
 
 
 def test_over_sequence_tokens_are_split_and_exchanged_for_heads(base):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from digen_jax.engine.rounding import jit_as_written
 from digen_jax.scheduling.commands import TRAINER
 from tests.cases import quick
 from tests.engine import toy
@@ -53,7 +54,7 @@ def test_it_samples_by_the_rounded_network():
     for parameters, network in ((rounded.tuned, family), (system.start, toy.ToyFamily())):
         policy = system.policy.__class__(network, c.sampler.guidance)
         given = jax.device_get((parameters, rounded.base, conditioning, prompts.null))
-        velocity = policy.velocity(*jax.tree.map(jnp.asarray, given))
+        velocity = jit_as_written(policy.velocity(*jax.tree.map(jnp.asarray, given)))
         v = velocity(t.x[1], jnp.full(len(t.x[1]), t.sigma[1]))
         mean, std = step.mean_std(t.x[1], v, t.sigma[1], t.sigma_next[1], sigmas[1])
         means.append((step.log_prob(t.x_next[1], mean, std), mean))
@@ -85,9 +86,7 @@ def test_old_log_probs_are_the_trainers_own_unless_asked_for_otherwise(fields, e
 )
 def test_rounding_is_seen_in_the_ratios_and_clips_nothing(fields):
     """In the first update, and with a tiny learning rate in the second one."""
-    found = {}
-    for dtype in ("bfloat16", ""):
-        c = config(dtype, algorithm__clip_range=1e-3, algorithm__adv_clip=5.0, **fields)
-        _, (found[dtype],), _ = toy.drive(toy.system(c), c, 1)
-    assert found["bfloat16"]["ratio_deviation"] > 3e-4 > 1e-5 > found[""]["ratio_deviation"]
-    assert found["bfloat16"]["clip_fraction"] == found[""]["clip_fraction"] == 0
+    c = config(algorithm__clip_range=1e-3, algorithm__adv_clip=5.0, **fields)
+    _, (found,), _ = toy.drive(toy.system(c), c, 1)
+    # Without rounding the deviation of a first update is below 1e-5: see runtime/test_driver.py.
+    assert found["ratio_deviation"] > 3e-4 and found["clip_fraction"] == 0

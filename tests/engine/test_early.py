@@ -70,13 +70,12 @@ def updated(parts, state, totals, std):
 
 
 CASES = [
-    ("lora", (2, 2, 1), 0.0, "group"),
     ("lora", (1, 2, 1), 0.3, "global"),
     ("full", (2, 1, 2), 0.3, "group"),
 ]
 
 
-@pytest.mark.parametrize(("tuning", "mesh", "kl", "std"), quick(CASES, 0, 2))
+@pytest.mark.parametrize(("tuning", "mesh", "kl", "std"), quick(CASES, 1))
 def test_the_update_is_that_of_training_complete_groups(tuning, mesh, kl, std):
     parts, state = built(tuning, mesh, kl, std, trainer__eps=1.0)
     expected, measured = updated(parts, state, ordinary(parts, state, std), std)

@@ -224,14 +224,10 @@ def assert_equal(totals, expected):
 
 
 CASES = [
-    ("diffusion_nft", "full", "published", True, dict(micro=4, pack=2)),
-    ("diffusion_nft", "lora", "published", False, dict(mesh=(2, 2, 1), micro=6, pack=2)),
+    ("diffusion_nft", "full", "published", False, dict(micro=4, pack=2)),
     ("diffusion_nft", "lora", "own", True, dict(mesh=(2, 2, 1), micro=6, pack=2)),
-    ("awm", "full", "published", True, dict(mesh=(1, 1, 2), micro=2, pack=1, fragment=6)),
-    ("awm", "lora", "published", False, dict(micro=12, pack=3)),
-    ("awm", "lora", "as sampled", True, dict(micro=12, pack=3)),
-    ("diffusion_dpo", "full", "published", True, dict(mesh=(1, 2, 1), micro=4, pack=2)),
-    ("diffusion_dpo", "lora", "own", True, dict(micro=2, pack=1, fragment=6)),
+    ("awm", "full", "as sampled", True, dict(mesh=(1, 1, 2), micro=2, pack=1, fragment=6)),
+    ("diffusion_dpo", "lora", "own", True, dict(mesh=(1, 2, 1), micro=4, pack=2)),
 ]
 
 

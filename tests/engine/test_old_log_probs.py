@@ -33,9 +33,9 @@ def experience(parts):
     return given._replace(samples=given.samples._replace(log_prob=stored))
 
 
-@pytest.mark.parametrize(("tuning", "by"), [("lora", 0.02), ("full", 0.02)])
-def test_recomputed_ones_are_those_of_the_version_that_sampled(tuning, by):
+def test_recomputed_ones_are_those_of_the_version_that_sampled():
     """After an update of the state: the arrays that it consumed are not the kept ones."""
+    tuning, by = "full", 0.02
     parts, state = built(tuning, "recomputed")
     behaviour = parts.trainer.init(fragments.tuned(tuning, by)).tuned
     totals = parts.trainer.accumulate(state, parts.base, experience(parts), None, behaviour)
@@ -57,9 +57,8 @@ def assert_ratios_are_to_what_is_stored(tuning, totals):
     np.testing.assert_allclose(totals.sums["ratio_deviation"], deviation, rtol=1e-4)
 
 
-@pytest.mark.parametrize("tuning", ["lora", "full"])
-def test_with_current_ones_nothing_is_clipped_and_the_deviation_is_still_seen(tuning):
-    parts, state = built(tuning, "current", (1, 2, 2))
+def test_with_current_ones_nothing_is_clipped_and_the_deviation_is_still_seen():
+    parts, state = built(tuning := "lora", "current", (1, 2, 2))
     totals = parts.trainer.accumulate(state, parts.base, experience(parts), None)
     expected, ratios = fragments.plain(tuning, fragments.log_probs(tuning, 0.05).astype(np.float32))
     np.testing.assert_allclose(ratios, 1, atol=1e-6)

@@ -23,7 +23,6 @@ CASES = [
     ("lora", "replicate", 4, 4, (4, 2, 1), 6),
     ("lora", "fsdp", 3, 2, (2, 1, 2), 4),
     ("full", "replicate", 3, 4, (4, 1, 1), 4),
-    ("full", "fsdp", 4, 4, (2, 1, 2), 4),
     ("full", "fsdp", 3, 4, (4, 1, 2), 6),
 ]
 
@@ -35,7 +34,7 @@ def built(tuning, tactic, pack, mesh, images):
 
 
 @pytest.mark.parametrize(
-    ("tuning", "tactic", "steps", "pack", "mesh", "images"), quick(CASES, 0, 2, 3, 4)
+    ("tuning", "tactic", "steps", "pack", "mesh", "images"), quick(CASES, 0, 2, 3)
 )
 def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
     tuning, tactic, steps, pack, mesh, images
@@ -114,10 +113,9 @@ def merged_first(experience, images, steps, group, times):
     return jax.tree.map(cut, micro)
 
 
-@pytest.mark.parametrize(("pack", "mesh"), [(4, (2, 2, 2)), (4, (4, 1, 2))])
-def test_no_trajectory_is_gathered(pack, mesh):
+def test_no_trajectory_is_gathered():
     """If parameters are split, the loop reduces gradients and gathers parameters."""
-    parts, state = built("full", "fsdp", pack, mesh, 4)
+    parts, state = built("full", "fsdp", 4, (2, 2, 2), 4)
     text = compiled(parts, state, 4)
     assert {"all-reduce", "all-gather"} <= {kind for kind, *_ in collectives(bodies(text))}
     assert sent_latents(text) == []

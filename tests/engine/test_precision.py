@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from digen_jax import assemble
-from digen_jax.config.door import open_recipe, place
 from digen_jax.flow.sampling import image_keys
+from digen_jax.planning.programs import lower_gradient, trained_samples
 from digen_jax.runtime.steps import Images
 from tests.cases import said
 from tests.engine import toy
-from tests.engine.test_axes import ADVANTAGES, ROWS
+from tests.engine.test_axes import ADVANTAGES, ROWS, outlined, system_of
 from tests.engine.test_axes import config as tiny_config
 
 pytestmark = pytest.mark.usefixtures("exact_and_split")
@@ -22,11 +21,10 @@ pytestmark = pytest.mark.usefixtures("exact_and_split")
 HALF = jnp.dtype("bfloat16")
 
 
-def built(base, tuning, devices=1, **precision):
+def built(base, tuning, **precision):
     c = tiny_config(base, tuning, "one device")
     c.precision = precision
-    c.placement.trainer.fsdp = devices
-    return assemble.build(place(open_recipe(c), devices), jax.devices()[:devices])
+    return system_of(c)
 
 
 def types(tree):
@@ -64,7 +62,7 @@ def test_trajectories_in_half_precision_are_replayed_as_sampled(base):
     """The log-probability is that of the rounded image, and the next step starts from it."""
     c = tiny_config(base, "full", "one device", algorithm__old_log_probs="rollout")
     c.precision = dict(trajectory="bfloat16")
-    system = assemble.build(place(open_recipe(c), 1), jax.devices()[:1])
+    system = system_of(c)
     weights = system.publish(system.start)
     prompts = system.sampler.encode(weights, said("a photo of a star", "two rings"))
     keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
@@ -123,20 +121,10 @@ def gathered_kernels(text):
 
 @pytest.mark.slow
 def test_parameters_are_rounded_before_they_are_gathered(base):
-    system = built(base, "full", devices=4, arithmetic="bfloat16")
-    weights = system.publish(system.start)
-    prompts = system.sampler.encode(weights, said("a photo of a star", "two rings"))
-    keys = image_keys(jax.random.key(1), ROWS, np.arange(8) % 4)
-    trajectory = system.sampler.generate(weights, prompts, ROWS, keys)
-    images = Images(0, ROWS, trajectory.transitions, trajectory.sigmas)
-    trainer, given = system.trainer, []
-    program = trainer._accumulate
-    trainer._accumulate = lambda *args: given.append(args) or program(*args)
-    experience = toy.receive(system, prompts, images, ADVANTAGES)
-    trainer.accumulate(trainer.init(system.start), system.base, experience, None)
-    shapes = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), given[0]
-    )
-    found = gathered_kernels(program.lower(*shapes).compile().as_text())
+    config = tiny_config(base, "full", "fsdp")
+    config.precision = dict(arithmetic="bfloat16")
+    recipe, system = outlined(config)
+    lowered = lower_gradient(system, recipe, trained_samples(recipe))
+    found = gathered_kernels(lowered.compile().as_text())
     assert {"attn/to_q", "attn/to_out_0", "ff/net_0/proj", "ff/net_2"} <= set(found)
     assert all(one for kernel in found.values() for one in kernel)

@@ -171,19 +171,18 @@ def test_the_accumulated_gradient_is_the_plain_loops(tuning, cut):
     assert int(totals.sums["clip_fraction"]) == (np.abs(ratios - 1) > CLIP).sum()
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_devices_that_share_their_images_are_counted_once(tuning):
+def test_devices_that_share_their_images_are_counted_once():
     """Where all parameters are whole the sum is over the devices with other samples, not over the axis tensor."""
-    config = gradient_config(tuning, (1, 1), (1, 2, 1, 2), 8, 8)
+    config = gradient_config("lora", (1, 1), (1, 2, 1, 2), 8, 8)
     config.placement.rules = (("text_encoder/", "mlp", "tensor"), (".*", "replicate"))
     system = toy.system(config, 8)
     assert system.placement.trainer.holds_whole((system.start, system.base))
-    state = system.trainer.init(start_of(tuning))
+    state = system.trainer.init(start_of("lora"))
     (experience,) = experiences(system, 8)
     totals = system.trainer.accumulate(state, system.base, experience, None)
     assert float(totals.sums["weight"]) == 16
     gradient = jax.tree.map(lambda g: g / 16, totals.gradient)
-    assert toy.difference(gradient, plain(tuning)[0]) < 1e-5
+    assert toy.difference(gradient, plain("lora")[0]) < 1e-5
 
 
 # ------------------------------------------------------------------------------ updates

@@ -81,13 +81,13 @@ def test_an_image_is_the_same_on_any_mesh():
 
 def test_randomness_follows_the_documented_folds():
     root, (serial, image) = jax.random.key(7), (5, 3)
-    keys = image_keys(root, np.array([serial]), np.array([image]))
+    keys = image_keys(root, np.array([serial, 1, 2]), np.array([image, 0, 1]))
     fold = jax.random.fold_in
     key = fold(fold(root, serial), image)
     start = jax.random.normal(fold(key, 0), SHAPE)
     np.testing.assert_array_equal(start_noise(keys, SHAPE)[0], start)
-    transitions = run(keys, FlowSde(0.7), 2, 2).transitions
-    for slot, i in enumerate([2, 3]):
+    transitions = run(keys, FlowSde(0.7), 2, 3).transitions
+    for slot, i in enumerate([2, 3, 4]):
         one = jax.tree.map(lambda a, slot=slot: a[slot], transitions)
         result = replayed(one, FlowSde(0.7))
         noise = (one.x_next - result.mean)[0] / result.std[0]
@@ -161,13 +161,14 @@ def test_ode_reaches_the_analytic_end():
     np.testing.assert_allclose(end, x * np.exp(-1.5), rtol=2e-3)
 
 
-@pytest.mark.parametrize("store_dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("step", SDES)
+@pytest.mark.parametrize(
+    ("step", "store_dtype"), [*((step, jnp.float32) for step in SDES), (SDES[2], jnp.bfloat16)]
+)
 def test_replay_gives_the_sampled_log_prob(step, store_dtype):
     """In another program and batch shape; and a sigma that differs by 1e-3 is detected."""
-    trajectory = run(keys_of([0, 1, 2]), step, 0, 4, store_dtype)
+    trajectory = run(keys_of([0, 1, 2]), step, 0, 3, store_dtype)
     assert trajectory.transitions.x.dtype == trajectory.latents.dtype == store_dtype
-    flat = jax.tree.map(lambda a: a[np.array([11, 0, 7, 4, 2])], flatten(trajectory.transitions))
+    flat = jax.tree.map(lambda a: a[np.array([8, 0, 7, 4, 2])], flatten(trajectory.transitions))
     result = replayed(flat, step)
     np.testing.assert_allclose(result.log_prob, flat.log_prob, rtol=0, atol=1e-6)
     for shifted in ("sigma", "sigma_next"):
@@ -189,8 +190,8 @@ def test_flatten_pairs_every_image_with_its_sigma():
 
 @pytest.mark.parametrize("means", [False, True])
 def test_every_image_keeps_its_own_steps(means):
-    stored = run(keys_of([0, 1, 2]), FlowSde(0.7), 1, 4, means=means).transitions
-    steps = np.array([[0, 1, 0], [3, 2, 1]])
+    stored = run(keys_of([0, 1, 2]), FlowSde(0.7), 1, 3, means=means).transitions
+    steps = np.array([[0, 1, 0], [2, 2, 1]])
     own = own_steps(stored, jnp.asarray(steps))
     flat = flatten(own)
     for k, b in np.ndindex(2, 3):
@@ -205,9 +206,7 @@ def test_every_image_keeps_its_own_steps(means):
         np.testing.assert_array_equal(flat.x[3 * k + b], own.x[k, b])
 
 
-@pytest.mark.parametrize(
-    ("step", "store_dtype"), [*((step, jnp.float32) for step in SDES[1:]), (SDES[0], jnp.bfloat16)]
-)
+@pytest.mark.parametrize(("step", "store_dtype"), [(SDES[0], jnp.float32), (SDES[2], jnp.bfloat16)])
 def test_means_are_stored_as_sampled_where_asked_for(step, store_dtype):
     keys = keys_of([0, 1, 2])
     plain = run(keys, step, 1, 3, store_dtype)
@@ -242,9 +241,7 @@ def gaussian_velocity(variance, x, sigma):
     return (sigma - (1 - sigma) * variance) / ((1 - sigma) ** 2 * variance + sigma**2) * x
 
 
-@pytest.mark.parametrize(
-    "step", [Ode(), FlowSde(0.7), CappedFlowSde(0.7), DanceSde(0.3), Cps(0.08)]
-)
+@pytest.mark.parametrize("step", [Ode(), FlowSde(0.7), DanceSde(0.3), Cps(0.08)])
 def test_reverse_steps_keep_the_marginals(step):
     """Data N(0, 0.3^2) with its exact velocity: the variance follows the forward process.
 

@@ -16,12 +16,12 @@ from digen_jax.engine.sampler import Sampler, SamplerSettings
 from digen_jax.errors import ConfigError
 from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.flow.steps import Ode
-from digen_jax.inference.export import export, first_average
+from digen_jax.inference.export import export, first_average, how_to_load
 from digen_jax.models.family import Size
 from digen_jax.records.checkpoint import Checkpointer, template_of
 from digen_jax.records.metrics import read_metrics
 from digen_jax.run.train import train
-from tests.cases import quick, said
+from tests.cases import said
 from tests.scripts import run_script
 from tests.tiny_runs import oracle, pipeline, tiny_config, trained
 
@@ -69,6 +69,14 @@ def by_diffusers(pipe):
     ).images
 
 
+def loaded_by(code):
+    """The images of the pipeline that these lines load."""
+    scope: dict = {}
+    exec(code, scope)
+    scope["pipe"].set_progress_bar_config(disable=True)
+    return by_diffusers(scope["pipe"])
+
+
 def check_same_but_not_the_base(images, base, kind):
     ours = by_our_sampler(base, kind)
     before = by_diffusers(oracle(pipeline(base)))
@@ -76,23 +84,18 @@ def check_same_but_not_the_base(images, base, kind):
     assert (np.abs(images - before).max((1, 2, 3)) > 20 / 255).all()
 
 
-@pytest.mark.parametrize(("kind", "lora"), quick([("full", None), ("lora", False)], 0))
-def test_a_pipeline_gives_the_images_of_the_run(base, tmp_path, kind, lora):
-    run = export(trained(base, kind), tmp_path / "tuned", lora)
-    assert run.step == 2
-    check_same_but_not_the_base(by_diffusers(oracle(tmp_path / "tuned")), base, kind)
+@pytest.mark.slow
+def test_a_pipeline_with_the_lora_merged_gives_the_images_of_the_run(base, tmp_path):
+    export(trained(base, "lora"), tmp_path / "tuned", lora=False)
+    check_same_but_not_the_base(by_diffusers(oracle(tmp_path / "tuned")), base, "lora")
 
 
-def test_a_lora_gives_the_images_of_the_run(base, tmp_path):
-    export(trained(base, "lora"), tmp_path / "lora")
+def test_a_lora_gives_the_images_of_the_run_by_the_lines_that_load_it(base, tmp_path):
+    run = export(trained(base, "lora"), tmp_path / "lora")
     assert [file.name for file in (tmp_path / "lora").iterdir()] == [
         "pytorch_lora_weights.safetensors"
     ]
-    pipe = oracle(pipeline(base))
-    pipe.load_lora_weights(tmp_path / "lora")
-    images = by_diffusers(pipe)
-    pipe.unload_lora_weights()
-    check_same_but_not_the_base(images, base, "lora")
+    check_same_but_not_the_base(loaded_by(how_to_load(run, tmp_path / "lora")), base, "lora")
 
 
 def test_a_run_continues_an_exported_lora(base, tmp_path, capsys):
@@ -122,17 +125,13 @@ def test_what_cannot_be_exported_is_one_sentence(base, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_the_lines_that_the_script_prints_load_what_it_wrote(base, tmp_path, kind):
-    run, output = trained(base, kind), tmp_path / "tuned"
+def test_the_lines_that_the_script_prints_load_what_it_wrote(base, tmp_path):
+    run, output = trained(base, "full"), tmp_path / "tuned"
     done = run_script("export.py", f"--workdir={run}", f"--output={output}")
     assert done.returncode == 0, done.stderr
-    first, *code = done.stdout.splitlines()
+    first, _, code = done.stdout.partition("\n")
     assert first == f"{run} after step 2 lies in {output}; to load it:"
-    scope: dict = {}
-    exec("\n".join(code), scope)
-    scope["pipe"].set_progress_bar_config(disable=True)
-    check_same_but_not_the_base(by_diffusers(scope["pipe"]), base, kind)
+    check_same_but_not_the_base(loaded_by(code), base, "full")
 
 
 @pytest.mark.parametrize(

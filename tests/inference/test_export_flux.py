@@ -35,6 +35,7 @@ def trained(base):
     config.evaluation.batch = len(SAID)  # the same program decodes the images of `by_ours`
     config.sampler.guidance = config.evaluation.guidance = GUIDANCE
     config.lora = ConfigDict(dict(rank=4, alpha=8.0))
+    config.reward_pool = ConfigDict(dict(processes=0))
     return once(base / "tiny-flux-run", functools.partial(train, open_recipe(config)))
 
 

@@ -26,20 +26,19 @@ STEPS, TOKENS, SIDE = 3, 21, 16
 SAID = ["a photo of a red circle", "two blue squares"]
 TARGETS = ["attn.to_q", "attn.add_k_proj", "attn.to_out.0", "ff.linear_in", "ff_context.linear_out"]
 TARGETS += ["attn.to_qkv_mlp_proj"]
-GUIDANCES = {"base": 3.5, "distilled": 1.0}
-KINDS = ["base", "distilled"]
+GUIDANCE = 3.5
 
 
-def trained(base, kind):
-    """The workdir of two steps: base has a LoRA on the family's own layers, all of distilled is tuned."""
-    config = tiny_config(base, "lora" if kind == "base" else "full")
+def trained(base):
+    """The workdir of two steps with a LoRA on the family's own layers."""
+    config = tiny_config(base, "lora")
     config.model.update(
-        folder=str(klein_folder(base, kind)), height=SIDE, width=SIDE, max_sequence_length=TOKENS
+        folder=str(klein_folder(base)), height=SIDE, width=SIDE, max_sequence_length=TOKENS
     )
-    config.sampler.guidance = config.evaluation.guidance = GUIDANCES[kind]
-    if kind == "base":
-        config.lora = ConfigDict(dict(rank=4, alpha=8.0))
-    return once(base / f"tiny-klein-run-{kind}", functools.partial(train, open_recipe(config)))
+    config.sampler.guidance = config.evaluation.guidance = GUIDANCE
+    config.lora = ConfigDict(dict(rank=4, alpha=8.0))
+    config.reward_pool = ConfigDict(dict(processes=0))
+    return once(base / "tiny-klein-run", functools.partial(train, open_recipe(config)))
 
 
 def by_ours(name, lora=None):
@@ -69,21 +68,15 @@ def by_diffusers(pipe, noise, guidance, tokens=TOKENS):
     ).images
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_exported_run_gives_its_images_in_diffusers(base, tmp_path, kind):
-    """The base model's LoRA by `load_lora_weights`, the distilled pipeline whole."""
-    folder, workdir = klein_folder(base, kind), trained(base, kind)
+def test_an_exported_run_gives_its_images_in_diffusers(base, tmp_path):
+    folder, workdir = klein_folder(base), trained(base)
     images, noise = by_ours(workdir)
     run = export(workdir, tmp_path / "tuned")
     assert "Flux2KleinPipeline.from_pretrained" in how_to_load(run, tmp_path / "tuned")
-    before = by_diffusers(klein_pipeline(folder), noise, GUIDANCES[kind])
-    if kind == "base":
-        pipe = Flux2KleinPipeline.from_pretrained(folder)
-        pipe.load_lora_weights(tmp_path / "tuned")
-    else:
-        pipe = Flux2KleinPipeline.from_pretrained(tmp_path / "tuned")
-        assert pipe.config.is_distilled
-    found = by_diffusers(pipe, noise, GUIDANCES[kind])
+    before = by_diffusers(klein_pipeline(folder), noise, GUIDANCE)
+    pipe = Flux2KleinPipeline.from_pretrained(folder)
+    pipe.load_lora_weights(tmp_path / "tuned")
+    found = by_diffusers(pipe, noise, GUIDANCE)
     np.testing.assert_allclose(images, found, rtol=0, atol=1e-3)
     assert (np.abs(found - before).max((1, 2, 3)) > 4 / 255).all()
 
@@ -109,10 +102,9 @@ def test_a_lora_that_peft_made_gives_its_images_here(base, tmp_path):
     assert (np.abs(found - without).max((1, 2, 3)) > 4 / 255).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ratios_are_one_at_the_weights_that_sampled(base, kind):
-    """With the base model's guidance, which sampling and training mix of two passes."""
-    lines = read_metrics(trained(base, kind) / "metrics.jsonl")
+def test_ratios_are_one_at_the_weights_that_sampled(base):
+    """With guidance, which sampling and training mix of two passes."""
+    lines = read_metrics(trained(base) / "metrics.jsonl")
     first = next(line for line in lines if "ratio" in line)
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
 

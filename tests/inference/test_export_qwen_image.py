@@ -42,6 +42,7 @@ def workdir(base):
     )
     config.sampler.guidance = config.evaluation.guidance = GUIDANCE
     config.lora = ConfigDict(dict(rank=4, alpha=8.0))
+    config.reward_pool = ConfigDict(dict(processes=0))
     run = functools.partial(train, open_recipe(config))
     return once(base / "tiny-qwen-image-run", run)
 

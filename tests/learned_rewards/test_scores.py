@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from PIL import Image
 
 from digen_jax.errors import ConfigError
@@ -123,20 +121,6 @@ def test_the_reward_on_the_host_equals_its_source(name, files):
     np.testing.assert_array_equal(
         named.answer((images, PROMPTS, [{}] * 3)).columns[:, 0], reward(images, PROMPTS, [{}] * 3)
     )
-
-
-@pytest.mark.slow
-def test_scores_are_the_same_on_a_mesh_with_images_on_all_devices(files):
-    scorer, params = pickscore.load(files.clip)
-    images, ids = pictures(count=8), scorer.tokenize([*PROMPTS, "a star", *PROMPTS, "a ring"])
-    one = jax.jit(scorer.score)(params, images, ids)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    scorer, params = pickscore.load(files.clip, shardings=whole)
-    score = jax.jit(scorer.score, in_shardings=(whole, rows, rows), out_shardings=rows)
-    found = score(params, images, ids)
-    assert found.sharding.spec == P("data")
-    assert np.abs(np.asarray(found) - np.asarray(one)).max() < 1e-6
 
 
 @pytest.mark.slow

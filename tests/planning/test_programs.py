@@ -28,18 +28,16 @@ from tests.planning.test_plan import calibration, shapes
 from tests.tiny_runs import tiny_config
 
 
-def tiny(base, kind, images, **mesh):
+def tiny(base, kind, images, remat="none", **mesh):
     """Colocated on such a trainer mesh, with 64 image tokens, so that activations are most of the bytes."""
     config = complete(tiny_config(base, kind))
-    config.model.height = config.model.width = 64
+    config.model.update(height=64, width=64, remat=remat)
     return on_mesh(config, images, **mesh)
 
 
-def embedded(kind, images, **mesh):
+def embedded(images, **mesh):
     """The Flow-GRPO recipe on the embedded model."""
-    config = shapes()
-    config.lora.rank = 4 if kind == "lora" else 0
-    return on_mesh(config, images, **mesh)
+    return on_mesh(shapes(), images, **mesh)
 
 
 def on_mesh(config, images, **mesh):
@@ -116,35 +114,21 @@ def sampling_bytes(recipe, system, programs, held, tuned):
     }
 
 
-def check(recipe, *kinds):
-    plan = planned(recipe)
-    found = {name: pair for bytes_in in kinds for name, pair in bytes_in(recipe, *plan).items()}
-    errors = {name: mine / compiled - 1 for name, (mine, compiled) in found.items()}
-    assert max(map(abs, errors.values())) < 0.1, errors
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "images", "mesh", "remat"),
+    "of",
     [
-        ("full", 16, dict(data=2, time=2), "none"),
-        ("full", 32, dict(data=4, tensor=2), "blocks"),
-        ("lora", 32, dict(data=4, sequence=2), "none"),
+        lambda base: tiny(base, "lora", 16, "blocks", time=2, data=2, tensor=2),
+        lambda base: embedded(48, fsdp=2, sequence=2),
     ],
+    ids=["a LoRA with remat", "the embedded model"],
 )
-def test_predicted_memory_of_any_mesh_is_that_of_the_compiled_programs(
-    base, kind, images, mesh, remat
-):
-    """Sampling does not depend on remat."""
-    config = tiny(base, kind, images, **mesh)
-    config.model.remat = remat
-    kinds = (training_bytes, sampling_bytes) if remat == "none" else (training_bytes,)
-    check(reopen_recipe(config), *kinds)
-
-
-@pytest.mark.slow
-def test_predicted_memory_of_the_embedded_model_is_that_of_the_compiled_programs():
-    check(reopen_recipe(embedded("full", 48, fsdp=4)), training_bytes, sampling_bytes)
+def test_predicted_memory_of_any_mesh_is_that_of_the_compiled_programs(base, of):
+    recipe = reopen_recipe(of(base))
+    plan = planned(recipe)
+    found = training_bytes(recipe, *plan) | sampling_bytes(recipe, *plan)
+    errors = {name: mine / compiled - 1 for name, (mine, compiled) in found.items()}
+    assert max(map(abs, errors.values())) < 0.1, errors
 
 
 @pytest.mark.slow

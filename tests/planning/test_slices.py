@@ -11,7 +11,7 @@ from digen_jax.accelerators.answers import Answer, Answers
 from digen_jax.accelerators.calibration import shares
 from digen_jax.accelerators.chips import Chip
 from digen_jax.config.door import open_recipe
-from digen_jax.config.recipe import Recipe, complete
+from digen_jax.config.recipe import complete
 from digen_jax.errors import ConfigError
 from digen_jax.planning.assessment import Assessed, assess, timed
 from digen_jax.planning.compiled import Program
@@ -25,42 +25,44 @@ from tests.tiny_runs import pipeline, prompt_file, tiny_config
 CHIP = Chip("toy", 1e9, 1e12, 10**9, 1e10, 1e9, 128)
 
 
-def tiny(base):
+def tiny(base, remat="none", devices=2):
     config = complete(tiny_config(base, "full"))
+    config.model.remat = remat
     config.model.height = config.model.width = 64
     config.batch.update(groups=4, images=4)
     config.sampler.fragment = config.trainer.micro_batch = config.evaluation.batch = 4
     config.placement.sizes = "given"
     config.placement.rollout.data = 0
-    config.placement.trainer.data = 2
+    config.placement.trainer.data = devices
     return open_recipe(config)
 
 
 @pytest.fixture(scope="module")
 def small_slice(tmp_path_factory):
-    """Two virtual devices as a slice whose programs are compiled, not run; each recipe once."""
-    devices, known = jax.devices()[:2], {}
-    answers = Answers("two devices", tmp_path_factory.mktemp("answers"), lambda text: None)
+    """Returns the slice of so many virtual devices; it compiles each recipe once and runs nothing."""
 
-    def assessed(recipe):
-        of = str(recipe.as_json())
-        if of not in known:
-            known[of] = assess(recipe, devices, CHIP, answers)
-        return known[of]
+    @functools.cache
+    def of(count):
+        devices, known = jax.devices()[:count], {}
+        answers = Answers(f"{count} devices", tmp_path_factory.mktemp("answers"), lambda text: None)
 
-    return Slice("small", devices, CHIP, None, assessed, answers)
+        def assessed(recipe):
+            key = str(recipe.as_json())
+            if key not in known:
+                known[key] = assess(recipe, devices, CHIP, answers)
+            return known[key]
+
+        return Slice("small", devices, CHIP, None, assessed, answers)
+
+    return of
 
 
-def plan(base, where, memory):
-    """What is written, and the recipe that fits into so many bytes."""
-    recipe, written = tiny(base), []
-    where = where._replace(memory=memory)
+def plan(recipe, where, memory):
+    """Returns (lines written, the recipe that fits into `memory` bytes of a device, bytes needed)."""
+    written, where = [], where._replace(memory=memory)
     own = where.assess(recipe)
     costs = calibrated(recipe, own, CHIP, "a test")
-    try:
-        verdict, changed = proposed(recipe, costs, where, own, written.append)
-    except ConfigError as error:
-        return written, None, str(error)
+    verdict, changed = proposed(recipe, costs, where, own, written.append)
     return written, changed, verdict.plan.choice.memory.largest
 
 
@@ -68,15 +70,21 @@ def plan(base, where, memory):
 def test_what_does_not_fit_is_refused_with_a_reason_and_a_smaller_one_is_proposed(
     base, small_slice
 ):
-    written, changed, needed = plan(base, small_slice, 1e12)
-    assert changed == tiny(base) and written == ["it fits (estimated)"]
+    recipe, where = tiny(base, "keep_attention"), small_slice(2)
+    written, changed, needed = plan(recipe, where, 1e12)
+    assert changed == recipe and written == ["it fits (estimated)"]
 
-    while changed.model.remat != "blocks":  # first another split may fit
-        memory = 0.9 * needed
-        written, changed, needed = plan(base, small_slice, memory)
-        assert needed <= memory
+    memory = 0.9 * needed
+    written, changed, needed = plan(recipe, where, memory)
+    assert changed == recipe and needed <= memory  # by another split
     assert "does not fit, because a trainer device needs" in written[0]
     assert "(estimated): temporaries of" in written[0]
+
+    # One device has a single split, so that each recipe that is tried is compiled once.
+    recipe, where = tiny(base, "keep_attention", devices=1), small_slice(1)
+    memory = 0.9 * plan(recipe, where, 1e12)[2]
+    written, changed, needed = plan(recipe, where, memory)
+    assert needed <= memory
     assert written[-1].startswith("it fits (estimated) with ")
     assert "config.model.remat=blocks" in written[-1] and changed.model.remat == "blocks"
 
@@ -114,19 +122,17 @@ def test_text_encoders_that_do_not_fit_rule_out_the_splits_that_sample_on_as_few
 @pytest.mark.slow
 def test_the_split_is_compiled_on_its_own_meshes(base, small_slice):
     """A recipe whose meshes are not the best ones: those of the choice are compiled, too."""
-    recipe = tiny(base)
+    recipe = tiny(base, "keep_attention")
     alone = dataclasses.replace(recipe.placement.trainer, data=1)
     recipe = dataclasses.replace(
         recipe, placement=dataclasses.replace(recipe.placement, trainer=alone)
     )
-    own = small_slice.assess(recipe)
+    where, asked = small_slice(2), []
+    own = where.assess(recipe)
     assert {one.program.devices for one in own} == {1}
-    asked: list[Recipe] = []
-    where = small_slice._replace(
-        assess=lambda changed: asked.append(changed) or small_slice.assess(changed)
-    )
+    noted = where._replace(assess=lambda changed: asked.append(changed) or where.assess(changed))
     costs = calibrated(recipe, own, CHIP, "a test")
-    verdict, _ = proposed(recipe, costs, where, own, print)
+    verdict, _ = proposed(recipe, costs, noted, own, print)
     assert verdict.plan.choice.proposal.trainer == 2
     assert [one.placement.trainer.data for one in asked] == [2]
 

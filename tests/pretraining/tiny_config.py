@@ -10,9 +10,9 @@ from tests.pipelines import tiny_pretrain_config
 
 def get_config() -> Any:
     config = tiny_pretrain_config()
-    config.images, config.cpu_devices = 48, 2
+    config.images, config.cpu_devices = 48, 1
     config.autoencoder.batch = config.transformer.batch = 16
-    short = dict(steps=40, warmup=4, checkpoint_every=16, log_every=2)
+    short = dict(steps=24, warmup=4, checkpoint_every=8, log_every=2)
     config.autoencoder.fit.update(short, learning_rate=0.01)
     # Without Muon, which has tests of its own, there is less to compile.
     config.transformer.fit.update(short, learning_rate=0.005, muon_rate=0.0)

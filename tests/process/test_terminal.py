@@ -18,8 +18,8 @@ from tqdm import tqdm
 from digen_jax.process import progress
 from digen_jax.process.progress import Progress
 from digen_jax.process.terminal import Output, broken, complain, fitted
-from tests.pipelines import ROOT, environment, write_tiny_pipeline
-from tests.run.test_train import CONFIG
+from tests.pipelines import ROOT, environment
+from tests.run.test_train import TOY
 from tests.tiny_runs import PROMPTS
 
 COLUMNS = 80
@@ -191,16 +191,15 @@ def mean(images, prompts, metadata):
 
 @pytest.mark.slow
 def test_all_that_a_run_shows_fits_a_terminal(tmp_path):
-    write_tiny_pipeline(tmp_path / "pipeline")
     (tmp_path / "prompts.jsonl").write_text("\n".join(PROMPTS * 3) + "\n")
-    config = CONFIG.replace("steps=6", "steps=3").replace("processes=0", "processes=1")
+    config = TOY.replace("steps = 6", "steps = 3").replace("processes=0", "processes=1")
     (tmp_path / "config.py").write_text(config)
     (tmp_path / "blueness.py").write_text(REWARD)
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 30, COLUMNS, 0, 0))
     variables = {name: value for name, value in environment(4).items() if name != "COLUMNS"}
     run = subprocess.Popen(
-        [sys.executable, ROOT / "launch" / "train.py", "--config=config.py", "--workdir=run"],
+        [sys.executable, "-m", "tests.run.toy_process", "--config=config.py", "--workdir=run"],
         cwd=tmp_path,
         env=variables | {"PYTHONPATH": str(ROOT), "TERM": "xterm"},
         stdin=there,

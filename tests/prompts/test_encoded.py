@@ -252,7 +252,7 @@ def test_a_damage_anywhere_is_named_or_changes_nothing(store, tmp_path):
     store.add(of(*texts))
     (file,) = files(tmp_path)
     whole, named = file.read_bytes(), 0
-    for percent in range(100):
+    for percent in range(0, 100, 4):
         file.write_bytes(whole)
         damage(file, str(percent))
         try:
@@ -260,7 +260,7 @@ def test_a_damage_anywhere_is_named_or_changes_nothing(store, tmp_path):
         except ValueError as error:
             assert "is damaged" in str(error)
             named += 1
-    assert 50 < named < 100
+    assert 12 < named < 25
 
 
 @pytest.mark.parametrize(
@@ -270,6 +270,7 @@ def test_a_damage_anywhere_is_named_or_changes_nothing(store, tmp_path):
         ("about.json", "{", r"about\.json is broken"),
         ("about.json", "{}", r"about\.json is broken"),
         ("about.json", '{"model": 3, "texts": []}', r"about\.json is broken"),
+        ("about.json", "[" * 10**5, r"about\.json is broken"),
     ],
 )
 def test_a_damaged_description_is_named(store, tmp_path, name, content, reason):
@@ -340,21 +341,21 @@ def writer(folder: pathlib.Path, first: int, last: int) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_writers_at_once_and_a_killed_one_leave_whole_datasets(tmp_path):
-    """Five are killed at other moments while one writes the same prompts and reaches its end."""
+    """Three are killed at other moments while one writes the same prompts and reaches its end."""
     folder = tmp_path / "store"
-    survivor = writer(folder, 0, 20)
-    for attempt in range(5):
+    survivor = writer(folder, 0, 12)
+    for attempt in range(3):
         victim = writer(folder, 0, 1000)
         assert victim.stdout.readline() == "ready\n"
-        time.sleep(0.1 + 0.13 * attempt)
+        time.sleep(0.1 + 0.2 * attempt)
         victim.send_signal(signal.SIGKILL)
         victim.wait(timeout=60)
     out, _ = survivor.communicate(timeout=300)
     assert survivor.returncode == 0 and out.split() == ["ready"]
     store = PromptStore(folder, MODEL, PLENTY)
-    for block in range(20):
+    for block in range(12):
         texts = [f"prompt {block} {number}" * 100 for number in range(8)]
         assert store.missing(texts) == []
         assert_stored(store, *texts)
     stored = [text for b in encoded._blocks(folder) for text in encoded._about(b)["texts"]]
-    assert len(stored) >= 160
+    assert len(stored) >= 96

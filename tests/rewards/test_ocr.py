@@ -161,10 +161,10 @@ def test_a_prompt_without_quotes_is_refused():
 @pytest.mark.slow
 def test_texts_of_flow_grpos_prompts():
     """Of 512 x 512 pixels, in four fonts."""
-    texts = [ocr.quoted(record["prompt"]) for record in read_prompt_file(FLOW_GRPO)][:12]
+    texts = [ocr.quoted(record["prompt"]) for record in read_prompt_file(FLOW_GRPO)][:4]
     fonts = ["DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSansMono-Bold"]
     lines = ["\n".join(textwrap.wrap(text, 16)) for text in texts]
-    pictures = [drawn(text, 512, f"{fonts[i % 4]}.ttf", points=44) for i, text in enumerate(lines)]
+    pictures = [drawn(text, 512, f"{fonts[i]}.ttf", points=44) for i, text in enumerate(lines)]
     assert scores(pictures, texts).mean() > 0.95
 
 

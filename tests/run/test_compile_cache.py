@@ -19,26 +19,29 @@ from digen_jax.config.door import open_recipe
 from digen_jax.run.train import train
 from tests.tiny_runs import tiny_config
 
-base, *runs = map(pathlib.Path, sys.argv[1:])
+base, workdir = map(pathlib.Path, sys.argv[1:3])
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event.split("/")[-1]]))
-for steps, workdir in enumerate(runs, 1):
-    config = tiny_config(base, "lora")
-    config.steps = steps
-    train(open_recipe(config), workdir)
+config = tiny_config(base, "lora")
+config.steps = int(sys.argv[3])
+config.reward_pool = dict(processes=0)
+train(open_recipe(config), workdir)
 print({name: events[name] for name in ("compile_requests_use_cache", "cache_hits", "cache_misses")})
 """
 
 
-def started(base, cache, *runs):
-    """(the first line about the cache, counts of events) of runs of 1, 2, ... steps in one process."""
+def started(base, cache, workdir, steps):
+    """(the first line about the cache, counts of events) of a run in its own process."""
     own = {
         name: value
         for name, value in environment(2, XDG_CACHE_HOME=str(cache)).items()
         if not name.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, base, *runs], capture_output=True, text=True, env=own
+        [sys.executable, "-c", PROGRAM, base, workdir, str(steps)],
+        capture_output=True,
+        text=True,
+        env=own,
     )
     assert done.returncode == 0, done.stderr
     line = re.search(r"^compiled programs are .*$", done.stdout, re.MULTILINE)[0]
@@ -47,15 +50,16 @@ def started(base, cache, *runs):
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(base, tmp_path):
-    """Neither a new run of the same config nor the continuation of the first one."""
+    """The run continues in another workdir: it initializes the same state as a new run."""
     pipeline(base), prompt_file(base)
     first, other = tmp_path / "first", tmp_path / "other"
-    line, counts = started(base, tmp_path, first)
+    line, counts = started(base, tmp_path, first, 1)
     folder = re.escape(str(tmp_path / "digen_jax" / "xla"))
     expected = rf"compiled programs are kept in {folder} \([\d.]+ MiB\)"
     assert re.fullmatch(expected, line)
     assert counts["cache_misses"] > 10
-    line, counts = started(base, tmp_path, other, first)
+    first.rename(other)
+    line, counts = started(base, tmp_path, other, 2)
     assert re.fullmatch(expected, line)
     assert counts["cache_misses"] == 0
     assert counts["cache_hits"] == counts["compile_requests_use_cache"] > 10

@@ -69,7 +69,7 @@ def test_the_reason_is_a_sentence_with_the_best_and_the_last(tmp_path):
 
 def both(tmp_path, **fields):
     rewards = (TRAINED, dict(name=WATCHED, weight=0.0))
-    return config(tmp_path, rewards=rewards, evaluation__every=1, **fields)
+    return config(tmp_path, rewards=rewards, evaluation__every=1, pictures__every=9, **fields)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_a_run_ends_early_as_finished_and_goes_on_where_that_is_switched_off(
     assert f"This run is finished: {done} steps are done. It has stopped early" in said
     assert metrics(tmp_path / "run") == history
 
-    assert train("run", both(tmp_path, steps=6)) is None
-    assert finished_step(tmp_path / "run") == 6 and metrics(tmp_path / "run")[-1]["step"] == 6
+    assert train("run", both(tmp_path, steps=done + 1)) is None
+    assert finished_step(tmp_path / "run") == metrics(tmp_path / "run")[-1]["step"] == done + 1
     changes = json.loads((tmp_path / "run" / "starts.jsonl").read_text().splitlines()[-1])[
         "changes"
     ]

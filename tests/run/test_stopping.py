@@ -38,18 +38,19 @@ def get_config():
     c.steps = 4
     return c
 """
-# The environment says which process hangs in which step, and whether always or only the first time.
+# The environment says which processes hang or die, in which step, and whether always or only the first time.
 HANGING = """
 import os, pathlib, signal, time
 
-WHO, WHAT, STEP, OFTEN = (os.environ["EVENT"].split() or [""]) * (1 if os.environ["EVENT"] else 4)
+EVENTS = [event.split() for event in os.environ["EVENTS"].split(";") if event]
 
 def happens(who, step):
-    done = pathlib.Path("happened")
-    if who != WHO or str(step) != STEP or OFTEN == "once" and done.exists():
-        return
-    done.write_text(str(os.getpid()))
-    os.kill(os.getpid(), signal.SIGKILL) if WHAT == "dies" else time.sleep(600)
+    for name, what, when, often in EVENTS:
+        done = pathlib.Path(f"happened_{name}")
+        if (name, when) != (who, str(step)) or often == "once" and done.exists():
+            continue
+        done.touch()
+        os.kill(os.getpid(), signal.SIGKILL) if what == "dies" else time.sleep(600)
 
 def mean(images, prompts, metadata):
     happens("reward", metadata[0].get("serial", -2) // 2)
@@ -86,14 +87,13 @@ def folder(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-def begin(folder: pathlib.Path, workdir: str, event: str = "", *options: str) -> subprocess.Popen:
-    (folder / "happened").unlink(missing_ok=True)
+def begin(folder: pathlib.Path, workdir: str, events: str, *options: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "script.py", "--config=config.py", f"--workdir={workdir}", *options],
         cwd=folder,
         env=environment(
             3,
-            EVENT=event,
+            EVENTS=events,
             PYTHONPATH=str(ROOT),
             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         ),
@@ -117,57 +117,39 @@ def saved(workdir: pathlib.Path) -> list[str]:
     return sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
 
 
-@pytest.fixture(scope="module")
-def unbroken(folder) -> pathlib.Path:
-    code, said = launch(folder, "unbroken")
-    assert code == 0, said
-    return folder / "unbroken"
-
-
-def assert_same(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
-    found, expected = metrics(workdir), metrics(unbroken)
-    assert found == expected and len(expected) == 5
-    assert arrays(workdir) == arrays(unbroken)
-
-
-@pytest.mark.parametrize("event", ["reward dies 2 once", "mesh hangs 2 once"])
-def test_a_run_goes_on_without_what_hung_or_died_to_the_same_bits(folder, unbroken, event):
-    workdir = event.replace(" ", "_")
-    code, said = launch(folder, workdir, event)
+def test_runs_in_which_anything_hangs_or_dies_end_in_the_same_bits(folder):
+    # Worker failures from which a run recovers.
+    code, said = launch(folder, "recovered", "reward dies 1 once;mesh hangs 2 once")
     assert code == 0 and "Traceback" not in said, said
-    assert (folder / "happened").exists()
-    assert ("it is asked again" if event.startswith("reward") else "given up") in said
-    assert_same(folder / workdir, unbroken)
+    assert all((folder / f"happened_{who}").exists() for who in ("reward", "mesh"))
+    assert "it is asked again" in said and "given up" in said, said
 
-
-def test_a_reward_that_hangs_for_ever_stops_the_run_by_name_and_saved(folder, unbroken):
-    workdir, event = "stopped", "reward hangs 3 always"
-    code, said = launch(folder, workdir, event, "--config.reward_pool.retries=1")
-    assert code == STOPPED and "Traceback" not in said, said
-    sentence = said.splitlines()[-1]
-    assert sentence.startswith("train.py: reward 'hanging:mean' took more than 10 seconds"), said
-    assert saved(folder / workdir) == ["2", "3"]
-    code, said = launch(folder, workdir)
-    assert code == 0 and "continuing after step 3" in said, said
-    assert_same(folder / workdir, unbroken)
-
-
-def test_a_trainer_that_hangs_ends_the_process_by_name_and_leaves_its_last_checkpoint(folder):
-    code, said = launch(folder, "trainer", "trainer hangs 3 always")
+    # Hangs that end the process; each start continues from the last checkpoint.
+    workdir = folder / "stopped"
+    code, said = launch(folder, "stopped", "trainer hangs 3 always")
     assert code == STOPPED and "Traceback" not in said, said
     assert "the trainer hangs: training on fragment 0 of step 3 has taken more than 10 sec" in said
-    assert saved(folder / "trainer") == ["2"]
-    code, said = launch(folder, "trainer")
-    assert code == 0 and "continuing after step 2" in said, said
+    assert saved(workdir) == ["2"]
+    retries = "--config.reward_pool.retries=0"
+    code, said = launch(folder, "stopped", "reward hangs 3 always", retries)
+    assert code == STOPPED and "Traceback" not in said, said
+    assert "continuing after step 2" in said, said
+    sentence = said.splitlines()[-1]
+    assert sentence.startswith("train.py: reward 'hanging:mean' took more than 10 seconds"), said
+    assert saved(workdir) == ["2", "3"]
+    code, said = launch(folder, "stopped", "")
+    assert code == 0 and "continuing after step 3" in said, said
+
+    found, expected = metrics(workdir), metrics(folder / "recovered")
+    assert found == expected and len(expected) == 5
+    assert arrays(workdir) == arrays(folder / "recovered")
 
 
-@pytest.mark.parametrize("who", ["reward", "trainer"])
-def test_the_second_signal_ends_a_run_in_which_something_hangs(folder, who):
-    process = begin(
-        folder, f"signalled_{who}", f"{who} hangs 1 always", "--config.runtime.deadline=0"
-    )
+def test_the_second_signal_ends_a_run_in_which_something_hangs(folder):
+    (folder / "happened_reward").unlink(missing_ok=True)
+    process = begin(folder, "signalled", "reward hangs 1 always", "--config.runtime.deadline=0")
     try:
-        while not (folder / "happened").exists():
+        while not (folder / "happened_reward").exists():
             assert process.poll() is None, process.communicate()
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)

@@ -61,7 +61,8 @@ def get_config(clip: str = CLIP) -> ConfigDict:
     )
     c.steps = 3
     if clip:
-        learned = dict(name="pickscore", settings=dict(folder=clip, batch=2))
+        # Without weight, so that its rounding does not change the training.
+        learned = dict(name="pickscore", weight=0.0, settings=dict(folder=clip, batch=2))
         c.rewards = (learned, *c.rewards)
     return c
 

@@ -105,8 +105,7 @@ OF_RUN = {
 }
 
 
-@pytest.mark.parametrize("ema", [0.0, 0.5])
-@pytest.mark.parametrize("layout", OF_RUN)
+@pytest.mark.parametrize(("layout", "ema"), zip(OF_RUN, (0.5, 0.0, 0.5), strict=True))
 def test_a_run_evaluates_each_version_as_that_versions_weights_alone(layout, ema):
     """In fragments, on all meshes, during training; with the average's weights, if there is one."""
     config = toy.config(

@@ -47,7 +47,7 @@ def batches(named):
 
 
 def driven(found, named, **fields):
-    """(state, metrics of each step, evaluations by version, commands)"""
+    """(state, metrics of each step, evaluations by version, commands, system)"""
     c, seen, log = config(evaluation__every=1, evaluation__batch=4, **fields), {}, []
     system = toy.system(c)
     held_out = list(itertools.islice(itertools.chain.from_iterable(batches(named)), 6))
@@ -55,7 +55,7 @@ def driven(found, named, **fields):
     with toy.driver(system, c, found, log=log, **options) as driver:
         history = [driver.step() for _ in range(STEPS)]
         state = jax.device_get(driver.executor.state)
-    return state, history, seen, log
+    return state, history, seen, log, system
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +122,9 @@ def test_a_step_without_a_reward_has_no_metric_of_it():
 
 
 def test_a_log_of_mixed_prompts_is_replayed(mixed):
-    c = config(
-        rewards=("first", "second"),
-        advantages__combine="advantages",
-        evaluation__every=1,
-        evaluation__batch=4,
-    )
-    system = toy.system(c)
+    evaluated = dict(evaluation__every=1, evaluation__batch=4)
+    c = config(rewards=("first", "second"), advantages__combine="advantages", **evaluated)
+    system = mixed[4]
     made = toy.executors(system, c, toy.fresh(system), batches(NAMED))
     pool = RewardPool(FOUND, 0)
     log = [c for c in mixed[3] if not getattr(getattr(c, "fragment", None), "evaluation", False)]

@@ -30,7 +30,6 @@ LAYOUTS = {
     "TAG in place": ((2, 1), (1, 2), 1, 4, 4, "in place"),
     "half groups": ((1, 1), (1, 2), 2, 2, 2, ""),
     "half groups, steps split": ((1, 2), (1, 2, 2), 1, 2, 2, ""),
-    "tensor, TAG in place": ((1, 1, 4), (1, 2, 1, 2), 1, 4, 4, "in place"),
     "tensor on one side, steps split, TAG resharded": (
         (2, 1),
         (1, 1, 2, 2),
@@ -46,15 +45,12 @@ CASES = [
     ("full", 2, "two workers, fragments across groups"),
     ("lora", 1, "disaggregated, steps split"),
     ("full", 1, "tensor on one side, steps split, TAG resharded"),
-    ("lora", 1, "tensor, TAG in place"),
 ]
 
 
 @functools.cache
-def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=0, adam=False):
+def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=0):
     """(gradient of the first update, the change of what is tuned, commands) of a run."""
-    # Adam with a large eps is nearly SGD: rounding stays rounding.
-    rate, eps = (0.01, 1e-8) if adam else (3.0, 1.0)
     rollout, trainer, workers, fragment, micro, tag = LAYOUTS[layout]
     config = toy.config(
         **toy.meshes(rollout, trainer, workers),
@@ -65,8 +61,8 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
         trainer__micro_batch=micro,
         trainer__updates=updates,
         trainer__pack=trainer[2] if len(trainer) > 2 else 1,
-        trainer__learning_rate=rate,
-        trainer__eps=eps,
+        trainer__learning_rate=3.0,
+        trainer__eps=1.0,  # Adam with a large eps is nearly SGD: rounding stays rounding
         trainer__clip_norm=1e3,
         algorithm__clip_range=0.2,
         algorithm__kl_coefficient=0.1,
@@ -106,15 +102,6 @@ def test_the_result_is_that_of_one_device(tuning, updates, layout):
     assert toy.difference(change, expected_change) < 1e-4
     wrong = jax.tree.map(lambda g: 1.01 * g, gradient)
     assert toy.difference(wrong, expected_gradient) > 5e-3
-
-
-@pytest.mark.slow
-def test_with_adam_as_it_is_the_updates_differ_little_more():
-    """Adam divides by the size of a gradient, so that rounding of small ones counts as much as of large ones."""
-    _, change, _ = result("full", 1, "TAG in place", adam=True)
-    _, expected, _ = result("full", 1, "one device", adam=True)
-    assert toy.difference(change, expected) < 1e-3
-    assert toy.difference(expected, result("full", 1, "one device")[1]) > 0.1
 
 
 @pytest.mark.slow

@@ -107,20 +107,16 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
     awaited(driver, "rollout 0", "generating fragment [01] of step 1", holds=[1])
 
 
-def test_a_wait_is_as_old_as_it_is_over_a_steps_end(gates, driver):
-    found = awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"]
-    time.sleep(2)
-    driver.rest()  # cuts the timeline
-    assert awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"] < found + 1
-
-
-def test_a_lost_worker_stays_in_view_over_a_steps_end(gates, driver):
+def test_waits_and_lost_workers_are_as_old_as_they_are_over_a_steps_end(gates, driver):
     awaited(driver, "rollout 1", GENERATING)
+    waits = awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"]
     driver._give_up(driver._workers["rollout 1"], "is away")
     when = time.time()
     lost = driver.snapshot()["workers"]["rollout 1"]
     assert set(lost) == {"devices", "lost"} and lost["devices"] == 2
     time.sleep(2)
+    driver.rest()  # cuts the timeline
+    assert awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"] < waits + 1
     again = driver.snapshot()["workers"]["rollout 1"]["lost"]
     assert lost["lost"] == pytest.approx(when, abs=30) and again == pytest.approx(
         lost["lost"], abs=1

@@ -119,7 +119,7 @@ def test_tags_name_all_that_is_to_be_seen():
 def test_tags_of_training_pictures_name_no_heldout_combination(heldout_atoms):
     rng = np.random.default_rng(0)
     related = 0
-    for _ in range(2000):
+    for _ in range(1000):
         text = captions.tags(sample_scene(captions.train_record(rng), rng))
         words = re.fullmatch(rf"({COLOR}) ({SHAPE}) ({RELATION}) ({COLOR}) ({SHAPE}) .*", text)
         if words:
@@ -129,7 +129,7 @@ def test_tags_of_training_pictures_name_no_heldout_combination(heldout_atoms):
             for prompt in prompts:
                 assert not atoms_in(f"a photo of {prompt}") & heldout_atoms, text
             related += 1
-    assert related > 300
+    assert related > 150
 
 
 def test_exclude_forbids_everything_else():

@@ -13,12 +13,12 @@ from digen_jax.shapes.scene import Object, sample_scene
 from digen_jax.shapes.vocabulary import COLORS, SHAPES, TASKS
 from tests.cases import quick
 
-COUNT = 150
+COUNT = 100
 
 
 def records_of(task):
     """Training and held-out prompts of a task, half of each."""
-    mixed = captions.train_records()[:900] + captions.heldout_records()[:450]
+    mixed = captions.train_records()[:300] + captions.heldout_records()[:300]
     return [record for record in mixed if record["tag"] == task][-COUNT:]
 
 

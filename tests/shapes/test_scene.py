@@ -49,7 +49,7 @@ def test_scenes_show_what_their_prompts_name_and_nothing_else(train_scenes, held
 def test_objects_stay_inside_and_two_pixels_apart(train_scenes):
     axis = (np.arange(128) + 0.5) / 4  # a picture of 32 pixels, four samples each
     x, y = np.meshgrid(axis, axis)
-    for _, scene in train_scenes[:300]:
+    for _, scene in train_scenes[:150]:
         masks = [
             coverage(thing.shape, x - 32 * thing.x, y - 32 * thing.y, 32 * thing.radius) > 0.5
             for thing in scene.objects

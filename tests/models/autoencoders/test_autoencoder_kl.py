@@ -51,13 +51,8 @@ def tiny(channels=(8, 12), **fields) -> dict:
     }
 
 
-PLAIN = tiny()
-CASES = {
-    "all parts": tiny(use_quant_conv=True, use_post_quant_conv=True),
-    "three levels, no attention": tiny(
-        (8, 8, 12), layers_per_block=2, mid_block_add_attention=False, use_post_quant_conv=True
-    ),
-}
+PLAIN = tiny(mid_block_add_attention=False)
+ALL_PARTS = tiny((8, 8, 12), layers_per_block=2, use_quant_conv=True, use_post_quant_conv=True)
 
 
 def pair(config: dict, dtype=jnp.float32):
@@ -110,10 +105,9 @@ def cotangents(outputs: dict) -> dict:
     return {k: rng.normal(size=outputs[k].shape).astype(np.float32) for k in sorted(outputs)}
 
 
-@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
-def test_equals_diffusers_forward_and_in_all_gradients(config):
-    module, model, params = pair(config)
-    images, latents = inputs(config)
+def test_equals_diffusers_forward_and_in_all_gradients():
+    module, model, params = pair(ALL_PARTS)
+    images, latents = inputs(ALL_PARTS)
     torch_images, torch_latents = to_torch(images), to_torch(latents)
     outputs = torch_forward(module, torch_images, torch_latents)
     expected = {k: from_torch(v) for k, v in outputs.items()}
@@ -184,14 +178,6 @@ def test_scaling_is_the_pipelines_and_its_inverse():
     np.testing.assert_allclose(unscale_latents(config, scaled), latents, rtol=1e-5, atol=1e-6)
     unshifted = AutoencoderKLConfig.from_config({**SD3, "shift_factor": None})
     np.testing.assert_allclose(scale_latents(unshifted, latents), latents * 1.5305, rtol=1e-6)
-
-
-def test_the_sd3_autoencoder_has_as_many_parameters_as_diffusers():
-    with torch.device("meta"):
-        module = diffusers.AutoencoderKL(**{k: v for k, v in SD3.items() if k[0] != "_"})
-    tree = shapes(AutoencoderKL(AutoencoderKLConfig.from_config(SD3)))
-    count = sum(leaf.size for leaf in jax.tree.leaves(tree))
-    assert count == sum(p.numel() for p in module.parameters()) == 83_819_683
 
 
 @pytest.mark.parametrize(

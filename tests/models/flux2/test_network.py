@@ -46,11 +46,7 @@ NARROW = TINY | {
 CASES = {
     "tiny": (TINY, (3, 5), 4),
     "narrow": (NARROW, (5, 1), 6),
-    "one token": (TINY, (1, 1), 1),
-    "uneven axes": (TINY | {"axes_dims_rope": (2, 2, 2, 6)}, (7, 4), 5),
-    "deep": (NARROW | {"num_layers": 4, "num_single_layers": 6}, (3, 7), 6),
-    "another output": (TINY | {"out_channels": 9, "mlp_ratio": 4.0}, (2, 5), 5),
-    "wide tokens": (TINY | {"in_channels": 64, "rope_theta": 10_000}, (5, 7), 9),
+    "one token, another output": (TINY | {"out_channels": 9, "mlp_ratio": 4.0}, (1, 1), 1),
 }
 SWEEP = quick([(name,) for name in CASES], 0, 1)
 # The transformers of black-forest-labs/FLUX.2-klein-4B and -9B, base and distilled alike.
@@ -175,19 +171,20 @@ def test_remat_gives_the_same_gradients(remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny", "deep"])
-def test_the_error_in_bfloat16_is_not_above_torchs(name):
+def test_the_error_in_bfloat16_is_not_above_torchs():
     """Of parameters and times that bfloat16 holds exactly; norms and modulation are float32 here."""
-    torch_model, config, _ = models(name)
+    torch_model, config, _ = models("tiny")
     half = copy.deepcopy(torch_model).bfloat16()
     exact = copy.deepcopy(half).float()
     params = parity.to_flax(exact.state_dict(), abstract(config), flux2.LISTS)
     sigma = np.array([0.25, 0.5], np.float32)  # times of 250 and 500
-    arrays = [torch.tensor(np.asarray(a)) for a in inputs(name)[0]]
+    arrays = [torch.tensor(np.asarray(a)) for a in inputs("tiny")[0]]
     with torch.no_grad():
-        expected, torchs = (torch_velocity(m, name, *arrays, sigma).numpy() for m in (exact, half))
-    forward = jax.jit(functools.partial(velocity, name, dtype=jnp.bfloat16))
-    actual = forward(params, *inputs(name)[0], sigma)
+        expected, torchs = (
+            torch_velocity(m, "tiny", *arrays, sigma).numpy() for m in (exact, half)
+        )
+    forward = jax.jit(functools.partial(velocity, "tiny", dtype=jnp.bfloat16))
+    actual = forward(params, *inputs("tiny")[0], sigma)
     error, torchs_error = (np.sqrt(np.square(a - expected).mean()) for a in (actual, torchs))
     assert actual.dtype == jnp.float32
     assert 1e-4 * np.abs(expected).max() < error < 1.5 * torchs_error

@@ -230,10 +230,9 @@ def test_guidance_of_a_velocity_of_zeros_is_a_number(ours):
     assert value == 0 and np.isfinite(gradients).all()
 
 
-@pytest.mark.parametrize("scale", [GUIDANCE, 0.0])
-def test_the_samplers_images_are_the_pipelines_and_those_of_a_prompt_alone(ours, pipe, scale):
+def test_the_samplers_images_are_the_pipelines_and_those_of_a_prompt_alone(ours, pipe):
     family, params, *_ = ours
-    policy, group = Policy(family, scale), all_devices(jax.devices()[:1])
+    policy, group = Policy(family, GUIDANCE), all_devices(jax.devices()[:1])
     sampler = Sampler(policy, group, SamplerSettings(SIZE, STEPS, Ode()))
     trained = {"transformer": params["transformer"]}
     weights = Weights(*policy.split(jax.random.key(0), trained, reference=False), params)
@@ -247,7 +246,7 @@ def test_the_samplers_images_are_the_pipelines_and_those_of_a_prompt_alone(ours,
 
     noise, prompts = start_noise(keys, sampler.shape), (PROMPTS[0], LONG)
     found = images(*prompts)
-    _, expected = call(pipe, prompts, noise, scale, negative=[NULL] * 2)
+    _, expected = call(pipe, prompts, noise, negative=[NULL] * 2)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
     # Beside a longer prompt, and beside itself.
     short = images(prompts[0], prompts[0])

@@ -40,10 +40,7 @@ SINGLE = TINY | {
 CASES = {
     "tiny": (TINY, (3, 5), (4, 7)),
     "single": (SINGLE, (5, 2), (6, 1, 5)),
-    "one token": (TINY, (1, 1), (1, 2)),
-    "narrow axes": (TINY | {"axes_dims_rope": (2, 8, 2)}, (7, 4), (5, 11)),
-    "wide tokens": (TINY | {"in_channels": 64, "out_channels": 16}, (5, 7), (9, 1)),
-    "without text": (TINY, (4, 3), (0, 6)),
+    "one token, without text": (TINY, (1, 1), (0, 2)),
 }
 SWEEP = quick([(name,) for name in CASES], 0, 1)
 # A fact of the repository Qwen/Qwen-Image.
@@ -195,18 +192,17 @@ def test_remat_gives_the_same_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny", "wide tokens"])
-def test_the_error_in_bfloat16_is_not_above_torchs(name):
+def test_the_error_in_bfloat16_is_not_above_torchs():
     """Of the same parameters, which bfloat16 holds exactly; time, norms and modulation are float32 here."""
-    torch_model, config, _ = models(name)
+    torch_model, config, _ = models("tiny")
     half = copy.deepcopy(torch_model).bfloat16()
     exact = copy.deepcopy(half).float()
     params = parity.to_flax(exact.state_dict(), abstract(config), qwen_image.LISTS)
-    arrays = [torch.tensor(np.asarray(a)) for a in inputs(name)[:2]]
+    arrays = [torch.tensor(np.asarray(a)) for a in inputs("tiny")[:2]]
     with torch.no_grad():
-        reference, torchs = (torch_velocity(m, name, *arrays).numpy() for m in (exact, half))
-    forward = jax.jit(functools.partial(velocity, name, dtype=jnp.bfloat16))
-    actual = forward(params, *inputs(name)[:2])
+        reference, torchs = (torch_velocity(m, "tiny", *arrays).numpy() for m in (exact, half))
+    forward = jax.jit(functools.partial(velocity, "tiny", dtype=jnp.bfloat16))
+    actual = forward(params, *inputs("tiny")[:2])
     error, torchs_error = (np.sqrt(np.square(a - reference).mean()) for a in (actual, torchs))
     assert actual.dtype == jnp.float32
     assert 1e-4 * np.abs(reference).max() < error < 1.5 * torchs_error

@@ -57,9 +57,7 @@ def folder(request, base) -> pathlib.Path:
     return ROOT / "assets" / request.param
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "guidance"), quick([(32, 32, 3.5), (48, 64, None), (32, 32, 0.0)], 0, 2)
-)
+@pytest.mark.parametrize(("height", "width", "guidance"), quick([(48, 64, None), (32, 32, 0.0)], 1))
 def test_images_are_those_of_the_pipelines_default_call(folder, height, width, guidance):
     family, params = ours(folder)
     policy = Policy(family, family.default_guidance if guidance is None else guidance)
@@ -143,11 +141,10 @@ def test_prompts_are_encoded_as_by_the_pipeline(folder):
     assert np.abs(expected[0].numpy() - expected[1].numpy()).max() > 1e-2
 
 
-@pytest.mark.parametrize(("first", "second"), [(12, 8), (8, 12)])
-def test_tokenizers_that_differ_read_what_they_do_in_the_pipeline(base, tmp_path, first, second):
+def test_tokenizers_that_differ_read_what_they_do_in_the_pipeline(base, tmp_path):
     """Both CLIPs read as many tokens as the first tokenizer says, from the end that each tokenizer keeps."""
     folder = shutil.copytree(pipeline(base), tmp_path / "pipeline")
-    for part, length, side in (("tokenizer", first, "left"), ("tokenizer_2", second, "right")):
+    for part, length, side in (("tokenizer", 12, "left"), ("tokenizer_2", 8, "right")):
         path = folder / part / "tokenizer_config.json"
         fields = dict(model_max_length=length, truncation_side=side)
         path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -158,8 +155,8 @@ def test_tokenizers_that_differ_read_what_they_do_in_the_pipeline(base, tmp_path
         expected, _, expected_pooled, _ = oracle(folder).encode_prompt(
             prompts, prompts, prompts, do_classifier_free_guidance=False
         )
-    assert context.shape[1] == first
-    for found, wanted in ((context, expected[:, :first]), (pooled, expected_pooled)):
+    assert context.shape[1] == 12
+    for found, wanted in ((context, expected[:, :12]), (pooled, expected_pooled)):
         largest = float(wanted.abs().max())
         np.testing.assert_allclose(found, wanted.numpy(), rtol=0, atol=1e-4 * largest)
 
@@ -251,11 +248,11 @@ def test_decoding_takes_memory_for_a_chunk_not_for_the_batch(folder, monkeypatch
         return program.memory_analysis().temp_size_in_bytes, program(params, latents[:images])
 
     with jax.default_matmul_precision("highest"):
-        (two, _), (eight, _), (sixteen, whole) = (decode(n, 16) for n in (2, 8, 16))
-        (chunks_of_eight, _), (chunks_of_sixteen, found) = (decode(n, 2) for n in (8, 16))
-    assert sixteen > 1.8 * eight > 5 * two
+        (two, _), (sixteen, whole), (chunks, found) = (
+            decode(*n) for n in ((2, 16), (16, 16), (16, 2))
+        )
     latents_and_images = 2 * (latents.nbytes + whole.nbytes)
-    assert chunks_of_eight <= chunks_of_sixteen < two + latents_and_images < sixteen / 2
+    assert chunks < two + latents_and_images < sixteen / 2
     np.testing.assert_allclose(found, whole, rtol=0, atol=2e-6)
 
 

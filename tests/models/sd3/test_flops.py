@@ -21,8 +21,8 @@ CONFIG = sd3.SD3Config(
 TEXT = 77
 
 
-@pytest.mark.parametrize(("h", "w"), [(16, 24), (32, 20)])
-def test_the_compiler_counts_as_many(h, w):
+def test_the_compiler_counts_as_many():
+    h, w = 16, 24
     assert all(first == last for first, last, _ in sd3.segments(CONFIG)), "nothing is scanned"
     network = sd3.SD3Transformer(CONFIG)
     shapes = (1, h, w, 16), (1,), (1, TEXT, 256), (1, 128)

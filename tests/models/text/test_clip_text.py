@@ -125,7 +125,7 @@ def test_without_the_projection_it_is_the_pooled_state(config):
     assert parity.worst([actual], [expected])[0] < 1e-5
 
 
-@pytest.mark.parametrize("hidden_state", [0, 2, -1])
+@pytest.mark.parametrize("hidden_state", [0, -1])
 def test_hidden_states_count_like_transformers(hidden_state):
     module, model, params = pair(TINY)
     ids = prompts()

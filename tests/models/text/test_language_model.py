@@ -193,15 +193,17 @@ def oracle(case: str):
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_equal_transformers(case):
     module, expected = oracle(case)
-    model = LanguageModel(LanguageModelConfig.from_config(CASES[case]), STATES)
+    # Programs of the last state alone compile faster.
+    first = 0 if case in ("qwen2_5_vl", "qwen3") else len(STATES) - 1
+    model = LanguageModel(LanguageModelConfig.from_config(CASES[case]), STATES[first:])
     params = parity.to_flax(read_by(module, model), shapes(model), LISTS)
     actual = ours(model, params)
-    for state, a, e in zip(STATES, actual, expected, strict=True):
+    for state, a, e in zip(STATES[first:], actual, expected[first:], strict=True):
         assert parity.worst([a], [e])[0] < 1e-5, state
 
 
-@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3"])
-def test_bfloat16_is_as_close_as_in_torch(case):
+def test_bfloat16_is_as_close_as_in_torch():
+    case = "qwen3"
     module, expected = oracle(case)
     model = LanguageModel(LanguageModelConfig.from_config(CASES[case]), STATES, jnp.bfloat16)
     params = parity.to_flax(read_by(module, model), shapes(model), LISTS)
@@ -221,9 +223,16 @@ def test_only_the_states_asked_for_are_kept():
     assert "4,24,60]" in program  # the scan's stacked projections, written in the same way
 
 
-@pytest.mark.parametrize("states", [(-1,), (1, 3)], ids=str)
-@pytest.mark.parametrize("saved", ["published", "sharded", "in memory", "without a head"])
-@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3"])
+@pytest.mark.parametrize(
+    ("case", "saved", "states"),
+    [
+        ("qwen2_5_vl", "published", (1, 3)),
+        ("qwen2_5_vl", "in memory", (-1,)),
+        ("qwen2_5_vl", "without a head", (-1,)),
+        ("qwen3", "sharded", (1, 3)),
+        ("qwen3", "without a head", (1, 3)),
+    ],
+)
 def test_a_folder_is_read_with_each_tensor_once(case, saved, states, tmp_path, monkeypatch):
     module, _ = oracle(case)
     if saved == "in memory":
@@ -313,18 +322,6 @@ def test_the_real_encoders_have_the_names_and_shapes_of_transformers(config, sta
     axes = logical_axes(tree, AXES, LISTS)
     ranks = jax.tree.map(lambda leaf: len(leaf.shape), tree)
     assert ranks == jax.tree.map(len, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-
-
-def test_real_counts():
-    def count(config, states=(-1,)):
-        tree = shapes(LanguageModel(LanguageModelConfig.from_config(config), states))
-        return sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-    # Qwen3's model cards: 4.0B and 3.6B without embeddings; 8.2B with a head of as many as the embeddings.
-    assert round((count(QWEN3_4B)) / 1e9, 1) == 4.0
-    assert round((count(QWEN3_4B) - 151936 * 2560) / 1e9, 1) == 3.6
-    assert round((count(QWEN3_8B) + 151936 * 4096) / 1e9, 1) == 8.2
-    assert count(QWEN3_4B, (27,)) < 0.8 * count(QWEN3_4B)
 
 
 @pytest.mark.parametrize("states", [(6,), (1, -7), ()], ids=str)

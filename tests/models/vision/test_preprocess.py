@@ -11,7 +11,7 @@ from transformers import CLIPImageProcessorPil
 from digen_jax.models.vision.preprocess import Processor, pil_crop, tensor_crop, tensor_pad
 from digen_jax.models.vision.resize import resize_bytes
 
-SIZES = [(48, 48), (37, 61), (90, 40), (17, 13), (24, 24), (25, 31)]
+SIZES = [(37, 61), (90, 40), (17, 13), (24, 24)]
 
 
 def pictures(height: int, width: int) -> np.ndarray:
@@ -60,7 +60,7 @@ def test_a_reduction_that_would_not_be_exact_is_refused():
         )
 
 
-@pytest.mark.parametrize("size", [(37, 61), (17, 13), (25, 31)])
+@pytest.mark.parametrize("size", [(37, 61), (17, 13)])
 def test_the_processors_pictures_equal_transformers(size):
     fields = {"resample": 2, "rescale_factor": 1 / 256, "image_mean": [0.1, 0.2, 0.3]}
     fields["image_std"] = [0.5, 0.6, 0.7]

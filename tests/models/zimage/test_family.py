@@ -180,9 +180,8 @@ def test_latents_are_the_pipelines_after_each_step_and_so_are_pixels(
         assert np.abs(plain[-1] - expected[-1]).max() > 0.01 * np.abs(expected[-1]).max()
 
 
-@pytest.mark.parametrize("scale", [3.5, -0.5])
-def test_the_samplers_images_are_the_pipelines_and_those_of_a_prompt_alone(ours, pipe, scale):
-    """Without a second pass where the pipeline's scale is not above 0, which is 1 here."""
+def test_the_samplers_images_are_the_pipelines_and_those_of_a_prompt_alone(ours, pipe):
+    scale = 3.5
     family, params, *_ = ours
     policy, group = Policy(family, scale + 1), all_devices(jax.devices()[:1])
     sampler = Sampler(policy, group, SamplerSettings(SIZE, STEPS, Ode()))

@@ -27,6 +27,9 @@ TINY = {
     "cap_feat_dim": 12,
     "axes_dims": [4, 6, 6],
     "axes_lens": [98, 8, 8],
+    "norm_eps": 0.05,
+    "rope_theta": 20.0,
+    "t_scale": 300.0,
 }
 SINGLE = TINY | {
     "dim": 24,
@@ -34,21 +37,17 @@ SINGLE = TINY | {
     "n_refiner_layers": 1,
     "n_heads": 3,
     "n_kv_heads": 3,
-    "norm_eps": 0.05,
     "axes_dims": [2, 4, 2],
-    "rope_theta": 20.0,
-    "t_scale": 300.0,
 }
 # Config, latents' sides, and the tokens of the captions: with filling of the image and of all captions, without.
 CASES = {
     "tiny": (TINY, (6, 10), (7, 45)),
-    "single": (SINGLE, (8, 16), (33, 96, 64)),
-    "no filling": (SINGLE | {"n_layers": 2}, (16, 16), (32, 96)),
+    "single, no filling": (SINGLE, (16, 16), (32, 96)),
     "more refiners": (TINY | {"n_refiner_layers": 3, "n_layers": 2}, (4, 14), (9, 90)),
     "large patches": (TINY | {"all_patch_size": [4]}, (12, 20), (5, 40)),
     "wide": (TINY | {"dim": 288, "axes_dims": [48, 48, 48], "in_channels": 16}, (8, 4), (40, 2)),
 }
-SWEEP = quick([(name,) for name in CASES], 0, 1)
+SWEEP = quick([(name,) for name in CASES], 0)
 TURBO = {
     "_class_name": "ZImageTransformer2DModel",
     "_diffusers_version": "0.36.0.dev0",
@@ -114,9 +113,10 @@ def direction(shape: tuple[int, ...]) -> np.ndarray:
 
 
 @functools.cache
-def value_and_gradients(name: str, remat: str = "none"):
+def value_and_gradients(name: str):
     """The velocity and the gradients of its product with a fixed direction."""
     latents, _, captions, _ = inputs(name)
+    remat = "blocks" if name == "tiny" else "none"
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def objective(arguments):
@@ -179,12 +179,6 @@ def test_a_caption_alone_has_the_velocity_of_the_one_beside_a_longer():
         found = jax.jit(network.apply)({"params": params}, *alone)
     error, _ = parity.worst(found, np.asarray(value_and_gradients("tiny")[0][:1]))
     assert error < 1e-5
-
-
-def test_remat_gives_the_same_gradients():
-    plain, rematerialised = (value_and_gradients("single", each) for each in ("none", "blocks"))
-    error, path = parity.worst(rematerialised, plain, whole=True)
-    assert error < 1e-5, path
 
 
 def test_bfloat16_stays_as_close_to_float32_as_diffusers():
@@ -280,9 +274,9 @@ def test_inputs_that_do_not_fit_are_refused(sides, tokens, message):
         jax.eval_shape(network.init, jax.random.key(0), latents, jnp.ones(1), captions, mask)
 
 
-@pytest.mark.parametrize(("h", "w"), [(16, 24), (30, 20)])
-def test_the_compiler_counts_as_many_flops(h, w):
+def test_the_compiler_counts_as_many_flops():
     """The compiler counts a loop's body once, so nothing is scanned."""
+    h, w = 16, 24
     config = ZImageConfig.from_config(
         TINY
         | {"dim": 512, "axes_dims": [64, 96, 96], "n_layers": 1, "n_refiner_layers": 1}

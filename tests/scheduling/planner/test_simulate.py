@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import time
 
 import pytest
 
@@ -133,13 +132,6 @@ def test_more_scorers_than_one_work_side_by_side():
     assert seconds == pytest.approx([4, 2, 1])
 
 
-def test_a_thousand_devices_and_ten_thousand_fragments_take_seconds():
-    start = time.process_time()
-    report = run(900, 8, 1, 2, 1024, 10_000, staleness=1, tag_fragments=10_000)
-    assert report.utilisation > 0.95
-    assert time.process_time() - start < 60
-
-
 # ----------------------------------------------------------------------------------------- TAG
 
 
@@ -195,7 +187,7 @@ def tag_step(fragments, rollout, generate, score, train, switch):
 # Numbers without common multiples, so that no two things happen at the same time.
 CASES = list(
     itertools.product(
-        [1, 2, 3, 4, 5, 6],  # fragments
+        [1, 2, 3, 5],  # fragments
         [(1.0,), (1.0, 1.0), (1.0, 1.73)],  # rollout workers' seconds a fragment
         [0.31, 0.87, 2.13],  # the trainer's
         [0.023, 0.337],  # the rewards'
