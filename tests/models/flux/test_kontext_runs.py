@@ -49,10 +49,6 @@ from tests.tiny_runs import once
 STEPS, SIZE = 3, Size(16, 12)
 
 
-def store(base):
-    return str(base / "tiny-edits-store")
-
-
 def trained(base):
     """The workdir of two steps of two passes, whose prompts, some with a negative one, were encoded before."""
     run = functools.partial(train, open_recipe(guided_config(base, "ahead")))
@@ -60,7 +56,7 @@ def trained(base):
 
 
 def guided_config(base, encoding):
-    c = edit_config(base, encoding=encoding, store=store(base))
+    c = edit_config(base, encoding=encoding, store=str(base / "tiny-edits-store"))
     c.prompts.file = c.evaluation.prompts = str(once(base / "guided-edits.jsonl", write_guided))
     c.sampler.true_guidance, c.evaluation.true_guidance = 3.0, 2.0
     return c
@@ -115,7 +111,7 @@ def test_a_run_edits_in_two_passes_with_ratio_one_by_what_was_encoded_ahead(base
     first = next(line for line in metrics(trained(base)) if "ratio" in line)
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["gradient_norm"] > 0
     # A null conditioning of each negative prompt and picture, in addition to the prompts' own.
-    (block,) = _blocks(store(base))
+    (block,) = _blocks(base / "tiny-edits-store")
     assert len(_about(block)["texts"]) == 8
     records, systems = read_prompt_file(base / "guided-edits.jsonl"), []
     for encoding in ("each_step", "ahead"):
