@@ -70,7 +70,7 @@ def plan(recipe, where, memory):
 def test_what_does_not_fit_is_refused_with_a_reason_and_a_smaller_one_is_proposed(
     base, small_slice
 ):
-    recipe, where = tiny(base, "keep_attention"), small_slice(2)
+    recipe, where = tiny(base), small_slice(2)
     written, changed, needed = plan(recipe, where, 1e12)
     assert changed == recipe and written == ["it fits (estimated)"]
 
@@ -122,7 +122,7 @@ def test_text_encoders_that_do_not_fit_rule_out_the_splits_that_sample_on_as_few
 @pytest.mark.slow
 def test_the_split_is_compiled_on_its_own_meshes(base, small_slice):
     """A recipe whose meshes are not the best ones: those of the choice are compiled, too."""
-    recipe = tiny(base, "keep_attention")
+    recipe = tiny(base)
     alone = dataclasses.replace(recipe.placement.trainer, data=1)
     recipe = dataclasses.replace(
         recipe, placement=dataclasses.replace(recipe.placement, trainer=alone)
