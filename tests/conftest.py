@@ -78,16 +78,17 @@ def pytest_collection_finish():
 
 # The files that take longest, which come first: a file's tests run in one process.
 LONGEST = (
-    "benchmark/test_kills.py",
     "distributed/test_launch.py",
+    "distributed/test_nodes.py",
+    "benchmark/test_kills.py",
     "test_notebooks.py",
-    "run/test_hosts.py",
-    "run/test_train.py",
-    "run/test_stopping.py",
-    "planning/test_programs.py",
     "engine/test_axes.py",
-    "models/flux/test_kontext_runs.py",
     "encoding/test_ahead.py",
+    "planning/test_programs.py",
+    "planning/test_slices.py",
+    "pretraining/test_pipeline.py",
+    "run/test_stopping.py",
+    "run/test_hosts.py",
 )
 
 
