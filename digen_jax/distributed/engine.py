@@ -6,14 +6,16 @@ decides what to do about lost work.
 
 import contextlib
 import ctypes
+import functools
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, Protocol
 
@@ -137,7 +139,7 @@ class RayEngine:
             raise ConfigError(_no_cluster(address, reason)) from error
         finally:
             late.cancel()
-        self._groups: dict[Actor, Any] = {}  # the placement group of each actor
+        self._free: dict[Actor, Callable[[], None]] = {}  # frees each actor's placement group
         self._lock, self._closed = threading.Lock(), threading.Event()
         threading.Thread(target=self._watch_head, name="head", daemon=True).start()
 
@@ -152,6 +154,13 @@ class RayEngine:
         found = [one for one in self._ray.nodes() if one["Alive"]]
         return [(one["NodeManagerAddress"], one["Resources"]) for one in found]
 
+    def most(self, kind: str) -> int:
+        """How many accelerators of a kind the cluster has, or can have if an autoscaler adds nodes."""
+        from ray._private.state import state
+
+        there = sum(have.get(kind, 0) for _, have in self.nodes)
+        return int(max(there, (state.get_max_resources_from_cluster_config() or {}).get(kind, 0)))
+
     @property
     def own_host(self) -> str:
         """The address of this process's node."""
@@ -160,13 +169,16 @@ class RayEngine:
     def start(
         self, kind: type, arguments: Sequence[tuple], resources: Resources, name: str | None = None
     ) -> list[Actor]:
-        """See `Engine`: one placement group, with a bundle for each process."""
-        from ray.util.placement_group import placement_group
+        """See `Engine`: one placement group, with a bundle for each process.
+
+        Raises:
+          ConfigError: no TPU slice of the cluster has so many chips in so many hosts.
+          Lost: no such slice is free.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         devices = {resources.kind: resources.devices} if resources.devices else {}
-        needed = {"CPU": resources.cpus} | devices
-        group = placement_group([needed] * len(arguments), strategy="PACK")
+        group, free = self._reserve({"CPU": resources.cpus} | devices, len(arguments))
         make = self._ray.remote(concurrency_groups=GROUPS)(kind)
         actors = [
             make.options(
@@ -183,8 +195,44 @@ class RayEngine:
         for actor in actors:
             actor.__ray_call__.remote(_end_with_parent)
         with self._lock:
-            self._groups |= dict.fromkeys(actors, group)
+            self._free |= dict.fromkeys(actors, free)
         return actors
+
+    def _reserve(self, needed: dict[str, int], processes: int) -> tuple[Any, Callable[[], None]]:
+        """Returns a placement group with a bundle for each process, and a function that frees it.
+
+        Several processes with TPUs get the hosts of one slice, because TPUs of two slices cannot be one mesh.
+        """
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        chips = needed.get("TPU", 0)
+        if not chips or processes == 1:
+            group = placement_group([needed] * processes, strategy="PACK")
+            return group, functools.partial(remove_placement_group, group)
+        from ray.util.tpu import slice_placement_group
+
+        found = {}  # (chips, chips of a host): (topology, generation)
+        for node in self._ray.nodes():
+            labels, there = node.get("Labels") or {}, int(node["Resources"].get("TPU", 0))
+            if node["Alive"] and (topology := labels.get("ray.io/tpu-topology")):
+                generation = labels["ray.io/tpu-pod-type"].rpartition("-")[0]
+                size = math.prod(map(int, topology.split("x")))
+                found[size, there] = topology, generation
+        if (chips * processes, chips) not in found:
+            have = ", ".join(
+                f"{size} chips with {of_host} a host" for size, of_host in sorted(found)
+            )
+            raise ConfigError(
+                f"{processes} processes with {chips} TPUs each need a slice of {chips * processes} chips, and the "
+                f"cluster has slices of {have or 'no kind'}: change the sizes or hosts of config.placement"
+            )
+        topology, generation = found[chips * processes, chips]
+        options = dict(chips_per_vm=chips, head_reservation_timeout_s=CONNECTING)
+        try:
+            reserved = slice_placement_group(topology, generation, needed, **options)
+        except TimeoutError as error:
+            raise Lost(f"no {generation} slice of {topology} is free") from error
+        return reserved.slice_placement_group, reserved.shutdown
 
     def call(self, actor: Actor, method: str, *arguments: Any, group: str) -> Future:
         """See `Engine`."""
@@ -222,12 +270,10 @@ class RayEngine:
         """See `Engine`; frees its resources once the last actor of its placement group is killed."""
         self._ray.kill(actor, no_restart=True)
         with self._lock:
-            group = self._groups.pop(actor, None)
-            last = group not in self._groups.values()
-        if group is not None and last:
-            from ray.util.placement_group import remove_placement_group
-
-            remove_placement_group(group)
+            free = self._free.pop(actor, None)
+            last = free not in self._free.values()
+        if free is not None and last:
+            free()
 
     def close(self) -> None:
         """See `Engine`."""
