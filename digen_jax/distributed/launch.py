@@ -140,7 +140,7 @@ def run(
     check_secure(engine, address, is_open)
     kind = accelerator(engine)
     if kind:
-        _check_devices(recipe, engine, kind)
+        check_devices(recipe, engine, kind)
     os.makedirs(workdir, exist_ok=True)  # a node that does not see it has another disk
     given = [sys.executable, *sys.argv], forwarded(), os.getcwd(), python_path()
     part = TrainerPart(engine.address, f"trainer {uuid.uuid4()}", fingerprints(recipe), kind)
@@ -166,23 +166,24 @@ def run(
 
 
 def accelerator(engine: RayEngine) -> str:
-    """The kind of accelerator that the cluster has and the environment does not exclude; "": none."""
+    """The kind of accelerator that the cluster has, or can have, and the environment does not exclude; "": none."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return ""
-    found = (kind for kind in ("TPU", "GPU") if any(have.get(kind) for _, have in engine.nodes))
-    return next(found, "")
+    return next((kind for kind in ("TPU", "GPU") if engine.most(kind)), "")
 
 
-def _check_devices(recipe: Recipe, engine: RayEngine, kind: str) -> None:
-    """Raises ConfigError if the cluster has too few accelerators, or no node has enough for one process."""
+def check_devices(recipe: Recipe, engine: RayEngine, kind: str) -> None:
+    """Raises ConfigError if the cluster cannot have enough accelerators, or no node has enough for one process."""
     rollout, trainer = recipe.placement.meshes
     there = [int(have.get(kind, 0)) for _, have in engine.nodes]
-    needed = trainer.devices + rollout.workers * rollout.devices
-    if needed > sum(there):
+    needed, most = trainer.devices + rollout.workers * rollout.devices, engine.most(kind)
+    if needed > most:
         raise ConfigError(
-            f"config.placement needs {needed} {kind}s and the cluster has {sum(there)}: make config.placement.rollout "
-            "or config.placement.trainer smaller, or add nodes"
+            f"config.placement needs {needed} {kind}s and the cluster has at most {most}: make "
+            "config.placement.rollout or config.placement.trainer smaller, or add nodes"
         )
+    if most > sum(there):  # an autoscaler may add nodes of any size
+        return
     for name, axes in recipe.placement.meshes._asdict().items():
         if axes.devices // axes.hosts > max(there):
             raise ConfigError(

@@ -7,16 +7,20 @@ import pathlib
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from digen_jax.config.sections import PlacementSection
 from digen_jax.distributed.engine import LOCAL, Lost, RayEngine, Resources
+from digen_jax.distributed.launch import check_devices
 from digen_jax.distributed.transfer import Packed, TrainerLink, unpack
 from digen_jax.distributed.worker_process import NotDone
 from digen_jax.engine.divergence import DivergedError
+from digen_jax.engine.placement import RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.rewards.process import Late
@@ -182,3 +186,23 @@ def test_a_dropped_version_is_freed_once_no_worker_has_its_arrays(engine, actor)
     link.withdraw(VERSION)
     done(engine.call(actor, "forget", group="work"))
     until(lambda: used(engine) < before + size // 2)
+
+
+def test_gpus_that_an_autoscaler_may_add_are_waited_for(engine):
+    """The config is written as an autoscaler does: up to 2 nodes with 4 GPUs each."""
+    from ray.core.generated.autoscaler_pb2 import ClusterConfig, NodeGroupConfig
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    def recipe(workers):
+        axes = RolloutAxes(data=4, fsdp=1, workers=workers), TrainerAxes(data=4, fsdp=1, time=1)
+        return SimpleNamespace(placement=PlacementSection("given", *axes))
+
+    assert engine.most("GPU") == 0
+    config = ClusterConfig(node_group_configs=[NodeGroupConfig(max_count=2)])
+    config.node_group_configs[0].resources["GPU"] = 4
+    key, namespace = b"__autoscaler_cluster_config", b"__autoscaler"
+    _internal_kv_put(key, config.SerializeToString(), namespace=namespace)
+    assert engine.most("GPU") == 8
+    check_devices(recipe(1), engine, "GPU")
+    with pytest.raises(ConfigError, match=r"needs 12 GPUs and the cluster has at most 8"):
+        check_devices(recipe(2), engine, "GPU")
