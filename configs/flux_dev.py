@@ -54,7 +54,7 @@ Differences to the sources:
 - in DanceGRPO both prompts of a GPU share one start noise; here each group has its own. It adds 1e-8 to a std, and here
   1e-4 is added;
 - a step's prompts are the next ones of a permutation of the file; Flow-GRPO takes the first ones of a new permutation
-  in each step, so that some prompts come again before others come at all;
+  in each step, so that some prompts are repeated before others are used;
 - only the trained steps of `pickscore` have noise, not the sixth; an update's groups are split by index, not shuffled.
   DanceGRPO's last step has noise in the source, too, but what it decodes there is without, as here;
 - DanceGRPO rounds a sigma down to thousandths for the network, and FluxPipeline rounds it to bfloat16. Neither is done

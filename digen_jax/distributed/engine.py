@@ -219,12 +219,11 @@ class RayEngine:
                 size = math.prod(map(int, topology.split("x")))
                 found[size, there] = topology, generation
         if (chips * processes, chips) not in found:
-            have = ", ".join(
-                f"{size} chips with {of_host} a host" for size, of_host in sorted(found)
-            )
+            have = [f"{size} chips ({of_host} per host)" for size, of_host in sorted(found)]
+            slices = f"slices of {' and '.join(have)}" if have else "no slices"
             raise ConfigError(
                 f"{processes} processes with {chips} TPUs each need a slice of {chips * processes} chips, and the "
-                f"cluster has slices of {have or 'no kind'}: change the sizes or hosts of config.placement"
+                f"cluster has {slices}: change the sizes or hosts of config.placement"
             )
         topology, generation = found[chips * processes, chips]
         options = dict(chips_per_vm=chips, head_reservation_timeout_s=CONNECTING)

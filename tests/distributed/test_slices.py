@@ -62,4 +62,4 @@ def test_the_processes_of_a_worker_are_on_one_slice(nodes, monkeypatch):  # noqa
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         (one, other, after), refused = process.submit(placed, nodes.address).result(LONG)
     assert sorted(map(sorted, (one, other))) == [["first"], ["second"]] and after == one
-    assert "8 chips with 4 a host" in refused and "config.placement" in refused
+    assert "8 chips (4 per host)" in refused and "config.placement" in refused
