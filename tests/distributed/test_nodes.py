@@ -114,5 +114,3 @@ def test_a_cluster_of_several_hosts_needs_a_token(nodes):
     assert code == 2 and "--ray_open" in errors and "Traceback" not in errors
     process = nodes.begin("--ray_open", **OPEN)
     wait_for(lambda: "the trainer has waited" in process.errors.read_text(), process)
-    nodes.add()
-    process.until("waiting for rollout 0")

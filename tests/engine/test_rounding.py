@@ -144,18 +144,17 @@ def test_the_second_updates_gradient_is_that_of_the_network_in_float32_but_for_r
 
 
 class Embedded:
-    """The embedded model with 48 images of four prompts, sampled and trained in bfloat16 or float32."""
+    """The embedded model with 48 images of four prompts, sampled and trained in bfloat16 with a LoRA."""
 
-    def __init__(self, old_log_probs, lora=0, dtype="bfloat16", sampler="", at_once=True):
+    def __init__(self):
         c = runpy.run_path("configs/shapes_flow_grpo.py")["get_config"]()
-        c.precision.arithmetic, c.precision.published = dtype, sampler
+        c.precision.arithmetic = "bfloat16"
         c.batch.groups = 8
         c.sampler.fragment = FRAGMENT
-        c.trainer.update(micro_batch=12, pack=4 if at_once else 1, updates=2)
-        c.algorithm.old_log_probs = old_log_probs
+        c.trainer.update(micro_batch=12, pack=4, updates=2)
+        c.algorithm.old_log_probs = "rollout"
         c.placement.update(rollout=dict(data=0, fsdp=1), trainer=dict(data=1, fsdp=1))
-        if lora:
-            c.lora.update(rank=lora, alpha=2.0 * lora, targets=r".*attn\.(to_[qkv]|to_out\.0)")
+        c.lora.update(rank=8, alpha=16.0, targets=r".*attn\.(to_[qkv]|to_out\.0)")
         self.system = assemble.build(place(open_recipe(c), 1), jax.devices()[:1])
         self.state = toy.fresh(self.system)
         self.start = toy.fresh(self.system).tuned
@@ -172,41 +171,15 @@ class Embedded:
         images = Images(0, rows, trajectory.transitions, trajectory.sigmas)
         return receive(system, prompts, images, advantages)
 
-    def log_ratios(self, tuned, experience):
-        """The ratios to the start, in one batch."""
-        program = replaying(self.system)
-        found = (program(one, self.system.base, experience).log_prob for one in (tuned, self.start))
-        new, old = map(np.float64, found)
-        return new - old
-
 
 @pytest.mark.slow
 def test_on_the_embedded_model(monkeypatch):
     """The numbers of `algorithms.old_log_probs`; `pytest -s` shows them."""
-    lora = 8
     monkeypatch.chdir(pathlib.Path(__file__).parents[2])
-    cases = [("rollout", ""), ("rollout", "bfloat16")]
-    samples = {}  # which do not depend on how the ratios are taken
-    for old, sampler in cases:
-        for drops in (True, False) if not sampler else (False,):
-            monkeypatch.setitem(rounding.AS_WRITTEN, "xla_allow_excess_precision", drops)
-            one = Embedded(old, lora, "float32" if sampler else "bfloat16", sampler)
-            if (drops, sampler) not in samples:
-                samples[drops, sampler] = one.sampled()
-            experience = samples[drops, sampler]
-            mean, over = means(one.system, one.state, experience, one.start)
-            how = "float32 beside a bfloat16 sampler" if sampler else "bfloat16"
-            how += ", roundings dropped" if drops else ""
-            print(f"rank {lora}, {old}, {how}: mean {mean:.1e}, {over:.0%} above 1e-4")
-            assert (mean > 1e-5) if drops or sampler else (mean < 1e-6 and over == 0)
-
-    one, experience = Embedded("recomputed", lora), samples[False, ""]
-    totals = one.system.trainer.accumulate(one.state, one.system.base, experience, None, one.start)
-    state, _ = one.system.trainer.update(one.state, totals)
-    found = one.log_ratios(state.tuned, experience)
-    expected = Embedded("recomputed", lora, "float32").log_ratios(state.tuned, experience)
-    error, size = (np.sqrt(np.mean(a**2)) for a in (found - expected, expected))
-    print(
-        f"rank {lora}, behind one update: log-ratio {size:.1e} rms, of which rounding {error:.1e}"
-    )
-    assert error < 2e-4
+    for drops in (True, False):
+        monkeypatch.setitem(rounding.AS_WRITTEN, "xla_allow_excess_precision", drops)
+        one = Embedded()
+        mean, over = means(one.system, one.state, one.sampled(), one.start)
+        how = "dropped" if drops else "kept"
+        print(f"LoRA, bfloat16, roundings {how}: mean {mean:.1e}, {over:.0%} above 1e-4")
+        assert (mean > 1e-5) if drops else (mean < 1e-6 and over == 0)

@@ -27,7 +27,6 @@ from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.run import loop
 from digen_jax.run.train import train as whole_run
 from digen_jax.run.workdir import finished_step
-from tests.cases import quick
 from tests.engine import toy
 from tests.metrics import metrics
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
@@ -330,23 +329,15 @@ GDPO = dict(
 
 
 KINDS_OF_STATE = [
-    (
-        dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3)
-        | dict(advantages__best_and_worst=1, advantages__drop_zero_std=True)
-        | dict(sampler__window=dict(mode="progressive", length=2, end=4, fraction=0.5))
-        | dict(sampler__shared_noise=True),
-    ),
-    (
-        ODE
-        | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2)))
-        | dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4),
-    ),
-    (
-        ODE
-        | dict(algorithm=dict(name="diffusion_dpo", beta=1.0, set_steps=2))
-        | GDPO
-        | dict(advantages__combine="advantages", advantages__std="global"),
-    ),
+    dict(trainer__ema=0.5, algorithm__kl_coefficient=0.1, trainer__warmup=3)
+    | dict(advantages__best_and_worst=1, advantages__drop_zero_std=True)
+    | dict(sampler__window=dict(mode="progressive", length=2, end=4, fraction=0.5))
+    | dict(sampler__shared_noise=True),
+    ODE
+    | dict(algorithm=dict(name="diffusion_nft", times=dict(count=2)))
+    | dict(lora__rank=2, lora__alpha=4.0, trainer__updates=2, sampler__fragment=4)
+    | GDPO
+    | dict(advantages__combine="advantages", advantages__std="global"),
 ]
 
 
@@ -406,11 +397,10 @@ def test_a_wrong_reward_is_said_with_what_is_saved(tmp_path, train):
 
 @pytest.mark.parametrize(
     "fields",
-    quick(KINDS_OF_STATE, 0, 1),
+    KINDS_OF_STATE,
     ids=[
         "average, reference, best and worst, a window that moves, random steps",
-        "DiffusionNFT, LoRA, two updates",
-        "DPO, offline, two rewards",
+        "DiffusionNFT, LoRA, two updates, two rewards",
     ],
 )
 def test_every_kind_of_state_is_resumed(tmp_path, train, fields):

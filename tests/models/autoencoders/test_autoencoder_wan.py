@@ -25,7 +25,6 @@ from digen_jax.models.autoencoders.autoencoder_wan import (
 from digen_jax.models.autoencoders.autoencoder_wan_layers import RMSNorm
 from digen_jax.models.logical_axes import logical_axes
 from digen_jax.weights import folder, names
-from tests.cases import quick
 from tests.models import parity
 
 # vae/config.json of Qwen/Qwen-Image; Wan-AI/Wan2.1-T2V-1.3B-Diffusers' has the same fields.
@@ -60,14 +59,8 @@ CASES = {
         "out_channels": 1,
         "scale_factor_spatial": 4,
     },
-    "AutoencoderKLWan of four levels": {
-        **TINY,
-        "dim_mult": [1, 2, 1, 2],
-        "num_res_blocks": 2,
-        "temperal_downsample": [True, False, True],
-    },
 }
-CLASSES = list(CASES)[:2]
+CLASSES = list(CASES)
 SEED = jax.random.key(0)
 
 
@@ -122,7 +115,7 @@ def torch_forward(module, clips: torch.Tensor, latents: torch.Tensor) -> dict:
     return {"decoded": decoded, "logvar": moments.logvar, "mean": moments.mean}
 
 
-@pytest.mark.parametrize(("name", "frames"), quick([*zip(CASES, (1, 3, 2), strict=True)], 0, 1))
+@pytest.mark.parametrize(("name", "frames"), zip(CASES, (1, 3), strict=True))
 def test_equals_diffusers_forward_and_in_gradients_of_its_input(name, frames):
     module, model, params = pair(name)
     clips, latents = inputs(model, frames)

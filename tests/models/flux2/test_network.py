@@ -163,9 +163,8 @@ def test_equal_blocks_are_scanned():
     assert blocks == {"transformer_blocks_0", "single_transformer_blocks_0"}
 
 
-@pytest.mark.parametrize("remat", quick([("blocks",), ("keep_attention",), ("keep_products",)], 0))
-def test_remat_gives_the_same_gradients(remat):
-    plain, rematerialised = (value_and_gradients("tiny", each) for each in ("none", remat))
+def test_remat_gives_the_same_gradients():
+    plain, rematerialised = (value_and_gradients("tiny", each) for each in ("none", "blocks"))
     error, path = parity.worst(rematerialised, plain, whole=True)
     assert error < 1e-5, path
 

@@ -57,7 +57,11 @@ def folder(request, base) -> pathlib.Path:
     return ROOT / "assets" / request.param
 
 
-@pytest.mark.parametrize(("height", "width", "guidance"), quick([(48, 64, None), (32, 32, 0.0)], 1))
+@pytest.mark.parametrize(
+    ("folder", "height", "width", "guidance"),
+    quick([("random", 32, 32, 0.0), ("shapes-sd3", 48, 64, None)], 0),
+    indirect=["folder"],
+)
 def test_images_are_those_of_the_pipelines_default_call(folder, height, width, guidance):
     family, params = ours(folder)
     policy = Policy(family, family.default_guidance if guidance is None else guidance)

@@ -43,9 +43,7 @@ SINGLE = TINY | {
 CASES = {
     "tiny": (TINY, (6, 10), (7, 45)),
     "single, no filling": (SINGLE, (16, 16), (32, 96)),
-    "more refiners": (TINY | {"n_refiner_layers": 3, "n_layers": 2}, (4, 14), (9, 90)),
     "large patches": (TINY | {"all_patch_size": [4]}, (12, 20), (5, 40)),
-    "wide": (TINY | {"dim": 288, "axes_dims": [48, 48, 48], "in_channels": 16}, (8, 4), (40, 2)),
 }
 SWEEP = quick([(name,) for name in CASES], 0)
 TURBO = {
