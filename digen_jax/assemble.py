@@ -265,24 +265,24 @@ def make_system(
 ) -> System:
     """The parts of a run around its sampling meshes; the trainer's parameters lie on its mesh."""
     algorithm = recipe.algorithm
-    trainer = Trainer(
-        trained_policy(policy, algorithm),
-        placement.trainer,
-        make_step(recipe.sampler.kind, recipe.sampler.noise_level),
-        algorithm,
-        recipe.trainer.settings,
-    )
+
+    def trainer(group: DeviceGroup) -> Trainer:
+        step = make_step(recipe.sampler.kind, recipe.sampler.noise_level)
+        tuned = trained_policy(policy, algorithm)
+        return Trainer(tuned, group, step, algorithm, recipe.trainer.settings)
+
     return System(
         placement,
         policy,
         recipe.draws,
         rollouts,
-        trainer,
+        trainer(placement.trainer),
         base,
         start,
         recipe.advantages,
         recipe.precision.sent,
         sampling_on,
+        tuple(map(trainer, placement.others)),
     )
 
 

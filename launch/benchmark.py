@@ -1,7 +1,8 @@
-"""Benchmarks: the runtime's speed with waits instead of device work, real compute on two cores and against torch, the
-cost of asynchrony, which algorithms learn, reward servers under load and faults, rollout workers on Ray, and the
-effect of faults on a run of several processes.
+"""Benchmarks: the scheduler against the bound, the runtime's speed with waits instead of device work, real compute on
+two cores and against torch, the cost of asynchrony, which algorithms learn, reward servers under load and faults,
+rollout workers on Ray, and the effect of faults on a run of several processes.
 
+python launch/benchmark.py bound [--output=bound.json]  # a simulation of up to 1,024 devices, 10 minutes of one core
 python launch/benchmark.py runtime [--devices=8 --ratios=1:8,1:4,1:1,4:1,8:1 --output=speed.json]
 python launch/benchmark.py compute --config configs/shapes_flow_grpo.py --config.sampler.fragment=12 \
     --config.trainer.micro_batch=12 [--rounds=5 --output=cores.json]
@@ -34,7 +35,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from digen_jax.config.command_line import define_path, run_main
-from digen_jax.errors import ConfigError, check_output, check_positive, user_input
+from digen_jax.errors import ConfigError, check_choice, check_output, check_positive, user_input
 from digen_jax.files import write_output
 
 _OUTPUT = define_path("output", None, "A JSON file for all numbers.")
@@ -43,10 +44,13 @@ _OUTPUT = define_path("output", None, "A JSON file for all numbers.")
 _DEVICES = flags.DEFINE_integer("devices", 8, "Number of devices to split.")
 _RATIOS = flags.DEFINE_list(
     "ratios",
-    ["1:8", "1:4", "1:1", "4:1", "8:1"],
+    ["1:8", "1:4", "1:2", "1:1", "2:1", "4:1", "8:1"],
     "Ratios of the device-seconds of generation to those of training.",
 )
-_SECONDS = flags.DEFINE_float("seconds", 0.6, "Duration of a step if all devices were always busy.")
+_WORKERS = flags.DEFINE_list(
+    "workers", [], "Kinds of layouts to measure, such as pool, with each lag; none: all."
+)
+_SECONDS = flags.DEFINE_float("seconds", 4.0, "Duration of a step if all devices were always busy.")
 _PUBLISH = flags.DEFINE_float(
     "publish", 0.02, "Duration of a publication of weights, as a share of --seconds."
 )
@@ -54,10 +58,10 @@ _SCORE = flags.DEFINE_float("score", 0.1, "Duration of scoring a step, as a shar
 _JITTER = flags.DEFINE_float(
     "jitter",
     0.2,
-    "Random variation of every wait, as a share of it; cluster: 0.",
+    "Random variation of the work of each device, as a share of it; cluster: 0.",
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the jitter, or of what is drawn.")
-_LEARN = flags.DEFINE_integer("learn", 3, "First steps, from which the simulator takes the costs.")
+_WARM_UP = flags.DEFINE_integer("warm_up", 3, "First steps, which are not measured.")
 _STEPS = flags.DEFINE_integer("steps", 5, "Measured steps after the first ones.")
 
 # Options of "compute" and "peers", which do not use the placement, of "asynchrony", and of "algorithms", which applies
@@ -103,34 +107,49 @@ _IDLE_SECONDS = flags.DEFINE_float(
 _KILLS = flags.DEFINE_integer("kills", 100, "Faults, one after the other.")
 
 
+def bound() -> int | None:
+    """Simulate the scheduler at many sizes, and compare it with the bound; returns 1 if a required share is missed."""
+    output = _output()
+    from digen_jax.benchmark.bound import measure
+
+    rows = measure(lambda text: print(text, flush=True))
+    _write(output, {"rows": list(map(dataclasses.asdict, rows))})
+    missed = sum(len(row.missed) for row in rows)
+    print(f"\n{missed} shares are out of range." if missed else "\nEvery share is in its range.")
+    return 1 if missed else None
+
+
 def runtime() -> None:
-    """Measure every tactic with waits in place of device work, and print the tables."""
+    """Measure each kind of layout with waits in place of device work, and print the tables."""
     check_positive("--devices", _DEVICES.value)
     output, ratios = _output(), list(map(_ratio, _RATIOS.value))
     from digen_jax.benchmark.report import accuracy, introduction, record, table
     from digen_jax.benchmark.runtime import TimedRun, compare
-    from digen_jax.benchmark.variants import VARIANTS, Work
+    from digen_jax.benchmark.variants import KINDS, Work
 
+    names = {kind: kind.split(",")[0] for kind in KINDS}
+    for name in _WORKERS.value:
+        check_choice("--workers", name, tuple(dict.fromkeys(names.values())))
+    kinds = [kind for kind, name in names.items() if name in (_WORKERS.value or names.values())]
     work = Work(
         devices=_DEVICES.value,
         seconds=_SECONDS.value,
         publish=_PUBLISH.value,
         score=_SCORE.value,
     )
-    run = TimedRun(_LEARN.value, _STEPS.value, _JITTER.value, _SEED.value)
+    run = TimedRun(_WARM_UP.value, _STEPS.value, _JITTER.value, _SEED.value)
     works = [dataclasses.replace(work, generate=g, train=t) for g, t in ratios]
     for each in works:
         each.check()
     run.check()
     print(introduction(work, run), flush=True)
-    total = len(works) * len(VARIANTS) * (run.learn + run.steps)
+    total = len(works) * len(kinds) * (run.warm_up + run.steps)
     found = []
     with _bar(total, "step") as bar:
         for each in works:
-            found.append(compare(each, run, stepped=bar.update))
+            found.append(compare(each, run, kinds, bar.update))
             bar.write(f"\n{table(each, found[-1])}", file=sys.stdout)
-    rows = {(i, name): row for i, part in enumerate(found) for name, row in part.items()}
-    print(f"\n{accuracy(rows)}")
+    print(f"\n{accuracy(row for part in found for row in part.values())}")
     numbers = [record(*pair) for pair in zip(works, found, strict=True)]
     _write(output, {"run": dataclasses.asdict(run), "ratios": numbers})
 
@@ -247,12 +266,12 @@ def cluster() -> None:
     from digen_jax.benchmark.runtime import TimedRun
 
     jitter = _JITTER.value if flags.FLAGS["jitter"].present else 0.0
-    run = TimedRun(_LEARN.value, _STEPS.value, jitter, _SEED.value)
+    run = TimedRun(_WARM_UP.value, _STEPS.value, jitter, _SEED.value)
     run.check()
     check_positive("--step_seconds", _STEP_SECONDS.value)
     cases, found = chosen(_LAYOUTS.value), []
-    print(f"{len(cases)} layouts, {run.learn} + {run.steps} steps each", flush=True)
-    with _bar(len(cases) * (run.learn + run.steps), "step") as bar:
+    print(f"{len(cases)} layouts, {run.warm_up} + {run.steps} steps each", flush=True)
+    with _bar(len(cases) * (run.warm_up + run.steps), "step") as bar:
         for case in cases:
             found.append(measure(case, _STEP_SECONDS.value, run, bar.update))
     print(describe(found))
@@ -370,6 +389,7 @@ def _write(path: str | None, numbers: dict[str, Any]) -> None:
 if __name__ == "__main__":
     run_main(
         {
+            "bound": bound,
             "runtime": runtime,
             "compute": compute,
             "peers": peers,

@@ -1,4 +1,4 @@
-"""Choose placement and tactics for a config, a number of devices and measured costs.
+"""Choose the workers of a config's run, from a number of devices and measured costs.
 
 python launch/plan.py --config configs/shapes_flow_grpo.py --costs costs.json --devices 8
 python launch/plan.py --config configs/shapes_demo.py --costs runs/shapes
@@ -40,7 +40,7 @@ _TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,
     "A TPU slice, such as v5p:2x2x1, or GPUs, such as h100:8 or on two hosts h100:2x8 (a100, h100, h200, b200), which "
-    "this machine need not have: what the config's programs take there, and the split that fits; local: the same "
+    "this machine need not have: what the config's programs take there, and the layout that fits; local: the same "
     "programs, timed on this machine.",
 )
 _TRAINER_SERIAL = flags.DEFINE_float(
@@ -52,7 +52,7 @@ _WORKER_SERIAL = flags.DEFINE_float("worker_serial", None, "The same share of ge
 _MEMORY = flags.DEFINE_float(
     "memory",
     None,
-    "GiB of a device; placements that need more are excluded. Compiles the programs for their temporaries.",
+    "GiB of a device; layouts that need more are excluded. Compiles the programs for their temporaries.",
 )
 _OUTPUT = define_path("output", None, "A JSON file for the chosen placement.")
 flags.mark_flags_as_required(["config"])
@@ -144,7 +144,7 @@ def _propose(recipe: Any, problem: Any, plan: Any, changed: Any = None) -> None:
     """Prints what to set for the choice, and writes --output; `changed` is the recipe that was planned."""
     from digen_jax.planning.plan import meshes, overrides
 
-    choice = plan.choice.proposal
+    choice = plan.choice.layout
     if _OUTPUT.value:
         section = meshes(problem, choice).plain()
         write_output(_OUTPUT.value, (json.dumps(section, indent=2) + "\n").encode())
@@ -171,25 +171,22 @@ def _show(problem: Any, plan: Any, calibration: Any) -> None:
     told = (
         f"costs from {calibration.source}",
         describe_costs(problem, calibration.missing),
-        f"a step: {settings.groups * settings.images} images in {settings.fragments} fragments on "
+        f"a step: {settings.groups * settings.images} images in {settings.fragments} chunks on "
         f"{problem.devices} devices; bound (G + T)/N {problem.bound:.4g} s",
     )
     print(wrapped("\n".join(told), "  "))
     print(f"\n{table(plan)}\n")
     print(wrapped("\n".join(LEGEND), "  "))
     print(f"\n{wrapped(memory_table(plan), '  ')}\n\n{wrapped(why(plan))}")
-    print(
-        f"chosen after {plan.for_choice} simulations for {plan.proposals} proposals, "
-        f"{plan.simulated - plan.for_choice} more for the table"
-    )
+    print(f"{plan.simulated} of {plan.layouts} layouts were simulated")
 
 
 def _calibration(recipe: Any) -> Any:
     """The costs; the flags' scaling replaces that of the source."""
     from digen_jax.config.sections import AUTO
+    from digen_jax.planning.calibration import read_calibration
     from digen_jax.planning.step_costs import measured_costs, read_run_costs
     from digen_jax.run.opening import place_alone, place_here
-    from digen_jax.scheduling.planner.calibration import read_calibration
 
     serial = {"trainer_serial": _TRAINER_SERIAL.value, "worker_serial": _WORKER_SERIAL.value}
     serial = {name: value for name, value in serial.items() if value is not None}

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from digen_jax.benchmark.variants import VARIANTS
+from digen_jax.benchmark.variants import KINDS
 from tests.scripts import run_forked, run_script
 
 SHAPES = "--config=configs/shapes_flow_grpo.py"
@@ -13,33 +13,37 @@ ALL = "--config=configs/shapes_algorithms.py"
 
 
 @pytest.mark.slow
-def test_the_script_measures_every_variant(tmp_path):
+def test_the_script_measures_every_kind_of_layout(tmp_path):
     output = tmp_path / "speed.json"
-    few = ("--devices=3", "--ratios=2:1", "--seconds=0.1", "--learn=1", "--steps=1")
+    few = ("--devices=4", "--ratios=2:1", "--seconds=0.5", "--warm_up=1", "--steps=1")
     done = run_script("benchmark.py", "runtime", *few, f"--output={output}")
     assert done.returncode == 0, done.stderr
-    assert "Waits in place of device work, drawn 20% around their means" in done.stdout
-    assert "generate:train 2:1, bound (G + T)/N 0.1" in done.stdout
-    for variant in VARIANTS:
-        assert re.search(rf"^{re.escape(variant.name)} .*x .*%$", done.stdout, re.MULTILINE)
+    assert "Waits in place of device work, with a jitter of 20%" in done.stdout
+    assert "generate:train 2:1, bound (G + T)/N 0.5" in done.stdout
+    for kind in KINDS:
+        assert re.search(rf"^{re.escape(kind)}  .*%  [01].\d\d$", done.stdout, re.MULTILINE)
     (ratio,) = json.loads(output.read_text())["ratios"]
     assert ratio["work"]["generate"] == 2
-    assert list(ratio["variants"]) == [variant.name for variant in VARIANTS]
-    colocated = ratio["variants"]["colocated"]
+    assert list(ratio["kinds"]) == list(KINDS)
+    colocated = ratio["kinds"]["colocated"]
     assert f" {colocated['step_seconds']:.3f} " in done.stdout
     assert "Timer wake-up delay: " in done.stdout
-    # No step is shorter than its waits, as drawn for it; part of it may have been done in the one before.
-    assert all(v["utilisation"] < 1.1 for v in ratio["variants"].values())
+    # Steps are hardly shorter than their mean waits; with lag a part of them is done in the one before.
+    assert all(row["utilisation"] < 1.1 for row in ratio["kinds"].values())
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "say which one to run: runtime or compute or peers or asynchrony or algorithms"),
+        (
+            (),
+            "say which one to run: bound or runtime or compute or peers or asynchrony or algorithms",
+        ),
         (("runtim",), "the first word is 'runtim'; did you mean 'runtime'?"),
         (("runtime", "fast"), "'fast' belongs to no option"),
         (("runtime", "--ratios=1:4,3"), "--ratios: '3' must be two numbers such as 4:1"),
         (("runtime", "--devices=0"), "--devices must be above 0"),
+        (("runtime", "--workers=pol"), "did you mean 'pool'?"),
         (("runtime", "--jitter=2"), "jitter must lie in [0, 1), not be 2.0"),
         (("compute",), "say what to compute, by --config"),
         (("compute", SHAPES, "--rounds=0"), "rounds must be above 0"),

@@ -14,23 +14,25 @@ import numpy as np
 from digen_jax.benchmark import load
 from digen_jax.benchmark.runtime import TimedRun, simulations, timed
 from digen_jax.benchmark.waiting_workers import Emulation, driving, processes
+from digen_jax.benchmark.waits import Waits
 from digen_jax.errors import check_choice
 from digen_jax.planning.tables import aligned
-from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.simulator import WorkerLayout
+from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 FRAGMENT, GROUP = 4, 8  # images
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout and its tactics."""
+    """A layout, and the policy lag."""
 
     name: str
     speeds: tuple[float, ...]  # of the rollout workers
     fragments: int  # of a step
     training: float = 0.9  # of a step's fragments, over their generation by all rollout workers
-    tag: bool = False  # whether the trainer may generate
+    samples: bool = False  # whether the home worker samples, too
     staleness: int = 0  # see `Settings`
 
     def costs(self, seconds: float) -> Costs:
@@ -45,28 +47,28 @@ class Case:
             encode=0.03 * seconds,
             update=0.03 * seconds,
             publish=0.06 * seconds,
-            switch=0.01 * seconds,
         )
 
     def settings(self, steps: int) -> Settings:
         """The scheduler's, for so many steps."""
-        groups, tag = self.fragments * FRAGMENT // GROUP, self.fragments if self.tag else 0
-        return Settings(steps, groups, GROUP, FRAGMENT, staleness=self.staleness, tag_fragments=tag)
+        groups = self.fragments * FRAGMENT // GROUP
+        return Settings(steps, groups, GROUP, FRAGMENT, staleness=self.staleness)
 
     @property
-    def layout(self) -> Layout:
-        """Rollout workers of one device each, and a trainer of as many, which samples at speed 1."""
-        return Layout(Mesh(len(self.speeds)), tuple(Mesh(1, speed) for speed in self.speeds))
+    def workers(self) -> tuple[WorkerLayout, ...]:
+        """Workers of one device each: the home worker, which has speed 1, and those that only sample."""
+        home = WorkerLayout(roles=(TRAIN, SAMPLE) if self.samples else (TRAIN,))
+        return home, *(WorkerLayout(roles=(SAMPLE,), speed=speed) for speed in self.speeds)
 
 
 FOUR, UNEQUAL = (1.0,) * 4, (2.0, 1.0, 1.0, 0.5)
 CASES = (
     Case("1 worker", (1.0,), 8),
     Case("4 workers", FOUR, 16),
-    Case("4 workers, TAG", FOUR, 18, training=0.5, tag=True),
-    Case("4 workers, staleness 1", FOUR, 16, training=1.0, staleness=1),
+    Case("4 workers, home samples", FOUR, 18, training=0.5, samples=True),
+    Case("4 workers, lag 1", FOUR, 16, training=1.0, staleness=1),
     Case("4 workers of unequal speeds", UNEQUAL, 18),
-    Case("the same, TAG, staleness 1", UNEQUAL, 20, training=0.5, tag=True, staleness=1),
+    Case("the same, home samples, lag 1", UNEQUAL, 20, training=0.5, samples=True, staleness=1),
     Case("16 workers", (1.0,) * 16, 32),
 )
 
@@ -79,7 +81,6 @@ class Emulated:
     step_seconds: float  # mean of the measured steps
     simulated: float  # the same by the simulator, the mean of its runs
     bound: float  # seconds of a step in which all devices only generate and train, without a pause
-    tag_share: float  # of the fragments, that the trainer generated
     staleness: float  # mean age in versions
     driver: float
     worker: float  # mean of the rollout workers
@@ -100,14 +101,13 @@ class Emulated:
             *(f"{one:.2f}" for one in seconds),
             f"{self.deviation:+.1%}",
             *(f"{self.bound / one:.0%}" for one in seconds),
-            f"{self.tag_share:.0%}",
             f"{self.staleness:.2f}",
             *(f"{share:.1%}" for share in shares),
         ]
 
 
 TIMES = "", "s/step", "simulated", "deviation", "of bound", "simulated"
-HEAD = [*TIMES, "TAG", "age", "driver", "worker", "Ray", "others"]
+HEAD = [*TIMES, "age", "driver", "worker", "Ray", "others"]
 
 
 def describe(found: Sequence[Emulated]) -> str:
@@ -136,26 +136,25 @@ def measure(
       ConfigError: Ray is not installed.
       RuntimeError: a rollout worker was not ready in time or was lost.
     """
-    settings, costs = case.settings(run.learn + run.steps + 1), case.costs(seconds)
-    emulation = Emulation(case.layout, run.waits(costs, settings), settings)
+    settings, costs = case.settings(run.length), case.costs(seconds)
+    emulation = Emulation(case.workers, Waits(costs, settings, run.jitter, run.seed))
     cores = os.sched_getaffinity(0)
     with driving(emulation) as (driver, workers):
         started = processes(workers)
         before, used = load.read(cores), _used(started.values())
-        found = timed(driver, run, stepped)
+        step_times, staleness = timed(driver, run, stepped)
         after, used = load.read(cores), _used(started.values()) - used
         if processes(workers) != started or len(started) < len(case.speeds):
             raise RuntimeError("a rollout worker was not ready in time or was lost: see above")
     taken = load.between(before, after, float(used.sum()), len(cores))
     shares = (used / (after.clock - before.clock)).tolist()
-    reports = simulations(case.layout, costs, settings, run)
+    reports = simulations(case.workers, costs, settings, run)
     return Emulated(
         case.name,
-        fmean(found.step_times),
-        fmean(report.step_times[n] for report in reports for n in run.measured),
+        fmean(step_times),
+        fmean(time for report in reports for time in run.step_times(report.step_ends)),
         reports[0].bound,
-        found.mean("tag_share"),
-        found.mean("staleness"),
+        staleness,
         shares[0],
         shares[1] / len(started),
         shares[2],

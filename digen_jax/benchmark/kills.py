@@ -26,7 +26,7 @@ SMALL = f"""
 batch.groups=2 batch.images=4 sampler.fragment=2 sampler.steps=4
 rewards=('{kills_train.__name__}:brightness',) reward_pool.processes=1
 trainer.micro_batch=2 trainer.learning_rate=0.03 trainer.decay=0 trainer.eps=1.0 trainer.clip_norm=1e3
-runtime.tag_fragments=4 runtime.staleness=0 checkpoint.every=1 checkpoint.keep=2
+placement.trainer.samples=True runtime.staleness=0 checkpoint.every=1 checkpoint.keep=2
 evaluation.images=4 evaluation.batch=4 evaluation.every={ENDLESS} pictures.images=2 pictures.every={ENDLESS}
 """
 PLACED = f"""

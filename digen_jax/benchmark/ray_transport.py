@@ -22,8 +22,8 @@ from digen_jax.distributed.worker_proxy import WorkerProxy
 from digen_jax.errors import check_positive
 from digen_jax.planning.tables import aligned
 from digen_jax.scheduling.commands import Fragment, Publication
-from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.simulator import WorkerLayout
 
 WORKERS = 2
 LONGEST = 120.0  # seconds for a worker to start
@@ -117,9 +117,8 @@ def _start(engine: Engine, link: TrainerLink, number: int) -> tuple[float, Worke
     actors = engine.start(WaitingProcess, [given], Resources())
     engine.call(actors[0], "ping", group="ping").result(LONGEST)
     seconds = time.perf_counter() - begin
-    layout = Layout(Mesh(), (Mesh(),) * WORKERS)
-    nothing = Waits(Costs(0.0, 0.0), images=1, unit=1, jitter=0.0, seed=0)
-    emulation = Emulation(layout, nothing, Settings(1, 1, 1, 1))
+    nothing = Waits(Costs(0.0, 0.0), Settings(1, 1, 1, 1))
+    emulation = Emulation((WorkerLayout(),) * (1 + WORKERS), nothing)
     opened = engine.call(actors[0], "open", emulation, 0, group="work").result(LONGEST)
     return seconds, WorkerProxy(name, opened, actors, engine, link)
 

@@ -1,49 +1,41 @@
-"""The real runtime with waits in place of device work: every tactic at its best split, and the bound.
+"""The real runtime with waits in place of device work: the best layout of each kind, and the bound.
 
-Driver, threads, scheduler and reward pool are those of a run. The planner's search chooses split and tactics,
-and commands take the time that the planner assumes.
+Driver, threads, scheduler and reward pool are those of a run. The planner's search chooses the layout, and commands
+take the time that the planner assumes.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from statistics import fmean
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from statistics import fmean, median
 
-from digen_jax.benchmark.variants import VARIANTS, Variant, Work, best_split
+from digen_jax.benchmark.variants import KINDS, Work, best_layout
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
 from digen_jax.errors import ConfigError, check_positive
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver
-from digen_jax.scheduling.commands import Decode, Fragment, Generate, Train
-from digen_jax.scheduling.costs import GUESSED, CostModel
-from digen_jax.scheduling.planner import proposal as of
-from digen_jax.scheduling.planner.learned import learned
-from digen_jax.scheduling.planner.problem import Problem
-from digen_jax.scheduling.planner.proposal import Proposal
-from digen_jax.scheduling.planner.report import Report
-from digen_jax.scheduling.planner.simulate import Disturbance, Layout, simulate
+from digen_jax.scheduling.costs import GUESSED
+from digen_jax.scheduling.planner.memory import Layout
+from digen_jax.scheduling.planner.search import settings_of, workers_of
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
-from digen_jax.scheduling.state import SchedulerState
+from digen_jax.scheduling.simulator import Disturbance, Report, WorkerLayout, simulate
 
-SIMULATED = 8  # runs of the simulator with other random draws, whose mean is the prediction
+SIMULATED = 8  # runs of the simulator with different random numbers, whose mean is the prediction
 
 
 @dataclasses.dataclass(frozen=True)
 class TimedRun:
-    """How a variant is measured: in `steps` steps after the `learn` first ones, which give the costs.
+    """How a layout is measured: in `steps` steps after the `warm_up` first ones.
 
-    `jitter` is drawn from `seed` for every `unit` of images, which divides any fragment.
+    `jitter` of each command and device is drawn from `seed`: see `Disturbance`.
     """
 
-    learn: int = 3
+    warm_up: int = 3
     steps: int = 5
     jitter: float = 0.2
     seed: int = 0
-    unit: int = Work.fragment
 
     def check(self) -> None:
         """Refuses settings that cannot work.
@@ -51,7 +43,7 @@ class TimedRun:
         Raises:
           ConfigError: names the field and what to change.
         """
-        check_positive("learn", self.learn)
+        check_positive("warm_up", self.warm_up)
         check_positive("steps", self.steps)
         if not 0 <= self.jitter < 1:
             raise ConfigError(f"jitter must lie in [0, 1), not be {self.jitter}")
@@ -59,49 +51,42 @@ class TimedRun:
     @property
     def measured(self) -> range:
         """The numbers of the steps that are measured."""
-        return range(self.learn, self.learn + self.steps)
+        return range(self.warm_up, self.warm_up + self.steps)
 
-    def waits(self, costs: Costs, settings: Settings) -> Waits:
-        """The durations of the commands of such steps."""
-        return Waits(costs, settings.fragment_images, self.unit, self.jitter, self.seed)
+    @property
+    def length(self) -> int:
+        """Steps of a run: one more than is measured, so that the last measured step is not the end of a run."""
+        return self.warm_up + self.steps + 1
+
+    def step_times(self, step_ends: list[float]) -> tuple[float, ...]:
+        """Seconds of the measured steps."""
+        return tuple(step_ends[n] - step_ends[n - 1] for n in self.measured)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The result of a variant.
+    """The result of a layout.
 
     Attributes:
-      proposal: its split and tactics.
-      images: trained in a step.
-      step_times: seconds of the measured steps.
-      busy: the share of device-seconds that were spent at any work.
-      bound: seconds of a step if all devices had always generated or trained: (G + T)/N, with the
-        drawn durations.
-      predicted: mean seconds of these steps by the simulator, from the costs of the first steps.
-      tag_share, staleness: share of the fragments that the trainer generated; mean age in versions.
-      late: timer wake-up delay, mean seconds a wait.
+      layout: The planner's.
+      step_times: Seconds of the measured steps.
+      bound: Seconds of a step if all devices always generated or trained: (G + T)/N.
+      predicted: Median seconds of these steps by the simulator.
+      staleness: Mean age of the trained samples in versions.
+      late: Mean timer wake-up delay of a wait in seconds.
     """
 
-    proposal: Proposal
-    images: int
+    layout: Layout
     step_times: tuple[float, ...]
-    busy: float
     bound: float
     predicted: float
-    tag_share: float
     staleness: float
     late: float
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step."""
-        return fmean(self.step_times)
-
-    @property
-    def images_per_device_second(self) -> float:
-        """Images trained per second and device."""
-        devices = self.proposal.trainer + self.proposal.workers * self.proposal.worker_devices
-        return self.images / (self.step_seconds * devices)
+        """Median seconds of a step."""
+        return median(self.step_times)
 
     @property
     def utilisation(self) -> float:
@@ -114,116 +99,67 @@ class Measured:
         return self.predicted / self.step_seconds - 1
 
 
-@contextmanager
-def driving(problem: Problem, proposal: Proposal, run: TimedRun) -> Iterator[Driver]:
-    """A driver of waits, before the first step of a run."""
-    # One step more than is measured, so that the last measured step is not the end of a run.
-    steps = run.learn + run.steps + 1
-    settings = dataclasses.replace(of.settings(problem, proposal), steps=steps)
-    waits = run.waits(of.costs(problem, proposal), settings)
-    executors = WaitingExecutors(waits, of.layout(problem, proposal))
+def timed(
+    driver: Driver, run: TimedRun, stepped: Callable[[], object] = lambda: None
+) -> tuple[tuple[float, ...], float]:
+    """Seconds of the measured steps of a run, and their mean staleness; calls `stepped` after each step."""
+    ends, ages = [], []
+    for _ in range(run.length - 1):
+        ages.append(driver.step()["staleness"])
+        ends.append(driver.now())
+        stepped()
+    return run.step_times(ends), fmean(ages[run.warm_up :])
+
+
+def measure(
+    work: Work, layout: Layout, run: TimedRun, stepped: Callable[[], object] = lambda: None
+) -> Measured:
+    """Drives the runtime through a run of waits; calls `stepped` after every step."""
+    workers, costs = workers_of(work.problem, layout)
+    settings = dataclasses.replace(settings_of(work.problem, layout), steps=run.length)
+    executors = WaitingExecutors(Waits(costs, settings, run.jitter, run.seed), workers)
     with (
         closing(RewardPool(alone("waits", score), 0)) as rewards,
         closing(Driver(executors, Scheduler(settings, GUESSED), rewards)) as driver,
     ):
-        yield driver
-
-
-class Timed(NamedTuple):
-    """Seconds of the measured steps of a run, their metrics, and the scheduler after the first steps."""
-
-    step_times: tuple[float, ...]
-    told: list[dict[str, float]]
-    learned: SchedulerState
-
-    def mean(self, name: str) -> float:
-        """Of a metric over the measured steps."""
-        return fmean(line[name] for line in self.told)
-
-
-def timed(driver: Driver, run: TimedRun, stepped: Callable[[], object] = lambda: None) -> Timed:
-    """Drives through a run's steps; calls `stepped` after each."""
-    ends, told, saved = [0.0], [], {}
-    for step in range(run.learn + run.steps):
-        told.append(driver.step())
-        ends.append(driver.now())
-        saved[step] = driver.begun.scheduler
-        stepped()
-    times = tuple(ends[n + 1] - ends[n] for n in run.measured)
-    return Timed(times, told[run.learn :], Scheduler.restore(saved[run.learn - 1]).state)
-
-
-def measure(
-    problem: Problem,
-    proposal: Proposal,
-    run: TimedRun,
-    stepped: Callable[[], object] = lambda: None,
-) -> Measured:
-    """Drives the runtime through a run of waits; calls `stepped` after every step."""
-    with driving(problem, proposal, run) as driver:
-        found = timed(driver, run, stepped)
-    known = found.learned
+        step_times, staleness = timed(driver, run, stepped)
+    reports = simulations(workers, costs, settings, run, work.problem.scorers)
     return Measured(
-        proposal,
-        known.settings.groups * known.settings.images,
-        found.step_times,
-        found.mean("utilisation"),
-        bound(problem, run),
-        predict(known.costs, driver.executor.devices, known.settings, run),
-        found.mean("tag_share"),
-        found.mean("staleness"),
-        fmean(driver.executor.late),
+        layout,
+        step_times,
+        work.seconds,
+        fmean(median(run.step_times(report.step_ends)) for report in reports),
+        staleness,
+        fmean(executors.late),
     )
 
 
-def predict(
-    model: CostModel, devices: Mapping[str, int], settings: Settings, run: TimedRun
-) -> float:
-    """Mean seconds of the measured steps by the simulator, with the scheduler's average costs and the jitter."""
-    reports = simulations(*learned(model, devices), settings, run)
-    return fmean(report.step_times[n] for report in reports for n in run.measured)
-
-
-def simulations(layout: Layout, costs: Costs, settings: Settings, run: TimedRun) -> list[Report]:
+def simulations(
+    workers: tuple[WorkerLayout, ...],
+    costs: Costs,
+    settings: Settings,
+    run: TimedRun,
+    scorers: int = 0,
+) -> list[Report]:
     """Runs of the simulator with the jitter, each with its own random numbers."""
-    # Of a fragment: that of the mean of its draws.
-    jitter = run.jitter / math.sqrt(settings.fragment_images / run.unit)
-    # Other draws than the run's own, which a prediction cannot know.
-    numbers = range(SIMULATED if jitter else 1)
-    drawn = [Disturbance(jitter=jitter, seed=number) for number in numbers]
-    return [simulate(layout, costs, settings, settings.steps, one) for one in drawn]
-
-
-def bound(problem: Problem, run: TimedRun) -> float:
-    """Seconds of a measured step if all devices only generated and trained: (G + T)/N."""
-    settings = problem.settings
-    waits = run.waits(problem.costs, settings)
-    fragments = (Fragment(s, i) for s in run.measured for i in range(settings.fragments))
-    work = sum(waits.seconds(command) for f in fragments for command in _commands(f))
-    return work / (problem.devices * run.steps)
-
-
-def _commands(fragment: Fragment) -> Iterable[Generate | Decode | Train]:
-    return Generate(0, "", fragment, 0), Decode(0, "", fragment), Train(0, "", fragment, 0, False)
+    # They are not the run's own, which a prediction cannot know.
+    seeds = range(SIMULATED if run.jitter else 1)
+    drawn = [Disturbance(run.jitter, scorers=scorers, seed=seed) for seed in seeds]
+    return [simulate(workers, costs, settings, run.length, one) for one in drawn]
 
 
 def compare(
     work: Work,
     run: TimedRun,
-    variants: Iterable[Variant] = VARIANTS,
+    kinds: Iterable[str] = KINDS,
     stepped: Callable[[], object] = lambda: None,
 ) -> dict[str, Measured]:
-    """Every variant at its best split.
+    """The best layout of each kind.
 
     Raises:
       ConfigError: the request cannot be measured.
     """
     work.check()
     run.check()
-    problem = work.problem
-    problem.check()
-    chosen = {variant: best_split(variant, problem) for variant in variants}
-    return {
-        variant.name: measure(variant.problem(problem), proposal, run, stepped)
-        for variant, proposal in chosen.items()
-    }
+    chosen = {kind: best_layout(work, kind) for kind in kinds}
+    return {kind: measure(work, layout, run, stepped) for kind, layout in chosen.items()}

@@ -1,17 +1,25 @@
-"""The compared variants: a step's work, and the tactics one after the other, each at its best split."""
+"""The compared kinds of layouts: the work of a step, and the best layout of a kind by the planner."""
 
 import dataclasses
-import math
-from collections.abc import Callable
 
 from digen_jax.errors import ConfigError, check_positive
-from digen_jax.scheduling.planner.problem import Problem, Scaling
-from digen_jax.scheduling.planner.proposal import Proposal
-from digen_jax.scheduling.planner.search import LEAST, Simulations, search
-from digen_jax.scheduling.planner.space import proposals
+from digen_jax.scheduling.planner.memory import Layout
+from digen_jax.scheduling.planner.problem import Problem
+from digen_jax.scheduling.planner.search import Simulations, layouts, search
 from digen_jax.scheduling.settings import Costs, Settings
 
 DECODE = 0.05  # of the seconds of generation
+
+# The rows of the table, as in `Layout.kind`.
+COLOCATED = "colocated"
+KINDS = (
+    COLOCATED,
+    "disaggregated",
+    "disaggregated, lag 1",
+    "pool",
+    "pool, lag 1",
+    "rollout + pool, lag 1",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,27 +27,28 @@ class Work:
     """A step and the costs of its commands.
 
     Attributes:
-      devices: number of equal devices.
-      generate, train: the ratio of their device-seconds.
-      seconds: duration of a step if all devices were always busy: the bound (G + T)/N.
-      encode, update, publish: as shares of that bound.
-      score: of a step's images by the one scorer, as a share of the bound.
-      groups, images, fragment: groups of a step, images of a group and of a fragment.
-      transitions: trained steps of a trajectory, which TSP splits.
+      devices: Number of equal devices.
+      generate, train: Ratio of their device-seconds.
+      seconds: Duration of a step if all devices were always busy: the bound (G + T)/N.
+      encode, update, publish: Shares of that bound.
+      score: Duration of scoring a step's images by the one scorer, as a share of the bound.
+      groups, images: Groups of a step, images of a group.
+      fragment: Images of a chunk for each device of a worker.
+      passes: Parts of the training of such a chunk.
     """
 
     devices: int = 8
     generate: float = 1.0
     train: float = 1.0
-    seconds: float = 0.6
-    encode: float = 0.005
+    seconds: float = 4.0
+    encode: float = 0.002
     update: float = 0.01
     publish: float = 0.02
     score: float = 0.1
     groups: int = 16
     images: int = 8
-    fragment: int = 4
-    transitions: int = 9
+    fragment: int = 1
+    passes: int = 8
 
     def check(self) -> None:
         """Refuses work that cannot be measured.
@@ -57,76 +66,42 @@ class Work:
 
     @property
     def problem(self) -> Problem:
-        """The planner's problem; the trainer and each worker speed up linearly as far as they can split."""
-        image = self.seconds * self.devices / (self.groups * self.images)
-        making = image * self.generate / (self.generate + self.train)
+        """The planner's problem; a worker of n devices takes 1/n of the seconds of one device."""
+        images = self.groups * self.images
+        image = self.seconds * self.devices / images
+        sampling = image * self.generate / (self.generate + self.train)
         costs = Costs(
-            generate=making * (1 - DECODE),
-            decode=making * DECODE,
-            train=image - making,
+            generate=sampling * (1 - DECODE),
+            decode=sampling * DECODE,
+            train=image - sampling,
             encode=self.encode * self.seconds,
             update=self.update * self.seconds,
             publish=self.publish * self.seconds,
-            score=self.score * self.seconds / (self.groups * self.images),
+            score=self.score * self.seconds / images,
         )
-        fragments = self.groups * self.images // self.fragment
-        settings = Settings(1, self.groups, self.images, self.fragment, tag_fragments=fragments)
-        by_image = Scaling(images=self.fragment)
-        return Problem(
-            self.devices, settings, costs, by_image, by_image, self.transitions, scorers=1
-        )
+        settings = Settings(1, self.groups, self.images, self.fragment, passes=self.passes)
+        chunks = self.fragment, self.fragment * self.devices
+        return Problem(self.devices, settings, costs, scorers=1, chunks=chunks)
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A row of the table: its proposals, in a problem that may be an easier one."""
-
-    name: str
-    allowed: Callable[[Proposal], bool]
-    problem: Callable[[Problem], Problem] = lambda problem: problem
-
-
-def colocated(problem: Problem) -> Problem:
-    """All devices sample, then all train: a fragment has as many images for each of them as a worker has."""
-    settings = problem.settings
-    images = settings.groups * settings.images
-    size = math.gcd(images, settings.fragment_images * problem.devices)
-    settings = dataclasses.replace(settings, fragment_images=size)
-    free = Scaling()
-    return dataclasses.replace(problem, settings=settings, worker=free, trainer=free)
-
-
-def _apart(**tactics: bool | int) -> Callable[[Proposal], bool]:
-    """Rollout workers of one device each, and some tactics on or off."""
-    asked = {"worker_devices": 1, **tactics}
-    return lambda c: bool(c.workers) and all(getattr(c, n) == on for n, on in asked.items())
-
-
-PLAIN, COLOCATED = "plain", "colocated"
-VARIANTS = (
-    Variant(COLOCATED, lambda c: not c.workers, colocated),
-    Variant(
-        PLAIN,
-        _apart(time=1, gap=False, tag=False, asynchrony=False),
-        lambda p: dataclasses.replace(p, trainer=Scaling()),
-    ),
-    Variant("+ GAP", _apart(time=1, gap=True, tag=False, asynchrony=False)),
-    Variant("+ TSP", _apart(gap=True, tag=False, asynchrony=False)),
-    Variant("+ TAG", _apart(gap=True, tag=True, asynchrony=False)),
-    Variant("+ asynchrony", _apart(gap=True, tag=True, asynchrony=True)),
-)
-
-
-def best_split(variant: Variant, problem: Problem) -> Proposal:
-    """The fastest of a variant's proposals by the planner's search.
+def best_layout(work: Work, kind: str) -> Layout:
+    """The fastest layout of a kind by the planner's search. All workers but a colocated one have one device.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: no layout is of this kind.
     """
-    problem = variant.problem(problem)
-    found = [c for c in proposals(problem) if variant.allowed(c)]
+    problem = work.problem
+    size = work.devices if kind == COLOCATED else 1
+    found = [
+        layout
+        for layout in layouts(problem)
+        if layout.kind == kind
+        and layout.devices == size >= layout.rollout_devices
+        and layout.chunk == work.fragment * size
+    ]
     if not found:
         raise ConfigError(
-            f"{problem.devices} devices cannot be split for {variant.name!r}: use more"
+            f"{work.devices} devices and {work.groups} groups of {work.images} images have no layout {kind!r}: "
+            "use more devices, or groups that they divide"
         )
-    return search(Simulations(problem), found, LEAST, simplify=False).proposal
+    return search(Simulations(problem), found).layout

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from digen_jax.benchmark.waits import WaitingExecutors, WaitingJudge, WaitingSampler, Waits, score
+from digen_jax.benchmark.waits import WaitingExecutors, WaitingJudge, WaitingWorker, Waits, score
 from digen_jax.config.sections import EvaluationSection, PlacementSection, PromptsSection
 from digen_jax.distributed.engine import LOCAL, RayEngine
 from digen_jax.distributed.transfer import TrainerLink, WorkerLink
@@ -42,9 +42,8 @@ from digen_jax.scheduling.commands import (
     Publish,
     Update,
 )
-from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.scheduler import Scheduler
-from digen_jax.scheduling.settings import Settings
+from digen_jax.scheduling.simulator import WorkerLayout
 
 # Bytes of the trees that are transferred.
 WEIGHTS, SAMPLES, PROMPTS = 2**20, 2**18, 2**16
@@ -52,28 +51,28 @@ WEIGHTS, SAMPLES, PROMPTS = 2**20, 2**18, 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Emulation:
-    """What `RolloutWorkers` and `WaitingProcess` get instead of a recipe."""
+    """What `RolloutWorkers` and `WaitingProcess` get instead of a recipe.
 
-    layout: Layout
+    The first worker is the home worker, and the others only sample.
+    """
+
+    workers: tuple[WorkerLayout, ...]
     waits: Waits
-    settings: Settings
     prompts: PromptsSection = dataclasses.field(default=PromptsSection(file=""))
     evaluation: EvaluationSection = dataclasses.field(default=EvaluationSection(prompts=""))
 
     @property
     def placement(self) -> PlacementSection:
         """The number of workers, of one device each."""
-        return PlacementSection(rollout=RolloutAxes(data=1, workers=len(self.layout.rollout)))
+        return PlacementSection(rollout=RolloutAxes(data=1, workers=len(self.workers) - 1))
 
 
 @contextmanager
 def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
     """The driver of a run on a Ray instance of its own, and its workers; raises ConfigError without Ray."""
-    layout, waits, settings = emulation.layout, emulation.waits, emulation.settings
+    waits, processes = emulation.waits, len(emulation.workers) - 1
     with ExitStack() as stack:
-        engine = stack.enter_context(
-            closing(RayEngine(LOCAL, show=False, cpus=len(layout.rollout)))
-        )
+        engine = stack.enter_context(closing(RayEngine(LOCAL, show=False, cpus=processes)))
         workers = RolloutWorkers(emulation, engine, kind=WaitingProcess)
         stack.callback(workers.end)
         workers.wait()
@@ -82,8 +81,8 @@ def driving(emulation: Emulation) -> Iterator[tuple[Driver, RolloutWorkers]]:
         def make(proxies: list[WorkerProxy]) -> Driver:
             # In the order of the simulator, whichever started first.
             proxies.sort(key=lambda one: _number(one.name))
-            executors = DrivingExecutors(waits, layout, proxies, workers.link)
-            return Driver(executors, Scheduler(settings, waits.costs), rewards)
+            executors = DrivingExecutors(waits, emulation.workers, proxies, workers.link)
+            return Driver(executors, Scheduler(waits.settings, waits.costs), rewards)
 
         stack.enter_context(closing(workers))
         yield stack.enter_context(closing(workers.begin(make))), workers
@@ -99,16 +98,20 @@ class DrivingExecutors(WaitingExecutors):
     """Waits of the trainer, which transfers trees to and from rollout workers in other processes."""
 
     def __init__(
-        self, waits: Waits, layout: Layout, rollouts: Sequence[WorkerProxy], link: TrainerLink
+        self,
+        waits: Waits,
+        workers: tuple[WorkerLayout, ...],
+        rollouts: Sequence[WorkerProxy],
+        link: TrainerLink,
     ):
-        super().__init__(waits, layout, rollouts)
+        super().__init__(waits, workers, rollouts)
         self._link = link
         link.offer(Publication(0), _tree(WEIGHTS))
 
     def do(self, command: Command) -> None:
         """See `WaitingExecutors`."""
-        if isinstance(command, Deliver) and command.worker != TRAINER:
-            with self.working(command):
+        if isinstance(command, Deliver):
+            with self.home.lasting(command):
                 self._deliver(command.worker, command.fragment)
             return
         super().do(command)
@@ -131,23 +134,25 @@ class WaitingProcess(RolloutProcess):
 
     def open(self, recipe: Emulation, first: int, place: Any = None) -> Opened:
         """See `RolloutProcess`."""
-        mesh = recipe.layout.rollout[_number(self._name)]
-        waits, settings = recipe.waits, recipe.settings
+        layout = recipe.workers[1 + _number(self._name)]
+        waits, settings = recipe.waits, recipe.waits.settings
         self._pool = RewardPool(alone("waits", score), 0)
         self._judge = WaitingJudge(waits, self._pool)
         self._link = WorkerLink()
         shape = settings.images, settings.fragment_images
         self._steps = Steps(_records(settings.groups, first), *shape, _NoDraws(), first)
-        self._executor = TransferringSampler(self._name, mesh, waits, self._steps, self._link)
+        self._executor = TransferringWorker(self._name, layout, waits, self._steps, self._link)
         gc.freeze()  # as in a run, so that later collections take milliseconds
-        return Opened(mesh.devices, socket.gethostname(), os.getpid())
+        return Opened(layout.devices, socket.gethostname(), os.getpid())
 
 
-class TransferringSampler(WaitingSampler):
+class TransferringWorker(WaitingWorker):
     """Waits of a rollout worker, which takes weights meanwhile and offers small trees afterwards."""
 
-    def __init__(self, name: str, mesh: Mesh, waits: Waits, steps: Steps, link: WorkerLink):
-        super().__init__(name, mesh, waits)
+    def __init__(
+        self, name: str, layout: WorkerLayout, waits: Waits, steps: Steps, link: WorkerLink
+    ):
+        super().__init__(name, layout, waits)
         self._steps, self._link = steps, link
 
     def receive(self, publication: Publication) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from statistics import fmean
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -16,7 +15,6 @@ from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors import Samples
 from digen_jax.runtime.judging import Judged, ready, then
 from digen_jax.scheduling.commands import (
-    TRAINER,
     Command,
     Decode,
     Deliver,
@@ -30,53 +28,32 @@ from digen_jax.scheduling.commands import (
     Publish,
     Score,
     Train,
-    Update,
 )
-from digen_jax.scheduling.planner.simulate import Layout, Mesh
-from digen_jax.scheduling.settings import Costs
+from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.simulator import WorkerLayout, names_of, seconds_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Waits:
-    """The durations of commands.
+    """The durations of commands: those of the simulator, with random numbers that depend on the work.
 
-    Each takes its cost times a factor drawn uniformly from 1 - `jitter` to 1 + `jitter`. The factor depends
-    on the seed and on the work, but not on the worker or the time, so that all placements have the same
-    work to do. A fragment has a draw for every `unit` of its images and takes their mean.
+    Equal work has an equal number on all workers, of which one of several devices takes the time of its slowest one.
     """
 
     costs: Costs
-    images: int  # of a fragment
-    unit: int  # divides the images of a fragment
-    jitter: float
-    seed: int
+    settings: Settings
+    jitter: float = 0.0  # see `Disturbance`
+    seed: int = 0
 
-    def seconds(self, command: Command, speed: float = 1.0) -> float:
-        """Duration of a command on a worker of a given speed."""
-        return self.costs.seconds(command.kind, self.images, speed) * self.factor(command)
-
-    def factor(self, command: Command) -> float:
-        """The factor by which jitter changes a command's cost."""
-        drawn = (
-            random.Random(f"{self.seed} {command.kind} {part}") for part in self._work(command)
-        )
-        return 1 + self.jitter * fmean(one.uniform(-1, 1) for one in drawn)
-
-    def _work(self, command: Command) -> list[tuple[int, int]]:
-        """The parts of a step that a command is about, independent of the worker."""
+    def seconds(self, command: Command, worker: WorkerLayout | None = None) -> float:
+        """Duration of a command. `worker` executes it; None: it occupies no device."""
         match command:
-            case Generate() | Decode() | Deliver() | Score() | Train():
-                fragment, units = command.fragment, self.images // self.unit
-                first = fragment.index * units
-                return [(fragment.step, part) for part in range(first, first + units)]
-            case Encode():
-                return [(command.step, 0)]
-            case Update():
-                return [(command.step, command.update)]
-            case Publish():
-                return [(command.version, 0)]
+            case Generate() | Decode() | Train():
+                work = command.fragment.step, command.fragment.index, getattr(command, "first", 0)
             case _:
-                return [(command.serial, 0)]  # role switches differ between placements
+                work = command.serial
+        draw = random.Random(f"{self.seed} {command.kind} {work}").random
+        return seconds_of(command, worker, self.costs, self.settings, self.jitter, draw)
 
 
 @contextmanager
@@ -96,7 +73,10 @@ class WaitingJudge:
 
     def submit(self, fragment: Fragment) -> Future[Judged]:
         """The future scores of a fragment, all equal, without previews of images."""
-        images, seconds = self._waits.images, self._waits.seconds(Score(0, fragment, ""))
+        images, seconds = (
+            self._waits.settings.fragment_images,
+            self._waits.seconds(Score(0, fragment, "")),
+        )
         black = np.zeros((images, 1, 1, 3), np.uint8)
         asked = self._pool.submit(black, [""] * images, [{"seconds": seconds}] * images)
         looks = ready(None)
@@ -105,13 +85,13 @@ class WaitingJudge:
         )
 
 
-class WaitingSampler:
-    """A rollout worker that only waits, with the interface of `SamplingExecutor`."""
+class WaitingWorker:
+    """A worker that only waits, with the interface of `SamplingExecutor`."""
 
-    def __init__(self, name: str, mesh: Mesh, waits: Waits):
-        self.name, self.devices = name, mesh.devices
+    def __init__(self, name: str, layout: WorkerLayout, waits: Waits):
+        self.name, self.devices = name, layout.devices
         self.late: list[float] = []  # of each wait, in seconds
-        self._speed, self._waits = mesh.speed, waits
+        self._layout, self._waits = layout, waits
 
     def receive(self, publication: Publication) -> None:
         """A transfer of weights."""
@@ -154,7 +134,7 @@ class WaitingSampler:
 
     def lasting(self, command: Command) -> AbstractContextManager[None]:
         """A block that lasts as long as a command on this worker."""
-        return lasting(self._waits.seconds(command, self._speed), self.late)
+        return lasting(self._waits.seconds(command, self._layout), self.late)
 
 
 class WaitingExecutors:
@@ -163,71 +143,86 @@ class WaitingExecutors:
     The driver, its threads, the scheduler and the reward pool are the real ones.
 
     Attributes:
-      samplers: by worker, the trainer's, too; those of rollout workers may be in other processes.
-      late: seconds by which the trainer's waits and transfers ended too late.
+      home: the home worker.
+      workers: all workers by name, the home worker last; the others may be in other processes.
     """
 
     extremes = None
 
-    def __init__(self, waits: Waits, layout: Layout, rollouts: Iterable[Samples] | None = None):
-        """`rollouts`: the executors of the rollout workers. None means that they wait in this process."""
+    def __init__(
+        self,
+        waits: Waits,
+        workers: tuple[WorkerLayout, ...],
+        rollouts: Iterable[Samples] | None = None,
+    ):
+        """The first worker is the home worker.
+
+        Args:
+          waits: the durations.
+          workers: all workers.
+          rollouts: executors in other processes of all but the home worker. None: they wait in this process.
+        """
         self._waits, self._step = waits, 0
-        if rollouts is None:
-            meshes = ((f"rollout {i}", mesh) for i, mesh in enumerate(layout.rollout))
-            rollouts = [WaitingSampler(*one, waits) for one in meshes]
-        self._assistant = WaitingSampler(TRAINER, layout.trainer, waits)
-        self.samplers: dict[str, Samples] = {one.name: one for one in (*rollouts, self._assistant)}
+        named = dict(zip(names_of(workers), workers, strict=True))
+        self._roles = {name: layout.roles for name, layout in named.items()}
+        self.home, *here = (WaitingWorker(name, one, waits) for name, one in named.items())
+        others = here if rollouts is None else rollouts
+        self.workers: dict[str, Samples] = {one.name: one for one in (*others, self.home)}
 
     @property
     def devices(self) -> dict[str, int]:
         """The number of devices of every worker."""
-        return {name: one.devices for name, one in self.samplers.items()}
+        return {name: one.devices for name, one in self.workers.items()}
 
     @property
     def late(self) -> list[float]:
-        """The delay of each wait of this process, in seconds."""
-        samplers = [one for one in self.samplers.values() if isinstance(one, WaitingSampler)]
-        return [delay for one in samplers for delay in one.late]
+        """Seconds by which each wait of this process ended too late."""
+        here = [one for one in self.workers.values() if isinstance(one, WaitingWorker)]
+        return [delay for one in here for delay in one.late]
+
+    def roles(self, worker: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """See `Executor`; no worker has a spare role."""
+        return self._roles[worker], ()
 
     def do(self, command: Command) -> None:
         """Waits for the duration of a command, or has its worker do it."""
+        worker = self.workers.get(getattr(command, "worker", ""), self.home)
         match command:
             case Encode():
-                self.samplers[command.worker].encode(command.step)
+                worker.encode(command.step)
             case Generate():
-                self.samplers[command.worker].generate(command.fragment, command.publication)
+                worker.generate(command.fragment, command.publication)
             case Decode():
-                self.samplers[command.worker].decode(command.fragment)
+                worker.decode(command.fragment)
             case Publish():
-                self.samplers[command.worker].receive(command.publication)
+                worker.receive(command.publication)
             case DropVersion():
-                for one in list(self.samplers.values()):
+                for one in list(self.workers.values()):
                     one.drop_weights(command.publication)
             case DropFragments():
-                holders = itertools.product(list(self.samplers.values()), command.fragments)
+                holders = itertools.product(list(self.workers.values()), command.fragments)
                 for one, fragment in holders:
                     one.drop_fragment(fragment)
-            case _ if command.answered:
-                with self.working(command):
+            case Deliver():
+                with self.home.lasting(command):
                     pass
-
-    def working(self, command: Command) -> AbstractContextManager[None]:
-        """A block that lasts as long as a command of the trainer, or as a transfer to it."""
-        return self._assistant.lasting(command)
+            case _ if command.answered:
+                with worker.lasting(command):
+                    pass
 
     def score(self, command: Score, pool: RewardPool) -> Future[Judged]:
         """Asks the reward below, which takes the command's seconds."""
         judge = WaitingJudge(self._waits, pool)
-        return self.samplers[command.maker].score(command.fragment, judge)
+        return self.workers[command.maker].score(command.fragment, judge)
 
     def scored(self, command: Score, judged: Judged) -> None:
         """Only the scheduler reads the scores."""
-        if command.maker in self.samplers:
-            self.samplers[command.maker].scored(command.fragment)
+        if command.maker in self.workers:
+            self.workers[command.maker].scored(command.fragment)
 
     def end_step(self) -> dict[str, float]:
-        """Ends the step for all samplers; there are no metrics besides those that the driver measures."""
-        for one in list(self.samplers.values()):
+        """Ends the step for all workers; there are no metrics besides those that the driver measures."""
+        for one in list(self.workers.values()):
             one.end_step(self._step)
         self._step += 1
         return {}
@@ -240,7 +235,7 @@ class WaitingExecutors:
 
     def give_up(self, worker: str) -> None:
         """Removes a lost worker."""
-        self.samplers.pop(worker).give_up()
+        self.workers.pop(worker).give_up()
 
 
 def score(

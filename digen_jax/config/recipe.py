@@ -170,17 +170,28 @@ class Recipe:
             groups=self.batch.groups,
             images=self.batch.images,
             fragment_images=self.sampler.fragment,
+            passes=self.sampler.fragment
+            // self.trainer.micro_batch
+            * -(-self.trained_steps // self.trainer.pack),
             updates=self.trainer.updates,
             readiness=self.algorithm.needs(self.advantages),
             open_groups=runtime.early_groups,
-            ordered=runtime.in_order,
+            ordered=self.in_order,
             staleness=runtime.staleness,
             stale_share=runtime.stale_share,
-            tag_fragments=runtime.tag_fragments,
             max_candidates=runtime.max_candidates,
             redundant_groups=runtime.redundant_groups,
             score_retries=self.reward_pool.retries,
         )
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each worker samples and trains its own fragments, in their order: see `runtime.ordered`."""
+        runtime, placement = self.runtime, self.placement
+        if runtime.ordered != "auto":
+            return runtime.ordered == "yes"
+        assisted = placement.trainer.samples and placement.rollout.data > 0
+        return not (runtime.staleness or runtime.early_groups or assisted)
 
     @property
     def drawn_groups(self) -> int:
@@ -211,7 +222,7 @@ class Recipe:
     def layout(self) -> str:
         """Where a step's work is done and how it is divided, as a string: the costs of commands depend on it."""
         placement = dataclasses.asdict(self.placement)
-        del placement["cpu_devices"], placement["sizes"]
+        del placement["cpu_devices"], placement["sizes"], placement["trainer"]["samples"]
         cut = self.sampler.fragment, self.trainer.micro_batch, self.trainer.pack
         known: dict[str, Any] = {"placement": placement, "cut": cut}
         if any(where := [one.where for one in self.rewards]):

@@ -284,29 +284,18 @@ class RuntimeSection:
     staleness: int = 0  # weight versions that a trajectory may be behind; 0: strictly on policy
     # largest share of a step's groups that may begin before the step; 0 to 1
     stale_share: float = 0.5
-    # fragments of a step that a waiting trainer may generate itself; 0: none
-    tag_fragments: int = 0
-    # weights that the trainer then samples from: its own, or a copy on each device ("resharded")
+    # weights that a trainer that samples, too, samples from: its own, or a copy on each device ("resharded")
     tag_weights: Literal["in place", "resharded"] = "in place"
     # dynamic sampling: groups tried for a step, as those of equal rewards are replaced; 0: off
     max_candidates: int = 0
     redundant_groups: int = 0  # groups generated ahead, so that no replacement has to be waited for
-    # train a step's fragments in their order; "auto": if nothing is trained early or stale
+    # each worker samples and trains its own fragments in their order, so that a repeated run gives the same bits;
+    # "auto": unless fragments are trained early or stale, or the trainer samples beside rollout meshes
     ordered: Literal["auto", "yes", "no"] = "auto"
     early_groups: int = 0  # incomplete groups that may be in training at a time; 0: none
     # seconds after which a command or a reward counts as hung, or ten times its measured duration if
     # that is longer; compilation does not count; 0: never
     deadline: float = 1800.0
-
-    @property
-    def in_order(self) -> bool:
-        """Whether a step's fragments are trained in their order.
-
-        "auto" means yes without asynchrony and early training: a repeated run then gives the same bits.
-        """
-        if self.ordered == "auto":
-            return self.staleness == 0 and not self.early_groups
-        return self.ordered == "yes"
 
 
 @dataclasses.dataclass(frozen=True)

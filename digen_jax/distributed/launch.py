@@ -36,6 +36,7 @@ from digen_jax.distributed.engine import (
 )
 from digen_jax.distributed.files import check_same, fingerprints
 from digen_jax.distributed.transfer import Mailbox
+from digen_jax.engine.placement import APART, check_one_mesh
 from digen_jax.errors import ConfigError, check_divides
 from digen_jax.process.ending import STOPPED, last_word, leave
 from digen_jax.process.interrupt import SIGNALS
@@ -84,6 +85,7 @@ def check(recipe: Recipe, place: tuple[str | int | None, ...], one_job: bool) ->
             "config.placement.rollout.data = 0, so that the trainer's devices sample: with --ray set it to 1 or more, "
             "or leave --ray out"
         )
+    check_one_mesh(recipe.placement.meshes, APART)
     rollout = recipe.placement.meshes.rollout
     if one_job and rollout.max_workers > rollout.workers:
         raise ConfigError(

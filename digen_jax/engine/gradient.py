@@ -22,26 +22,38 @@ def sum_passes(
     micros: MicroBatch,
     totals: Any,
     layout: Any,
+    piece: Any = None,
 ) -> Any:
-    """`totals` + the sum over all passes of gradient(*parameters, shared, pass), with the memory of one pass.
+    """`totals` + the sum over passes of gradient(*parameters, shared, pass), with the memory of one pass.
+
+    `piece` is (first, count) of the passes, which may be traced, so that one program is for all pieces; None: all.
 
     If the parameters are whole on every device and tokens are not split, each device sums its own share, and the
     sums are reduced once, at the end, over the devices with other samples; otherwise XLA reduces in every pass.
     `layout` contains the totals' shardings.
     """
 
-    def scan(parameters, shared, micros, totals, merge, laid_out):
-        def body(totals, micro):
+    def scan(parameters, shared, micros, totals, piece, merge, laid_out):
+        def body(number, totals):
+            micro = jax.tree.map(
+                lambda a: jax.lax.dynamic_index_in_dim(a, number, 0, False), micros
+            )
             new = gradient(*parameters, shared, merge(micro))
-            return laid_out(jax.tree.map(jnp.add, totals, new)), None
+            return laid_out(jax.tree.map(jnp.add, totals, new))
 
-        return jax.lax.scan(body, totals, micros)[0]
+        passes = len(jax.tree.leaves(micros)[0])
+        first, count = (0, passes) if piece is None else piece
+        # A fragment of which images are left out has fewer passes.
+        end = passes if piece is None else jnp.minimum(first + count, passes)
+        return jax.lax.fori_loop(first, end, body, totals)
 
-    def own_share(parameters, shared, micros, totals):
+    def own_share(parameters, shared, micros, totals, piece):
         first = jax.lax.axis_index(SAMPLES) == 0
         mine = jax.tree.map(lambda a: jnp.where(first, a, 0), totals)
         with on_device(group.mesh.devices.flat[0], group.attention):
-            mine = scan(parameters, shared, micros, mine, merged_on_device, lambda sums: sums)
+            mine = scan(
+                parameters, shared, micros, mine, piece, merged_on_device, lambda sums: sums
+            )
         return jax.lax.psum(mine, SAMPLES)
 
     whole = PartitionSpec()
@@ -53,6 +65,7 @@ def sum_passes(
                 shared,
                 micros,
                 totals,
+                piece,
                 lambda micro: merged(micro, group),
                 lambda sums: jax.lax.with_sharding_constraint(sums, layout),
             )
@@ -60,7 +73,7 @@ def sum_passes(
     return jax.shard_map(
         own_share,
         mesh=group.mesh,
-        in_specs=(whole, whole, group.passes(1).spec, whole),
+        in_specs=(whole, whole, group.passes(1).spec, whole, whole),
         out_specs=whole,
         check_vma=False,
-    )(parameters, shared, micros, totals)
+    )(parameters, shared, micros, totals, piece)

@@ -14,10 +14,12 @@ from digen_jax.engine.axes import BATCH, DATA, FSDP, MODEL, SAMPLES, TIME, make_
 from digen_jax.engine.sharding import Layout, name_of
 from digen_jax.errors import ConfigError
 
+APART = "workers in processes of their own (--ray)"
 # The only mesh of a process, where others have the others.
 OwnMesh = Literal["trainer", "rollout"]
 # Fields of a mesh's section that do not change its number of devices.
 PROCESSES = ("hosts", "max_workers")
+NO_SIZES = (*PROCESSES, "samples")  # fields of axes that are no sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +138,7 @@ class RolloutAxes:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerAxes:
-    """The axes of the training mesh."""
+    """The training meshes: the axes of each, and their number."""
 
     data: int  # devices that share images
     fsdp: int = 1  # devices that share images and parameters
@@ -147,6 +149,9 @@ class TrainerAxes:
         1  # devices that share the tokens of each image; with tensor they divide the heads
     )
     hosts: int = 1  # processes of the mesh, with --ray; they have equally many devices
+    workers: int = 1  # meshes of this size, which train a part of each step; the first one updates
+    # with rollout meshes: they also sample where they would wait (trainer-assisted generation)
+    samples: bool = False
 
     @property
     def images(self) -> int:
@@ -155,7 +160,7 @@ class TrainerAxes:
 
     @property
     def devices(self) -> int:
-        """Devices of the mesh."""
+        """Devices of each mesh."""
         return self.images * self.time * self.tensor * self.sequence
 
 
@@ -171,8 +176,8 @@ class MeshSizes(NamedTuple):
 
 
 def mesh_axes(sizes: RolloutAxes | TrainerAxes) -> dict[str, int]:
-    """The sizes of one mesh's axes, without the numbers of workers and processes."""
-    others = {"workers", *PROCESSES}
+    """The sizes of one mesh's axes, without its role and the numbers of workers and processes."""
+    others = {"workers", *NO_SIZES}
     return {name: size for name, size in vars(sizes).items() if name not in others}
 
 
@@ -186,13 +191,15 @@ class Placement:
 
     Attributes:
       rollouts: those of this process.
-      trainer: None: another process has it.
+      trainer: the mesh that trains and updates. None: another process has it.
       elsewhere: the number of sampling meshes in other processes, as the config has it; others may join.
+      others: further training meshes.
     """
 
     rollouts: tuple[DeviceGroup, ...]
     trainer: DeviceGroup | None
     elsewhere: int = 0
+    others: tuple[DeviceGroup, ...] = ()
 
     @property
     def rollout(self) -> DeviceGroup:
@@ -211,7 +218,8 @@ class Placement:
         kind = "CPU" if kind == "cpu" else kind
         if self.trainer is None:
             return f"{_counted(group.mesh.size, kind)} for rollout"
-        trainer, meshes = self.trainer.mesh.size, len(self.rollouts)
+        meshes, training = len(self.rollouts), 1 + len(self.others)
+        trainer = training * self.trainer.mesh.size
         if self.elsewhere:
             return (
                 f"{_counted(trainer, kind)} for training; rollout on {self.elsewhere} other workers"
@@ -219,10 +227,13 @@ class Placement:
         if self.colocated:
             processes = processes_of(self.trainer.mesh.devices.flat)
             where = f" of {processes} processes" if processes > 1 else ""
+            if self.others:
+                return f"{_counted(trainer, kind)}: {training} workers that sample and train"
             return f"{_counted(trainer, kind)}{where} for rollout and training in turn"
         rollout = meshes * self.rollout.mesh.size
-        workers = f" ({meshes} workers)" if meshes > 1 else ""
-        return f"{_counted(rollout + trainer, kind)}: {rollout} for rollout{workers}, {trainer} for training"
+        first, second = (f" ({n} workers)" if n > 1 else "" for n in (meshes, training))
+        total = _counted(rollout + trainer, kind)
+        return f"{total}: {rollout} for rollout{first}, {trainer} for training{second}"
 
 
 def _counted(count: int, kind: str) -> str:
@@ -246,9 +257,11 @@ def make_placement(
     starts = range(0, size * sizes.rollout.workers, size) if size else ()
     sampling = (make_mesh(devices[i : i + size], **mesh_axes(sizes.rollout)) for i in starts)
     first = size * len(starts)
-    training = make_mesh(devices[first : first + trainer], **mesh_axes(sizes.trainer))
+    starts = range(first, first + trainer * sizes.trainer.workers, trainer)
+    training = (make_mesh(devices[i : i + trainer], **mesh_axes(sizes.trainer)) for i in starts)
     rollouts = tuple(DeviceGroup(mesh, layout, attention) for mesh in sampling)
-    return Placement(rollouts, DeviceGroup(training, layout, attention))
+    home, *others = (DeviceGroup(mesh, layout, attention) for mesh in training)
+    return Placement(rollouts, home, others=tuple(others))
 
 
 def make_own(
@@ -264,6 +277,7 @@ def make_own(
       ConfigError: there are too few devices.
     """
     axes = getattr(sizes, mesh)
+    check_one_mesh(sizes, APART)
     if axes.devices > len(devices):
         raise ConfigError(
             f"config.placement.{mesh} wants {axes.devices} devices, but its process has {len(devices)}: make it "
@@ -292,6 +306,7 @@ def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
             "sample and train together: start rollout workers by --ray, or set config.placement.rollout.data = 0, and "
             f"the axes of config.placement.trainer so that they take all {len(devices)} devices"
         )
+    check_one_mesh(sizes, "several processes that sample and train together")
     if trainer != len(devices):
         raise ConfigError(
             f"config.placement.trainer takes {trainer} of the {len(devices)} devices of {processes} processes, "
@@ -299,8 +314,17 @@ def check_processes(sizes: MeshSizes, devices: Sequence[jax.Device]) -> None:
         )
 
 
+def check_one_mesh(sizes: MeshSizes, where: str) -> None:
+    """Refuses several training meshes, which are for one process, not for `where`."""
+    if sizes.trainer.workers > 1:
+        raise ConfigError(
+            f"config.placement.trainer.workers = {sizes.trainer.workers} is for one process, not for {where}: set it "
+            "to 1, and the mesh's axes to all devices"
+        )
+
+
 def mesh_sizes(sizes: MeshSizes, devices: int) -> tuple[int, int]:
-    """The numbers of `devices` that (each rollout mesh, the trainer's) takes; 0: colocated.
+    """The numbers of `devices` that (each rollout mesh, each training mesh) takes; 0: colocated.
 
     Raises:
       ConfigError: there are fewer devices.
@@ -308,10 +332,10 @@ def mesh_sizes(sizes: MeshSizes, devices: int) -> tuple[int, int]:
     if devices == 1:
         return 0, 1
     rollout, trainer = sizes.rollout.devices, sizes.trainer.devices
-    total = rollout * sizes.rollout.workers
-    if total + trainer > devices:
+    total, training = rollout * sizes.rollout.workers, trainer * sizes.trainer.workers
+    if total + training > devices:
         raise ConfigError(
-            f"config.placement.rollout wants {total} and config.placement.trainer {trainer} devices, but there "
+            f"config.placement.rollout wants {total} and config.placement.trainer {training} devices, but there "
             f"are {devices}: make the meshes smaller"
         )
     return rollout, trainer
@@ -327,12 +351,12 @@ def fitted(wanted: MeshSizes, devices: int) -> MeshSizes:
         return MeshSizes(dataclasses.replace(wanted.rollout, data=0), ONE_DEVICE.trainer)
 
     def smaller(axes: Any) -> list[Any]:
-        names = [name for name in vars(axes) if name not in PROCESSES]
+        names = [name for name in vars(axes) if name not in NO_SIZES]
         choices = itertools.product(*(_divisors(getattr(axes, name), devices) for name in names))
         return [dataclasses.replace(axes, **dict(zip(names, one, strict=True))) for one in choices]
 
     def size(axes: RolloutAxes | TrainerAxes) -> int:
-        return math.prod(size for name, size in vars(axes).items() if name not in PROCESSES)
+        return math.prod(size for name, size in vars(axes).items() if name not in NO_SIZES)
 
     def preferred(sizes: MeshSizes) -> tuple[float, ...]:
         rollout, trainer = sizes.rollout, sizes.trainer

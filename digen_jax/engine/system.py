@@ -1,5 +1,6 @@
 """The parts of an assembled run: meshes, programs, parameters."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -65,6 +66,7 @@ class System(NamedTuple):
     sent: Any = None  # `Rollout.dtype`
     # Where the sampling meshes are in other processes: a mesh of this process as one of them. It reads what is missing.
     sampling_on: Callable[[DeviceGroup], Rollout] | None = None
+    trainers: tuple[Trainer, ...] = ()  # of the further training meshes
 
     @property
     def sampler(self) -> Sampler:
@@ -84,6 +86,18 @@ class System(NamedTuple):
             for one in others
         )
         return self._replace(rollouts=(first._replace(scorers=scorers), *others))
+
+    def on(self, trainer: Trainer) -> "System":
+        """The system as a further training mesh sees it: with its programs, and copies of what is not tuned."""
+        group, rollouts = trainer.group, self.rollouts
+        placement, base = (
+            dataclasses.replace(self.placement, trainer=group),
+            reshard(self.base, group),
+        )
+        if placement.colocated:
+            own = self.policy.sampler_base(base)
+            rollouts = (self.rollouts[0].moved(group.as_sampler, own),)
+        return self._replace(placement=placement, trainer=trainer, base=base, rollouts=rollouts)
 
     def assistant(self, weights: str) -> Rollout:
         """The trainer's devices as a sampling mesh; for `weights` see `tag_group`."""

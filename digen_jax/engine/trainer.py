@@ -71,6 +71,7 @@ class Trainer:
         self._accumulate_group = jit_as_written(self._scan_group, donate_argnums=4)
         self._empty = jax.jit(self._empty_totals, static_argnums=1)
         self._fold = jax.jit(self._folded, donate_argnums=0)
+        self._add = jax.jit(self._added, donate_argnums=0)
         self._update = jax.jit(self._apply, donate_argnums=0)
         # A published copy is not consumed: samplers and the trainer still refer to the version.
         self._follow = jax.jit(self._followed, donate_argnums=() if algorithm.publishes_copy else 0)
@@ -95,8 +96,11 @@ class Trainer:
         totals: Totals | None,
         behaviour: Any = None,
         start: Any = None,
+        piece: tuple[int, int] | None = None,
     ) -> Totals:
         """Adds a fragment's gradient and sums to `totals`, which is consumed; None starts new totals.
+
+        `piece` is (first, count) of the passes to add; None: all. All pieces are computed by one program.
 
         `behaviour` contains the parameters that sampled the fragment, of the version at its step's start or an
         older one; it is read if the algorithm `reads_behaviour`. `start` contains those at the step's start, None:
@@ -111,7 +115,9 @@ class Trainer:
             totals = self._begin(state.tuned)
         policies = self.policies(state, behaviour, start)
         unscaled, totals = totals.unscaled, totals._replace(unscaled=None)
-        totals = self._accumulate(state.tuned, base, policies, experience, totals)
+        if piece is not None:
+            piece = tuple(map(np.int32, piece))
+        totals = self._accumulate(state.tuned, base, policies, experience, totals, piece)
         return totals._replace(unscaled=unscaled)
 
     def accumulate_early(
@@ -163,6 +169,11 @@ class Trainer:
         elif std == "global" and totals.unscaled is None:
             totals = totals._replace(unscaled=self._empty(group.sums, std).unscaled)
         return self._fold(totals, group.sums, scale)
+
+    def add(self, totals: Totals | None, others: Totals) -> Totals:
+        """Adds the sums of another mesh to `totals`, which is consumed; None: there are none yet."""
+        others = jax.device_put(others, self._layout(others))
+        return others if totals is None else self._add(totals, others)
 
     def update(
         self, state: TrainState, totals: Totals, reward_std: float | None = None
@@ -276,21 +287,27 @@ class Trainer:
         return self._laid_out(self._objective.no_group(tuned))
 
     def _sum(
-        self, gradient: Any, parameters: tuple, experience: Experience, sums: Any
+        self, gradient: Any, parameters: tuple, experience: Experience, sums: Any, piece: Any = None
     ) -> Totals | GroupSums:
         micros, layout = self._passes(experience), self._layout(sums)
         return sum_passes(
-            gradient, self.group, parameters, shared(experience), micros, sums, layout
+            gradient, self.group, parameters, shared(experience), micros, sums, layout, piece
         )
 
     def _scan(
-        self, tuned: Any, base: Any, policies: Policies, experience: Experience, totals: Totals
+        self,
+        tuned: Any,
+        base: Any,
+        policies: Policies,
+        experience: Experience,
+        totals: Totals,
+        piece: Any = None,
     ) -> Totals:
         def gradient(tuned, base, behaviour, start, copy, shared, micro):
             policies = Policies(behaviour, start, copy)
             return self._objective.gradient(tuned, base, policies, shared, micro)
 
-        return self._sum(gradient, (tuned, base, *policies), experience, totals)
+        return self._sum(gradient, (tuned, base, *policies), experience, totals, piece)
 
     def _scan_group(
         self, tuned: Any, base: Any, experience: Experience, shift: Any, sums: GroupSums
@@ -306,6 +323,9 @@ class Trainer:
 
     def _folded(self, totals: Totals, sums: GroupSums, scale: Any) -> Totals:
         return self._laid_out(early.folded(totals, sums, scale, self.algorithm.kl_coefficient))
+
+    def _added(self, totals: Totals, others: Totals) -> Totals:
+        return self._laid_out(jax.tree.map(jnp.add, totals, others))
 
     def _followed(self, copy: Any, tuned: Any, decay: Float[Array, ""]) -> Any:
         mixed = decayed(copy, tuned, decay)

@@ -1,4 +1,4 @@
-"""Whether a recipe fits on a slice: the planner's split with its compiled programs, or a smaller recipe that fits."""
+"""Whether a recipe fits on a slice: the planner's layout with its compiled programs, or a smaller recipe."""
 
 import dataclasses
 import functools
@@ -15,75 +15,73 @@ from digen_jax.engine.placement import check_processes
 from digen_jax.errors import ConfigError
 from digen_jax.planning.alternatives import smaller
 from digen_jax.planning.assessment import Assessed
+from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import can_run, make_problem, meshes, suited
 from digen_jax.planning.slices import Slice
 from digen_jax.policies import on_devices
-from digen_jax.scheduling.planner.calibration import Calibration
-from digen_jax.scheduling.planner.memory import DeviceBytes, device_bytes
+from digen_jax.scheduling.planner.memory import DeviceBytes, Layout, device_bytes
 from digen_jax.scheduling.planner.plan import Plan, make_plan
 from digen_jax.scheduling.planner.problem import Problem, Programs
-from digen_jax.scheduling.planner.proposal import Proposal
 
 
 class Verdict(NamedTuple):
     """Whether a recipe fits on a slice, and how.
 
     Attributes:
-      plan: of the best split; its choice has the memory of the compiled programs, other rows have it without these.
-        None: no split fits.
+      plan: its choice has the memory of the compiled programs, other rows have it without these; None: no layout fits.
       problem: that was planned.
-      reason: why no split fits, or no other than the refused ones.
-      refused: bytes on each device of the splits that were compiled and did not fit, the best first.
+      reason: why no layout fits, or no other than the refused ones.
+      refused: bytes on each device of the layouts that were compiled and did not fit, the best first.
     """
 
     plan: Plan | None
     problem: Problem
     reason: str
-    refused: list[tuple[Proposal, DeviceBytes]]
+    refused: list[tuple[Layout, DeviceBytes]]
 
 
 def judged(recipe: Recipe, calibration: Calibration, where: Slice, own: list[Assessed]) -> Verdict:
-    """The best split that fits, with its programs compiled on its own meshes.
+    """The best layout that fits, with its programs compiled on its own meshes.
 
-    A split that does not fit rules out all whose devices have larger shares of the images. `own` are the programs on
+    A layout that does not fit rules out all whose devices have larger shares of the images. `own` are the programs on
     the recipe's meshes.
     """
     problem = make_problem(
         recipe, len(where.devices), calibration, model_footprint(recipe), where.memory
     )
-    ruled_out: list[Callable[[Proposal], bool]] = []
+    ruled_out: list[Callable[[Layout], bool]] = []
     known = {on_devices(recipe, len(where.devices)).placement.meshes: own}
-    refused: list[tuple[Proposal, DeviceBytes]] = []
+    refused: list[tuple[Layout, DeviceBytes]] = []
 
-    def may(proposal: Proposal) -> bool:
+    def may(layout: Layout) -> bool:
         return (
-            can_run(recipe, problem, proposal)
-            and _one_process(problem, proposal, where.devices)
-            and not any(rule(proposal) for rule in ruled_out)
+            can_run(recipe, problem, layout)
+            and _one_process(problem, layout, where.devices)
+            and not any(rule(layout) for rule in ruled_out)
         )
 
-    def with_programs(given: Problem, proposal: Proposal) -> Problem:
-        mesh = meshes(given, proposal)
-        if mesh not in known:
-            known[mesh] = where.assess(suited(recipe, given, proposal))
-        return _with_programs(problem, recipe, proposal, known[mesh])
+    def with_programs(given: Problem, layout: Layout) -> Problem:
+        sizes = meshes(given, layout)
+        if sizes not in known:
+            known[sizes] = where.assess(suited(recipe, given, layout))
+        return _with_programs(problem, recipe, layout, known[sizes])
 
     while True:
         try:
             plan = make_plan(problem, may)
         except ConfigError as error:
             return Verdict(None, problem, str(error), refused)
-        proposal = plan.choice.proposal
-        full = with_programs(problem, proposal)
-        if meshes(full, proposal) != meshes(problem, proposal):
+        layout = plan.choice.layout
+        full = with_programs(problem, layout)
+        if meshes(full, layout) != meshes(problem, layout):
             # The axes fsdp are larger, because the programs need memory, too: these are other programs.
-            full = with_programs(full, proposal)
-        held = device_bytes(full, proposal)
+            full = with_programs(full, layout)
+        held = device_bytes(full, layout)
         if where.memory is None or held.largest <= where.memory:
             return Verdict(_chosen(plan, full, held), full, "", refused)
-        refused.append((proposal, held))
-        ruled_out.append(functools.partial(_no_smaller, proposal, held, where.memory))
+        refused.append((layout, held))
+        ruled_out.append(functools.partial(_no_smaller, layout, held, where.memory))
 
 
 def compiled(
@@ -94,7 +92,7 @@ def compiled(
     Args:
       recipe: with a local folder for its model.
       where: the slice.
-      write: is told what does not fit, and what is tried instead.
+      write: called with what does not fit, and what is tried instead.
 
     Raises:
       ConfigError: the compiler takes none, the recipe's meshes do not fit the slice, or the model's folder cannot be
@@ -125,14 +123,14 @@ def proposed(
     own: list[Assessed],
     write: Callable[[str], None],
 ) -> tuple[Verdict, Recipe]:
-    """The best split that fits, with the recipe that it is for: the given one, or a smaller one.
+    """The best layout that fits, with the recipe that it is for: the given one, or a smaller one.
 
     Args:
       recipe: with a local folder for its model.
       calibration: costs on one device.
       where: the slice.
       own: the programs on the recipe's meshes.
-      write: is told what does not fit, and what is tried instead.
+      write: called with what does not fit, and what is tried instead.
 
     Raises:
       ConfigError: nothing that was tried fits.
@@ -167,20 +165,20 @@ def changed_fields(recipe: Recipe, other: Recipe) -> dict[str, Any]:
 
 
 def refusals(
-    refused: list[tuple[Proposal, DeviceBytes]], memory: float | None, how: str
+    refused: list[tuple[Layout, DeviceBytes]], memory: float | None, how: str
 ) -> Iterator[str]:
-    """The splits whose compiled programs do not fit, and what takes the memory."""
-    for proposal, held in refused:
-        meshes = {
-            "a trainer device": held.trainer,
-            "a rollout device": held.worker,
-            "a device that encodes prompts ahead": held.ahead,
+    """The layouts whose compiled programs do not fit, and what takes the memory."""
+    for layout, held in refused:
+        devices = {
+            "a device that trains": held.trainer,
+            "a device that only samples": held.worker,
+            "a device that encodes prompts first": held.ahead,
         }
-        name, parts = max(meshes.items(), key=lambda mesh: sum(mesh[1].values()))
+        name, parts = max(devices.items(), key=lambda device: sum(device[1].values()))
         most = sorted(parts.items(), key=lambda part: -part[1])[:4]
         what = ", ".join(f"{what} {size / GB:.1f}" for what, size in most)
         yield (
-            f"{proposal.describe()} does not fit, because {name} needs {sum(parts.values()) / GB:.1f} GB of "
+            f"{layout.describe()} does not fit, because {name} needs {sum(parts.values()) / GB:.1f} GB of "
             f"{memory / GB:.1f} ({how}): {what}"
         )
 
@@ -192,50 +190,37 @@ def _chosen(plan: Plan, problem: Problem, held: DeviceBytes) -> Plan:
     return dataclasses.replace(plan, problem=problem, choice=choice, best=rows)
 
 
-def _one_process(problem: Problem, proposal: Proposal, devices: Sequence[jax.Device]) -> bool:
-    """Whether the devices of several processes are split as a run can."""
+def _one_process(problem: Problem, layout: Layout, devices: Sequence[jax.Device]) -> bool:
+    """Whether the devices of several processes are divided as a run can."""
     try:
-        check_processes(meshes(problem, proposal), devices)
+        check_processes(meshes(problem, layout), devices)
     except ConfigError:
         return False
     return True
 
 
-def _no_smaller(failed: Proposal, held: DeviceBytes, limit: float, other: Proposal) -> bool:
-    """Whether another split's devices have at least the shares and the duties of the mesh that was too full."""
-    if _most_of_step(held) <= limit:  # the text encoders do not fit
-        return _sampled_apart(other) <= _sampled_apart(failed)
-    if failed.asynchrony and not other.asynchrony:
+def _no_smaller(failed: Layout, held: DeviceBytes, limit: float, other: Layout) -> bool:
+    """Whether another layout's devices have at least the shares and the roles of the devices that were too full."""
+    if max(sum(held.trainer.values()), sum(held.worker.values())) <= limit:
+        return other.sampling_parts <= failed.sampling_parts  # the text encoders do not fit
+    if failed.lag > other.lag:
         return False
     if sum(held.trainer.values()) <= limit:
-        return bool(other.workers) and other.worker_images <= failed.worker_images
-    if (_samples(failed) and not _samples(other)) or (failed.gap and not other.gap):
+        return other.rollout > 0 and other.rollout_images <= failed.rollout_images
+    if failed.samples and not other.samples:
         return False
-    return other.data <= failed.data and other.time <= failed.time
-
-
-def _most_of_step(held: DeviceBytes) -> float:
-    return max(sum(held.trainer.values()), sum(held.worker.values()))
-
-
-def _sampled_apart(proposal: Proposal) -> int:
-    """The parts into which the sampling mesh splits images."""
-    return proposal.worker_images or proposal.data * proposal.time
-
-
-def _samples(proposal: Proposal) -> bool:
-    """Whether the trainer's devices sample, too."""
-    return proposal.tag or not proposal.workers
+    return (
+        other.workers <= failed.workers and other.data <= failed.data and other.time <= failed.time
+    )
 
 
 def _with_programs(
-    problem: Problem, recipe: Recipe, proposal: Proposal, found: list[Assessed]
+    problem: Problem, recipe: Recipe, layout: Layout, found: list[Assessed]
 ) -> Problem:
-    """The problem with the temporary memory of compiled programs, which holds for this split alone."""
+    """The problem with the temporary memory of compiled programs, which holds for this layout alone."""
     # A program that was not compiled, because another does not fit, counts as nothing.
     beyond = Counter({one.program.name: one.answer.beyond for one in found})
-    parts = _sampled_apart(proposal)
-    shape = problem.footprint.trajectory * -(-recipe.sampler.fragment // parts)
+    shape = problem.footprint.trajectory * -(-recipe.sampler.fragment // layout.sampling_parts)
     encoding = max(beyond["encode"], beyond["encode null"])
     decoding = max(beyond["decode"], beyond["decode evaluated"])
     scoring = max((size for name, size in beyond.items() if name.startswith("score")), default=0)

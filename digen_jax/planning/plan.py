@@ -1,4 +1,4 @@
-"""From a recipe to a plan: its step, the mesh sizes of a proposal, and the best proposal."""
+"""From a recipe to a plan: the shape of its step, the meshes of a layout, and the best layout."""
 
 import dataclasses
 from typing import Any
@@ -10,26 +10,19 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO, GIVEN
 from digen_jax.engine.placement import MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.planner import proposal as of
-from digen_jax.scheduling.planner.calibration import Calibration
-from digen_jax.scheduling.planner.memory import device_bytes
+from digen_jax.planning.calibration import Calibration
+from digen_jax.scheduling.planner.memory import Layout, device_bytes
+from digen_jax.scheduling.planner.plan import Plan, make_plan
 from digen_jax.scheduling.planner.problem import Footprint, Problem, Scaling
-from digen_jax.scheduling.planner.proposal import Proposal
-from digen_jax.scheduling.planner.search import Simulations, budget, search
-from digen_jax.scheduling.planner.space import proposals
 from digen_jax.scheduling.settings import Settings
 
 
 def step_settings(recipe: Recipe) -> Settings:
-    """The scheduler's settings for one step of a recipe, with every tactic allowed that early groups permit."""
-    batch = recipe.batch
-    return dataclasses.replace(
-        recipe.scheduler,
-        steps=1,
-        staleness=0 if recipe.runtime.early_groups else 1,
-        ordered=False,
-        tag_fragments=batch.groups * batch.images // recipe.sampler.fragment,
-    )
+    """The scheduler's settings for one step of a recipe, with a policy lag of 1 if early training permits it."""
+    order = recipe.runtime.ordered
+    ordered = order == "yes" or (order == "auto" and not recipe.runtime.early_groups)
+    staleness = 0 if recipe.runtime.early_groups else 1
+    return dataclasses.replace(recipe.scheduler, steps=1, staleness=staleness, ordered=ordered)
 
 
 def make_problem(
@@ -57,115 +50,100 @@ def make_problem(
     )
 
 
-def auto_placement(
+def auto_plan(
     recipe: Recipe,
     devices: int,
     calibration: Calibration,
     footprint: Footprint | None = None,
     device_memory: float | None = None,
-) -> MeshSizes:
-    """The best placement by simulation.
-
-    Each proposal is simulated as the run would use it: with the tactics that the recipe has switched on.
+) -> Plan:
+    """The best layout that leaves everything else in the recipe as it is, its policy lag included.
 
     Args:
-      recipe: only the rules and the axes tensor of its placement are read.
+      recipe: only the rules and the axes tensor and sequence of its placement are read.
       devices: their number; all are used.
       calibration: costs on one device.
       footprint: the model's sizes (`model_footprint`), for the axes fsdp; None: these are 1.
-      device_memory: bytes of a device, to refuse placements that need more.
+      device_memory: bytes of a device, to exclude layouts that need more; None: any amount.
 
     Raises:
-      ConfigError: no placement can work.
+      ConfigError: no layout can work.
     """
     problem = make_problem(recipe, devices, calibration, footprint, device_memory)
-    runtime = recipe.runtime
-    settings = dataclasses.replace(
-        problem.settings, staleness=runtime.staleness, tag_fragments=runtime.tag_fragments
-    )
+    settings = dataclasses.replace(problem.settings, staleness=recipe.runtime.staleness)
     problem = dataclasses.replace(problem, settings=settings)
-    own = dataclasses.replace(recipe.scheduler, steps=1)
-    found = [
-        c
-        for c in proposals(problem)
-        if (not c.workers or of.settings(problem, c) == own) and _runs(recipe, problem, c)
-    ]
-    best = search(Simulations(problem), found, budget(found))
-    return meshes(problem, best.proposal)
+
+    def keeps(layout: Layout) -> bool:
+        if not can_run(recipe, problem, layout):
+            return False
+        sizes = meshes(problem, layout)
+        return suited(recipe, problem, layout).with_meshes(sizes) == recipe.with_meshes(sizes)
+
+    return make_plan(problem, keeps)
 
 
-def suited(recipe: Recipe, problem: Problem, proposal: Proposal) -> Recipe:
-    """The recipe of a proposal's run, with its meshes and tactics, and settings that fit them.
+def suited(recipe: Recipe, problem: Problem, layout: Layout) -> Recipe:
+    """The recipe of a layout's run: its meshes, chunks and policy lag, and settings that fit them.
 
-    If the sampling mesh cannot split the evaluation's batch, this takes the next larger batch that it can split.
+    If the workers that sample cannot split the evaluation's batch, this takes the next larger batch that they can.
     """
-    settings, asked = problem.settings, recipe.placement.sizes
-    time, batch = proposal.time, recipe.evaluation.batch
-    sampling = proposal.worker_images or proposal.data * proposal.time
-    found = meshes(problem, proposal)._asdict()
+    asked, batch = recipe.placement.sizes, recipe.evaluation.batch
+    pack, parts = recipe.trainer.pack, layout.sampling_parts
+    sizes = {"sizes": GIVEN if asked == AUTO else asked, **meshes(problem, layout)._asdict()}
     return dataclasses.replace(
         recipe,
-        placement=dataclasses.replace(
-            recipe.placement, sizes=GIVEN if asked == AUTO else asked, **found
-        ),
-        runtime=dataclasses.replace(
-            recipe.runtime,
-            tag_fragments=settings.tag_fragments if proposal.tag else 0,
-            staleness=settings.staleness if proposal.asynchrony else 0,
-        ),
-        trainer=dataclasses.replace(recipe.trainer, pack=-(-recipe.trainer.pack // time) * time),
-        evaluation=dataclasses.replace(recipe.evaluation, batch=-(-batch // sampling) * sampling),
+        placement=dataclasses.replace(recipe.placement, **sizes),
+        runtime=dataclasses.replace(recipe.runtime, staleness=layout.lag),
+        sampler=dataclasses.replace(recipe.sampler, fragment=layout.chunk),
+        trainer=dataclasses.replace(recipe.trainer, pack=-(-pack // layout.time) * layout.time),
+        evaluation=dataclasses.replace(recipe.evaluation, batch=-(-batch // parts) * parts),
     )
 
 
 def overrides(
-    recipe: Recipe, problem: Problem, proposal: Proposal, planned: Recipe | None = None
+    recipe: Recipe, problem: Problem, layout: Layout, planned: Recipe | None = None
 ) -> dict[str, Any]:
-    """The fields of a recipe's config that change in a proposal's run, by dotted name.
+    """The fields of a recipe's config that change in a layout's run, by dotted name.
 
-    `planned` is the recipe that the proposal was made for, None: the same.
+    `planned` is the recipe for which the layout was planned; None: the same recipe.
     """
-    chosen = suited(planned or recipe, problem, proposal)
+    chosen = suited(planned or recipe, problem, layout)
     now, then = (flatten_dict(one.as_json(), sep=".") for one in (recipe, chosen))
     return {name: value for name, value in then.items() if value != now[name]}
 
 
-def can_run(recipe: Recipe, problem: Problem, proposal: Proposal) -> bool:
-    """Whether the meshes of a proposal's run can divide its batches."""
-    return _divides(suited(recipe, problem, proposal), problem.devices)
-
-
-def _divides(recipe: Recipe, devices: int) -> bool:
+def can_run(recipe: Recipe, problem: Problem, layout: Layout) -> bool:
+    """Whether a run can have the workers of a layout, and their meshes can divide its batches."""
+    if layout.workers > 1 and recipe.runtime.early_groups:
+        return False
     try:
-        check_devices(recipe, devices)
+        check_devices(suited(recipe, problem, layout), problem.devices)
     except ConfigError:
         return False
     return True
 
 
-def _runs(recipe: Recipe, problem: Problem, proposal: Proposal) -> bool:
-    """Whether a proposal's meshes can divide a recipe's batches."""
-    if recipe.trainer.pack % proposal.time:
-        return False
-    return _divides(recipe.with_meshes(meshes(problem, proposal)), problem.devices)
-
-
-def meshes(problem: Problem, proposal: Proposal) -> MeshSizes:
-    """The meshes of a proposal, with axes fsdp that fit the memory; without rollout workers it is colocated."""
+def meshes(problem: Problem, layout: Layout) -> MeshSizes:
+    """The meshes of a layout, with axes fsdp that fit the memory."""
     rollout, trainer = 1, 1
     if problem.footprint is not None:
-        held = device_bytes(problem, proposal)
+        held = device_bytes(problem, layout)
         rollout, trainer = held.worker_fsdp, held.trainer_fsdp
-    workers = max(1, proposal.workers)
     return MeshSizes(
         RolloutAxes(
-            proposal.worker_images // rollout,
-            rollout,
-            workers,
-            proposal.worker_tensor,
-            proposal.worker_sequence,
+            data=layout.rollout_images // rollout,
+            fsdp=rollout,
+            workers=max(1, layout.rollout),
+            tensor=problem.worker_tensor,
+            sequence=problem.worker_sequence,
         ),
         TrainerAxes(
-            proposal.data // trainer, trainer, proposal.time, proposal.tensor, proposal.sequence
+            data=layout.data // trainer,
+            fsdp=trainer,
+            time=layout.time,
+            tensor=problem.trainer_tensor,
+            sequence=problem.trainer_sequence,
+            workers=layout.workers,
+            samples=layout.samples and layout.rollout > 0,
         ),
     )

@@ -19,10 +19,10 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.errors import ConfigError
 from digen_jax.models.published import published_folder, published_models
 from digen_jax.planning.assessment import Assessed, assess, assess_here, timed
+from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.step_costs import on_one_device
 from digen_jax.process.launching import CACHE, prepare
-from digen_jax.scheduling.planner.calibration import Calibration
 from digen_jax.scheduling.settings import Costs
 
 # The share of a TPU's memory that a run may take, and of a GPU's, which is JAX's default or what these variables give.

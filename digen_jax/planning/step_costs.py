@@ -13,11 +13,11 @@ from digen_jax.encoding.ahead import encode
 from digen_jax.engine.placement import mesh_sizes
 from digen_jax.errors import ConfigError, user_input
 from digen_jax.inference.model import run_recipe
+from digen_jax.planning.calibration import Calibration, per_device
 from digen_jax.planning.measure import UNMEASURED, measure
 from digen_jax.prompts.files import read_prompt_files
 from digen_jax.records.metrics import read_metrics
 from digen_jax.rewards.built_in import resolve
-from digen_jax.scheduling.planner.calibration import Calibration, per_device
 from digen_jax.scheduling.planner.problem import Scaling
 from digen_jax.scheduling.settings import Costs
 

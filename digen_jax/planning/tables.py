@@ -14,9 +14,9 @@ from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO
 from digen_jax.engine.placement import MeshSizes
 from digen_jax.planning.assessment import Assessed
+from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.slices import Slice, calibrated, plain_shares
 from digen_jax.policies import trained_of
-from digen_jax.scheduling.planner.calibration import Calibration
 
 TERA = 1e12
 SLOWEST, MODULES = 10, 20

@@ -17,7 +17,6 @@ from digen_jax.scheduling.timeline import Interval
 COLOURS = {
     "encode": ("thread_state_iowait", "#c9b458"),
     "generate": ("rail_animation", "#4c78a8"),
-    "tag": ("rail_load", "#7b5ea7"),
     "decode": ("rail_response", "#72b7b2"),
     "train": ("good", "#54a24b"),
     "update": ("thread_state_running", "#2f6b2a"),

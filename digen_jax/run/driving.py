@@ -7,6 +7,7 @@ from typing import Any
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.system import System
 from digen_jax.engine.trainer import TrainState
+from digen_jax.errors import ConfigError
 from digen_jax.rewards.built_in import on_mesh
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Begun, Driver
@@ -67,14 +68,21 @@ def make_driver(
         scheduler = Scheduler(settings, GUESSED)
     else:
         costs = None if begun.layout == recipe.layout else GUESSED
-        scheduler = Scheduler.resume(begun.scheduler, settings, costs)
+        try:
+            scheduler = Scheduler.resume(begun.scheduler, settings, costs)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                "the newest checkpoint is of an older version of digen_jax, whose scheduler had another state: "
+                "continue with that version, or start in a new --workdir"
+            ) from error
     return Driver(executors, scheduler, rewards, begun, log, orders, watch, evaluated)
 
 
 def duties(recipe: Recipe, held_out: Sequence[dict[str, Any]] = ()) -> Duties:
     """What the executors are told beside the scheduler's settings."""
     names = tuple(name for one in recipe.rewards for name in one.entries.values())
-    return Duties(names, held_out, recipe.runtime.tag_weights, on_mesh(recipe.rewards))
+    samples = recipe.placement.trainer.samples
+    return Duties(names, held_out, samples, recipe.runtime.tag_weights, on_mesh(recipe.rewards))
 
 
 def scheduled(recipe: Recipe, held_out: Sequence[dict[str, Any]]) -> Settings:

@@ -2,10 +2,11 @@
 
 import dataclasses
 import pathlib
+from contextlib import suppress
 
 import jax
 
-from digen_jax.config.checks import check_meshes
+from digen_jax.config.checks import check_meshes, check_rules
 from digen_jax.config.door import place
 from digen_jax.config.recipe import Recipe
 from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
@@ -13,10 +14,11 @@ from digen_jax.engine.placement import ONE_DEVICE, MeshSizes
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import run_recipe
 from digen_jax.planning.footprint import model_footprint
-from digen_jax.planning.plan import auto_placement
+from digen_jax.planning.plan import auto_plan, meshes
 from digen_jax.planning.programs import measured_programs
 from digen_jax.planning.step_costs import measured_costs
 from digen_jax.runtime.orders import several
+from digen_jax.scheduling.planner.plan import Plan
 
 
 def place_run(recipe: Recipe, workdir: pathlib.Path) -> Recipe:
@@ -49,7 +51,7 @@ def place_here(recipe: Recipe) -> Recipe:
       ConfigError: a setting cannot work here, or there is one device for given meshes of several.
     """
     devices, (rollout, trainer) = jax.device_count(), recipe.placement.meshes
-    wanted = rollout.devices * rollout.workers, trainer.devices
+    wanted = rollout.devices * rollout.workers, trainer.devices * trainer.workers
     # A config without sizes, which has the default ones, trains on one device.
     chosen = recipe.placement.meshes != PlacementSection().meshes
     if devices == 1 < sum(wanted) and chosen and recipe.placement.sizes == GIVEN:
@@ -109,9 +111,26 @@ def planned_meshes(alone: Recipe) -> MeshSizes:
     footprint, memory = model_footprint(alone), _device_memory()
     if memory is not None:
         footprint = dataclasses.replace(footprint, programs=measured_programs(alone, note))
-    sizes = auto_placement(alone, devices, calibration, footprint, memory)
+    plan = auto_plan(alone, devices, calibration, footprint, memory)
+    sizes = meshes(plan.problem, plan.choice.layout)
     print(f"placement chosen by {calibration.source}: {sizes.plain()}", flush=True)
+    note(_predicted(plan))
+    lagging = dataclasses.replace(alone, runtime=dataclasses.replace(alone.runtime, staleness=1))
+    with suppress(ConfigError):  # the algorithm or early training may not allow it
+        check_rules(lagging)
+        if not alone.runtime.staleness:
+            gain = _predicted(auto_plan(lagging, devices, calibration, footprint, memory))
+            note(f"with --config.runtime.staleness=1: {gain}")
     return sizes
+
+
+def _predicted(plan: Plan) -> str:
+    """A layout and its speed by simulation, in words."""
+    choice, devices = plan.choice, plan.problem.devices
+    return (
+        f"{choice.layout.describe()}: {choice.images_per_device_second * devices:.3g} images/s, "
+        f"{choice.utilisation:.0%} of the bound (G + T)/N"
+    )
 
 
 def _device_memory() -> int | None:

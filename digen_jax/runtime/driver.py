@@ -1,6 +1,6 @@
-"""Runs the scheduler on the real clock: one thread for each sampling mesh, the trainer on the caller's.
+"""Runs the scheduler on the real clock: one thread for each worker, the home worker's being the caller's.
 
-A sampling mesh in another process has threads here, too, which wait for it.
+A worker in another process has threads here, too, which wait for it.
 """
 
 import queue
@@ -19,7 +19,7 @@ from digen_jax.process.exhausted import during, out_of_memory
 from digen_jax.rewards.exchanges import moved
 from digen_jax.rewards.pool import RewardPool, may_pass
 from digen_jax.runtime.clock import Stopwatch
-from digen_jax.runtime.executors import Executor, Samples
+from digen_jax.runtime.executors import Executor, LostSums, Samples
 from digen_jax.runtime.judging import Judged
 from digen_jax.runtime.link import LOSS, LinkError
 from digen_jax.runtime.log import CommandLog
@@ -43,12 +43,8 @@ from digen_jax.scheduling.commands import (
 )
 from digen_jax.scheduling.deadlines import Deadline, expected
 from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
-from digen_jax.scheduling.scheduler import Scheduler
-from digen_jax.scheduling.state import SchedulerError
+from digen_jax.scheduling.scheduler import FAILURES, Scheduler, SchedulerError
 from digen_jax.scheduling.timeline import Interval
-
-SAMPLING = Encode | Generate | Decode | Deliver | Publish  # of a trainer that samples
-FAILURES = 2  # without a whole fragment or publication between them: a worker is given up
 
 
 class Begun(NamedTuple):
@@ -104,7 +100,7 @@ class Driver:
         self._last_update = settings.updates - 1
         self._summary = Summary(executor.devices, settings.groups * settings.images)
         for name in (*self._workers, TRAINER):
-            self._post(Joined(self.now(), name))
+            self._post(Joined(self.now(), name, *executor.roles(name)))
 
     # ------------------------------------------------------------------------ for the main thread
 
@@ -138,8 +134,8 @@ class Driver:
         with self._lock:
             return self._scheduler.finished and self._inbox.empty()
 
-    def _next(self) -> Command:
-        """Waits for the trainer's next command and executes it."""
+    def _next(self) -> Command | None:
+        """Waits for the trainer's next command and executes it; None: it failed, and others may repeat it."""
         item = self._inbox.get()
         if isinstance(item, BaseException):
             raise item
@@ -151,22 +147,36 @@ class Driver:
             return item
         begin = self.now()
         late = self._watched(item, lambda *late: end_process("the trainer", *late))
-        with self._orders.together("do", item), late as stopwatch:
-            self._do_for_all(item)
+        try:
+            with self._orders.together("do", item), late as stopwatch:
+                self.executor.do(item)
+        except Exception as error:
+            if not self._others_may_do(item, error):
+                raise
+            if not isinstance(error, LostSums):
+                traceback.print_exception(error)
+            self._post(Failed(self.now(), item, repr(error)))
+            return None
         self._completed(item, begin, stopwatch.seconds, parts=stopwatch.parts)
         return item
 
-    def _do_for_all(self, command: Command) -> None:
-        """Executes a command of the trainer, which may have taken over from workers that hang."""
-        try:
-            self.executor.do(command)
-        except Exception as error:
-            if not self._hung or self._workers or not isinstance(command, SAMPLING):
-                raise
+    def _others_may_do(self, command: Command, error: Exception) -> bool:
+        """Whether the trainer's work has failed that another worker may do: sampling, or training of lost sums.
+
+        Raises:
+          Stopped: there is no other worker left, because they hang.
+        """
+        if isinstance(error, LostSums):
+            return True
+        if not isinstance(command, Encode | Generate | Decode):
+            return False
+        if self._hung and not self._workers:
             raise Stopped(
                 f"{' and '.join(self._hung)} hung, and the trainer could not take over ({error!r}): all steps "
                 "before this one are saved, and the same command continues"
             ) from error
+        ends = isinstance(error, Stopped | ConfigError) and not may_pass(error)
+        return bool(self._workers) and not ends and not self._orders.torn
 
     def rest(self) -> list[Interval]:
         """The intervals since the last step ended."""
@@ -187,7 +197,7 @@ class Driver:
                 self.executor.join(sampler)
                 self._workers[sampler.name] = WorkerThreads(sampler.name)
                 self._summary.devices[sampler.name] = sampler.devices
-                self._post(Joined(self.now(), sampler.name))
+                self._post(Joined(self.now(), sampler.name, *self.executor.roles(sampler.name)))
         except BaseException as error:
             self._stop(error)
 
@@ -244,6 +254,8 @@ class Driver:
 
     def _send(self, command: Command) -> None:
         worker = getattr(command, "worker", None)
+        if isinstance(command, Deliver) and command.to != TRAINER:
+            worker = command.to
         if isinstance(command, Score):
             asked = self.now()
             future = self.executor.score(command, self._rewards)
@@ -269,7 +281,7 @@ class Driver:
         end = self.now()
         parts = [(kind, *(time - self._start for time in span)) for kind, *span in parts]
         with self._lock:
-            self._summary.work(command, begin, end, self._scheduler.has_rollout, parts)
+            self._summary.work(command, begin, end, parts)
             self._post(Completed(end, command, seconds, values))
 
     def _stop(self, error: BaseException) -> None:
@@ -281,7 +293,7 @@ class Driver:
         """Times a block that executes a command; `late(what, seconds)` is called if it takes too long."""
         with self._lock:
             seconds = expected(self._scheduler.state.costs, command)
-            what = self._scheduler.state.work(command)
+            what = self._scheduler.work(command)
         with during(what), self._watch.over(seconds, lambda limit: late(what, limit)) as stopwatch:
             yield stopwatch
 
@@ -303,8 +315,7 @@ class Driver:
                 if ends and self._is_current(worker):
                     raise  # no other device can do it either
                 return self._failed(worker, line, command, error)
-            if isinstance(command, Decode | Deliver | Publish):
-                worker.failed[line] = 0
+            worker.failed[line] = 0
             if isinstance(command, Deliver):
                 # The trainer's other processes take it from this one, before they train on it.
                 self._orders.announce("delivered", command)
@@ -319,7 +330,7 @@ class Driver:
             # Arrays that do not come are often the first sign of a lost process, which is no failure of the work.
             worker.given_up.wait(LOSS)
         with self._lock:
-            if not self._is_current(worker):
+            if not (self._is_current(worker) and self._scheduler.awaits(command)):
                 return None
             if self._scheduler.is_superseded(command):
                 return self._post(Failed(self.now(), command, repr(error)))
@@ -329,9 +340,12 @@ class Driver:
         else:
             traceback.print_exception(error)
         worker.failed[line] += 1
-        if worker.failed[line] < FAILURES:
-            return self._post(Failed(self.now(), command, repr(error)))
-        return self._give_up(worker, f"has failed {FAILURES} times in a row")
+        with self._lock:
+            useless = isinstance(command, Publish | Deliver) and worker.failed[line] == FAILURES
+            if not useless:
+                self._post(Failed(self.now(), command, repr(error)))
+                useless = self._is_current(worker) and self._scheduler.is_useless(worker.name)
+        return self._give_up(worker, f"has failed {FAILURES} times in a row") if useless else None
 
     def _hangs(self, worker: WorkerThreads, what: str, seconds: float) -> None:
         """A worker is late: it is given up, and the others repeat its work."""
@@ -357,7 +371,7 @@ class Driver:
             self.executor.give_up(worker.name)
             self._post(Lost(self.now(), worker.name))
             if not self._workers:
-                words = "no sampling mesh is left: the trainer generates until one joins"
+                words = "no other worker is left: the trainer samples until one joins"
                 print(words, file=sys.stderr, flush=True)
         worker.give_up()
 

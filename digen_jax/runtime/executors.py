@@ -20,7 +20,7 @@ from digen_jax.runtime.sampling import SamplingExecutor
 from digen_jax.runtime.scores import Extremes, StepScores
 from digen_jax.runtime.steps import Steps
 from digen_jax.runtime.summary import image_metrics, reward_metrics
-from digen_jax.runtime.training import TrainingExecutor
+from digen_jax.runtime.training import OtherTrainingExecutor, TrainingExecutor
 from digen_jax.runtime.versions import Versions
 from digen_jax.scheduling.commands import (
     TRAINER,
@@ -36,11 +36,15 @@ from digen_jax.scheduling.commands import (
     Publication,
     Publish,
     Score,
-    Switch,
     Train,
     Update,
 )
 from digen_jax.scheduling.settings import Settings
+from digen_jax.scheduling.state import SAMPLE, TRAIN
+
+
+class LostSums(RuntimeError):
+    """An update cannot be made, because a worker is lost that has trained a part of it."""
 
 
 @runtime_checkable
@@ -54,6 +58,9 @@ class Executor(Protocol):
 
     devices: Mapping[str, int]
     extremes: Extremes | None
+
+    def roles(self, worker: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The roles of a worker, in order of preference, and those that it takes only if no other worker has them."""
 
     def do(self, command: Command) -> None:
         """Executes a command other than a Score or an Evaluate; returns when its work is done."""
@@ -129,6 +136,7 @@ class Duties:
 
     rewards: tuple[str, ...]  # the names of the scores that have a weight
     held_out: Sequence[dict[str, Any]] = ()  # the prompts of evaluations
+    trainer_samples: bool = False  # next to sampling meshes, too
     tag_weights: str = "in place"  # the trainer samples with these: see `engine.system.tag_group`
     # the rewards that the sampling meshes compute, by their numbers: those of `Rollout.scorers`
     on_mesh: Mapping[int, rewards.RewardSettings] = dataclasses.field(default_factory=dict)
@@ -168,51 +176,77 @@ class Executors:
         self._gathering = Gathering(self._held_out, duties.rewards, of_rewards)
         self._link: Link = link or LocalLink()
         apart = not system.placement.colocated
+        several = apart or bool(system.trainers)
         self.last_update = settings.updates - 1
         # Only then may a fragment or an evaluation need, after an update, the arrays that the update consumes.
-        later = apart or algorithm.reads_behaviour or algorithm.reads_start
+        later = several or algorithm.reads_behaviour or algorithm.reads_start
         # A resumed run may also have begun fragments of the next step with the newest version, on separate meshes.
         stale = settings.staleness > 0 and (later or first > 0)
         keep = stale or (later and self.last_update > 0)
-        self.versions = Versions(self._link, keep, system.sent)
+        self.versions = Versions(self._link, keep, system.sent, exact=bool(system.trainers))
         for version, tuned in (kept or {}).items():
             self.versions.add(Publication(version), tuned)
+        others = {f"worker {i}": one for i, one in enumerate(system.trainers, start=1)}
+        trainers = TRAINER, *others
         self.trainer = TrainingExecutor(
-            system, settings, self.steps, self.versions, self._link, state
+            system, settings, self.steps, self.versions, self._link, state, trainers
         )
+        self.others = {
+            name: OtherTrainingExecutor(name, system.on(one), self.steps, self._link, trainers)
+            for name, one in others.items()
+        }
         self.trainer.publish(first)
         rollouts = system.rollouts if apart else ()
         named = ((f"rollout {i}", one) for i, one in enumerate(rollouts))
         self.rollouts: dict[str, Samples] = {name: self._sampling(name, one) for name, one in named}
+        self._assistants: dict[str, SamplingExecutor] = {}  # training workers that sample, too
 
     @property
     def devices(self) -> dict[str, int]:
         """The number of devices of every worker."""
-        sampling = {name: executor.devices for name, executor in self.rollouts.items()}
-        return sampling | {TRAINER: self.system.placement.trainer.mesh.size}
+        others = {**self.rollouts, **self.others}
+        found = {name: executor.devices for name, executor in others.items()}
+        return found | {TRAINER: self.trainer.devices}
 
     @property
     def state(self) -> TrainState:
         """The trainer's state."""
         return self.trainer.state
 
-    @functools.cached_property
-    def assistant(self) -> SamplingExecutor:
-        """The trainer's devices as a sampling mesh; created at its first use."""
-        with paused():  # it may have to read components, and compiles
-            return self._sampling(TRAINER, self.system.assistant(self._duties.tag_weights))
+    def roles(self, worker: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """See `Executor`."""
+        if worker != TRAINER and worker not in self.others:
+            return (SAMPLE,), ()
+        if self.system.placement.colocated:
+            return (SAMPLE, TRAIN), ()
+        return ((TRAIN, SAMPLE), ()) if self._duties.trainer_samples else ((TRAIN,), (SAMPLE,))
 
     def join(self, sampler: Samples) -> None:
         """Adds a sampling mesh."""
         self.rollouts[sampler.name] = sampler
 
     def sampling(self, worker: str) -> Samples:
-        """A worker's executor; the trainer's is its assistant."""
-        return self.assistant if worker == TRAINER else self.rollouts[worker]
+        """A worker's sampling executor; that of a training worker is created at its first use."""
+        found = self.rollouts.get(worker) or self._assistants.get(worker)
+        if found is None:
+            with paused():  # it may have to read components, and compiles
+                rollout = self._training(worker).system.assistant(self._duties.tag_weights)
+            found = self._assistants.setdefault(worker, self._sampling(worker, rollout))
+        return found
+
+    def _training(self, worker: str) -> TrainingExecutor | OtherTrainingExecutor:
+        if worker == TRAINER:
+            return self.trainer
+        if worker not in self.others:
+            raise LostSums(f"the sums of {worker} are lost")
+        return self.others[worker]
 
     def give_up(self, worker: str) -> None:
         """See `Executor`."""
-        self.rollouts.pop(worker).give_up()
+        self.others.pop(worker, None)
+        for held in (self.rollouts, self._assistants):
+            if worker in held:
+                held.pop(worker).give_up()
         self._link.give_up(worker)
 
     def do(self, command: Command) -> None:
@@ -222,36 +256,56 @@ class Executors:
                 _ = self.steps[command.step]  # drawn here, too, where another process encodes it
                 self.sampling(command.worker).encode(command.step)
             case Generate():
+                self._hold(command)
                 self.sampling(command.worker).generate(command.fragment, command.publication)
             case Decode():
                 self.sampling(command.worker).decode(command.fragment)
             # Between these, the rewards score the images: `score`, `scored`.
             case Deliver():
-                self.trainer.deliver(command)
+                self._training(command.to).deliver(command)
             case Train():
                 scores = self.scores(command.fragment.step)
-                self.trainer.train(command.fragment, scores, command.early)
+                self._training(command.worker).train(command, scores)
             case Update():
-                last = command.update == self.last_update
-                self.trainer.update(self.scores(command.step), command.step + 1 if last else None)
+                self._update(command)
             case Publish():
                 self._publish(command)
             case DropVersion():
                 self.versions.drop(command.publication)
-                for executor in self._samplers():
+                for executor in (*self.others.values(), *self._samplers()):
                     executor.drop_weights(command.publication)
             case DropFragments():
                 # First of all: a fragment in generation is then not kept.
                 self.steps.drop(command.fragments)
-                holders = (self.trainer, *self._samplers())
+                holders = (self.trainer, *self.others.values(), *self._samplers())
                 for holder, fragment in itertools.product(holders, command.fragments):
                     holder.drop_fragment(fragment)
-            case Switch():
-                pass  # The programs and arrays of both roles always exist.
             case _:
                 raise TypeError(f"{command} is not for the executors")
 
+    def _hold(self, command: Generate) -> None:
+        """Has a training worker sample with the weights that it trains, unless it was sent others."""
+        worker, publication = command.worker, command.publication
+        if worker in self.rollouts or publication in self.sampling(worker).weights:
+            return
+        if worker == TRAINER:
+            self.sampling(worker).receive(publication)
+        else:
+            self.sampling(worker).hold(publication, self.others[worker].published(publication))
+
+    def _update(self, command: Update) -> None:
+        others = [self._training(name) for name in command.trained if name != TRAINER]
+        version = command.step + 1 if command.update == self.last_update else None
+        self.trainer.update(self.scores(command.step), version, [one.sums() for one in others])
+        for one in list(self.others.values()):
+            one.updated(self.steps.first if version is None else version)
+
     def _publish(self, command: Publish) -> None:
+        other = self.others.get(command.worker)
+        if other is not None and other.receive(command.publication):
+            return
+        if other is not None and command.publication not in self.versions:
+            return  # newer weights exist
         executor = self.sampling(command.worker)
         executor.receive(command.publication)
         # The trainer drops weights before the sampling meshes do.
@@ -275,8 +329,9 @@ class Executors:
     def scored(self, command: Score, judged: Judged | None) -> None:
         """See `Executor`. A process that follows knows the scores only."""
         fragment = command.fragment
-        if command.maker == TRAINER or command.maker in self.rollouts:
-            self.sampling(command.maker).scored(fragment)
+        maker = self._assistants.get(command.maker) or self.rollouts.get(command.maker)
+        if maker is not None:
+            maker.scored(fragment)
         if not fragment.evaluation and self.steps.find(fragment) is None:
             return  # it was dropped
         if judged is None:
@@ -317,7 +372,7 @@ class Executors:
 
     def _samplers(self) -> Iterator[Samples]:
         """The sampling executors that exist at present."""
-        return filter(None, (self.__dict__.get("assistant"), *self.rollouts.values()))
+        return iter((*self._assistants.values(), *self.rollouts.values()))
 
     def _sampling(self, name: str, rollout: Rollout) -> SamplingExecutor:
         scorers = named(self._duties.on_mesh, rollout.scorers)

@@ -39,7 +39,21 @@ class ConditioningOf:
     step: int
 
 
-Key = Publication | SamplesOf | ConditioningOf
+@dataclasses.dataclass(frozen=True)
+class ExactOf:
+    """The key of published weights as the trainer has them, in their own type: for other training workers."""
+
+    publication: Publication
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedOf:
+    """The key of (the parameters that are trained, the slow copy or None), until the next update."""
+
+    publication: Publication
+
+
+Key = Publication | ExactOf | TrainedOf | SamplesOf | ConditioningOf
 
 
 class LinkError(RuntimeError):

@@ -32,7 +32,7 @@ def present(
         return None if when is None else begun + when
 
     def of(name: str) -> dict[str, Any]:
-        worker = state.worker(name)
+        worker = state.workers.get(name)
         if worker is None:
             return {"lost": at(summary.lost[name][0] if name in summary.lost else now)}
         kept = scheduler.kept if name == TRAINER else worker.held
@@ -59,4 +59,4 @@ def present(
 def _words(scheduler: Scheduler, command: Any) -> str:
     """A command in words: its piece of work, and which part of it."""
     part = f" ({command.kind})" if isinstance(command, Encode | Decode) else ""
-    return scheduler.state.work(command) + part
+    return scheduler.work(command) + part

@@ -56,6 +56,10 @@ class SamplingExecutor:
         """Of its mesh."""
         return self.rollout.group.mesh.size
 
+    def hold(self, publication: Publication, tuned: Any) -> None:
+        """Keeps published weights that this process has, in the sampler's type and shardings."""
+        self.weights[publication] = jax.block_until_ready(self.rollout.weights(tuned))
+
     def receive(self, publication: Publication) -> None:
         """Takes published weights; weights that were withdrawn are no longer needed."""
         tuned = self._link.take(publication, self.rollout.group.params, self.name)

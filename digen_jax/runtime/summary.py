@@ -24,18 +24,17 @@ from digen_jax.scheduling.commands import (
 )
 from digen_jax.scheduling.events import Completed, Event, Joined, Lost
 from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.state import TRAIN
 from digen_jax.scheduling.timeline import Interval, Recorder, bubbles, busy_seconds
 
 # The phase of a step to which a command's seconds are added.
 PHASES = {
     "encode": "rollout",
     "generate": "rollout",
-    "tag": "rollout",
     "decode": "rollout",
     "score": "reward",
     "train": "train",
     "update": "train",
-    "switch": "train",
     "publish": "publish",
     "deliver": "deliver",
     "evaluate": "evaluation",
@@ -58,9 +57,11 @@ class Summary:
         self._recorder = Recorder()
         self._began = 0.0  # of the step
         self._under_way: dict[str, float] = {}  # worker: start of its present work
-        self._ages: list[int] = []
+        self._ages: list[int] = []  # of each trained pass, in versions
         self._queued: list[int] = []  # number of ready fragments at each start of training
-        self._made: Counter[str] = Counter()  # fragments generated, as "generate" or "tag"
+        self._sampled: Counter[bool] = (
+            Counter()
+        )  # fragments: whether a worker made them that prefers to train
         self.numbers: dict[str, float] = {}  # runtime metrics of the last step
 
     def seen(self, event: Event, commands: list[Command], scheduler: Scheduler, now: float) -> None:
@@ -83,24 +84,26 @@ class Summary:
 
     def _commanded(self, command: Command, scheduler: Scheduler, now: float) -> None:
         worker = getattr(command, "worker", None)
-        if isinstance(command, Publish | Deliver) and worker != TRAINER:
+        if _is_transfer(command):
             if isinstance(command, Publish) and self._recorder.waits(worker):
-                self._recorder.wait(worker, "publish", now)
+                self._recorder.wait(worker, "weights", now)
             return
         if worker is not None:
             self._recorder.end_wait(worker, now)
             self._under_way[worker] = now
+        if isinstance(command, Generate) and not command.fragment.evaluation:
+            self._sampled[scheduler.state.workers[worker].roles[0] == TRAIN] += 1
         if isinstance(command, Train):
-            batch = scheduler.state.batch
-            self._ages.append(batch.step - batch.group_of(command.fragment.index).version)
-            self._queued.append(1 + len(batch.ready))
+            step = scheduler.state.steps[command.fragment.step]
+            age = step.number - step.group_of(command.fragment.index).version
+            self._ages.extend([age] * command.count)
+            self._queued.append(1 + len(step.ready))
 
     def work(
         self,
         command: Command,
         start: float,
         end: float,
-        apart: bool,
         parts: Sequence[tuple[str, float, float]] = (),
     ) -> None:
         """Records a completed command.
@@ -109,17 +112,13 @@ class Summary:
           command: the command.
           start: of its work.
           end: likewise.
-          apart: there are rollout workers in addition to the trainer.
           parts: (kind, begin, end) of what is shown apart within its work; not of an evaluation.
         """
         worker, kind = getattr(command, "worker", "reward"), command.kind
         fragment = getattr(command, "fragment", None)
         if fragment is not None and fragment.evaluation:
             kind = "evaluate"
-        elif isinstance(command, Generate):
-            kind = "tag" if worker == TRAINER and apart else kind
-            self._made[kind] += 1
-        if isinstance(command, Publish | Deliver) and worker != TRAINER:
+        if _is_transfer(command):
             worker = f"{kind} {worker}"  # parallel to the worker's commands
         else:
             self._under_way.pop(worker, None)
@@ -167,7 +166,7 @@ class Summary:
             "images_per_second": self._images / (seconds - away),
             "utilisation": busy / (total * seconds),
             "staleness": float(np.mean(self._ages)),
-            "tag_share": self._made["tag"] / max(1, self._made.total()),
+            "tag_share": self._sampled[True] / max(1, self._sampled.total()),
             "queue_depth": float(np.mean(self._queued)),
             **{f"seconds/{phase}": spent for phase, spent in phases.items()},
             **{
@@ -176,7 +175,7 @@ class Summary:
             },
         }
         self._began, self._ages, self._queued = now, [], []
-        self._made.clear()
+        self._sampled.clear()
         for worker in self.lost:
             self.devices.pop(worker, None)
         return done
@@ -187,6 +186,12 @@ class Summary:
         done = list(self._recorder.intervals)
         self._recorder.intervals.clear()
         return done
+
+
+def _is_transfer(command: Command) -> bool:
+    """Whether a command is executed next to its worker's others."""
+    publishes = isinstance(command, Publish) and command.worker != TRAINER
+    return publishes or isinstance(command, Deliver)
 
 
 def _phase(interval: Interval) -> str:

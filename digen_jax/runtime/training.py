@@ -1,32 +1,239 @@
-"""The trainer mesh's executor: takes samples, accumulates gradients of fragments, updates and publishes."""
+"""Executors of the training meshes: each accumulates gradients of fragments, and the home worker's updates."""
 
 import functools
 import threading
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int
 
 from digen_jax.engine.early import OpenGroup
 from digen_jax.engine.hosts import put
+from digen_jax.engine.objective import Totals
 from digen_jax.engine.packing import Endpoints
 from digen_jax.engine.placement import DeviceGroup
 from digen_jax.engine.sampler import EncodedPrompts
 from digen_jax.engine.spread import check_spread
 from digen_jax.engine.system import System, resharded
 from digen_jax.engine.trainer import Experience, TrainState
-from digen_jax.runtime.link import ConditioningOf, Link, SamplesOf
+from digen_jax.runtime.link import (
+    ConditioningOf,
+    ExactOf,
+    Link,
+    LinkError,
+    SamplesOf,
+    TrainedOf,
+)
 from digen_jax.runtime.scores import StepScores
 from digen_jax.runtime.steps import Images, Steps
 from digen_jax.runtime.versions import Versions
-from digen_jax.scheduling.commands import TRAINER, Deliver, Fragment, Publication
+from digen_jax.scheduling.commands import TRAINER, Deliver, Fragment, Publication, Train
 from digen_jax.scheduling.settings import Settings
 
 
-class TrainingExecutor:
-    """Trains on its mesh; every method returns when its work is done."""
+class Sums(NamedTuple):
+    """What a worker has trained of an update; `stale`: older versions generated some of its samples."""
+
+    totals: Totals | None
+    stale: bool
+
+
+class GradientExecutor:
+    """Accumulates gradients of fragments on a mesh; every method returns when its work is done.
+
+    `trainers` are the names of all training workers: each may take the samples that another one has.
+    """
+
+    def __init__(
+        self, name: str, system: System, steps: Steps, link: Link, trainers: Collection[str]
+    ):
+        self.name, self.samples = name, {}  # Fragment: Images, not yet trained
+        self.system, self._steps, self._link = system, steps, link
+        self._trainers = trainers
+        self._prompts: dict[int, EncodedPrompts] = {}  # by step
+        self._taking = threading.Lock()
+        self._totals: Totals | None = None
+        self._trained: set[Fragment] = set()  # since the last update
+        self._groups: dict[int, OpenGroup] = {}  # groups that are trained early, by number
+        self._stale = False  # whether an older version generated some of the update's samples
+
+    @property
+    def devices(self) -> int:
+        """Of its mesh."""
+        return self.system.placement.trainer.mesh.size
+
+    def deliver(self, command: Deliver) -> None:
+        """Takes a fragment's samples from another worker, and with the first ones the step's prompts."""
+        self._take(command.worker, command.fragment, command.version)
+
+    def _take(self, worker: str, fragment: Fragment, version: int) -> None:
+        group, several = self.system.placement.trainer, len(self._trainers) > 1
+        step, key = self._steps.find(fragment), SamplesOf(worker, fragment)
+        if step is None:
+            self._link.withdraw(key)
+            return
+        with self._taking:  # one lock for the fragments of all workers
+            if fragment.step not in self._prompts:
+                prompts = ConditioningOf(worker, fragment.step)
+                found = self._link.take(prompts, lambda tree: _everywhere(tree, group), self.name)
+                if found is None:  # its worker was given up just now
+                    raise LinkError(f"{worker} has no prompts of step {fragment.step}")
+                self._prompts[fragment.step] = found
+                if several:
+                    self._link.offer(ConditioningOf(self.name, fragment.step), found)
+        taken = self._link.take(key, lambda tree: shardings(tree, group), self.name)
+        if not (several and worker in self._trainers):
+            self._link.withdraw(key)
+        if taken is None:
+            if self._steps.find(fragment) is None:
+                return
+            raise LinkError(f"{worker} has no samples of fragment {fragment.index}")
+        if several:
+            self._link.offer(SamplesOf(self.name, fragment), taken)
+        rows = step.rows[step.cut(fragment.index)]
+        self.samples[fragment] = Images(version, rows, *taken)
+        if self._steps.find(fragment) is None:
+            self.drop_fragment(fragment)
+
+    def drop_fragment(self, fragment: Fragment) -> None:
+        """Frees a fragment that will not be trained."""
+        if self.samples.pop(fragment, None) is not None:
+            self._link.withdraw(SamplesOf(self.name, fragment))
+
+    def add(
+        self,
+        command: Train,
+        scores: StepScores,
+        state: TrainState,
+        published: Callable[[Publication], Any],
+    ) -> None:
+        """Adds the gradient of a fragment's passes to the update's; `early`: through the sums of its group.
+
+        Args:
+          command: says which passes.
+          scores: of the step.
+          state: the parameters that are trained, and the slow copy.
+          published: gives the published weights of a version.
+        """
+        fragment = command.fragment
+        if fragment not in self.samples:  # this worker has sampled it
+            self._take(self.name, fragment, command.version)
+        images = self.samples[fragment]
+        self._trained.add(fragment)
+        if command.early:
+            return self._add_early(fragment, scores, images, state)
+        trainer, base = self.system.trainer, self.system.base
+        experience = self._experience(fragment, scores, images)
+        self._stale |= images.version != fragment.step
+        reads = trainer.algorithm
+        behaviour = published(Publication(images.version)) if reads.reads_behaviour else None
+        # At the step's start, unless no update has changed the parameters.
+        start = (
+            published(Publication(fragment.step)) if reads.reads_start and command.update else None
+        )
+        piece = command.first, command.count
+        self._totals = jax.block_until_ready(
+            trainer.accumulate(state, base, experience, self._totals, behaviour, start, piece)
+        )
+        return None
+
+    def _experience(self, fragment: Fragment, scores: StepScores, images: Images) -> Experience:
+        """A scored fragment in the trainer's form."""
+        system, prompts = self.system, self._prompts[fragment.step]
+        if system.trainer.algorithm.ranks:
+            return receive(system, prompts, images, scores.ranking(fragment.index))
+        lesson = scores.lesson(fragment.index)
+        if len(lesson.places) < len(images.rows):
+            images = selected(images, lesson.places, system.placement.trainer)
+        return receive(system, prompts, images, lesson.advantages, lesson.weight)
+
+    def _add_early(
+        self, fragment: Fragment, scores: StepScores, images: Images, state: TrainState
+    ) -> None:
+        """Adds a fragment to its group's sums; the group's last one adds these to the update's."""
+        trainer, number, step = self.system.trainer, int(images.rows[0]), scores.images
+        values = scores.values[step.cut(fragment.index)]
+        # They are not known yet: nothing may read them.
+        advantages = np.full_like(values, np.nan)
+        experience = receive(self.system, self._prompts[fragment.step], images, advantages)
+        begun, base = self._groups.pop(number, None), self.system.base
+        group = trainer.accumulate_early(state, base, experience, values, begun)
+        jax.block_until_ready(group.sums)
+        if len(group.rewards) < np.count_nonzero(step.rows == number):
+            self._groups[number] = group
+        else:
+            std = self.system.advantages.std
+            self._totals = jax.block_until_ready(trainer.close(group, self._totals, std))
+
+    def sums(self) -> Sums:
+        """The sums since the last update, which it forgets."""
+        found, self._totals, self._stale = Sums(self._totals, self._stale), None, False
+        return found
+
+    def updated(self, first: int) -> None:
+        """Frees what an update has trained, and the prompts of steps before `first`."""
+        for fragment in self._trained:
+            self.drop_fragment(fragment)
+        self._trained.clear()
+        for step in [step for step in self._prompts if step < first]:
+            del self._prompts[step]
+            self._link.withdraw(ConditioningOf(self.name, step))
+
+
+class OtherTrainingExecutor(GradientExecutor):
+    """A training worker that does not update: it holds the weights that it was sent."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._weights: dict[Publication, TrainState] = {}
+        self._published: dict[Publication, Any] = {}
+        algorithm = self.system.trainer.algorithm
+        self._copied = algorithm.publishes_copy
+        fixed = algorithm.set_steps > 0
+        self._fixed = self.system.untuned() if fixed else None
+
+    def receive(self, publication: Publication) -> bool:
+        """Takes the weights that are trained; False: these are others."""
+        found = self._link.take(TrainedOf(publication), self._shardings, self.name)
+        if found is None:
+            return False
+        tuned, copy = found
+        self._weights = {publication: TrainState(tuned, None, None, copy)}
+        if not publication.update:
+            fixed, own = self._fixed, copy if self._copied else tuned
+            self._published[publication] = own if fixed is None else fixed
+        return True
+
+    def published(self, publication: Publication) -> Any:
+        """The published weights of a version, in the trainer's type; they are taken if they were never sent."""
+        if publication not in self._published:
+            group = self.system.placement.trainer
+            self._published[publication] = self._link.take(
+                ExactOf(publication), group.params, self.name
+            )
+        return self._published[publication]
+
+    def train(self, command: Train, scores: StepScores) -> None:
+        """See `GradientExecutor.add`."""
+        current = Publication(command.fragment.step, update=command.update)
+        self.add(command, scores, self._weights[current], self.published)
+
+    def drop_weights(self, publication: Publication) -> None:
+        """Frees the published weights of a version."""
+        self._published.pop(publication, None)
+
+    def _shardings(self, tree: Any) -> Any:
+        tuned, copy = tree
+        params = self.system.placement.trainer.params
+        return params(tuned), None if copy is None else params(copy)
+
+
+class TrainingExecutor(GradientExecutor):
+    """The home worker: it trains, adds the sums of the others to its own, updates and publishes."""
 
     def __init__(
         self,
@@ -36,138 +243,83 @@ class TrainingExecutor:
         versions: Versions,
         link: Link,
         state: TrainState,
+        trainers: Collection[str] = (TRAINER,),
     ):
+        super().__init__(TRAINER, system, steps, link, trainers)
         self.state = state
-        self.samples: dict[Fragment, Images] = {}  # delivered, not yet trained
-        self._settings = settings
+        self._settings, self._versions = settings, versions
         fixed = system.trainer.algorithm.set_steps > 0
         self._fixed = system.untuned() if fixed else None  # weights that sample a fixed set
-        self._system, self._steps, self._versions, self._link = system, steps, versions, link
-        self._prompts: dict[int, EncodedPrompts] = {}  # by step
-        self._taking = threading.Lock()
-        self._totals = None
-        self._groups: dict[int, OpenGroup] = {}  # groups that are trained early, by number
+        self._offered: Publication | None = None  # to other training workers
         self._history: list[dict[str, jax.Array]] = []  # of the step's updates
         self._compared = False  # whether the ratios of an update on fresh samples were checked
-        self._stale = False  # whether an older version generated some of the update's samples
 
-    def deliver(self, command: Deliver) -> None:
-        """Takes a fragment's samples from the worker that generated it, and with the first ones the step's prompts."""
-        group, fragment = self._system.placement.trainer, command.fragment
-        step, key = self._steps.find(fragment), SamplesOf(command.worker, command.fragment)
-        if step is None:
-            self._link.withdraw(key)
-            return
-        with self._taking:  # one lock for the fragments of all workers
-            if fragment.step not in self._prompts:
-                prompts = ConditioningOf(command.worker, fragment.step)
-                found = self._link.take(prompts, lambda tree: _everywhere(tree, group), TRAINER)
-                if found is None:  # its worker was given up just now
-                    return
-                self._prompts[fragment.step] = found
-        taken = self._link.take(key, lambda tree: shardings(tree, group), TRAINER)
-        self._link.withdraw(key)
-        if taken is None:
-            return
-        rows = step.rows[step.cut(fragment.index)]
-        self.samples[fragment] = Images(command.version, rows, *taken)
-        if self._steps.find(fragment) is None:
-            self.drop_fragment(fragment)
+    def train(self, command: Train, scores: StepScores) -> None:
+        """See `GradientExecutor.add`."""
+        self.add(command, scores, self.state, self._versions.__getitem__)
 
-    def drop_fragment(self, fragment: Fragment) -> None:
-        """Frees a fragment that will not be trained."""
-        self.samples.pop(fragment, None)
-
-    def train(self, fragment: Fragment, scores: StepScores, early: bool = False) -> None:
-        """Adds a fragment's gradient to the update's; `early`: through the sums of its group."""
-        images = self.samples.pop(fragment)
-        if early:
-            return self._train_early(fragment, scores, images)
-        trainer, base = self._system.trainer, self._system.base
-        experience = self._experience(fragment, scores, images)
-        self._stale |= images.version != fragment.step
-        read = trainer.algorithm.reads_behaviour
-        behaviour = self._versions[Publication(images.version)] if read else None
-        self._totals = jax.block_until_ready(
-            trainer.accumulate(self.state, base, experience, self._totals, behaviour, self._start())
-        )
-        return None
-
-    def _start(self) -> Any:
-        """The parameters at the step's start, if they are read and an update has changed them; else None."""
-        if not self._system.trainer.algorithm.reads_start or not self._history:
-            return None
-        return self._versions[Publication(self._steps.first)]
-
-    def _experience(self, fragment: Fragment, scores: StepScores, images: Images) -> Experience:
-        """A scored fragment in the trainer's form."""
-        system, prompts = self._system, self._prompts[fragment.step]
-        if system.trainer.algorithm.ranks:
-            return receive(system, prompts, images, scores.ranking(fragment.index))
-        lesson = scores.lesson(fragment.index)
-        if len(lesson.places) < len(images.rows):
-            images = selected(images, lesson.places, system.placement.trainer)
-        return receive(system, prompts, images, lesson.advantages, lesson.weight)
-
-    def _train_early(self, fragment: Fragment, scores: StepScores, images: Images) -> None:
-        """Adds a fragment to its group's sums; the group's last one adds these to the update's."""
-        trainer, number, step = self._system.trainer, int(images.rows[0]), scores.images
-        values = scores.values[step.cut(fragment.index)]
-        # They are not known yet: nothing may read them.
-        advantages = np.full_like(values, np.nan)
-        experience = receive(self._system, self._prompts[fragment.step], images, advantages)
-        begun, base = self._groups.pop(number, None), self._system.base
-        group = trainer.accumulate_early(self.state, base, experience, values, begun)
-        jax.block_until_ready(group.sums)
-        if len(group.rewards) < np.count_nonzero(step.rows == number):
-            self._groups[number] = group
-        else:
-            std = self._system.advantages.std
-            self._totals = jax.block_until_ready(trainer.close(group, self._totals, std))
-
-    def update(self, scores: StepScores, version: int | None) -> None:
+    def update(self, scores: StepScores, version: int | None, others: Sequence[Sums] = ()) -> None:
         """One optimizer update of the step with these scores; the step's last update makes a version.
+
+        Args:
+          scores: of the step.
+          version: the one that it makes, None: it is not the step's last.
+          others: the sums of other training workers, which are consumed.
 
         Raises:
           ConfigError: rounding moves the ratios too far; checked before the first update on fresh samples.
         """
-        self._compare()
+        trainer, (totals, stale) = self.system.trainer, self.sums()
+        for other in others:
+            totals, stale = trainer.add(totals, other.totals), stale or other.stale
+        self._compare(totals, stale)
+        self._withdraw()
         state = self._versions.to_consume(self.state)
-        std = None if self._totals.unscaled is None else scores.std
-        self.state, metrics = self._system.trainer.update(state, self._totals, std)
-        self._totals = None
+        std = None if totals.unscaled is None else scores.std
+        self.state, metrics = trainer.update(state, totals, std)
         self._history.append(metrics)
         jax.block_until_ready(self.state)
+        self.updated(self._steps.first if version is None else version)
         if version is not None:
-            for step in [step for step in self._prompts if step < version]:
-                del self._prompts[step]
-                self._link.withdraw(ConditioningOf(TRAINER, step))
             updates = version * self._settings.updates
-            self.state = self._system.trainer.end_step(self.state, updates)
+            self.state = trainer.end_step(self.state, updates)
             self.publish(version)
+        else:
+            self._offer(Publication(self._steps.first, update=len(self._history)))
 
-    def _compare(self) -> None:
+    def _compare(self, totals: Totals, stale: bool) -> None:
         """Checks once how far rounding moves the ratios, for samples of exactly the trained parameters."""
-        fresh = not self._stale and not self._history
-        self._stale = False
-        if not fresh or self._compared:
+        if stale or self._history or self._compared:
             return
         self._compared = True
-        check_spread(self._system.trainer.algorithm, self._totals.sums)
+        check_spread(self.system.trainer.algorithm, totals.sums)
 
     def publish(self, version: int) -> None:
         """Publishes the behaviour policy as a version; if an evaluation with other weights is due, these too."""
         tree, settings = self._fixed, self._settings
         if tree is None:
-            tree = self._system.trainer.published(self.state)
+            tree = self.system.trainer.published(self.state)
         self._add(Publication(version), tree)
         if settings.evaluated_apart and settings.evaluated_images(version):
             self._add(Publication(version, evaluated=True), self.state.evaluated)
+        self._offer(Publication(version))
 
     def _add(self, publication: Publication, tree: Any) -> None:
         """Publishes a tree, which may be a part of the state that the next update consumes."""
         own = (field for field in ("tuned", "ema") if getattr(self.state, field) is tree)
         self._versions.add(publication, tree, next(own, None))
+
+    def _offer(self, publication: Publication) -> None:
+        """Offers the parameters that are trained to the other training workers, until the next update."""
+        if len(self._trainers) > 1:
+            self._offered = publication
+            self._link.offer(TrainedOf(publication), (self.state.tuned, self.state.copy))
+
+    def _withdraw(self) -> None:
+        """Ends the offer before an update consumes these arrays."""
+        if self._offered is not None and not self._link.settle(TrainedOf(self._offered)):
+            # A worker that hangs may still read them.
+            self.state = jax.tree.map(jnp.copy, self.state)
 
     def metrics(self) -> dict[str, float]:
         """The means over a step's updates; forgets them."""

@@ -26,13 +26,15 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Publication:
-    """Published weights of a version: for sampling training images or, if they differ, for evaluation.
+    """Weights of a version: for sampling and training or, if they differ, for evaluation.
 
-    Evaluated weights are, for example, the moving average of the trained parameters.
+    Evaluated weights are, for example, the moving average of the trained parameters. Within a step of several
+    updates, `update` counts those that the weights have had since the version; only training workers get such weights.
     """
 
     version: int
     evaluated: bool = False
+    update: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +81,12 @@ class Decode(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Deliver(Command):
-    """Transfer the samples of a decoded fragment from its worker to the trainer; `version` generated them."""
+    """Transfer the samples of a decoded fragment from a worker to a training worker; `version` generated them."""
 
     worker: str
     fragment: Fragment
     version: int
+    to: str
     kind: ClassVar[str] = "deliver"
 
 
@@ -98,22 +101,29 @@ class Score(Command):
 
 @dataclasses.dataclass(frozen=True)
 class Train(Command):
-    """Accumulate a fragment's gradient for an update; `early`: before its advantages are known."""
+    """Accumulate the gradient of `count` passes of a fragment from `first` on.
+
+    `early`: before the fragment's advantages are known.
+    """
 
     worker: str
     fragment: Fragment
+    version: int
     update: int
-    early: bool
+    first: int
+    count: int
+    early: bool = False
     kind: ClassVar[str] = "train"
 
 
 @dataclasses.dataclass(frozen=True)
 class Update(Command):
-    """One optimizer update from the accumulated gradient; the step's last one makes a new version."""
+    """One optimizer update from the sums of `trained` workers; the step's last one makes a new version."""
 
     worker: str
     step: int
     update: int
+    trained: tuple[str, ...]
     kind: ClassVar[str] = "update"
 
 
@@ -132,30 +142,12 @@ class Publish(Command):
 
 
 @dataclasses.dataclass(frozen=True)
-class Switch(Command):
-    """Make the trainer's devices a sampler ("sample") or a trainer ("train")."""
-
-    worker: str
-    role: str
-    kind: ClassVar[str] = "switch"
-
-
-@dataclasses.dataclass(frozen=True)
 class Evaluate(Command):
     """Report a version's evaluation, of which all fragments are scored."""
 
     version: int
     answered: ClassVar[bool] = False
     kind: ClassVar[str] = "evaluate"
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint(Command):
-    """Save the state of the trainer and of the scheduler after a step, with all kept versions."""
-
-    step: int
-    answered: ClassVar[bool] = False
-    kind: ClassVar[str] = "checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,16 +2,10 @@
 
 import dataclasses
 
-from digen_jax.scheduling.commands import Command
-from digen_jax.scheduling.settings import Costs
+from digen_jax.scheduling.commands import Command, Train
+from digen_jax.scheduling.settings import Costs, Settings
 
 WEIGHT = 1 / 16  # of the newest measurement, after the first 1 / WEIGHT of them
-SCALED = (
-    "generate",
-    "decode",
-    "evaluate",
-    "decode evaluation",
-)  # kinds that a worker's speed divides
 # An evaluation's fragments have another size, schedule and guidance.
 OF_EVALUATION = {
     "generate": "evaluate",
@@ -33,32 +27,38 @@ def cost_of(command: Command) -> str:
 
 @dataclasses.dataclass
 class CostModel:
-    """Measured seconds, and the expected ones for kinds that were not measured yet.
+    """Measured seconds, and the expected ones for kinds that were not measured yet; "train" is for one pass.
 
-    `averages` are by kind and worker; those of worker "" are over all workers, scaled to speed 1. The
-    first measurements have equal weights: otherwise one long or short first measurement would dominate.
+    `averages` are by kind and worker; those of worker "" are over all workers. The first measurements have equal
+    weights: otherwise one long or short first measurement would dominate.
     """
 
     expected: Costs
     images: int  # of a fragment
+    passes: int  # of a fragment
     averages: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
-    def observe(self, kind: str, worker: str, speed: float, seconds: float) -> None:
-        """Adds a measurement to the averages of its worker and of its kind."""
-        known, counts = self.averages.setdefault(kind, {}), self.counts.setdefault(kind, {})
-        scale = speed if kind in SCALED else 1.0
-        # A kind without a worker, such as a score, is under "" only.
-        for name, new in {worker: seconds, "": seconds * scale}.items():
-            counts[name] = counts.get(name, 0) + 1
-            average = known.get(name, new)
-            known[name] = average + max(WEIGHT, 1 / counts[name]) * (new - average)
+    @classmethod
+    def begin(cls, expected: Costs, settings: Settings) -> "CostModel":
+        """Nothing is measured yet."""
+        return cls(expected, settings.fragment_images, settings.passes)
 
-    def predict(self, kind: str, worker: str, speed: float) -> float:
+    def observe(self, command: Command, seconds: float) -> None:
+        """Adds a measurement to the averages of its worker and of its kind."""
+        kind, worker = cost_of(command), getattr(command, "worker", "")
+        if isinstance(command, Train):
+            seconds /= command.count
+        known, counts = self.averages.setdefault(kind, {}), self.counts.setdefault(kind, {})
+        # A kind without a worker, such as a score, is under "" only.
+        for name in {worker, ""}:
+            counts[name] = counts.get(name, 0) + 1
+            average = known.get(name, seconds)
+            known[name] = average + max(WEIGHT, 1 / counts[name]) * (seconds - average)
+
+    def predict(self, kind: str, worker: str = "") -> float:
         """Seconds of the next command: this worker's average, else all workers', else the expected cost."""
         known = self.averages.get(kind)
         if not known:
-            return self.expected.seconds(kind, self.images, speed)
-        if worker in known:
-            return known[worker]
-        return known[""] / (speed if kind in SCALED else 1.0)
+            return self.expected.seconds(kind, self.images, 1 / self.passes)
+        return known.get(worker, known[""])

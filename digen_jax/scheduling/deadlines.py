@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from digen_jax.scheduling.commands import Command
+from digen_jax.scheduling.commands import Command, Train
 from digen_jax.scheduling.costs import CostModel, cost_of
 
 FACTOR = 10  # times the expected duration
@@ -30,4 +30,5 @@ def expected(costs: CostModel, command: Command) -> float | None:
     kind = cost_of(command)
     if not costs.averages.get(kind):
         return None
-    return costs.predict(kind, getattr(command, "worker", ""), 1.0)
+    seconds = costs.predict(kind, getattr(command, "worker", ""))
+    return seconds * command.count if isinstance(command, Train) else seconds

@@ -14,13 +14,15 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Joined(Event):
-    """A worker is ready. `speed` is its sampling speed, relative to the others.
+    """A worker is ready. `roles`, "sample" and "train", are in order of preference.
 
-    The run begins when the trainer joins; rollout workers of the start join before it.
+    It takes a role in `spare` only while no other worker has this role. The run begins when the home worker, TRAINER,
+    joins; the others of the start join before it.
     """
 
     worker: str
-    speed: float = 1.0
+    roles: tuple[str, ...]
+    spare: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

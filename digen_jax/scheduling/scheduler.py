@@ -1,5 +1,10 @@
-"""The scheduler: it takes one event and returns the resulting commands."""
+"""The scheduler of a pool of workers: it takes one event and returns the resulting commands.
 
+Every worker samples, trains, or does both: see `_next_work` for what it does next.
+"""
+
+import heapq
+import math
 from typing import Any
 
 from digen_jax.scheduling import saving
@@ -8,6 +13,8 @@ from digen_jax.scheduling.commands import (
     Command,
     Decode,
     Deliver,
+    DropFragments,
+    DropVersion,
     Encode,
     Evaluate,
     Fragment,
@@ -15,16 +22,28 @@ from digen_jax.scheduling.commands import (
     Publication,
     Publish,
     Score,
-    Switch,
     Train,
     Update,
 )
-from digen_jax.scheduling.costs import cost_of
-from digen_jax.scheduling.dispatch import continue_task, give_work
+from digen_jax.scheduling.costs import CostModel
 from digen_jax.scheduling.events import Completed, Event, Failed, Joined, Lost
 from digen_jax.scheduling.settings import Costs, Settings
-from digen_jax.scheduling.state import SchedulerError, SchedulerState
-from digen_jax.scheduling.tasks import Worker
+from digen_jax.scheduling.state import (
+    SAMPLE,
+    TRAIN,
+    Handover,
+    PendingEvaluation,
+    SchedulerState,
+    Task,
+    Worker,
+)
+from digen_jax.scheduling.step import DROPPED, SAMPLING, SCORING, Step
+
+FAILURES = 2  # in a row, after which a worker loses a role
+
+
+class SchedulerError(RuntimeError):
+    """The run cannot continue: no worker can do what is left, or a piece of work failed too often."""
 
 
 class Scheduler:
@@ -34,7 +53,10 @@ class Scheduler:
     """
 
     def __init__(self, settings: Settings, costs: Costs):
-        self.state = SchedulerState.begin(settings, costs)
+        self.state = SchedulerState(settings, CostModel.begin(costs, settings))
+        self.state.references[Publication(0)] = 0
+        self._open_steps()
+        self._open_evaluation()
 
     def handle(self, event: Event) -> list[Command]:
         """Applies an event and returns the resulting commands, in the order in which to send them.
@@ -42,32 +64,32 @@ class Scheduler:
         A completion or failure of a command that is not in flight (any more) changes nothing.
 
         Raises:
-          SchedulerError: the trainer is lost, or something failed too often.
+          SchedulerError: no worker can do what is left, or something failed too often.
         """
-        state, out = self.state, []
+        state, self._out = self.state, []
         state.now = max(state.now, event.at)
         match event:
             case Joined():
-                self._joined(event, out)
+                self._joined(event)
             case Lost():
-                self._lost(event)
+                self._lost(event.worker)
             case Completed():
                 if state.in_flight.pop(event.command.serial, None) is not None:
-                    self._completed(event, out)
+                    self._completed(event)
             case Failed():
                 if state.in_flight.pop(event.command.serial, None) is not None:
-                    self._failed(event, out)
-        give_work(state, out)
-        return out
+                    self._failed(event)
+        self._serve()
+        return self._out
 
     @property
     def finished(self) -> bool:
         """Whether all steps and evaluations are done."""
-        return self.state.finished
+        return self.state.step == self.state.settings.steps and not self.state.evaluations
 
     @property
     def kept(self) -> list[Publication]:
-        """The weights that the trainer keeps and that a checkpoint contains."""
+        """The weights that the home worker keeps and that a checkpoint contains."""
         return sorted(self.state.references)
 
     def save(self) -> dict[str, Any]:
@@ -97,187 +119,780 @@ class Scheduler:
         Raises:
           ValueError: it was saved after a part of a step was trained.
         """
-        scheduler = cls.restore(saved)
-        saving.rewind(scheduler.state, settings, costs)
+        old = saving.unpack(saved)
+        if old.step in old.steps and old.steps[old.step].has_trained:
+            raise ValueError("a scheduler can only be resumed from the end of a step")
+        settings = settings or old.settings
+        scheduler = cls.__new__(cls)
+        scheduler.state = state = SchedulerState(
+            settings, old.costs, step=old.step, serials=old.serials
+        )
+        if costs is not None:
+            state.costs = CostModel.begin(costs, settings)
+        state.references[Publication(state.step)] = 0
+        for number, step in old.steps.items():
+            if number < settings.steps:
+                state.steps[number] = step.rewound(settings)
+                for group in state.steps[number].groups:
+                    if group.version is not None:
+                        scheduler._refer(Publication(group.version))
+        scheduler._open_steps()
+        scheduler._open_evaluation()
         return scheduler
 
-    def is_superseded(self, command: Command) -> bool:
-        """Whether a command sends a version that the worker no longer needs because a newer one exists."""
-        return isinstance(command, Publish) and self.state.is_superseded(command)
+    def is_busy(self, worker: str) -> bool:
+        """Whether a worker is occupied by a command."""
+        return self.state.workers[worker].busy is not None
+
+    def is_there(self, worker: str) -> bool:
+        """Whether a worker has joined and was not lost."""
+        return worker in self.state.workers
+
+    def is_useless(self, worker: str) -> bool:
+        """Whether a worker has lost its roles by failures."""
+        return not self.state.workers[worker].roles
 
     def awaits(self, command: Command) -> bool:
         """Whether a command is in flight: after its worker's loss it no longer is."""
         return command.serial in self.state.in_flight
 
-    @property
-    def has_rollout(self) -> bool:
-        """Whether there is a rollout worker at present."""
-        return bool(self.state.rollout)
-
-    def is_there(self, worker: str) -> bool:
-        """Whether a worker has joined and was not lost."""
-        return self.state.worker(worker) is not None
-
-    def is_busy(self, worker: str) -> bool:
-        """Whether a worker is occupied by a command."""
-        return self.state.worker(worker).busy is not None
-
     def waits_for(self, worker: str) -> str:
         """What an idle worker waits for, one of `timeline.CAUSES`."""
-        state = self.state
-        found, batch = state.worker(worker), state.batch
-        if found.task is not None or (found.arriving and batch is not None):
-            return "publish"
-        if state.evaluations and (batch is None or (batch.in_last_set and batch.set_trained)):
+        state, found, step = self.state, self.state.workers[worker], self._present
+        if found.task is not None or (found.arriving and step is not None):
+            return "weights"
+        if state.evaluations and (step is None or step.set_trained):
             return "evaluation"
-        if batch is None:
+        if step is None:
             return "end"
-        if worker != TRAINER:
-            return "trainer" if not batch.queued else "faster worker"
-        return "generation" if batch.queued or batch.generating else "reward"
+        if step.set_trained:
+            return "update"
+        if step.queued or step.sampling:
+            return "sampling"
+        return "training" if not step.left else "reward"
 
     # -------------------------------------------------------------------------------- events
 
-    def _joined(self, event: Joined, out: list[Command]) -> None:
+    def _joined(self, event: Joined) -> None:
         """Adds a worker; if its name is known, the old worker was lost without notice."""
         state = self.state
-        if event.worker in state.rollout:
-            self._lost(Lost(event.at, event.worker))
-        worker = Worker(event.worker, event.speed, state.joins)
+        if event.worker in state.workers:
+            self._lost(event.worker)
+        worker = Worker(event.worker, state.joins, event.roles, event.spare)
         state.joins += 1
-        if event.worker == TRAINER:
-            if state.trainer is not None:
-                raise SchedulerError("the trainer joined a second time: it cannot be replaced")
-            worker.role = "train"
-            state.trainer = worker
-            return
-        state.rollout[worker.name] = worker
-        state.publish(worker, Publication(state.version), out)
-        state.set_idle(worker)
-        state.rate = None
+        state.workers[worker.name] = worker
+        self._note_roles()
+        if worker.name == TRAINER:
+            worker.held.add(self._current)
+            for other in state.workers.values():
+                self._sync(other)
+        elif TRAINER in state.workers:
+            self._sync(worker)
+        self._set_idle(worker)
 
-    def _lost(self, event: Lost) -> None:
-        """Requeues a lost worker's fragments; its commands are no longer in flight."""
+    def _lost(self, name: str) -> None:
+        """Requeues a lost worker's fragments and passes; its commands are no longer in flight."""
         state = self.state
-        if event.worker == TRAINER:
+        if name == TRAINER:
             raise SchedulerError("the trainer is lost: restart the run from its last checkpoint")
-        worker = state.rollout.get(event.worker)
+        worker = state.workers.pop(name, None)
         if worker is None:
             return
-        del state.rollout[worker.name]
-        state.lose(worker)
-        state.rate = None
+        self._note_roles()
+        if worker.task is not None:
+            self._requeue(worker.task.fragment)
+        if worker.piece is not None:
+            self._present.return_piece(worker.piece)
+        # An update in progress may have the worker's sums already; if not, it fails.
+        sums = not any(isinstance(command, Update) for command in state.in_flight.values())
+        gone = {f for f, handover in state.handovers.items() if handover.worker == name}
+        again = []
+        for serial, command in list(state.in_flight.items()):
+            if isinstance(command, Deliver) and command.to == name:
+                again.append(command.fragment)
+            elif isinstance(command, Deliver) and command.worker == name:
+                self._abandon(command)
+            elif getattr(command, "worker", None) != name:
+                continue
+            del state.in_flight[serial]
+        for step in state.steps.values():
+            gone |= {Fragment(step.number, index) for index in step.lose(name, sums)}
+        for serial, command in list(state.in_flight.items()):
+            if isinstance(command, Score) and command.fragment in gone:
+                del state.in_flight[serial]
+        for fragment in gone:
+            state.handovers.pop(fragment, None)
+            self._requeue(fragment)
+        for fragment in again:
+            if fragment in state.handovers:
+                self._deliver(fragment)
 
-    def _completed(self, event: Completed, out: list[Command]) -> None:
+    def _abandon(self, command: Deliver) -> None:
+        """A transfer whose source is lost: its receiver's piece is assigned again."""
+        receiver = self.state.workers.get(command.to)
+        if receiver is not None and receiver.busy == command.serial:
+            self._give_piece_back(receiver)
+
+    def _give_piece_back(self, worker: Worker) -> None:
+        worker.busy = None
+        self._present.return_piece(worker.piece)
+        worker.piece = None
+        self._set_idle(worker)
+
+    def _completed(self, event: Completed) -> None:
         """Applies the completion of a command that was in flight."""
         state, command = self.state, event.command
-        name = getattr(command, "worker", "")
-        worker = state.worker(name)
-        speed = worker.speed if worker else 1.0
-        state.costs.observe(cost_of(command), name, speed, event.seconds)
-        state.forget_failures(command)
+        state.costs.observe(command, event.seconds)
+        self._forget_failures(command)
+        name = command.to if isinstance(command, Deliver) else getattr(command, "worker", "")
+        worker = state.workers.get(name)
         if worker is not None and worker.busy == command.serial:
             worker.busy = None
         match command:
-            case Switch():
-                worker.role = command.role
             case Publish():
                 worker.arriving.discard(command.publication)
-                if command.publication in state.references:
+                if self._is_needed(command.publication):
                     worker.held.add(command.publication)
+                self._sync(worker)
             case Encode():
                 worker.encoded.add(command.step)
             case Generate():
                 worker.task.generated = True
             case Decode():
-                self._decoded(worker, command.fragment, out)
+                self._decoded(worker, command.fragment)
             case Deliver():
-                if handover := state.handovers.get(command.fragment):
-                    handover.delivered = True
-                    self._handed_over(command.fragment, out)
+                self._delivered(worker, command)
             case Score():
                 if handover := state.handovers.get(command.fragment):
                     handover.values = event.values
-                    self._handed_over(command.fragment, out)
+                    self._handed_over(command.fragment)
             case Train():
-                if state.batch.trained(command.fragment.index):
-                    version = state.batch.group_of(command.fragment.index).version
-                    state.release(Publication(version), 1, out)
+                self._present.trained_piece(worker.name, worker.piece)
+                worker.piece = None
             case Update():
-                if state.batch.next_set():
-                    state.end_step(out)
-        self._go_on(worker, out)
-        if isinstance(command, Publish) and worker is not state.trainer:
-            state.publish_newest(worker, out)
+                self._updated()
+        if worker is not None and worker.busy is None:
+            self._go_on(worker)
 
-    def _go_on(self, worker: Worker | None, out: list[Command]) -> None:
-        """Continues a rollout worker's task, or gives it up if it has become superfluous."""
-        state = self.state
-        if worker is None or worker is state.trainer or worker.busy is not None:
+    def _failed(self, event: Failed) -> None:
+        """Repeats the work of a failed command, on another worker if possible."""
+        state, command = self.state, event.command
+        name = command.to if isinstance(command, Deliver) else getattr(command, "worker", "")
+        worker = state.workers.get(name)
+        if isinstance(command, Publish) and self.is_superseded(command):
+            worker.arriving.discard(command.publication)
+            return self._sync(worker)
+        if not (isinstance(command, Update) and self._lost_sums()):
+            self._count_failure(command, event.reason)
+        occupied = worker is not None and worker.busy == command.serial
+        if occupied:
+            worker.busy = None
+        match command:
+            case Encode() | Generate() | Decode():
+                fragment = worker.task.fragment
+                worker.task = None
+                self._requeue(fragment)
+                if self._is_wanted(fragment):
+                    state.failed_on.setdefault(fragment, []).append(worker.name)
+                self._fail_role(worker, SAMPLE, event.reason)
+            case Train():
+                self._present.return_piece(worker.piece)
+                worker.piece = None
+                self._fail_role(worker, TRAIN, event.reason)
+            case Publish():
+                worker.arriving.discard(command.publication)
+                if self._is_needed(command.publication):
+                    self._publish(worker, command.publication)
+            case Deliver():
+                if occupied:
+                    self._give_piece_back(worker)
+                elif command.fragment in state.handovers:
+                    self._deliver(command.fragment)
+            case Score():
+                if command.fragment in state.handovers:
+                    self._score(command.fragment)
+            case Update():
+                pass  # it is sent again when all passes are trained
+        if worker is not None and worker.busy is None:
+            self._go_on(worker)
+        return None
+
+    def _lost_sums(self) -> bool:
+        """Has the passes of lost workers trained again, whose sums an update has not got; whether there are any."""
+        step, state = self._present, self.state
+        lost = [name for name in step.pieces if name not in state.workers]
+        for name in lost:
+            for index in step.lose(name):
+                self._requeue(Fragment(step.number, index))
+        return bool(lost)
+
+    def _fail_role(self, worker: Worker, role: str, reason: str) -> None:
+        """Counts a failure of a worker in a role, which it loses after too many in a row.
+
+        Raises:
+          SchedulerError: no other worker has the role.
+        """
+        worker.failed[role] = worker.failed.get(role, 0) + 1
+        if worker.failed[role] < FAILURES:
             return
-        if worker.task is not None and not state.wanted(worker.task.fragment):
+        others = (one for one in self.state.workers.values() if one is not worker)
+        if not any(
+            role in (*one.first_roles, *one.spare) and role not in one.lost_roles for one in others
+        ):
+            raise SchedulerError(
+                f"no worker is left that can {role}, the last failure is: {reason}"
+            )
+        worker.lost_roles.add(role)
+        self._note_roles()
+
+    def _with_role(self, role: str) -> list[str]:
+        return [name for name, worker in self.state.workers.items() if role in worker.roles]
+
+    def _note_roles(self) -> None:
+        """Notes who samples and who trains.
+
+        A role that nobody has goes to the workers that have it in spare, else returns to those that lost it.
+        """
+        state = self.state
+        taken = set()
+        for role in (SAMPLE, TRAIN):
+            able = [one for one in state.workers.values() if role not in one.lost_roles]
+            if not any(role in one.first_roles for one in able):
+                taken.add(role)
+                if not any(role in one.spare for one in able):
+                    for one in state.workers.values():
+                        one.lost_roles.discard(role)
+                        one.failed[role] = 0
+        for worker in state.workers.values():
+            own = (*worker.first_roles, *(role for role in worker.spare if role in taken))
+            roles = tuple(role for role in own if role not in worker.lost_roles)
+            if roles != worker.roles:
+                worker.roles = roles
+                if not (worker.task or worker.piece or worker.busy):
+                    self._set_idle(worker)
+        state.samplers, state.trainers = self._with_role(SAMPLE), self._with_role(TRAIN)
+        # The fragments of each worker are others now.
+        for step in state.steps.values():
+            step.turns.clear()
+
+    # --------------------------------------------------------------------- what a worker does
+
+    def _serve(self) -> None:
+        """Gives work to idle workers, of each combination of roles until one of them gets none."""
+        state = self.state
+        if TRAINER not in state.workers:
+            return
+        for heap in state.idle.values():
+            passed = []
+            while heap:
+                rank = heapq.heappop(heap)
+                worker = state.workers.get(rank[1])
+                if (
+                    worker is None
+                    or worker.rank != rank
+                    or worker.task
+                    or worker.piece
+                    or worker.busy
+                ):
+                    continue
+                if worker.arriving and self._newest(worker) not in worker.held:
+                    self._sample_old(worker)
+                    continue  # else it is idle again when they have arrived
+                if self._next_work(worker):
+                    continue
+                passed.append(rank)
+                # Others may get what this one may not have, or what is its own.
+                if not (state.failed_on or state.settings.ordered):
+                    break
+            for rank in passed:
+                heapq.heappush(heap, rank)
+        home = state.workers[TRAINER]
+        if home.busy is None and home.task is None and home.piece is None:
+            self._next_work(home)
+
+    def _next_work(self, worker: Worker) -> bool:
+        """Gives a worker its next work; False: it waits.
+
+        Fragments of this step and its passes, in the order of the worker's roles; then the evaluation; then
+        fragments of the next steps, if `staleness` allows them. The home worker updates as soon as it can.
+        """
+        if worker.name == TRAINER and self._update():
+            return True
+        leads = SAMPLE in worker.roles and self._is_time_to_lead()
+        if leads and self._sample_ahead(worker, self._reserve()):
+            return True
+        for role in worker.roles:
+            if self._sample(worker) if role == SAMPLE else self._train(worker):
+                return True
+        return SAMPLE in worker.roles and (self._evaluate(worker) or self._sample_ahead(worker))
+
+    def _sample(self, worker: Worker) -> bool:
+        step = self._present
+        return step is not None and self._begin(worker, step)
+
+    def _sample_old(self, worker: Worker) -> bool:
+        """A worker that waits for the newest weights samples with those before, if `staleness` allows it."""
+        state, step = self.state, self._present
+        if step is None or SAMPLE not in worker.roles or not state.settings.staleness:
+            return False
+        old = state.step - 1
+        return Publication(old) in worker.held and self._begin(worker, step, old)
+
+    def _is_time_to_lead(self) -> bool:
+        """Whether fragments of the next step have to begin now, so that they are scored when this one ends."""
+        state, step = self.state, self._present
+        if not state.settings.staleness or step is None or step.queued:
+            return False
+        left = step.left * state.costs.predict("train") / len(state.trainers)
+        return left < self._handover_seconds()
+
+    def _reserve(self) -> int:
+        """Groups of the next step that begin during the update and the transfer of weights, not before.
+
+        Enough others begin before, so that workers do not wait for rewards when the next step begins.
+        """
+        state, settings = self.state, self.state.settings
+        sample = max(1e-9, self._sampling_seconds(None))
+        train = max(1e-9, state.costs.predict("train") * settings.passes)
+        fresh = (settings.units - settings.stale_units) * settings.unit_fragments
+        waiting = max(0.0, self._handover_seconds() - fresh * sample / len(state.samplers))
+        scored = waiting * len(state.trainers) / train
+        idle = state.costs.predict("update") + state.costs.predict("publish")
+        begun = len(state.samplers) * math.ceil(idle / sample)
+        left = settings.stale_units - math.ceil(scored / settings.unit_fragments)
+        return max(0, min(left, math.ceil(begun / settings.unit_fragments)))
+
+    def _sample_ahead(self, worker: Worker, reserve: int = 0) -> bool:
+        """Begins a fragment of a later step, unless only `reserve` groups may still begin early."""
+        state, present = self.state, self._present
+        if present is None:
+            return False
+        later = (step for step in state.steps.values() if step is not present)
+        return any(self._begin(worker, step, reserve=reserve) for step in later)
+
+    def _has_time(self, worker: Worker) -> bool:
+        """Whether the home worker can sample a fragment before an update is due."""
+        step, seconds = self._present, self._sampling_seconds(worker)
+        end = self.state.now + seconds
+        # The bound of all chunks first: to look at each of them for every event takes too long.
+        if step.set_trained or not step.left or step.latest_score < end:
+            return False
+        return any(c.scored_at >= end for c in step.chunks if c.stage in (SAMPLING, SCORING))
+
+    def _begin(self, worker: Worker, step: Step, old: int | None = None, reserve: int = 0) -> bool:
+        """Begins the next queued fragment of a step, unless other workers would finish all of them sooner.
+
+        With the newest weights, or with those of version `old`.
+        """
+        index = self._next_queued(worker, step)
+        if index is None or self._sooner_elsewhere(worker, step.queued):
+            return False
+        version = step.group_of(index).version
+        if version is None:
+            version = self.state.step if old is None else old
+        publication = Publication(version)
+        if publication in worker.arriving or (old is not None and old != version):
+            return False
+        is_new = step.group_of(index).version is None
+        most = self.state.settings.stale_units - reserve
+        if is_new and version < step.number and step.ahead >= most:
+            return False
+        later = step is not self._present
+        if later and worker.name == TRAINER and not self._has_time(worker):
+            return False
+        scored_at = self.state.now + self._sampling_seconds(worker) + self._handover_seconds()
+        if step.generate(index, publication.version, scored_at):
+            self._refer(publication)
+        worker.task = Task(Fragment(step.number, index), publication)
+        self._continue(worker)
+        return True
+
+    def _next_queued(self, worker: Worker, step: Step) -> int | None:
+        """The queued fragment that a worker would generate next; one that failed here is left to another worker."""
+        state = self.state
+        failed = {f for f in state.failed_on if f.step == step.number and not f.evaluation}
+        refused = [f.index for f in failed if self._is_refused(worker, f)]
+        if not state.settings.ordered:
+            return step.next_queued(refused)
+        names = state.samplers
+        index = step.next_own(worker.name, names.index(worker.name), len(names))
+        if index is not None and index not in refused:
+            return index
+        return step.next_queued(
+            i for i in step.queue if i in refused or Fragment(step.number, i) not in failed
+        )
+
+    def _sooner_elsewhere(self, worker: Worker, queued: int) -> bool:
+        """Whether faster workers, as soon as they are free, finish all queued fragments before this one could."""
+        state, own = self.state, self._sampling_seconds(worker)
+        if queued > len(state.samplers) or own <= 1.5 * self._sampling_seconds(None):
+            return False
+        sooner = 0
+        for name in state.samplers:
+            other = state.workers[name]
+            if other.task is not None and 2 * self._sampling_seconds(other) < own:
+                sooner += 1
+                if sooner == queued:
+                    return True
+        return False
+
+    def _is_refused(self, worker: Worker, fragment: Fragment) -> bool:
+        """Whether a fragment failed on this worker and another worker may generate it."""
+        failed = self.state.failed_on.get(fragment, ())
+        return worker.name in failed and any(name not in failed for name in self.state.samplers)
+
+    def _train(self, worker: Worker) -> bool:
+        step, state = self._present, self.state
+        if step is None or self._current not in worker.held:
+            return False
+        if state.settings.ordered:
+            place = state.trainers.index(worker.name)
+            piece = step.take_in_order(worker.name, place, len(state.trainers))
+        else:
+            piece = step.take_piece(worker.name, self._piece_size(worker, step))
+        if piece is None:
+            return False
+        worker.piece, fragment = piece, Fragment(step.number, piece.index)
+        chunk = step.chunks[piece.index]
+        if worker.name in chunk.holders:
+            self._send_train(worker)
+        else:
+            source = next(iter(sorted(chunk.holders)), chunk.maker)
+            version = step.group_of(piece.index).version
+            self._send(Deliver(self._serial(), source, fragment, version, worker.name), worker)
+        return True
+
+    def _piece_size(self, worker: Worker, step: Step) -> int:
+        """Passes that a worker takes at once: half of its share of those that are left."""
+        own = self.state.costs.predict("train", worker.name)
+        mean = self.state.costs.predict("train")
+        share = mean / (own * len(self.state.trainers))
+        return max(1, int(step.left * share / 2))
+
+    def _send_train(self, worker: Worker) -> None:
+        step, piece = self._present, worker.piece
+        fragment = Fragment(step.number, piece.index)
+        version = step.group_of(piece.index).version
+        what = version, step.update, piece.first, piece.count, piece.early
+        command = Train(self._serial(), worker.name, fragment, *what)
+        self._send(command, worker)
+
+    def _update(self) -> bool:
+        """Has the home worker update, if all passes are trained and the version is evaluated."""
+        step, home = self._present, self.state.workers[TRAINER]
+        if step is None or not step.set_trained:
+            return False
+        # A version is evaluated before an update, which may consume its weights; so evaluations end in order, too.
+        if self.state.evaluations:
+            return False
+        trained = tuple(name for name in self.state.workers if step.pieces.get(name))
+        self._send(Update(self._serial(), TRAINER, step.number, step.update, trained), home)
+        return True
+
+    def _evaluate(self, worker: Worker) -> bool:
+        for evaluation in self.state.evaluations.values():
+            if not evaluation.queue:
+                continue
+            fragment = Fragment(evaluation.version, evaluation.queue[0], evaluation=True)
+            publication = self._evaluated(evaluation.version)
+            if self._is_refused(worker, fragment) or publication in worker.arriving:
+                continue
+            heapq.heappop(evaluation.queue)
+            worker.task = Task(fragment, publication)
+            self._continue(worker)
+            return True
+        return False
+
+    def _continue(self, worker: Worker) -> None:
+        """Issues the next command of a worker's task, unless its weights are in transfer."""
+        task, name = worker.task, worker.name
+        fragment = task.fragment
+        if task.publication not in worker.held:
+            if task.publication not in worker.arriving:
+                self._publish(worker, task.publication)
+        elif not fragment.evaluation and fragment.step not in worker.encoded:
+            self._send(Encode(self._serial(), name, fragment.step), worker)
+        elif not task.generated:
+            self._send(Generate(self._serial(), name, fragment, task.publication), worker)
+        else:
+            self._send(Decode(self._serial(), name, fragment), worker)
+
+    def _go_on(self, worker: Worker) -> None:
+        """Continues a worker's task or piece, or gives a task up that has become superfluous."""
+        if worker.task is not None and not self._is_wanted(worker.task.fragment):
             worker.task = None
         if worker.task is not None:
-            continue_task(state, worker, out)
+            self._continue(worker)
+        elif worker.piece is not None:
+            self._send_train(worker)
         else:
-            state.set_idle(worker)
+            self._set_idle(worker)
 
-    def _decoded(self, worker: Worker, fragment: Fragment, out: list[Command]) -> None:
+    def _set_idle(self, worker: Worker) -> None:
+        heapq.heappush(self.state.idle.setdefault("".join(worker.roles), []), worker.rank)
+
+    # ------------------------------------------------------------------- a fragment's way
+
+    def _decoded(self, worker: Worker, fragment: Fragment) -> None:
         state = self.state
-        worker.task = None
-        if not state.wanted(fragment):
+        worker.task, worker.failed[SAMPLE] = None, 0
+        if not self._is_wanted(fragment):
             return
+        at_home = fragment.evaluation or TRAIN in worker.roles
+        state.handovers[fragment] = handover = Handover(worker.name, delivered=at_home)
         if not fragment.evaluation:
-            scored_at = state.now + state.handover_seconds()
-            state.batches[fragment.step].decode(fragment.index, scored_at)
-        state.hand_over(worker, fragment, out)
+            step = state.steps[fragment.step]
+            step.decoded(fragment.index, worker.name, state.now + self._handover_seconds())
+            if at_home:
+                step.chunks[fragment.index].holders.add(worker.name)
+            else:
+                self._deliver(fragment)
+            if step.chunks[fragment.index].scored:
+                handover.values = ()
+                return self._handed_over(fragment)
+        return self._score(fragment)
 
-    def _handed_over(self, fragment: Fragment, out: list[Command]) -> None:
+    def _score(self, fragment: Fragment) -> None:
+        handover = self.state.handovers[fragment]
+        self._send(Score(self._serial(), fragment, handover.worker))
+
+    def _deliver(self, fragment: Fragment) -> None:
+        """Sends the samples of a worker that only samples to a training worker, each in turn."""
+        state, names = self.state, self.state.trainers
+        turn = fragment.index if state.settings.ordered else state.delivered
+        state.delivered += 1
+        version = state.steps[fragment.step].group_of(fragment.index).version
+        source = state.handovers[fragment].worker
+        to = names[turn % len(names)]
+        self._send(Deliver(self._serial(), source, fragment, version, to))
+
+    def _delivered(self, worker: Worker, command: Deliver) -> None:
+        state, fragment = self.state, command.fragment
+        step = state.steps.get(fragment.step)
+        if step is None or step.chunks[fragment.index].stage == DROPPED:
+            return
+        chunk = step.chunks[fragment.index]
+        if chunk.maker == command.worker and chunk.maker not in chunk.holders:
+            chunk.maker = ""  # a worker that only samples keeps no samples that another one has
+        chunk.holders.add(worker.name)
+        if handover := state.handovers.get(fragment):
+            handover.delivered = True
+            self._handed_over(fragment)
+
+    def _handed_over(self, fragment: Fragment) -> None:
         """One part of a handover is done: continues with the fragment when both parts are."""
         state, handover = self.state, self.state.handovers[fragment]
         if handover.values is None or not handover.delivered:
             return
         del state.handovers[fragment]
         if not fragment.evaluation:
-            batch = state.batches[fragment.step]
-            batch.score(fragment.index, handover.values)
-            state.drop_others(batch, out)
-            return
+            step = state.steps[fragment.step]
+            step.score(fragment.index, handover.values)
+            return self._drop_others(step)
         evaluation = state.evaluations[fragment.step]
         evaluation.unscored -= 1
         if not evaluation.unscored:
             del state.evaluations[fragment.step]
-            out.append(Evaluate(state.next_serial(), fragment.step))
-            state.release(state.evaluated(fragment.step), 1, out)
+            self._out.append(Evaluate(self._serial(), fragment.step))
+            self._release(self._evaluated(fragment.step), 1)
+        return None
 
-    def _failed(self, event: Failed, out: list[Command]) -> None:
-        """Repeats the work of a failed command, on another worker if possible."""
-        state, command = self.state, event.command
-        worker = state.worker(getattr(command, "worker", ""))
-        if isinstance(command, Publish) and state.is_superseded(command):
-            worker.arriving.discard(command.publication)
-            if worker is not state.trainer:
-                state.publish_newest(worker, out)
+    def _requeue(self, fragment: Fragment) -> None:
+        """Queues a begun fragment again, if it is still wanted."""
+        if not self._is_wanted(fragment):
             return
-        state.fail(command, event.reason)
-        if worker is not None and worker.busy == command.serial:
-            worker.busy = None
-        match command:
-            case Encode() | Generate() | Decode():
-                fragment = worker.task.fragment
-                state.give_back(worker)
-                if state.wanted(fragment):
-                    state.failed_on.setdefault(fragment, []).append(worker.name)
-                self._go_on(worker, out)
-            case Publish():
-                worker.arriving.discard(command.publication)
-                if command.publication in state.references and worker is not state.trainer:
-                    state.publish(worker, command.publication, out)
-            case Deliver():
-                if command.fragment in state.handovers:
-                    state.deliver(worker, command.fragment, out)
-            case Score():
-                if command.fragment in state.handovers:
-                    state.score(command.fragment, out)
-            case Train():
-                state.batch.retrain(command.fragment.index)
+        if fragment.evaluation:
+            heapq.heappush(self.state.evaluations[fragment.step].queue, fragment.index)
+        else:
+            self.state.steps[fragment.step].requeue(fragment.index)
+
+    def _is_wanted(self, fragment: Fragment) -> bool:
+        """Whether a begun fragment is still needed."""
+        if fragment.evaluation:
+            return fragment.step in self.state.evaluations
+        step = self.state.steps.get(fragment.step)
+        return step is not None and step.chunks[fragment.index].stage != DROPPED
+
+    def _drop_others(self, step: Step) -> None:
+        """Drops the candidates outside the step as soon as its members are known."""
+        if step.settled or not step.candidates.dynamic or not step.candidates.step_known:
+            return
+        begun, versions = step.drop_others()
+        if begun:
+            fragments = tuple(Fragment(step.number, index) for index in begun)
+            for fragment in fragments:
+                self.state.handovers.pop(fragment, None)
+            self._out.append(DropFragments(self._serial(), fragments))
+        for version in versions:
+            self._release(Publication(version), 1)
+
+    # ------------------------------------------------------------------- steps and weights
+
+    @property
+    def _present(self) -> Step | None:
+        return self.state.steps.get(self.state.step)
+
+    @property
+    def _current(self) -> Publication:
+        """The weights that are being trained."""
+        step = self._present
+        return Publication(self.state.step, update=step.update if step else 0)
+
+    def _open_steps(self) -> None:
+        """Begins the bookkeeping of the present step and of the next steps within `staleness`."""
+        state = self.state
+        last = min(state.step + state.settings.staleness, state.settings.steps - 1)
+        for number in range(state.step, last + 1):
+            if number not in state.steps:
+                state.steps[number] = Step.begin(number, state.settings)
+
+    def _open_evaluation(self) -> None:
+        """Begins the evaluation of the newest version if it is due."""
+        state = self.state
+        count = state.settings.evaluated_fragments(state.step)
+        if count:
+            state.evaluations[state.step] = PendingEvaluation(state.step, list(range(count)), count)
+            self._refer(self._evaluated(state.step))
+
+    def _evaluated(self, version: int) -> Publication:
+        """The weights that are evaluated for a version."""
+        return Publication(version, self.state.settings.evaluated_apart)
+
+    def _updated(self) -> None:
+        """Ends an update set; after its last one a step: its version exists, and the next step begins."""
+        state, step = self.state, self._present
+        old = self._current
+        if step.next_set():
+            del state.steps[state.step]
+            state.step += 1
+            state.references.setdefault(Publication(state.step), 0)
+            self._open_evaluation()
+            used = [group.version for group in step.groups if not group.untrained]
+            kept = (one.version for one in state.references if not one.evaluated)
+            for version in sorted({*used, *kept}):
+                self._release(Publication(version), used.count(version))
+            self._open_steps()
+        home = state.workers[TRAINER]
+        home.held.add(self._current)
+        for worker in state.workers.values():
+            if old.update:
+                worker.held.discard(old)
+            worker.encoded = {number for number in worker.encoded if number >= state.step}
+            self._sync(worker)
+
+    def _sync(self, worker: Worker) -> None:
+        """Sends a worker the newest weights that it needs, if no other transfer to it is in flight.
+
+        So it gets only the last of the versions that exist at a transfer's end.
+        """
+        newest = self._newest(worker)
+        if worker.name != TRAINER and not worker.arriving and newest not in worker.held:
+            self._publish(worker, newest)
+
+    def _newest(self, worker: Worker) -> Publication:
+        return self._current if TRAIN in worker.roles else Publication(self.state.step)
+
+    def _publish(self, worker: Worker, publication: Publication) -> None:
+        """Sends weights to a worker, which occupies only a home worker that needs others than it trains."""
+        worker.arriving.add(publication)
+        command = Publish(self._serial(), worker.name, publication)
+        self._send(command, worker if worker.name == TRAINER else None)
+
+    def _is_needed(self, publication: Publication) -> bool:
+        return publication in self.state.references or publication == self._current
+
+    def is_superseded(self, command: Command) -> bool:
+        """Whether a command sends weights that the worker no longer needs because newer ones exist."""
+        if not isinstance(command, Publish) or command.publication == self._current:
+            return False
+        worker = self.state.workers.get(command.worker)
+        task = worker and worker.task
+        return not (task and task.publication == command.publication)
+
+    def _refer(self, publication: Publication) -> None:
+        """Counts one more group or evaluation that needs some weights."""
+        references = self.state.references
+        references[publication] = references.get(publication, 0) + 1
+
+    def _release(self, publication: Publication, count: int) -> None:
+        """Counts `count` groups fewer that need some weights; drops old weights that nobody needs."""
+        state = self.state
+        state.references[publication] -= count
+        newest = Publication(state.step)  # samples the next fragments
+        recent = (
+            not publication.evaluated
+            and publication.version >= state.step - state.settings.staleness
+        )
+        if publication != newest and not recent and not state.references[publication]:
+            del state.references[publication]
+            for worker in state.workers.values():
+                worker.held.discard(publication)
+            self._out.append(DropVersion(self._serial(), publication))
+
+    # ------------------------------------------------------------------------------ commands
+
+    def _serial(self) -> int:
+        self.state.serials += 1
+        return self.state.serials
+
+    def _send(self, command: Command, worker: Worker | None = None) -> None:
+        """Issues a command that will be answered; until then it occupies `worker`."""
+        self.state.in_flight[command.serial] = command
+        if worker is not None:
+            worker.busy = command.serial
+        self._out.append(command)
+
+    def _sampling_seconds(self, worker: Worker | None) -> float:
+        """Expected seconds in which a worker generates and decodes a fragment; None: the mean of all."""
+        name, costs = worker.name if worker else "", self.state.costs
+        return costs.predict("generate", name) + costs.predict("decode", name)
+
+    def _handover_seconds(self) -> float:
+        """Expected seconds until a decoded fragment is scored and delivered."""
+        return max(self.state.costs.predict(kind) for kind in ("score", "deliver"))
+
+    def _count_failure(self, command: Command, reason: str) -> None:
+        """Counts a failure of a piece of work.
+
+        Raises:
+          SchedulerError: it failed more often than `retries`, or `score_retries`, allows.
+        """
+        state = self.state
+        settings = state.settings
+        retries = settings.score_retries if isinstance(command, Score) else settings.retries
+        key = self.work(command)
+        state.failures[key] = state.failures.get(key, 0) + 1
+        if state.failures[key] > retries:
+            raise SchedulerError(
+                f"{key} failed {state.failures[key]} times, the last time with: {reason}"
+            )
+
+    def _forget_failures(self, command: Command) -> None:
+        """Forgets the failures of completed work; a fragment counts as generated after it is decoded."""
+        state = self.state
+        if state.failures and not isinstance(command, Encode | Generate):
+            state.failures.pop(self.work(command), None)
+        if state.failed_on and isinstance(command, Decode):
+            state.failed_on.pop(command.fragment, None)
+        if isinstance(command, Train):
+            state.workers[command.worker].failed[TRAIN] = 0
+
+    def work(self, command: Command) -> str:
+        """The piece of work that a command belongs to, in words."""
+        if isinstance(command, Publish):
+            what = (
+                "the evaluated weights of version" if command.publication.evaluated else "version"
+            )
+            return f"publishing {what} {command.publication.version} to {command.worker}"
+        if isinstance(command, Encode):
+            fragment = self.state.workers[command.worker].task.fragment
+        elif isinstance(command, Generate | Decode | Deliver | Score | Train):
+            fragment = command.fragment
+        elif isinstance(command, Update):
+            return f"update {command.update} of step {command.step}"
+        else:
+            return f"the command {command.kind!r}"
+        owner = "the evaluation of version" if fragment.evaluation else "step"
+        verbs = {"score": "scoring", "train": "training on", "deliver": "delivering"}
+        verb = verbs.get(command.kind, "generating")
+        return f"{verb} fragment {fragment.index} of {owner} {fragment.step}"

@@ -1,6 +1,7 @@
 """Settings of the scheduler: the shape of a step, the bounds of the policy, expected costs."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -42,7 +43,7 @@ class Settings:
     ordered: bool = False
     staleness: int = 1  # maximum age of a trajectory in versions; 0: strictly on policy
     stale_share: float = 0.5
-    tag_fragments: int = 0  # of a step, for the trainer beside rollout workers
+    passes: int = 1  # of a fragment in training
     max_candidates: int = 0
     redundant_groups: int = 0
     retries: int = 2  # of one piece of work; the next failure ends the run
@@ -55,17 +56,17 @@ class Settings:
     evaluated_apart: bool = False  # evaluated weights differ from those that sample training images
     checkpoint_every: int = 0  # steps; 0: never
 
-    @property
+    @functools.cached_property
     def early(self) -> bool:
         """Whether fragments are trained before their group or step is complete."""
         return self.open_groups > 0
 
-    @property
+    @functools.cached_property
     def step_first(self) -> bool:
         """Whether the whole step is scored before training begins."""
         return self.readiness == "step" and not self.early
 
-    @property
+    @functools.cached_property
     def unit_images(self) -> int:
         """Images of the smallest whole number of groups and of fragments.
 
@@ -74,27 +75,27 @@ class Settings:
         """
         return math.lcm(self.images, self.fragment_images)
 
-    @property
+    @functools.cached_property
     def units(self) -> int:
         """Units of a step; the scheduler's code calls them groups."""
         return self.groups * self.images // self.unit_images
 
-    @property
+    @functools.cached_property
     def unit_fragments(self) -> int:
         """Fragments of a unit."""
         return self.unit_images // self.fragment_images
 
-    @property
+    @functools.cached_property
     def fragments(self) -> int:
         """Trained fragments of a step."""
         return self.units * self.unit_fragments
 
-    @property
+    @functools.cached_property
     def set_units(self) -> int:
         """Units of an update set."""
         return self.units // self.updates
 
-    @property
+    @functools.cached_property
     def stale_units(self) -> int:
         """Units of a step that may begin before the previous step ends."""
         # Rounding must not remove a group from a share such as 0.3 of 10 groups.
@@ -183,19 +184,21 @@ class Costs:
     publish: float = 0.0  # a version, to one worker
     deliver: float = 0.0  # an image's samples, to the trainer
     evaluate: float = 0.0  # a fragment of an evaluation, on a worker of speed 1
-    switch: float = 0.0  # the trainer's role, in each direction
+    switch: float = 0.0  # between sampling and training, in each direction
 
-    def seconds(self, kind: str, images: int, speed: float) -> float:
-        """Seconds of one command of a kind, for a fragment of `images` images."""
+    def seconds(self, kind: str, images: int, share: float = 1.0) -> float:
+        """Seconds of one command of a kind, for a fragment of `images` images, or for a share of its passes."""
         match kind:
             case "generate" | "decode":
-                return getattr(self, kind) * images / speed
-            case "train" | "deliver":
                 return getattr(self, kind) * images
+            case "train":
+                return self.train * images * share
+            case "deliver":
+                return self.deliver * images
             case "score":
                 return self.score_latency + self.score * images
             case "evaluate":
-                return self.evaluate / speed
+                return self.evaluate
             case "decode evaluation" | "score evaluation":
                 return 0.0  # part of "evaluate", until they are measured
         return getattr(self, kind)

@@ -7,18 +7,17 @@ from typing import NamedTuple
 from digen_jax.scheduling.commands import Fragment
 from digen_jax.scheduling.scheduler import Scheduler
 
-# Causes of waiting; "end" is the end of the run.
-CAUSES = ("generation", "reward", "trainer", "faster worker", "publish", "evaluation", "end")
+# Causes of waiting: "weights" in transfer, a "reward", others' "sampling" or "training", the "update", the "end".
+CAUSES = ("sampling", "reward", "training", "update", "weights", "evaluation", "end")
 
 
 class Interval(NamedTuple):
     """One activity of a worker from `start` to `end`, in seconds.
 
-    `kind` is a command's, "tag" for a fragment that the trainer generates in addition to rollout workers,
-    "evaluate" for an evaluation fragment, or "wait" for `cause`, one of CAUSES. The rewards are the worker
-    "reward", whose intervals may overlap. Transfers to and from a rollout worker have separate rows,
-    such as "publish rollout 0", and so has each server that a reward asks, such as "judge 127.0.0.1:8000", with "ask"
-    for an answered request and "ask in vain" for one that is repeated; they may overlap, too.
+    `kind` is a command's, "evaluate" for an evaluation fragment, or "wait" for `cause`, one of CAUSES. The rewards are
+    the worker "reward", whose intervals may overlap. Transfers to and from a rollout worker have separate rows, such
+    as "publish rollout 0", and so has each server that a reward asks, such as "judge 127.0.0.1:8000", with "ask" for
+    an answered request and "ask in vain" for one that is repeated; they may overlap, too.
     """
 
     worker: str

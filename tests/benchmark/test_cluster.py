@@ -15,33 +15,36 @@ from digen_jax.benchmark.cluster import (
     measure,
 )
 from digen_jax.benchmark.runtime import TimedRun, simulations
+from digen_jax.benchmark.waits import Waits
 from digen_jax.errors import ConfigError
-from digen_jax.scheduling.commands import Fragment, Score, Train, Update
+from digen_jax.scheduling.commands import TRAINER, Fragment, Score, Train, Update
 
-RUN = TimedRun(learn=2, steps=3, jitter=0.0)
-FOUND = Emulated("1 worker", 3.0, 3.0, 1.5, 0.25, 0.5, 0.02, 0.01, 0.03, 0.24)
+RUN = TimedRun(warm_up=2, steps=3, jitter=0.0)
+FOUND = Emulated("1 worker", 3.0, 3.0, 1.5, 0.5, 0.02, 0.01, 0.03, 0.24)
 
 
 def simulated(case):
-    (first, *_) = simulations(case.layout, case.costs(8), case.settings(8), RUN)
+    (first, *_) = simulations(case.workers, case.costs(8), case.settings(8), RUN)
     return first
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_layout_uses_its_tactics_and_waits_long_enough(case):
+def test_every_worker_has_its_roles_and_waits_long_enough(case):
     report = simulated(case)
-    assert (report.tag_share > 0) == case.tag
-    assert (report.staleness > 0) == bool(case.staleness)
-    assert report.devices == {"trainer": len(case.speeds)} | {
+    sampling = {one.worker for one in report.intervals if one.kind == "generate"}
+    assert (TRAINER in sampling) == case.samples
+    assert set(report.trained_by_age) == set(range(1 + case.staleness))
+    assert report.devices == {TRAINER: 1} | {
         f"rollout {number}": 1 for number in range(len(case.speeds))
     }
     costs, settings = case.costs(8), case.settings(8)
     # Of all rollout workers together.
     generation = settings.fragments * FRAGMENT * (costs.generate + costs.decode)
     assert generation / sum(case.speeds) == pytest.approx(8)
-    waits, fragment = RUN.waits(costs, settings), Fragment(0, 0)
-    for command in (Score(0, fragment, ""), Train(0, "", fragment, 0, False), Update(0, "", 0, 0)):
-        assert waits.seconds(command) >= 0.1
+    waits, fragment, (home, *_) = Waits(costs, settings), Fragment(0, 0), case.workers
+    train, update = Train(0, "", fragment, 0, 0, 0, 1), Update(0, "", 0, 0, ())
+    for command in (Score(0, fragment, ""), train, update):
+        assert waits.seconds(command, home) >= 0.1
 
 
 def test_training_that_is_faster_than_generation_hides_behind_it():
@@ -58,7 +61,7 @@ def test_the_table_has_a_row_of_numbers_for_every_case():
     assert FOUND.deviation == pytest.approx(0) and other.deviation == pytest.approx(-0.25)
     assert len(describe([FOUND, other]).splitlines()) == 3
     shares = ["2.0%", "1.0%", "3.0%", "24.0%"]
-    expected = ["2 workers", "3.00", "4.00", "-25.0%", "50%", "38%", "25%", "0.50", *shares]
+    expected = ["2 workers", "3.00", "4.00", "-25.0%", "50%", "38%", "0.50", *shares]
     assert other.cells() == expected
 
 
@@ -73,8 +76,8 @@ def test_the_cases_are_chosen_by_number():
 def test_workers_on_ray_do_the_steps_that_the_simulator_predicts():
     case, steps = Case("2 workers", (1.0, 1.0), 8, staleness=1), []
     found = measure(case, 2.0, RUN, lambda: steps.append(None))
-    assert len(steps) == RUN.learn + RUN.steps
-    assert found.staleness > 0 and found.tag_share == 0
+    assert len(steps) == RUN.warm_up + RUN.steps
+    assert found.staleness > 0
     # Waits are never shorter than their costs.
     assert found.bound < found.step_seconds and found.simulated < 1.05 * found.step_seconds
     assert min(found.driver, found.worker, found.ray) > 0

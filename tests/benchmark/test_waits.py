@@ -1,4 +1,4 @@
-"""The stand-ins for device work: their duration, and that all placements get the same work."""
+"""The stand-ins for device work: their duration, and a driver with several workers that train."""
 
 import time
 from contextlib import closing
@@ -9,6 +9,7 @@ import pytest
 from digen_jax.benchmark.waits import WaitingExecutors, Waits, score
 from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
+from digen_jax.runtime.driver import Driver
 from digen_jax.scheduling.commands import (
     TRAINER,
     Decode,
@@ -20,12 +21,12 @@ from digen_jax.scheduling.commands import (
     Publication,
     Publish,
     Score,
-    Switch,
     Train,
     Update,
 )
-from digen_jax.scheduling.planner.simulate import Layout, Mesh
-from digen_jax.scheduling.settings import Costs
+from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.simulator import WorkerLayout
 
 COSTS = Costs(
     generate=0.02,
@@ -37,27 +38,29 @@ COSTS = Costs(
     publish=0.05,
     deliver=0.002,
 )
-EXACT = Waits(COSTS, images=4, unit=4, jitter=0.0, seed=0)
+SETTINGS = Settings(3, groups=4, images=4, fragment_images=4, passes=4, staleness=0)
+EXACT = Waits(COSTS, SETTINGS)
 FRAGMENT = Fragment(3, 5)
+LAYOUT = WorkerLayout(4), WorkerLayout(), WorkerLayout(2, ("sample",)), WorkerLayout(1, speed=0.5)
 
 
 @pytest.mark.parametrize(
     ("command", "seconds"),
     [
         (Generate(1, "rollout 0", FRAGMENT, Publication(2)), 0.08 / 2),
-        (Decode(1, "rollout 0", FRAGMENT), 0.02 / 2),
-        (Deliver(1, "rollout 0", FRAGMENT, 2), 0.008),
+        (Decode(1, "worker 2", FRAGMENT), 0.02 / 0.5),
+        (Deliver(1, "rollout 0", FRAGMENT, 2, TRAINER), 0.008),
         (Generate(1, TRAINER, FRAGMENT, Publication(2)), 0.08 / 4),
-        (Train(1, TRAINER, FRAGMENT, 0, False), 0.04),
-        (Encode(1, "rollout 0", 3), 0.03),
-        (Update(1, TRAINER, 3, 0), 0.04),
+        (Train(1, "worker 1", FRAGMENT, 0, 0, 0, 4), 0.04),
+        (Train(1, TRAINER, FRAGMENT, 0, 0, 1, 2), 0.02 / 4),
+        (Encode(1, "worker 1", 3), 0.03),
+        (Update(1, TRAINER, 3, 0, (TRAINER,)), 0.04),
         (Publish(1, "rollout 0", Publication(3)), 0.05),
-        (Switch(1, TRAINER, "sample"), 0.0),
         (DropVersion(1, Publication(3)), 0.0),
     ],
 )
 def test_a_command_takes_its_cost(command, seconds):
-    executors = WaitingExecutors(EXACT, Layout(Mesh(4, 4.0), (Mesh(2, 2.0),)))
+    executors = WaitingExecutors(EXACT, LAYOUT)
     taken = []
     for _ in range(5):  # the shortest counts, because a busy machine delays wake-ups
         begin = time.perf_counter()
@@ -67,7 +70,7 @@ def test_a_command_takes_its_cost(command, seconds):
 
 
 def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
-    executors = WaitingExecutors(EXACT, Layout(Mesh(), (Mesh(),)))
+    executors = WaitingExecutors(EXACT, LAYOUT)
     with closing(RewardPool(alone("waits", score), 0)) as rewards:
         found = [
             executors.score(Score(0, FRAGMENT, "rollout 0"), rewards).result() for _ in range(5)
@@ -77,39 +80,53 @@ def test_the_pool_of_rewards_takes_as_long_as_scores_cost():
 
 
 def test_jitter_is_of_the_work_and_not_of_who_does_it():
-    waits = Waits(COSTS, 4, 4, jitter=0.2, seed=7)
+    waits, one = Waits(COSTS, SETTINGS, jitter=0.2, seed=7), WorkerLayout()
 
-    def factors(worker, serial, version):
+    def factors(worker, serial, version, waits=waits, layout=one):
         fragments = [Fragment(step, index) for step in range(20) for index in range(20)]
-        return [
-            [waits.factor(command) for command in kind]
-            for kind in (
-                [
-                    Generate(serial + i, worker, f, Publication(version))
-                    for i, f in enumerate(fragments)
-                ],
-                [Decode(serial, worker, f) for f in fragments],
-                [Train(serial, worker, f, serial, False) for f in fragments],
-                [Score(serial, f, worker) for f in fragments],
-                [Publish(serial, worker, Publication(step)) for step in range(400)],
-            )
-        ]
+        kinds = (
+            [Generate(serial, worker, f, Publication(version)) for f in fragments],
+            [Decode(serial, worker, f) for f in fragments],
+            [Train(serial, worker, f, version, 0, 0, 4) for f in fragments],
+            [Train(serial, worker, f, version, 0, 1, 4) for f in fragments],
+        )
+        exact = [EXACT.seconds(same[0], layout) for same in kinds]
+        return np.array(
+            [
+                [waits.seconds(command, layout) / usual for command in same]
+                for same, usual in zip(kinds, exact, strict=True)
+            ]
+        )
 
-    drawn = np.array(factors("rollout 0", 1, 1))
+    drawn = factors("rollout 0", 1, 1)
     np.testing.assert_array_equal(drawn, factors(TRAINER, 9, 2))
     # Uniform from 0.8 to 1.2: standard deviation 0.4 / sqrt(12); and no kind follows another.
     assert 0.8 <= drawn.min() < 0.81 and 1.19 < drawn.max() <= 1.2
     np.testing.assert_allclose(drawn.mean(1), 1, atol=0.02)
     np.testing.assert_allclose(drawn.std(1), 0.1155, rtol=0.1)
-    assert np.abs(np.corrcoef(drawn) - np.eye(5)).max() < 0.2
-    other = Waits(COSTS, 4, 4, jitter=0.2, seed=8)
-    assert other.factor(Score(0, FRAGMENT, "")) != waits.factor(Score(0, FRAGMENT, ""))
-    generate = Generate(0, "rollout 0", FRAGMENT, Publication(0))
-    assert waits.seconds(generate, 2.0) == pytest.approx(0.04 * waits.factor(generate))
+    assert np.abs(np.corrcoef(drawn) - np.eye(4)).max() < 0.2
+    assert (drawn != factors(TRAINER, 1, 1, Waits(COSTS, SETTINGS, 0.2, 8))).all()
+    # The slowest of 8 devices: the mean of the largest of 8 numbers from [0, 1) is 8/9.
+    slowest = factors(TRAINER, 1, 1, layout=WorkerLayout(8))
+    np.testing.assert_allclose(slowest.mean(1), 1 + 0.2 * 7 / 9, atol=0.01)
 
 
-def test_a_larger_fragment_has_the_work_of_smaller_ones():
-    small, large = Waits(COSTS, 4, 4, 0.2, 1), Waits(COSTS, 12, 4, 0.2, 1)
-    parts = [small.seconds(Train(0, TRAINER, Fragment(3, i), 0, False)) for i in (6, 7, 8)]
-    whole = large.seconds(Train(0, TRAINER, Fragment(3, 2), 0, False))
-    assert whole == pytest.approx(sum(parts)) and len(set(parts)) == 3
+def test_a_driver_has_several_workers_sample_and_train():
+    """Samples of the trainer reach other workers while the trainer is at work."""
+    log, layout = [], (WorkerLayout(), WorkerLayout(), WorkerLayout(roles=("train",)))
+    costs = Costs(generate=0.01, train=0.02, update=0.01, publish=0.01)
+    executors = WaitingExecutors(Waits(costs, SETTINGS, jitter=0.2), layout)
+    with (
+        closing(RewardPool(alone("waits", score), 0)) as rewards,
+        closing(Driver(executors, Scheduler(SETTINGS, costs), rewards, log=log)) as driver,
+    ):
+        for _ in range(SETTINGS.steps):
+            driver.step()
+        driver.finish()
+    names = {TRAINER, "worker 1", "worker 2"}
+    assert {command.worker for command in log if isinstance(command, Train)} == names
+    assert {command.worker for command in log if isinstance(command, Generate)} < names
+    trained = sum(command.count for command in log if isinstance(command, Train))
+    assert trained == SETTINGS.steps * SETTINGS.fragments * SETTINGS.passes
+    assert any(isinstance(command, Deliver) and command.worker == TRAINER for command in log)
+    assert all(set(c.trained) == names for c in log if isinstance(c, Update))

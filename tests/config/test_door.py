@@ -262,5 +262,5 @@ def test_the_layout_is_the_text_that_checkpoints_hold(given):
         '{"cut": [144, 144, 1], "placement": '
         '{"rollout": {"data": 4, "fsdp": 1, "hosts": 1, "max_workers": 0, "sequence": 1, "tensor": 1, "workers": 1}, '
         '"rules": [[".*", "replicate"]], '
-        '"trainer": {"data": 4, "fsdp": 1, "hosts": 1, "sequence": 1, "tensor": 1, "time": 1}}}'
+        '"trainer": {"data": 4, "fsdp": 1, "hosts": 1, "sequence": 1, "tensor": 1, "time": 1, "workers": 1}}}'
     )

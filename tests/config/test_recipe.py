@@ -266,7 +266,6 @@ def test_a_switch_that_needs_smaller_fragments_says_all_that_goes_with_them(
         ("runtime__deadline", float("nan"), "config.runtime.deadline must be 0 or more, not nan"),
         ("runtime__staleness", -1, "config.runtime.staleness must be 0 or more, not -1"),
         ("runtime__stale_share", 1.5, "config.runtime.stale_share must be at most 1, not 1.5"),
-        ("runtime__tag_fragments", -2, "config.runtime.tag_fragments must be 0 or more, not -2"),
         ("runtime__tag_weights", "resharde", "config.runtime.tag_weights is 'resharde'; did you"),
         ("seed", -1, "config.seed must be 0 or more, not -1"),
         ("lora__rank", -4, "config.lora.rank must be 0 or more, not -4"),

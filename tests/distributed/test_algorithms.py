@@ -17,7 +17,6 @@ from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.executors import replay
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.scheduling import dispatch
 from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
 from tests.distributed import driving
 from tests.engine import toy
@@ -163,10 +162,8 @@ def test_with_asynchrony_the_log_of_a_run_is_that_of_one_process(name, fields):
 
 
 @pytest.mark.slow
-def test_a_trainer_that_generates_beside_meshes_apart(monkeypatch):
-    monkeypatch.setattr(dispatch, "tag_pays", lambda state: True)
-    tag = dict(runtime__tag_fragments=16, runtime__tag_weights="resharded")
-    c = config("flow_grpo", ((1, 1), (1, 2), 1), **tag)
+def test_a_trainer_that_generates_beside_meshes_apart():
+    c = config("flow_grpo", ((1, 1), (1, 2), 1, True), runtime__tag_weights="resharded")
     c.sampler.fragment = c.trainer.micro_batch = 4
     system = toy.system(c, 3)
     expected, found = run(toy.drive, system, c), run(driving.drive, system, c)

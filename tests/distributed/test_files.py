@@ -41,6 +41,7 @@ def test_a_workdir_that_the_trainers_node_does_not_see_is_named(tmp_path):
     [
         (dict(data=0), {}, False, "rollout.data"),
         ({}, dict(hosts=2), False, "trainer.hosts"),
+        (dict(data=1), dict(workers=2), False, "trainer.workers"),
         (dict(data=1, max_workers=3), {}, True, "max_workers"),
     ],
 )

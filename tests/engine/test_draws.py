@@ -13,7 +13,6 @@ from digen_jax.engine.sampler import EncodedPrompts
 from digen_jax.flow.sampling import image_keys
 from digen_jax.flow.windows import Window
 from digen_jax.runtime.training import TrainingExecutor
-from digen_jax.scheduling import dispatch
 from digen_jax.scheduling.commands import TRAINER, Generate
 from tests.cases import said
 from tests.engine import fragments, toy
@@ -96,14 +95,12 @@ def test_a_fragment_has_the_window_of_its_own_step_whoever_samples_it_and_when(m
         found[command.fragment] = np.asarray(executor.samples[command.fragment].samples.sigma)
 
     monkeypatch.setattr(TrainingExecutor, "deliver", deliver)
-    monkeypatch.setattr(dispatch, "tag_pays", lambda state: True)
     config = toy.config(
-        **toy.meshes((1, 1), (1, 1), workers=2),
+        **toy.meshes((1, 1), (1, 1), workers=2, samples=True),
         batch__groups=4,
         sampler__fragment=4,
         sampler__window=dict(mode="random", length=1, end=4),
         runtime__staleness=1,
-        runtime__tag_fragments=2,
     )
     config.seed = 3
     system = toy.system(config)

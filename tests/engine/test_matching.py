@@ -339,9 +339,9 @@ def test_with_asynchrony_the_behaviour_is_the_version_that_sampled(monkeypatch):
         kept[publication.version] = jax.device_get(tree)
         add(self, publication, tree, own)
 
-    def checked(state, base, experience, totals, behaviour, proximal):
+    def checked(state, base, experience, totals, behaviour, proximal, piece):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(behaviour), kept[seen[-1]])
-        return accumulate(state, base, experience, totals, behaviour, proximal)
+        return accumulate(state, base, experience, totals, behaviour, proximal, piece)
 
     monkeypatch.setattr(training, "receive", noted)
     monkeypatch.setattr(Versions, "add", added)

@@ -50,6 +50,14 @@ def test_the_gradient_of_packed_and_sharded_steps_is_the_plain_loops(
     assert toy.difference(fragments.mean(totals), expected) < 1e-5
     assert toy.difference(fragments.scaled(fragments.mean(totals), 1.01), expected) > 5e-3
     np.testing.assert_allclose(totals.sums["ratio"], ratios.sum(), rtol=1e-5)
+    passes = -(-steps // pack) * 12 // images
+    pieces = None
+    for piece in ((passes - 1, 1), (0, passes - 1)):  # in any order
+        added = (state, parts.base, experience, pieces)
+        pieces = parts.trainer.accumulate(*added, piece=piece) if piece[1] else pieces
+    assert toy.difference(fragments.mean(pieces), fragments.mean(totals)) < 1e-6
+    assert float(pieces.sums["weight"]) == 12 * steps
+    assert parts.trainer._accumulate._cache_size() <= 2  # all passes, and any piece
     once_more = parts.trainer.accumulate(state, parts.base, experience, totals)
     assert toy.difference(fragments.mean(once_more), expected) < 1e-5
     assert float(once_more.sums["weight"]) == 24 * steps

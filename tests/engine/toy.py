@@ -39,11 +39,12 @@ from digen_jax.runtime.steps import Images, Steps
 from digen_jax.runtime.training import TrainingExecutor, on_trainer, shardings
 from digen_jax.runtime.versions import Versions
 from digen_jax.runtime.watch import Watch
-from digen_jax.scheduling.commands import Deliver, Fragment, Publication
+from digen_jax.scheduling.commands import TRAINER, Deliver, Fragment, Publication, Train
 from digen_jax.scheduling.deadlines import Deadline
 from digen_jax.scheduling.settings import Settings
 
 LETTERS, TEXT = 6, 8
+MANY = 1_000  # passes: more than any fragment has
 AXES = (("outside", ("mlp", "channels")), (".*", (None, "mlp")))
 
 
@@ -204,16 +205,27 @@ def config(**fields) -> ConfigDict:
     return recipe.complete(ConfigDict(c))
 
 
-def meshes(rollout: tuple[int, ...], trainer: tuple[int, ...], workers: int = 1) -> dict[str, Any]:
+def meshes(
+    rollout: tuple[int, ...],
+    trainer: tuple[int, ...],
+    workers: int = 1,
+    samples: bool = False,
+    trainers: int = 1,
+) -> dict[str, Any]:
     """The fields of a placement, all parameters split over "fsdp".
 
     Sizes are (data, fsdp), perhaps with the trainer's time and tensor, and a rollout mesh's tensor, behind.
+    `samples`: whether the `trainers` training meshes sample, too.
     """
     return dict(
         placement__rollout=dict(
             zip(("data", "fsdp", "tensor"), rollout, strict=False), workers=workers
         ),
-        placement__trainer=dict(zip(("data", "fsdp", "time", "tensor"), trainer, strict=False)),
+        placement__trainer=dict(
+            zip(("data", "fsdp", "time", "tensor"), trainer, strict=False),
+            samples=samples,
+            workers=trainers,
+        ),
         placement__rules=((".*", "fsdp"),),
     )
 
@@ -375,6 +387,6 @@ def trained(system: System, steps: Steps, state: TrainState, scores: StepScores,
     for index in range(len(step.rows) // step.size):
         images, fragment = part_of(step.cut(index)), Fragment(0, index)
         link.offer(SamplesOf(made, fragment), (images.samples, images.sigmas))
-        executor.deliver(Deliver(0, made, fragment, 0))
-        executor.train(fragment, scores)
+        executor.deliver(Deliver(0, made, fragment, 0, TRAINER))
+        executor.train(Train(0, TRAINER, fragment, 0, 0, first=0, count=MANY), scores)
     return executor._totals

@@ -18,6 +18,7 @@ from digen_jax.engine.scoring import Scoring
 from digen_jax.engine.sharding import Layout
 from digen_jax.errors import ConfigError
 from digen_jax.learned_rewards import on_mesh
+from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.compiled import programs
 from digen_jax.planning.footprint import model_footprint
 from digen_jax.planning.plan import make_problem
@@ -30,10 +31,7 @@ from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.settings import RewardSettings
 from digen_jax.run.train import train
-from digen_jax.scheduling import dispatch
-from digen_jax.scheduling.planner.calibration import Calibration
-from digen_jax.scheduling.planner.memory import device_bytes
-from digen_jax.scheduling.planner.proposal import Proposal
+from digen_jax.scheduling.planner import memory
 from digen_jax.scheduling.settings import Costs
 from tests.engine import toy
 from tests.learned_rewards.folders import PROMPTS, Files, pictures, write
@@ -138,7 +136,7 @@ def driven(c, devices: int = 8):
 
 def test_a_run_has_the_scores_that_the_rewards_have_on_the_host(files, monkeypatch):
     """On a rollout mesh, and on the trainer's when it samples, too."""
-    c = config(files, "", ((1, 2), (2, 1)), runtime__tag_fragments=3)
+    c = config(files, "", ((1, 2), (2, 1), 1, True))
     found, host, submit = [], resolve(toy.opened(c).rewards), RewardPool.submit
 
     def noted(pool, images, prompts, metadata, known):
@@ -147,7 +145,6 @@ def test_a_run_has_the_scores_that_the_rewards_have_on_the_host(files, monkeypat
         return future
 
     monkeypatch.setattr(RewardPool, "submit", noted)
-    monkeypatch.setattr(dispatch, "tag_pays", lambda state: True)
     lines, seen, spans = driven(c)
     assert sum(line["tag_share"] for line in lines) > 0 and len(found) == STEPS * 3 + 3 * 2
     for *batch, future in found:
@@ -281,9 +278,11 @@ def test_predicted_memory_has_the_weights(files, base):
     assert found.rewards(1, 1) == sum(array.nbytes for array in stored.values())
     assert found.rewards(1, 1) / 2 <= found.rewards(2, 1) < 0.6 * found.rewards(1, 1)
     problem = make_problem(recipe, 2, Calibration(Costs(1.0, 1.0), "", ()), found)
-    held = device_bytes(problem, Proposal(1, 1, 1))
+    layout = memory.Layout(1, 1, samples=False, rollout=1, rollout_devices=1)
+    held = memory.device_bytes(problem, layout)
     assert held.worker["rewards"] == found.rewards(1, 1) and "rewards" not in held.trainer
-    assert device_bytes(problem, Proposal(0, 0, 2)).trainer["rewards"] == found.rewards(1, 1)
+    colocated = memory.device_bytes(problem, memory.Layout(1, 2)).trainer
+    assert colocated["rewards"] == found.rewards(1, 1)
     assert on_mesh.outlined(on_mesh_of(planned(files, base, "pool").rewards), group(data=1)) == ()
 
 

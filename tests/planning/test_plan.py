@@ -1,5 +1,6 @@
 """Plans for configs: the script as a user runs it, costs from their sources, `placement = "auto"`."""
 
+import ast
 import dataclasses
 import json
 import re
@@ -12,14 +13,13 @@ from digen_jax.config.door import open_recipe, place, reopen_recipe
 from digen_jax.config.recipe import complete, replaced
 from digen_jax.errors import ConfigError
 from digen_jax.planning import step_costs
-from digen_jax.planning.plan import auto_placement, make_problem, meshes
+from digen_jax.planning.calibration import Calibration, read_calibration
+from digen_jax.planning.plan import auto_plan, can_run, make_problem, meshes, suited
 from digen_jax.run import loop
 from digen_jax.run.train import train
-from digen_jax.scheduling.planner import proposal as of
-from digen_jax.scheduling.planner.calibration import Calibration, read_calibration
+from digen_jax.scheduling.planner.memory import Layout
 from digen_jax.scheduling.planner.plan import make_plan, table, why
-from digen_jax.scheduling.planner.proposal import Proposal
-from digen_jax.scheduling.planner.simulate import simulate
+from digen_jax.scheduling.planner.search import Simulations, layouts, settings_of
 from digen_jax.scheduling.settings import Costs
 from tests.engine import toy
 from tests.pipelines import load_config
@@ -40,13 +40,18 @@ def opened(fragment=12):
     return reopen_recipe(shapes(fragment))
 
 
+def auto_placement(recipe, devices, costs):
+    plan = auto_plan(recipe, devices, costs)
+    return meshes(plan.problem, plan.choice.layout)
+
+
 def calibration(**fields):
     return Calibration(Costs(**(dict(generate=0.4, train=0.3) | fields)), "a test")
 
 
 def test_the_script_plans_from_a_file_of_costs(tmp_path):
     costs, output = tmp_path / "costs.json", tmp_path / "placement.json"
-    given = {"generate": 0.4, "train": 0.3, "publish": 0.2, "switch": 0.3, "trainer_serial": 0.02}
+    given = {"generate": 0.4, "train": 0.3, "publish": 0.2, "trainer_serial": 0.02}
     costs.write_text(json.dumps(given))
     done = run_script(
         "plan.py",
@@ -64,29 +69,27 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     assert max(map(len, lines)) <= 100
     text = text.replace("\n  ", " ")
     assert "not known and left out: decode, encode, score, score_latency, update" in text
-    for word in ("GAP (generation-axis pipeline)", "TSP (time", "TAG (trainer", "G and T are"):
-        assert word in text
-    assert "144 images in 12 fragments on 4 devices" in text
-    rows = {line[3:].split(" ")[0]: line[:3] for line in lines if line[:3] in ("   ", "*  ")}
-    assert rows.keys() >= {"colocated", "plain", "GAP", "GAP+TAG", "GAP+TSP+TAG+asynchrony"}
-    assert list(rows.values()).count("*  ") == 1
-    sentence = " ".join(text.split())
-    assert re.search(r" GAP [^:]* is best because [^:]*: colocated takes [\d.]+% longer", sentence)
-    assert re.search(r"a trainer device, MiB: .*optimizer [\d.]+.*trajectories [\d.]+", text)
+    assert "144 images in 12 chunks on 4 devices" in text
+    kinds = {re.split("  +", line[3:])[0]: line[:3] for line in lines if line[:3] in ("   ", "*  ")}
+    names = ("colocated", "pool", "disaggregated", "rollout + pool")
+    assert kinds.keys() >= {f"{name}{lag}" for name in names for lag in ("", ", lag 1")}
+    (chosen,) = (kind for kind, mark in kinds.items() if mark == "*  ")
+    sentence, kind = " ".join(text.split()), re.escape(chosen)
+    assert re.search(rf" {kind} \([^)]*\) reaches [\d.]+% of the bound", sentence)
+    assert re.search(r"a device of the home worker, MiB: .*optimizer [\d.]+.*trajectories", text)
     assert "without temporaries of programs: --memory=GIB compiles" in text
     section = json.loads(output.read_text())
-    # Its last line has the flags of a run with the choice.
-    fields = re.findall(r"--config\.(\S+)=(\w+)", done.stdout.split("\nit runs with")[1])
-    assert fields
+    # The last line has the flags of a run with the choice.
+    flags = re.findall(r"--config\.(\S+)=(\w+)", done.stdout.split("\nit runs with")[1])
     config = shapes()
-    config.update_from_flattened_dict({name: int(value) for name, value in fields})
+    config.update_from_flattened_dict({name: ast.literal_eval(value) for name, value in flags})
     place(open_recipe(config), 4)
     for mesh, axes in section.items():
         assert {axis: config.placement[mesh][axis] for axis in axes} == axes
-    assert config.runtime.tag_fragments == 12
+    assert config.runtime.staleness == chosen.endswith("lag 1")
     rollout, trainer = section["rollout"], section["trainer"]
     assert rollout["workers"] * rollout["data"] * rollout["fsdp"] == 4 - (
-        trainer["data"] * trainer["fsdp"] * trainer["time"]
+        trainer["workers"] * trainer["data"] * trainer["fsdp"] * trainer["time"]
     )
 
 
@@ -119,7 +122,7 @@ def test_the_script_times_a_fragment_on_the_devices_at_hand_and_with_memory_comp
         (seconds,) = re.findall(rf"[ :]{name} (\S+) s", done.stdout)
         assert 0 < float(seconds) < 20
     assert "not known and left out: score_latency, switch" in done.stdout.replace("\n  ", " ")
-    assert "on 2 devices" in done.stdout and " is best because " in done.stdout
+    assert "on 2 devices" in done.stdout and "% of the bound" in done.stdout
     for share in (2, 4):
         assert f"memory of the gradient of 1 x {share} samples: compiling" in done.stdout
     assert re.search(r"MiB: .*temporaries\s+of\s+(the\s+)?\w+ [\d.]+", done.stdout, re.DOTALL)
@@ -166,90 +169,68 @@ def test_a_wrong_file_of_costs_is_refused(tmp_path, given, sentence):
 # --------------------------------------------------------------------------------------- the choice
 
 
-def test_a_step_of_one_fragment_is_best_colocated_and_the_sentence_says_so():
+def test_a_step_of_one_chunk_is_best_colocated_and_the_sentence_says_so():
     plan = make_plan(make_problem(opened(144), 4, calibration(publish=0.1)))
-    assert plan.choice.proposal.kind == "colocated"
-    sentence = why(plan)
-    assert sentence.startswith("colocated (4 devices in turn) is best because")
-    assert "a step is a single fragment and nothing can overlap" in sentence
+    assert plan.choice.layout == Layout(1, 4, chunk=144)
+    assert why(plan).startswith("colocated (") and "config.sampler.fragment" in why(plan)
     assert re.search(r"^\*  colocated", table(plan), re.MULTILINE)
 
 
 def test_auto_is_the_choice_as_a_section_of_the_config():
-    config, costs = shapes(), calibration(switch=2.0, publish=0.1)
-    config.runtime.staleness, config.runtime.tag_fragments = 1, 12
-    sizes = auto_placement(reopen_recipe(config), 4, costs)
-    plan = make_plan(make_problem(reopen_recipe(config), 4, costs))
-    assert sizes == meshes(plan.problem, plan.choice.proposal)
+    config = shapes()
+    config.runtime.staleness, config.evaluation.batch = 1, 12
+    recipe = reopen_recipe(config)
+    costs = dataclasses.replace(calibration(publish=0.2), trainer_serial=0.02)
+    sizes = auto_placement(recipe, 4, costs)
+    problem = make_problem(recipe, 4, costs)
+    plan = make_plan(problem, lambda layout: can_run(recipe, problem, layout))
+    assert plan.choice.layout.lag == 1 and sizes == meshes(problem, plan.choice.layout)
     rollout, trainer = sizes.plain().values()
-    axes = {"data", "fsdp", "tensor", "sequence", "hosts"}
-    assert set(rollout) == axes | {"workers", "max_workers"}
-    assert set(trainer) == axes | {"time"}
-    assert rollout["data"] > 0
-    config.evaluation.batch = 12
-    check_devices(reopen_recipe(config).with_meshes(sizes), 4)
+    axes = {"data", "fsdp", "tensor", "sequence", "hosts", "workers"}
+    assert set(rollout) == axes | {"max_workers"}
+    assert set(trainer) == axes | {"time", "samples"}
+    check_devices(recipe.with_meshes(sizes), 4)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"staleness": 1, "tag_fragments": 12},
-        {"staleness": 1},
-        {"tag_fragments": 3},
-        {"early_groups": 2, "tag_fragments": 3},
-    ],
-)
-def test_what_is_simulated_of_a_placement_is_what_its_run_does(fields):
-    """Also colocated, where each group is trained as it is scored: both clocks give the scheduler the same events."""
+@pytest.mark.parametrize("fields", [{}, {"staleness": 1}, {"ordered": "no"}, {"early_groups": 2}])
+def test_what_is_simulated_of_a_layout_is_what_its_run_does(fields):
     config = shapes(4)
     config.runtime.update(fields)
     if "early_groups" in fields:
         config.algorithm.old_log_probs = "current"
-    problem = make_problem(reopen_recipe(config), 4, calibration())
-    tactics = dict(
-        gap=True,
-        tag=config.runtime.tag_fragments > 0,
-        asynchrony=config.runtime.staleness > 0,
+    recipe = reopen_recipe(config)
+    problem = make_problem(recipe, 4, calibration())
+    found = layouts(problem, lambda layout: can_run(recipe, problem, layout))
+    assert {layout.workers for layout in found} == (
+        {1} if "early_groups" in fields else {1, 2, 3, 4}
     )
-    settings = dataclasses.replace(
-        problem.settings,
-        tag_fragments=config.runtime.tag_fragments,
-        staleness=config.runtime.staleness,
-    )
-    problem = dataclasses.replace(problem, settings=settings)
-    run = dataclasses.replace(reopen_recipe(config).scheduler, steps=1)
-    assert of.settings(problem, Proposal(2, 1, 2, **tactics)) == run
-    # If colocated, neither tactic changes anything.
-    own = dict(staleness=0, tag_fragments=0, ordered=not config.runtime.early_groups)
-    assert of.settings(problem, Proposal(0, 0, 4)) == dataclasses.replace(run, **own)
+    assert {layout.lag for layout in found} == ({0} if "early_groups" in fields else {0, 1})
+    for layout in found:
+        run = dataclasses.replace(suited(recipe, problem, layout).scheduler, steps=1)
+        assert settings_of(problem, layout) == run
 
 
 def test_slow_rewards_leave_colocated_the_best_as_it_trains_what_is_scored_already():
-    """It was assumed to wait for the whole step's scores (29.2 s), so that a split of 28.8 s was chosen."""
     config, costs = shapes(), calibration(score_latency=4.0)
     config.runtime.staleness = 1
-    assert auto_placement(reopen_recipe(config), 4, costs).rollout.data == 0
+    recipe = reopen_recipe(config)
+    assert auto_placement(recipe, 4, costs).rollout.data == 0
 
-    def seconds(proposal):
-        told = of.layout(problem, proposal), of.costs(problem, proposal)
-        run = dataclasses.replace(
-            reopen_recipe(config).scheduler, steps=1
-        )  # as a real run has them
-        return simulate(*told, run, 8).step_seconds
+    def seconds(*sizes, **fields):
+        return simulations.predict(Layout(*sizes, chunk=12, lag=1, **fields)).step_seconds
 
-    problem = make_problem(reopen_recipe(config), 4, costs)
-    splits = [Proposal(4 - n, 1, n, gap=True, asynchrony=True) for n in (1, 2, 3)]
-    colocated = seconds(Proposal(0, 0, 4))
-    assert colocated == pytest.approx(144 * 0.7 / 4)
-    assert min(map(seconds, splits)) > 1.11 * colocated
+    simulations = Simulations(make_problem(recipe, 4, costs))
+    split = [seconds(1, n, samples=False, rollout=4 - n, rollout_devices=1) for n in (1, 2, 3)]
+    assert seconds(1, 4) == pytest.approx(144 * 0.7 / 4)
+    assert min(split) > 1.11 * seconds(1, 4)
 
 
 def test_a_placement_that_no_batch_fits_is_not_chosen():
     config = shapes()
     config.evaluation.batch = 7
-    sizes = auto_placement(reopen_recipe(config), 4, calibration(switch=2.0))
-    assert sizes.rollout.data == 1  # workers of one device: 7 images are for no others
+    sizes = auto_placement(reopen_recipe(config), 4, calibration())
+    used = sizes.rollout if sizes.rollout.data else sizes.trainer
+    assert used.devices == 1  # 7 images are for no others
 
 
 def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
@@ -258,7 +239,7 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     for module in (step_costs, loop):
         monkeypatch.setattr(module, "build", lambda config, found: toy.system(config, len(found)))
     config = tiny_config(base, "full")
-    config = replaced(config, placement="auto")
+    config = replaced(config, placement="auto", runtime=dict(stale_share=1.0))
     config.steps = 1
     assert train(open_recipe(config), tmp_path) is None
     said = capsys.readouterr().out
@@ -270,7 +251,9 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
         assert re.search(rf"  {part}: compiling and timing\n  {part}: \S+ s\n", said)
     placement = json.loads((tmp_path / "config.json").read_text())["placement"]
     rollout, trainer = placement["rollout"], placement["trainer"]
-    used = trainer["data"] * trainer["fsdp"] * trainer["time"]
+    assert re.search(r"\n  \d x .*: \S+ images/s, \d+% of the bound", said)
+    assert re.search(r"  with --config.runtime.staleness=1: .* images/s, \d+% of the bound", said)
+    used = trainer["workers"] * trainer["data"] * trainer["fsdp"] * trainer["time"]
     used += rollout["workers"] * rollout["data"] * rollout["fsdp"]
     assert used == jax.device_count() == 8
     config.steps = 2
@@ -280,17 +263,28 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     assert json.loads((tmp_path / "config.json").read_text())["placement"] == placement
 
 
-def test_one_device_and_free_switching_are_colocated():
+def test_work_that_scales_is_colocated():
     for devices in (1, 4):
         sizes = auto_placement(opened(), devices, calibration())
         trainer = sizes.trainer
-        assert sizes.rollout.data == 0
+        assert sizes.rollout.data == 0 and not trainer.samples
         assert trainer.data * trainer.fsdp * trainer.time == devices
 
 
-def test_no_meshes_of_which_every_device_has_a_share_are_one_sentence():
+def test_axes_whose_devices_share_images_are_kept():
+    config = shapes()
+    config.placement.rollout.tensor = config.placement.trainer.sequence = 2
+    recipe = reopen_recipe(config)
+    problem = make_problem(recipe, 8, calibration())
+    layout = Layout(1, 4, shared=2, rollout=2, rollout_devices=2, rollout_shared=2)
+    rollout, trainer = meshes(problem, layout)
+    assert (rollout.data, rollout.tensor, rollout.hosts, rollout.max_workers) == (1, 2, 1, 0)
+    assert (trainer.data, trainer.sequence, trainer.tensor, trainer.samples) == (2, 2, 1, True)
+
+
+def test_devices_that_no_batch_divides_are_an_error():
     config = shapes(144)
     config.trainer.micro_batch = 1
     problem = make_problem(reopen_recipe(config), 7, calibration())
-    with pytest.raises(ConfigError, match=r"no meshes of 7 devices can split config.sampler.frag"):
-        make_plan(problem, lambda proposal: False)
+    with pytest.raises(ConfigError, match=r"config\.sampler\.fragment"):
+        make_plan(problem, lambda layout: False)

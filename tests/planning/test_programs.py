@@ -22,8 +22,7 @@ from digen_jax.planning.programs import (
 )
 from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import on_trainer, receive
-from digen_jax.scheduling.planner.memory import device_bytes
-from digen_jax.scheduling.planner.proposal import Proposal
+from digen_jax.scheduling.planner.memory import Layout, device_bytes
 from tests.planning.test_plan import calibration, shapes
 from tests.tiny_runs import tiny_config
 
@@ -63,8 +62,9 @@ def planned(recipe):
     system = outline(recipe, jax.devices()[: axes.devices])
     footprint = dataclasses.replace(model_footprint(recipe), programs=programs)
     problem = make_problem(recipe, axes.devices, calibration(), footprint)
-    proposal = Proposal(0, 0, axes.images, axes.time, tensor=axes.tensor, sequence=axes.sequence)
-    held = device_bytes(problem, proposal).trainer
+    shared, chunk = axes.tensor * axes.sequence, recipe.sampler.fragment
+    layout = Layout(1, axes.devices, axes.time, chunk=chunk, shared=shared)
+    held = device_bytes(problem, layout).trainer
     return system, programs, held, footprint.tuned(axes.fsdp, axes.tensor)
 
 

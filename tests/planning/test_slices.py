@@ -17,8 +17,7 @@ from digen_jax.planning.assessment import Assessed, assess, timed
 from digen_jax.planning.compiled import Program
 from digen_jax.planning.fitting import _no_smaller, compiled, proposed
 from digen_jax.planning.slices import Slice, calibrated, configured
-from digen_jax.scheduling.planner.memory import DeviceBytes
-from digen_jax.scheduling.planner.proposal import Proposal
+from digen_jax.scheduling.planner.memory import DeviceBytes, Layout
 from tests.scripts import run_forked, run_script
 from tests.tiny_runs import pipeline, prompt_file, tiny_config
 
@@ -60,13 +59,14 @@ def plan(recipe, where, memory):
     """Returns (lines written, the recipe that fits into `memory` bytes of a device, bytes needed)."""
     written, where = [], where._replace(memory=memory)
     own = where.assess(recipe)
-    costs = calibrated(recipe, own, CHIP, "a test")
+    # With training that hardly scales, the best layout trains on one device.
+    costs = dataclasses.replace(calibrated(recipe, own, CHIP, "a test"), trainer_serial=0.5)
     verdict, changed = proposed(recipe, costs, where, own, written.append)
     return written, changed, verdict.plan.choice.memory.largest
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused_with_a_reason_and_another_split_is_proposed(
+def test_what_does_not_fit_is_refused_with_a_reason_and_another_layout_is_proposed(
     base, small_slice
 ):
     recipe, where = tiny(base), small_slice(2)
@@ -75,8 +75,8 @@ def test_what_does_not_fit_is_refused_with_a_reason_and_another_split_is_propose
 
     memory = 0.9 * needed
     written, changed, needed = plan(recipe, where, memory)
-    assert changed == recipe and needed <= memory  # by another split
-    assert "does not fit, because a trainer device needs" in written[0]
+    assert changed == recipe and needed <= memory  # by another layout
+    assert "does not fit, because a device that trains needs" in written[0]
     assert "(estimated): temporaries of" in written[0]
 
 
@@ -103,15 +103,31 @@ def test_a_config_whose_program_the_compiler_refuses_is_made_smaller(base):
     assert "config.trainer.micro_batch=2" in written[-2]
 
 
-def test_text_encoders_that_do_not_fit_rule_out_the_splits_that_sample_on_as_few_devices():
+def rollout(rollout_devices, devices, **fields):
+    return Layout(1, devices, rollout=1, rollout_devices=rollout_devices, **fields)
+
+
+def test_text_encoders_that_do_not_fit_rule_out_layouts_that_sample_on_as_few_devices():
     held = DeviceBytes({"parameters": 5.0}, {}, 1, 1, {"text encoders": 11.0})
-    two, ruled_out = Proposal(0, 0, 2), functools.partial(_no_smaller, Proposal(0, 0, 2), held, 10)
-    assert ruled_out(two) and ruled_out(Proposal(1, 2, 6)) and ruled_out(Proposal(2, 1, 6))
-    assert not ruled_out(Proposal(0, 0, 4)) and not ruled_out(Proposal(1, 4, 2))
+    ruled_out = functools.partial(_no_smaller, Layout(1, 2), held, 10)
+    assert ruled_out(Layout(1, 2)) and ruled_out(rollout(2, 6)) and ruled_out(rollout(1, 6))
+    assert not ruled_out(Layout(1, 4)) and not ruled_out(rollout(4, 2))
+
+
+def test_a_full_device_rules_out_layouts_whose_devices_have_as_much_to_do():
+    full, free = {"parameters": 11.0}, {"parameters": 5.0}
+    layout = rollout(4, 4, lag=1)
+    trains = functools.partial(_no_smaller, layout, DeviceBytes(full, free, 1, 1), 10)
+    assert trains(layout) and trains(rollout(6, 2, lag=1)) and trains(Layout(1, 4, lag=1))
+    assert not trains(Layout(1, 8, lag=1)) and not trains(rollout(4, 4))
+    assert not trains(rollout(4, 4, samples=False, lag=1))
+    samples = functools.partial(_no_smaller, layout, DeviceBytes(free, full, 1, 1), 10)
+    assert samples(layout) and samples(rollout(2, 6, samples=False, lag=1))
+    assert not samples(Layout(1, 4, lag=1)) and not samples(rollout(6, 2, lag=1))
 
 
 @pytest.mark.slow
-def test_the_split_is_compiled_on_its_own_meshes(base, small_slice):
+def test_the_layout_is_compiled_on_its_own_meshes(base, small_slice):
     """A recipe whose meshes are not the best ones: those of the choice are compiled, too."""
     recipe = tiny(base)
     alone = dataclasses.replace(recipe.placement.trainer, data=1)
@@ -124,7 +140,7 @@ def test_the_split_is_compiled_on_its_own_meshes(base, small_slice):
     noted = where._replace(assess=lambda changed: asked.append(changed) or where.assess(changed))
     costs = calibrated(recipe, own, CHIP, "a test")
     verdict, _ = proposed(recipe, costs, noted, own, print)
-    assert verdict.plan.choice.proposal.trainer == 2
+    assert verdict.plan.choice.layout.devices == 2
     assert [one.placement.trainer.data for one in asked] == [2]
 
 

@@ -65,9 +65,9 @@ from tests.run import toy_process
 def hanging_in(executor, name, who):
     real = getattr(executor, name)
 
-    def call(self, fragment, *rest):
-        hanging.happens(who, fragment.step)
-        return real(self, fragment, *rest)
+    def call(self, what, *rest):
+        hanging.happens(who, getattr(what, "fragment", what).step)
+        return real(self, what, *rest)
 
     setattr(executor, name, call)
 

@@ -17,14 +17,14 @@ from digen_jax.scheduling.commands import (
     Publication,
     Publish,
     Score,
-    Switch,
+    Train,
     Update,
 )
 
 COMMANDS = [
     Generate(1, "rollout 0", Fragment(2, 3), Publication(1)),
     Score(2, Fragment(2, 3, evaluation=True), "rollout 0"),
-    Switch(3, "trainer", "sample"),
+    Train(3, "trainer", Fragment(2, 3), version=1, update=0, first=2, count=4),
     DropVersion(4, Publication(1)),
 ]
 
@@ -74,7 +74,7 @@ def test_a_log_is_cut_back_to_the_process_that_a_checkpoint_is_of(tmp_path):
     path = tmp_path / "commands.jsonl"
     ahead = [Publish(7, "rollout 0", Publication(1)), Encode(8, "rollout 0", 2), COMMANDS[0]]
     end, later = (
-        [Update(9, "trainer", 1, 0)],
+        [Update(9, "trainer", 1, 0, ("trainer",))],
         [DropVersion(10, Publication(0)), Score(11, Fragment(2, 3), "rollout 0")],
     )
     CommandLog(path, 0).extend([Encode(5, "rollout 0", 1), *ahead, *end, *later])

@@ -54,7 +54,7 @@ def test_a_steps_metrics(alone):
     assert metrics["images_per_second"] > 0
     assert (metrics["staleness"], metrics["tag_share"]) == (0, 0)
     assert 0.5 < metrics["utilisation"] <= 1  # one device never waits for another one
-    phases = ("rollout", "reward", "train", "publish")
+    phases = ("rollout", "reward", "train")
     assert {f"seconds/{phase}" for phase in phases} <= set(metrics)
     assert all(type(value) is float for value in metrics.values())
 
@@ -147,9 +147,9 @@ def test_a_decoupled_loss_is_given_the_parameters_at_the_steps_start(monkeypatch
     system = toy.system(config, devices=1)
     accumulate, seen = system.trainer.accumulate, []
 
-    def noted(state, base, experience, totals, behaviour, proximal):
+    def noted(state, base, experience, totals, behaviour, proximal, piece):
         seen.append((jax.device_get(state.tuned), jax.device_get(proximal), behaviour))
-        return accumulate(state, base, experience, totals, behaviour, proximal)
+        return accumulate(state, base, experience, totals, behaviour, proximal, piece)
 
     monkeypatch.setattr(system.trainer, "accumulate", noted)
     toy.drive(system, config, 2)

@@ -10,7 +10,6 @@ import pytest
 
 from digen_jax.engine.early import settled
 from digen_jax.runtime.sampling import SamplingExecutor
-from digen_jax.scheduling import dispatch
 from digen_jax.scheduling.commands import TRAINER, Generate, Train
 from tests.cases import quick
 from tests.engine import toy
@@ -21,13 +20,24 @@ STEPS = 3
 LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
 # Size of a rollout mesh, of the trainer's, number of rollout meshes, images of a fragment and of a micro-batch; TAG.
 # A third number of the trainer's is its axis "time", over which as many denoising steps are packed; the one behind,
-# of either, "tensor".
+# of either, "tensor". Behind it all, the number of training meshes, if there are several.
 LAYOUTS = {
     "one device": ((0, 1), (1, 1), 1, 24, 12, ""),
     "colocated": ((0, 1), (2, 1), 1, 4, 4, ""),
     "two workers, fragments across groups": ((2, 1), (1, 2), 2, 6, 6, ""),
     "disaggregated, steps split": ((1, 2), (2, 1, 2), 1, 4, 4, ""),
     "TAG in place": ((2, 1), (1, 2), 1, 4, 4, "in place"),
+    "four that sample and train": ((0, 1), (1, 1), 1, 4, 2, "", 4),
+    "two that sample, three that train": ((1, 1), (1, 1), 2, 6, 2, "", 3),
+    "two that do both and split steps, one that samples": (
+        (1, 1),
+        (1, 1, 2),
+        1,
+        4,
+        2,
+        "in place",
+        2,
+    ),
     "half groups": ((1, 1), (1, 2), 2, 2, 2, ""),
     "half groups, steps split": ((1, 2), (1, 2, 2), 1, 2, 2, ""),
     "tensor on one side, steps split, TAG resharded": (
@@ -44,16 +54,20 @@ CASES = [
     ("full", 1, "TAG in place"),
     ("full", 2, "two workers, fragments across groups"),
     ("lora", 1, "disaggregated, steps split"),
+    ("full", 2, "four that sample and train"),
+    ("lora", 1, "two that sample, three that train"),
     ("full", 1, "tensor on one side, steps split, TAG resharded"),
+    ("lora", 2, "two that do both and split steps, one that samples"),
+    ("full", 1, "two that sample, three that train"),
 ]
 
 
 @functools.cache
 def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=0):
     """(gradient of the first update, the change of what is tuned, commands) of a run."""
-    rollout, trainer, workers, fragment, micro, tag = LAYOUTS[layout]
+    rollout, trainer, workers, fragment, micro, tag, *trainers = LAYOUTS[layout]
     config = toy.config(
-        **toy.meshes(rollout, trainer, workers),
+        **toy.meshes(rollout, trainer, workers, bool(tag), *trainers),
         **(LORA if tuning == "lora" else {}),
         batch__groups=6,
         batch__images=4,
@@ -69,7 +83,6 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
         algorithm__old_log_probs=old_log_probs,
         advantages__std=std,
         runtime__early_groups=early,
-        runtime__tag_fragments=24 if tag else 0,
         runtime__tag_weights=tag or "in place",
     )
     system = toy.system(config)
@@ -83,9 +96,9 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
 
     system.trainer.update = spy
     start = jax.device_get(system.start)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "tag_pays", lambda state: True)
-        state, history, log = toy.drive(system, config, STEPS)
+    state, history, log = toy.drive(system, config, STEPS)
+    trained = {c.worker for c in log if isinstance(c, Train)}
+    assert len(trained) == (trainers or [1])[0]
     by_trainer = sum(isinstance(c, Generate) and c.worker == TRAINER for c in log)
     assert system.placement.colocated or (by_trainer > 0) == bool(tag)
     if not system.placement.colocated:
@@ -94,7 +107,7 @@ def result(tuning, updates, layout, old_log_probs="rollout", std="group", early=
     return jax.device_get(gradients[0]), change, log
 
 
-@pytest.mark.parametrize(("tuning", "updates", "layout"), quick(CASES, 0, 1, 2, 3))
+@pytest.mark.parametrize(("tuning", "updates", "layout"), quick(CASES, 0, 1, 2, 3, 4, 5))
 def test_the_result_is_that_of_one_device(tuning, updates, layout):
     gradient, change, _ = result(tuning, updates, layout)
     expected_gradient, expected_change, _ = result(tuning, updates, "one device")

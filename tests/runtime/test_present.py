@@ -13,9 +13,10 @@ from digen_jax.rewards import alone
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.runtime.driver import Driver
 from digen_jax.scheduling.commands import TRAINER, Generate, Publish, Train, Update
-from digen_jax.scheduling.planner.simulate import Layout, Mesh
 from digen_jax.scheduling.scheduler import Scheduler
 from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.simulator import WorkerLayout
+from digen_jax.scheduling.state import SAMPLE, TRAIN
 
 COSTS = Costs(generate=0.01, train=0.01, decode=0.01, encode=0.01, score=0.01, update=0.01)
 SETTINGS = Settings(steps=3, groups=2, images=2, fragment_images=2, staleness=0, ordered=True)
@@ -26,8 +27,8 @@ class Gates(WaitingExecutors):
     """Commands of some kinds wait for their gates."""
 
     def __init__(self):
-        layout = Layout(Mesh(4, 4.0), (Mesh(2, 2.0), Mesh(2, 2.0)))
-        super().__init__(Waits(COSTS, images=2, unit=2, jitter=0.0, seed=0), layout)
+        rollouts = (WorkerLayout(2, (SAMPLE,)),) * 2
+        super().__init__(Waits(COSTS, SETTINGS), (WorkerLayout(4, (TRAIN,)), *rollouts))
         self.gates = {kind: threading.Event() for kind in (Generate, Train, Update, Publish)}
         self.scores = threading.Event()
         self.gates[Publish].set()
@@ -80,7 +81,7 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
     }
     assert begin - 1 < first["since"] <= time.time()
     assert trainer | {"since": 0} == {
-        **dict(devices=4, lost=None, does=None, waits="generation", since=0, holds=[0], arrives=[]),
+        **dict(devices=4, lost=None, does=None, waits="sampling", since=0, holds=[0], arrives=[]),
     }
     again = driver.snapshot()["workers"][TRAINER]["since"]
     assert again == pytest.approx(trainer["since"], abs=1)
@@ -95,28 +96,28 @@ def test_a_snapshot_says_what_each_worker_does_or_waits_for_and_since_when(gates
     awaited(driver, TRAINER, "training on fragment 0 of step 0", waits=None)
     gates.gates[Train].set()
     found = awaited(driver, TRAINER, "update 0 of step 0")
-    assert found["workers"]["rollout 1"]["waits"] == "trainer"
+    assert found["workers"]["rollout 1"]["waits"] == "update"
     gates.gates[Publish].clear()
     gates.gates[Generate].clear()
     gates.gates[Update].set()
     assert ended.wait(30)
     thread.join()
     found = awaited(driver, "rollout 0", arrives=[1])
-    assert found["step"] == 1 and found["workers"]["rollout 0"]["waits"] == "publish"
+    assert found["step"] == 1 and found["workers"]["rollout 0"]["waits"] == "weights"
     gates.gates[Publish].set()
     awaited(driver, "rollout 0", "generating fragment [01] of step 1", holds=[1])
 
 
 def test_waits_and_lost_workers_are_as_old_as_they_are_over_a_steps_end(gates, driver):
     awaited(driver, "rollout 1", GENERATING)
-    waits = awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"]
+    waits = awaited(driver, TRAINER, waits="sampling")["workers"][TRAINER]["since"]
     driver._give_up(driver._workers["rollout 1"], "is away")
     when = time.time()
     lost = driver.snapshot()["workers"]["rollout 1"]
     assert set(lost) == {"devices", "lost"} and lost["devices"] == 2
     time.sleep(2)
     driver.rest()  # cuts the timeline
-    assert awaited(driver, TRAINER, waits="generation")["workers"][TRAINER]["since"] < waits + 1
+    assert awaited(driver, TRAINER, waits="sampling")["workers"][TRAINER]["since"] < waits + 1
     again = driver.snapshot()["workers"]["rollout 1"]["lost"]
     assert lost["lost"] == pytest.approx(when, abs=30) and again == pytest.approx(
         lost["lost"], abs=1

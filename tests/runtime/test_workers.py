@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from digen_jax.errors import ConfigError
 from digen_jax.process.ending import Stopped
 from digen_jax.rewards import Scores, alone
 from digen_jax.rewards.pool import RewardPool
@@ -132,6 +133,22 @@ def test_without_any_worker_left_the_trainer_does_everything(system, undisturbed
         for end in (state, undisturbed[0])
     )
     assert toy.difference(change, expected) < 1e-3
+
+
+def test_a_trainer_whose_sampling_fails_leaves_it_to_others(undisturbed, monkeypatch):
+    c = config()
+    c.placement.trainer.samples = True
+    system, real = toy.system(c), SamplingExecutor.generate
+
+    def failing(executor, *arguments):
+        if executor.name == TRAINER:
+            raise RuntimeError("it cannot")
+        return real(executor, *arguments)
+
+    monkeypatch.setattr(SamplingExecutor, "generate", failing)
+    state, _, log = toy.drive(system, c, 3)
+    assert sum(isinstance(c, Generate) and c.worker == TRAINER for c in log) == 2
+    assert toy.difference(*map(jax.device_get, (state.tuned, undisturbed[0].tuned))) < 1e-3
 
 
 def test_a_worker_that_weights_do_not_reach_is_given_up(system, undisturbed, monkeypatch, capfd):
@@ -320,8 +337,8 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
         driver.step()
         saved = jax.device_get((driver.executor.state, driver.begun.kept))
         scheduler = json.loads(json.dumps(driver.begun.scheduler))
-    batch = next(b for step, b in _dict(scheduler["batches"]) if step == 2)
-    begun = {i: 1 for i, group in enumerate(batch["groups"]) if group["version"] == 1}
+    (saved_step,) = (one for number, one in scheduler["steps"]["items"] if number == 2)
+    begun = {i: 1 for i, group in enumerate(saved_step["groups"]) if group["version"] == 1}
     assert begun and set(saved[1]) == {1}
 
     def resumed():
@@ -343,6 +360,15 @@ def test_a_run_goes_on_with_what_it_had_begun(system):
     state, kept, steps = resumed()
     again = replayed(system, c, log, state=state, kept=kept, batches=steps, first=2)
     equal_bits(again, after)
+
+
+def test_a_checkpoint_of_the_scheduler_before_this_one_is_refused(system):
+    begun = Begun({"is": "SchedulerState", "batches": {"is": "dict", "items": []}}, {})
+    with (
+        pytest.raises(ConfigError, match="an older version of digen_jax"),
+        toy.driver(system, config(), first=1, begun=begun),
+    ):
+        pass
 
 
 def test_a_log_that_was_cut_back_is_replayed_from_the_checkpoint_that_it_begins_at(
@@ -370,10 +396,6 @@ def test_a_log_that_was_cut_back_is_replayed_from_the_checkpoint_that_it_begins_
     steps = toy.batches(GROUPS)
     next(steps), next(steps)
     equal_bits(replayed(system, c, commands, state=state, kept=kept, batches=steps, first=2), after)
-
-
-def _dict(saved):
-    return saved["items"]
 
 
 def test_a_replayed_log_gives_the_same_bits_where_groups_were_trained_early(monkeypatch):

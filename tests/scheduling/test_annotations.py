@@ -8,8 +8,8 @@ from tests.scheduling.world import Referee, World
 
 
 def test_annotations_hold():
-    costs = Costs(generate=1.0, train=0.3, decode=0.1, score=0.1, switch=0.1)
-    common = dict(steps=2, groups=4, images=2, tag_fragments=9, evaluate_every=1)
+    costs = Costs(generate=1.0, train=0.3, decode=0.1, score=0.1)
+    common = dict(steps=2, groups=4, images=2, passes=3, evaluate_every=1)
     for plan in (
         Settings(fragment_images=4, updates=2, **common),
         Settings(fragment_images=1, open_groups=2, **common),

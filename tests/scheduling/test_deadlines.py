@@ -1,33 +1,45 @@
 import math
 
 from digen_jax.scheduling.commands import TRAINER, Fragment, Generate, Publication, Score, Train
-from digen_jax.scheduling.costs import GUESSED, CostModel, cost_of
+from digen_jax.scheduling.costs import GUESSED, CostModel
 from digen_jax.scheduling.deadlines import Deadline, expected
+from digen_jax.scheduling.settings import Settings
 
+SETTINGS = Settings(1, groups=1, images=4, fragment_images=4, passes=10)
 GENERATE, OTHER = (Generate(1, worker, Fragment(0, 0), Publication(0)) for worker in ("r0", "r1"))
 
 
-def test_a_deadline_is_a_floor_or_ten_times_what_is_expected():
+def train(count):
+    return Train(1, TRAINER, Fragment(0, 0), version=0, update=0, first=0, count=count)
+
+
+def test_a_deadline_is_a_floor_or_ten_times_the_expected_duration():
     deadline = Deadline(60.0)
     assert [deadline.seconds(s) for s in (None, 0.0, 6.0, 6.1, 100.0)] == [60, 60, 60, 61, 1000]
     assert Deadline(0.0).seconds(5.0) == Deadline(math.inf).seconds(5.0) == math.inf
 
 
-def test_what_was_measured_is_expected_and_no_guess():
-    costs = CostModel(GUESSED, images=4)
+def test_only_measured_durations_are_expected():
+    costs = CostModel.begin(GUESSED, SETTINGS)
     assert expected(costs, GENERATE) is None
-    costs.observe("generate", "r0", 1.0, 8.0)
-    costs.observe("generate", "r1", 1.0, 2.0)
-    costs.observe("score", "", 1.0, 3.0)
+    costs.observe(GENERATE, 8.0)
+    costs.observe(OTHER, 2.0)
+    costs.observe(Score(1, Fragment(0, 0), "r0"), 3.0)
     assert [expected(costs, command) for command in (GENERATE, OTHER)] == [8.0, 2.0]
     assert expected(costs, Generate(1, "r2", Fragment(0, 0), Publication(0))) == 5.0
     assert expected(costs, Score(1, Fragment(0, 0), "r0")) == 3.0
-    assert expected(costs, Train(1, TRAINER, Fragment(0, 0), 0, False)) is None
+    assert expected(costs, train(1)) is None
 
 
-def test_an_evaluation_is_measured_apart():
+def test_a_piece_is_expected_to_take_as_long_as_its_passes():
+    costs = CostModel.begin(GUESSED, SETTINGS)
+    costs.observe(train(4), 8.0)
+    assert [expected(costs, train(count)) for count in (1, 3, 10)] == [2.0, 6.0, 20.0]
+
+
+def test_an_evaluation_is_measured_separately():
     """Its fragments have another size, schedule and guidance."""
-    costs = CostModel(GUESSED, images=4)
+    costs = CostModel.begin(GUESSED, SETTINGS)
     evaluation = Generate(1, "r0", Fragment(0, 0, evaluation=True), Publication(0))
-    costs.observe(cost_of(evaluation), "r0", 1.0, 30.0)
+    costs.observe(evaluation, 30.0)
     assert (expected(costs, evaluation), expected(costs, GENERATE)) == (30.0, None)

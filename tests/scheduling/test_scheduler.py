@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import heapq
-import itertools
 import json
 import random
 
@@ -13,29 +11,26 @@ from hypothesis import strategies as st
 
 from digen_jax.scheduling.commands import (
     TRAINER,
-    Checkpoint,
     Command,
     Decode,
     Deliver,
-    Encode,
     Fragment,
     Generate,
     Publication,
     Publish,
     Score,
     Train,
+    Update,
 )
-from digen_jax.scheduling.costs import CostModel
 from digen_jax.scheduling.events import Completed, Failed, Joined, Lost
-from digen_jax.scheduling.outlook import look_ahead
-from digen_jax.scheduling.planner.simulate import Layout, Mesh, simulate
-from digen_jax.scheduling.scheduler import Scheduler
+from digen_jax.scheduling.scheduler import Scheduler, SchedulerError
 from digen_jax.scheduling.settings import Costs, Settings
-from digen_jax.scheduling.state import SchedulerError
-from tests.scheduling.world import Referee, World, values_of
+from digen_jax.scheduling.simulator import Disturbance, WorkerLayout, simulate
+from tests.scheduling.world import BOTH, Referee, World, values_of
 
-COSTS = Costs(generate=1.0, train=1.0, decode=0.1, score=0.1, publish=0.2, switch=0.1)
-PLAIN = Settings(2, groups=2, images=2, fragment_images=1, staleness=0)
+COSTS = Costs(generate=1.0, train=1.0, decode=0.1, score=0.1, publish=0.2)
+SAMPLE_ONLY, TRAIN_ONLY, SAMPLE_FIRST = ("sample",), ("train",), ("sample", "train")
+PLAIN = Settings(2, groups=2, images=2, fragment_images=1, staleness=0, passes=2)
 runs = settings(
     derandomize=True,
     deadline=None,
@@ -45,8 +40,8 @@ runs = settings(
 
 
 @st.composite
-def plans(draw):
-    """Settings of any kind that pass the checks."""
+def plans(draw, ordered=None):
+    """Settings of any kind that pass the checks; `ordered` True: only ordered ones."""
     dynamic = draw(st.booleans())
     images = draw(st.sampled_from([2, 4, 6] if dynamic else [1, 2, 4, 6]))
     updates = draw(st.integers(1, 3))
@@ -55,7 +50,7 @@ def plans(draw):
     share = groups // updates * images
     multiples = [images * n for n in range(1, 4) if groups // updates % n == 0]
     fragment = draw(st.sampled_from(divisors if dynamic else divisors + multiples))
-    open_groups = 0 if dynamic else draw(st.integers(0, 3))
+    open_groups = 0 if dynamic or ordered else draw(st.sampled_from([0, 0, 0, 1, 2, 3]))
     if open_groups:
         fragment = draw(st.sampled_from(divisors))
     elif not dynamic and draw(st.booleans()):
@@ -68,11 +63,11 @@ def plans(draw):
         fragment_images=fragment,
         updates=updates,
         readiness=draw(st.sampled_from(["group", "step"])),
-        ordered=not open_groups and draw(st.booleans()),
+        ordered=ordered or (not open_groups and draw(st.booleans())),
         open_groups=open_groups,
-        staleness=draw(st.integers(0, 3)),
+        staleness=draw(st.sampled_from([0, 0, 1])),
         stale_share=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
-        tag_fragments=draw(st.sampled_from([0, 1, 100])),
+        passes=draw(st.sampled_from([1, 2, 3, 7])),
         max_candidates=groups + redundant + draw(st.integers(0, 4)) if dynamic else 0,
         redundant_groups=redundant,
         retries=draw(st.integers(0, 2)),
@@ -82,13 +77,12 @@ def plans(draw):
         shown_images=1,
         evaluation_batch=draw(st.integers(1, 2)),
         evaluated_apart=draw(st.booleans()),
-        checkpoint_every=draw(st.integers(0, 2)),
     )
     found.check()
     return found
 
 
-def world(plan, seed, trouble, workers, flat_share=0.4):
+def world(plan, seed, trouble=0.0, workers=2, flat_share=0.4):
     referee = Referee(plan, seed, flat_share)
     return World(Scheduler(plan, COSTS), referee, random.Random(seed), trouble, workers)
 
@@ -138,235 +132,428 @@ def test_equal_events_give_equal_commands_also_from_the_middle(
     assert again.save() == others[0].save() == others[1].save()
 
 
-@settings(runs, max_examples=150)
+@runs
+@given(
+    plan=plans(ordered=True),
+    seed=st.integers(0, 2**32),
+    roles=st.lists(st.sampled_from([SAMPLE_ONLY, TRAIN_ONLY, *BOTH]), max_size=4),
+    flat_share=st.sampled_from([0.0, 0.3, 0.7]),
+)
+def test_ordered_workers_train_the_same_pieces_whatever_the_timing(plan, seed, roles, flat_share):
+    found = []
+    for timing in (1, 2):
+        run = world(plan, seed, flat_share=flat_share)
+        run.rng = random.Random(seed + timing)
+        run.start(roles)
+        run.run()
+        run.referee.finish()
+        pieces = {}
+        for command in (c for _, commands in run.log for c in commands if isinstance(c, Train)):
+            piece = command.fragment, command.update, command.first, command.count
+            pieces.setdefault(command.worker, []).append(piece)
+        found.append(pieces)
+    assert found[0] == found[1]
+
+
+@runs
 @some_runs
-def test_a_new_process_goes_on_from_a_checkpoint(plan, seed, trouble, workers, flat_share):
-    plan = dataclasses.replace(plan, steps=plan.steps + 1, checkpoint_every=1)
-    found = world(plan, seed, trouble, workers, flat_share)
-    found.start()
-    while not found.referee.checkpoints:
-        found.tick()
-    scheduler, referee = found.scheduler, found.referee
-    saved, kept = json.loads(json.dumps(scheduler.save())), scheduler.kept
+def test_a_resumed_run_continues_from_the_end_of_a_step(plan, seed, trouble, workers, flat_share):
+    plan = dataclasses.replace(plan, steps=plan.steps + 1)
+    first = at_step_end(plan, seed, trouble, workers, flat_share)
+    saved, referee = json.loads(json.dumps(first.scheduler.save())), first.referee
     begun = {g: v for g, v in referee.group_version.items() if g[0] >= referee.step}
-    assert kept == sorted({*kept, *map(Publication, begun.values())})
+    assert {Publication(referee.step), *map(Publication, begun.values())} <= set(
+        first.scheduler.kept
+    )
 
     second = world(plan, seed, trouble, workers, flat_share)
     second.scheduler = Scheduler.resume(saved)
-    books = second.referee
-    done = range(referee.step)
-    books.group_version = dict(referee.group_version)
-    books.trained = {f: u for f, u in referee.trained.items() if f.step in done}
-    books.scored = {f for f in referee.scored if f.evaluation and f.step in referee.evaluated}
-    books.step, books.updates = referee.step, list(referee.updates)
-    books.published, books.dropped = set(referee.published), set(referee.dropped)
-    books.evaluated, books.gone = list(referee.evaluated), set(referee.gone)
+    records = second.referee
+    records.group_version = dict(referee.group_version)
+    records.trained = {f: u for f, u in referee.trained.items() if f.step < referee.step}
+    records.scored = {f for f in referee.scored if f.evaluation and f.step in referee.evaluated}
+    records.step, records.updates = referee.step, list(referee.updates)
+    records.published, records.evaluated = set(referee.published), list(referee.evaluated)
+    records.dropped = set(referee.dropped)
+    older = map(Publication, range(referee.step))
+    records.dropped |= set(older).difference(second.scheduler.kept)
     second.run()
-    books.tagged.clear()
-    books.finish()
+    records.finish()
+
+
+def at_step_end(plan, seed=0, trouble=0.0, workers=2, flat_share=0.4, step=1):
+    """A run in which `step` steps have just ended."""
+    found = world(plan, seed, trouble, workers, flat_share)
+    found.start()
+    while found.referee.step < step:
+        found.tick()
+    return found
 
 
 # --------------------------------------------------------------------------------- single rules
 
 
-def joined(plan=PLAIN, workers=2):
-    """A scheduler with workers that hold version 0, and the commands in flight."""
-    scheduler, flying = Scheduler(plan, COSTS), []
-    for event in [*(Joined(0.0, f"r{i}") for i in range(workers)), Joined(0.0, TRAINER)]:
-        flying += scheduler.handle(event)
-    return scheduler, flying
+class Pool:
+    """A scheduler whose workers have joined, home last, and the commands in flight."""
+
+    def __init__(self, plan=PLAIN, roles=(SAMPLE_FIRST,) * 2, home=TRAIN_ONLY, seconds=None):
+        self.scheduler, self.flying, self.issued = Scheduler(plan, COSTS), [], []
+        names = [f"r{number}" for number in range(len(roles))]
+        for name, duration in (seconds or {}).items():  # measured before
+            command = Generate(0, name, Fragment(0, 0), Publication(0))
+            self.scheduler.state.costs.observe(command, duration)
+        for name, one in zip([*names, TRAINER], [*roles, home], strict=True):
+            self.handle(Joined(0.0, name, one))
+
+    def handle(self, event):
+        new = self.scheduler.handle(event)
+        self.issued += new
+        self.flying += [c for c in new if c.answered]
+        self.flying = [c for c in self.flying if self.scheduler.awaits(c)]
+        return new
+
+    def find(self, kind=Command, worker=None, fragment=None):
+        """The first command in flight of a kind, worker and fragment."""
+        return next((c for c in self.flying if matches(c, kind, worker, fragment)), None)
+
+    def complete(self, kind=Command, worker=None, fragment=None):
+        command = self.find(kind, worker, fragment)
+        self.flying.remove(command)
+        settings, values = self.scheduler.state.settings, ()
+        if isinstance(command, Score):
+            values = values_of(0, command.fragment, settings, 0.0)
+        seconds = getattr(command, "count", 1.0)
+        return self.handle(Completed(0.0, command, seconds, values))
+
+    def fail(self, kind, worker, reason="out of memory"):
+        command = self.find(kind, worker)
+        self.flying.remove(command)
+        self.handle(Failed(0.0, command, reason))
+        return command
+
+    def until(self, kind, worker=None, hold=()):
+        """Completes commands until one of a kind is in flight, which is returned; those of `hold` are not completed."""
+        while (found := self.find(kind, worker)) is None:
+            self.complete_except(hold)
+        return found
+
+    def complete_except(self, hold):
+        command = next(c for c in self.flying if not any(matches(c, *one) for one in hold))
+        self.complete(
+            type(command), getattr(command, "worker", None), getattr(command, "fragment", None)
+        )
+
+    def drain(self, hold):
+        """Completes all commands in flight, and those that follow, except those of `hold`."""
+        while not all(any(matches(c, *one) for one in hold) for c in self.flying):
+            self.complete_except(hold)
+
+    def roles(self, worker):
+        return self.scheduler.state.workers[worker].roles
 
 
-def complete(scheduler, flying, kind=Command, worker=None, at=0.0):
-    """Completes the first command in flight of a kind and worker; returns the resulting commands."""
-    command = next(
-        c for c in flying if isinstance(c, kind) and worker in (None, getattr(c, "worker", 0))
+def matches(command, kind=Command, worker=None, fragment=None):
+    return (
+        isinstance(command, kind)
+        and worker in (None, getattr(command, "worker", 0))
+        and fragment in (None, getattr(command, "fragment", 0))
     )
-    flying.remove(command)
-    values = ()
-    if command.kind == "score":
-        values = values_of(0, command.fragment, scheduler.state.settings, 0.0)
-    new = scheduler.handle(Completed(at, command, 1.0, values))
-    flying += [c for c in new if c.answered]
-    return new
-
-
-def until_generating(scheduler, flying):
-    while any(isinstance(c, Publish | Encode) for c in flying):
-        complete(scheduler, flying, Publish | Encode)
 
 
 def test_a_lost_workers_fragment_is_generated_elsewhere_by_the_same_version():
-    scheduler, flying = joined()
-    until_generating(scheduler, flying)
-    lost, other = (c for c in flying if isinstance(c, Generate))
-    scheduler.handle(Lost(1.0, lost.worker))
-    complete(scheduler, flying, Generate, other.worker)
-    new = complete(scheduler, flying, worker=other.worker)
-    found = [c for c in new if isinstance(c, Generate)]
-    assert [(c.fragment, c.version) for c in found] == [(lost.fragment, lost.version)]
+    pool = Pool()
+    lost, other = pool.until(Generate, "r0"), pool.until(Generate, "r1")
+    pool.handle(Lost(1.0, lost.worker))
+    pool.complete(Generate, other.worker)
+    pool.complete(Decode, other.worker)
+    found = pool.find(Generate, other.worker)
+    assert (found.fragment, found.version) == (lost.fragment, lost.version)
 
 
-def test_what_failed_is_tried_elsewhere_and_not_for_ever():
-    scheduler, flying = joined(dataclasses.replace(PLAIN, retries=1))
-    until_generating(scheduler, flying)
-    first, second = (c for c in flying if isinstance(c, Generate))
-    (other,) = scheduler.handle(Failed(1.0, first, "out of memory"))
-    assert other.worker == first.worker and other.fragment == Fragment(0, 2)
-    complete(scheduler, flying, Generate, second.worker)
-    new = complete(scheduler, flying, worker=second.worker)
-    again = next(c for c in new if isinstance(c, Generate))
-    assert again.fragment == first.fragment
+def test_work_that_failed_is_tried_elsewhere_and_not_forever():
+    pool = Pool(dataclasses.replace(PLAIN, retries=1))
+    first, second = pool.until(Generate, "r0"), pool.until(Generate, "r1")
+    pool.fail(Generate, "r0")
+    assert pool.find(Generate, "r0").fragment not in (first.fragment, second.fragment)
+    pool.complete(Generate, "r1")
+    pool.complete(Decode, "r1")
+    assert pool.find(Generate, "r1").fragment == first.fragment
     with pytest.raises(SchedulerError, match=r"fragment 0 of step 0 failed 2 times.*no luck"):
-        scheduler.handle(Failed(2.0, again, "no luck"))
+        pool.fail(Generate, "r1", "no luck")
 
 
-def test_a_lost_trainer_is_the_end():
-    scheduler, _ = joined()
+@pytest.mark.parametrize(("kind", "role"), [(Generate, "sample"), (Train, "train")])
+def test_two_failures_in_a_row_take_a_role_and_the_run_ends_without_workers(kind, role):
+    plan = dataclasses.replace(PLAIN, groups=8, retries=99)
+    pool = Pool(plan, home=SAMPLE_FIRST)
+    for worker in ("r0", "r1"):
+        for _ in range(2):
+            assert role in pool.roles(worker)
+            pool.until(kind, worker)
+            pool.fail(kind, worker)
+        assert pool.roles(worker) == tuple(r for r in SAMPLE_FIRST if r != role)
+    issued = len(pool.issued)
+    pool.until(kind, TRAINER)
+    pool.fail(kind, TRAINER)
+    pool.until(kind, TRAINER)
+    assert not any(matches(c, kind, w) for c in pool.issued[issued:] for w in ("r0", "r1"))
+    with pytest.raises(SchedulerError, match=f"no worker is left that can {role}"):
+        pool.fail(kind, TRAINER)
+
+
+def test_a_success_between_two_failures_keeps_the_role():
+    pool = Pool(dataclasses.replace(PLAIN, retries=99))
+    pool.until(Generate, "r0")
+    pool.fail(Generate, "r0")
+    pool.complete(Generate, "r0")
+    pool.complete(Decode, "r0")
+    pool.fail(Generate, "r0")
+    assert pool.roles("r0") == SAMPLE_FIRST
+
+
+def test_a_role_that_no_worker_is_left_with_returns():
+    pool = Pool(dataclasses.replace(PLAIN, retries=99))
+    for _ in range(2):
+        pool.until(Generate, "r0")
+        pool.fail(Generate, "r0")
+    assert pool.roles("r0") == TRAIN_ONLY
+    pool.handle(Lost(1.0, "r1"))
+    assert pool.roles("r0") == SAMPLE_FIRST
+    while not pool.scheduler.finished:
+        pool.complete()
+
+
+def test_a_lost_home_worker_ends_the_run():
     with pytest.raises(SchedulerError, match="the trainer is lost"):
-        scheduler.handle(Lost(1.0, TRAINER))
+        Pool().handle(Lost(1.0, TRAINER))
 
 
-def test_a_slow_worker_leaves_the_last_fragment_to_a_fast_one():
-    plan = dataclasses.replace(PLAIN, groups=1)
-    for slow, expected in ((0.9, 2), (0.05, 1)):
-        scheduler = Scheduler(plan, COSTS)
-        flying = []
-        for worker, speed in (("fast", 1.0), ("slow", slow), (TRAINER, 1.0)):
-            flying += scheduler.handle(Joined(0.0, worker, speed))
-        until_generating(scheduler, flying)
-        assert sum(isinstance(c, Generate) for c in flying) == expected
+@pytest.mark.parametrize(("seconds", "expected"), [(1.2, 2), (20.0, 1)])
+def test_a_slow_worker_leaves_the_last_fragment_to_a_fast_one(seconds, expected):
+    pool = Pool(dataclasses.replace(PLAIN, groups=1), seconds={"r0": 1.0, "r1": seconds})
+    pool.drain([(Generate,)])
+    assert sum(isinstance(c, Generate) for c in pool.flying) == expected
+
+
+# ------------------------------------------------------------------ losses at the end of a step
+
+
+def before_last_piece():
+    """The home worker trains the last piece of a step; r0 has trained one, and samples of a fragment are only there."""
+    plan = dataclasses.replace(PLAIN, groups=2, images=1, retries=0)
+    pool = Pool(plan, roles=(SAMPLE_FIRST,), home=SAMPLE_FIRST)
+    pool.until(Train, TRAINER)
+    pool.until(Train, "r0")
+    hold = [(Train, TRAINER), (Update,)]
+    pool.drain(hold)
+    assert pool.scheduler.state.steps[0].pieces["r0"] and pool.scheduler.state.steps[0].left == 0
+    return pool
+
+
+def passes_trained(commands, step=0):
+    """Passes of the Train commands, by fragment."""
+    found = {}
+    for c in commands:
+        if isinstance(c, Train) and c.fragment.step == step:
+            found.setdefault(c.fragment.index, set()).update(range(c.first, c.first + c.count))
+    return found
+
+
+def test_passes_of_a_worker_lost_after_its_last_piece_are_trained_again():
+    pool = before_last_piece()
+    lost = passes_trained(c for c in pool.issued if matches(c, Train, "r0"))
+    issued = len(pool.issued)
+    pool.handle(Lost(1.0, "r0"))
+    update = pool.until(Update)
+    assert passes_trained(pool.issued[issued:]) == lost and lost
+    assert update.trained == (TRAINER,)
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+def test_a_worker_is_lost_during_the_update(has_sums):
+    """The update has the worker's sums already and completes, or it fails and the worker's passes are trained again."""
+    pool = before_last_piece()
+    lost = passes_trained(c for c in pool.issued if matches(c, Train, "r0"))
+    assert set(pool.until(Update).trained) == {TRAINER, "r0"}
+    issued = len(pool.issued)
+    pool.handle(Lost(1.0, "r0"))
+    if has_sums:
+        pool.complete(Update)
+        assert pool.scheduler.state.step == 1 and not passes_trained(pool.issued[issued:])
+        return
+    pool.fail(Update, TRAINER)  # no failure counts, or `retries` = 0 would end the run
+    assert pool.until(Update).trained == (TRAINER,) and pool.scheduler.state.step == 0
+    assert passes_trained(pool.issued[issued:]) == lost
+
+
+def test_a_worker_is_lost_while_it_trains():
+    pool = Pool(roles=(SAMPLE_FIRST,))
+    piece = pool.until(Train, "r0")
+    issued = len(pool.issued)
+    pool.handle(Lost(1.0, "r0"))
+    pool.handle(Joined(1.0, "r0", SAMPLE_FIRST))
+    pool.until(Update)
+    again = passes_trained(pool.issued[issued:])[piece.fragment.index]
+    assert again >= set(range(piece.first, piece.first + piece.count))
+
+
+# --------------------------------------------------------------------------- shapes of a step
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(
+            groups=3, images=1, passes=2
+        ),  # the last fragment has fewer passes than there are workers
+        dict(groups=7, images=1),  # 3 and 5 workers do not divide 7 fragments
+        dict(groups=1, images=6, fragment_images=2),  # a group is the whole step
+        dict(groups=1, images=6, fragment_images=6),
+        dict(groups=4, images=1),  # a group and a fragment of one image
+        dict(groups=4, images=2, fragment_images=4),
+        dict(groups=4, images=2, updates=2, passes=3),
+    ],
+)
+def test_shapes_of_a_step(shape, ordered):
+    plan = dataclasses.replace(PLAIN, steps=3, ordered=ordered, **shape)
+    for staleness in (0, 1):
+        for roles in (
+            [],
+            [SAMPLE_FIRST] * 2,
+            [SAMPLE_FIRST] * 4,
+            [SAMPLE_ONLY] * 3,
+            [TRAIN_ONLY] * 3,
+        ):
+            found = world(dataclasses.replace(plan, staleness=staleness), seed=len(roles))
+            found.start(roles)
+            found.run()
+            found.referee.finish()
+
+
+def test_pieces_get_smaller_towards_the_end():
+    """A piece is at most half of its worker's share of the passes that are left, and at least one pass."""
+    plan = dataclasses.replace(PLAIN, steps=1, groups=8, images=1, passes=32)
+    pool = Pool(plan, roles=(SAMPLE_FIRST,) * 3, home=SAMPLE_FIRST)
+    step, known, pieces = pool.scheduler.state.steps[0], {}, []
+    while not pool.scheduler.finished:
+        left = step.left
+        pool.complete()
+        for name, worker in pool.scheduler.state.workers.items():
+            if worker.piece not in (None, known.get(name)):
+                pieces.append(worker.piece.count)
+                assert 1 <= worker.piece.count <= max(1, left / 8)
+            known[name] = worker.piece
+    assert sum(pieces) == 8 * 32 and pieces[0] == 32 and pieces[-4:] == [1] * 4
+
+
+def test_fast_workers_train_larger_pieces():
+    plan = dataclasses.replace(PLAIN, steps=1, groups=8, images=1, passes=32)
+    pool = Pool(plan, roles=(SAMPLE_FIRST,), home=SAMPLE_FIRST)
+    for name, seconds in (("r0", 1.0), (TRAINER, 3.0)):
+        command = Train(0, name, Fragment(0, 0), version=0, update=0, first=0, count=1)
+        pool.scheduler.state.costs.observe(command, seconds)
+    step, workers = pool.scheduler.state.steps[0], pool.scheduler.state.workers
+    sizes = [pool.scheduler._piece_size(workers[name], step) for name in ("r0", TRAINER)]
+    assert sizes == [128, 42]
+
+
+# ------------------------------------------------------------------------------------- policy lag
 
 
 def late_publication(steps=4):
     """Version 1 is in transfer to r1 while r0, which makes a step's one fragment, takes the run to its last step."""
     plan = dataclasses.replace(PLAIN, steps=steps, groups=1, fragment_images=2, retries=0)
-    scheduler, flying = joined(plan)
-    until_generating(scheduler, flying)
-    late, sent = None, []
-    while scheduler.state.step < steps - 1:
-        command = next(c for c in flying if c is not late)
-        flying.remove(command)
-        values = (0.0, 1.0) if command.kind == "score" else ()
-        new = scheduler.handle(Completed(0.0, command, 1.0, values))
-        flying += [c for c in new if c.answered]
-        sent += [c for c in new if isinstance(c, Publish) and c.worker == "r1"]
-        late = late or next(iter(sent), None)
-    return scheduler, late, sent
+    pool = Pool(plan, roles=(SAMPLE_ONLY,) * 2)
+    pool.until(Generate, "r0")
+    while pool.scheduler.state.step < steps - 1:
+        pool.complete_except([(Publish, "r1", None)] if pool.scheduler.state.step else [])
+    return pool
 
 
-def test_of_the_versions_that_come_while_one_is_sent_a_worker_gets_the_last():
-    scheduler, late, sent = late_publication()
-    assert [c.version for c in sent] == [1]
-    (newest,) = (c for c in scheduler.handle(Completed(1.0, late, 1.0)) if isinstance(c, Publish))
-    assert (newest.worker, newest.version) == ("r1", 3)
+def test_a_worker_gets_only_the_last_of_the_versions_that_exist_after_a_transfer():
+    pool = late_publication()
+    assert [c.version for c in pool.issued if matches(c, Publish, "r1")] == [0, 1]
+    pool.complete(Publish, "r1")
+    assert pool.find(Publish, "r1").version == 3
 
 
-def test_a_publication_that_fails_once_it_is_superseded_is_not_held_against_its_worker():
-    scheduler, late, _ = late_publication()
-    assert scheduler.is_superseded(late)
-    (newest,) = (c for c in scheduler.handle(Failed(1.0, late, "gone")) if isinstance(c, Publish))
-    assert (newest.worker, newest.version) == ("r1", 3) and not scheduler.is_superseded(newest)
+def test_a_failed_transfer_of_superseded_weights_does_not_count_against_its_worker():
+    pool = late_publication()
+    assert pool.scheduler.is_superseded(pool.find(Publish, "r1"))
+    pool.fail(Publish, "r1")
+    newest = pool.find(Publish, "r1")
+    assert newest.version == 3 and not pool.scheduler.is_superseded(newest)
     with pytest.raises(SchedulerError, match="publishing version 3 to r1 failed 1 times"):
-        scheduler.handle(Failed(2.0, newest, "the link is down"))
+        pool.fail(Publish, "r1")
 
 
-def test_workers_stay_apart_from_a_step_ahead_when_strictly_on_policy():
-    for staleness, share, expected in ((0, 0.5, set()), (1, 0.5, {0, 1}), (1, 1.0, {0, 1, 2, 3})):
-        plan = dataclasses.replace(PLAIN, staleness=staleness, stale_share=share)
-        scheduler, flying = joined(plan)
-        begun = set()
-        while any(not isinstance(c, Train) for c in flying):
-            complete(scheduler, flying, tuple(set(map(type, flying)) - {Train}))
-            begun |= {c.fragment for c in flying if isinstance(c, Generate)}
-        assert {f.index for f in begun if f.step == 1} == expected
+@pytest.mark.parametrize(
+    ("staleness", "share", "expected"),
+    [(0, 0.5, 0), (1, 0.0, 0), (1, 0.3, 3), (1, 0.5, 5), (1, 1.0, 10)],
+)
+def test_the_lag_and_the_stale_share_bound_what_begins_early(staleness, share, expected):
+    plan = dataclasses.replace(
+        PLAIN, groups=10, images=1, steps=3, staleness=staleness, stale_share=share
+    )
+    pool = Pool(plan, roles=(SAMPLE_ONLY,) * 2)
+    pool.drain([(Train,)])
+    begun = {c.fragment for c in pool.issued if isinstance(c, Generate)}
+    assert sorted(f.index for f in begun if f.step == 1) == list(range(expected))
+    assert all(f.step <= 1 for f in begun)
 
 
-def test_a_checkpoint_comes_after_every_so_many_steps_and_the_last():
-    plan = dataclasses.replace(PLAIN, steps=5, checkpoint_every=2)
-    found = world(plan, 0, 0.0, 2)
-    found.run()
-    checkpoints = [c.step for _, out in found.log for c in out if isinstance(c, Checkpoint)]
-    assert checkpoints == [1, 3, 4]
+@pytest.mark.parametrize(("staleness", "share"), [(0, 0.5), (1, 0.25), (1, 1.0)])
+def test_the_age_of_trained_samples_is_bounded(staleness, share):
+    plan = dataclasses.replace(PLAIN, groups=32, images=1, staleness=staleness, stale_share=share)
+    costs = dataclasses.replace(COSTS, update=2.0, publish=2.0)
+    report = simulate((WorkerLayout(),) * 4, costs, plan, 8, Disturbance(jitter=0.2))
+    ages = report.trained_by_age
+    assert set(ages) == set(range(staleness + 1))
+    assert ages[1] <= share * ages.total()
 
 
-def at_a_checkpoint(plan, seed=0, after=1):
-    """A world after so many checkpoints."""
-    found = world(dataclasses.replace(plan, checkpoint_every=1), seed, 0.0, 2)
-    found.start()
-    while len(found.referee.checkpoints) < after:
-        found.tick()
-    return found.scheduler
+def test_the_home_worker_does_not_sample_ahead_when_its_update_is_due():
+    """Other workers sample ahead meanwhile, and each update begins with the end of its step's last piece."""
+    pool = Pool(
+        dataclasses.replace(PLAIN, staleness=1, stale_share=1.0),
+        roles=(SAMPLE_FIRST,) * 2,
+        home=SAMPLE_FIRST,
+    )
+    pool.until(Train, "r0")
+    pool.drain([(Train, "r0")])
+    step = pool.scheduler.state.steps[0]
+    assert step.left == 0 and not step.set_trained
+    ahead = {c.worker for c in pool.issued if isinstance(c, Generate) and c.fragment.step == 1}
+    assert ahead and TRAINER not in ahead
+
+    plan = dataclasses.replace(PLAIN, groups=32, images=1, staleness=1, passes=8)
+    costs = dataclasses.replace(COSTS, update=1.0, score_latency=3.0)
+    report = simulate((WorkerLayout(),) * 4, costs, plan, 6)
+    for step, update in enumerate(i for i in report.intervals if i.kind == "update"):
+        own = (i.end for i in report.intervals if i.kind == "train" and i.fragment.step == step)
+        assert update.start == pytest.approx(max(own))
 
 
-def rejoined(scheduler, workers=2):
-    """All commands in flight once workers have joined a resumed scheduler at its time 0."""
-    flying = []
-    for name in (*(f"r{i}" for i in range(workers)), TRAINER):
-        flying += [c for c in scheduler.handle(Joined(0.0, name)) if c.answered]
-    return flying
+# ------------------------------------------------------------------------------------- resuming
 
 
-def test_the_clock_of_a_resumed_scheduler_is_its_new_processs():
+def test_the_clock_of_a_resumed_scheduler_is_that_of_its_process():
     """Otherwise times would not advance until the new process is as old as the last one was."""
-    plan = dataclasses.replace(PLAIN, steps=4, tag_fragments=4, staleness=1)
-    saved = at_a_checkpoint(plan, after=2)
-    assert saved.state.now > 5
-    scheduler = Scheduler.resume(saved.save())
-    flying = rejoined(scheduler)
-    until_generating(scheduler, flying)
-    assert any(worker.free_at > 0 for worker in scheduler.state.rollout.values())
+    found = at_step_end(dataclasses.replace(PLAIN, steps=4), step=2)
+    assert found.scheduler.state.now > 5
+    scheduler = Scheduler.resume(found.scheduler.save())
     for time in (0.5, 2.0):
         scheduler.handle(Lost(time, "nobody"))
         assert scheduler.state.now == time
-    batch = scheduler.state.batch
-    ahead = look_ahead(scheduler.state)
-    first = min(batch.scored_at.values()) - 2.0
-    assert min(f.scored_in for f in ahead.fragments if f.scored_in is not None) == max(0, first)
-    assert max(batch.scored_at.values()) < 10
-
-
-def one_step(scheduler, costs):
-    """The trainer's generated fragments in a step with these costs, their times, and the step's seconds."""
-    flying, made, serials = [], [], itertools.count()
-    settings, step = scheduler.state.settings, scheduler.state.step
-
-    def begin(time, commands):
-        for command in commands:
-            if isinstance(command, Generate) and command.worker == TRAINER:
-                made.append((round(time, 6), command.fragment.index))
-            if command.answered:
-                seconds = costs.seconds(command.kind, settings.fragment_images, 1.0)
-                heapq.heappush(flying, (time + seconds, next(serials), seconds, command))
-
-    for name in ("r0", "r1", TRAINER):
-        begin(0.0, scheduler.handle(Joined(0.0, name)))
-    while scheduler.state.step == step:
-        time, _, seconds, command = heapq.heappop(flying)
-        score = command.kind == "score"
-        values = values_of(0, command.fragment, settings, 0.0) if score else ()
-        begin(time, scheduler.handle(Completed(time, command, seconds, values)))
-    return made, round(time, 6)
-
-
-@pytest.mark.parametrize("groups", [8, 16])
-def test_a_resumed_trainer_decides_on_tag_as_one_that_was_not_interrupted(groups):
-    """With a clock that does not advance it generates more, and the step of 16 groups takes 3% longer."""
-    costs = dataclasses.replace(COSTS, train=0.3)
-    plan = dataclasses.replace(PLAIN, steps=4, groups=groups, images=1, tag_fragments=8)
-    saved = at_a_checkpoint(plan, after=2)
-    saved.state.costs = CostModel(costs, plan.fragment_images)
-    made, seconds = one_step(Scheduler.resume(saved.save(), plan), costs)
-    assert (made, seconds) == one_step(Scheduler(plan, costs), costs)
-    assert made and seconds > 5 - 1e-9
 
 
 @pytest.mark.parametrize("fragment", [1, 2, 4, 8])
-def test_a_run_goes_on_with_other_fragments_and_workers(fragment):
+def test_a_run_resumes_with_other_fragments_and_workers(fragment):
     """Fragments begun by an older version keep it, in any new division into units."""
     plan = dataclasses.replace(PLAIN, steps=4, groups=4, staleness=1, fragment_images=2)
-    saved = at_a_checkpoint(plan, seed=3)
-    old = saved.state.batch
+    saved = at_step_end(plan, seed=2).scheduler
+    old = saved.state.steps[1]
     begun = {i for i, group in enumerate(old.groups) if group.version == 0}
     assert begun and saved.kept == [Publication(0), Publication(1)]
     cut = dataclasses.replace(plan, fragment_images=fragment)
@@ -374,51 +561,55 @@ def test_a_run_goes_on_with_other_fragments_and_workers(fragment):
     scheduler = Scheduler.resume(json.loads(json.dumps(saved.save())), cut, other)
     state = scheduler.state
     per_unit = cut.unit_images // plan.images
-    units = {i for i, group in enumerate(state.batch.groups) if group.version == 0}
-    assert units == {i // per_unit for i in begun} and state.batch.stale == len(units)
-    assert state.costs.predict("generate", "r0", 1.0) == 9.0 * fragment
+    units = {i for i, group in enumerate(state.steps[1].groups) if group.version == 0}
+    assert units == {i // per_unit for i in begun} and state.steps[1].ahead == len(units)
+    assert state.costs.predict("generate", "r0") == 9.0 * fragment
     assert scheduler.kept == [Publication(0), Publication(1)]
     second = World(scheduler, Referee(cut, 0, 0.0), random.Random(0), 0.0, 1)
-    books = second.referee
-    books.step, books.updates, books.published = 1, [0], {0, 1}
-    books.group_version = {(1, unit): 0 for unit in units}
+    records = second.referee
+    records.step, records.updates, records.published = 1, [(0, 0)], {0, 1}
+    records.group_version = {(1, unit * per_unit): 0 for unit in units}
     second.run()
     assert scheduler.finished
 
 
-def test_only_the_end_of_a_step_can_be_resumed_from():
-    found = world(PLAIN, 0, 0.0, 2)
-    found.start()
-    while not found.referee.trained:
-        found.tick()
+def test_a_run_resumes_only_from_the_end_of_a_step():
+    pool = Pool()
+    pool.until(Train)
+    pool.complete(Train)
     with pytest.raises(ValueError, match="from the end of a step"):
-        Scheduler.resume(found.scheduler.save())
+        Scheduler.resume(pool.scheduler.save())
 
 
-# ---------------------------------------------------------------------------------- handing over
+# ------------------------------------------------------------------------------------- handover
 
 
-def test_what_a_lost_worker_has_made_and_not_handed_over_is_made_again():
+@pytest.mark.parametrize("done", [(), (Score,), (Deliver,), (Score, Deliver)])
+def test_samples_that_a_lost_worker_has_not_handed_over_are_generated_again(done):
     """Decoded, scored or delivered alone is not enough: images and samples are on the worker."""
-    for done in ((), (Score,), (Deliver,)):
-        scheduler, flying = joined()
-        until_generating(scheduler, flying)
-        for kind in (Generate, Decode):
-            complete(scheduler, flying, kind, "r0")
-        fragment = next(c.fragment for c in flying if isinstance(c, Score))
-        for kind in done:
-            complete(scheduler, flying, kind)
-        scheduler.handle(Lost(1.0, "r0"))
-        made = []
-        while not made:
-            new = complete(scheduler, flying, Generate | Decode, "r1")
-            made = [c for c in new if isinstance(c, Generate) and c.fragment == fragment]
-        scheduler, flying = joined()
-        until_generating(scheduler, flying)
-        for kind in (Generate, Decode, Score, Deliver):
-            complete(scheduler, flying, kind, "r0" if kind in (Generate, Decode) else None)
-        scheduler.handle(Lost(1.0, "r0"))
-        assert scheduler.state.batch.stages[fragment.index] in ("scored", "ready")
+    pool = Pool(roles=(SAMPLE_ONLY,) * 2)
+    fragment = pool.until(Generate, "r0").fragment
+    pool.complete(Generate, "r0")
+    pool.complete(Decode, "r0")
+    for kind in done:
+        pool.complete(kind, fragment=fragment)
+    issued = len(pool.issued)
+    pool.handle(Lost(1.0, "r0"))
+    pool.until(Update, hold=[(Update,)])
+    again = any(matches(c, Generate, None, fragment) for c in pool.issued[issued:])
+    assert again == (len(done) < 2)
+
+
+def test_samples_of_workers_that_only_sample_are_spread_over_those_that_train():
+    plan = dataclasses.replace(PLAIN, groups=6, images=1, steps=1)
+    pool = Pool(plan, roles=(SAMPLE_ONLY, TRAIN_ONLY, TRAIN_ONLY))
+    while not pool.scheduler.finished:
+        pool.complete()
+    receivers = {}
+    for command in pool.issued:
+        if isinstance(command, Deliver):
+            receivers.setdefault(command.fragment, command.to)
+    assert sorted(receivers.values()) == ["r1", "r1", "r2", "r2", TRAINER, TRAINER]
 
 
 # ------------------------------------------------------------------------------------ evaluation
@@ -427,26 +618,25 @@ def test_what_a_lost_worker_has_made_and_not_handed_over_is_made_again():
 EVALUATED = dataclasses.replace(
     PLAIN, groups=4, evaluate_every=1, evaluation_images=4, evaluation_batch=2
 )
+SPLIT = (
+    WorkerLayout(roles=TRAIN_ONLY),
+    WorkerLayout(roles=SAMPLE_ONLY),
+    WorkerLayout(roles=SAMPLE_ONLY),
+)
 DEAR = dataclasses.replace(COSTS, evaluate=3.0)
 
 
-def simulated(plan, layout, costs=DEAR):
-    return simulate(layout, costs, plan, plan.steps)
-
-
-def test_an_evaluation_fills_the_time_in_which_the_trainer_trains():
+def test_an_evaluation_runs_while_other_workers_train():
     """If training is slower than generation it costs nothing, except for the last version's."""
     slow = dataclasses.replace(DEAR, train=4.0, evaluate=1.0)
-    layout = Layout(Mesh(), (Mesh(), Mesh()))
-    plan = dataclasses.replace(EVALUATED, steps=3)
-    without = dataclasses.replace(plan, evaluate_every=0)
-    ends = [simulated(settings, layout, slow).step_ends for settings in (plan, without)]
+    without = dataclasses.replace(EVALUATED, evaluate_every=0)
+    ends = [simulate(SPLIT, slow, plan, 3).step_ends for plan in (EVALUATED, without)]
     assert ends[0] == pytest.approx(ends[1])
 
 
-def test_it_is_over_before_the_next_version_is_there():
-    report = simulated(EVALUATED, Layout(Mesh(), (Mesh(),)))
-    made = [i for i in report.intervals if i.kind == "evaluate" and i.worker != "reward"]
+def test_an_evaluation_ends_before_the_next_version_exists():
+    report = simulate(SPLIT[:2], DEAR, EVALUATED, 2)
+    made = [i for i in report.intervals if i.kind == "evaluate"]
     updates = [i for i in report.intervals if i.kind == "update"]
     for version, update in enumerate(updates):
         own = [i for i in made if i.fragment.step == version]
@@ -455,17 +645,16 @@ def test_it_is_over_before_the_next_version_is_there():
     assert {i.fragment.step for i in made} == {0, 1, 2}
 
 
-@pytest.mark.parametrize(("tags", "workers"), [(0, {"rollout 0"}), (4, {"rollout 0", TRAINER})])
-def test_the_trainer_helps_where_it_may_sample_and_would_wait(tags, workers):
-    plan = dataclasses.replace(EVALUATED, evaluation_images=8, tag_fragments=tags)
-    report = simulated(plan, Layout(Mesh(), (Mesh(),)))
-    made = [i for i in report.intervals if i.kind == "evaluate" and i.worker != "reward"]
-    assert {i.worker for i in made} == workers
-    alone = simulated(dataclasses.replace(plan, tag_fragments=0), Layout(Mesh(), (Mesh(),)))
-    assert report.step_ends[-1] <= alone.step_ends[-1]
+@pytest.mark.parametrize("roles", [TRAIN_ONLY, SAMPLE_FIRST])
+def test_every_worker_that_samples_evaluates(roles):
+    plan = dataclasses.replace(EVALUATED, evaluation_images=8)
+    layout = WorkerLayout(roles=roles), WorkerLayout(roles=SAMPLE_ONLY)
+    report = simulate(layout, DEAR, plan, 2)
+    workers = {i.worker for i in report.intervals if i.kind == "evaluate"}
+    assert workers == ({"rollout 0"} if roles == TRAIN_ONLY else {"rollout 0", TRAINER})
 
 
-def test_what_is_only_shown_has_its_own_images_and_time():
+def test_shown_versions_have_their_own_images_and_times():
     plan = dataclasses.replace(
         EVALUATED, steps=5, evaluate_every=3, evaluation_images=7, show_every=2, shown_images=3
     )

@@ -31,7 +31,7 @@ GOOD = Settings(1, groups=6, images=4, fragment_images=2)
         ),
     ],
 )
-def test_what_cannot_work_is_named(fields, words):
+def test_invalid_settings_are_named(fields, words):
     GOOD.check()
     with pytest.raises(ConfigError, match=words):
         dataclasses.replace(GOOD, **fields).check()
@@ -47,7 +47,15 @@ def test_a_fragment_of_several_groups_is_one_unit():
 
 def test_costs_of_a_fragment():
     costs = Costs(generate=2.0, train=3.0, score=0.5, score_latency=1.0, update=7.0)
-    assert costs.seconds("generate", 4, 2.0) == 4
-    assert costs.seconds("train", 4, 2.0) == 12
-    assert costs.seconds("score", 4, 2.0) == 3
-    assert costs.seconds("update", 4, 2.0) == 7
+    assert costs.seconds("generate", 4) == 8
+    assert costs.seconds("train", 4) == 12
+    assert costs.seconds("train", 4, share=0.25) == 3
+    assert costs.seconds("score", 4) == 3
+    assert costs.seconds("update", 4) == 7
+
+
+def test_the_share_of_units_that_may_begin_early_is_rounded_down():
+    for share, expected in ((0.0, 0), (0.3, 3), (0.35, 3), (1.0, 10)):
+        plan = Settings(1, groups=10, images=1, fragment_images=1, stale_share=share)
+        assert plan.stale_units == expected
+        assert dataclasses.replace(plan, staleness=0).stale_units == 0

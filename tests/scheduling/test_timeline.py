@@ -5,13 +5,15 @@ from PIL import Image
 
 from digen_jax.records.timeline_files import TraceFile, draw
 from digen_jax.scheduling.commands import Fragment
-from digen_jax.scheduling.timeline import Interval, bubbles, busy_seconds
+from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.simulator import WorkerLayout, simulate
+from digen_jax.scheduling.timeline import CAUSES, Interval, bubbles, busy_seconds
 
 INTERVALS = [
     Interval("rollout 0", "generate", 0.0, 2.0, Fragment(0, 1)),
-    Interval("trainer", "wait", 0.0, 2.5, None, "generation"),
+    Interval("trainer", "wait", 0.0, 2.5, None, "sampling"),
     Interval("reward", "score", 2.0, 2.5, Fragment(0, 1)),
-    Interval("trainer", "tag", 2.5, 3.0, Fragment(0, 2)),
+    Interval("trainer", "generate", 2.5, 3.0, Fragment(0, 2)),
 ]
 DEVICES = {"rollout 0": 4, "trainer": 2}
 
@@ -19,7 +21,19 @@ DEVICES = {"rollout 0": 4, "trainer": 2}
 def test_seconds_of_work_and_of_waiting():
     assert busy_seconds(INTERVALS, DEVICES, 0.0, 3.0) == pytest.approx(2 * 4 + 0.5 * 2)
     assert busy_seconds(INTERVALS, DEVICES, 1.0, 2.75) == pytest.approx(1 * 4 + 0.25 * 2)
-    assert bubbles(INTERVALS, DEVICES) == {"generation": 5.0}
+    assert bubbles(INTERVALS, DEVICES) == {"sampling": 5.0}
+
+
+def test_a_simulated_run_accounts_for_every_device_second():
+    """Every worker works or waits from the beginning of a run to its end."""
+    plan = Settings(1, groups=8, images=1, fragment_images=1, staleness=0, passes=4)
+    costs = Costs(generate=1.0, train=0.5, score=0.3, update=0.2, publish=0.1)
+    workers = WorkerLayout(), WorkerLayout(devices=2), WorkerLayout(roles=("sample",))
+    report = simulate(workers, costs, plan, 3)
+    end = report.step_ends[-1]
+    busy, waits = busy_seconds(report.intervals, report.devices, 0.0, end), report.bubbles()
+    assert set(waits) <= set(CAUSES)
+    assert busy + sum(waits.values()) == pytest.approx(4 * end)
 
 
 def events(path):
@@ -54,7 +68,10 @@ def test_a_resumed_run_writes_on_behind_what_a_kill_left(tmp_path, cut):
     kept = events(path)
     assert kept == whole[: len(kept)] and len(kept) >= 1
     trace.write(INTERVALS[2:])
-    assert [e[:2] for e in events(path)][len(kept) :] == [("reward", "score"), ("trainer", "tag")]
+    assert [e[:2] for e in events(path)][len(kept) :] == [
+        ("reward", "score"),
+        ("trainer", "generate"),
+    ]
 
 
 def test_what_belongs_to_early_steps_can_be_cut_off(tmp_path):
@@ -63,7 +80,7 @@ def test_what_belongs_to_early_steps_can_be_cut_off(tmp_path):
     trace.write([*INTERVALS, Interval("rollout 1", "decode", 0.5, 2.2, Fragment(1, 0))], 10.0)
     whole = events(path)
     trace.cut_back(1, 12.2)
-    assert events(path) == [e for e in whole if e[1] in ("wait for generation", "decode")]
+    assert events(path) == [e for e in whole if e[1] in ("wait for sampling", "decode")]
     trace.write([Interval("trainer", "update", 3.0, 3.5)], 10.0)
     assert events(path)[-1][:2] == ("trainer", "update")
     trace.cut_back(2, 20.0)

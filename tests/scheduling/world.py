@@ -1,6 +1,6 @@
-"""Executors whose delays, failures and losses are drawn at random, and a referee who trusts no one.
+"""Executors whose delays, failures and losses are drawn at random, and a referee that checks every command.
 
-The referee keeps its own books of the commands and completions, from the definitions in words; it
+The referee keeps its own records of the commands and completions, from the definitions in words; it
 shares nothing with the scheduler but the commands.
 """
 
@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 
 from digen_jax.scheduling.commands import (
     TRAINER,
-    Checkpoint,
     Decode,
     Deliver,
     DropFragments,
@@ -23,7 +22,6 @@ from digen_jax.scheduling.commands import (
     Publication,
     Publish,
     Score,
-    Switch,
     Train,
     Update,
 )
@@ -70,19 +68,23 @@ class Referee:
         self.dropped = set()  # publications
         self.held = defaultdict(set)
         self.encoded = defaultdict(set)
-        self.role = "train"
+        self.roles, self.first_roles, self.pooled = {}, {}, False
+        self.spare, self.lost_roles = {}, defaultdict(set)
         self.group_version = {}
         self.generated, self.decoded = {}, {}  # by which worker
-        self.scored, self.delivered = set(), set()
+        self.holders = defaultdict(set)  # training workers that have a fragment's samples
+        self.handed_on = set()  # fragments whose samples their maker has no longer
+        self.scored, self.delivered, self.applied = set(), set(), set()
+        self.passes = defaultdict(dict)  # of a fragment of this update: by which worker
+        self.training = Counter()  # passes in training
         self.trained, self.evaluated = {}, []
         self.step, self.update = 0, 0
-        self.updates, self.checkpoints = [], []
+        self.updates = []
         self.serials = set()
-        self.tagged = Counter()
         self.open_groups = set()
         self.alive = set()
         self.gone = set()  # dropped fragments
-        self.was_alone = False  # the trainer without any rollout worker
+        self.in_a_row = Counter()  # failures of a worker in a role
 
     def groups_of(self, fragment):
         n, g = self.settings.fragment_images, self.settings.images
@@ -111,10 +113,7 @@ class Referee:
         f = c.fragment
         assert c.publication in self.held[c.worker] and c.publication not in self.dropped
         assert f.evaluation or f.step in self.encoded[c.worker]
-        if c.worker == TRAINER:
-            assert self.role == "sample"
-            if self.alive - {TRAINER} and not f.evaluation:
-                self.tagged[f.step] += 1
+        assert "sample" in self.roles[c.worker]
         if f.evaluation:
             assert c.publication == Publication(f.step, self.settings.evaluated_apart)
             return
@@ -128,28 +127,43 @@ class Referee:
         assert self.generated[c.fragment] == c.worker
 
     def check_deliver(self, c):
-        assert self.decoded[c.fragment] == c.worker and not c.fragment.evaluation
-        assert c.fragment not in self.delivered
+        f = c.fragment
+        assert not f.evaluation and c.to in self.alive and c.to not in self.holders[f]
+        own = self.decoded[f] == c.worker and f not in self.handed_on
+        assert c.worker in self.holders[f] or own
 
     def check_score(self, c):
         assert c.fragment in self.decoded and c.fragment not in self.scored
 
     def check_train(self, c):
         f, s = c.fragment, self.settings
-        assert not f.evaluation and f.step == self.step and self.role == "train"
-        assert f in self.scored and f in self.delivered
-        assert f not in self.trained and f not in self.gone
-        assert c.update == self.update
-        if s.ordered:
+        assert not f.evaluation and f.step == self.step and "train" in self.roles[c.worker]
+        assert f in self.scored and c.worker in self.holders[f] and f not in self.gone
+        assert Publication(self.step, update=self.update) in self.held[c.worker]
+        assert all(self.group_version[group] == c.version for group in self.groups_of(f))
+        assert c.update == self.update and c.first >= 0 and c.count > 0
+        assert c.first + c.count <= s.passes
+        for one in range(c.first, c.first + c.count):
+            assert one not in self.passes[f] and not self.training[f, one], "trained twice"
+            self.training[f, one] += 1
+        self.pooled |= self.trainers > 1
+        if s.ordered and not self.pooled:
             ranks = members_of(self.seed, f.step, s, self.flat_share)
             order = dict.fromkeys(i for g in ranks for i in self.fragments_of(g))
-            assert f.index == list(order)[sum(trained.step == f.step for trained in self.trained)]
+            done = sum(one.step == f.step for one in self.trained)
+            done += sum(len(one) == s.passes for one in self.passes.values())
+            assert f.index == list(order)[done]
         for _, group in self.groups_of(f):
             assert self.update_of(f.step, group) == self.update
         self.check_ready(f, c.early)
         if c.early:
+            assert c.count == s.passes
             self.open_groups.update(self.groups_of(f))
             assert len(self.open_groups) <= s.open_groups
+
+    @property
+    def trainers(self):
+        return sum("train" in self.roles[name] for name in self.alive)
 
     def check_ready(self, f, early):
         s = self.settings
@@ -166,23 +180,24 @@ class Referee:
 
     def check_update(self, c):
         s, size = self.settings, self.settings.groups // self.settings.updates
-        assert (c.step, c.update) == (self.step, self.update) and self.role == "train"
+        assert (c.step, c.update) == (self.step, self.update) and c.worker == TRAINER
         members = members_of(self.seed, c.step, s, self.flat_share)
         expected = {
             i
             for g in members[c.update * size : (c.update + 1) * size]
             for i in self.fragments_of(g)
         }
-        found = {f.index for f, u in self.trained.items() if (f.step, u) == (c.step, c.update)}
+        found = {f.index for f, done in self.passes.items() if len(done) == s.passes}
         assert found == expected, "an update without all of its set"
+        assert set(c.trained) == {name for done in self.passes.values() for name in done.values()}
+        assert set(c.trained) <= self.alive
         if c.update == s.updates - 1 and s.evaluated_fragments(c.step):
             assert c.step in self.evaluated, "a new version before the last one is evaluated"
 
     def check_publish(self, c):
         assert c.version in self.published and c.publication not in self.dropped
-
-    def check_switch(self, c):
-        assert c.worker == TRAINER and c.role != self.role
+        if c.publication.update:
+            assert (c.version, c.publication.update) <= (self.step, self.update)
 
     def check_evaluate(self, c):
         assert c.version not in self.evaluated
@@ -190,10 +205,6 @@ class Referee:
         done = [f for f in self.scored if f.evaluation and f.step == c.version]
         assert len(done) == count
         self.evaluated.append(c.version)
-
-    def check_checkpoint(self, c):
-        assert c.step == self.step - 1
-        self.checkpoints.append(c.step)
 
     def check_drop_version(self, c):
         found = c.publication
@@ -210,7 +221,7 @@ class Referee:
 
     def check_drop_fragments(self, c):
         for f in c.fragments:
-            assert f not in self.trained and f not in self.gone
+            assert f not in self.passes and f not in self.gone
             assert all(
                 g not in members_of(self.seed, f.step, self.settings, self.flat_share)
                 for _, g in self.groups_of(f)
@@ -225,6 +236,10 @@ class Referee:
         fragments = (Fragment(step, i) for i in self.fragments_of(number))
         return all(fragment in self.trained for fragment in fragments)
 
+    def group_trained(self, group):
+        fragments = (Fragment(group[0], i) for i in self.fragments_of(group[1]))
+        return all(len(self.passes.get(f, ())) == self.settings.passes for f in fragments)
+
     # ------------------------------------------------------------------------- completions
 
     def completed(self, c):
@@ -235,36 +250,107 @@ class Referee:
                 self.generated[c.fragment] = c.worker
             case Decode():
                 self.decoded[c.fragment] = c.worker
+                if "train" in self.roles[c.worker] and not c.fragment.evaluation:
+                    self.holders[c.fragment].add(c.worker)
+                    self.delivered.add(c.fragment)
             case Deliver():
+                if c.worker not in self.holders[c.fragment]:
+                    self.handed_on.add(
+                        c.fragment
+                    )  # who only samples keeps no samples that another has
+                self.holders[c.fragment].add(c.to)
                 self.delivered.add(c.fragment)
             case Score():
                 self.scored.add(c.fragment)
             case Train():
-                assert c.fragment not in self.trained, "trained twice"
-                self.trained[c.fragment] = c.update
+                for one in range(c.first, c.first + c.count):
+                    del self.training[c.fragment, one]
+                    self.passes[c.fragment][one] = c.worker
                 for group in self.groups_of(c.fragment):
-                    if self.ended(group):
+                    if self.group_trained(group):
                         self.open_groups.discard(group)
             case Update():
                 self.updates.append((c.step, c.update))
+                assert not +self.training
+                self.trained |= dict.fromkeys(self.passes, c.update)
+                self.passes.clear()
                 self.update += 1
                 if self.update == self.settings.updates:
                     self.step, self.update = self.step + 1, 0
                     self.published.add(self.step)
+                self.held[TRAINER].add(Publication(self.step, update=self.update))
             case Publish():
                 self.held[c.worker].add(c.publication)
-            case Switch():
-                self.role = c.role
 
-    def lost(self, worker):
+        self.applied |= self.scored & self.delivered  # what the scheduler knows stays known
+
+    def failed(self, c):
+        if isinstance(c, Update):
+            self.lose_sums()
+        if isinstance(c, Train):
+            for one in range(c.first, c.first + c.count):
+                del self.training[c.fragment, one]
+
+    def lose_sums(self):
+        for f, done in list(self.passes.items()):
+            for one in [one for one, name in done.items() if name not in self.alive]:
+                del done[one]
+            if not done:
+                del self.passes[f]
+        self.lose_samples()
+
+    def lost(self, worker, in_flight, kept):
         self.alive.discard(worker)
         self.held.pop(worker, None)
         self.encoded.pop(worker, None)
-        for f in [f for f, maker in self.decoded.items() if maker == worker]:
-            if f not in self.scored or not (f.evaluation or f in self.delivered):
+        for c in in_flight:
+            if isinstance(c, Train) and c.worker == worker:
+                self.failed(c)
+        if not any(isinstance(c, Update) for c in kept):  # an update may have its sums
+            self.lose_sums()
+        for f in {*self.decoded, *self.holders}:
+            self.holders[f].discard(worker)
+            if self.decoded.get(f) == worker:
+                self.decoded[f] = None
+        self.lose_samples()
+        self.note_roles()
+
+    def lose_samples(self):
+        for f, maker in list(self.decoded.items()):
+            no_images = maker is None and f not in self.scored
+            no_samples = not self.holders[f] and (maker is None or f in self.handed_on)
+            if f.evaluation:
+                if no_images:
+                    del self.decoded[f]
+            elif f not in self.trained and (no_images or no_samples):
                 del self.decoded[f]
-                self.scored.discard(f)
+                self.handed_on.discard(f)
+                self.holders.pop(f, None)
                 self.delivered.discard(f)
+                if f not in self.applied:
+                    self.scored.discard(f)
+
+    def may(self, role, name):
+        """Whether a worker has a role now, or would if nobody had it."""
+        own = role in (*self.first_roles[name], *self.spare[name])
+        return own and role not in self.lost_roles[name]
+
+    def note_roles(self):
+        """Who has which role; if nobody may have one, it returns to those that lost it, with no failure counted."""
+        for role in ("sample", "train"):
+            if not any(self.may(role, name) for name in self.alive):
+                for name in self.alive:
+                    self.lost_roles[name].discard(role)
+                    self.in_a_row[name, role] = 0
+        for name in self.alive:
+            self.roles[name] = tuple(
+                role for role in self.first_roles[name] if self.may(role, name)
+            )
+        for role in ("sample", "train"):
+            if not any(role in self.roles[name] for name in self.alive):
+                for name in self.alive:
+                    if self.may(role, name):
+                        self.roles[name] += (role,)
 
     def finish(self):
         """The conditions that a whole run must fulfil."""
@@ -275,7 +361,6 @@ class Referee:
             expected.update((step, i) for i in {i for g in members for i in self.fragments_of(g)})
         assert Counter((f.step, f.index) for f in self.trained) == expected
         assert self.updates == [(k, u) for k in range(s.steps) for u in range(s.updates)]
-        assert all(count <= s.tag_fragments for count in self.tagged.values()) or self.was_alone
         stale = Counter(
             step for (step, group), version in self.group_version.items() if version < step
         )
@@ -283,9 +368,13 @@ class Referee:
         assert all(count <= share + 1e-6 for count in stale.values())
         due = [v for v in range(s.steps + 1) if s.evaluated_fragments(v)]
         assert sorted(self.evaluated) == due
-        dropped = {Publication(v) for v in range(s.steps)}
+        dropped = {Publication(v) for v in range(s.steps - s.staleness)}
         dropped |= {Publication(v, True) for v in due if s.evaluated_apart}
         assert self.dropped == dropped, "a version was kept for ever"
+
+
+BOTH = [("sample", "train"), ("train", "sample")]
+ROLES = {"encode": "sample", "generate": "sample", "decode": "sample", "train": "train"}
 
 
 @dataclasses.dataclass
@@ -309,38 +398,57 @@ class World:
         self.log.append((event, commands))
         for command in commands:
             self.referee.command(command)
-            if not isinstance(command, Checkpoint | Evaluate | DropVersion | DropFragments):
+            if not isinstance(command, Evaluate | DropVersion | DropFragments):
                 self.in_flight[command.serial] = command
         return commands
 
-    def start(self):
-        self.referee.was_alone = not self.workers
-        for _ in range(self.workers):
-            self.join()
-        self.referee.alive.add(TRAINER)
-        self.send(Joined(self.now, TRAINER, 1.0))
+    def start(self, roles=None):
+        """The first workers join, the home worker last.
 
-    def join(self):
-        name = f"rollout {self.born}"
+        Args:
+          roles: of each of the others; None: `workers` of them, with roles drawn at random.
+        """
+        for one in [None] * self.workers if roles is None else roles:
+            self.join(one)
+        self.referee.held[TRAINER].add(Publication(self.referee.step))
+        if roles is None and any("sample" in one for one in self.referee.roles.values()):
+            return self.add(
+                TRAINER, *self.rng.choice([(BOTH[0],), (BOTH[1],), (("train",), ("sample",))])
+            )
+        return self.add(TRAINER, self.rng.choice(BOTH) if roles is None else BOTH[0])
+
+    def join(self, roles=None):
+        """Another worker joins; its roles are drawn at random if they are not given."""
+        one = self.rng.choice([("sample",), ("sample",), ("train",)])
+        drawn = self.rng.choice([one, self.rng.choice(BOTH)])
+        if self.referee.settings.early:
+            drawn = ("sample",)
         self.born += 1
-        self.referee.alive.add(name)
-        self.send(Joined(self.now, name, self.rng.choice([0.5, 1.0, 1.0, 3.0])))
+        self.add(f"worker {self.born}", roles or drawn)
+
+    def add(self, name, roles, spare=()):
+        r = self.referee
+        r.alive.add(name)
+        r.first_roles[name], r.spare[name] = roles, spare
+        r.note_roles()
+        self.send(Joined(self.now, name, roles, spare))
 
     def lose(self, name):
+        r = self.referee
         unscored = {
             f
-            for f, maker in self.referee.decoded.items()
-            if maker == name and f not in self.referee.scored
+            for f, maker in r.decoded.items()
+            if f not in r.scored
+            and (maker == name or (f in r.handed_on and not r.holders[f] - {name}))
         }
         gone = [
             s
             for s, c in self.in_flight.items()
-            if getattr(c, "worker", "") == name or (isinstance(c, Score) and c.fragment in unscored)
+            if name in (getattr(c, "worker", ""), getattr(c, "to", ""))
+            or (isinstance(c, Score) and c.fragment in unscored)
         ]
         ghosts = [self.in_flight.pop(serial) for serial in gone]
-        self.referee.lost(name)
-        if len(self.referee.alive) == 1:
-            self.referee.was_alone = True
+        self.referee.lost(name, ghosts, self.in_flight.values())
         self.send(Lost(self.now, name))
         for ghost in ghosts:  # late reports of a lost worker
             if self.rng.random() < 0.5:
@@ -349,24 +457,28 @@ class World:
     def tick(self):
         """One more event."""
         self.now += self.rng.expovariate(1.0)
-        rollout = sorted(self.referee.alive - {TRAINER})
+        others = sorted(self.referee.alive - {TRAINER})
         if self.rng.random() < self.trouble:
             kind = self.rng.choice(["lose", "join"])
-            if kind == "lose" and rollout:
-                return self.lose(self.rng.choice(rollout))
+            if kind == "lose" and others:
+                return self.lose(self.rng.choice(others))
             if kind == "join" and self.born < 12:
                 return self.join()
         assert self.in_flight, "deadlock"
         occupied = Counter(
-            getattr(c, "worker", None)
+            c.worker
             for c in self.in_flight.values()
-            if not isinstance(c, Publish | Deliver) or c.worker == TRAINER
+            if not isinstance(c, Publish | Deliver | Score)
         )
-        assert all(n == 1 for name, n in occupied.items() if name is not None)
+        assert all(n == 1 for n in occupied.values())
         serial = self.rng.choice(sorted(self.in_flight))
         command = self.in_flight.pop(serial)
-        if self.rng.random() < self.trouble and self.may_fail(command):
+        unlucky = isinstance(command, Update) and not set(command.trained) <= self.referee.alive
+        if (unlucky or self.rng.random() < self.trouble) and self.may_fail(command):
+            self.referee.failed(command)
             return self.send(Failed(self.now, command, "bad luck"))
+        if command.kind in ("decode", "train"):
+            self.referee.in_a_row[command.worker, ROLES[command.kind]] = 0
         self.referee.completed(command)
         values = ()
         if isinstance(command, Score):
@@ -379,6 +491,8 @@ class World:
     def may_fail(self, command):
         """Each piece of work may fail `retries` times."""
         r = self.referee
+        if isinstance(command, Update) and not set(command.trained) <= r.alive:
+            return self.rng.random() < 0.5
         key = {
             "generate": ("generate", getattr(command, "fragment", None)),
             "decode": ("generate", getattr(command, "fragment", None)),
@@ -394,11 +508,23 @@ class World:
         }.get(command.kind)
         if key is None:
             return False
+        role, worker = ROLES.get(command.kind), getattr(command, "worker", "")
+        second = role and r.in_a_row[worker, role]
+        if second and not any(r.may(role, name) for name in r.alive - {worker}):
+            return False
         self.failures[key] += 1
-        return self.failures[key] <= self.referee.settings.retries
+        if self.failures[key] > r.settings.retries:
+            return False
+        r.in_a_row[worker, role] += 1
+        if second:
+            r.lost_roles[worker].add(role)
+            r.note_roles()
+        return True
 
     def run(self, limit=100_000):
-        self.start()
+        """Starts, if that was not done, and continues until the scheduler is finished."""
+        if not self.log:
+            self.start()
         while not self.scheduler.finished:
             self.tick()
             assert len(self.log) < limit, "no end"

@@ -45,6 +45,12 @@ def check_early(recipe: Recipe) -> None:
             ("runtime.staleness", recipe.runtime.staleness, 0, "older weights' ratios are not 1"),
             ("trainer.updates", recipe.trainer.updates, 1, "after an update ratios are not 1"),
             (
+                "placement.trainer.workers",
+                recipe.placement.trainer.workers,
+                1,
+                "one worker has to train a whole group",
+            ),
+            (
                 "runtime.max_candidates",
                 recipe.runtime.max_candidates,
                 0,

@@ -48,7 +48,7 @@ def check_devices(recipe: Recipe, devices: int) -> None:
     trainer = _split("trainer", sizes.trainer, MODEL)
     sampling = _split("rollout", sizes.rollout, MODEL) if sizes.rollout.data else trainer
     training = _split("trainer", sizes.trainer, (TIME, *MODEL))
-    tag = [(trainer, "sampler.fragment")] if recipe.runtime.tag_fragments else []
+    tag = [(trainer, "sampler.fragment")] if sizes.trainer.samples else []
     for (mesh, size), name in (
         *tag,
         (sampling, "sampler.fragment"),

@@ -1,7 +1,7 @@
-"""Finds the best placement and tactics by running the real scheduler on a virtual clock.
+"""Chooses the workers of a pool by running the real scheduler on a virtual clock.
 
-    Problem -> proposals -> estimate (ranks all) -> predict (simulates a few) -> Plan -> table, why
+    Problem -> layouts -> lower bound (orders and prunes) -> simulation (ranks) -> Plan -> table, why
 
-`plan.py` makes and describes the plan, `simulate.py` runs the scheduler on the virtual clock,
-`calibration.py` holds the sources of the costs, and `memory.py` computes the bytes on each device.
+`problem.py` has the problem, `memory.py` a layout and its bytes on each device, `search.py` all
+layouts, their bound and the search, and `plan.py` the result as text.
 """

@@ -1,246 +1,137 @@
-"""A plan: the choice, the best proposal of every kind, and the reasons, as text."""
+"""A plan: the choice, the best layout of every kind, and the reason, as text."""
 
 import dataclasses
 import itertools
 import textwrap
 from collections.abc import Callable, Sequence
 
-from digen_jax.errors import ConfigError
-from digen_jax.scheduling.planner import proposal as of
-from digen_jax.scheduling.planner.predict import Prediction
+from digen_jax.scheduling.planner.memory import Layout
 from digen_jax.scheduling.planner.problem import Problem
-from digen_jax.scheduling.planner.proposal import Proposal
-from digen_jax.scheduling.planner.search import NOTHING, Simulations, budget, search
-from digen_jax.scheduling.planner.space import proposals
+from digen_jax.scheduling.planner.search import Prediction, Simulations, layouts, search, simplest
 
-EACH = 4  # simulations for the best split of a kind
+TABLE = 5_000  # simulated chunks for a kind of layout that is only in the table
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The result of the search.
-
-    Attributes:
-      problem: the problem.
-      choice: the best placement with its tactics.
-      best: the best prediction of every kind of proposal (see `Proposal.kind`), the fastest first.
-      proposals: the number of proposals.
-      for_choice: how many of them were simulated for the choice.
-      simulated: how many were simulated in all, the table's included.
-    """
+    """The result of the search."""
 
     problem: Problem
     choice: Prediction
-    best: tuple[Prediction, ...]
-    proposals: int
-    for_choice: int
-    simulated: int
+    best: tuple[Prediction, ...]  # of every kind of layout (see `Layout.kind`), the fastest first
+    layouts: int  # their number
+    simulated: int  # how many of them were simulated
 
 
-def make_plan(problem: Problem, runs: Callable[[Proposal], bool] = lambda proposal: True) -> Plan:
-    """Searches all proposals for which `runs` holds, then those of each kind for the table.
+def make_plan(problem: Problem, runs: Callable[[Layout], bool] = lambda layout: True) -> Plan:
+    """Searches all layouts for which `runs` holds; the table has the fastest simulated one of each kind.
 
     Raises:
-      ConfigError: no proposal can work.
+      ConfigError: no layout can work.
     """
-    found = list(filter(runs, proposals(problem)))
-    if not found:
-        raise ConfigError(
-            f"no meshes of {problem.devices} devices can split config.sampler.fragment, config.trainer.micro_batch "
-            "and config.evaluation.batch evenly: make these multiples of the devices"
-        )
-    simulations = Simulations(problem)
-    choice = search(simulations, found, budget(found))
-    for_choice = simulations.count
-    kinds: dict[str, list[Proposal]] = {}
-    for proposal in found:
-        kinds.setdefault(proposal.kind, []).append(proposal)
-    rows = [search(simulations, members, EACH, simplify=False) for members in kinds.values()]
-    better = min(rows, key=lambda row: row.step_seconds)
-    # The search for the table may find a better proposal than the search for the choice.
-    if better.step_seconds < choice.step_seconds * (1 - NOTHING):
-        choice = better
-    rows = [choice if row.proposal.kind == choice.proposal.kind else row for row in rows]
+    found, simulations = layouts(problem, runs), Simulations(problem)
+    search(simulations, found)
+    kinds: dict[str, list[Layout]] = {}
+    for layout in found:
+        kinds.setdefault(layout.kind, []).append(layout)
+    for same in kinds.values():
+        if not any(layout in simulations.made for layout in same):
+            search(simulations, same, TABLE)
+    made = list(simulations.made.values())
+    choice = simplest(made)
+    rows = [simplest([one for one in made if one.layout.kind == kind]) for kind in kinds]
+    rows = [choice if row.layout.kind == choice.layout.kind else row for row in rows]
     rows.sort(key=lambda row: row.step_seconds)
-    return Plan(problem, choice, tuple(rows), len(found), for_choice, simulations.count)
-
-
-# ------------------------------------------------------------------------------------------- text
+    return Plan(problem, choice, tuple(rows), len(found), len(made))
 
 
 WIDTH = 100  # columns
 
 LEGEND = (
-    "A line is the best split of its kind; * is the choice.",
-    "workers: rollout meshes x devices of each; -: colocated, where all devices generate, then train.",
-    "trainer: devices that split images, x those that split time steps.",
-    "of bound: (G + T)/N over s/step. G and T are a step's seconds of generation and training on one of N devices.",
-    "waits most for: share of all devices' time, and what they wait for.",
-    "GAP (generation-axis pipeline): fragments are trained while others are generated, as in every run.",
-    "TSP (time-step parallelism): the trainer's devices split the denoising steps of an image, too.",
-    "TAG (trainer-assisted generation): a trainer that would wait generates fragments itself.",
-    "asynchrony: workers that would wait begin the next step with the weights they have.",
+    "A line is the best simulated layout of its kind; * is the choice. of bound: (G + T)/N over s/step, where G and T "
+    "are a step's seconds of generation and training on one of N devices.",
+    "sample: workers that only sample x devices of each. train: workers that train x devices of each.",
+    "colocated: one worker of all devices. pool: several workers that sample and train. disaggregated: no worker does "
+    "both. rollout + pool: workers that only sample, next to workers that do both.",
+    "lag: workers that would wait start the next step with weights that are this number of versions old.",
 )
 
 
 def wrapped(text: str, indent: str = "") -> str:
     """Lines of at most `WIDTH` columns; continuation lines are indented."""
-    lines = (
-        textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False)
-        for line in text.split("\n")
-    )
-    return "\n".join(itertools.chain.from_iterable(parts or [""] for parts in lines))
+    options = {"subsequent_indent": indent, "break_long_words": False}
+    lines = (textwrap.wrap(line, WIDTH, **options) or [""] for line in text.split("\n"))
+    return "\n".join(itertools.chain.from_iterable(lines))
 
 
 def table(plan: Plan) -> str:
-    """A line of at most `WIDTH` columns for the best proposal of every kind."""
-    head = ["", "tactics", "workers", "trainer", "s/step", "img/dev/s", "of bound"]
-    if plan.problem.footprint is not None:
-        head.append("GiB")
-    head.append("waits most for")
-    rows = [head, *(_row(plan, row) for row in plan.best)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    right = {"s/step", "img/dev/s", "of bound", "GiB"}
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, head, strict=True)
-        lines.append(
-            "  ".join(c.rjust(w) if name in right else c.ljust(w) for c, w, name in cells).rstrip()
-        )
-    return "\n".join(lines)
+    """A line of at most `WIDTH` columns for the best layout of every kind."""
+    head = ["", "kind", "sample", "train", "chunk", "s/step", "img/dev/s", "of bound"]
+    rows = [[*head, *(["GiB"] if plan.problem.footprint else []), "waits most for"]]
+    for made in plan.best:
+        one = made.layout
+        sample = f"{one.rollout} x {one.rollout_devices}" if one.rollout else "-"
+        cells = ["*" * (made is plan.choice), one.kind, sample, f"{one.workers} x {one.devices}"]
+        cells += [f"{one.chunk}", f"{made.step_seconds:.4g}"]
+        cells += [f"{made.images_per_device_second:.4g}", f"{made.utilisation:.1%}"]
+        cells += [f"{made.memory.largest / 2**30:.2f}"] if made.memory else []
+        rows.append([*cells, longest_wait(made) or "-"])
+    columns = []
+    for place, column in enumerate(zip(*rows, strict=True)):
+        align = "<" if place in (0, 1, 2, 3, len(rows[0]) - 1) else ">"
+        columns.append([f"{cell:{align}{max(map(len, column))}}" for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
-def _row(plan: Plan, made: Prediction) -> list[str]:
-    proposal = made.proposal
-    cells = [
-        "*" if made is plan.choice else "",
-        proposal.kind.replace(" ", ""),
-        f"{proposal.workers} x {proposal.worker_devices}" if proposal.workers else "-",
-        f"{proposal.data} x {proposal.time}",
-        f"{made.step_seconds:.4g}",
-        f"{made.images_per_device_second:.4g}",
-        f"{made.utilisation:.1%}",
-    ]
-    if made.memory is not None:
-        cells.append(f"{made.memory.largest / 2**30:.2f}")
-    return [*cells, longest_wait(plan.problem, made) or "-"]
-
-
-def longest_wait(problem: Problem, made: Prediction) -> str:
+def longest_wait(made: Prediction) -> str:
     """The largest idle share of all devices' time, with its cause; empty if nothing waits."""
-    whole = problem.devices * made.step_seconds
-    share, cause = max(((s / whole, cause) for cause, s in made.bubbles.items()), default=(0, ""))
+    share, cause = max(((share, cause) for cause, share in made.bubbles.items()), default=(0, ""))
     return f"{share:.1%} {cause}" if share >= 5e-4 else ""
 
 
 def memory_table(plan: Plan) -> str:
-    """The bytes by purpose on a device of each mesh of the choice, and whether temporary memory is included."""
+    """The bytes by purpose on a device of each kind of worker of the choice."""
     lines, memory = [], plan.choice.memory
-    times = {
-        "a trainer device": memory.trainer,
-        "a rollout device": memory.worker,
-        "before that, a device that encodes prompts": memory.ahead,
-    }
-    for name, held in times.items():
+    names = "the home worker", "a worker that only samples", "a worker that encodes prompts first"
+    for name, held in zip(names, (memory.trainer, memory.worker, memory.ahead), strict=True):
         parts = ", ".join(f"{what} {size / 2**20:,.1f}" for what, size in held.items() if size)
-        if held:
-            lines.append(f"{name}, MiB: {sum(held.values()) / 2**20:,.1f} = {parts}")
-    if plan.problem.footprint.programs is None:
-        lines.append(
-            "without temporaries of programs: --memory=GIB compiles the programs and counts them"
+        lines += (
+            [f"a device of {name}, MiB: {sum(held.values()) / 2**20:,.1f} = {parts}"]
+            if held
+            else []
         )
+    if plan.problem.footprint.programs is None:
+        lines.append("without temporaries of programs: --memory=GIB compiles and counts them")
     return "\n".join(lines)
 
 
 def why(plan: Plan) -> str:
-    """The choice and its reason, in one sentence."""
-    choice, rows = plan.choice, {row.proposal.kind: row for row in plan.best}
-    chosen = f"{choice.proposal.kind} ({choice.proposal.describe()}) is best because"
-    colocated, split = rows.get("colocated"), [r for r in plan.best if r.proposal.workers]
-    if not choice.proposal.workers:
-        if not split:
-            return f"{chosen} one device can only do one thing at a time."
-        other = min(split, key=lambda row: row.step_seconds)
-        return (
-            f"{chosen} all devices generate and then train, without waiting for one another, at "
-            f"{choice.utilisation:.1%} of the bound; the best split, {other.proposal.describe()} with "
-            f"{_tactics(other)}, takes {_longer(other, choice)} longer"
-            f"{_because(plan.problem, other)}."
-        )
-    reasons = []
-    if colocated is not None:
-        reasons.append(
-            f"colocated takes {_longer(colocated, choice)} longer{_colocated_loss(plan, colocated)}"
-        )
-    else:
-        reasons.append(
-            f"colocated is left out, as {plan.problem.devices} devices cannot split every batch evenly"
-        )
-    reasons += [
-        f"without {name} the best takes {_longer(row, choice)} longer"
-        for name, row in _without(plan).items()
+    """The choice and what other kinds of layout take, in one sentence."""
+    choice = plan.choice
+    parts = [
+        f"{choice.layout.kind} ({choice.layout.describe()}) reaches {choice.utilisation:.1%} of the bound"
     ]
-    least = f"it keeps the devices at {choice.utilisation:.1%} of the bound"
-    return f"{chosen} {least}: {', '.join(reasons)}." if reasons else f"{chosen} {least}."
-
-
-def _without(plan: Plan) -> dict[str, Prediction]:
-    """For each tactic of the choice, the best disaggregated proposal that lacks it."""
-    found = {}
-    for name in plan.choice.proposal.tactics:
-        rows = [r for r in plan.best if r.proposal.workers and name not in r.proposal.tactics]
-        if rows:
-            found[name] = min(rows, key=lambda row: row.step_seconds)
-    return found
-
-
-def _colocated_loss(plan: Plan, colocated: Prediction) -> str:
-    """The largest cost of a colocated step beyond the bound."""
-    problem, proposal = plan.problem, colocated.proposal
-    costs, settings = of.costs(problem, proposal), of.settings(problem, proposal)
-    devices, images = proposal.trainer, settings.groups * settings.images
-    used = problem.worker.used(devices)
-    sampling = images * (costs.generate + costs.decode)
-    losses = {
-        "its training does not scale": images * (costs.train - problem.costs.train / devices),
-        "its generation does not scale": sampling * (problem.worker.seconds(used) - 1 / used),
-        f"only {used} of its devices can share a fragment": sampling * (1 / used - 1 / devices),
-        "all devices switch roles": 2 * costs.switch,
-        "all devices wait for updates": costs.update * settings.updates,
-        "all devices encode the prompts": costs.encode,
-        "all devices wait for rewards": colocated.bubbles.get("reward", 0.0) / devices,
-    }
-    cause = max(losses, key=losses.get)
-    return f" (most of it as {cause})" if losses[cause] > 1e-3 * colocated.step_seconds else ""
-
-
-def _because(problem: Problem, made: Prediction) -> str:
-    if problem.settings.fragments == 1:
-        return ", as a step is a single fragment and nothing can overlap: make config.sampler.fragment smaller"
-    waiting = longest_wait(problem, made)
-    return f", most of it waiting ({waiting})" if waiting else ""
-
-
-def _tactics(made: Prediction) -> str:
-    return " + ".join(made.proposal.tactics) or "no tactics"
-
-
-def _longer(other: Prediction, choice: Prediction) -> str:
-    return f"{other.step_seconds / choice.step_seconds - 1:.1%}"
+    if waiting := longest_wait(choice):
+        parts.append(f"its devices wait most for: {waiting}")
+    for row in plan.best:
+        more = row.step_seconds / choice.step_seconds - 1
+        text = f"{row.layout.kind} takes {abs(more):.1%} {'longer' if more >= 0 else 'less'}"
+        parts += [text] if row is not choice else []
+    if plan.problem.settings.fragments == 1:
+        parts.append(
+            "a step is a single chunk and nothing can overlap: make config.sampler.fragment smaller"
+        )
+    return f"{'; '.join(parts)}."
 
 
 def describe_costs(problem: Problem, missing: Sequence[str]) -> str:
     """The costs of a plan, each on one device."""
-    given = dataclasses.asdict(problem.costs)
     per_image = {"generate", "train", "decode", "score", "deliver"}
-    parts = [
-        f"{name} {seconds:.4g} s{' an image' if name in per_image else ''}"
-        for name, seconds in given.items()
-        if seconds or name not in missing
-    ]
+    costs = dataclasses.asdict(problem.costs).items()
+    known = [(name, seconds) for name, seconds in costs if seconds or name not in missing]
+    parts = [f"{n} {seconds:.4g} s{' an image' * (n in per_image)}" for n, seconds in known]
     text = f"on one device: {', '.join(parts)}"
     if missing:
         text += f"; not known and left out: {', '.join(missing)}"
-    laws = {"training": problem.trainer.serial, "generation": problem.worker.serial}
-    scaling = ", ".join(f"{name} {share:.1%}" for name, share in laws.items())
-    return f"{text}; share that more devices do not shorten: {scaling}"
+    text += f"; share that more devices do not shorten: training {problem.trainer.serial:.1%}"
+    return f"{text}, generation {problem.worker.serial:.1%}"

@@ -1,4 +1,4 @@
-"""The planning problem: devices, the shape of a step, costs on one device and their scaling."""
+"""The planning problem: devices, the shape of a step, costs on one device, and their scaling."""
 
 import dataclasses
 from collections.abc import Callable
@@ -48,12 +48,10 @@ OnDevice = Callable[[int, int], float]
 class Programs:
     """Bytes of temporary memory of programs on a device: temporaries, and results that are not kept.
 
-    Attributes:
-      gradient: by the parts (data, time) into which a trainer mesh splits images and steps. The gathered
-        copies of parameters that fsdp splits are not counted.
-      update: by the bytes of trained parameters on the device.
-      sampling: of each program by name, by the parts into which a mesh splits images, and its axes fsdp,
-        tensor and sequence. "encoding" is that of the text encoders, whenever they run; "scoring" that of rewards.
+    `gradient` is by the parts (data, time) into which a worker that trains splits images and steps; gathered copies
+    of parameters that fsdp splits are not counted. `update` is by the bytes of trained parameters on the device.
+    `sampling`, of each program by name, is by the parts into which a worker splits images, and its axes fsdp, tensor
+    and sequence: "encoding" is that of the text encoders, whenever they run, and "scoring" that of rewards.
     """
 
     gradient: Callable[[int, int], float]
@@ -63,77 +61,55 @@ class Programs:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Sizes in bytes; those of parameters are on one device.
+    """Sizes in bytes; those of parameters are on one device."""
 
-    Attributes:
-      tuned: trained parameters; a gradient, a moment or an average has the same size.
-      base: other parameters of the trainer, such as the weights under a LoRA.
-      published: the part of the tuned parameters that is sent to a sampler.
-      sampler_base: other parameters of a sampler.
-      frozen: text encoders and autoencoder, on the devices that generate images.
-      ahead: text encoders that are on the first of these devices before anything else is, and are not in `frozen`;
-        None: there are no such ones.
-      rewards: networks that score images, on the devices that generate these, and before anything else is there; None:
-        there are none.
-      copies: the number of further copies of the tuned parameters: an average, an algorithm's slow copy.
-      trajectory: the stored data of one image until it is trained.
-      conditioning: the encoded prompts of a step.
-      programs: temporary memory of programs; None: it is not counted.
-      trainer_fsdp: the least size of the trainer mesh's axis fsdp, if it divides the mesh; it is made
-        larger if the memory requires it.
-      worker_fsdp: the same for a rollout mesh.
-    """
-
-    tuned: OnDevice
-    published: OnDevice
-    base: OnDevice
-    sampler_base: OnDevice
-    frozen: OnDevice
-    copies: int
-    trajectory: int
-    conditioning: int
-    programs: Programs | None = None
+    tuned: OnDevice  # trained parameters; a gradient, a moment or an average has the same size
+    published: OnDevice  # the part of the tuned parameters that is sent to a sampler
+    base: OnDevice  # other parameters of a worker that trains, such as the weights under a LoRA
+    sampler_base: OnDevice  # other parameters of a worker that only samples
+    frozen: OnDevice  # text encoders and autoencoder, on the devices that generate images
+    copies: int  # further copies of the tuned parameters: an average, an algorithm's slow copy
+    trajectory: int  # the stored data of one image until it is trained
+    conditioning: int  # the encoded prompts of a step
+    programs: Programs | None = None  # temporary memory of programs; None: it is not counted
+    # The least axis fsdp of a worker that trains, if it divides the worker; larger if the memory requires it.
     trainer_fsdp: int = 1
-    worker_fsdp: int = 1
+    worker_fsdp: int = 1  # the same for a worker that only samples
+    # Text encoders on the first of the devices that sample before anything else is, and not in `frozen`; None: none.
     ahead: OnDevice | None = None
-    rewards: OnDevice | None = None
+    rewards: OnDevice | None = (
+        None  # networks that score images, on the same devices and as early; None: none
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Everything a plan depends on.
 
-    Attributes:
-      devices: number of devices, all alike.
-      settings: of the scheduler with every tactic allowed. `readiness` is the least that the algorithm
-        needs; with `staleness` 0 no proposal is asynchronous, with `tag_fragments` 0 none has TAG.
-      costs: on a worker and a trainer of one device each.
-      worker: scaling of the generation and decoding of a fragment.
-      trainer: scaling of its training, over the axes of the trainer mesh that split images.
-      transitions: trained steps or noise levels of an image, which the trainer mesh's axis `time` splits.
-      scorers: fragments scored at the same time; 0: any number.
-      footprint: sizes of what the devices hold; None: memory is not predicted.
-      device_memory: bytes; None: any amount.
-      worker_tensor: the size of a rollout mesh's axis tensor, whose devices work on the same images;
-        the planner does not change it.
-      trainer_tensor: the same for the trainer mesh.
-      worker_sequence: as worker_tensor, the size of the axis sequence, which splits no parameters.
-      trainer_sequence: the same for the trainer mesh.
+    `settings` are the scheduler's: `readiness` is the least that the algorithm needs, `staleness` the largest policy
+    lag that it allows, `passes` those of `fragment_images` images, and `ordered` holds for layouts without lag whose
+    workers have the same roles. The axes tensor and sequence, whose devices work on the same images, are given; a
+    sequence axis splits no parameters.
     """
 
-    devices: int
+    devices: int  # all alike; a layout uses all of them
     settings: Settings
-    costs: Costs
-    worker: Scaling = Scaling()
-    trainer: Scaling = Scaling()
-    transitions: int = 1
-    scorers: int = 0
-    footprint: Footprint | None = None
-    device_memory: float | None = None
-    worker_tensor: int = 1
-    trainer_tensor: int = 1
+    costs: Costs  # on workers of one device
+    worker: Scaling = (
+        Scaling()
+    )  # of generation and decoding; its `images` are those of a chunk, or 0
+    trainer: Scaling = Scaling()  # of training; its `images` are those of a micro-batch, or 0
+    transitions: int = 1  # trained steps or noise levels of an image, which the axis `time` splits
+    scorers: int = 0  # chunks scored at the same time; 0: any number
+    footprint: Footprint | None = None  # None: memory is not predicted
+    device_memory: float | None = None  # bytes; None: any amount
+    worker_tensor: int = 1  # of a worker that only samples
+    trainer_tensor: int = 1  # of a worker that trains
     worker_sequence: int = 1
     trainer_sequence: int = 1
+    chunks: tuple[
+        int, ...
+    ] = ()  # images of a chunk, to choose from; empty: `settings.fragment_images`
 
     def check(self) -> None:
         """Refuses a problem that cannot be planned.

@@ -1,117 +1,268 @@
-"""Finds the best proposal by simulating a few of them.
-
-Estimates rank all proposals. The search simulates the most promising one, and corrects with the result
-the estimates of the proposals that differ from it only in the split of the devices. It repeats this
-until no remaining estimate is better, or until the number of simulations is used up. At the end it
-switches off tactics that gain nothing.
-"""
+"""The layouts of a problem, a lower bound of their steps, and the search that simulates the promising ones."""
 
 import dataclasses
-import heapq
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 
-from digen_jax.scheduling.planner import proposal as of
-from digen_jax.scheduling.planner.estimate import estimate
-from digen_jax.scheduling.planner.predict import Prediction, memory_of, predict
-from digen_jax.scheduling.planner.problem import Problem
-from digen_jax.scheduling.planner.proposal import Proposal
+from digen_jax.errors import ConfigError
+from digen_jax.scheduling.planner.memory import DeviceBytes, Layout, device_bytes, fits_memory
+from digen_jax.scheduling.planner.problem import Problem, divisors
+from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.simulator import WARM_UP, Disturbance, WorkerLayout, simulate
+from digen_jax.scheduling.state import SAMPLE, TRAIN
 
-SHARE = 0.05  # of the proposals: how many may be simulated
-LEAST, MOST = 12, 60  # bounds of the number of simulations
-PROMISING = 1000  # proposals that are ranked again after every simulation
-NOTHING = 2e-3  # of a step: a tactic that gains less is left out
-LITTLE = 5e-3  # of a step: a proposal whose estimate gains less is not simulated
+STEADY = 16  # simulated steps of the steady state
+CHUNKS = 128  # of a simulated step; a larger problem is simulated as an equal part of it
+SIMULATED = 2_700  # chunks of all steps of one simulation: a larger problem has fewer steps
+WORK = 40_000  # chunks of all simulations of a search, which take about 10 seconds
+SPLITS = 64  # divisions of the devices between workers that only sample and others
+NOTHING = 3e-3  # of a step: a gain that is too small for another worker, role or version of lag
 
 
-class Simulations:
-    """All predictions made so far. Proposals that are equal for the scheduler are simulated once.
+def layouts(problem: Problem, runs: Callable[[Layout], bool] = lambda layout: True) -> list[Layout]:
+    """All layouts that use every device, fit into the memory and for which `runs` holds.
 
-    `count` is the number of simulations.
+    Of the meshes of a worker that trains, only the one with the fastest training of those that fit.
+
+    Raises:
+      ConfigError: there is none.
     """
-
-    def __init__(self, problem: Problem):
-        self.problem, self.count = problem, 0
-        self._made: dict[tuple, Prediction] = {}
-
-    def predict(self, proposal: Proposal) -> Prediction:
-        """The prediction of a proposal."""
-        make = (of.layout, of.costs, of.settings)
-        key = tuple(part(self.problem, proposal) for part in make)
-        if key not in self._made:
-            self._made[key] = predict(self.problem, proposal)
-            self.count += 1
-        made = self._made[key]
-        if made.proposal == proposal:
-            return made
-        memory = memory_of(self.problem, proposal)
-        return dataclasses.replace(made, proposal=proposal, memory=memory)
-
-
-def search(
-    simulations: Simulations, proposals: Sequence[Proposal], most: int, simplify: bool = True
-) -> Prediction:
-    """The best of some proposals after at most `most` further simulations.
-
-    `simplify` reserves some of them to test whether a tactic of the best one gains nothing.
-    """
-    last = simulations.count + most
-    problem = simulations.problem
-    estimates = {c: estimate(problem, c) for c in proposals}
-    # The order is stable: among equal estimates the simplest proposal is the first.
-    left = heapq.nsmallest(PROMISING, proposals, key=estimates.get)
-    seen: list[Prediction] = []
-    best = None
-    simplifying = min(3, most // 4) if simplify else 0
-    while left and simulations.count < last - simplifying:
-        nearby = _corrections(seen, estimates)
-        proposal = min(left, key=lambda c: estimates[c] * _nearest(nearby, c))
-        left.remove(proposal)
-        enough = best.step_seconds * (1 - LITTLE) if best else float("inf")
-        if min(map(estimates.get, [proposal, *left])) >= enough:
-            break
-        if estimates[proposal] >= enough:
-            continue
-        seen.append(simulations.predict(proposal))
-        best = min(seen, key=lambda p: p.step_seconds)
-    return _simplest(simulations, best, set(proposals), last)
-
-
-def budget(proposals: Sequence[Proposal]) -> int:
-    """How many simulations may be made to choose from some proposals."""
-    return min(max(int(SHARE * len(proposals)), LEAST), MOST)
-
-
-def _corrections(
-    seen: Sequence[Prediction], estimates: dict[Proposal, float]
-) -> dict[tuple[bool, ...], list[tuple[int, float]]]:
-    """By scheduling tactics: (trainer devices, simulated over estimated seconds) of all simulated proposals."""
-    found: dict[tuple[bool, ...], list[tuple[int, float]]] = {}
-    for made in seen:
-        ratio = made.step_seconds / max(1e-12, estimates[made.proposal])
-        found.setdefault(_scheduling(made.proposal), []).append((made.proposal.trainer, ratio))
+    problem.check()
+    allowed = [[one for one in shapes if runs(one)] for shapes in _shapes(problem)]
+    if not any(allowed):
+        raise ConfigError(
+            f"no workers of {problem.devices} devices can split config.sampler.fragment, config.trainer.micro_batch "
+            "and config.evaluation.batch: make these multiples of the devices, or change axes of config.placement"
+        )
+    found = [next((c for c in shapes if fits_memory(problem, c)), None) for shapes in allowed]
+    found = [layout for layout in found if layout]
+    if not found:
+        raise ConfigError(
+            f"no placement of {problem.devices} devices fits into {problem.device_memory / 2**30:g} GiB "
+            "a device: use more devices, a smaller config.trainer.micro_batch, config.model.remat or lora"
+        )
     return found
 
 
-def _nearest(corrections: dict[tuple[bool, ...], list[tuple[int, float]]], c: Proposal) -> float:
-    """The correction from the nearest split; 1 if there is none, because estimates tend to be low."""
-    found = corrections.get(_scheduling(c), [(c.trainer, 1.0)])
-    return min(found, key=lambda pair: abs(pair[0] - c.trainer))[1]
+def _shapes(problem: Problem) -> Iterator[list[Layout]]:
+    """For each division of the devices into workers: the meshes of those that train, the fastest first."""
+    total, settings = problem.devices, problem.settings
+    grid = min(d for d in divisors(total) if d >= total / SPLITS)
+    lags = range(1 + (settings.staleness if settings.stale_units else 0))
+    chunks = [c for c in problem.chunks or [settings.fragment_images] if _divides(problem, c)]
+    axes = {
+        "shared": problem.trainer_tensor * problem.trainer_sequence,
+        "rollout_shared": problem.worker_tensor * problem.worker_sequence,
+    }
+    for chunk, part in itertools.product(chunks, range(0, total, grid)):
+        for size, workers in itertools.product(divisors(part or 1), divisors(total - part)):
+            parts, rest = divmod(size if part else 0, axes["rollout_shared"])
+            if rest or (parts and problem.worker.images and chunk % parts):
+                continue
+            rollout = {"rollout": part // size, "rollout_devices": size} if part else {}
+            for samples, lag in itertools.product((True, False) if part else (True,), lags):
+                fields = {"samples": samples, "chunk": chunk, "lag": lag, **rollout, **axes}
+                yield _meshes(problem, workers, (total - part) // workers, fields)
 
 
-def _scheduling(proposal: Proposal) -> tuple[bool, ...]:
-    return proposal.gap, proposal.tag, proposal.asynchrony
+def _meshes(problem: Problem, workers: int, size: int, fields: dict) -> list[Layout]:
+    """The meshes of workers of `size` devices; of equally fast ones, those that split images come first."""
+    parts, rest = divmod(size, fields["shared"])
+    times = [t for t in divisors(parts or 1) if t <= problem.transitions and not rest]
+    found = [Layout(workers, size, t, **fields) for t in times if problem.trainer.fits(parts // t)]
+    return sorted(found, key=lambda one: (_train(problem, one), one.time))
 
 
-def _simplest(
-    simulations: Simulations, best: Prediction, allowed: set[Proposal], last: int
-) -> Prediction:
-    """The best proposal without the tactics that gain nothing, as far as simulations are left."""
-    chosen = best
-    for simpler in ({"asynchrony": False}, {"tag": False}, {"gap": False}):
-        proposal = dataclasses.replace(chosen.proposal, **simpler)
-        if proposal == chosen.proposal or proposal not in allowed or simulations.count >= last:
-            continue
-        without = simulations.predict(proposal)
-        if without.step_seconds <= best.step_seconds * (1 + NOTHING):
-            chosen = without
-    return chosen
+def _divides(problem: Problem, chunk: int) -> bool:
+    """Whether chunks of a size divide the groups, updates and micro-batches."""
+    given = problem.settings
+    settings = dataclasses.replace(given, fragment_images=chunk)
+    one_group = settings.max_candidates or settings.open_groups
+    return (
+        settings.groups * settings.images % (settings.unit_images * settings.updates) == 0
+        and not (one_group and settings.unit_images > settings.images)
+        and given.passes * chunk % given.fragment_images == 0
+        and chunk % (problem.trainer.images or 1) == 0
+    )
+
+
+def _train(problem: Problem, layout: Layout) -> float:
+    """Seconds of training an image. Steps that `time` does not divide are padded."""
+    longest = math.ceil(problem.transitions / layout.time)
+    devices = layout.data * layout.shared * problem.transitions / longest
+    return problem.costs.train * problem.trainer.seconds(devices)
+
+
+def _sampling(problem: Problem, layout: Layout) -> tuple[float, float]:
+    """Seconds of sampling on a worker that trains and on one that only samples, divided by those on one device."""
+    images = layout.chunk if problem.worker.images else 0
+    scaling = dataclasses.replace(problem.worker, images=images)
+    own = scaling.seconds(scaling.used(layout.devices // layout.shared) * layout.shared)
+    return own, scaling.seconds(layout.rollout_devices) if layout.rollout else math.inf
+
+
+def settings_of(problem: Problem, layout: Layout) -> Settings:
+    """The scheduler's settings of a layout."""
+    given, chunk = problem.settings, layout.chunk
+    passes = given.passes * chunk // given.fragment_images
+    if layout.time > 1:  # a pass packs at least `time` steps of a micro-batch
+        batches = chunk // (problem.trainer.images or 1)
+        passes = min(passes, batches * math.ceil(problem.transitions / layout.time))
+    pulled = layout.lag or (layout.samples and layout.rollout)
+    changes = {"staleness": layout.lag, "ordered": given.ordered and not pulled}
+    return dataclasses.replace(given, fragment_images=chunk, passes=passes, **changes)
+
+
+def workers_of(problem: Problem, layout: Layout) -> tuple[tuple[WorkerLayout, ...], Costs]:
+    """The workers with their speeds, the home worker first, and the costs on a worker of speed 1."""
+    (own, other), size = _sampling(problem, layout), layout.rollout_devices
+    # The simulator divides by devices and speed. The speed is that of sampling, and training is adapted to it.
+    speed, costs = 1 / own / layout.devices, problem.costs
+    changes = {"train": _train(problem, layout) / own, "update": costs.update * speed}
+    roles = ((TRAIN, SAMPLE) if layout.rollout else (SAMPLE, TRAIN)) if layout.samples else (TRAIN,)
+    workers = (WorkerLayout(layout.devices, roles, speed),) * layout.workers
+    if layout.rollout:
+        workers += (WorkerLayout(size, (SAMPLE,), 1 / other / size),) * layout.rollout
+    return workers, dataclasses.replace(costs, **changes)
+
+
+def _part(problem: Problem, layout: Layout) -> tuple[Problem, Layout, int]:
+    """A smaller problem with its layout, and a number: its step takes this number of times less.
+
+    It has fewer workers with as much work for each; or less work for each, with costs of a step that fall alike.
+    """
+    settings, given, costs = settings_of(problem, layout), problem.settings, problem.costs
+    workers, excess = layout.workers + layout.rollout, settings.fragments / CHUNKS
+    whole = math.gcd(settings.groups, settings.set_units)
+    both = math.gcd(whole, layout.workers, layout.rollout)
+    fewer = max(d for d in divisors(both) if d <= max(1, min(excess, workers / 8)))
+    most = min(excess / fewer, settings.fragments / workers / 32)
+    less = max(d for d in divisors(whole // fewer) if d <= max(1, most))
+    scorers = math.ceil(problem.scorers / fewer)
+    of_step = "update", "publish", "encode", "score_latency"
+    changes = {name: getattr(costs, name) / less for name in of_step}
+    changes["score"] = costs.score * (scorers * fewer / problem.scorers if scorers else 1)
+    names = "groups", "max_candidates", "redundant_groups"
+    counts = {name: math.ceil(getattr(given, name) / (fewer * less)) for name in names}
+    settings, costs = dataclasses.replace(given, **counts), dataclasses.replace(costs, **changes)
+    numbers = {"workers": layout.workers // fewer, "rollout": layout.rollout // fewer}
+    part = dataclasses.replace(problem, settings=settings, costs=costs, scorers=scorers)
+    part = dataclasses.replace(part, devices=problem.devices // fewer)
+    return part, dataclasses.replace(layout, **numbers), less
+
+
+def lower_bound(problem: Problem, layout: Layout) -> float:
+    """A lower bound of the mean seconds of a step in the steady state."""
+    settings, costs = settings_of(problem, layout), problem.costs
+    scales = _sampling(problem, layout)
+    workers, chunk, count = layout.workers, layout.chunk, settings.fragments
+    own, other = (max(1e-12, (costs.generate + costs.decode) * chunk * scale) for scale in scales)
+    own = own if layout.samples else math.inf
+    train, score = _train(problem, layout) * chunk, costs.seconds("score", chunk)
+    rate = workers / own + layout.rollout / other
+
+    def busy(others: float) -> float:
+        """Seconds if generation, training and `others` of the workers that train are divided at best."""
+        trained = count * train + others
+        return max(trained / workers, (trained / own + count) / rate)
+
+    def sampled(number: int) -> float:
+        """Seconds until some chunks are sampled."""
+        if layout.samples and layout.rollout:
+            return max(number / rate, min(own, other))
+        return math.ceil(number / (layout.rollout or workers)) * min(own, other)
+
+    spread = 1 if settings.ordered else workers
+    last = math.ceil(settings.passes / spread) * train / settings.passes
+    start = 0.0 if layout.samples else costs.publish
+    found = [count * score / problem.scorers if problem.scorers else 0.0]
+    if layout.lag:
+        late = count - settings.stale_units * settings.unit_fragments
+        path = start + sampled(late) + score + last + costs.update
+        return max(*found, busy(settings.updates * costs.update), path if late > 0 else 0.0)
+    # Without lag no worker has work during the last update, and only the home worker while weights are in transfer.
+    updates = (settings.updates - 1) * costs.update
+    slow = busy(updates + (workers - 1) * costs.publish)
+    found += [busy(updates), slow if slow >= costs.publish else 0.0]
+    start += costs.encode * min(scales)
+    gate = count if settings.step_first else 1 if settings.early else settings.unit_fragments
+    found += [start + sampled(count) + score + last]
+    found += [start + sampled(gate) + score + count * train / workers]
+    return costs.update + max(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A simulated layout."""
+
+    layout: Layout
+    step_seconds: float  # of the steady state
+    images_per_device_second: float  # trained
+    utilisation: float  # the bound (G + T)/N, with perfect scaling, over the step's seconds
+    bubbles: dict[str, float]  # share of all devices' time that is spent waiting, by cause
+    memory: DeviceBytes | None  # of a device; None: the footprint is not known
+
+
+class Simulations:
+    """All predictions made so far; `work` is the number of chunks that were simulated for them."""
+
+    def __init__(self, problem: Problem):
+        self.problem, self.work = problem, 0
+        self.made: dict[Layout, Prediction] = {}
+
+    def predict(self, layout: Layout) -> Prediction:
+        """Simulates a layout, unless this was done before."""
+        if layout in self.made:
+            return self.made[layout]
+        problem, (part, smaller, less) = self.problem, _part(self.problem, layout)
+        settings, (workers, costs) = settings_of(part, smaller), workers_of(part, smaller)
+        # The steady state has neither the first steps nor the last one.
+        steps = WARM_UP + 1 + min(STEADY, max(2, SIMULATED // settings.fragments - WARM_UP - 1))
+        report = simulate(workers, costs, settings, steps, Disturbance(scorers=part.scorers))
+        self.work += steps * settings.fragments
+        seconds, spent = report.step_seconds * less, report.step_ends[-1] * part.devices
+        self.made[layout] = Prediction(
+            layout,
+            seconds,
+            problem.settings.groups * problem.settings.images / seconds / problem.devices,
+            problem.bound / seconds,
+            {cause: idle / spent for cause, idle in report.bubbles().items() if cause != "end"},
+            device_bytes(problem, layout) if problem.footprint else None,
+        )
+        return self.made[layout]
+
+
+def search(simulations: Simulations, found: Sequence[Layout], work: int = WORK) -> Prediction:
+    """The simplest layout among those that are nearly as fast as the fastest one.
+
+    It simulates the layouts in the order of their bounds, corrected by what the last one of the same kind took beyond
+    its bound, until no bound is shorter than the best step, or `work` is used up.
+    """
+    bounds = {layout: lower_bound(simulations.problem, layout) for layout in found}
+    left: dict[str, list[Layout]] = {}
+    for layout in sorted(found, key=lambda one: (bounds[one], _effort(one)), reverse=True):
+        left.setdefault(layout.kind, []).append(layout)
+    beyond, best, last = dict.fromkeys(left, 1.0), math.inf, simulations.work + work
+    while left and (simulations.work < last or best == math.inf):
+        kind = min(
+            left, key=lambda one: (bounds[left[one][-1]] * beyond[one], _effort(left[one][-1]))
+        )
+        layout = left[kind].pop()
+        if not left[kind] or bounds[layout] >= best * (1 - NOTHING):
+            del left[kind]
+        if bounds[layout] < best * (1 - NOTHING):
+            seconds = simulations.predict(layout).step_seconds
+            beyond[kind], best = seconds / bounds[layout], min(best, seconds)
+    return simplest([simulations.made[one] for one in found if one in simulations.made])
+
+
+def simplest(made: Sequence[Prediction]) -> Prediction:
+    """The prediction with the least lag, kinds of workers and workers to compile, if others are hardly faster."""
+    best = min(one.step_seconds for one in made) * (1 + NOTHING)
+    near = [one for one in made if one.step_seconds <= best]
+    return min(near, key=lambda one: (_effort(one.layout), one.step_seconds))
+
+
+def _effort(layout: Layout) -> tuple[int, bool, int]:
+    return layout.lag, layout.rollout > 0, layout.workers + layout.rollout

@@ -1,0 +1,158 @@
+"""Simulates the scheduler at many sizes, and compares each step with the bound (G + T) / N.
+
+A step of duration 1 has G device-seconds of generation and T of training on N devices that are always busy. The other
+costs are shares of it.
+"""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from digen_jax.scheduling.settings import Costs, Settings
+from digen_jax.scheduling.simulator import Disturbance, WorkerLayout, simulate
+from digen_jax.scheduling.state import SAMPLE, TRAIN
+
+RATIOS = {"1:8": 1 / 8, "1:4": 1 / 4, "1:2": 1 / 2, "1:1": 1.0, "2:1": 2.0, "4:1": 4.0, "8:1": 8.0}
+JITTERS = 0.0, 0.02, 0.2
+PASSES = 128  # of a worker in a step: one is less than 1% of a step
+LIMIT = 1.005  # a share above it means that the simulator or the bound is wrong
+
+
+class Size(NamedTuple):
+    """`chunks` of a worker are without and with lag, `seeds` for each of JITTERS; `steps` are those measured."""
+
+    devices: int
+    chunks: tuple[int, int]
+    steps: int
+    seeds: tuple[int, int, int]
+
+
+SIZES = (
+    Size(8, (16, 16), 4, (1, 3, 10)), Size(64, (16, 16), 4, (1, 1, 1)),
+    Size(256, (8, 4), 2, (1, 1, 1)), Size(1024, (8, 4), 2, (1, 1, 1)),
+)  # fmt: skip
+
+
+def layout_of(layout: str, devices: int, share: float) -> tuple[WorkerLayout, ...]:
+    """The workers of a layout; `share` is G / (G + T). The first one updates.
+
+    "sample-only" has workers for three quarters of G that only sample; the others train first and sample in between.
+    "one role" has workers that only sample and workers that only train, in the numbers closest to G and T.
+    "colocated" is one worker: each of its programs takes as long as on its slowest device.
+    """
+    both, sample = WorkerLayout(), WorkerLayout(roles=(SAMPLE,))
+    match layout:
+        case "colocated":
+            return (WorkerLayout(devices=devices),)
+        case "one slow":
+            return (both,) * (devices - 1) + (WorkerLayout(speed=0.5),)
+        case "sample-only":
+            few, rest = int(0.75 * devices * share), WorkerLayout(roles=(TRAIN, SAMPLE))
+        case "one role":
+            few = min(range(1, devices), key=lambda n: max(share / n, (1 - share) / (devices - n)))
+            rest = WorkerLayout(roles=(TRAIN,))
+        case _:
+            few, rest = 0, both
+    return (rest,) * (devices - few) + (sample,) * few
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """Costs, and the `required` share of the bound; `large` is that of 256 devices or more with the largest jitter.
+
+    `sync` reduces the sums and sends weights to all workers, at the same time. A reward takes `latency` for a chunk.
+    """
+
+    name: str
+    update: float
+    sync: float
+    required: float | None
+    large: float | None = None
+    layout: str = "pool"
+    lag: int = 0
+    latency: float = 0.0
+    stale_share: float = 0.5
+    chunks: int | None = None  # instead of the size's
+    sizes: tuple[int, ...] = (8, 64, 256, 1024)
+    all_jitters: int = 256  # the largest size with all of JITTERS; larger ones have the last
+
+
+LORA, FULL = (0.0015, 0.0015), (0.01, 0.02)
+SCENARIOS = (
+    Scenario("On policy, update + reduction 0.3%", *LORA, 0.98, 0.97, all_jitters=1024),
+    Scenario("On policy, update 1%, reduction 2% (ceiling 97.1)", *FULL, 0.96),
+    Scenario("Lag 1, update 1%, sync 2%", *FULL, 0.98, lag=1),
+    Scenario("Lag 1, update 1%, sync 2%, reward latency 30%", *FULL, 0.97, lag=1, latency=0.3),
+    Scenario("Half-speed worker, 16 chunks", *LORA, 0.98, layout="one slow", chunks=16, sizes=(8, 64, 256)),
+    Scenario("Lag 1, sample-only workers", *FULL, 0.97, layout="sample-only", lag=1, sizes=(64, 256, 1024)),
+    Scenario("Lag 1, each worker has one role", *LORA, 0.97, layout="one role", lag=1, stale_share=1.0, sizes=(64,)),
+    Scenario("Colocated: on policy, update 0.15%", *LORA, None, layout="colocated", all_jitters=1024),
+)  # fmt: skip
+
+
+def simulated(scenario: Scenario, size: Size, ratio: float, jitter: float, seed: int) -> float:
+    """The share of the bound of one simulated run."""
+    generate, lag = ratio / (1 + ratio), scenario.lag
+    workers = layout_of(scenario.layout, size.devices, generate)
+    chunks, images = scenario.chunks or size.chunks[lag], size.devices // len(workers)
+    groups = chunks * len(workers)  # of one chunk each
+    stale, passes = scenario.stale_share, PASSES // chunks
+    settings = Settings(1, groups, images, images, staleness=lag, stale_share=stale, passes=passes)
+    image = sum(worker.devices * worker.speed for worker in workers) / (groups * images)
+    costs = Costs(generate * image, (1 - generate) * image, score_latency=scenario.latency)
+    costs = dataclasses.replace(costs, update=scenario.update, publish=scenario.sync)
+    first, last = (3, 1) if lag else (1, 0)  # steps that are not measured
+    steps, noise = first + size.steps + last, Disturbance(jitter, seed=seed)
+    report = simulate(workers, costs, settings, steps, noise, timeline=False)
+    seconds = report.step_ends[first + size.steps - 1] - report.step_ends[first - 1]
+    return report.bound * size.steps / seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Shares of the bound at one number of devices and one jitter, by ratio."""
+
+    scenario: str
+    devices: int
+    jitter: float
+    shares: dict[str, float]
+    needed: float | None
+
+    @property
+    def missed(self) -> list[str]:
+        """The ratios whose share is too small, or larger than is possible."""
+        least = self.needed or 0.0
+        return [name for name, found in self.shares.items() if not least <= found <= LIMIT]
+
+
+def rows(scenario: Scenario) -> Iterator[Row]:
+    """Measures a scenario: the mean over the seeds of each cell."""
+    for size, (number, jitter) in itertools.product(SIZES, enumerate(JITTERS)):
+        last, seeds = jitter == JITTERS[-1], range(size.seeds[number])
+        if size.devices in scenario.sizes and (last or size.devices <= scenario.all_jitters):
+            shares = {
+                name: statistics.fmean(simulated(scenario, size, ratio, jitter, n) for n in seeds)
+                for name, ratio in RATIOS.items()
+            }
+            large = scenario.large if last and size.devices >= 256 else None
+            yield Row(scenario.name, size.devices, jitter, shares, large or scenario.required)
+
+
+def measure(show: Callable[[str], None]) -> list[Row]:
+    """Measures all scenarios and shows a table of each; an exclamation mark follows a share that is out of range."""
+    show("Shares of the bound (G + T) / N in percent, by G:T. Jitter is per command and device.")
+    for devices, chunks, steps, seeds in SIZES:
+        what = f"{chunks[0]} chunks per worker, {chunks[1]} with lag; {steps} steps measured"
+        show(f"{devices:,} devices: {what}; {'/'.join(map(str, seeds))} seeds at 0/2/20% jitter")
+    found, names = [], "".join(f"{name:>7}" for name in RATIOS)
+    for scenario in SCENARIOS:
+        show(f"\n{scenario.name}\ndevices jitter{names} required")
+        for row in rows(scenario):
+            marks = {name: "!" if name in row.missed else " " for name in RATIOS}
+            cells = "".join(f"{100 * row.shares[name]:6.1f}{marks[name]}" for name in RATIOS)
+            needed = f"{100 * row.needed:.0f}" if row.needed else "-"
+            show(f"{row.devices:7,} {100 * row.jitter:5.0f}%{cells}{needed:>9}")
+            found.append(row)
+    return found

@@ -1,0 +1,387 @@
+"""One step: the stage of each fragment, which groups form the step, and which passes are left to train."""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from digen_jax.scheduling.membership import FLAT, Candidates
+from digen_jax.scheduling.settings import Settings
+
+# The stages of a fragment. A scored one waits for its group or set; the passes of a ready one may be trained.
+QUEUED, SAMPLING, SCORING, SCORED = "queued", "sampling", "scoring", "scored"
+READY, TRAINED, DROPPED = "ready", "trained", "dropped"
+
+
+class Piece(NamedTuple):
+    """Passes of a fragment that one worker trains; `early`: before its group or step is complete."""
+
+    index: int
+    first: int
+    count: int
+    early: bool = False
+
+
+@dataclasses.dataclass
+class Group:
+    """A candidate group; its version is fixed when its first fragment begins."""
+
+    unscored: int
+    untrained: int  # fragments
+    version: int | None = None
+    low: float = math.inf
+    high: float = -math.inf
+    early: bool = False  # trained before its group, or with readiness "step" its step, was complete
+
+
+@dataclasses.dataclass
+class Chunk:
+    """A fragment; `holders` are the training workers that have its samples."""
+
+    stage: str = QUEUED
+    maker: str = ""
+    holders: set[str] = dataclasses.field(default_factory=set)
+    scored: bool = False
+    scored_at: float = math.inf  # expected
+    left: list[tuple[int, int]] = dataclasses.field(
+        default_factory=list
+    )  # (first, count) of passes
+    trained: int = 0  # passes
+
+
+@dataclasses.dataclass
+class Step:
+    """The bookkeeping of a step. A group here is a unit of `Settings.unit_images`."""
+
+    number: int
+    settings: Settings
+    candidates: Candidates
+    groups: list[Group] = dataclasses.field(default_factory=list)
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    queue: list[int] = dataclasses.field(default_factory=list)  # heap of queued fragments
+    queued: int = 0
+    sampling: int = 0  # fragments
+    latest_score: float = 0.0  # expected; not before that of any fragment
+    ready: list[int] = dataclasses.field(default_factory=list)  # heap of -index
+    own: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # heaps of ready, by holder
+    turns: dict[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # ordered: next fragment by worker
+    early: list[int] = dataclasses.field(default_factory=list)  # heap; scored, may train early
+    open: int = 0  # groups that train early and are not finished
+    update: int = 0  # the present update set
+    assigned: int = 0  # passes of the update set that are trained or in training
+    trained: int = 0  # passes of the update set
+    pieces: dict[str, list[Piece]] = dataclasses.field(default_factory=dict)  # trained, by worker
+    ahead: int = 0  # groups begun before the previous step ended
+    settled: bool = False  # candidates outside the step have been dropped
+
+    @classmethod
+    def begin(cls, number: int, settings: Settings) -> "Step":
+        """A step with no fragment begun."""
+        candidates = Candidates.begin(
+            settings.units, settings.set_units, settings.max_candidates, settings.redundant_groups
+        )
+        step = cls(number, settings, candidates)
+        step._open_groups()
+        return step
+
+    def group_of(self, index: int) -> Group:
+        """The group of a fragment."""
+        return self.groups[index // self.settings.unit_fragments]
+
+    def fragments_of(self, group: int) -> range:
+        """The fragments of a group."""
+        size = self.settings.unit_fragments
+        return range(group * size, (group + 1) * size)
+
+    # ---------------------------------------------------------------------------- generation
+
+    def next_queued(self, passed_over: Iterable[int] = ()) -> int | None:
+        """The first queued fragment that is not in `passed_over`; it stays in the queue."""
+        while self.queue and self.chunks[self.queue[0]].stage != QUEUED:
+            heapq.heappop(self.queue)
+        passed_over = set(passed_over)
+        if not self.queue or not passed_over:
+            return self.queue[0] if self.queue else None
+        left = set(self.queue).difference(passed_over)
+        return min((i for i in left if self.chunks[i].stage == QUEUED), default=None)
+
+    def next_own(self, worker: str, place: int, workers: int) -> int | None:
+        """The next queued one of a worker's own fragments, which are place, place + workers, ..."""
+        index = self.turns.get(f"{worker} samples", place)
+        while index < len(self.chunks) and self.chunks[index].stage != QUEUED:
+            index += workers
+        self.turns[f"{worker} samples"] = index
+        return index if index < len(self.chunks) else None
+
+    def generate(self, index: int, version: int, scored_at: float) -> bool:
+        """Begins a fragment; returns whether its group begins with it, which fixes the group's version."""
+        chunk, group = self.chunks[index], self.group_of(index)
+        chunk.stage, chunk.scored_at = SAMPLING, scored_at
+        self.latest_score = max(self.latest_score, scored_at)
+        self.queued -= 1
+        self.sampling += 1
+        if group.version is not None:
+            return False
+        group.version = version
+        self.ahead += version < self.number
+        return True
+
+    def requeue(self, index: int) -> None:
+        """Queues a fragment whose samples are lost; its group's version generates it again."""
+        chunk = self.chunks[index]
+        if chunk.stage in (QUEUED, TRAINED, DROPPED):
+            return
+        self.sampling -= chunk.stage == SAMPLING
+        self.queued += 1
+        chunk.stage, chunk.maker, chunk.holders = QUEUED, "", set()
+        heapq.heappush(self.queue, index)
+        self.turns.clear()
+
+    def decoded(self, index: int, maker: str, scored_at: float) -> None:
+        """Marks a fragment as decoded; it is on its way to the rewards and to a training worker."""
+        chunk = self.chunks[index]
+        self.sampling -= 1
+        chunk.stage, chunk.maker, chunk.scored_at = SCORING, maker, scored_at
+        self.latest_score = max(self.latest_score, scored_at)
+
+    # ------------------------------------------------------------------------------- scoring
+
+    def score(self, index: int, values: tuple[float, ...]) -> None:
+        """Marks a fragment as scored and delivered; makes ready what may be trained now."""
+        chunk = self.chunks[index]
+        chunk.stage, again, chunk.scored = SCORED, chunk.scored, True
+        number, group = index // self.settings.unit_fragments, self.group_of(index)
+        if again:  # it was generated a second time: its samples and scores are those of the first
+            return self._offer([number])
+        group.unscored -= 1
+        group.low, group.high = min(group.low, *values), max(group.high, *values)
+        set_known, step_known = self.candidates.set_known, self.candidates.step_known
+        passed = range(0)
+        if not group.unscored:
+            passed = self.candidates.judge(number, group.low, group.high)
+            self._open_groups()
+        if self.settings.step_first:
+            known_now = self.candidates.step_known and not step_known
+        else:
+            known_now = self.candidates.set_known and not set_known
+        # Groups that wait for their set, or that fill it up, become ready with its last member.
+        return self._offer(range(len(self.groups)) if known_now else (number, *passed))
+
+    def drop_others(self) -> tuple[list[int], list[int]]:
+        """Drops the candidates outside a known step; returns (begun fragments, versions of their groups)."""
+        self.settled = True
+        begun, versions = [], []
+        for number in self.candidates.others():
+            for index in self.fragments_of(number):
+                chunk = self.chunks[index]
+                self.queued -= chunk.stage == QUEUED
+                self.sampling -= chunk.stage == SAMPLING
+                if chunk.stage != QUEUED:
+                    begun.append(index)
+                chunk.stage = DROPPED
+            if self.groups[number].version is not None:
+                versions.append(self.groups[number].version)
+        return begun, versions
+
+    # ------------------------------------------------------------------------------ training
+
+    def take_piece(self, worker: str, count: int) -> Piece | None:
+        """Assigns at most `count` passes to a worker: of a fragment that it holds, else of the last ready one."""
+        if not self.ready:
+            self._open_early()
+        index = self._top(self.own.get(worker, ()), 1)
+        if index is None:
+            index = self._top(self.ready, -1)
+        return None if index is None else self._take(index, count)
+
+    def take_in_order(self, worker: str, place: int, workers: int) -> Piece | None:
+        """Assigns the next fragment of a worker that trains fragments place, place + workers, ... in this order."""
+        if not self.ready:
+            self._open_early()
+        index = self.turns.get(worker, place)
+        while index < len(self.chunks) and self._is_passed(index):
+            index += workers
+        self.turns[worker] = index
+        if index >= len(self.chunks):
+            size = self.settings.unit_fragments
+            filled = (i for g in self.candidates.filled for i in range(g * size, (g + 1) * size))
+            mine = (i for i in filled if i % workers == place and self.chunks[i].left)
+            index = next(mine, None)
+        if index is None or self.chunks[index].stage != READY:
+            return None
+        return self._take(index, self.settings.passes)
+
+    def trained_piece(self, worker: str, piece: Piece) -> None:
+        """Notes that a worker has trained a piece."""
+        chunk = self.chunks[piece.index]
+        chunk.trained += piece.count
+        self.trained += piece.count
+        self.pieces.setdefault(worker, []).append(piece)
+        if chunk.trained == self.settings.passes:
+            group = self.group_of(piece.index)
+            group.untrained -= 1
+            self.open -= group.early and not group.untrained
+
+    def return_piece(self, piece: Piece, trained: bool = False) -> None:
+        """Makes the passes of a piece available again; `trained`: its sums are lost."""
+        chunk = self.chunks[piece.index]
+        if trained:
+            if chunk.trained == self.settings.passes:
+                self.group_of(piece.index).untrained += 1
+            chunk.trained -= piece.count
+            self.trained -= piece.count
+        self.assigned -= piece.count
+        chunk.left.append((piece.first, piece.count))
+        self.turns.clear()
+        if chunk.stage == READY:
+            self._push(piece.index)
+
+    def lose(self, worker: str, sums: bool = True) -> list[int]:
+        """A worker is lost; returns fragments whose samples are lost with it.
+
+        `sums`: with its sums, so that its passes are trained again.
+        """
+        for piece in self.pieces.pop(worker, []) if sums else ():
+            self.return_piece(piece, trained=True)
+        gone = []
+        for index, chunk in enumerate(self.chunks):
+            chunk.holders.discard(worker)
+            if chunk.maker == worker:
+                chunk.maker = ""
+            needed = chunk.stage in (SCORING, SCORED) or (chunk.stage == READY and chunk.left)
+            if needed and not chunk.maker and not chunk.holders:
+                gone.append(index)
+        return gone
+
+    @property
+    def left(self) -> int:
+        """Passes of the present update set that no worker trains."""
+        settings = self.settings
+        return settings.set_units * settings.unit_fragments * settings.passes - self.assigned
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a part of the step was trained."""
+        return self.update > 0 or self.trained > 0
+
+    @property
+    def set_trained(self) -> bool:
+        """Whether the present update set is completely trained."""
+        settings = self.settings
+        return self.trained == settings.set_units * settings.unit_fragments * settings.passes
+
+    @property
+    def in_last_set(self) -> bool:
+        """Whether the present update set is the step's last."""
+        return self.update == self.settings.updates - 1
+
+    def next_set(self) -> bool:
+        """Ends the present update set after its update; returns whether it was the step's last."""
+        for piece in (one for pieces in self.pieces.values() for one in pieces):
+            self.chunks[piece.index].stage = TRAINED
+        self.update += 1
+        self.assigned = self.trained = 0
+        self.pieces = {}
+        if self.update == self.settings.updates:
+            return True
+        passed = self.candidates.next_set(self.settings.set_units)
+        self._offer((*passed, *self.candidates.filled_in_set()))
+        return False
+
+    # ------------------------------------------------------------------------------- inside
+
+    def _open_groups(self) -> None:
+        """Queues the candidates that were opened since the last call."""
+        size, passes = self.settings.unit_fragments, self.settings.passes
+        for number in range(len(self.groups), len(self.candidates.verdicts)):
+            self.groups.append(Group(unscored=size, untrained=size))
+            self.chunks.extend(Chunk(left=[(0, passes)]) for _ in range(size))
+            self.queued += size
+            for index in self.fragments_of(number):
+                heapq.heappush(self.queue, index)
+
+    def _offer(self, groups: Sequence[int]) -> None:
+        """Makes the scored fragments of some groups ready if readiness allows it."""
+        settings, candidates = self.settings, self.candidates
+        if settings.step_first and not candidates.step_known:
+            return
+        for number in groups:
+            group = self.groups[number]
+            if not candidates.is_member(number):
+                continue
+            complete = not group.unscored and (settings.readiness == "group" or not settings.early)
+            if complete or group.early:
+                self._make_ready(number)
+            elif settings.early:
+                for index in self.fragments_of(number):
+                    if self.chunks[index].stage == SCORED:
+                        heapq.heappush(self.early, index)
+
+    def _make_ready(self, number: int) -> None:
+        for index in self.fragments_of(number):
+            if self.chunks[index].stage == SCORED:
+                self.chunks[index].stage = READY
+                self._push(index)
+
+    def _push(self, index: int) -> None:
+        heapq.heappush(self.ready, -index)
+        for holder in self.chunks[index].holders:
+            heapq.heappush(self.own.setdefault(holder, []), index)
+
+    def _open_early(self) -> None:
+        """Opens the first group with a scored, waiting fragment, if one more group may be open."""
+        while self.early and self.open < self.settings.open_groups:
+            index = heapq.heappop(self.early)
+            if self.chunks[index].stage == SCORED:
+                self.group_of(index).early = True
+                self.open += 1
+                self._make_ready(index // self.settings.unit_fragments)
+                return
+
+    def _top(self, heap: list[int], sign: int) -> int | None:
+        """The first fragment of a heap with passes to train."""
+        while heap:
+            chunk = self.chunks[sign * heap[0]]
+            if chunk.stage == READY and chunk.left:
+                return sign * heap[0]
+            heapq.heappop(heap)
+        return None
+
+    def _is_passed(self, index: int) -> bool:
+        """Whether no pass of a fragment will be assigned in its turn."""
+        number = index // self.settings.unit_fragments
+        return self.candidates.verdicts[number] == FLAT or not self.chunks[index].left
+
+    def _take(self, index: int, count: int) -> Piece:
+        chunk = self.chunks[index]
+        early = self.group_of(index).early
+        first, there = chunk.left.pop()
+        count = there if early else min(count, there)
+        if count < there:
+            chunk.left.append((first + count, there - count))
+        self.assigned += count
+        return Piece(index, first, count, early)
+
+    def rewound(self, settings: Settings) -> "Step":
+        """The same step with no fragment begun; its groups keep their versions.
+
+        If `settings` divides the images into other units, a unit gets the oldest version of the old units
+        with which it shares an image; some of these may not have begun.
+        """
+        step = Step.begin(self.number, settings)
+        missing = len(self.candidates.verdicts) - len(step.candidates.verdicts)
+        if self.settings.unit_images == settings.unit_images:
+            step.candidates.verdicts.extend([None] * missing)
+            step._open_groups()
+        size, old_size = settings.unit_images, self.settings.unit_images
+        for number, group in enumerate(step.groups):
+            first, last = number * size, (number + 1) * size - 1
+            shared = self.groups[first // old_size : last // old_size + 1]
+            versions = [old.version for old in shared if old.version is not None]
+            group.version = min(versions, default=None)
+        begun = (group.version for group in step.groups if group.version is not None)
+        step.ahead = sum(version < self.number for version in begun)
+        return step

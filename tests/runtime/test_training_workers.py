@@ -1,0 +1,208 @@
+"""Several training workers in one process: the same updates as of one, also where a worker is lost."""
+
+import json
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from digen_jax.runtime.driver import Begun
+from digen_jax.runtime.training import GradientExecutor, OtherTrainingExecutor
+from digen_jax.scheduling.commands import TRAINER, Generate, Train, Update
+from tests.cases import quick
+from tests.distributed.test_algorithms import ALGORITHMS, assert_same, replayed, run
+from tests.distributed.test_algorithms import config as of_algorithm
+from tests.engine import toy
+
+pytestmark = pytest.mark.usefixtures("exact_and_split")
+
+GROUPS = 6
+# Three training workers of one device: they sample, too, or two rollout meshes sample.
+POOL = toy.meshes((0, 1), (1, 1), trainers=3)
+APART = toy.meshes((1, 1), (1, 1), 2, trainers=3)
+STALE = dict(runtime__staleness=1, runtime__stale_share=0.5)
+LORA = dict(lora__rank=2, lora__alpha=6.0, lora__targets="inside|outside")
+
+
+def config(layout, **fields):
+    return toy.config(
+        **layout,
+        batch__groups=GROUPS,
+        batch__images=4,
+        sampler__fragment=4,
+        trainer__micro_batch=2,
+        trainer__learning_rate=3.0,
+        trainer__eps=1.0,
+        trainer__clip_norm=1e3,
+        **fields,
+    )
+
+
+def trained_by(log):
+    return {c.worker for c in log if isinstance(c, Train)}
+
+
+def equal_bits(one, two):
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (one, two)))
+
+
+@pytest.fixture(scope="module")
+def alone(exact_and_split):
+    """The change of what is tuned by three steps on one device."""
+    c = config(toy.meshes((0, 1), (1, 1)))
+    system = toy.system(c, 1)
+    state, history, _ = toy.drive(system, c, 3)
+    return changed(system, state), history
+
+
+def changed(system, state):
+    start = jax.device_get(system.start)
+    return jax.tree.map(np.subtract, jax.device_get(state.tuned), start)
+
+
+NAMES = [(name,) for name in ALGORITHMS]
+
+
+@pytest.mark.parametrize("name", quick(NAMES, 0, [n for (n,) in NAMES].index("diffusion_nft")))
+def test_every_algorithm_trains_on_two_workers_as_on_one(name):
+    c, pool = of_algorithm(name), of_algorithm(name)
+    for one in (c, pool):
+        one.trainer.micro_batch = one.trainer.micro_batch * 4 // one.sampler.fragment
+        one.sampler.fragment = 4
+        one.placement.rollout.data = 0
+        one.runtime.staleness = 0
+    pool.placement.trainer.workers = 2
+    expected = run(toy.drive, toy.system(c, 1), c)
+    found = run(toy.drive, toy.system(pool, 2), pool)
+    assert_same(found, expected, rounding=1e-5)
+    assert trained_by(found[3]) == {TRAINER, "worker 1"}
+
+
+@pytest.mark.parametrize("layout", [POOL, APART], ids=["pool", "apart"])
+def test_with_a_policy_lag_each_fragment_is_trained_by_its_own_version(layout):
+    """The log, executed by one thread, gives the same sums; each ratio is to the version that sampled."""
+    c = config(layout, algorithm__old_log_probs="recomputed", **STALE)
+    system = toy.system(c, 5)
+    found = run(toy.drive, system, c)
+    assert max(metrics["staleness"] for metrics in found[2]) > 0
+    assert len(trained_by(found[3])) == 3
+    moved = replayed(system, c, found[3])
+    assert toy.difference(found[1], moved) <= 1e-5
+
+
+@pytest.mark.parametrize("layout", [POOL, APART], ids=["pool", "apart"])
+def test_equal_runs_give_equal_bits_also_where_one_is_continued(layout):
+    c = config(layout, trainer__updates=2)
+    system = toy.system(c, 5)
+    state, history, log = toy.drive(system, c, 3)
+    again, _, _ = toy.drive(system, c, 3)
+    equal_bits(again.tuned, state.tuned)
+    assert trained_by(log) == {TRAINER, "worker 1", "worker 2"}
+
+    with toy.driver(system, c) as driver:
+        driver.step()
+        saved = jax.device_get((driver.executor.state, driver.begun.kept))
+        scheduler = json.loads(json.dumps(driver.begun.scheduler))
+    resumed = jax.device_put(saved[0], jax.tree.map(lambda a: a.sharding, toy.fresh(system)))
+    steps = toy.batches(GROUPS)
+    next(steps)
+    options = dict(state=resumed, batches=steps, first=1, begun=Begun(scheduler, {}))
+    after, of_later, _ = toy.drive(system, c, 2, **options)
+    equal_bits(after.tuned, state.tuned)
+    assert [line["reward"] for line in of_later] == [line["reward"] for line in history[1:]]
+
+
+# ------------------------------------------------------------------------------------ workers that are lost
+
+
+class Failing:
+    """Has a method fail, or hang, for a worker from its `first` call on."""
+
+    def __init__(self, monkeypatch, cls, method, worker, first, act):
+        real, self.calls = getattr(cls, method), 0
+
+        def failing(executor, *arguments):
+            if executor.name == worker:
+                self.calls += 1
+                if self.calls >= first:
+                    act()
+            return real(executor, *arguments)
+
+        monkeypatch.setattr(cls, method, failing)
+
+
+def broken():
+    raise RuntimeError("it broke")
+
+
+# A step has 6 fragments of 2 passes; each of three workers trains two fragments in it.
+MOMENTS = [
+    ("its first piece", OtherTrainingExecutor, "train", 1),
+    ("its last piece of a step", OtherTrainingExecutor, "train", 2),
+    ("a piece of a later step", OtherTrainingExecutor, "train", 3),
+    ("a transfer to it", GradientExecutor, "deliver", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "method", "first"), [m[1:] for m in MOMENTS], ids=[m[0] for m in MOMENTS]
+)
+@pytest.mark.parametrize("layout", [POOL, APART], ids=["pool", "apart"])
+def test_a_training_worker_that_fails_changes_nothing(
+    alone, monkeypatch, capfd, layout, cls, method, first
+):
+    expected, history = alone
+    failing = Failing(monkeypatch, cls, method, "worker 1", first, broken)
+    c = config(layout)
+    system = toy.system(c, 5)
+    state, found, log = toy.drive(system, c, 3)
+    assert toy.difference(changed(system, state), expected) < 1e-4
+    assert [m["reward"] for m in found] == pytest.approx([m["reward"] for m in history], abs=1e-5)
+    if failing.calls >= first:
+        last = [c for c in log if isinstance(c, Train)][-GROUPS:]
+        assert "worker 1" not in {c.worker for c in last}
+
+
+def test_sums_that_are_lost_before_the_update_are_trained_again(alone, monkeypatch, capfd):
+    """The worker is given up when the home worker begins the update."""
+    c = config(POOL)
+    system = toy.system(c, 5)
+    with toy.driver(system, c, log=(log := [])) as driver:
+        update, once = driver.executor._update, []
+
+        def lose(command):
+            if not once:
+                once.append(command)
+                driver.lost("worker 1", "is lost")
+            return update(command)
+
+        monkeypatch.setattr(driver.executor, "_update", lose)
+        for _ in range(3):
+            driver.step()
+        state = driver.executor.state
+    assert once and "worker 1" in once[0].trained
+    expected, _ = alone
+    assert toy.difference(changed(system, state), expected) < 1e-4
+    updates = [c for c in log if isinstance(c, Update)]
+    assert len(updates) == 4 and "worker 1" not in updates[1].trained
+    again = [c.fragment for c in log if isinstance(c, Train) and c.fragment.step == 0]
+    assert len(again) > len(set(again))
+    # The samples of a pool's worker are lost with it.
+    made = [c.fragment for c in log if isinstance(c, Generate) and c.fragment.step == 0]
+    assert len(made) > GROUPS
+
+
+def test_a_training_worker_that_hangs_is_given_up(alone, monkeypatch, capfd):
+    released = threading.Event()
+    Failing(monkeypatch, OtherTrainingExecutor, "train", "worker 2", 3, released.wait)
+    c = config(POOL, runtime__deadline=2.0)
+    system = toy.system(c, 5)
+    state, _, log = toy.drive(system, c, 3)
+    released.set()
+    expected, _ = alone
+    assert toy.difference(changed(system, state), expected) < 1e-4
+    assert "worker 2 hangs: training on fragment" in capfd.readouterr().err
+    assert "worker 2" not in {
+        c.worker for c in log if isinstance(c, Train) and c.fragment.step == 2
+    }
