@@ -21,6 +21,18 @@ from digen_jax.scheduling.settings import Settings
 
 Metrics = dict[str, float]
 
+STEADY = 5  # steps of a process until their waits are those of all
+MUCH = 0.15  # of the devices' time
+# What to change, by what devices wait for: see `timeline.CAUSES`.
+ADVICE = {
+    "sampling": "give config.placement.rollout more devices, or set config.placement.trainer.samples=True",
+    "training": "give config.placement.trainer more devices or workers, or set config.runtime.staleness=1",
+    "reward": "set config.reward_pool.processes or config.runtime.staleness higher",
+    "update": "set config.runtime.staleness=1",
+    "weights": "set config.runtime.staleness=1, or tune a LoRA, which is smaller",
+    "evaluation": "set config.evaluation.every higher, or config.evaluation.images lower",
+}
+
 
 def print_warnings(recipe: Recipe, family: Family) -> None:
     """Prints warnings about the config and about the prompt files, such as prompts that are cut off."""
@@ -54,6 +66,7 @@ class Reporter:
         self._held_out = held_out
         self._progress: Progress | None = None
         self._on_cpu = False
+        self._steps = 0  # of this process
 
     def begin(self, system: System) -> None:
         """Prints notes on meshes, a LoRA's layers and the compile cache, before anything compiles."""
@@ -87,6 +100,9 @@ class Reporter:
         if driver.executor.extremes is not None:
             self.records.extremes(done, driver.executor.extremes)
         self.records.step(done, line)
+        self._steps += 1
+        if self._steps == STEADY and not self._on_cpu and (found := waiting(line)):
+            self._progress.note(found)
         utilisation = None if self._on_cpu else line["utilisation"]
         self._progress.update(done, line["reward"], line["images_per_second"], utilisation)
 
@@ -118,6 +134,16 @@ class Reporter:
         if self._progress is not None:
             self._progress.close()
         self.records.close()
+
+
+def waiting(line: Metrics) -> str:
+    """What the devices waited for most in a step, and what to change; empty if that was little."""
+    waits = {cause: line.get(f"seconds/wait_{cause}", 0.0) for cause in ADVICE}
+    cause = max(waits, key=waits.get)
+    share = (1 - line["utilisation"]) * waits[cause] / (sum(waits.values()) or 1.0)
+    if share < MUCH:
+        return ""
+    return f"devices wait {share:.0%} of the time for {cause}: {ADVICE[cause]}"
 
 
 def diverged(what: str, done: int, saved: int | None, recipe: Recipe) -> str:

@@ -169,7 +169,8 @@ class Scheduler:
             return "update"
         if step.queued or step.sampling:
             return "sampling"
-        return "training" if not step.left else "reward"
+        trains = step.left and TRAIN in found.roles
+        return "reward" if trains else "training"
 
     # -------------------------------------------------------------------------------- events
 

@@ -25,8 +25,10 @@ from digen_jax.records.status import describe, read_status
 from digen_jax.rewards import trial
 from digen_jax.rewards.mistakes import RewardFailed
 from digen_jax.run import loop
+from digen_jax.run.report import ADVICE, waiting
 from digen_jax.run.train import train as whole_run
 from digen_jax.run.workdir import finished_step
+from digen_jax.scheduling.timeline import CAUSES
 from tests.engine import toy
 from tests.metrics import metrics
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
@@ -203,6 +205,14 @@ def test_a_run_trains_and_shows_its_results(unbroken):
         assert named in said and (workdir / named).stat().st_size > 0
     status = describe(workdir, read_status(workdir), None, time.time())
     assert "6 of 6 steps are done" in status and "which has ended its steps" in status
+
+
+def test_what_devices_wait_for_most_is_said_with_what_to_change():
+    line = {"utilisation": 0.6, "seconds/wait_reward": 3.0, "seconds/wait_update": 1.0}
+    said = waiting(line)
+    assert "30%" in said and "for reward: set config.reward_pool.processes" in said
+    assert waiting(line | {"utilisation": 0.9}) == waiting({"utilisation": 1.0}) == ""
+    assert set(ADVICE) == {*CAUSES} - {"end"}
 
 
 def test_the_timeline_shows_every_worker_without_a_gap_in_its_order(unbroken):
