@@ -21,17 +21,17 @@ LIMIT = 1.005  # a share above it means that the simulator or the bound is wrong
 
 
 class Size(NamedTuple):
-    """`chunks` of a worker are without and with lag, `seeds` for each of JITTERS; `steps` are those measured."""
+    """`chunks` of a worker and measured `steps` are without and with lag, `seeds` for each of JITTERS."""
 
     devices: int
     chunks: tuple[int, int]
-    steps: int
+    steps: tuple[int, int]
     seeds: tuple[int, int, int]
 
 
 SIZES = (
-    Size(8, (16, 16), 4, (1, 3, 10)), Size(64, (16, 16), 4, (1, 1, 1)),
-    Size(256, (8, 4), 2, (1, 1, 1)), Size(1024, (8, 4), 2, (1, 1, 1)),
+    Size(8, (16, 16), (4, 4), (1, 3, 10)), Size(64, (16, 16), (2, 3), (1, 1, 1)),
+    Size(256, (8, 4), (1, 3), (1, 1, 1)), Size(1024, (8, 4), (1, 3), (1, 1, 1)),
 )  # fmt: skip
 
 
@@ -104,10 +104,12 @@ def simulated(scenario: Scenario, size: Size, ratio: float, jitter: float, seed:
     costs = Costs(generate * image, (1 - generate) * image, score_latency=scenario.latency)
     costs = dataclasses.replace(costs, update=scenario.update, publish=scenario.sync)
     first, last = (3, 1) if lag else (1, 0)  # steps that are not measured
-    steps, noise = first + size.steps + last, Disturbance(jitter, seed=seed)
-    report = simulate(workers, costs, settings, steps, noise, timeline=False)
-    seconds = report.step_ends[first + size.steps - 1] - report.step_ends[first - 1]
-    return report.bound * size.steps / seconds
+    steps, noise = size.steps[lag], Disturbance(jitter, seed=seed)
+    report = simulate(workers, costs, settings, first + steps + last, noise, timeline=False)
+    begin, end = first - 1, first + steps - 1
+    # With lag a step has begun before the one before it ends, and this varies.
+    work = steps + generate * (report.ahead[end] - report.ahead[begin])
+    return report.bound * work / (report.step_ends[end] - report.step_ends[begin])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +146,7 @@ def measure(show: Callable[[str], None]) -> list[Row]:
     """Measures all scenarios and shows a table of each; an exclamation mark follows a share that is out of range."""
     show("Shares of the bound (G + T) / N in percent, by G:T. Jitter is per command and device.")
     for devices, chunks, steps, seeds in SIZES:
-        what = f"{chunks[0]} chunks per worker, {chunks[1]} with lag; {steps} steps measured"
+        what = f"{chunks[0]} chunks per worker, {chunks[1]} with lag; {steps[0]} and {steps[1]} steps measured"
         show(f"{devices:,} devices: {what}; {'/'.join(map(str, seeds))} seeds at 0/2/20% jitter")
     found, names = [], "".join(f"{name:>7}" for name in RATIOS)
     for scenario in SCENARIOS:

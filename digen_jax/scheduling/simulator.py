@@ -11,7 +11,10 @@ from digen_jax.scheduling import timeline
 from digen_jax.scheduling.commands import (
     TRAINER,
     Command,
+    Decode,
     Deliver,
+    Fragment,
+    Generate,
     Publish,
     Score,
     Train,
@@ -78,6 +81,7 @@ class Report:
       devices: of each worker that ever joined.
       bound: seconds of a step in which all devices always sample or train: (G + T) / N.
       images: trained in a step.
+      ahead: the share of the next step that was sampled at each step's end.
       trained_by_age: passes by the age of their samples, in versions.
     """
 
@@ -86,6 +90,7 @@ class Report:
     images: int
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     step_ends: list[float] = dataclasses.field(default_factory=list)
+    ahead: list[float] = dataclasses.field(default_factory=list)
     trained_by_age: Counter[int] = dataclasses.field(default_factory=Counter)
 
     @property
@@ -201,6 +206,8 @@ class _Simulation:
         self.random = random.Random(disturbance.seed)
         self.workers: dict[str, WorkerLayout] = {}
         self.roles: dict[str, str] = {}  # of each worker's last work
+        # What each worker generates, from when to when.
+        self.sampling: dict[str, tuple[Fragment, float, float]] = {}
         self.events: list[tuple[float, int, Event]] = []  # heap by time, then by order of pushing
         self.pushed = 0
         self.scorers = [0.0] * disturbance.scorers  # heap of the times at which each is free
@@ -243,8 +250,18 @@ class _Simulation:
         match event:
             case Completed(command=Update(update=update)) if update == self.settings.updates - 1:
                 self.report.step_ends.append(event.at)
+                self.report.ahead.append(self._ahead(event.at))
         if self.timeline:
             self._record_waits(event)
+
+    def _ahead(self, now: float) -> float:
+        """The share of the step that begins now which is sampled already."""
+        step = self.scheduler.state.steps.get(self.scheduler.state.step)
+        if step is None:
+            return 0.0
+        begun = (span for fragment, *span in self.sampling.values() if fragment.step == step.number)
+        parts = sum(min(1.0, (now - start) / (end - start)) for start, end in begun if end > start)
+        return (len(step.chunks) - step.queued - step.sampling + parts) / len(step.chunks)
 
     def _record_waits(self, event: Event) -> None:
         """Records whether the workers that an event concerns wait after it."""
@@ -274,6 +291,10 @@ class _Simulation:
                 heapq.heappush(self.scorers, start + seconds)
             values = self._values(command)
         end = start + seconds
+        if isinstance(command, Generate):
+            self.sampling[command.worker] = command.fragment, start, end
+        elif isinstance(command, Decode):
+            self.sampling.pop(command.worker, None)
         self._push(Completed(end, command, end - now, values))
         if isinstance(command, Train):
             self.report.trained_by_age[command.fragment.step - command.version] += command.count
