@@ -55,6 +55,11 @@ _MEMORY = flags.DEFINE_float(
     "GiB of a device; layouts that need more are excluded. Compiles the programs for their temporaries.",
 )
 _OUTPUT = define_path("output", None, "A JSON file for the chosen placement.")
+_PICTURES = define_path(
+    "pictures",
+    None,
+    "A folder for pictures: images per second by layout, timelines of the best ones.",
+)
 flags.mark_flags_as_required(["config"])
 
 
@@ -154,6 +159,11 @@ def _propose(recipe: Any, problem: Any, plan: Any, changed: Any = None) -> None:
         f"with the config as it is here and\n{given}" if given else "with the config as it is here"
     )
     print(f"\nit runs {how}")
+    if _PICTURES.value:
+        from digen_jax.planning.pictures import draw_plan
+
+        files = draw_plan(plan, pathlib.Path(_PICTURES.value))
+        print("\n".join(["pictures:", *map(str, files)]))
 
 
 def _show(problem: Any, plan: Any, calibration: Any) -> None:

@@ -23,7 +23,6 @@ COLOURS = {
     "score": ("bad", "#f58518"),
     "publish": ("yellow", "#e4c441"),
     "deliver": ("cq_build_running", "#b5a76a"),
-    "switch": ("black", "#333333"),
     "evaluate": ("olive", "#9d755d"),
     "ask": ("cq_build_passed", "#eba66c"),
     "ask in vain": ("terrible", "#c03830"),

@@ -59,6 +59,7 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
         f"--costs={costs}",
         "--devices=4",
         f"--output={output}",
+        f"--pictures={tmp_path / 'pictures'}",
         *FINE,
     )
     assert done.returncode == 0, done.stderr
@@ -78,9 +79,12 @@ def test_the_script_plans_from_a_file_of_costs(tmp_path):
     assert re.search(rf" {kind} \([^)]*\) reaches [\d.]+% of the bound", sentence)
     assert re.search(r"a device of the home worker, MiB: .*optimizer [\d.]+.*trajectories", text)
     assert "without temporaries of programs: --memory=GIB compiles" in text
+    drawn = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert drawn == {"images_per_second.png", *(f"timeline_{n}.png" for n in (1, 2, 3))}
+    text, _, _ = text.partition("\npictures:")
     section = json.loads(output.read_text())
     # The last line has the flags of a run with the choice.
-    flags = re.findall(r"--config\.(\S+)=(\w+)", done.stdout.split("\nit runs with")[1])
+    flags = re.findall(r"--config\.(\S+)=(\w+)", text.split("\nit runs with")[1])
     config = shapes()
     config.update_from_flattened_dict({name: ast.literal_eval(value) for name, value in flags})
     place(open_recipe(config), 4)
