@@ -284,13 +284,13 @@ class RuntimeSection:
     staleness: int = 0  # weight versions that a trajectory may be behind; 0: strictly on policy
     # largest share of a step's groups that may begin before the step; 0 to 1
     stale_share: float = 0.5
-    # weights that a trainer that samples, too, samples from: its own, or a copy on each device ("resharded")
+    # weights from which a trainer samples next to rollout meshes: its own, or a copy on each device ("resharded")
     tag_weights: Literal["in place", "resharded"] = "in place"
     # dynamic sampling: groups tried for a step, as those of equal rewards are replaced; 0: off
     max_candidates: int = 0
     redundant_groups: int = 0  # groups generated ahead, so that no replacement has to be waited for
     # each worker samples and trains its own fragments in their order, so that a repeated run gives the same bits;
-    # "auto": unless fragments are trained early or stale, or the trainer samples beside rollout meshes
+    # "auto": unless fragments are trained early or stale, or the trainer samples next to rollout meshes
     ordered: Literal["auto", "yes", "no"] = "auto"
     early_groups: int = 0  # incomplete groups that may be in training at a time; 0: none
     # seconds after which a command or a reward counts as hung, or ten times its measured duration if

@@ -1,4 +1,4 @@
-"""The sum of the passes over a fragment: one scan, with the gradient taken inside its body."""
+"""The sum of the passes over a fragment: one loop, with the gradient taken inside its body."""
 
 from collections.abc import Callable
 from typing import Any

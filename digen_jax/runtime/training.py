@@ -211,10 +211,11 @@ class OtherTrainingExecutor(GradientExecutor):
     def published(self, publication: Publication) -> Any:
         """The published weights of a version, in the trainer's type; they are taken if they were never sent."""
         if publication not in self._published:
-            group = self.system.placement.trainer
-            self._published[publication] = self._link.take(
-                ExactOf(publication), group.params, self.name
-            )
+            params = self.system.placement.trainer.params
+            found = self._link.take(ExactOf(publication), params, self.name)
+            if found is None:
+                raise LinkError(f"the weights of version {publication.version} are gone")
+            self._published[publication] = found
         return self._published[publication]
 
     def train(self, command: Train, scores: StepScores) -> None:

@@ -273,11 +273,6 @@ class Step:
         settings = self.settings
         return self.trained == settings.set_units * settings.unit_fragments * settings.passes
 
-    @property
-    def in_last_set(self) -> bool:
-        """Whether the present update set is the step's last."""
-        return self.update == self.settings.updates - 1
-
     def next_set(self) -> bool:
         """Ends the present update set after its update; returns whether it was the step's last."""
         for piece in (one for pieces in self.pieces.values() for one in pieces):
