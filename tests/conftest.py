@@ -80,7 +80,6 @@ def pytest_collection_finish():
 LONGEST = (
     "distributed/test_launch.py",
     "distributed/test_nodes.py",
-    "benchmark/test_kills.py",
     "test_notebooks.py",
     "engine/test_axes.py",
     "encoding/test_ahead.py",

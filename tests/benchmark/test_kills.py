@@ -1,11 +1,9 @@
-"""The benchmark of faults: its comparisons of runs and weights, the processes it finds, and a real fault."""
+"""The benchmark of faults: its comparisons of runs and weights, and the processes that it finds."""
 
-import importlib.util
 import json
 import math
 import os
 import signal
-import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -18,8 +16,6 @@ from digen_jax.benchmark.fault_injection import Fault
 from digen_jax.benchmark.job import Job, Wrong, processes
 from digen_jax.benchmark.kills import Outcome
 from digen_jax.scheduling.commands import Publication
-from tests.pipelines import ROOT, environment
-from tests.tiny_runs import pipeline, prompt_file
 
 LINE = {"seconds/clock": 1.0, "images_per_second": 2.0, "tag_share": 0.0}
 # Starts a process that outlives it, prints its number and waits.
@@ -106,32 +102,3 @@ def test_the_table_has_a_row_for_each_kind():
     rows = [line.split() for line in shown.splitlines()]
     assert ["a", "1", "-", "-", "-"] in rows
     assert ["b", "2", "2.0,", "3.0", "5.0,", "8.0", "0.5,", "0.5"] in rows
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray not installed")
-@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_a_run_with_asynchrony_has_a_fault_and_all_its_steps(base, tmp_path):
-    output, prompts = tmp_path / "kills.json", prompt_file(base)
-    values = (
-        f"model.folder={pipeline(base)}",
-        f"prompts.file={prompts}",
-        f"evaluation.prompts={prompts}",
-        "reward_pool.processes=0",
-        "runtime.staleness=1",
-    )
-    # With this seed the fault is not one of a reward's process.
-    options = "--config=configs/shapes_demo.py", f"--workdir={tmp_path / 'kills'}", "--kills=1"
-    options += "--seed=8", *(f"--config.{value}" for value in values)
-    done = subprocess.run(
-        [sys.executable, "launch/benchmark.py", "kills", *options, f"--output={output}"],
-        cwd=ROOT,
-        env=environment(1, PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(output.read_text())
-    assert [fault["kind"] for fault in found["faults"]] == ["rollout worker killed"]
-    assert found["received"] > 0 and found["metrics"] is found["update"] is None
-    assert steps(tmp_path / "kills" / "faults") == [*range(1, found["steps"] + 1)]

@@ -144,7 +144,7 @@ def run(begin, base, tmp_path):  # noqa: F811
 def test_a_run_of_which_any_process_is_lost_or_stopped_continues_and_is_the_same(
     run, unbroken, tmp_path
 ):
-    """Lost workers start again, unless all processes are one job of JAX; all else ends the run, in steps 4 and 5."""
+    """Lost workers start again, unless all processes are one job of JAX; all else ends the run."""
     for step in (2, 3, 4):
         run.hold(step)
     process = run.begin()
@@ -157,8 +157,8 @@ def test_a_run_of_which_any_process_is_lost_or_stopped_continues_and_is_the_same
         run.release(step)
         assert process.until("starting it again in 1 s").startswith(f"{worker} ")
     run.held(4, process)
-    os.kill(run.pid("trainer", process), signal.SIGKILL)
-    ends(process, STOPPED)
+    os.kill(process.process.pid, signal.SIGKILL)
+    ends(process, -signal.SIGKILL)
     run.release(4)
 
     run.hold(5)
@@ -167,12 +167,6 @@ def test_a_run_of_which_any_process_is_lost_or_stopped_continues_and_is_the_same
     os.kill(run.pid("rollout 1", process), signal.SIGKILL)
     ends(process, STOPPED)
     assert run.generated() == {"rollout 0", "rollout 1"}
-
-    run.hold(5)
-    process = run.begin(ONE)
-    run.held(5, process)
-    os.kill(process.process.pid, signal.SIGKILL)
-    ends(process, -signal.SIGKILL)
 
     # Prompts are encoded before the last start's only step. Ctrl-C in a terminal reaches the driver's whole group.
     run.hold(5)
@@ -222,28 +216,28 @@ def trainer_pid(process: Begun, number: int) -> int:
 
 
 def test_a_worker_and_a_trainer_of_two_processes_are_lost(run, begin, base, tmp_path):  # noqa: F811
-    """A lost process of the trainer ends the run; without its worker the trainer generates."""
+    """Without its worker the trainer generates; a lost process of the trainer ends the run.
+
+    Both processes of the trainer encode the prompts before the first step.
+    """
     meshes = "--config.placement.trainer.fsdp=2", "--config.placement.rules=(('.*', 'fsdp'),)"
-    meshes += "--config.placement.rollout.data=2", ONE
+    meshes += "--config.placement.rollout.data=2", "--config.prompts.encoding=ahead", ONE
     hosts = "--config.placement.trainer.hosts=2", "--config.placement.rollout.hosts=2"
     alone = Run(begin, base, tmp_path / "alone")
-    ends(alone.begin(*meshes, "--config.steps=2", devices=4, ray=False), 0)
-
-    run.hold(2)
-    process = run.begin(*meshes, *hosts)
-    run.held(2, process)
-    os.kill(trainer_pid(process, 1), signal.SIGKILL)
-    ends(process, STOPPED)
-    run.release(2)
+    store = f"--config.prompts.store={tmp_path / 'alone' / 'store'}"
+    ends(alone.begin(*meshes, store, "--config.steps=2", devices=4, ray=False), 0)
 
     run.hold(3), run.hold(4)
-    process = run.begin(*meshes, *hosts, "--config.steps=4")
+    store = f"--config.prompts.store={tmp_path / 'store'}"
+    process = run.begin(*meshes, *hosts, store)
     run.held(3, process)
     os.kill(run.pid("rollout 0", process), signal.SIGKILL)
     run.release(3)
     process.until("rollout 0 joins")
-    run.release(4)
-    ends(process, 0)
+    run.held(4, process)
+    os.kill(trainer_pid(process, 1), signal.SIGKILL)
+    ends(process, STOPPED)
     assert run.generated() == {"rollout 0", "trainer"}
     # From step 3 on another mesh sampled, which rounds differently.
+    assert len(metrics(run.workdir)) == 4
     assert_same_steps(run.workdir, alone.workdir, 2)

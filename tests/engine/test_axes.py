@@ -17,10 +17,8 @@ from digen_jax.runtime.steps import Images
 from digen_jax.runtime.training import receive
 from tests.cases import said
 from tests.engine import toy
-from tests.models.flux.folders import flux_folder
 from tests.models.flux2.folders import klein_folder
 from tests.models.qwen_image.folders import qwen_image_folder
-from tests.models.zimage.folders import zimage_folder
 from tests.pipelines import write_tiny_pipeline
 from tests.tiny_runs import TARGETS, once, prompt_file
 
@@ -33,13 +31,10 @@ MESHES = {
     "time x fsdp x tensor": dict(time=2, fsdp=2, tensor=2),
     "sequence": dict(sequence=4),
     "fsdp x sequence": dict(fsdp=2, sequence=4),
-    "tensor x sequence": dict(data=2, tensor=2, sequence=2),
 }
-# The fifteen image tokens of FLUX and klein are divided by no axis.
+# The fifteen image tokens of klein are divided by no axis.
 CASES = [
     ("sd3", "full", "time x fsdp x tensor"),
-    ("flux", "full", "tensor x sequence"),
-    ("z-image", "full", "sequence"),
     ("qwen-image", "lora", "data x fsdp x tensor"),
     ("klein", "full", "fsdp x sequence"),
 ]
@@ -49,15 +44,9 @@ ADVANTAGES = np.array([1.5, -0.4, -0.9, 0.2, -1.7, 0.3, 0.8, 0.6], np.float32)
 
 def model(base, family):
     """The section of a model with four heads."""
-    if family == "flux":
-        folder = str(flux_folder(base, "dev"))
-        return dict(folder=folder, height=20, width=12, max_sequence_length=9)
     if family == "klein":
         folder = str(klein_folder(base))
         return dict(folder=folder, height=20, width=12, max_sequence_length=9)
-    if family == "z-image":
-        folder = str(zimage_folder(base))
-        return dict(folder=folder, height=12, width=20, max_sequence_length=61)
     if family == "qwen-image":
         folder = str(qwen_image_folder(base))
         return dict(folder=folder, height=20, width=12, max_sequence_length=9)

@@ -108,7 +108,7 @@ class Rollout:
         return x_next - std[..., None, None, None] * np.stack([noise(i) for i in range(len(std))])
 
 
-@pytest.fixture(scope="module", params=quick([(kind,) for kind in KINDS], 0))
+@pytest.fixture(scope="module", params=quick([("flow",), ("cps",)], 0))
 def rolled(request, exact_and_split, optimised):
     return Rollout(request.param)
 

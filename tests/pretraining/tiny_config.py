@@ -1,8 +1,5 @@
-"""A pretraining of seconds, for launch/pretrain.py too; the environment may name a rename at which it is killed."""
+"""A pretraining of seconds, for launch/pretrain.py too."""
 
-import os
-import signal
-import sys
 from typing import Any
 
 from tests.pipelines import tiny_pretrain_config
@@ -17,12 +14,3 @@ def get_config() -> Any:
     # Without Muon, which has tests of its own, there is less to compile.
     config.transformer.fit.update(short, learning_rate=0.005, muon_rate=0.0)
     return config
-
-
-def _watch(event: str, arguments: tuple) -> None:
-    target = os.environ.get("KILLED_AT")
-    if target and event == "os.rename" and str(arguments[1]).endswith(target):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-sys.addaudithook(_watch)

@@ -124,21 +124,14 @@ def test_runs_in_which_anything_hangs_or_dies_end_in_the_same_bits(folder):
     assert all((folder / f"happened_{who}").exists() for who in ("reward", "mesh"))
     assert "it is asked again" in said and "given up" in said, said
 
-    # Hangs that end the process; each start continues from the last checkpoint.
+    # A hang that ends the process; the next start continues from the last checkpoint.
     workdir = folder / "stopped"
     code, said = launch(folder, "stopped", "trainer hangs 3 always")
     assert code == STOPPED and "Traceback" not in said, said
     assert "the trainer hangs: training on fragment 0 of step 3 has taken more than 10 sec" in said
     assert saved(workdir) == ["2"]
-    retries = "--config.reward_pool.retries=0"
-    code, said = launch(folder, "stopped", "reward hangs 3 always", retries)
-    assert code == STOPPED and "Traceback" not in said, said
-    assert "continuing after step 2" in said, said
-    sentence = said.splitlines()[-1]
-    assert sentence.startswith("train.py: reward 'hanging:mean' took more than 10 seconds"), said
-    assert saved(workdir) == ["2", "3"]
     code, said = launch(folder, "stopped", "")
-    assert code == 0 and "continuing after step 3" in said, said
+    assert code == 0 and "continuing after step 2" in said, said
 
     found, expected = metrics(workdir), metrics(folder / "recovered")
     assert found == expected and len(expected) == 5

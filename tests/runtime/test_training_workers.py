@@ -62,7 +62,7 @@ def changed(system, state):
 
 
 # Of each kind of samples, and of each kind of weights that are read.
-NAMES = ("flow_grpo", "diffusion_nft", "dance_grpo", "flow_dppo", "tis", "awm", "dpo_offline")
+NAMES = ("flow_grpo", "diffusion_nft", "flow_dppo", "dpo_offline")
 
 
 @pytest.mark.parametrize("name", quick([(name,) for name in NAMES], 0, 1))

@@ -11,7 +11,6 @@ from digen_jax.shapes.render import render_batch
 from digen_jax.shapes.reward import shapes_geneval
 from digen_jax.shapes.scene import Object, sample_scene
 from digen_jax.shapes.vocabulary import COLORS, SHAPES, TASKS
-from tests.cases import quick
 
 COUNT = 100
 
@@ -98,16 +97,18 @@ def test_pictures_of_the_prompt_are_accepted(task):
     assert score(scenes, records, 32).mean() >= 0.99
 
 
-CHANGES = (
-    [(task, one_more) for task in TASKS]
-    + [(task, other_class) for task in TASKS]
-    + [(task, one_less) for task in ("two_object", "counting", "position", "color_attr")]
-    + [(task, other_color) for task in ("colors", "color_attr")]
-    + [("color_attr", colors_swapped), ("position", relation_mirrored)]
-)
+CHANGES = [
+    ("single_object", one_more),
+    ("two_object", other_class),
+    ("two_object", one_less),
+    ("counting", one_less),
+    ("colors", other_color),
+    ("color_attr", colors_swapped),
+    ("position", relation_mirrored),
+]
 
 
-@pytest.mark.parametrize(("task", "change"), quick(CHANGES, 0, 7, 13, 16, 18, 19))
+@pytest.mark.parametrize(("task", "change"), CHANGES)
 def test_pictures_with_one_change_are_rejected(task, change):
     assert rejected(task, change) >= 0.99
 

@@ -59,7 +59,7 @@ def random_problem(seed):
     return Problem(draw.choice([2, 3, 4]), settings, costs, worker, trainer, 4, scorers)
 
 
-@pytest.mark.parametrize("batch", quick([(n,) for n in range(10)], 0))
+@pytest.mark.parametrize("batch", quick([(n,) for n in range(3)], 0))
 def test_the_choice_is_within_1_percent_of_exhaustive_search(batch):
     """No layout is faster than its lower bound, nor than 100.5% of the bound (G + T)/N."""
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
