@@ -70,7 +70,7 @@ def main() -> int | None:
         trainer = recipe.placement.meshes.trainer
         prepare(trainer.devices // trainer.hosts)
 
-    from digen_jax.run.train import train
+    from digen_jax.train import train
 
     return train(recipe, pathlib.Path(_WORKDIR.value), part)
 

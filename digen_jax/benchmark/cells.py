@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from digen_jax.config.recipe import MAY_CHANGE, TURNED, Recipe
 from digen_jax.errors import ConfigError
-from digen_jax.run.train import train
 from digen_jax.run.workdir import claim_workdir, finished_step
+from digen_jax.train import train
 
 REWARD = "evaluation/reward"
 # Fields that a user may change within a run, but not within a cell.

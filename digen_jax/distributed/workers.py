@@ -128,11 +128,28 @@ class RolloutWorkers:
             if self._failed:
                 raise self._failed
 
-    def begin(self, make: Callable[[list[WorkerProxy]], Driver]) -> Driver:
-        """Returns the driver that `make` builds of the ready workers; it is notified of all others."""
-        with self._changed:
-            self._driver = make(list(self._ready.values()))
-            return self._driver
+    @contextmanager
+    def driving(
+        self, make: Callable[[list[WorkerProxy]], Driver], stops: Callable[[], Any]
+    ) -> Iterator[Driver]:
+        """Waits for workers; the driver that `make` builds of them is notified of all others in this block.
+
+        Args:
+          make: Builds the driver.
+          stops: As in `wait`.
+        """
+        self.wait(stops=stops)
+        try:
+            with self._changed:
+                driver = self._driver = make(list(self._ready.values()))
+            try:
+                yield driver
+            finally:
+                with self._let_go():
+                    driver.close()
+        finally:
+            with self._changed:
+                self._driver = None
 
     def places(self) -> dict[str, dict[str, Any]]:
         """Where the ready workers are, and when each answered last: see `records.status.Status`."""
@@ -150,7 +167,7 @@ class RolloutWorkers:
         return found | {TRAINER: {"processes": self._trainers}}
 
     @contextmanager
-    def let_go(self) -> Iterator[None]:
+    def _let_go(self) -> Iterator[None]:
         """Limits how long this block, which ends the driver, waits for work that is in progress."""
 
         def over() -> None:
@@ -166,11 +183,6 @@ class RolloutWorkers:
             yield
         finally:
             late.cancel()
-
-    def close(self) -> None:
-        """Ends the driver's part: from now on it is not notified."""
-        with self._changed:
-            self._driver = None
 
     def end(self) -> None:
         """Ends all workers."""

@@ -44,7 +44,7 @@ class TrainerMesh(NamedTuple):
 def follow_run(
     recipe: Recipe, workdir: pathlib.Path, mesh: TrainerMesh | None = None
 ) -> int | None:
-    """Takes part in a run that the first process leads, and ends as `run.train` does there.
+    """Takes part in a run that the first process leads, and ends as `train.train` does there.
 
     `mesh` is that of the trainer if other workers sample; None: all devices sample and train.
 

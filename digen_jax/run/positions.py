@@ -1,6 +1,8 @@
 """Positions: the state of a run after some steps, to and from its checkpoints, for every process."""
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from digen_jax.config.recipe import Recipe
 from digen_jax.engine.hosts import put
 from digen_jax.engine.trainer import TrainState
-from digen_jax.records.checkpoint import Checkpointer, template_of
+from digen_jax.errors import ConfigError
+from digen_jax.records.checkpoint import Checkpointer, SaveFailed, template_of, was_saved
+from digen_jax.records.checkpoint_folder import saved_steps, steps_done
+from digen_jax.records.metrics import read_metrics
+from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.runtime.driver import Begun
+from digen_jax.runtime.log import read_log
 
 
 class Position(NamedTuple):
@@ -103,3 +110,54 @@ class Positions:
         mesh = jax.tree.leaves(state.tuned)[0].sharding.mesh
         everywhere = NamedSharding(mesh, PartitionSpec())
         return arrays | {"root_key": put(jax.random.key(self._seed), everywhere)}
+
+
+@contextlib.contextmanager
+def finishing(positions: Positions) -> Iterator[None]:
+    """Waits for the last checkpoint on exit; adds to an error of the disk or of a reward how to continue.
+
+    The block's own exception takes precedence over a save failure.
+    """
+    try:
+        yield
+        positions.close()
+    except (SaveFailed, RewardMistake) as error:
+        with contextlib.suppress(SaveFailed):
+            positions.close()
+        steps = positions.steps()
+        point = f"after step {steps[-1]}, which is saved" if steps else "from the beginning"
+        advice = f"the same command continues {point}"
+        if isinstance(error, SaveFailed):
+            raise SaveFailed(f"{error}: make room, and {advice}") from error
+        raise type(error)(f"{error}\n  fix the reward, and {advice}") from error
+    except BaseException:
+        with contextlib.suppress(SaveFailed):
+            positions.close()
+        raise
+
+
+def check_steps(workdir: pathlib.Path, steps: int) -> None:
+    """Raises ConfigError if the run in a workdir has done more steps than its config wants."""
+    done = steps_done(workdir / "checkpoints")
+    if done > steps:
+        raise ConfigError(
+            f"config.steps = {steps}, but the run in {workdir} has done {done} steps already: give {done} or more"
+        )
+
+
+def check_records(workdir: pathlib.Path) -> None:
+    """Checks before anything slow that the files of a run can be continued.
+
+    Raises:
+      ConfigError: A file is damaged, or the checkpoints were deleted, without which the run would start at step 0.
+    """
+    metrics, folder = workdir / "metrics.jsonl", workdir / "checkpoints"
+    lines = read_metrics(metrics) if metrics.exists() else []
+    if (workdir / "commands.jsonl").exists():
+        read_log(workdir / "commands.jsonl")
+    if lines and not saved_steps(folder) and (was_saved(folder) or not folder.exists()):
+        done = lines[-1]["step"]
+        raise ConfigError(
+            f"{workdir} has the metrics of {done} steps, but no checkpoint: bring {folder} back to continue, or choose "
+            "another workdir to start again"
+        )

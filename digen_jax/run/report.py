@@ -1,12 +1,15 @@
 """The output of a run: metrics, pictures, progress, results."""
 
+import contextlib
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from digen_jax.config.recipe import Recipe
+from digen_jax.engine.divergence import DivergedError
 from digen_jax.engine.system import System
+from digen_jax.errors import ConfigError
 from digen_jax.models.family import Family
 from digen_jax.models.text.tokenizer_files import known_words
 from digen_jax.policies import describe_computation, start_warnings
@@ -15,6 +18,7 @@ from digen_jax.process.progress import Progress
 from digen_jax.prompts.notes import tell
 from digen_jax.records.environment import note_start
 from digen_jax.records.records import Records
+from digen_jax.run.positions import Position
 from digen_jax.runtime.driver import Driver
 from digen_jax.runtime.evaluation import Evaluation
 from digen_jax.scheduling.settings import Settings
@@ -146,12 +150,25 @@ def waiting(line: Metrics) -> str:
     return f"devices wait {share:.0%} of the time for {cause}: {ADVICE[cause]}"
 
 
-def diverged(what: str, done: int, saved: int | None, recipe: Recipe) -> str:
-    """The sentence that ends a run in which a value became infinite or NaN after `done` good steps."""
-    trainer = recipe.trainer
-    newest = "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
-    return (
-        f"{what} in step {done + 1}: training has diverged; the last good step is {done}, and {newest}. Lower "
-        f"config.trainer.learning_rate = {trainer.learning_rate} or config.trainer.clip_norm = "
-        f"{trainer.clip_norm}, and begin in another workdir"
-    )
+@contextlib.contextmanager
+def divergence_reported(position: Position, saved: int | None, recipe: Recipe) -> Iterator[None]:
+    """Raises ConfigError with advice if a value in the step after a position became infinite or NaN.
+
+    Args:
+      position: The last good one. It is saved at the end of the run if it is whole.
+      saved: Steps of the newest checkpoint. None means that there is none.
+      recipe: The run's.
+    """
+    try:
+        yield
+    except DivergedError as error:
+        done, trainer = position.done, recipe.trainer
+        saved = done if position.is_whole() else saved
+        newest = (
+            "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
+        )
+        raise ConfigError(
+            f"{error} in step {done + 1}: training has diverged; the last good step is {done}, and {newest}. Lower "
+            f"config.trainer.learning_rate = {trainer.learning_rate} or config.trainer.clip_norm = "
+            f"{trainer.clip_norm}, and begin in another workdir"
+        ) from error

@@ -10,7 +10,7 @@ from digen_jax.benchmark.asynchrony import AsynchronyOutcome, Comparison, check,
 from digen_jax.config.door import open_recipe
 from digen_jax.errors import ConfigError
 from digen_jax.records.metrics import read_metrics
-from digen_jax.run import loop
+from digen_jax.run import opening
 from tests.benchmark.conftest import brightness
 from tests.engine import toy
 from tests.tiny_runs import prompt_file
@@ -47,7 +47,7 @@ def built(monkeypatch):
         system = systems[staleness]
         return system._replace(start=toy.moved(system.start, 0.0), draws=config.draws)
 
-    monkeypatch.setattr(loop, "build", build)
+    monkeypatch.setattr(opening, "build", build)
     return seen
 
 

@@ -62,10 +62,11 @@ def driver(
     )
     with contextlib.ExitStack() as stack:
         stack.callback(workers.end)
-        workers.wait(SECONDS)
-        stack.enter_context(contextlib.closing(workers))
-        yield workers.begin(
-            lambda samplers: stack.enter_context(make(link=workers.link, samplers=samplers))
+        yield stack.enter_context(
+            workers.driving(
+                lambda samplers: stack.enter_context(make(link=workers.link, samplers=samplers)),
+                stops=lambda: False,
+            )
         )
 
 

@@ -26,15 +26,13 @@ from digen_jax.inference.model import open_model
 from digen_jax.models.sd3.family import StableDiffusion3
 from digen_jax.process.ending import Stopped
 from digen_jax.prompts import encoded
-from digen_jax.run import loop
-from digen_jax.run.train import train
+from digen_jax.run import opening
+from digen_jax.train import train
 from tests.cases import quick, said
 from tests.metrics import assert_same_metrics, metrics
 from tests.models.flux.folders import flux_folder
 from tests.models.qwen_image.folders import qwen_image_folder
 from tests.models.sd3.t5_folders import add_t5
-from tests.pipelines import ROOT
-from tests.run.test_hosts import together
 from tests.scripts import run_script
 from tests.tiny_runs import PROMPTS, pipeline, tiny_config
 
@@ -164,7 +162,7 @@ def test_an_exported_run_has_its_t5_in_diffusers(runs, folder, tmp_path):
 
 def test_a_limit_that_is_too_small_is_refused_before_anything_slow(config, tmp_path, monkeypatch):
     LIVE.clear()
-    monkeypatch.setattr(loop, "build", None)
+    monkeypatch.setattr(opening, "build", None)
     c = config(prompts__store=str(tmp_path / "store"), prompts__store_limit=1e-4)
     with pytest.raises(
         ConfigError,
@@ -193,7 +191,7 @@ def test_a_prompt_that_is_gone_in_mid_run_stops_it_with_a_sentence(
     config, store, tmp_path, monkeypatch
 ):
     """It is read on a rollout mesh's own thread."""
-    monkeypatch.setattr(loop, "reached", lambda *given: said(*TEXTS[:1]))
+    monkeypatch.setattr(opening, "reached", lambda *given: said(*TEXTS[:1]))
     with pytest.raises(
         Stopped, match=r"does not hold '.*' encoded: encode it first; the same command encodes"
     ):
@@ -341,24 +339,3 @@ def test_an_interrupted_encoding_continues_where_it_stopped_in_the_script(
     assert done.stdout.endswith("imported: []\n")
     with pytest.raises(ConfigError, match="set it to 'ahead' here and in training"):
         ahead.encode_all(open_recipe(config(prompts__encoding="each_step")))
-
-
-@pytest.mark.slow
-def test_two_processes_encode_together_and_train_as_one_does(config, runs, tmp_path):
-    """With one folder, in which the first one stores."""
-    rewards = ("tests.tiny_runs:redness",)
-    c = config(prompts__store=str(tmp_path / "store"), rewards=rewards, steps=1)
-    c.placement = ConfigDict(dict(rollout=dict(data=0), trainer=dict(data=4)))
-    text = f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({c.to_dict()!r})\n"
-    (tmp_path / "config.py").write_text(text)
-    script = [ROOT / "launch" / "train.py", "--config=config.py", "--workdir=two"]
-    first, second = together(tmp_path, script)
-    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    assert "of 6 prompts 6 are to be encoded" in first[1] and second[1] == ""
-    assert [len(encoded._about(b)["texts"]) for b in encoded._blocks(tmp_path / "store")] == [6]
-    # The first step is on-policy in every placement; the last evaluation of this run comes a step earlier.
-    for found, expected in zip(metrics(tmp_path / "two"), runs["each_step"][1], strict=False):
-        names = {*found} & {*expected}
-        assert {"evaluation/reward"} <= names or {"reward", "ratio", "gradient_norm"} <= names
-        part, other = ({name: line[name] for name in names} for line in (found, expected))
-        assert_same_metrics([part], [other], rel=1e-2)

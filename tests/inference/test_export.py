@@ -20,7 +20,7 @@ from digen_jax.inference.export import export, first_average, how_to_load
 from digen_jax.models.family import Size
 from digen_jax.records.checkpoint import Checkpointer, template_of
 from digen_jax.records.metrics import read_metrics
-from digen_jax.run.train import train
+from digen_jax.train import train
 from tests.cases import said
 from tests.scripts import run_script
 from tests.tiny_runs import oracle, pipeline, tiny_config, trained

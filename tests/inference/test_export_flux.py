@@ -15,7 +15,7 @@ from digen_jax.flow.sampling import image_keys, start_noise
 from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import open_model
 from digen_jax.records.metrics import read_metrics
-from digen_jax.run.train import train
+from digen_jax.train import train
 from tests.cases import said
 from tests.models.flux.folders import flux_folder, flux_pipeline, packed
 from tests.tiny_runs import once, tiny_config

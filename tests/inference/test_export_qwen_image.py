@@ -17,7 +17,7 @@ from digen_jax.inference.export import export, how_to_load
 from digen_jax.inference.model import open_model
 from digen_jax.models.qwen_image.family import NULL
 from digen_jax.records.metrics import read_metrics
-from digen_jax.run.train import train
+from digen_jax.train import train
 from digen_jax.weights.lora import adapted_layers
 from tests.cases import said
 from tests.models.qwen_image.folders import packed, qwen_image_folder, qwen_image_pipeline

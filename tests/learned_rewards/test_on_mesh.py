@@ -30,9 +30,9 @@ from digen_jax.rewards.built_in import resolve
 from digen_jax.rewards.mistakes import RewardMistake
 from digen_jax.rewards.pool import RewardPool
 from digen_jax.rewards.settings import RewardSettings
-from digen_jax.run.train import train
 from digen_jax.scheduling.planner import memory
 from digen_jax.scheduling.settings import Costs
+from digen_jax.train import train
 from tests.engine import toy
 from tests.learned_rewards.folders import PROMPTS, Files, pictures, write
 from tests.learned_rewards.test_scores import by_pickscore

@@ -15,12 +15,12 @@ from digen_jax.errors import ConfigError
 from digen_jax.planning import step_costs
 from digen_jax.planning.calibration import Calibration, read_calibration
 from digen_jax.planning.plan import auto_plan, can_run, make_problem, meshes, suited
-from digen_jax.run import loop
-from digen_jax.run.train import train
+from digen_jax.run import opening
 from digen_jax.scheduling.planner.memory import Layout
 from digen_jax.scheduling.planner.plan import make_plan, table, why
 from digen_jax.scheduling.planner.search import Simulations, layouts, settings_of
 from digen_jax.scheduling.settings import Costs
+from digen_jax.train import train
 from tests.engine import toy
 from tests.pipelines import load_config
 from tests.scripts import run_forked, run_script
@@ -239,7 +239,7 @@ def test_a_placement_that_no_batch_fits_is_not_chosen():
 def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     base, tmp_path, capsys, monkeypatch
 ):
-    for module in (step_costs, loop):
+    for module in (step_costs, opening):
         monkeypatch.setattr(module, "build", lambda config, found: toy.system(config, len(found)))
     config = tiny_config(base, "full")
     config = replaced(config, placement="auto", runtime=dict(stale_share=1.0))

@@ -16,7 +16,7 @@ from digen_jax.process.launching import prepare
 prepare()
 import jax
 from digen_jax.config.door import open_recipe
-from digen_jax.run.train import train
+from digen_jax.train import train
 from tests.tiny_runs import tiny_config
 
 base, workdir = map(pathlib.Path, sys.argv[1:3])

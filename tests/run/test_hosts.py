@@ -17,9 +17,9 @@ from digen_jax.process import ending
 from digen_jax.records.checkpoint_folder import read_checkpoint
 from digen_jax.records.metrics import read_metrics
 from digen_jax.rewards import built_in
-from digen_jax.run import loop
-from digen_jax.run.train import train
+from digen_jax.run import opening
 from digen_jax.run.workdir import finished_step
+from digen_jax.train import train
 from tests.engine import toy
 from tests.learned_rewards.folders import write
 from tests.metrics import assert_same_metrics, metrics
@@ -93,7 +93,7 @@ def alone(folder: pathlib.Path, workdir: str) -> None:
         patch.setattr(built_in, "BUILT_IN", dict(built_in.BUILT_IN))
         toy_process.without_canary()
         patch.setattr(sharding, "FSDP_MIN_SIZE", 16)
-        patch.setattr(loop, "build", lambda config, devices: toy.system(config, 4))
+        patch.setattr(opening, "build", lambda config, devices: toy.system(config, 4))
         assert train(open_recipe(toy_process.get_config(clip)), folder / workdir) is None
 
 

@@ -24,11 +24,11 @@ from digen_jax.records.metrics import TIMING, read_metrics
 from digen_jax.records.status import describe, read_status
 from digen_jax.rewards import trial
 from digen_jax.rewards.mistakes import RewardFailed
-from digen_jax.run import loop
+from digen_jax.run import opening
 from digen_jax.run.report import ADVICE, waiting
-from digen_jax.run.train import train as whole_run
 from digen_jax.run.workdir import finished_step
 from digen_jax.scheduling.timeline import CAUSES
+from digen_jax.train import train as whole_run
 from tests.engine import toy
 from tests.metrics import metrics
 from tests.pipelines import ROOT, environment, write_tiny_pipeline
@@ -292,7 +292,7 @@ def train(tmp_path, monkeypatch):
     """train(workdir, config): a run of the toy family in this process, without state of earlier ones."""
 
     def train(workdir, config, event=None, devices=2):
-        monkeypatch.setattr(loop, "build", lambda config, _: toy.system(config, devices))
+        monkeypatch.setattr(opening, "build", lambda config, _: toy.system(config, devices))
         monkeypatch.setattr(sys.modules[__name__], "happens", event)
         return whole_run(open_recipe(config), tmp_path / workdir)
 
@@ -391,7 +391,7 @@ def test_rewards_are_tried_at_the_evaluations_size(tmp_path, monkeypatch, height
     def build(*_):
         raise InterruptedError
 
-    monkeypatch.setattr(loop, "build", build)
+    monkeypatch.setattr(opening, "build", build)
     with pytest.raises(InterruptedError if starts else RewardFailed):
         whole_run(open_recipe(c), tmp_path / "run")
 

@@ -29,7 +29,7 @@ from digen_jax.models.family import Size
 from digen_jax.prompt_store import stored
 from digen_jax.prompts.encoded import _about, _blocks
 from digen_jax.prompts.files import read_prompt_file
-from digen_jax.run.train import train
+from digen_jax.train import train
 from tests.engine import toy
 from tests.engine.test_axes import ROWS, config, system_of
 from tests.metrics import metrics

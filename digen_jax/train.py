@@ -1,0 +1,306 @@
+"""Training: `train` opens a run in its workdir, and `TrainingRun` continues it step by step.
+
+A step in the order of its work, and the code that does each part:
+
+  prompts   draws the step's prompts and the keys of its noise       runtime/steps.py
+  encode    text encoders                                            engine/sampler.py
+  generate  denoising steps; keeps the transitions that are trained  engine/sampler.py, flow/sampling.py
+  decode    latents to images                                        engine/sampler.py
+  score     rewards of the images, advantages within the groups      runtime/judging.py, runtime/scores.py
+  train     sums of the gradient over a range of passes              runtime/training.py, engine/trainer.py
+  update    adds the sums of all workers; one optimizer update       runtime/training.py, engine/trainer.py
+  publish   sends the new weights to the workers                     runtime/versions.py
+  evaluate  rewards of held-out prompts, at some steps               runtime/evaluation.py
+
+`runtime.executors.Executors.do` calls them. A single worker does one after the other (colocated training). Of several
+workers each does the next work that `scheduling/scheduler.py` gives it, by the same functions (`runtime/driver.py`).
+"""
+
+import functools
+import pathlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import jax
+
+from digen_jax.assemble import drawn_prompts
+from digen_jax.config.recipe import MAY_CHANGE, Recipe
+from digen_jax.distributed.engine import RayEngine
+from digen_jax.distributed.launch import TrainerPart
+from digen_jax.distributed.transfer import Shares, TrainerLink
+from digen_jax.distributed.workers import RolloutWorkers, rollout_workers
+from digen_jax.engine.divergence import check_metrics
+from digen_jax.engine.hosts import job_devices
+from digen_jax.process.ending import hangs
+from digen_jax.process.interrupt import Interrupt
+from digen_jax.process.launching import Place, join_job
+from digen_jax.process.remembering import remembering
+from digen_jax.process.terminal import fitted
+from digen_jax.prompts.files import read_prompt_file
+from digen_jax.records.records import full_disk, where
+from digen_jax.records.status import Status
+from digen_jax.run.driving import make_driver, scheduled
+from digen_jax.run.following import TrainerMesh, follow_run
+from digen_jax.run.opening import open_system, place_apart, place_run
+from digen_jax.run.positions import Position, Positions, check_records, check_steps, finishing
+from digen_jax.run.report import Reporter, divergence_reported
+from digen_jax.run.stopping import reason_to_stop
+from digen_jax.run.workdir import (
+    changes,
+    check_there,
+    claim_workdir,
+    finished_step,
+    mark_finished,
+    usable,
+)
+from digen_jax.runtime.driver import Driver
+from digen_jax.runtime.executors import Samples
+from digen_jax.runtime.orders import Orders, is_first, leading, several
+from digen_jax.runtime.watch import Watch
+from digen_jax.scheduling.deadlines import Deadline
+
+
+def train(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart | None = None) -> int | None:
+    """Starts or continues the run of `recipe` in `workdir`.
+
+    All processes that train together call this and share the workdir; the first one coordinates.
+
+    Args:
+      recipe: The validated config.
+      workdir: Folder of the run.
+      part: Part of this process in a trainer whose rollout workers run on Ray. None means that the devices of all
+        processes sample and train.
+
+    Returns:
+      None if the run is finished, or the exit code if a signal stopped it.
+
+    Raises:
+      ConfigError: A setting cannot work here, or the reward returned an invalid value.
+      Stopped: A part that the run needs hangs or has failed, such as the reward.
+    """
+    with remembering(), fitted():
+        if part is not None:
+            return _train_with_workers(recipe, workdir, part)
+        if not is_first():
+            return follow_run(recipe, workdir)
+        with leading() as orders:
+            return _coordinate(place_run(recipe, workdir), workdir, orders)
+
+
+def _train_with_workers(recipe: Recipe, workdir: pathlib.Path, part: TrainerPart) -> int | None:
+    """`train` in a process of a trainer whose rollout workers run on Ray."""
+    recipe = place_apart(recipe)
+    engine = RayEngine(part.address)
+    # Its exit ends the process with code 1 if another thread still frees a stored object.
+    hangs("Ray")
+    hosts, place = recipe.placement.meshes.trainer.hosts, part.place
+    number = place.process if place else 0
+    shares = Shares(engine.find(part.mailbox), number, hosts) if hosts > 1 else None
+    if number:
+        mesh = TrainerMesh(_join(recipe, place), TrainerLink(engine, shares))
+        return follow_run(recipe, workdir, mesh)
+    # In one JAX job with the workers they must start before this process waits for them.
+    job = place if part.one_job else None
+    with rollout_workers(recipe, engine, part.devices, shares, job) as workers:
+        workers.devices = _join(recipe, place)
+        with leading() as orders:
+            return _coordinate(recipe, workdir, orders, workers)
+
+
+def _join(recipe: Recipe, place: Place | None) -> list[jax.Device]:
+    if place is not None:
+        join_job(place)
+    return job_devices(recipe.placement.meshes.trainer.devices, "config.placement.trainer")
+
+
+def _coordinate(
+    recipe: Recipe, workdir: pathlib.Path, orders: Orders, workers: RolloutWorkers | None = None
+) -> int | None:
+    """`train` in the process that coordinates."""
+    config = recipe.as_json()
+    # If another process uses the run's folder, or it is unusable, the claim below finds the reason.
+    changed = changes(workdir, config) if workdir.is_dir() else {}
+    check, code = functools.partial(check_steps, workdir, recipe.steps), None
+    with full_disk(workdir), claim_workdir(workdir, config, MAY_CHANGE, check), usable(workdir):
+        finished = finished_step(workdir) or 0
+        stopped = reason_to_stop(recipe.stopping, workdir) if finished else None
+        if finished < recipe.steps and not stopped:
+            check_records(workdir)
+            run = TrainingRun(recipe, workdir, orders, workers)
+            code = run.run([f"{name}: {change}" for name, change in changed.items()])
+        else:
+            why = f"It has {stopped}" if stopped else "To continue, give a larger config.steps"
+            print(f"This run is finished: {finished} steps are done. {why}.")
+            print(where(workdir))
+    orders.announce("end", (None, code))
+    return code
+
+
+class TrainingRun:
+    """A run from its start or last checkpoint to its results, in the process that coordinates.
+
+    Args:
+      recipe: The validated config.
+      workdir: Folder of the run, which this process has claimed.
+      orders: Announces common work to the other processes that train.
+      workers: Rollout workers in other processes. None means that all workers are in this one.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        workdir: pathlib.Path,
+        orders: Orders,
+        workers: RolloutWorkers | None = None,
+    ):
+        self.recipe, self.workdir, self.orders, self.workers = recipe, workdir, orders, workers
+        self.positions = Positions(workdir, recipe)
+        self.system, self.rewards = open_system(recipe, workdir, orders, self.positions, workers)
+        deadline = Deadline(recipe.runtime.deadline)
+        # Where all processes sample and train, one may wait long for another one's compilation.
+        self.watch = Watch(Deadline(0) if several() and workers is None else deadline)
+        orders.announce("built")
+        held_out = read_prompt_file(recipe.evaluation.prompts)
+        self.held_out = held_out[: recipe.evaluation.images or None]
+        self.saved: int | None = None  # the steps of the newest checkpoint
+        self.stopped: str | None = None  # why the run ends early
+        self.prompts = drawn_prompts(recipe, workdir / "prompts")
+        self.drawn: dict[int, Any] = {}  # positions in the prompts, by number of steps
+        settings, release = scheduled(recipe, self.held_out), self.positions.release_room
+        self.report = Reporter(workdir, recipe, settings, self.held_out, release)
+        self.records = self.report.records
+
+    def run(self, changed: list[str]) -> int | None:
+        """Runs from the last checkpoint to the last step, then shows the results; returns as `train` does.
+
+        Args:
+          changed: Changes of the config since the last start.
+        """
+        self.report.begin(self.system)
+        with closing(self.watch), closing(self.rewards):
+            with Interrupt() as interrupt, closing(self.report), finishing(self.positions):
+                position = self.resume()
+                self.report.start(position.done, changed)
+                position = self.steps(position, interrupt)
+                self.positions.wait()
+                if not interrupt.asked:
+                    self.report.conclude(position.done)
+            if interrupt.asked:
+                print(f"Stopped and saved after step {position.done}; the same command continues.")
+                return 128 + interrupt.asked
+            if self.stopped:
+                print(f"The run has {self.stopped}.")
+            self.report.results()
+            mark_finished(self.workdir, position.done)
+        return None
+
+    def resume(self) -> Position:
+        """The newest checkpoint's position, or the initial one."""
+        state = self.system.trainer.init(self.system.start)
+        found = self.positions.newest(state)
+        self.positions.hold_room(state)
+        if found is None:
+            self.records.cut_back(0)
+            return Position(0, state, None, self.places(0))
+        self.saved = found.done
+        self.prompts.set_state(found.host["prompts"])
+        self.records.cut_back(found.host["metrics"])
+        return found
+
+    def steps(self, position: Position, interrupt: Interrupt) -> Position:
+        """Runs the steps after a position, to the last one or until a signal; saves and returns the final position."""
+        make, workers = functools.partial(self.driver, position), self.workers
+        if workers is None:
+            driving, places = closing(make()), dict
+        else:
+            workers.step = position.done
+            driving, places = workers.driving(make, lambda: interrupt.asked), workers.places
+        with driving as driver, Status(self.workdir, driver.snapshot, places):
+            try:
+                self.check_disk()
+                while position.done < self.recipe.steps and not (interrupt.asked or self.stopped):
+                    position = self.step(position, driver)
+                    self.check_disk()
+                    interrupt.asked = interrupt.asked or self.orders.asked_to_stop()
+                    if position.done < self.recipe.steps:
+                        self.stopped = reason_to_stop(self.recipe.stopping, self.workdir)
+                if not (interrupt.asked or self.stopped):
+                    with divergence_reported(position, self.saved, self.recipe):
+                        driver.finish()  # the last version's evaluation
+            finally:
+                # Also saves the steps before a failure. An update consumes its state: a step that fails after its
+                # first update leaves the last checkpoint as it is.
+                if position.is_whole() and not self.orders.torn:
+                    self.save(position)
+                self.report.rest(driver)
+        return position
+
+    def step(self, position: Position, driver: Driver) -> Position:
+        """Runs the step after a position: trains, records the metrics, and saves a checkpoint if one is due."""
+        with divergence_reported(position, self.saved, self.recipe):
+            metrics = driver.step()
+            check_metrics(metrics)
+        done = position.done + 1
+        state, begun = driver.executor.state, driver.begun
+        if self.workers is not None:
+            self.workers.step = done
+        self.report.step(done, metrics, driver)
+        position = Position(done, state, begun, self.places(done))
+        if self.positions.due(done):
+            self.save(position)
+        return position
+
+    def driver(self, position: Position, samplers: Sequence[Samples] = ()) -> Driver:
+        """A driver for the steps after a position; `samplers` are rollout workers in other processes."""
+        done = position.done
+        return make_driver(
+            self.system,
+            self.recipe,
+            position.state,
+            self.draw_prompts(done),
+            self.rewards,
+            done,
+            position.begun,
+            self.records.begin_commands(done),
+            self.orders,
+            self.watch,
+            self.held_out,
+            self.report.evaluated,
+            self.workers and self.workers.link,
+            samplers,
+        )
+
+    def draw_prompts(self, done: int) -> Iterator[list[dict]]:
+        """The prompts of the steps after `done`; records the position after each step's."""
+        for number, records in enumerate(self.prompts, done + 1):
+            self.drawn[number] = self.prompts.get_state()
+            yield records
+
+    def places(self, done: int) -> dict[str, Any]:
+        """The positions in the prompts and the metrics after `done` steps."""
+        place = self.drawn.pop(done) if done else self.prompts.get_state()
+        return {"prompts": place, "metrics": self.records.place()}
+
+    def save(self, position: Position) -> None:
+        """Saves a checkpoint of a position, unless it exists; raises `Stopped` if the workdir is gone."""
+        check_there(self.workdir)
+        self.saved = position.done
+        self.positions.wait()
+        oldest = self.positions.oldest()
+        if oldest is not None:
+            self.records.forget(oldest)
+        kept = position.begun.kept if position.begun else {}
+        with self.orders.together("save", (position.done, tuple(kept))):
+            self.positions.save(position)
+
+    def check_disk(self) -> None:
+        """Checks between two steps that all was written, and that there is space for the next checkpoint.
+
+        Raises:
+          SaveFailed: A write failed, or there is no space.
+          Stopped: The workdir is gone.
+        """
+        check_there(self.workdir)
+        self.records.check_disk()
+        self.positions.check()
