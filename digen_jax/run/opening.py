@@ -16,12 +16,13 @@ from digen_jax.config.sections import AUTO, GIVEN, PlacementSection
 from digen_jax.distributed.workers import RolloutWorkers
 from digen_jax.encoding.ahead import prepare
 from digen_jax.encoding.reached import reached
-from digen_jax.engine.placement import ONE_DEVICE, MeshSizes
+from digen_jax.engine.placement import ONE_DEVICE, MeshSizes, RolloutAxes, TrainerAxes
 from digen_jax.engine.system import System
 from digen_jax.errors import ConfigError
 from digen_jax.inference.model import run_recipe
+from digen_jax.planning.calibration import Calibration
 from digen_jax.planning.footprint import model_footprint
-from digen_jax.planning.plan import auto_plan, meshes
+from digen_jax.planning.plan import auto_plan, make_problem, meshes
 from digen_jax.planning.programs import measured_programs
 from digen_jax.planning.step_costs import measured_costs
 from digen_jax.process.launching import MEETING
@@ -35,7 +36,9 @@ from digen_jax.run.scorers import try_files, try_scorers
 from digen_jax.run.workdir import own_claim
 from digen_jax.runtime.orders import Orders, several
 from digen_jax.scheduling.deadlines import Deadline
+from digen_jax.scheduling.planner.memory import Layout, device_bytes
 from digen_jax.scheduling.planner.plan import Plan
+from digen_jax.scheduling.settings import Costs
 
 
 def open_system(
@@ -115,7 +118,7 @@ def place_run(recipe: Recipe, workdir: pathlib.Path) -> Recipe:
     devices = jax.device_count()
     if (workdir / "config.json").exists():
         return place(recipe.with_meshes(run_recipe(workdir).placement.meshes), devices)
-    planned = recipe.with_meshes(planned_meshes(place_alone(recipe)))
+    planned = recipe.with_meshes(planned_meshes(recipe))
     check_meshes(planned, devices)
     return planned
 
@@ -161,22 +164,29 @@ def place_alone(recipe: Recipe) -> Recipe:
     return place(recipe.with_meshes(ONE_DEVICE), jax.device_count())
 
 
-def planned_meshes(alone: Recipe) -> MeshSizes:
-    """The planner's choice for a recipe on the devices at hand.
+def planned_meshes(recipe: Recipe) -> MeshSizes:
+    """Chooses the workers of a run on the available devices by the planner.
 
-    Costs are measured first, on one of the devices, which compiles. On one device publication moves
-    nothing, so the plan takes it to be nearly free. If the devices tell how much memory they have, as GPUs
-    and TPUs do, the programs are compiled for each device's share and placements that need more are excluded.
-
-    Args:
-      alone: on one device.
+    Costs are measured first, which compiles: on one device, or on all devices, which share the parameters, if one
+    cannot hold the training. On one mesh weight sync moves nothing, so the plan takes it to be nearly free. If the
+    devices report their memory, as GPUs and TPUs do, the programs are compiled for each device's share and layouts
+    that need more are excluded.
 
     Raises:
-      ConfigError: no placement can work.
+      ConfigError: no layout can work.
     """
-    devices = jax.device_count()
+    devices, memory = jax.device_count(), _device_memory()
+    alone = place_alone(recipe)
+    footprint = model_footprint(alone)
+    where = f"one of the {devices} devices"
+    if memory is not None and devices > 1:
+        problem = make_problem(alone, 1, Calibration(Costs(1.0, 1.0), "none"), footprint)
+        if device_bytes(problem, Layout(1, 1)).largest > memory:
+            all_devices = TrainerAxes(data=1, fsdp=devices)
+            sizes = MeshSizes(RolloutAxes(data=0), all_devices)
+            alone, where = place(recipe.with_meshes(sizes), devices), f"all {devices} devices"
     print(
-        f"config.placement = 'auto': times each part of a step on one of the {devices} devices, compiling it first",
+        f"config.placement = 'auto': times each part of a step on {where}, compiling it first",
         flush=True,
     )
 
@@ -184,7 +194,6 @@ def planned_meshes(alone: Recipe) -> MeshSizes:
         print(f"  {text}", flush=True)
 
     calibration = measured_costs(alone, note=note)
-    footprint, memory = model_footprint(alone), _device_memory()
     if memory is not None:
         footprint = dataclasses.replace(footprint, programs=measured_programs(alone, note))
     plan = auto_plan(alone, devices, calibration, footprint, memory)

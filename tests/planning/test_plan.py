@@ -16,7 +16,7 @@ from digen_jax.planning import step_costs
 from digen_jax.planning.calibration import Calibration, read_calibration
 from digen_jax.planning.plan import auto_plan, can_run, make_problem, meshes, suited
 from digen_jax.run import opening
-from digen_jax.scheduling.planner.memory import Layout
+from digen_jax.scheduling.planner.memory import Layout, device_bytes
 from digen_jax.scheduling.planner.plan import make_plan, table, why
 from digen_jax.scheduling.planner.search import Simulations, layouts, settings_of
 from digen_jax.scheduling.settings import Costs
@@ -264,6 +264,31 @@ def test_a_run_with_an_automatic_placement_keeps_it_when_it_goes_on(
     said = capsys.readouterr().out
     assert "continuing after step 1" in said and "chosen" not in said
     assert json.loads((tmp_path / "config.json").read_text())["placement"] == placement
+
+
+@pytest.mark.parametrize(("holds_all", "devices"), [(True, 1), (False, 8)])
+def test_costs_are_measured_on_as_few_devices_as_hold_the_training(
+    base, monkeypatch, holds_all, devices
+):
+    """A device that holds the sharded training, but not all of it alone; then on all devices, which share it."""
+    config = complete(tiny_config(base, "full"))
+    config.placement.update(sizes="auto", rules=((".*", "fsdp"),))
+    config.sampler.fragment = config.trainer.micro_batch = config.evaluation.batch = 8
+    config.batch.update(groups=4, images=4)
+    recipe, measured = open_recipe(config), []
+    alone = opening.place_alone(recipe)
+    problem = make_problem(alone, 1, calibration(), opening.model_footprint(alone))
+    needed = device_bytes(problem, Layout(1, 1)).largest
+
+    def costs(placed, note):
+        measured.append(placed.placement.trainer)
+        return calibration()
+
+    monkeypatch.setattr(opening, "measured_costs", costs)
+    monkeypatch.setattr(opening, "measured_programs", lambda placed, note: None)
+    monkeypatch.setattr(opening, "_device_memory", lambda: int(needed * (2 if holds_all else 0.9)))
+    opening.planned_meshes(recipe)
+    assert [axes.devices for axes in measured] == [measured[0].fsdp] == [devices]
 
 
 def test_work_that_scales_is_colocated():
