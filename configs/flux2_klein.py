@@ -9,6 +9,11 @@ The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 3, 4, 
 of the 9B models are gated: accept the licence there and log in with `hf auth login`, or set model.folder to a copy, or
 to another size of the same kind.
 
+Separate GPUs for rollout and training, of eight four each; the second line where all weights are tuned:
+--config.placement.rollout.data=4 --config.placement.trainer.data=4
+--config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
+Layout chosen by the planner: --config.placement=auto
+
 base_lora        FLUX.2-klein-base-9B, a LoRA of rank 64, with guidance
 base_full        FLUX.2-klein-base-4B, all weights, with guidance
 distilled_lora   FLUX.2-klein-9B, a LoRA of rank 64, in 4 steps without guidance

@@ -10,6 +10,11 @@ The argument is the recipe's name, a comma, and the number of GPUs, among which 
 Reward and prompt files are yours: docs/rewards.md has HPSv2.1, PickScore and GenEval, and says which weights they need.
 The hub repository is gated: accept its licence there and log in with `hf auth login`, or set model.folder to a copy.
 
+Separate GPUs for rollout and training, of eight four each; the second line where all weights are tuned:
+--config.placement.rollout.data=4 --config.placement.trainer.data=4
+--config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
+Layout chosen by the planner: --config.placement=auto
+
 pickscore                    Flow-GRPO (arXiv 2505.05470): a LoRA of rank 64, five of six steps trained
 pickscore_fast,              Flow-GRPO-Fast: the first three of six steps noisy and trained, cps, clip range 1e-5;
     geneval_fast             std of the group and of the step

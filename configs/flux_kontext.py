@@ -9,6 +9,10 @@ file names a picture, "image", relative to the file: docs/flux.md has an example
 yours: neither a similarity of images nor a detector is shipped here. The hub repository is gated: accept its licence
 there and log in with `hf auth login`, or set model.folder to a copy.
 
+Separate GPUs for rollout and training, of eight four each:
+--config.placement.rollout.data=4 --config.placement.trainer.data=4
+Layout chosen by the planner: --config.placement=auto
+
 github.com/yifan123/flow_grpo (arXiv 2505.05470), `counting_flux_kontext`, which was made for 28 GPUs:
 - config/grpo.py (31c71b9): 48 groups of 21 images in two updates, 3 images a GPU at once, 512 x 512, 6 steps, 28 in
   evaluation, guidance 2.5 in both, noise 0.9, 99% of the steps, no KL, std of the step, no shared start noise,

@@ -8,6 +8,10 @@ The argument is the recipe's name, a comma, and the number of GPUs: 1, 2, 4, 8 o
 prompt files are yours: docs/rewards.md says what `ocr` needs, and the source's prompts are in dataset/ocr of
 github.com/yifan123/flow_grpo. Qwen-Image-2512 has the same settings: --config.model.folder=Qwen/Qwen-Image-2512.
 
+Separate GPUs for rollout and training, of eight four each:
+--config.placement.rollout.data=1 --config.placement.rollout.fsdp=4 --config.placement.trainer.fsdp=4
+Layout chosen by the planner: --config.placement=auto
+
 ocr  Flow-GRPO (arXiv 2505.05470): a LoRA of rank 64, two of ten steps trained, in a window at a random place
 
 github.com/verl-project/verl-omni:

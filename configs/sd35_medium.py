@@ -9,6 +9,10 @@ nft_pickscore also 128. Reward and prompt files are yours: docs/rewards.md has O
 what they need. The hub repository is gated: accept its licence there and log in with `hf auth login`, or set
 model.folder to a copy.
 
+Separate GPUs for rollout and training, of eight four each:
+--config.placement.rollout.data=4 --config.placement.trainer.data=4
+Layout chosen by the planner: --config.placement=auto
+
 geneval, ocr, pickscore              Flow-GRPO (arXiv 2505.05470), with different KL coefficients
 geneval_fast_nocfg,                  Flow-GRPO-Fast: three noisy steps at a random place in the first half, cps, without
     pickscore_fast_nocfg             guidance and without KL, clip range 1e-5

@@ -10,6 +10,10 @@ result to expect is a LoRA in `runs/zimage`, and the reward on held-out prompts 
 By how much is not known: the source gives no number for this recipe, and none was measured here. The smallest slice is
 one GPU of 80 GB, with `:1`.
 
+Separate GPUs for rollout and training, of eight four each:
+--config.placement.rollout.data=4 --config.placement.trainer.data=4
+Layout chosen by the planner: --config.placement=auto
+
 github.com/X-GenGroup/Flow-Factory (5f6cda1), examples/grpo/lora/z_image_turbo/default.yaml:
 - 8 GPUs; Tongyi-MAI/Z-Image-Turbo; LoRA of rank 64, alpha 128, float32, on its default layers
 - 48 groups of 16 images in two updates, one image a GPU at once, 512 x 512, 6 steps, guidance 0, which is 1 in our

@@ -47,6 +47,7 @@ def recipes(name):
     return runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["RECIPES"]
 
 
+PUBLISHED = SD35, FLUX, KONTEXT, Z_IMAGE, QWEN_IMAGE, KLEIN
 RECIPES = recipes(SD35)
 FLUX_RECIPES = recipes(FLUX)
 
@@ -664,7 +665,7 @@ def assert_lora(factors):
     assert sum(leaf.size for leaf in jax.tree.leaves(factors)) == (24 * 8 - 1) * 32 * 2 * 1536
 
 
-@pytest.mark.parametrize("name", [FLUX, KONTEXT, SD35, KLEIN, QWEN_IMAGE, Z_IMAGE])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_recipes_take_the_numbers_of_gpus_that_divide_them_and_list_them(name):
     found = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
     of_argument = " ".join(found["__doc__"].split("\n\n")[2:4])
@@ -679,3 +680,24 @@ def test_recipes_take_the_numbers_of_gpus_that_divide_them_and_list_them(name):
         with pytest.raises(ConfigError, match=rf"gives 5 GPUs, but .+ takes 1, 2, .* or {passes}$"):
             found["get_config"](f"{prefix}5")
         assert {n for n in range(1, passes + 1) if passes % n == 0} <= listed
+
+
+ON_EIGHT = [
+    (name, ",".join((*recipe, "8")))
+    for name in PUBLISHED
+    for recipe in ([()] if name in (KONTEXT, Z_IMAGE) else [(one,) for one in recipes(name)])
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), ON_EIGHT)
+def test_a_published_recipe_runs_on_separate_gpus_by_the_fields_in_its_docstring(name, argument):
+    config = load(name, argument)
+    shared = config.placement.trainer.fsdp == 8
+    fields = {"rollout.data": 4, "trainer.data": 4}
+    if shared:
+        fields = {"rollout.data": 1, "rollout.fsdp": 4, "trainer.fsdp": 4}
+    options = " ".join(f"--config.placement.{field}={n}" for field, n in fields.items())
+    assert f"\n{options}\n" in docstring(name)
+    config.placement.update_from_flattened_dict(fields)
+    rollout, trainer = place(open_recipe(config), 8).placement.meshes
+    assert (rollout.devices, trainer.devices, rollout.fsdp) == (4, 4, 4 if shared else 1)
